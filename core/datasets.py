@@ -1,0 +1,293 @@
+"""JSONL -> Example: a stream of bytes in, one value per row out, and every problem with its line number.
+
+A row is one prompt and whatever its graders want to know:
+
+    {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
+
+`messages` and `tools` have a meaning here; every other key is the user's, and graders see it as `item.<key>`.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_REPORTED = 20
+MAX_LINE_BYTES = 4 << 20  # a prompt is kilobytes; a "line" this long is a file without line ends
+MAX_DIGITS = 400  # more than any float has; Python itself gives up at 4300
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MESSAGE_KEYS = {"role", "content", "name", "weight"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row: the prompt, and the whole row as graders see it, `messages` included."""
+
+    line: int
+    messages: list[dict[str, Any]]
+    item: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LineError:
+    """What is wrong with a line, and where in it. Line 0 is the file as a whole."""
+
+    line: int
+    message: str
+    path: str = ""
+
+    def __str__(self) -> str:
+        line = f"line {self.line}" if self.line else ""
+        return ": ".join(part for part in (line, self.path, self.message) if part)
+
+
+class InvalidDataset(ValueError):
+    """The first problems of a file, at most MAX_REPORTED, and on how many further lines there were others."""
+
+    def __init__(self, errors: Sequence[LineError], more: int = 0) -> None:
+        super().__init__(errors, more)
+        self.errors = list(errors)
+        self.more = more
+
+    def __str__(self) -> str:
+        further = [f"and {self.more} more line(s) with problems"] if self.more else []
+        return "\n".join([*map(str, self.errors), *further])
+
+
+def read_examples(
+    chunks: Iterable[bytes],
+    *,
+    check: Callable[[Example], Iterable[str]] | None = None,
+    max_rows: int | None = None,
+    min_rows: int = 1,
+) -> list[Example]:
+    """Every row of a file in which all are good; otherwise InvalidDataset, with the problems of all rows.
+
+    `check` names what else is wrong with a row. The first row beyond `max_rows` ends the reading, and is then
+    the only problem told: the file has to be cut before anything else about it matters.
+    """
+    examples: list[Example] = []
+    problems = _Problems()
+    rows, last_line = 0, 0
+    for row in read_rows(chunks):
+        if row.line != last_line:  # one line may have several errors
+            rows, last_line = rows + 1, row.line
+        if max_rows is not None and rows > max_rows:
+            raise InvalidDataset([LineError(row.line, f"the file must have at most {max_rows} examples")])
+        if isinstance(row, LineError):
+            problems.add(row)
+            continue
+        for problem in check(row) if check else ():
+            problems.add(LineError(row.line, problem))
+        if problems.errors:
+            examples.clear()  # nobody will get them
+        else:
+            examples.append(row)
+    if problems.errors:
+        raise InvalidDataset(problems.errors, problems.more)
+    if len(examples) < min_rows:
+        raise InvalidDataset([LineError(0, _too_few(len(examples), min_rows))])
+    return examples
+
+
+def read_rows(chunks: Iterable[bytes]) -> Iterator[Example | LineError]:
+    """The rows of a file in order: an Example for each good line, one or more LineErrors for each bad one.
+
+    Holds one line at a time, and never one longer than MAX_LINE_BYTES. How the bytes are cut into chunks makes
+    no difference. Blank lines are fine at the end of the file, and errors before.
+    """
+    blank = 0
+    for number, line in _lines(chunks):
+        if line is not None and not line.strip():
+            blank += 1
+            continue
+        for earlier in range(number - blank, number):
+            yield LineError(earlier, "is blank; remove it")
+        blank = 0
+        if line is None:
+            yield LineError(number, f"is longer than {MAX_LINE_BYTES} bytes")
+        else:
+            yield from _row(number, line)
+
+
+class _Problems:
+    """Keeps the first MAX_REPORTED errors and counts the lines of the others, however many there are."""
+
+    def __init__(self) -> None:
+        self.errors: list[LineError] = []
+        self.more = 0
+        self._last_line = -1
+
+    def add(self, error: LineError) -> None:
+        if len(self.errors) < MAX_REPORTED:
+            self.errors.append(error)
+        elif error.line != self._last_line:
+            self.more += 1
+        self._last_line = error.line
+
+
+def _too_few(rows: int, min_rows: int) -> str:
+    if rows == 0:
+        return "the file is empty"
+    return f"the file has {rows} example(s), but must have at least {min_rows} examples"
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """Numbered lines without their newline; one that is too long comes as None, its bytes are not kept."""
+    number = 1
+    line: bytearray | None = bytearray()
+    for chunk in chunks:
+        for index, piece in enumerate(chunk.split(b"\n")):
+            if index > 0:  # a newline stood before this piece
+                yield number, None if line is None else bytes(line)
+                number, line = number + 1, bytearray()
+            if line is not None and len(line) + len(piece) <= MAX_LINE_BYTES:
+                line += piece
+            else:
+                line = None
+    yield number, None if line is None else bytes(line)
+
+
+def _row(number: int, line: bytes) -> Iterator[Example | LineError]:
+    try:
+        if number == 1 and line.startswith(b"\xef\xbb\xbf"):
+            raise ValueError("starts with a byte order mark; save the file as UTF-8 without BOM")
+        row = _parse(line)
+    except ValueError as error:
+        yield LineError(number, str(error))
+        return
+    if not isinstance(row, dict):
+        yield LineError(number, f"must be a JSON object, not {_kind(row)}")
+        return
+    good = True
+    for path, problem in _row_problems(row):
+        good = False
+        yield LineError(number, problem, path)
+    if good:
+        yield Example(number, row["messages"], row)
+
+
+def _parse(line: bytes) -> Any:
+    """One JSON value, or a ValueError whose message is meant for the user."""
+    try:
+        text = line.decode("utf-8")
+        row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    if _has_lone_surrogate(text, row):
+        raise ValueError("has half of a surrogate pair (such as \\ud83d alone), which is no character")
+    return row
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"has {name}, which is not JSON; use null or leave the key out")
+
+
+def _finite(digits: str) -> float:
+    """A float; 1e999 is valid JSON but would be Infinity from here on."""
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError("has a number too large for a 64-bit float")
+    return value
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"has a number of more than {MAX_DIGITS} digits")
+    return int(digits)
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _has_lone_surrogate(text: str, row: Any) -> bool:
+    # Such a string cannot be encoded again, so it would fail later, in a tokenizer or a grader. Encoding every
+    # row to find out is slow, and hardly any row has the escape.
+    if not _SURROGATE.search(text):
+        return False
+    try:
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+Problem = tuple[str, str]  # where in the row, and what
+
+
+def _row_problems(row: dict[str, Any]) -> Iterator[Problem]:
+    if row.get("tools") is not None:
+        yield "tools", "tools are not supported by this version; leave the key out"
+    if "messages" not in row:
+        yield "messages", "is missing"
+        return
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        yield "messages", "must be a list of at least one message"
+        return
+    for index, message in enumerate(messages):
+        yield from _message_problems(f"messages[{index}]", message)
+    last = messages[-1]
+    role = last.get("role") if isinstance(last, dict) else None
+    if role != "user" and role in ROLES:  # any other role has been named above
+        yield f"messages[{len(messages) - 1}].role", f"the last message must be from the user, not {role}"
+
+
+def _message_problems(path: str, message: Any) -> Iterator[Problem]:
+    if not isinstance(message, dict):
+        yield path, f"must be an object, not {_kind(message)}"
+        return
+    for key in message:
+        if key not in MESSAGE_KEYS:
+            yield f"{path}.{key}", "is not a message key that this version supports"
+    if message.get("role") not in ROLES:
+        yield f"{path}.role", f"must be one of {', '.join(ROLES)}"
+    if not isinstance(message.get("name"), str | None):
+        yield f"{path}.name", f"must be a string, not {_kind(message['name'])}"
+    if "weight" in message:
+        yield from _weight_problems(path, message)
+    if "content" in message:
+        yield from _content_problems(f"{path}.content", message["content"])
+    else:
+        yield f"{path}.content", "is missing"
+
+
+def _weight_problems(path: str, message: dict[str, Any]) -> Iterator[Problem]:
+    if message.get("role") != "assistant":
+        yield f"{path}.weight", "is only for messages of the assistant"
+    elif type(message["weight"]) is not int or message["weight"] not in (0, 1):  # true is an int, too
+        yield f"{path}.weight", "must be 0 or 1"
+
+
+def _content_problems(path: str, content: Any) -> Iterator[Problem]:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list) or not content:
+        yield path, "must be a string or a list of text parts"
+        return
+    for index, part in enumerate(content):
+        yield from _part_problems(f"{path}[{index}]", part)
+
+
+def _part_problems(path: str, part: Any) -> Iterator[Problem]:
+    if not isinstance(part, dict):
+        yield path, f"must be an object, not {_kind(part)}"
+    elif "image" in str(part.get("type")):  # image_url, input_image
+        yield path, "images are not supported by this version"
+    elif part.get("type") != "text":
+        yield f"{path}.type", 'must be "text"'
+    elif part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        yield path, 'must be {"type": "text", "text": "..."}'
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls it."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

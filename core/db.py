@@ -1,0 +1,127 @@
+"""Engine, sessions, and the unit of work: one transaction, and messages that leave only after it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Double, Engine, Text, create_engine, event, make_url
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
+
+
+class db_now(FunctionElement[float]):
+    """The database's clock in Unix seconds: leases of many machines are compared by one clock, not theirs."""
+
+    type = Double()
+    inherit_cache = True
+
+
+@compiles(db_now, "postgresql")
+def _pg_now(element: db_now, compiler: SQLCompiler, **kw: Any) -> str:
+    return "extract(epoch from clock_timestamp())::float8"
+
+
+@compiles(db_now, "sqlite")
+def _sqlite_now(element: db_now, compiler: SQLCompiler, **kw: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+class json_text(FunctionElement[str]):
+    """json_text(column, key): what a JSON object has at that key, NULL if nothing.
+
+    Not `column[key]`: SQLAlchemy writes the key into a JSON path there, which fails on a quotation mark in it and
+    finds no key that is not ASCII.
+    """
+
+    type = Text()
+    inherit_cache = True
+
+
+@compiles(json_text, "postgresql")
+def _pg_json_text(element: json_text, compiler: SQLCompiler, **kw: Any) -> str:
+    column, key = (compiler.process(clause, **kw) for clause in element.clauses)
+    return f"({column} ->> {key})"
+
+
+@compiles(json_text, "sqlite")
+def _sqlite_json_text(element: json_text, compiler: SQLCompiler, **kw: Any) -> str:
+    column, key = (compiler.process(clause, **kw) for clause in element.clauses)
+    return f"(SELECT value FROM json_each({column}) WHERE key = {key})"
+
+
+def open_engine(url: str) -> Engine:
+    """SQLite in WAL mode or PostgreSQL, with the settings that make both safe for many processes."""
+    if make_url(url).get_backend_name() == "sqlite":
+        return _open_sqlite(url)
+    return create_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=20)
+
+
+def _open_sqlite(url: str) -> Engine:
+    database = make_url(url).database
+    if database:
+        Path(database).parent.mkdir(parents=True, exist_ok=True)
+    engine = create_engine(url, connect_args={"timeout": 30}, pool_size=10, max_overflow=20)
+
+    @event.listens_for(engine, "connect")
+    def on_connect(connection: Any, record: Any) -> None:
+        connection.isolation_level = None  # we open transactions ourselves, below
+        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def on_begin(connection: Connection) -> None:
+        # IMMEDIATE takes the write lock at the start: a transaction that read first and then wants to write
+        # would fail at once with "database is locked", whatever the busy timeout. Readers never need it.
+        read_only = connection.get_execution_options().get("read_only", False)
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+class Database:
+    """The two ways to a session: `write` is one transaction that commits at the end, `read` sees one snapshot."""
+
+    def __init__(self, url: str) -> None:
+        self.engine = open_engine(url)
+        self._write = sessionmaker(self.engine, expire_on_commit=False)
+        self._read = sessionmaker(self.engine.execution_options(read_only=True), expire_on_commit=False)
+
+    def write(self) -> AbstractContextManager[Session]:
+        return self._write.begin()
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        with self._read() as session:
+            yield session
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+Send = Callable[[str, str], None]
+"""send(task name, queue): a wake-up for whoever listens on that queue."""
+
+
+@dataclass
+class Work:
+    """What one request or task does to the database, and whom it will wake once that is durable."""
+
+    session: Session
+    outbox: list[tuple[str, str]] = field(default_factory=list)
+
+    def wake(self, task: str, queue: str) -> None:
+        self.outbox.append((task, queue))
+
+
+@contextmanager
+def unit_of_work(database: Database, send: Send) -> Iterator[Work]:
+    """One transaction. Messages leave after the commit; an exception rolls back and sends nothing."""
+    with database.write() as session:
+        work = Work(session)
+        yield work
+    for task, queue in work.outbox:
+        send(task, queue)

@@ -1,0 +1,61 @@
+"""What a job tells its user: events, and one row of metrics a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from core import pages
+from core.models import Event, StepMetric, now
+from core.pages import Page
+
+if TYPE_CHECKING:  # core.jobs writes events, so it imports this module
+    from core.jobs import Claim
+
+
+def append(
+    session: Session,
+    job_id: str,
+    message: str,
+    *,
+    level: str = "info",
+    type: str = "message",
+    data: dict[str, Any] | None = None,
+) -> Event:
+    """Add an event to the job's log; it stands behind all that were appended before it."""
+    event = Event(job_id=job_id, message=_storable(message), level=level, type=type, data=data or {})
+    session.add(event)
+    session.flush()  # numbers it now: its place must not depend on what else the transaction writes
+    return event
+
+
+def page(session: Session, job_id: str, *, after: str | None = None, limit: int) -> Page[Event]:
+    """Newest first."""
+    return pages.newest_first(session, select(Event).where(Event.job_id == job_id), Event, after=after, limit=limit)
+
+
+def record_step(session: Session, claim: Claim, step: int, data: dict[str, Any]) -> None:
+    """Keep the metrics of a finished step. A step replayed after a crash replaces the row of the lost attempt.
+
+    Call it inside `jobs.fenced`: that lock is what keeps two attempts from writing the same row.
+    """
+    session.merge(StepMetric(job_id=claim.job_id, step=step, epoch=claim.epoch, created_at=now(), data=data))
+
+
+def steps(session: Session, job_id: str) -> Sequence[StepMetric]:
+    """All recorded steps, in order."""
+    return session.scalars(select(StepMetric).where(StepMetric.job_id == job_id).order_by(StepMetric.step)).all()
+
+
+def discard_steps_after(session: Session, job_id: str, step: int) -> None:
+    """Forget the steps beyond a checkpoint: a run that resumes from it will do them again."""
+    session.execute(delete(StepMetric).where(StepMetric.job_id == job_id, StepMetric.step > step))
+
+
+def _storable(text: str) -> str:
+    # Messages quote model output and the last words of crashed processes. PostgreSQL stores no NUL and neither
+    # database half a surrogate pair; refusing them here would lose the event, and the state change with it.
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,11 @@
+"""Identifiers in OpenAI's shapes: a prefix that says what it is, and random letters and digits."""
+
+import secrets
+import string
+
+_ALPHABET = string.ascii_letters + string.digits
+
+
+def new_id(prefix: str, length: int = 24) -> str:
+    """`new_id("ftjob-")` -> "ftjob-" and 24 characters (143 bits) from a cryptographic source."""
+    return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(length))

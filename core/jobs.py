@@ -1,0 +1,418 @@
+"""The state machine of a job. This file is the only writer of its status, its epoch and its lease.
+
+    validating_files ──> queued <──> running ──> succeeded
+                         │    ^         │
+                         v    │         v
+                         paused <─── pausing
+
+failed is reached from the states in which somebody works on the job, cancelled from every state that is not final.
+
+Who works on a job holds a `Claim`: the epoch the row had when the job was taken. Every claim, cancel and lost
+lease moves the row's epoch on, so a worker that has not heard yet fails the comparison and writes nothing.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from sqlalchemy import ColumnElement, CursorResult, ScalarSelect, func, or_, select, update
+from sqlalchemy.orm import Session, aliased
+
+from core import events, pages, queue
+from core.db import Database, Work, db_now, json_text
+from core.errors import InvalidJobState, JobNotFound
+from core.models import Event, File, Job, Project, now
+from core.pages import Page
+
+EDGES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "validating_files": frozenset({"queued", "failed", "cancelled"}),
+        "queued": frozenset({"running", "paused", "cancelled"}),
+        "running": frozenset({"queued", "pausing", "succeeded", "failed", "cancelled"}),
+        # A run may reach its end, good or bad, before it sees that it should pause.
+        "pausing": frozenset({"paused", "succeeded", "failed", "cancelled"}),
+        "paused": frozenset({"queued", "cancelled"}),
+        "succeeded": frozenset(),
+        "failed": frozenset(),
+        "cancelled": frozenset(),
+    }
+)
+FINAL = frozenset(status for status, further in EDGES.items() if not further)
+# The states in which a worker may hold the job.
+HELD = frozenset({"validating_files", "running", "pausing"})
+
+STARTED, RESUMED = "Fine-tuning job started", "Fine-tuning job resumed"
+LONGEST_BACK_OFF = 60.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The right to write to a job, for as long as its epoch is the row's."""
+
+    job_id: str
+    epoch: int
+    owner: str
+
+
+class LeaseLost(Exception):
+    """The job was cancelled, or given to somebody else: stop, and write nothing more."""
+
+
+# What users ask for.
+
+
+def create(
+    work: Work,
+    *,
+    project: Project,
+    model: str,
+    training_file: File,
+    validation_file: File | None,
+    suffix: str | None,
+    seed: int,
+    metadata: dict[str, str] | None,
+    reinforcement: dict[str, Any],
+    gpu_class: str,
+) -> Job:
+    """A new job with its first events; its files will be validated by whoever wakes up first."""
+    job = Job(
+        organization_id=project.organization_id,
+        project_id=project.id,
+        model=model,
+        training_file=training_file.id,
+        validation_file=validation_file.id if validation_file else None,
+        suffix=suffix,
+        seed=seed,
+        metadata_=metadata,
+        reinforcement=reinforcement,
+        gpu_class=gpu_class,
+        status="validating_files",
+    )
+    work.session.add(job)
+    work.session.flush()  # gives it its id
+    events.append(work.session, job.id, f"Created fine-tuning job: {job.id}")
+    files = f"training file: {training_file.id}"
+    if validation_file:
+        files += f" and validation file: {validation_file.id}"
+    events.append(work.session, job.id, f"Validating {files}")
+    work.wake(queue.VALIDATE, queue.DEFAULT_QUEUE)
+    return job
+
+
+def get(session: Session, project_id: str, job_id: str) -> Job:
+    """The project's job, or JobNotFound; another project's job does not exist either."""
+    job = session.scalar(select(Job).where(Job.id == job_id, Job.project_id == project_id))
+    if job is None:
+        raise JobNotFound(job_id)
+    return job
+
+
+def page(
+    session: Session,
+    project_id: str,
+    *,
+    after: str | None = None,
+    limit: int,
+    metadata: Mapping[str, str] | None = None,
+    without_metadata: bool = False,
+) -> Page[Job]:
+    """Newest first: the jobs that have all of `metadata`, or those that were given none."""
+    statement = select(Job).where(Job.project_id == project_id)
+    for key, value in (metadata or {}).items():
+        statement = statement.where(json_text(Job.metadata_, key) == value)
+    if without_metadata:
+        statement = statement.where(Job.metadata_.is_(None))
+    return pages.newest_first(session, statement, Job, after=after, limit=limit)
+
+
+def cancel(work: Work, job: Job) -> None:
+    """Cancelled at once, whatever its worker is doing; a second cancel changes nothing."""
+    _lock(work.session, job)
+    if job.status == "cancelled":
+        return
+    _move(job, "cancelled")
+    job.epoch += 1
+    events.append(work.session, job.id, "Fine-tuning job cancelled")
+
+
+def pause(work: Work, job: Job) -> None:
+    """A waiting job is paused at once; a running one is asked to, and is when its run has made a checkpoint."""
+    _lock(work.session, job)
+    if job.status in ("pausing", "paused"):
+        return
+    if job.status == "queued":
+        _move(job, "paused")
+        events.append(work.session, job.id, "Fine-tuning job paused")
+    else:
+        _move(job, "pausing")
+        events.append(work.session, job.id, "Pausing fine-tuning job")
+
+
+def resume(work: Work, job: Job) -> None:
+    """A paused job waits for a worker again, and goes on from its last checkpoint."""
+    _lock(work.session, job)
+    if job.status != "paused":  # EDGES would let a running job be queued, too
+        raise _refusal(job, "queued")
+    _move(job, "queued")
+    events.append(work.session, job.id, "Resuming fine-tuning job, moving job to queued state")
+    work.wake(queue.RUN, queue.gpu_queue(job.gpu_class))
+
+
+# What workers do.
+
+
+def claim(session: Session, *, gpu_class: str, owner: str, lease_seconds: float) -> Claim | None:
+    """Take the fairest waiting job of this class: the oldest of the project that has the fewest running.
+
+    None: there is none. However many ask at once, each job is given to one of them.
+    """
+    # Status is set here and not by _move: choosing and taking must be one statement.
+    job = _take(session, _fairest(gpu_class), owner, lease_seconds, status="running")
+    if job is None:
+        return None
+    if job.started_at is None:
+        job.started_at = now()
+        events.append(session, job.id, STARTED)
+    else:
+        events.append(session, job.id, RESUMED, data={"attempt": _attempts(session, job) + 1})
+    return Claim(job.id, job.epoch, owner)
+
+
+def claim_validation(session: Session, *, owner: str, lease_seconds: float) -> Claim | None:
+    """Take the oldest job whose files nobody is validating."""
+    candidate = aliased(Job)
+    oldest = (
+        select(candidate.seq)
+        .where(_unvalidated(candidate))
+        .order_by(candidate.seq)
+        .limit(1)
+        .with_for_update(skip_locked=True)
+    )
+    job = _take(session, oldest.scalar_subquery(), owner, lease_seconds)
+    return None if job is None else Claim(job.id, job.epoch, owner)
+
+
+def heartbeat(session: Session, claim: Claim, lease_seconds: float) -> bool:
+    """Keep the job for another `lease_seconds`. False: it is no longer this claim's."""
+    renewal = (
+        update(Job)
+        .where(Job.id == claim.job_id, Job.epoch == claim.epoch, Job.status.in_(HELD))
+        .values(lease_expires_at=db_now() + lease_seconds)
+        .execution_options(synchronize_session=False)
+    )
+    return _rows(session.execute(renewal)) == 1
+
+
+@contextmanager
+def fenced(database: Database, claim: Claim) -> Iterator[tuple[Session, Job]]:
+    """One write transaction that holds the job's row; every write of a run goes through here.
+
+    Keep it short: it delays cancel, heartbeat and, on SQLite, every other writer.
+
+    Raises:
+        LeaseLost: the claim is no longer the job's. Nothing was written.
+    """
+    with database.write() as session:
+        job = session.scalar(select(Job).where(Job.id == claim.job_id).with_for_update())
+        if job is None or job.epoch != claim.epoch or job.status not in HELD:
+            raise LeaseLost(f"{claim.owner} no longer holds {claim.job_id} (epoch {claim.epoch})")
+        yield session, job
+
+
+# How a claim ends. Call these inside `fenced`.
+
+
+def validated(session: Session, job: Job) -> tuple[str, str]:
+    """The files are good: the job waits for a worker. Returns the (task, queue) to wake once that is durable."""
+    _move(job, "queued")
+    # Tries of the validation are not counted against the run.
+    job.failures = 0
+    events.append(session, job.id, "Files validated, moving job to queued state")
+    return queue.RUN, queue.gpu_queue(job.gpu_class)
+
+
+def succeed(session: Session, job: Job, *, fine_tuned_model: str) -> None:
+    _move(job, "succeeded")
+    job.fine_tuned_model = fine_tuned_model
+    events.append(session, job.id, f"New fine-tuned model created: {fine_tuned_model}")
+    events.append(session, job.id, "The job has successfully completed")
+
+
+def fail(session: Session, job: Job, *, code: str, message: str, param: str | None = None) -> None:
+    """For good: a job that failed is not tried again."""
+    _move(job, "failed")
+    job.error = {"code": code, "message": message, "param": param}
+    events.append(session, job.id, message, level="error")
+
+
+def release(session: Session, job: Job) -> None:
+    """The run made a checkpoint and stopped because it was asked to: no failure is counted.
+
+    A job that was pausing is now paused. Any other waits for the next worker.
+    """
+    if job.status == "pausing":
+        _move(job, "paused")
+        events.append(session, job.id, "Fine-tuning job paused")
+    else:
+        _move(job, "queued")
+        job.next_run_at = 0.0  # at once
+        events.append(session, job.id, "Fine-tuning job interrupted at a checkpoint, moving job to queued state")
+
+
+def crashed(session: Session, job: Job, *, reason: str, max_failures: int) -> None:
+    """The worker, not the job, is to blame: try again a little later, but only `max_failures` times.
+
+    A job that was pausing gets what it was asked for, paused, and goes on from its last checkpoint when resumed.
+    """
+    job.failures += 1
+    if job.status != "pausing" and job.failures > max_failures:
+        message = f"The job was interrupted {job.failures} times and is given up. The last time: {reason}"
+        fail(session, job, code="internal_error", message=message)
+        return
+    if job.status == "validating_files":
+        _let_go(job)  # and stays: queued would mean that its files are good
+    else:
+        _move(job, "paused" if job.status == "pausing" else "queued")
+    job.next_run_at = _db_time(session) + min(2.0 ** min(job.failures, 10), LONGEST_BACK_OFF)
+    message = f"Fine-tuning job interrupted: {reason}"
+    events.append(session, job.id, message, level="warn", data={"failures": job.failures})
+
+
+# What the reconciler does.
+
+
+def expire_leases(session: Session, *, max_failures: int) -> int:
+    """Take back the jobs of workers that stopped answering. Returns how many there were."""
+    expired = (
+        select(Job)
+        .where(Job.status.in_(HELD), Job.lease_expires_at < db_now())
+        .order_by(Job.seq)
+        # A locked row is being written to, so its worker is alive, or another reconciler has it.
+        .with_for_update(skip_locked=True)
+        .execution_options(populate_existing=True)
+    )
+    jobs = session.scalars(expired).all()
+    for job in jobs:
+        job.epoch += 1
+        crashed(session, job, reason="the worker stopped answering", max_failures=max_failures)
+    return len(jobs)
+
+
+def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
+    """The (task, queue) pairs for which there is work that nobody was told of in the last `older_than` seconds."""
+    candidate = aliased(Job)
+    waiting = (
+        select(candidate.seq)
+        .where(or_(_runnable(candidate), _unvalidated(candidate)), candidate.dispatched_at < db_now() - older_than)
+        .order_by(candidate.seq)
+        .with_for_update(skip_locked=True)
+    )
+    stamp = (
+        update(Job)
+        .where(Job.seq.in_(waiting))
+        .values(dispatched_at=db_now())
+        .returning(Job.status, Job.gpu_class)
+        .execution_options(synchronize_session=False)
+    )
+    return sorted({_wake_up(status, gpu_class) for status, gpu_class in session.execute(stamp)})
+
+
+def _wake_up(status: str, gpu_class: str) -> tuple[str, str]:
+    if status == "validating_files":
+        return queue.VALIDATE, queue.DEFAULT_QUEUE
+    return queue.RUN, queue.gpu_queue(gpu_class)
+
+
+# Moving from state to state.
+
+
+def _lock(session: Session, job: Job) -> None:
+    """Hold the row until the commit, and see it as it is now: the job may have moved on since it was read."""
+    session.refresh(job, with_for_update=True)
+
+
+def _move(job: Job, to: str) -> None:
+    """The only way to another status, and what every arrival there brings with it."""
+    if to not in EDGES[job.status]:
+        raise _refusal(job, to)
+    job.status = to
+    if to not in HELD:
+        _let_go(job)
+    if to in FINAL:
+        job.finished_at = now()
+    if to == "queued":
+        job.dispatched_at = 0.0  # nobody has been told of it yet
+
+
+def _let_go(job: Job) -> None:
+    job.lease_owner = job.lease_expires_at = None
+    job.estimated_finish = None  # OpenAI's is null, too, unless the job runs
+
+
+def _refusal(job: Job, to: str) -> InvalidJobState:
+    if job.status == "cancelled":
+        return InvalidJobState(f"Job has already been cancelled: {job.id}")
+    if job.status in FINAL:
+        return InvalidJobState(f"Job has already completed: {job.id}")
+    return InvalidJobState(f"Job is {job.status} and cannot become {to}: {job.id}")
+
+
+# Choosing and taking.
+
+
+def _runnable(job: type[Job]) -> ColumnElement[bool]:
+    return (job.status == "queued") & (job.next_run_at <= db_now())
+
+
+def _unvalidated(job: type[Job]) -> ColumnElement[bool]:
+    free = or_(job.lease_expires_at.is_(None), job.lease_expires_at < db_now())
+    return (job.status == "validating_files") & (job.next_run_at <= db_now()) & free
+
+
+def _fairest(gpu_class: str) -> ScalarSelect[int]:
+    candidate, busy = aliased(Job), aliased(Job)
+    running = (
+        select(busy.project_id, func.count().label("jobs"))
+        .where(busy.status.in_(("running", "pausing")))
+        .group_by(busy.project_id)
+        .subquery()
+    )
+    return (
+        select(candidate.seq)
+        .outerjoin(running, running.c.project_id == candidate.project_id)
+        .where(_runnable(candidate), candidate.gpu_class == gpu_class)
+        .order_by(func.coalesce(running.c.jobs, 0), candidate.seq)
+        .limit(1)
+        # SKIP LOCKED: a row that another worker is just taking is passed over, not waited for. SQLite has no row
+        # locks and needs none, since a write transaction there is alone.
+        .with_for_update(of=candidate, skip_locked=True)
+        .scalar_subquery()
+    )
+
+
+def _take(session: Session, seq: ScalarSelect[int], owner: str, lease_seconds: float, **values: Any) -> Job | None:
+    statement = (
+        update(Job)
+        .where(Job.seq == seq)
+        .values(epoch=Job.epoch + 1, lease_owner=owner, lease_expires_at=db_now() + lease_seconds, **values)
+        .returning(Job)
+        .execution_options(synchronize_session=False, populate_existing=True)
+    )
+    return session.scalar(statement)
+
+
+def _attempts(session: Session, job: Job) -> int:
+    """How often the job was started. Its epoch says more than that: it also counts validations and lost leases."""
+    starts = Event.job_id == job.id, Event.message.in_((STARTED, RESUMED))
+    return session.scalars(select(func.count()).select_from(Event).where(*starts)).one()
+
+
+def _db_time(session: Session) -> float:
+    return session.scalars(select(db_now())).one()
+
+
+def _rows(result: Any) -> int:
+    assert isinstance(result, CursorResult)
+    return result.rowcount

@@ -1,0 +1,190 @@
+"""The tables. Times are Unix seconds; `seq` is the order of insertion and the cursor of every list."""
+
+import time
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, Integer, MetaData, String, Text, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from core.ids import new_id
+
+# SQLite numbers rows only in a column declared INTEGER; PostgreSQL should not run out at two billion events.
+Seq = BigInteger().with_variant(Integer, "sqlite")
+
+
+def now() -> int:
+    return int(time.time())
+
+
+class Table(DeclarativeBase):
+    # Named constraints, so that a migration can drop them on both databases.
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {dict[str, Any]: JSON(none_as_null=True), list[Any]: JSON(none_as_null=True)}
+
+
+class Organization(Table):
+    __tablename__ = "organizations"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True, default=lambda: new_id("org-"))
+    name: Mapped[str] = mapped_column(String(64))  # appears in the names of tuned models
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class Project(Table):
+    __tablename__ = "projects"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True, default=lambda: new_id("proj_"))
+    organization_id: Mapped[str] = mapped_column(ForeignKey("organizations.id"))
+    name: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class ApiKey(Table):
+    """The key itself is shown once and never stored: it holds 256 random bits, so one SHA-256 is enough."""
+
+    __tablename__ = "api_keys"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True, default=lambda: new_id("key_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    name: Mapped[str] = mapped_column(String(64))
+    sha256: Mapped[str] = mapped_column(String(64), unique=True)
+    last4: Mapped[str] = mapped_column(String(4))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class File(Table):
+    __tablename__ = "files"
+    __table_args__ = (Index(None, "project_id", "seq"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("file-", 22))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    filename: Mapped[str] = mapped_column(String(512))
+    purpose: Mapped[str] = mapped_column(String(32))
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str] = mapped_column(String(64))
+    blob_key: Mapped[str] = mapped_column(String(512))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    expires_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    # A deleted file keeps its row while a job that reads it is unfinished; the reconciler then removes both.
+    deleted_at: Mapped[int | None] = mapped_column(BigInteger, default=None, index=True)
+
+
+class Job(Table):
+    """A fine-tuning job. core/jobs.py is the only writer of `status`, `epoch` and the lease."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        Index(None, "project_id", "seq"),
+        Index(None, "status", "gpu_class"),
+        Index(None, "status", "lease_expires_at"),
+    )
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("ftjob-"))
+    organization_id: Mapped[str] = mapped_column(ForeignKey("organizations.id"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+    # What was asked for.
+    model: Mapped[str] = mapped_column(String(256))
+    training_file: Mapped[str] = mapped_column(String(64))
+    validation_file: Mapped[str | None] = mapped_column(String(64), default=None)
+    suffix: Mapped[str | None] = mapped_column(String(64), default=None)
+    seed: Mapped[int] = mapped_column(BigInteger)
+    metadata_: Mapped[dict[str, Any] | None] = mapped_column("metadata", default=None)
+    # method.reinforcement, normalised: grader, hyperparameters (with their "auto"), response_format.
+    reinforcement: Mapped[dict[str, Any]]
+
+    # What became of it.
+    status: Mapped[str] = mapped_column(String(32), default="validating_files")
+    # The hyperparameters without "auto", written when the first run has loaded the model and the data.
+    resolved: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    error: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    started_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    finished_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    estimated_finish: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    fine_tuned_model: Mapped[str | None] = mapped_column(String(512), default=None)
+    result_file: Mapped[str | None] = mapped_column(String(64), default=None)
+    trained_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    usage: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+
+    # Who works on it. `epoch` is the fence: it moves on at every claim, cancel and lost lease, and a run
+    # whose number is no longer the row's can write nothing.
+    gpu_class: Mapped[str] = mapped_column(String(32))
+    epoch: Mapped[int] = mapped_column(Integer, default=0)
+    failures: Mapped[int] = mapped_column(Integer, default=0)
+    lease_owner: Mapped[str | None] = mapped_column(String(128), default=None)
+    lease_expires_at: Mapped[float | None] = mapped_column(Double, default=None)
+    next_run_at: Mapped[float] = mapped_column(Double, default=0.0)
+    dispatched_at: Mapped[float] = mapped_column(Double, default=0.0)
+
+
+class Event(Table):
+    __tablename__ = "events"
+    __table_args__ = (Index(None, "job_id", "seq"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("ftevent-"))
+    job_id: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    level: Mapped[str] = mapped_column(String(8), default="info")
+    type: Mapped[str] = mapped_column(String(32), default="message")
+    message: Mapped[str] = mapped_column(Text)
+    data: Mapped[dict[str, Any]] = mapped_column(default=dict)
+
+
+class StepMetric(Table):
+    """One row for each finished step, and one for step 0, the validation of the base model."""
+
+    __tablename__ = "step_metrics"
+    job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    step: Mapped[int] = mapped_column(Integer, primary_key=True)
+    epoch: Mapped[int] = mapped_column(Integer)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    data: Mapped[dict[str, Any]]
+
+
+class RolloutPage(Table):
+    """Where the graded samples of one step lie: a JSONL blob, one line a sample."""
+
+    __tablename__ = "rollout_pages"
+    job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    step: Mapped[int] = mapped_column(Integer, primary_key=True)
+    split: Mapped[str] = mapped_column(String(8), primary_key=True)  # train | valid
+    epoch: Mapped[int] = mapped_column(Integer)
+    blob_key: Mapped[str] = mapped_column(String(512))
+    samples: Mapped[int] = mapped_column(Integer)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class Checkpoint(Table):
+    """A manifest in the blob store that is whole; the row is written after it."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (UniqueConstraint("job_id", "step"), Index(None, "job_id", "seq"))
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("ftckpt_"))
+    job_id: Mapped[str] = mapped_column(String(64))
+    step: Mapped[int] = mapped_column(Integer)
+    epoch: Mapped[int] = mapped_column(Integer)
+    blob_prefix: Mapped[str] = mapped_column(String(512))
+    # None: made for resuming only (no validation at this step), and replaced by the next one.
+    valid_reward: Mapped[float | None] = mapped_column(Double, default=None)
+    metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class TunedModel(Table):
+    """A name that can be called: the job's result, or one of its kept checkpoints."""
+
+    __tablename__ = "tuned_models"
+    __table_args__ = (Index(None, "project_id", "seq"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    name: Mapped[str] = mapped_column(String(512), unique=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    job_id: Mapped[str] = mapped_column(String(64), index=True)
+    checkpoint_id: Mapped[str] = mapped_column(String(64))
+    base_model: Mapped[str] = mapped_column(String(256))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)

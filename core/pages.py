@@ -1,0 +1,80 @@
+"""Keyset pagination: a page starts right after a row the caller names, however deep in the table that row is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy import ColumnExpressionArgument, Select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from core.errors import InvalidRequest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Page(Generic[T]):
+    """One page of a list, and whether there is another after it."""
+
+    items: Sequence[T]
+    has_more: bool
+
+
+def newest_first(
+    session: Session,
+    statement: Select[T],
+    table: Any,
+    *,
+    after: str | None = None,
+    limit: int,
+    id_column: InstrumentedAttribute[str] | None = None,
+) -> Page[T]:
+    """At most `limit` rows of `statement`, those inserted last first, beginning behind the row `after`.
+
+    `statement` selects `table` and carries the filters; an index on its filter and `seq` makes every page cost the
+    same. A row inserted meanwhile comes before the page, so following pages neither repeat nor skip one.
+    `id_column` is what `after` is compared with, `table.id` unless said.
+
+    Raises:
+        InvalidRequest: `after` is no row of `statement`.
+    """
+    seq = table.seq
+    if after is not None:
+        statement = statement.where(seq < _cursor(session, statement, table, after, id_column))
+    return _first(session, statement.order_by(seq.desc()), limit)
+
+
+def oldest_first(
+    session: Session,
+    statement: Select[T],
+    table: Any,
+    *,
+    after: str | None = None,
+    limit: int,
+    id_column: InstrumentedAttribute[str] | None = None,
+) -> Page[T]:
+    """The same list read from its other end."""
+    seq = table.seq
+    if after is not None:
+        statement = statement.where(seq > _cursor(session, statement, table, after, id_column))
+    return _first(session, statement.order_by(seq.asc()), limit)
+
+
+def _cursor(
+    session: Session,
+    statement: Select[T],
+    table: Any,
+    after: str,
+    id_column: InstrumentedAttribute[str] | None,
+) -> int:
+    """Where the row `after` stands. The filters apply to it too: another project's id is as unknown as any."""
+    is_it: ColumnExpressionArgument[bool] = (table.id if id_column is None else id_column) == after
+    seq: int | None = session.scalar(statement.with_only_columns(table.seq).where(is_it))
+    if seq is None:
+        raise InvalidRequest(f"No item with id '{after}' in this list.", param="after")
+    return seq
+
+
+def _first(session: Session, statement: Select[T], limit: int) -> Page[T]:
+    rows = session.scalars(statement.limit(limit + 1)).all()  # one more than asked tells whether there is more
+    return Page(rows[:limit], has_more=len(rows) > limit)

@@ -1,0 +1,62 @@
+"""Every environment variable the service reads, typed, in one place."""
+
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Read once from REGRAFT_* and passed down; nothing else in the code looks at the environment.
+
+    With nothing set this is the embedded default: SQLite, a folder for blobs and Celery's in-process
+    broker, all under `data_dir`.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="REGRAFT_", frozen=True)
+
+    data_dir: Path = Path(".regraft")
+    database_url: str = ""
+    blob_url: str = ""
+    s3_endpoint_url: str | None = None
+    broker_url: str = "memory://"
+    models_file: Path | None = None
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_upload_bytes: int = 512 * 1024 * 1024
+
+    # The queue this machine's worker serves, and the one new jobs are sent to.
+    gpu_class: str = Field(default="cpu", pattern=r"^[a-z0-9_-]{1,32}$")
+    # A worker renews its lease every quarter of this; one that stays silent for the whole of it has lost the job.
+    lease_seconds: float = Field(default=60.0, gt=0)
+    reconcile_seconds: float = Field(default=2.0, gt=0)
+    # How long a run that was asked to stop may take to reach its next checkpoint before it is killed.
+    drain_seconds: float = Field(default=30.0, ge=0)
+    # Crashes (not drains, not the user's mistakes) a job survives.
+    max_failures: int = Field(default=3, ge=0)
+    # Threads torch may use in a run; 0 leaves torch's own choice.
+    torch_threads: int = Field(default=0, ge=0)
+    # A micro-batch of training holds at most this many tokens (padding included).
+    train_token_budget: int = Field(default=8192, ge=256)
+
+    @cached_property
+    def database(self) -> str:
+        """The SQLAlchemy URL; a plain postgresql:// gets the psycopg 3 driver we ship."""
+        url = self.database_url or f"sqlite:///{(self.data_dir / 'regraft.db').resolve()}"
+        return url.replace("postgresql://", "postgresql+psycopg://", 1)
+
+    @cached_property
+    def blobs(self) -> str:
+        return self.blob_url or str((self.data_dir / "blobs").resolve())
+
+    @cached_property
+    def model_cache(self) -> Path:
+        """Where models that must be converted first (GGUF) are kept, so that it happens once."""
+        return (self.data_dir / "models").resolve()
+
+    @cached_property
+    def embedded(self) -> bool:
+        """Everything in one process, the worker a thread of the server."""
+        return self.broker_url.startswith("memory://")

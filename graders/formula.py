@@ -1,0 +1,292 @@
+"""The arithmetic of `calculate_output`: own tokens, own small tree, never eval.
+
+    expression = term (("+" | "-") term)*
+    term       = signed (("*" | "/") signed)*
+    signed     = ("+" | "-") signed | power
+    power      = atom ("^" signed)?                  right associative, so 2^3^2 is 2^9; "**" means "^"
+    atom       = number | name | function "(" expression ("," expression)* ")" | "(" expression ")"
+
+A sign binds looser than a power: -x^2 is -(x^2), and 2^-1 is a half. `log` is the natural logarithm.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+# Both limits are for hostile input. The first bounds the tree; the second bounds recursion, which costs about
+# eight Python frames a level while parsing, out of a default thousand.
+MAX_LENGTH = 4096
+MAX_DEPTH = 32
+
+_OPERATORS: dict[str, Callable[[float, float], float]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "^": math.pow,  # unlike `**`, it refuses (-8)^0.5 instead of answering with a complex number
+}
+_FUNCTIONS: dict[str, Callable[..., float]] = {
+    "min": lambda *args: min(args),
+    "max": lambda *args: max(args),
+    "abs": abs,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "exp": math.exp,
+    "sqrt": math.sqrt,
+    "log": math.log,
+}
+_VARIADIC = ("min", "max")
+_NAME = re.compile(r"[^\W\d]\w*")
+_TOKEN = re.compile(
+    rf"""(?P<number> (?: [0-9]+\.?[0-9]* | \.[0-9]+ ) (?: [eE][-+]?[0-9]+ )? )
+    | (?P<name> {_NAME.pattern} )
+    | (?P<symbol> \*\* | [-+*/^(),] )""",
+    re.VERBOSE,
+)
+_SPACE = re.compile(r"\s*")
+
+
+class FormulaError(ValueError):
+    """The text is not a formula over the given names. `position` is the 0-based offset of the mistake."""
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(message, position)
+        self.message, self.position = message, position
+
+    def __str__(self) -> str:
+        return f"{self.message} (at position {self.position})"
+
+
+class FormulaDomainError(ArithmeticError):
+    """For these scores the formula has no finite real value."""
+
+
+class Node(Protocol):
+    def value(self, scores: Mapping[str, float]) -> float: ...
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A parsed formula. Evaluating it cannot fail except with FormulaDomainError."""
+
+    text: str
+    root: Node
+
+    @classmethod
+    def parse(cls, text: str, names: Collection[str]) -> Formula:
+        """Raise FormulaError unless `text` is a formula whose variables are all among `names`."""
+        if len(text) > MAX_LENGTH:
+            raise FormulaError(f"the formula is longer than {MAX_LENGTH} characters", MAX_LENGTH)
+        return cls(text, _Parser(_tokens(text), names).formula())
+
+    def evaluate(self, values: Mapping[str, float]) -> float:
+        """The value for these scores: always finite, or FormulaDomainError."""
+        return self.root.value(values)
+
+
+def is_name(text: str) -> bool:
+    """Whether a formula can refer to something called `text`."""
+    return _NAME.fullmatch(text) is not None
+
+
+@dataclass(frozen=True)
+class Number:
+    number: float
+
+    def value(self, scores: Mapping[str, float]) -> float:
+        return self.number
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+
+    def value(self, scores: Mapping[str, float]) -> float:
+        score = float(scores[self.name])
+        if not math.isfinite(score):
+            raise FormulaDomainError(f"{self.name} is {score}")
+        return score
+
+
+@dataclass(frozen=True)
+class Negative:
+    operand: Node
+
+    def value(self, scores: Mapping[str, float]) -> float:
+        return -self.operand.value(scores)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Operators of one precedence, applied left to right: a - b + c, or a power, which has just one.
+
+    Flat, so that a sum of a thousand terms is as shallow as a sum of two.
+    """
+
+    first: Node
+    rest: tuple[tuple[str, Node], ...]
+
+    def value(self, scores: Mapping[str, float]) -> float:
+        total = self.first.value(scores)
+        for symbol, operand in self.rest:
+            right = operand.value(scores)
+            total = _finite(f"{total:g} {symbol} {right:g}", _OPERATORS[symbol], total, right)
+        return total
+
+
+@dataclass(frozen=True)
+class Call:
+    function: str
+    args: tuple[Node, ...]
+
+    def value(self, scores: Mapping[str, float]) -> float:
+        args = [arg.value(scores) for arg in self.args]
+        shown = f"{self.function}({', '.join(f'{arg:g}' for arg in args)})"
+        return _finite(shown, _FUNCTIONS[self.function], *args)
+
+
+def _finite(shown: str, function: Callable[..., float], *args: float) -> float:
+    """Apply one operation. Checked at every step: min(1, 1e308 * 10) must not hide the overflow."""
+    try:
+        result = float(function(*args))
+    except (ValueError, ArithmeticError):
+        raise FormulaDomainError(f"{shown} has no finite value") from None
+    if not math.isfinite(result):
+        raise FormulaDomainError(f"{shown} has no finite value")
+    return result
+
+
+class _Token(NamedTuple):
+    kind: str  # "number", "name", "symbol" or "end"
+    text: str
+    position: int
+
+    @property
+    def shown(self) -> str:
+        return "the end" if self.kind == "end" else repr(self.text)
+
+
+def _tokens(text: str) -> list[_Token]:
+    tokens: list[_Token] = []
+    at = _skip_space(text, 0)
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise FormulaError(f"unexpected character {text[at]!r}", at)
+        spelling = "^" if match[0] == "**" else match[0]
+        tokens.append(_Token(str(match.lastgroup), spelling, at))
+        at = _skip_space(text, match.end())
+    return [*tokens, _Token("end", "", len(text))]
+
+
+def _skip_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
+
+
+class _Parser:
+    """Recursive descent, one method per line of the grammar at the top of this file."""
+
+    def __init__(self, tokens: list[_Token], names: Collection[str]) -> None:
+        self.tokens, self.names = tokens, names
+        self.at, self.depth = 0, 0
+
+    def formula(self) -> Node:
+        root = self.expression()
+        if self.next.kind != "end":
+            raise FormulaError(f"expected an operator, got {self.next.shown}", self.next.position)
+        return root
+
+    def expression(self) -> Node:
+        return self.chain(self.term, ("+", "-"))
+
+    def term(self) -> Node:
+        return self.chain(self.signed, ("*", "/"))
+
+    def chain(self, operand: Callable[[], Node], symbols: tuple[str, ...]) -> Node:
+        first, rest = operand(), []
+        while symbol := self.take(*symbols):
+            rest.append((symbol.text, operand()))
+        return Chain(first, tuple(rest)) if rest else first
+
+    def signed(self) -> Node:
+        # Every way to nest (a sign, a power, a parenthesis, a call) comes through here.
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise FormulaError(f"nested more than {MAX_DEPTH} deep", self.next.position)
+        if sign := self.take("+", "-"):
+            operand = self.signed()
+            node = Negative(operand) if sign.text == "-" else operand
+        else:
+            node = self.power()
+        self.depth -= 1
+        return node
+
+    def power(self) -> Node:
+        base = self.atom()
+        return Chain(base, (("^", self.signed()),)) if self.take("^") else base
+
+    def atom(self) -> Node:
+        token = self.next
+        self.at += 1
+        if token.kind == "number":
+            return _number(token)
+        if token.kind == "name":
+            return self.call(token) if self.take("(") else self.variable(token)
+        if token.text != "(":
+            raise FormulaError(f"expected a number, a name or '(', got {token.shown}", token.position)
+        inner = self.expression()
+        self.close()
+        return inner
+
+    def variable(self, token: _Token) -> Node:
+        if token.text in self.names:
+            return Variable(token.text)
+        if token.text in _FUNCTIONS:
+            raise FormulaError(
+                f"the function {token.shown} needs its arguments in parentheses", token.position
+            )
+        raise FormulaError(f"unknown name {token.shown}, known are {', '.join(self.names)}", token.position)
+
+    def call(self, token: _Token) -> Node:
+        if token.text not in _FUNCTIONS:
+            raise FormulaError(
+                f"unknown function {token.shown}, known are {', '.join(_FUNCTIONS)}", token.position
+            )
+        args: list[Node] = []
+        if not self.take(")"):
+            args.append(self.expression())
+            while self.take(","):
+                args.append(self.expression())
+            self.close()
+        wanted = "at least one argument" if token.text in _VARIADIC else "exactly one argument"
+        if not args or (len(args) > 1 and token.text not in _VARIADIC):
+            raise FormulaError(f"{token.shown} takes {wanted}, got {len(args)}", token.position)
+        return Call(token.text, tuple(args))
+
+    def close(self) -> None:
+        if not self.take(")"):
+            raise FormulaError(f"expected ')', got {self.next.shown}", self.next.position)
+
+    @property
+    def next(self) -> _Token:
+        return self.tokens[self.at]
+
+    def take(self, *symbols: str) -> _Token | None:
+        token = self.next
+        if token.kind != "symbol" or token.text not in symbols:
+            return None
+        self.at += 1
+        return token
+
+
+def _number(token: _Token) -> Number:
+    number = float(token.text)
+    if not math.isfinite(number):
+        raise FormulaError("the number is too large", token.position)
+    return Number(number)

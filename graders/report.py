@@ -1,0 +1,72 @@
+"""A grade in the shape of the graders/run response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graders.spec import GraderSpec, MultiSpec
+from graders.types import ErrorKind, Grade
+
+_WITH_DETAILS = frozenset(
+    {
+        ErrorKind.sample_parse_error,
+        ErrorKind.invalid_variable_error,
+        ErrorKind.python_grader_runtime_error,
+        ErrorKind.model_grader_server_error,
+        ErrorKind.model_grader_refusal_error,
+        ErrorKind.model_grader_parse_error,
+        ErrorKind.endpoint_grader_internal_error,
+        ErrorKind.endpoint_grader_server_error,
+    }
+)
+
+
+def run_report(spec: GraderSpec, grade: Grade) -> dict[str, Any]:
+    """The whole response body. An ungraded sample earns 0 here, as the API has it; `errors` says which.
+
+    `metadata.reason` is ours. For a multi, `scores` holds null for a sub-grader that could not judge, and
+    `sub_rewards` holds what it counted as.
+    """
+    stand_in = spec.invalid_grade if isinstance(spec, MultiSpec) else None
+    return {
+        "reward": _reward(grade, None),
+        "metadata": {
+            "name": spec.name,
+            "type": spec.type,
+            "errors": _errors(_reasons(grade)),
+            "execution_time": grade.seconds,
+            "scores": {key: sub.score for key, sub in grade.sub_grades.items()},
+            "token_usage": None,
+            "sampled_model_name": None,
+            "reason": grade.reason,
+        },
+        "sub_rewards": {key: _reward(sub, stand_in) for key, sub in grade.sub_grades.items()},
+        "model_grader_token_usage_per_model": {},
+    }
+
+
+def _reward(grade: Grade, stand_in: float | None) -> float:
+    return grade.score if grade.score is not None else (stand_in or 0.0)
+
+
+def _reasons(grade: Grade) -> dict[ErrorKind, str]:
+    """Why each flag is up. A sub-grader's failure counts even where `invalid_grade` covered for it."""
+    reasons: dict[ErrorKind, str] = {}
+    if grade.error is not None:
+        reasons[grade.error] = grade.reason
+    for key, sub in grade.sub_grades.items():
+        if sub.error is not None:
+            reasons.setdefault(sub.error, f"{key}: {sub.reason}")
+    return reasons
+
+
+def _errors(reasons: dict[ErrorKind, str]) -> dict[str, bool | str | None]:
+    """All 24 keys, in the order of the API: one flag per kind, and details for the kinds that have them."""
+    errors: dict[str, bool | str | None] = {}
+    for kind in ErrorKind:
+        errors[kind.value] = kind in reasons
+        if kind in _WITH_DETAILS:
+            errors[f"{kind}_details"] = reasons.get(kind)
+        if kind is ErrorKind.python_grader_server_error:
+            errors[f"{kind}_type"] = None  # a code such as "unauthorized_error", not a reason
+    return errors

@@ -1,0 +1,247 @@
+"""What users may write, as typed values that reject what they do not know.
+
+Every static mistake is an InvalidGrader that names the parameter: a template or formula that does not parse,
+a name that nothing defines, a type this version cannot run. A spec that exists can be built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails
+
+from graders.formula import Formula, is_name
+from graders.string_check import Operation
+from graders.template import Template, quoted
+from graders.text_similarity import Metric
+
+Code = Literal["invalid_type", "invalid_value", "missing_required_parameter", "unknown_parameter"]
+
+
+class InvalidGrader(ValueError):
+    """The grader cannot be used. `param` is the dotted path to the mistake, `code` its kind."""
+
+    def __init__(self, message: str, param: str, code: Code) -> None:
+        super().__init__(message, param, code)
+        self.message, self.param, self.code = message, param, code
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def _checked_template(text: str) -> str:
+    Template.parse(text)
+    return text
+
+
+Name = Annotated[str, Field(min_length=1)]
+TemplateText = Annotated[str, AfterValidator(_checked_template)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+# strict: "0.5" is not a number and 1 is not a string, as in OpenAI's API.
+class StringCheckSpec(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Compare two texts."""
+
+    type: Literal["string_check"] = "string_check"
+    name: Name
+    input: TemplateText
+    reference: TemplateText
+    operation: Operation
+    pass_threshold: Finite | None = None
+
+
+class TextSimilaritySpec(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Measure how alike two texts are."""
+
+    type: Literal["text_similarity"] = "text_similarity"
+    name: Name
+    input: TemplateText
+    reference: TemplateText
+    evaluation_metric: Metric
+    pass_threshold: Finite | None = None
+
+
+SubGraderSpec = Annotated[StringCheckSpec | TextSimilaritySpec, Field(discriminator="type")]
+
+
+class MultiSpec(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Combine other graders by a formula whose variables are the keys of `graders`."""
+
+    type: Literal["multi"] = "multi"
+    name: Name
+    graders: dict[str, SubGraderSpec]
+    calculate_output: str
+    pass_threshold: Finite | None = None
+    invalid_grade: Finite | None = None  # stands in for a sub-grader that could not judge
+
+    @field_validator("calculate_output")
+    @classmethod
+    def _formula_parses(cls, text: str, info: ValidationInfo) -> str:
+        if "graders" in info.data:  # else they were invalid, and that is the error to report
+            Formula.parse(text, info.data["graders"])
+        return text
+
+
+GraderSpec = Annotated[StringCheckSpec | TextSimilaritySpec | MultiSpec, Field(discriminator="type")]
+
+_MODELS: dict[str, type[StringCheckSpec | TextSimilaritySpec | MultiSpec]] = {
+    "string_check": StringCheckSpec,
+    "text_similarity": TextSimilaritySpec,
+    "multi": MultiSpec,
+}
+# In the API we mirror, not in this version: refused by name, so that nobody looks for a typo.
+_NOT_YET = frozenset(
+    {"python", "score_model", "label_model", "endpoint"}
+    | {"cosine", "bleu", "gleu", "meteor", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"}
+)
+
+
+def parse_grader(raw: object, param: str = "grader") -> GraderSpec:
+    """The spec in `raw`, parsed JSON. Raise InvalidGrader, its `param` starting with the one given here."""
+    fields = _object(raw, param)
+    model = _MODELS[_one_of(_MODELS, fields, f"{param}.type")]
+    if model is MultiSpec and "graders" in fields:
+        fields["graders"] = _sub_graders(fields["graders"], f"{param}.graders")
+    try:
+        return model.model_validate(fields)
+    except ValidationError as invalid:
+        raise _explained(invalid.errors()[0], param) from None
+
+
+def dump(spec: GraderSpec) -> dict[str, Any]:
+    """The spec as JSON for an answer: `type` and `name` on every grader, nothing that was not set."""
+    return spec.model_dump(mode="json", exclude_none=True)
+
+
+def _sub_graders(raw: object, param: str) -> dict[str, SubGraderSpec]:
+    """The graders of a multi by variable name. A list is accepted too: then their names are the variables."""
+    graders = _listed_graders(raw, param) if isinstance(raw, list) else _keyed_graders(raw, param)
+    if not graders:
+        raise _invalid_value(param, "expected at least one grader.")
+    return graders
+
+
+def _keyed_graders(raw: object, param: str) -> dict[str, SubGraderSpec]:
+    keyed = _object(raw, param)
+    for key in keyed:
+        _check_variable(key, param)
+    return {key: _sub_grader(sub, f"{param}.{key}") for key, sub in keyed.items()}
+
+
+def _listed_graders(raw: list[object], param: str) -> dict[str, SubGraderSpec]:
+    graders: dict[str, SubGraderSpec] = {}
+    for index, sub in enumerate(raw):
+        spec = _sub_grader(sub, f"{param}[{index}]")
+        where = f"{param}[{index}].name"
+        _check_variable(spec.name, where)
+        if spec.name in graders:
+            raise _invalid_value(where, f"{quoted(spec.name)} is already the name of another grader.")
+        graders[spec.name] = spec
+    return graders
+
+
+def _sub_grader(raw: object, param: str) -> SubGraderSpec:
+    fields = _object(raw, param)
+    if fields.get("type") == "multi":
+        raise _invalid_value(f"{param}.type", "a multi grader cannot contain another multi grader.")
+    _one_of([kind for kind in _MODELS if kind != "multi"], fields, f"{param}.type")
+    spec = parse_grader(fields, param)
+    assert not isinstance(spec, MultiSpec)
+    if spec.pass_threshold is not None:
+        where = f"{param}.pass_threshold"
+        message = f"Unknown parameter: '{where}'. Set 'pass_threshold' on the multi grader instead."
+        raise InvalidGrader(message, where, "unknown_parameter")
+    return spec
+
+
+def _check_variable(key: str, param: str) -> None:
+    if not is_name(key):
+        shown = f"{quoted(key)} cannot be a variable of 'calculate_output'"
+        raise _invalid_value(param, f"{shown}; use letters, digits and underscores.")
+
+
+def _object(raw: object, param: str) -> dict[str, Any]:
+    if not isinstance(raw, Mapping):
+        raise _wrong_type(param, "an object", raw)
+    return dict(raw)
+
+
+def _one_of(supported: Iterable[str], fields: Mapping[str, Any], param: str) -> str:
+    """The grader type in `fields`, if it is one of the supported."""
+    if "type" not in fields:
+        raise _missing(param)
+    kind = fields["type"]
+    if not isinstance(kind, str):
+        raise _wrong_type(param, "a string", kind)
+    if kind not in supported:
+        raise _unsupported(kind, param, _listed(repr(name) for name in supported))
+    return kind
+
+
+def _explained(error: ErrorDetails, param: str) -> InvalidGrader:
+    """Pydantic's first complaint in the words of the API."""
+    where, value = ".".join([param, *map(str, error["loc"])]), error["input"]
+    match error["type"]:
+        case "missing":
+            return _missing(where)
+        case "extra_forbidden":
+            return InvalidGrader(f"Unknown parameter: '{where}'.", where, "unknown_parameter")
+        case "string_type":
+            return _wrong_type(where, "a string", value)
+        case "float_type":
+            return _wrong_type(where, "a number", value)
+        case "literal_error" if isinstance(value, str):
+            return _unsupported(value, where, error["ctx"]["expected"])
+        case "literal_error":
+            return _wrong_type(where, f"one of {error['ctx']['expected']}", value)
+        case "value_error":
+            return _invalid_value(where, f"{error['ctx']['error']}.")
+        case _:
+            return _invalid_value(where, f"{error['msg']}.")
+
+
+def _missing(param: str) -> InvalidGrader:
+    return InvalidGrader(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+
+
+def _wrong_type(param: str, expected: str, value: object) -> InvalidGrader:
+    message = f"Invalid type for '{param}': expected {expected}, but got {_json_type(value)} instead."
+    return InvalidGrader(message, param, "invalid_type")
+
+
+def _invalid_value(param: str, why: str) -> InvalidGrader:
+    return InvalidGrader(f"Invalid value for '{param}': {why}", param, "invalid_value")
+
+
+def _unsupported(value: str, param: str, supported: str) -> InvalidGrader:
+    yet = " This version does not support it yet." if value in _NOT_YET else ""
+    message = f"Invalid value: {quoted(value)}.{yet} Supported values are: {supported}."
+    return InvalidGrader(message, param, "invalid_value")
+
+
+def _listed(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last  # pydantic's own style, so that all errors agree
+
+
+def _json_type(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int():
+            return "an integer"
+        case float():
+            return "a number"
+        case str():
+            return "a string"
+        case list() | tuple():
+            return "an array"
+        case Mapping():
+            return "an object"
+        case _:
+            return type(value).__name__

@@ -1,0 +1,174 @@
+"""`{{item.x}}` and `{{sample.output_text}}`: parsed once, filled in many times, never evaluated.
+
+    template  = text with any number of "{{" reference "}}"
+    reference = ("item" | "sample") ("." key | "[" index "]")*      spaces allowed around it
+
+A string is inserted as it is, everything else as compact JSON: `true`, not `True`. There are no filters,
+no expressions, and no escape for a literal "{{".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from graders.types import ErrorKind, Item, Sample
+
+Path = tuple[str | int, ...]
+"""What follows the namespace: `item.tags[0]` has the path `("tags", 0)`."""
+
+_NAMESPACE = re.compile(r"\s*(\w*)")
+_STEP = re.compile(r"\.(?P<key>[\w-]+)|\[(?P<index>[0-9]{1,9})\]")
+_SAMPLE_FIELDS = tuple(Sample("").as_namespace())
+# `default=dict`: a row may be any Mapping, and the encoder knows only dict.
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=dict).encode
+
+
+class TemplateSyntaxError(ValueError):
+    """The template can never be rendered. `position` is the 0-based offset of the mistake."""
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(message, position)
+        self.message, self.position = message, position
+
+    def __str__(self) -> str:
+        return f"{self.message} (at position {self.position})"
+
+
+class RenderError(Exception):
+    """This sample or row lacks what the template names. `kind` is how a grade reports it."""
+
+    kind: ClassVar[ErrorKind]
+
+
+class MissingPath(RenderError):
+    """Nothing lies at `path`, written as in the template: `item.tags[0]`."""
+
+    kind = ErrorKind.invalid_variable_error
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"{self.path} is missing"
+
+
+class SampleNotJson(RenderError):
+    """The template reads `sample.output_json`, and the output was not JSON."""
+
+    kind = ErrorKind.sample_parse_error
+
+    def __str__(self) -> str:
+        return "sample.output_json is empty: the output is not a JSON object"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One `{{...}}`, split into its namespace and the path below it."""
+
+    namespace: str
+    path: Path
+
+    def text(self, sample: Sample, item: Item) -> str:
+        value = resolve(item, self.path) if self.namespace == "item" else _resolve_sample(sample, self.path)
+        return value if isinstance(value, str) else _to_json(value)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A parsed template: literal text and references, in order."""
+
+    parts: tuple[str | Reference, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Template:
+        """Raise TemplateSyntaxError for bad syntax and for what no sample can ever have."""
+        return _parse(text)
+
+    @property
+    def item_paths(self) -> tuple[Path, ...]:
+        """The paths this template reads from the row, first use first, each once."""
+        found = (p.path for p in self.parts if isinstance(p, Reference) and p.namespace == "item")
+        return tuple(dict.fromkeys(found))
+
+    def render(self, sample: Sample, item: Item) -> str:
+        """The filled-in text. Raise MissingPath or SampleNotJson if something it names is absent."""
+        return "".join([part if isinstance(part, str) else part.text(sample, item) for part in self.parts])
+
+
+def resolve(namespace_value: Any, path: Path, namespace: str = "item") -> Any:
+    """What lies at `path`, a null included; raise MissingPath if nothing does."""
+    value = namespace_value
+    for step in path:
+        if isinstance(step, str):
+            present = isinstance(value, Mapping) and step in value
+        else:
+            present = isinstance(value, (list, tuple)) and step < len(value)
+        if not present:
+            raise MissingPath(dotted(namespace, path))
+        value = value[step]
+    return value
+
+
+def dotted(namespace: str, path: Path) -> str:
+    """A path as a template spells it: `item.tags[0]`."""
+    return namespace + "".join(f".{step}" if isinstance(step, str) else f"[{step}]" for step in path)
+
+
+def quoted(text: str, limit: int = 120) -> str:
+    """A rendered text for use in a reason: quoted, on one line, and short enough to log."""
+    return repr(text) if len(text) <= limit else f"{text[:limit]!r}..."
+
+
+def _resolve_sample(sample: Sample, path: Path) -> Any:
+    # Nearly every template reads the text or the JSON; those two need not build the whole namespace.
+    match path:
+        case ("output_text", *rest):
+            return resolve(sample.output_text, path, "sample") if rest else sample.output_text
+        case ("output_json", *rest):
+            if sample.output_json is None:
+                raise SampleNotJson
+            return (
+                resolve({"output_json": sample.output_json}, path, "sample") if rest else sample.output_json
+            )
+        case _:
+            return resolve(sample.as_namespace(), path, "sample")
+
+
+@lru_cache(maxsize=256)  # the dataset check asks for the same few templates once per row
+def _parse(text: str) -> Template:
+    parts: list[str | Reference] = []
+    at = 0
+    while (start := text.find("{{", at)) >= 0:
+        end = text.find("}}", start)
+        if end < 0:
+            raise TemplateSyntaxError("'{{' is never closed", start)
+        parts += [text[at:start], _reference(text, start + 2, end)]
+        at = end + 2
+    parts.append(text[at:])
+    return Template(tuple(part for part in parts if part != ""))
+
+
+def _reference(text: str, start: int, end: int) -> Reference:
+    head = _NAMESPACE.match(text, start, end)
+    assert head is not None  # it matches the empty text too
+    namespace, at = head[1], head.end()
+    if namespace not in ("item", "sample"):
+        shown = f"unknown namespace {quoted(namespace)}" if namespace else "no name"
+        raise TemplateSyntaxError(f"{shown} in '{{{{...}}}}', expected 'item' or 'sample'", head.start(1))
+    path: list[str | int] = []
+    while step := _STEP.match(text, at, end):
+        path.append(step["key"] if step["key"] is not None else int(step["index"]))
+        at = step.end()
+    if trailing := text[at:end].lstrip():
+        position = end - len(trailing)
+        raise TemplateSyntaxError(f"expected '.key', '[0]' or '}}}}', got {quoted(trailing, 20)}", position)
+    if namespace == "sample" and path and path[0] not in _SAMPLE_FIELDS:
+        known = ", ".join(_SAMPLE_FIELDS)
+        raise TemplateSyntaxError(f"sample has no {str(path[0])!r}, only {known}", head.start(1))
+    return Reference(namespace, tuple(path))

@@ -1,0 +1,114 @@
+"""The values a grader sees (Sample, Item), the one it returns (Grade), and what it is (Grader)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from typing import Any, Protocol
+
+Item = Mapping[str, Any]
+"""One dataset row: `{{item.key}}` in a template is `item["key"]`."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One model output. `output_json` stays None unless the text was meant to be JSON and is."""
+
+    output_text: str
+    output_json: Any | None = None
+    output_tools: tuple[Mapping[str, Any], ...] = ()
+    finish_reason: str = "stop"
+
+    @classmethod
+    def from_text(cls, text: str, finish_reason: str = "stop", parse_json: bool = False) -> Sample:
+        """A sample holding `text`; `parse_json` also fills `output_json` if the text is a JSON object."""
+        return cls(text, _json_object(text) if parse_json else None, finish_reason=finish_reason)
+
+    def as_namespace(self) -> dict[str, Any]:
+        """Everything `{{sample...}}` can name."""
+        tools = list(self.output_tools)
+        message = {"role": "assistant", "content": self.output_text, "tool_calls": tools or None}
+        return {
+            "choices": [{"index": 0, "message": message, "finish_reason": self.finish_reason}],
+            "output_text": self.output_text,
+            "output_json": self.output_json,
+            "output_tools": tools,
+            "output_reasoning_summary": None,
+            "output_audio": None,
+        }
+
+
+class ErrorKind(StrEnum):
+    """Why a sample has no score: the boolean error flags of the graders/run response, in its order."""
+
+    formula_parse_error = auto()
+    sample_parse_error = auto()
+    truncated_observation_error = auto()
+    unresponsive_reward_error = auto()
+    invalid_variable_error = auto()
+    other_error = auto()
+    python_grader_server_error = auto()
+    python_grader_runtime_error = auto()
+    model_grader_server_error = auto()
+    model_grader_refusal_error = auto()
+    model_grader_parse_error = auto()
+    model_grader_exceeded_max_tokens_error = auto()
+    endpoint_grader_internal_error = auto()
+    endpoint_grader_server_error = auto()
+    endpoint_grader_safety_check_error = auto()
+
+
+@dataclass(frozen=True)
+class Grade:
+    """A verdict on one sample: a finite score, or None with the reason and kind of the failure.
+
+    "Could not be judged" is not "wrong": nothing here turns None into 0. What an ungraded sample is
+    worth is for the caller to decide.
+    """
+
+    score: float | None
+    reason: str = ""
+    error: ErrorKind | None = None
+    sub_grades: Mapping[str, Grade] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.score is None:
+            if not self.reason or self.error is None:
+                raise ValueError("A grade without a score must say why: give a reason and an error.")
+        elif not math.isfinite(self.score):
+            raise ValueError(f"A score must be finite, not {self.score!r}; None means 'could not be judged'.")
+
+
+class Grader(Protocol):
+    """Judges samples. Safe to call concurrently; what it raises is turned into a Grade by graders.run."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def type(self) -> str: ...
+
+    async def grade(self, sample: Sample, item: Item) -> Grade: ...
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError):  # a model can write JSON nested deep enough to exhaust the stack
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")  # Python reads NaN and Infinity, the format has neither
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is out of range")
+    return number

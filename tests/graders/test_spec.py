@@ -1,0 +1,300 @@
+import pickle
+
+import pytest
+
+from graders.build import build, item_paths, missing_item_paths
+from graders.spec import InvalidGrader, MultiSpec, dump, parse_grader
+
+EXACT = {
+    "type": "string_check",
+    "name": "exact",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+SIMILAR = {
+    "type": "text_similarity",
+    "name": "similar",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.explanations[0]}}",
+    "evaluation_metric": "fuzzy_match",
+}
+MULTI = {
+    "type": "multi",
+    "name": "both",
+    "graders": {"acc": EXACT, "close": SIMILAR},
+    "calculate_output": "0.8*acc + 0.2*close",
+}
+
+
+def refused(raw: object, param: str = "grader") -> InvalidGrader:
+    with pytest.raises(InvalidGrader) as caught:
+        parse_grader(raw, param)
+    return caught.value
+
+
+def without(raw: dict, key: str) -> dict:
+    return {k: v for k, v in raw.items() if k != key}
+
+
+def with_sub(**changes: object) -> dict:
+    return {**MULTI, "graders": {"acc": {**EXACT, **changes}}, "calculate_output": "acc"}
+
+
+@pytest.mark.parametrize("raw", [EXACT, SIMILAR, MULTI])
+def test_what_was_sent_is_what_is_echoed(raw):
+    assert dump(parse_grader(raw)) == raw
+
+
+@pytest.mark.parametrize("raw", [EXACT, SIMILAR, {**MULTI, "invalid_grade": -1}])
+def test_an_echo_parses_to_the_same_spec(raw):
+    spec = parse_grader({**raw, "pass_threshold": 0.5})
+
+    assert parse_grader(dump(spec)) == spec
+
+
+def test_an_optional_sent_as_null_counts_as_not_sent():
+    assert dump(parse_grader({**EXACT, "pass_threshold": None})) == EXACT
+
+
+def test_a_spec_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        parse_grader(EXACT).name = "other"
+
+
+def test_graders_may_be_a_list_and_their_names_become_the_variables():
+    spec = parse_grader({**MULTI, "graders": [EXACT, SIMILAR], "calculate_output": "exact * similar"})
+
+    assert isinstance(spec, MultiSpec)
+    assert list(spec.graders) == ["exact", "similar"]
+
+
+def test_the_key_in_a_map_is_the_variable_whatever_the_name_says():
+    spec = parse_grader(MULTI)
+
+    assert isinstance(spec, MultiSpec)
+    assert {key: sub.name for key, sub in spec.graders.items()} == {"acc": "exact", "close": "similar"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "param", "code", "message"),
+    [
+        (
+            "x",
+            "grader",
+            "invalid_type",
+            "Invalid type for 'grader': expected an object, but got a string instead.",
+        ),
+        (
+            None,
+            "grader",
+            "invalid_type",
+            "Invalid type for 'grader': expected an object, but got null instead.",
+        ),
+        ({}, "grader.type", "missing_required_parameter", "Missing required parameter: 'grader.type'."),
+        (
+            without(EXACT, "input"),
+            "grader.input",
+            "missing_required_parameter",
+            "Missing required parameter: 'grader.input'.",
+        ),
+        (
+            without(EXACT, "name"),
+            "grader.name",
+            "missing_required_parameter",
+            "Missing required parameter: 'grader.name'.",
+        ),
+        ({**EXACT, "foo": 1}, "grader.foo", "unknown_parameter", "Unknown parameter: 'grader.foo'."),
+        (
+            {**EXACT, "invalid_grade": 0},
+            "grader.invalid_grade",
+            "unknown_parameter",
+            "Unknown parameter: 'grader.invalid_grade'.",
+        ),
+        (
+            {**EXACT, "input": ["a"]},
+            "grader.input",
+            "invalid_type",
+            "Invalid type for 'grader.input': expected a string, but got an array instead.",
+        ),
+        (
+            {**EXACT, "type": 1},
+            "grader.type",
+            "invalid_type",
+            "Invalid type for 'grader.type': expected a string, but got an integer instead.",
+        ),
+        (
+            {**EXACT, "type": "exact"},
+            "grader.type",
+            "invalid_value",
+            "Invalid value: 'exact'. Supported values are: 'string_check', 'text_similarity' or 'multi'.",
+        ),
+        (
+            {**EXACT, "operation": "neq"},
+            "grader.operation",
+            "invalid_value",
+            "Invalid value: 'neq'. Supported values are: 'eq', 'ne', 'like' or 'ilike'.",
+        ),
+        (
+            {**EXACT, "operation": {}},
+            "grader.operation",
+            "invalid_type",
+            (
+                "Invalid type for 'grader.operation': expected one of 'eq', 'ne', 'like' or 'ilike', "
+                "but got an object instead."
+            ),
+        ),
+        (
+            {**EXACT, "pass_threshold": "0.5"},
+            "grader.pass_threshold",
+            "invalid_type",
+            "Invalid type for 'grader.pass_threshold': expected a number, but got a string instead.",
+        ),
+        (
+            {**MULTI, "graders": "x"},
+            "grader.graders",
+            "invalid_type",
+            "Invalid type for 'grader.graders': expected an object, but got a string instead.",
+        ),
+        (
+            {**MULTI, "graders": EXACT},
+            "grader.graders.type",
+            "invalid_type",
+            "Invalid type for 'grader.graders.type': expected an object, but got a string instead.",
+        ),
+        (
+            with_sub(reference=3),
+            "grader.graders.acc.reference",
+            "invalid_type",
+            "Invalid type for 'grader.graders.acc.reference': expected a string, but got an integer instead.",
+        ),
+    ],
+)
+def test_a_mistake_is_named_in_the_words_of_the_api(raw, param, code, message):
+    error = refused(raw)
+
+    assert (error.param, error.code, error.message) == (param, code, message)
+
+
+def test_the_path_starts_where_the_caller_says():
+    error = refused(with_sub(input=1), param="method.reinforcement.grader")
+
+    assert error.param == "method.reinforcement.grader.graders.acc.input"
+
+
+@pytest.mark.parametrize("kind", ["python", "score_model", "label_model", "endpoint"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_grader_type_of_the_api_that_is_not_here_yet_is_refused_as_such(kind, nested):
+    error = refused(with_sub(type=kind) if nested else {"type": kind, "name": "g"})
+
+    assert error.code == "invalid_value"
+    assert f"{kind!r}. This version does not support it yet. Supported values are: 'string_check'" in str(
+        error
+    )
+
+
+@pytest.mark.parametrize("metric", ["cosine", "bleu", "gleu", "meteor", "rouge_1", "rouge_5", "rouge_l"])
+def test_a_metric_of_the_api_that_is_not_here_yet_is_refused_as_such(metric):
+    error = refused({**SIMILAR, "evaluation_metric": metric})
+
+    assert error.param == "grader.evaluation_metric"
+    assert "not support it yet. Supported values are: 'fuzzy_match'." in str(error)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("key", ["pass_threshold", "invalid_grade"])
+def test_numbers_must_be_finite(key, number):
+    assert refused({**MULTI, key: number}).param == f"grader.{key}"
+
+
+@pytest.mark.parametrize("value", [True, "1", [1]])
+def test_nothing_but_a_number_is_a_number(value):
+    assert refused({**MULTI, "invalid_grade": value}).code == "invalid_type"
+
+
+def test_a_name_must_not_be_empty():
+    assert refused({**EXACT, "name": ""}).param == "grader.name"
+
+
+def test_a_bad_template_is_refused_with_its_position():
+    error = refused({**EXACT, "reference": "x {{ row.answer }}"})
+
+    assert (error.param, error.code) == ("grader.reference", "invalid_value")
+    assert "unknown namespace 'row'" in error.message
+    assert "(at position 5)" in error.message
+
+
+@pytest.mark.parametrize(
+    ("formula", "says"),
+    [
+        ("acc + fmt", "unknown name 'fmt', known are acc, close (at position 6)"),
+        ("acc + exact", "unknown name 'exact'"),
+        ("abs(acc, close)", "exactly one argument"),
+        ("acc +", "got the end (at position 5)"),
+        ("acc > close", "unexpected character '>'"),
+        ("", "got the end (at position 0)"),
+    ],
+)
+def test_a_bad_formula_is_refused_with_its_position(formula, says):
+    error = refused({**MULTI, "calculate_output": formula})
+
+    assert (error.param, error.code) == ("grader.calculate_output", "invalid_value")
+    assert says in error.message
+
+
+def test_a_multi_inside_a_multi_is_refused():
+    error = refused({**MULTI, "graders": {"inner": MULTI}})
+
+    assert error.param == "grader.graders.inner.type"
+    assert "cannot contain another multi" in str(error)
+
+
+@pytest.mark.parametrize("graders", [{}, []])
+def test_a_multi_of_nothing_is_refused(graders):
+    assert refused({**MULTI, "graders": graders}).param == "grader.graders"
+
+
+def test_two_listed_graders_of_one_name_are_refused():
+    error = refused({**MULTI, "graders": [EXACT, EXACT]})
+
+    assert error.param == "grader.graders[1].name"
+    assert "'exact' is already the name of another grader" in str(error)
+
+
+def test_a_mistake_in_a_listed_grader_is_found_by_its_index():
+    assert refused({**MULTI, "graders": [EXACT, without(SIMILAR, "name")]}).param == "grader.graders[1].name"
+
+
+@pytest.mark.parametrize("key", ["a b", "a-b", "1a", ""])
+def test_a_key_that_no_formula_can_mention_is_refused(key):
+    assert "cannot be a variable" in str(refused({**MULTI, "graders": {key: EXACT}}))
+
+
+def test_a_pass_threshold_belongs_on_the_multi_and_not_inside_it():
+    error = refused(with_sub(pass_threshold=0.5))
+
+    assert (error.param, error.code) == ("grader.graders.acc.pass_threshold", "unknown_parameter")
+
+
+def test_the_error_survives_a_process_border():
+    error = pickle.loads(pickle.dumps(refused({})))
+
+    assert (str(error), error.param) == ("Missing required parameter: 'grader.type'.", "grader.type")
+
+
+@pytest.mark.parametrize("raw", [EXACT, SIMILAR, MULTI])
+def test_what_parses_can_be_built(raw):
+    grader = build(parse_grader(raw))
+
+    assert (grader.name, grader.type) == (raw["name"], raw["type"])
+
+
+def test_a_spec_knows_what_it_reads_from_a_row():
+    assert item_paths(parse_grader(MULTI)) == [("answer",), ("explanations", 0)]
+
+
+def test_what_a_row_lacks_is_named_as_in_the_template():
+    spec = parse_grader(MULTI)
+
+    assert missing_item_paths(spec, {"explanations": []}) == ["item.answer", "item.explanations[0]"]
+    assert missing_item_paths(spec, {"answer": None, "explanations": ["because"]}) == []
