@@ -1,16 +1,17 @@
 """What a user may ask of training, as types that refuse what they do not know. "auto" is resolved here only."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# Bounds stand on the number, not on the field: pydantic would compare "auto" with them, too, and raise TypeError.
 Auto = Literal["auto"]
 
 
 class Value(BaseModel):
     # Strict, so that "8" is not silently an 8 and true is not a 1.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Advanced(Value):
@@ -19,31 +20,31 @@ class Advanced(Value):
     loss: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
     # How a group's rewards become advantages after centring: divide by the std of the group, of the batch, or not.
     advantage_scale: Auto | Literal["group", "batch", "none"] = "auto"
-    group_size: Auto | int = Field(default="auto", ge=2, le=256)  # below two there is no sibling to beat
-    learning_rate: Auto | float = Field(default="auto", gt=0, le=1)
+    group_size: Auto | Annotated[int, Field(ge=2, le=256)] = "auto"  # below two there is no sibling to beat
+    learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
     lora_rank: int = Field(default=16, ge=1, le=256)
     lora_alpha: int = Field(default=32, ge=1, le=1024)
     temperature: float = Field(default=1.0, gt=0, le=2)
-    max_completion_tokens: Auto | int = Field(default="auto", ge=1, le=131072)
+    max_completion_tokens: Auto | Annotated[int, Field(ge=1, le=131072)] = "auto"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.28, gt=0, le=10)  # DAPO's clip-higher
     kl: float = Field(default=0.0, ge=0, le=10)  # weight of k3 against the base model; 0 costs nothing
     max_grad_norm: float = Field(default=1.0, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     # Temperature of validation: 0 is greedy.
-    eval_temperature: Auto | float = Field(default="auto", ge=0, le=2)
+    eval_temperature: Auto | Annotated[float, Field(ge=0, le=2)] = "auto"
 
 
 class Hyperparameters(Value):
     """method.reinforcement.hyperparameters, with OpenAI's names and bounds."""
 
-    batch_size: Auto | int = Field(default="auto", ge=1, le=256)  # prompts a step
-    learning_rate_multiplier: Auto | float = Field(default="auto", gt=0)
-    n_epochs: Auto | int = Field(default="auto", ge=1, le=50)
+    batch_size: Auto | Annotated[int, Field(ge=1, le=256)] = "auto"  # prompts a step
+    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0)] = "auto"
+    n_epochs: Auto | Annotated[int, Field(ge=1, le=50)] = "auto"
     reasoning_effort: Literal["default", "low", "medium", "high"] = "default"
-    compute_multiplier: Auto | float = Field(default="auto", gt=0.00001, le=10)
-    eval_interval: Auto | int = Field(default="auto", ge=1)
-    eval_samples: Auto | int = Field(default="auto", ge=1, le=64)
+    compute_multiplier: Auto | Annotated[float, Field(gt=0.00001, le=10)] = "auto"
+    eval_interval: Auto | Annotated[int, Field(ge=1)] = "auto"
+    eval_samples: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
     advanced: Advanced = Advanced()
 
     @model_validator(mode="after")

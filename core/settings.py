@@ -39,7 +39,7 @@ class Settings(BaseSettings):
     # Threads torch may use in a run; 0 leaves torch's own choice.
     torch_threads: int = Field(default=0, ge=0)
     # A micro-batch of training holds at most this many tokens (padding included).
-    train_token_budget: int = Field(default=8192, ge=256)
+    train_token_budget: int = Field(default=2048, ge=256)
 
     @cached_property
     def database(self) -> str:

@@ -31,16 +31,17 @@ class UnsupportedModel(Exception):
 class Base:
     """A base model as loaded, before an adapter is put on it."""
 
+    name: str  # the registry's id of it
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    context: int
+    context: int  # tokens of prompt and answer together
 
     @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def load_base(entry: BaseModelEntry, cache: Path, device: str) -> Base:
+def load_base(name: str, entry: BaseModelEntry, cache: Path, device: str) -> Base:
     """Load a base model by its registry entry; a GGUF file is converted into `cache` the first time."""
     source: Path | str = entry.locate()
     if isinstance(source, Path) and source.suffix == ".gguf":
@@ -51,7 +52,7 @@ def load_base(entry: BaseModelEntry, cache: Path, device: str) -> Base:
     tokenizer = AutoTokenizer.from_pretrained(source)
     model.requires_grad_(False)
     # eval() for good: dropout would make the trainer disagree with what was sampled.
-    return Base(model.to(device).eval(), tokenizer, entry.context)
+    return Base(name, model.to(device).eval(), tokenizer, entry.context)
 
 
 def convert_gguf(source: Path, cache: Path) -> Path:
@@ -93,6 +94,8 @@ class Policy:
                 LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"),
             )
         self.model.eval()
+        # Otherwise PEFT would write this machine's path of the weights into the adapter people take home.
+        self.model.peft_config["default"].base_model_name_or_path = base.name
         self.tokenizer = base.tokenizer
         self.context = base.context
         causal = self.model.get_base_model()

@@ -12,7 +12,7 @@ from core.methods import Resolved
 from worker import grpo
 from worker.batch import Tensors, micro_batches, packs_of, tensors_of
 from worker.policy import Policy
-from worker.types import Group, UpdateMetrics
+from worker.types import Group, Pack, UpdateMetrics
 
 # Rows of the vocabulary matrix product alive at once: 512 x 49,152 float32 logits are 100 MB.
 HEAD_CHUNK = 512
@@ -57,9 +57,9 @@ class PeftTrainer:
 
         totals = Totals()
         for batch in micro_batches(packs, self.token_budget):
-            # KL only watched, not trained on, is estimated on the first micro-batch: it costs a forward pass.
-            watch_kl = settings.kl > 0 or totals.tokens == 0
-            totals.add(self._backward(tensors_of(batch, self.policy.device), watch_kl))
+            # Without a penalty the KL is only watched, so one pack a step estimates it: it costs a forward pass.
+            reference = batch if settings.kl > 0 else batch[: 1 if totals.tokens == 0 else 0]
+            totals.add(self._backward(batch, reference))
         norm = torch.nn.utils.clip_grad_norm_(self.policy.trainable, settings.max_grad_norm).item()
         finite = torch.isfinite(torch.tensor(norm)).item()
         if finite:
@@ -78,12 +78,11 @@ class PeftTrainer:
             skipped=not finite,
         )
 
-    def _backward(self, batch: Tensors, watch_kl: bool) -> "Totals":
+    def _backward(self, packs: Sequence[Pack], reference: Sequence[Pack]) -> "Totals":
+        """Add the gradient of these packs. `reference` is the part of them (from the front) to take the KL on."""
         settings = self.settings
-        ref_logp_M: Tensor | None = None
-        if watch_kl:
-            with torch.no_grad(), self.policy.as_base():
-                ref_logp_M, _ = self.logprobs(batch)
+        batch = tensors_of(packs, self.policy.device)
+        ref_logp = self._base_logprobs(reference)
         logp_M, entropy_M = self.logprobs(batch)
         part = grpo.loss(
             logp_M,
@@ -93,7 +92,7 @@ class PeftTrainer:
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
             kl=settings.kl,
-            ref_logp=ref_logp_M,
+            ref_logp=ref_logp if settings.kl > 0 else None,
         )
         part.backward()
         with torch.no_grad():
@@ -106,9 +105,17 @@ class PeftTrainer:
                 clipped=clipped.sum().item(),
                 entropy=entropy_M.sum().item(),
                 gap=(logp_M - batch.old_logp_M).abs().sum().item(),
-                kl=grpo.kl_k3(logp_M, ref_logp_M).sum().item() if ref_logp_M is not None else 0.0,
-                kl_tokens=len(logp_M) if ref_logp_M is not None else 0,
+                kl=grpo.kl_k3(logp_M[: len(ref_logp)], ref_logp).sum().item(),
+                kl_tokens=len(ref_logp),
             )
+
+    @torch.no_grad()
+    def _base_logprobs(self, packs: Sequence[Pack]) -> Tensor:
+        """Log-probabilities under the model without its adapter, in the order `tensors_of` lists the tokens."""
+        if not packs:
+            return torch.empty(0, device=self.policy.device)
+        with self.policy.as_base():
+            return self.logprobs(tensors_of(packs, self.policy.device))[0]
 
     def logprobs(self, batch: Tensors) -> tuple[Tensor, Tensor]:
         """Log-probability [M] of each trained token and the entropy [M] (nats, no gradient) where it stood.

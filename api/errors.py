@@ -1,0 +1,68 @@
+"""Every answer that is not a success has the same shape, whoever noticed the mistake."""
+
+import json
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from sqlalchemy.exc import DataError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from api.explain import explain
+from core.errors import InvalidRequest, ServiceError
+
+
+class AsciiJSON(JSONResponse):
+    """Error messages quote what was sent, which may be half a surrogate pair: escaped, it can be sent back."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode("ascii")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Crashes are not handled here but in api/middleware.py, which is where the request id is."""
+    app.add_exception_handler(ServiceError, _service_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _framework_error)
+    app.add_exception_handler(DataError, _not_storable)
+    app.add_exception_handler(ClientDisconnect, _gone)
+
+
+def _service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
+    headers = {"www-authenticate": "Bearer"} if error.status_code == 401 else None
+    return AsciiJSON(error.envelope(), status_code=error.status_code, headers=headers)
+
+
+def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return _service_error(request, explain(error.errors(), error.body))
+
+
+def _framework_error(request: Request, error: Exception) -> Response:
+    """What Starlette and FastAPI refuse by themselves: no such URL, no such method, an unreadable body."""
+    assert isinstance(error, HTTPException)
+    message, code = error.detail, None
+    if error.status_code == 404:
+        message = f"Invalid URL ({request.method} {request.url.path})"
+        code = "unknown_url"
+    elif error.status_code == 405:
+        message = f"Not allowed to {request.method} on {request.url.path}."
+        code = "method_not_supported"
+    elif error.status_code == 413:
+        code = "payload_too_large"
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return AsciiJSON(body, status_code=error.status_code, headers=error.headers)
+
+
+def _not_storable(request: Request, error: Exception) -> Response:
+    """PostgreSQL refuses what no check of ours did: a NUL character in an id, a number beyond 64 bits."""
+    return _service_error(request, InvalidRequest("A value in the request cannot be stored or looked up."))
+
+
+def _gone(request: Request, error: Exception) -> Response:
+    # Nobody reads this; it only keeps a hung-up client out of the log of crashes.
+    return _service_error(request, InvalidRequest("The client closed the connection."))

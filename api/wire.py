@@ -1,0 +1,82 @@
+"""What all requests and answers have in common."""
+
+import json
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from core.pages import Page
+
+T = TypeVar("T")
+
+
+class Part(BaseModel):
+    """A piece of a request: strict, and without keys that we do not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Body(Part):
+    """A whole request."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_json(cls, sent: Any) -> Any:
+        # Python's parser lets through what is not JSON or not Unicode, and what we could then neither store nor
+        # send back: NaN, Infinity, half a surrogate pair.
+        try:
+            json.dumps(sent, allow_nan=False, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as problem:
+            raise ValueError(f"the body holds something that JSON cannot express: {problem}") from None
+        return sent
+
+
+class Listing(BaseModel, Generic[T]):
+    """One page of a list. The next one is asked for with `after=<id of the last item>`."""
+
+    object: Literal["list"] = "list"
+    data: list[T]
+    has_more: bool = False
+
+
+class EndedListing(Listing[T], Generic[T]):
+    """A list that also names its ends."""
+
+    first_id: str | None
+    last_id: str | None
+
+
+class Deleted(BaseModel):
+    id: str
+    object: str
+    deleted: Literal[True] = True
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+After = Annotated[str | None, Query(description="Begin behind the item with this id.")]
+# Clamped, not refused: OpenAI does not publish a maximum.
+Limit = Annotated[int, Query(description="At most this many items; never more than 100.")]
+
+
+def clamped(limit: int) -> int:
+    return max(1, min(limit, 100))
+
+
+def ends(page: Page[Any]) -> dict[str, str | None]:
+    """first_id and last_id of a page."""
+    if not page.items:
+        return {"first_id": None, "last_id": None}
+    return {"first_id": page.items[0].id, "last_id": page.items[-1].id}

@@ -1,0 +1,58 @@
+"""Uploaded files and results, as rows; their bytes are in the blob store under `blob_key`."""
+
+from sqlalchemy import ColumnElement, or_, select
+from sqlalchemy.orm import Session
+
+from core import pages
+from core.errors import FileNotFound, InvalidRequest
+from core.models import File, now
+from core.pages import Page
+
+FINE_TUNE, RESULTS = "fine-tune", "fine-tune-results"
+
+
+def get(session: Session, project_id: str, file_id: str) -> File:
+    """The project's file, or FileNotFound; one that is deleted, expired or another's does not exist either."""
+    file = session.scalar(select(File).where(File.id == file_id, _readable(project_id)))
+    if file is None:
+        raise FileNotFound(file_id)
+    return file
+
+
+def get_dataset(session: Session, project_id: str, file_id: str, *, param: str) -> File:
+    """The file that `param` of a request names, if a job can learn from it; otherwise InvalidRequest."""
+    try:
+        file = get(session, project_id, file_id)
+    except FileNotFound as missing:
+        # 400 and not 404: the URL was right, a field of the body was not.
+        raise InvalidRequest(missing.message, param=param) from None
+    if file.purpose != FINE_TUNE:
+        message = f"The file {file_id} has purpose '{file.purpose}', but must have '{FINE_TUNE}'."
+        raise InvalidRequest(message, param=param)
+    return file
+
+
+def page(
+    session: Session,
+    project_id: str,
+    *,
+    purpose: str | None = None,
+    newest_first: bool = True,
+    after: str | None = None,
+    limit: int,
+) -> Page[File]:
+    statement = select(File).where(_readable(project_id))
+    if purpose is not None:
+        statement = statement.where(File.purpose == purpose)
+    read = pages.newest_first if newest_first else pages.oldest_first
+    return read(session, statement, File, after=after, limit=limit)
+
+
+def delete(session: Session, project_id: str, file_id: str) -> None:
+    """Gone for its owner at once; the reconciler removes row and blob when no unfinished job needs them."""
+    get(session, project_id, file_id).deleted_at = now()
+
+
+def _readable(project_id: str) -> ColumnElement[bool]:
+    fresh = or_(File.expires_at.is_(None), File.expires_at > now())
+    return (File.project_id == project_id) & File.deleted_at.is_(None) & fresh

@@ -1,0 +1,49 @@
+"""What training has made: the checkpoints of a job, and the model names that can be called."""
+
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import delete as delete_from
+from sqlalchemy import or_, select
+from sqlalchemy.orm import Session
+
+from core import pages
+from core.models import Checkpoint, Job, TunedModel
+from core.pages import Page
+
+
+def models(session: Session, project_id: str) -> Sequence[TunedModel]:
+    """All of the project's tuned models, newest first."""
+    mine = select(TunedModel).where(TunedModel.project_id == project_id)
+    return session.scalars(mine.order_by(TunedModel.seq.desc())).all()
+
+
+def find(session: Session, project_id: str, name: str) -> TunedModel | None:
+    mine = select(TunedModel).where(TunedModel.project_id == project_id, TunedModel.name == name)
+    return session.scalar(mine)
+
+
+def delete(session: Session, project_id: str, name: str) -> bool:
+    """Take the name away; the checkpoint behind it stays. False: the project has no such model."""
+    gone = delete_from(TunedModel).where(TunedModel.project_id == project_id, TunedModel.name == name)
+    return session.scalar(gone.returning(TunedModel.seq)) is not None
+
+
+def checkpoints(session: Session, job: Job, *, after: str | None = None, limit: int) -> Page[Checkpoint]:
+    """The kept ones, newest first: those that were validated, and the one that became the result.
+
+    The others are only there for resuming, and are replaced by the next one.
+    """
+    result = select(TunedModel.checkpoint_id).where(TunedModel.name == job.fine_tuned_model)
+    kept = or_(Checkpoint.valid_reward.is_not(None), Checkpoint.id.in_(result))
+    statement = select(Checkpoint).where(Checkpoint.job_id == job.id, kept)
+    return pages.newest_first(session, statement, Checkpoint, after=after, limit=limit)
+
+
+def names(session: Session, checkpoints: Sequence[Checkpoint]) -> Mapping[str, str]:
+    """How to call each checkpoint, by its id: its own name, or the job's if it only has that one."""
+    found = select(TunedModel).where(
+        TunedModel.checkpoint_id.in_([checkpoint.id for checkpoint in checkpoints])
+    )
+    # Names with a step sort last here, so they are the ones that stay.
+    ordered = sorted(session.scalars(found), key=lambda model: ":ckpt-step-" in model.name)
+    return {model.checkpoint_id: model.name for model in ordered}

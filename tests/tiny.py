@@ -1,0 +1,48 @@
+"""A model small enough to learn in seconds: two layers, seventy words, random weights, made when asked for."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+WORDS = [
+    "<pad>", "<unk>", "<end>", "<user>", "<assistant>", "<system>",
+    *"yes no maybe red green blue cat dog bird one two three four five six seven eight nine ten".split(),
+    *"say the word what colour animal number is it a of my your name please tell me now again".split(),
+    *"north south east west spring summer autumn winter bread milk salt sugar water fire wood iron".split(),
+]  # fmt: skip
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def make_tiny_model(folder: Path, *, layers: int = 2, seed: int = 0) -> Path:
+    """Save the model and its tokenizer into `folder` in Hugging Face format."""
+    torch.manual_seed(seed)
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", eos_token="<end>", chat_template=TEMPLATE
+    )
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,  # grouped-query attention, as the real models have
+        max_position_embeddings=512,
+        eos_token_id=WORDS.index("<end>"),
+        pad_token_id=WORDS.index("<pad>"),
+        bos_token_id=None,
+        # Larger than usual, so that different inputs give visibly different outputs.
+        initializer_range=0.15,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,157 @@
+"""Every vector of the papers' worked examples, by hand-checked numbers."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from worker import grpo
+
+
+def log(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64).log()
+
+
+def objective(rho: float, advantage: float, low: float = 0.2, high: float = 0.2) -> float:
+    return grpo.surrogate(log(rho), log(1.0), torch.tensor([advantage]).double(), low, high).item()
+
+
+def test_a_good_answer_gains_nothing_beyond_the_clip():
+    assert objective(1.5, +1.0) == pytest.approx(1.2)
+
+
+def test_a_bad_answer_that_became_likelier_is_punished_in_full():
+    assert objective(1.5, -1.0) == pytest.approx(-1.5)
+
+
+def test_inside_the_band_nothing_is_clipped():
+    assert objective(1.1, +1.0) == pytest.approx(1.1)
+
+
+def test_the_upper_bound_may_be_wider_than_the_lower():
+    assert objective(1.5, +1.0, low=0.2, high=0.28) == pytest.approx(1.28)
+    assert objective(0.5, -1.0, low=0.2, high=0.28) == pytest.approx(-0.8)
+
+
+def test_the_clip_silences_only_tokens_that_left_the_band_in_the_direction_of_gain():
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0]).double()
+
+    clipped = grpo.was_clipped(log(1.5, 1.5, 0.5, 0.5), log(1.0, 1.0, 1.0, 1.0), advantage, 0.2, 0.28)
+
+    assert clipped.tolist() == [True, False, False, True]
+
+
+def test_population_std_makes_a_split_group_plus_and_minus_one():
+    assert grpo.advantages([[1, 0, 1, 0]], "group") == [[1, -1, 1, -1]]
+    assert grpo.advantages([[1, 1, 0, 1, 0, 0, 1, 0]], "group") == [[1, 1, -1, 1, -1, -1, 1, -1]]
+
+
+def test_sample_std_is_a_different_scale():
+    [advantages] = grpo.advantages([[1, 0, 1, 0]], "group", "sample")
+
+    assert advantages == pytest.approx([0.8660, -0.8660, 0.8660, -0.8660], abs=1e-4)
+
+
+def test_a_group_that_agrees_teaches_nothing():
+    for scale in ("group", "batch", "none"):
+        assert grpo.advantages([[0.3] * 4, [0.1 + 0.2, 0.3, 0.3, 0.3]], scale) == [[0.0] * 4] * 2
+
+
+def test_one_answer_has_no_sibling_to_beat():
+    assert grpo.advantages([[0.7]], "group") == [[0.0]]
+
+
+def test_without_scale_the_advantage_is_the_distance_to_the_mean():
+    assert grpo.advantages([[1, 0, 0, 0]], "none") == [[0.75, -0.25, -0.25, -0.25]]
+
+
+def test_batch_scale_keeps_two_groups_in_proportion():
+    wide, narrow = grpo.advantages([[1.0, 0.0], [0.6, 0.4]], "batch")
+
+    assert wide[0] / narrow[0] == pytest.approx(5.0)
+    assert wide[0] == pytest.approx(0.5 / math.sqrt((2 * 0.25 + 2 * 0.01) / 4))
+
+
+def test_an_ungraded_answer_leaves_the_mean_alone_and_gets_no_advantage():
+    assert grpo.advantages([[1.0, None, 0.0, None]], "group") == [[1.0, 0.0, -1.0, 0.0]]
+
+
+@pytest.mark.parametrize(("policy", "reference", "expected"), [(0.6, 0.4, 0.072), (0.9, 0.1, 1.308)])
+def test_k3_is_the_papers_number(policy, reference, expected):
+    assert grpo.kl_k3(log(policy), log(reference)).item() == pytest.approx(expected, abs=1e-3)
+
+
+def test_k3_is_zero_where_they_agree_and_never_negative():
+    logp, ref = torch.randn(1000), torch.randn(1000)
+
+    assert grpo.kl_k3(logp, logp).abs().max() == 0
+    assert grpo.kl_k3(logp, ref).min() >= 0
+
+
+def test_the_first_step_on_a_fresh_snapshot_has_no_loss_but_a_gradient():
+    logp = torch.full((6,), -1.0, requires_grad=True)
+    advantage = torch.tensor([1.0] * 3 + [-1.0] * 3)
+    weight = torch.tensor([1 / 6] * 6)
+
+    loss = grpo.loss(
+        logp, logp.detach(), advantage, weight, clip_low=0.2, clip_high=0.2, kl=0.04, ref_logp=logp.detach()
+    )
+    loss.backward()
+
+    assert loss.item() == pytest.approx(0.0)
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([-1 / 6] * 3 + [1 / 6] * 3)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
+def test_each_loss_equals_its_formula_written_as_loops(name):
+    rng = random.Random(7)
+    lengths = [3, 1, 5, 2]
+    answers = [
+        [(rng.uniform(-3, 0), rng.uniform(-3, 0), rng.uniform(-3, 0)) for _ in range(n)] for n in lengths
+    ]
+    advantages = [1.0, -0.5, 0.25, -0.75]
+
+    def term(logp: float, old: float, ref: float, advantage: float) -> float:
+        rho = math.exp(logp - old)
+        x = math.exp(ref - logp)
+        clipped = min(max(rho, 0.8), 1.28)
+        return min(rho * advantage, clipped * advantage) - 0.04 * (x - math.log(x) - 1)
+
+    sums = [sum(term(*token, a) for token in answer) for answer, a in zip(answers, advantages, strict=True)]
+    expected = {
+        "grpo": sum(s / n for s, n in zip(sums, lengths, strict=True)) / 4,
+        "dr_grpo": sum(sums) / (4 * 16),
+        "dapo": sum(sums) / sum(lengths),
+    }[name]
+
+    flat = torch.tensor([token for answer in answers for token in answer], dtype=torch.float64)
+    weights = grpo.token_weights(lengths, name, 16)
+    loss = grpo.loss(
+        flat[:, 0],
+        flat[:, 1],
+        torch.tensor([a for a, n in zip(advantages, lengths, strict=True) for _ in range(n)]).double(),
+        torch.tensor([w for w, n in zip(weights, lengths, strict=True) for _ in range(n)]).double(),
+        clip_low=0.2,
+        clip_high=0.28,
+        kl=0.04,
+        ref_logp=flat[:, 2],
+    )
+
+    assert loss.item() == pytest.approx(-expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kind"),
+    [
+        ([0, 0, 0], "all_zero"),
+        ([1, 1], "all_one"),
+        ([0.5, 0.5], "equal"),
+        ([0, 1], "mixed"),
+        ([None, 1], "ungraded"),
+        ([None, 0, 0], "all_zero"),
+    ],
+)
+def test_a_group_says_what_it_has_to_teach(rewards, kind):
+    assert grpo.signal(rewards) == kind

@@ -1,0 +1,396 @@
+"""The packed trainer and the grouped sampler against plain transformers, one sequence at a time."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from core.methods import Hyperparameters, resolve
+from graders.types import Grade
+from tests.tiny import WORDS
+from worker import batch, grpo
+from worker.policy import UnsupportedModel
+from worker.samplers import Sampling
+from worker.samplers.transformers import TransformersSampler, choose
+from worker.trainer import PeftTrainer
+from worker.types import Group, Pack, Prompt, Rollout, Sequence
+
+SETTINGS = resolve(
+    Hyperparameters.model_validate({"advanced": {"learning_rate": 0.01, "max_completion_tokens": 12}}),
+    rows=8,
+    parameters=1000,
+    context=128,
+)
+
+
+def prompt(policy, text, line=1):
+    return Prompt(line, tuple(policy.render([{"role": "user", "content": text}])), {"messages": []})
+
+
+def sampling(**changes):
+    return replace(
+        Sampling(group_size=4, temperature=1.0, max_completion_tokens=12, job_seed=5, step=1), **changes
+    )
+
+
+def plain_logprobs(policy, prompt_ids, output_ids, temperature=1.0):
+    """What transformers itself says, with no cache, no packing and no mask of ours."""
+    ids = torch.tensor([[*prompt_ids, *output_ids]])
+    logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
+    logp = (logits.float() / temperature).log_softmax(-1)
+    return logp.gather(-1, torch.tensor(output_ids)[:, None])[:, 0]
+
+
+@pytest.fixture()
+def policy(make_policy):
+    return make_policy(moved=True)
+
+
+@pytest.fixture()
+def prompts(policy):
+    texts = ["say yes", "what colour is it now please tell me the name of the animal", "tell me a number"]
+    return [prompt(policy, text, line) for line, text in enumerate(texts, start=1)]
+
+
+@pytest.fixture()
+def groups(policy, prompts):
+    """Graded answers of uneven length, some groups with signal, one without, one answer ungraded."""
+    rewards_PG = [[1.0, 0.0, 0.5, 0.0], [0.25, 0.25, 0.25, 0.25], [0.0, 1.0, 1.0, None]]
+    sampled = TransformersSampler(policy)._sample(prompts, sampling())
+    return [
+        Group(
+            one,
+            rollouts,
+            tuple(Grade(r) if r is not None else Grade(None, "broken", "other_error") for r in rewards),
+        )
+        for one, rollouts, rewards in zip(prompts, sampled, rewards_PG, strict=True)
+    ]
+
+
+class TestSampler:
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_logprobs_are_those_of_a_plain_forward_pass(self, policy, prompts, temperature):
+        sampled = TransformersSampler(policy)._sample(prompts, sampling(temperature=temperature))
+
+        for one, rollouts in zip(prompts, sampled, strict=True):
+            for rollout in rollouts:
+                expected = plain_logprobs(policy, one.ids, rollout.output_ids_T, temperature)
+                assert rollout.logprobs_T == pytest.approx(expected.tolist(), abs=1e-4)
+
+    def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(self, policy, prompts):
+        sampler = TransformersSampler(policy)
+
+        together = sampler._sample(prompts, sampling())
+        alone = [sampler._sample([one], sampling())[0] for one in prompts]
+
+        assert [[r.output_ids_T for r in g] for g in together] == [[r.output_ids_T for r in g] for g in alone]
+
+    def test_waves_give_what_one_batch_gives(self, policy, prompts):
+        one_batch = TransformersSampler(policy)._sample(prompts, sampling())
+        waves = TransformersSampler(policy, max_tokens_in_flight=1)._sample(prompts, sampling())
+
+        assert [[r.text for r in g] for g in waves] == [[r.text for r in g] for g in one_batch]
+
+    def test_members_of_a_group_differ_and_the_same_seed_repeats_them(self, policy, prompts):
+        sampler = TransformersSampler(policy)
+        first, again = (sampler._sample(prompts, sampling()) for _ in range(2))
+        other = sampler._sample(prompts, sampling(job_seed=6))
+
+        assert len({r.output_ids_T for r in first[0]}) > 1
+        assert first == again
+        assert first != other
+
+    def test_greedy_takes_the_likeliest_token_every_time(self, policy, prompts):
+        [rollout] = TransformersSampler(policy)._sample(prompts[:1], sampling(temperature=0, group_size=1))[0]
+
+        ids = list(prompts[0].ids)
+        for token in rollout.output_ids_T:
+            best = policy.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item()
+            assert token == best
+            ids.append(token)
+
+    def test_an_answer_ends_with_its_stop_token_or_says_it_was_cut(self, policy, prompts):
+        end = WORDS.index("<end>")
+        rollouts = [
+            r for g in TransformersSampler(policy)._sample(prompts, sampling(group_size=32)) for r in g
+        ]
+
+        assert {r.finish_reason for r in rollouts} == {"stop", "length"}
+        for rollout in rollouts:
+            assert (rollout.output_ids_T[-1] == end) == (rollout.finish_reason == "stop")
+            assert end not in rollout.output_ids_T[:-1]
+            assert rollout.finish_reason == "stop" or len(rollout.output_ids_T) == 12
+
+    def test_draws_follow_the_distribution(self):
+        logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(100_000, 4)
+        draws = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
+
+        tokens, logprobs = choose(logits, draws, temperature=1.0)
+
+        shares = torch.bincount(tokens, minlength=4) / len(tokens)
+        assert shares.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.01)
+        assert logprobs[tokens == 3][0].item() == pytest.approx(math.log(0.4))
+
+    def test_the_ends_of_the_unit_interval_land_on_a_possible_token(self):
+        logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]] * 2)
+
+        tokens, _ = choose(logits, torch.tensor([0.0, 1.0 - 2**-24]), temperature=1.0)
+
+        assert tokens.tolist() == [1, 2]
+
+
+class TestPacking:
+    def test_an_answer_sees_the_prompt_and_itself_only(self):
+        segment = torch.tensor([[0, 0, 1, 1, 2, -1]])
+
+        mask = batch.group_mask(segment)[0, 0].int().tolist()
+
+        assert mask == [
+            [1, 0, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0, 0],
+            [1, 1, 1, 0, 0, 0],
+            [1, 1, 1, 1, 0, 0],
+            [1, 1, 0, 0, 1, 0],
+            [0, 0, 0, 0, 0, 1],
+        ]
+
+    def test_packed_logprobs_equal_those_of_each_answer_alone(self, policy, groups):
+        trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
+        packs = packs_of(groups, keep_all=True)
+
+        logp, _ = trainer.logprobs(batch.tensors_of(packs))
+
+        expected = torch.cat(
+            [plain_logprobs(policy, p.prompt_ids, s.output_ids_T) for p in packs for s in p.sequences]
+        )
+        assert (logp - expected).abs().max() < 1e-4
+
+    def test_a_leak_between_answers_would_be_seen(self, policy, groups):
+        """The control of the test above: with a plain causal mask the same comparison fails."""
+        trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
+        packs = packs_of(groups, keep_all=True)
+        tensors = batch.tensors_of(packs)
+        causal = torch.ones_like(tensors.mask).tril()
+
+        logp, _ = trainer.logprobs(replace(tensors, mask=causal))
+
+        expected = torch.cat(
+            [plain_logprobs(policy, p.prompt_ids, s.output_ids_T) for p in packs for s in p.sequences]
+        )
+        assert (logp - expected).abs().max() > 0.1
+
+    def test_answers_without_advantage_are_dropped_and_the_normalisation_still_counts_them(self, groups):
+        packs = packs_of(groups, keep_all=False)
+
+        kept = [(s.advantage, s.weight) for p in packs for s in p.sequences]
+        with_signal = [groups[0].rollouts_G, groups[2].rollouts_G[:3]]
+        tokens = sum(len(r.output_ids_T) for rollouts in with_signal for r in rollouts)
+        assert len(packs) == 2
+        assert all(advantage != 0 for advantage, _ in kept)
+        assert {weight for _, weight in kept} == {1 / tokens}
+
+    def test_a_pack_over_the_budget_is_split_between_answers(self):
+        answer = Sequence((1, 2, 3, 4, 5), (0.0,) * 5, 1.0, 1.0)
+        pack = Pack((9,) * 10, (answer,) * 6)
+
+        parts = [part for one in batch.micro_batches([pack], 20) for part in one]
+
+        assert [len(part.sequences) for part in parts] == [2, 2, 2]
+        assert all(part.tokens <= 20 for part in parts)
+
+    def test_a_micro_batch_keeps_to_its_budget_with_the_padding(self):
+        answer = Sequence((1, 2, 3), (0.0,) * 3, 1.0, 1.0)
+        packs = [Pack((9,) * n, (answer,)) for n in (3, 18, 5, 8, 4)]
+
+        batches = list(batch.micro_batches(packs, 20))
+
+        assert [len(p.prompt_ids) for b in batches for p in b] == [3, 4, 5, 8, 18]
+        assert all(len(b) * max(p.tokens for p in b) <= 20 for b in batches)
+
+
+class TestUpdate:
+    @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo"])
+    @pytest.mark.parametrize("kl", [0.0, 0.1])
+    @pytest.mark.parametrize("budget", [4096, 24])
+    def test_gradients_equal_a_plain_one_sequence_at_a_time_implementation(
+        self, policy, groups, loss, kl, budget
+    ):
+        settings = SETTINGS.model_copy(update={"loss": loss, "kl": kl, "max_grad_norm": 1e9})
+        expected = plain_gradients(policy, groups, settings)
+
+        ours = packed_gradients(policy, groups, settings, budget)
+
+        scale = max(g.abs().max() for g in expected)
+        assert max((a - b).abs().max() / scale for a, b in zip(ours, expected, strict=True)) < 1e-4
+
+    def test_the_gradient_is_the_slope_of_the_loss(self, policy, groups):
+        """Finite differences on a few coordinates of the adapter, in float64."""
+        policy.model.double()
+        packs = packs_of(groups, keep_all=False)
+        tensors = batch.tensors_of(packs)
+        trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
+
+        def loss_now():
+            logp, _ = trainer.logprobs(tensors)
+            weights = tensors.weight_M.double()
+            return grpo.loss(
+                logp, tensors.old_logp_M.double() + 0.1, tensors.advantage_M.double(), weights, clip_low=0.9, clip_high=9
+            )
+
+        loss_now().backward()
+        parameter = policy.trainable[3]
+        gradient = parameter.grad.clone().flatten()
+        for index in gradient.abs().topk(5).indices.tolist():
+            with torch.no_grad():
+                flat = parameter.view(-1)
+                old = flat[index].item()
+                flat[index] = old + 1e-4
+                up = loss_now().item()
+                flat[index] = old - 1e-4
+                down = loss_now().item()
+                flat[index] = old
+            # The head works in float32 whatever the weights are, which bounds how well this can agree.
+            assert (up - down) / 2e-4 == pytest.approx(gradient[index].item(), rel=2e-2)
+
+    def test_a_step_makes_the_good_answers_likelier(self, policy, groups):
+        trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
+        good, bad = groups[0].rollouts_G[0], groups[0].rollouts_G[1]
+
+        metrics = trainer.update(groups)
+
+        ids = groups[0].prompt.ids
+        assert plain_logprobs(policy, ids, good.output_ids_T).sum() > sum(good.logprobs_T)
+        assert plain_logprobs(policy, ids, bad.output_ids_T).sum() < sum(bad.logprobs_T)
+        assert metrics.trained_sequences == 7
+        assert metrics.dropped_sequences == 5
+        assert metrics.logprob_gap == pytest.approx(0, abs=1e-4)
+        assert metrics.clip_fraction == 0
+
+    def test_a_step_without_signal_changes_nothing(self, policy, groups):
+        before = [p.detach().clone() for p in policy.trainable]
+
+        metrics = PeftTrainer(policy, SETTINGS, token_budget=4096).update([groups[1]])
+
+        assert metrics.trained_tokens == 0
+        assert metrics.dropped_sequences == 4
+        assert all(torch.equal(a, b) for a, b in zip(before, policy.trainable, strict=True))
+
+    def test_a_gradient_that_is_not_finite_is_not_taken(self, policy, groups):
+        before = [p.detach().clone() for p in policy.trainable]
+        rollout = replace(groups[0].rollouts_G[0], logprobs_T=(-math.inf,) * len(groups[0].rollouts_G[0].logprobs_T))
+        broken = replace(groups[0], rollouts_G=(rollout, *groups[0].rollouts_G[1:]))
+
+        metrics = PeftTrainer(policy, SETTINGS, token_budget=4096).update([broken])
+
+        assert metrics.skipped
+        assert all(torch.equal(a, b) for a, b in zip(before, policy.trainable, strict=True))
+
+    def test_entropy_and_kl_are_those_of_the_definition(self, policy, groups):
+        settings = SETTINGS.model_copy(update={"kl": 0.1})
+        graded = [g for g in groups[:1]]
+        ids = [(graded[0].prompt.ids, r.output_ids_T) for r in graded[0].rollouts_G]
+        with policy.as_base():
+            ref = torch.cat([plain_logprobs(policy, *one) for one in ids])
+        own = torch.cat([plain_logprobs(policy, *one) for one in ids])
+
+        metrics = PeftTrainer(policy, settings, token_budget=4096).update(graded)
+
+        assert metrics.kl == pytest.approx(grpo.kl_k3(own, ref).mean().item(), rel=1e-3)
+        assert 0 < metrics.entropy < math.log(len(WORDS))
+
+    def test_a_saved_trainer_goes_on_exactly_where_it_was(self, make_policy, groups, tmp_path):
+        first = PeftTrainer(make_policy(moved=True), SETTINGS, token_budget=4096)
+        first.update(groups)
+        first.save(tmp_path)
+        second = PeftTrainer(make_policy(), SETTINGS, token_budget=4096)
+        second.load(tmp_path)
+
+        for trainer in (first, second):
+            trainer.update(groups)
+
+        for a, b in zip(first.policy.trainable, second.policy.trainable, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_saved_adapter_is_one_that_peft_loads(policy, tiny_model, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    policy.save(tmp_path)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path)
+
+    ids = torch.tensor([policy.render([{"role": "user", "content": "say yes"}])])
+    assert torch.allclose(loaded(ids).logits, policy.model(ids).logits, atol=1e-5)
+    assert str(tiny_model) not in (tmp_path / "adapter_config.json").read_text()
+
+
+def test_a_fresh_adapter_is_the_base_model(make_policy):
+    policy = make_policy()
+    ids = torch.tensor([policy.render([{"role": "user", "content": "say yes"}])])
+
+    adapted = policy.model(ids).logits
+    with policy.as_base():
+        assert torch.equal(policy.model(ids).logits, adapted)
+
+
+def test_a_model_that_computes_something_else_is_refused(make_policy):
+    policy = make_policy()
+    head = policy.model.get_base_model().lm_head
+    head.register_forward_hook(lambda module, args, output: output)  # harmless
+    policy.refuse_unsupported()
+    policy.model.get_base_model().forward = softcapped(policy.model.get_base_model().forward)
+
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM is not supported"):
+        policy.refuse_unsupported()
+
+
+def softcapped(forward):
+    def capped(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.logits = torch.tanh(output.logits)
+        return output
+
+    return capped
+
+
+def packs_of(groups, *, keep_all):
+    return batch.packs_of(groups, loss="dapo", scale="batch", max_completion_tokens=12, keep_all=keep_all)
+
+
+def packed_gradients(policy, groups, settings, budget):
+    trainer = PeftTrainer(policy, settings, token_budget=budget)
+    taken = {}
+    trainer._step = lambda: taken.update(enumerate(p.grad.clone() for p in policy.trainable))
+    trainer.update(groups)
+    return list(taken.values())
+
+
+def plain_gradients(policy, groups, settings):
+    """The papers' formulas in the most obvious way: every graded answer, a forward pass each, no packing."""
+    advantages_PG = grpo.advantages([g.rewards_G for g in groups], settings.advantage_scale)
+    counted = [
+        (group.prompt.ids, rollout, advantage)
+        for group, advantages_G in zip(groups, advantages_PG, strict=True)
+        for rollout, reward, advantage in zip(group.rollouts_G, group.rewards_G, advantages_G, strict=True)
+        if reward is not None and (settings.kl > 0 or any(advantages_G))
+    ]
+    tokens = sum(len(rollout.output_ids_T) for _, rollout, _ in counted)
+    policy.model.zero_grad()
+    for ids, rollout, advantage in counted:
+        logp = plain_logprobs(policy, ids, rollout.output_ids_T)
+        ratio = torch.exp(logp - torch.tensor(rollout.logprobs_T))
+        objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        if settings.kl:
+            with torch.no_grad(), policy.as_base():
+                ref = plain_logprobs(policy, ids, rollout.output_ids_T)
+            objective = objective - settings.kl * (torch.exp(ref - logp) - (ref - logp) - 1)
+        share = {
+            "grpo": objective.mean() / len(counted),
+            "dr_grpo": objective.sum() / (len(counted) * settings.max_completion_tokens),
+            "dapo": objective.sum() / tokens,
+        }[settings.loss]
+        (-share).backward()
+    gradients = [p.grad.clone() for p in policy.trainable]
+    policy.model.zero_grad()
+    return gradients

@@ -1,0 +1,91 @@
+"""The Celery side of the worker: two thin tasks, and one thread-pool worker that serves them.
+
+The same worker runs inside `regraft-server up` on memory:// and alone as `regraft-server worker` on Redis. It
+uses threads because its tasks only watch child processes or read files (docs/adr/0002).
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from celery import Celery
+
+from core.blobs import BlobStore
+from core.db import Database, Send
+from core.queue import DEFAULT_QUEUE, RUN, VALIDATE, gpu_queue, open_celery, sender
+from core.settings import Settings
+from worker.reconciler import Reconciler
+from worker.supervisor import Supervisor
+from worker.validation import validate_next
+
+log = logging.getLogger(__name__)
+
+
+class WorkerService:
+    """Everything a machine that runs jobs does: tasks, supervisor, reconciler. `start` and `stop` are the whole use."""
+
+    def __init__(self, settings: Settings, database: Database, blobs: BlobStore) -> None:
+        self.settings = settings
+        self.celery = open_celery(settings.broker_url, settings.gpu_class)
+        self.send: Send = sender(self.celery)
+        self.supervisor = Supervisor(settings, database, blobs)
+        self.reconciler = Reconciler(settings, database, blobs, self.send)
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._consumer = None
+        self._register(database, blobs)
+
+    def _register(self, database: Database, blobs: BlobStore) -> None:
+        def run_next() -> None:
+            self.supervisor.run_waiting()
+
+        def validate_files() -> None:
+            # One wake-up may stand for many jobs, so look until there are none.
+            while not self._stopping.is_set():
+                wakes = validate_next(self.settings, database, blobs, self.supervisor.owner)
+                if wakes is None:
+                    return
+                for wake in wakes:
+                    self.send(*wake)
+
+        self.celery.task(name=RUN)(run_next)
+        self.celery.task(name=VALIDATE)(validate_files)
+
+    def start(self) -> None:
+        self._consumer = self.celery.WorkController(
+            # One thread for the run, one for validation, so that a long job never holds up the next one's checks.
+            pool="threads",
+            concurrency=2,
+            queues=[DEFAULT_QUEUE, gpu_queue(self.settings.gpu_class)],
+            without_gossip=True,
+            without_mingle=True,
+            without_heartbeat=True,
+            loglevel="WARNING",
+        )
+        self._thread("celery", self._consume)
+        self._thread("reconciler", lambda: self.reconciler.run_until(self._stopping))
+        self.reconciler.run_once()
+
+    def _consume(self) -> None:
+        assert self._consumer is not None
+        self._consumer.start()
+
+    def stop(self) -> None:
+        """Drain: the run in progress checkpoints and its job is queued again. Returns when all threads have ended."""
+        self._stopping.set()
+        self.supervisor.stop()
+        if self._consumer is not None:
+            self._consumer.stop()
+        for thread in self._threads:
+            thread.join()
+
+    def _thread(self, name: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+
+def open_sender(settings: Settings) -> tuple[Celery, Send]:
+    """For a process that only announces work: the API on its own."""
+    app = open_celery(settings.broker_url, settings.gpu_class)
+    return app, sender(app)

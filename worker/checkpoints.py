@@ -1,0 +1,167 @@
+"""Checkpoints: written whole or not at all, resumed from the newest, the best ones kept and named.
+
+A checkpoint is a blob prefix with the adapter in PEFT format, the trainer's state, and manifest.json, which
+lists every file with its hash and is written last: without it the prefix is litter, not a checkpoint.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from core import events, jobs
+from core.blobs import BlobStore
+from core.db import Database
+from core.jobs import Claim
+from core.models import Checkpoint, Job, Organization, RolloutPage, TunedModel
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+KEPT_BEST = 3
+
+
+class Savable(Protocol):
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+
+
+class Checkpoints:
+    """The checkpoints of one job, as its present attempt may write them."""
+
+    def __init__(self, database: Database, blobs: BlobStore, claim: Claim, job: Job, scratch: Path) -> None:
+        self.database = database
+        self.blobs = blobs
+        self.claim = claim
+        self.job = job
+        self.scratch = scratch
+
+    def restore(self, trainer: Savable) -> int:
+        """Load the newest checkpoint into the trainer and return its step; 0 when there is none.
+
+        Whatever was recorded beyond that step is forgotten: it will be done again.
+        """
+        with self.database.read() as session:
+            newest = session.scalar(_of_job(self.job.id).order_by(Checkpoint.step.desc()).limit(1))
+        step = newest.step if newest else 0
+        if newest:
+            with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+                self._download(newest.blob_prefix, Path(folder))
+                trainer.load(Path(folder))
+        with jobs.fenced(self.database, self.claim) as (session, job):
+            if newest:
+                events.append(session, job.id, f"Resuming from the checkpoint of step {step}", data={"step": step})
+            # A crash between step 0 and the first checkpoint leaves step 0 done; it stays.
+            events.discard_steps_after(session, job.id, step)
+            session.execute(delete(RolloutPage).where(RolloutPage.job_id == job.id, RolloutPage.step > step))
+        return step
+
+    def save(self, trainer: Savable, *, step: int, valid_reward: float | None, metrics: dict[str, Any]) -> None:
+        """Store the trainer's state as the checkpoint of this step, and let go of those it replaces.
+
+        With a validation reward the checkpoint is a model of its own, `…:ckpt-step-N`; without one it serves
+        resuming only.
+        """
+        prefix = f"{job_prefix(self.job)}/attempts/{self.claim.epoch}/checkpoints/step-{step:06d}"
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            trainer.save(Path(folder))
+            self._upload(Path(folder), prefix, step)
+        with jobs.fenced(self.database, self.claim) as (session, job):
+            checkpoint = Checkpoint(
+                job_id=job.id,
+                step=step,
+                epoch=self.claim.epoch,
+                blob_prefix=prefix,
+                valid_reward=valid_reward,
+                metrics=metrics,
+            )
+            session.add(checkpoint)
+            session.flush()
+            if valid_reward is not None:
+                name = f"{model_name(session, job)}:ckpt-step-{step}"
+                _publish(session, job, checkpoint, name)
+                events.append(session, job.id, f"Checkpoint created at step {step} with Snapshot ID: {name}")
+            released = _retire(session, job)
+        for old in released:  # after the commit: a row must never point at what is gone
+            self.blobs.delete_prefix(f"{old}/")
+
+    def best(self) -> Checkpoint | None:
+        """The one with the highest validation reward; of equals the earliest, which moved least from the base."""
+        with self.database.read() as session:
+            return session.scalar(
+                _of_job(self.job.id)
+                .where(Checkpoint.valid_reward.is_not(None))
+                .order_by(Checkpoint.valid_reward.desc(), Checkpoint.step)
+                .limit(1)
+            )
+
+    def _upload(self, folder: Path, prefix: str, step: int) -> None:
+        files = []
+        for path in sorted(folder.iterdir()):
+            info = self.blobs.put_file(f"{prefix}/{path.name}", path)
+            files.append({"name": path.name, "bytes": info.size, "sha256": info.sha256})
+        manifest = {
+            "format": FORMAT,
+            "job": self.job.id,
+            "base_model": self.job.model,
+            "step": step,
+            "epoch": self.claim.epoch,
+            "files": files,
+        }
+        self.blobs.put_bytes(f"{prefix}/{MANIFEST}", json.dumps(manifest, indent=2).encode())
+
+    def _download(self, prefix: str, folder: Path) -> None:
+        manifest = json.loads(self.blobs.read(f"{prefix}/{MANIFEST}"))
+        for file in manifest["files"]:
+            self.blobs.download(f"{prefix}/{file['name']}", folder / file["name"], sha256=file["sha256"])
+
+
+def job_prefix(job: Job) -> str:
+    return f"projects/{job.project_id}/jobs/{job.id}"
+
+
+def model_name(session: Session, job: Job) -> str:
+    """ft:<base>:<organisation>:<suffix>:<8 characters>, as OpenAI names them."""
+    organization = session.get_one(Organization, job.organization_id)
+    tail = hashlib.sha256(job.id.encode()).hexdigest()[:8]
+    return f"ft:{job.model}:{organization.name}:{job.suffix or ''}:{tail}"
+
+
+def publish_best(session: Session, job: Job, best: Checkpoint) -> str:
+    """Give the best checkpoint the job's own model name, and return it."""
+    name = model_name(session, job)
+    _publish(session, job, best, name)
+    return name
+
+
+def _publish(session: Session, job: Job, checkpoint: Checkpoint, name: str) -> None:
+    session.add(
+        TunedModel(
+            name=name,
+            project_id=job.project_id,
+            job_id=job.id,
+            checkpoint_id=checkpoint.id,
+            base_model=job.model,
+        )
+    )
+
+
+def _of_job(job_id: str) -> Any:
+    return select(Checkpoint).where(Checkpoint.job_id == job_id)
+
+
+def _retire(session: Session, job: Job) -> list[str]:
+    """Delete the rows of checkpoints that are neither the newest nor among the best; return their prefixes."""
+    present: Sequence[Checkpoint] = session.scalars(_of_job(job.id)).all()
+    newest = max(present, key=lambda one: one.step)
+    measured = [one for one in present if one.valid_reward is not None]
+    best = sorted(measured, key=lambda one: (-(one.valid_reward or 0.0), one.step))[:KEPT_BEST]
+    retired = [one for one in present if one is not newest and one not in best]
+    for one in retired:
+        session.execute(delete(TunedModel).where(TunedModel.checkpoint_id == one.id))
+        session.delete(one)
+    return [one.blob_prefix for one in retired]

@@ -1,0 +1,49 @@
+"""Which prompts a step trains on: an order that depends on the seed and the step alone, so it needs no cursor."""
+
+import random
+from collections.abc import Sequence
+
+from core.datasets import Example
+from worker.policy import Policy
+from worker.types import Prompt
+
+
+class PromptTooLong(ValueError):
+    """Some rows leave no room for an answer in the model's context."""
+
+
+class PromptStream:
+    """The training prompts, epoch after epoch, each epoch in a shuffled order of its own."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, batch_size: int, seed: int) -> None:
+        self.prompts = prompts
+        self.batch_size = batch_size
+        self.seed = seed
+
+    def batch(self, step: int) -> list[Prompt]:
+        """The prompts of step 1, 2, ...; a batch may straddle the end of an epoch."""
+        first = (step - 1) * self.batch_size
+        return [self._at(place) for place in range(first, first + self.batch_size)]
+
+    def _at(self, place: int) -> Prompt:
+        epoch, index = divmod(place, len(self.prompts))
+        order = list(range(len(self.prompts)))
+        random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return self.prompts[order[index]]
+
+
+def tokenize(examples: Sequence[Example], policy: Policy, *, file: str, max_completion_tokens: int) -> list[Prompt]:
+    """Rows to prompts.
+
+    Raises:
+        PromptTooLong: names the lines (up to 20) whose prompt and longest answer exceed the context.
+    """
+    prompts = [Prompt(one.line, tuple(policy.render(one.messages)), one.item) for one in examples]
+    room = policy.context - max_completion_tokens
+    long = [f"line {prompt.line}: {len(prompt.ids)} tokens" for prompt in prompts if len(prompt.ids) > room]
+    if long:
+        raise PromptTooLong(
+            f"{len(long)} prompts of {file} are longer than {room} tokens, which is what the model's context of "
+            f"{policy.context} leaves beside an answer of {max_completion_tokens}: {'; '.join(long[:20])}"
+        )
+    return prompts

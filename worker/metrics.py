@@ -1,0 +1,181 @@
+"""What a step says about itself: the fields of OpenAI's metrics event, and those it never had. Pure."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from graders.spec import GraderSpec, MultiSpec
+from graders.types import ErrorKind, Grade
+from worker import grpo
+from worker.types import Group, Rollout, UpdateMetrics
+
+# The categories OpenAI reports, each as train_/valid_ x _mean/_count.
+_ERRORS = ("sample_parse_error", "invalid_variable_error", "other_error")
+
+
+def mean_reward(groups_P: Sequence[Group]) -> float | None:
+    """Mean over the graded answers; None if there is none. Ungraded ones are reported, not counted as 0."""
+    return _mean(grade.score for grade in _grades(groups_P) if grade.score is not None)
+
+
+def of_step(
+    *,
+    step: int,
+    total_steps: int,
+    spec: GraderSpec,
+    train_P: Sequence[Group],
+    valid_P: Sequence[Group] | None,
+    update: UpdateMetrics | None,
+    seconds: Mapping[str, float],
+) -> dict[str, Any]:
+    """The `data` of the step's metrics event. Step 0 is the validation of the base and has no training part."""
+    splits = [("train", train_P)] if train_P else []
+    if valid_P is not None:
+        splits.append(("valid", valid_P))
+    data: dict[str, Any] = {"step": step, "total_steps": total_steps}
+    for split, groups_P in splits:
+        data |= _split(split, groups_P)
+    if train_P:
+        data |= _signal(train_P)
+    if update is not None:
+        data |= _update(update)
+    sampled = sum(len(rollout.output_ids_T) for rollout in _rollouts(train_P))
+    if sampled and seconds.get("sampling"):
+        data["sampled_tokens"] = sampled
+        data["sampling_tokens_per_second"] = sampled / seconds["sampling"]
+    if update is not None and seconds.get("training"):
+        data["training_tokens_per_second"] = update.trained_tokens / seconds["training"]
+    data["scores"] = {"graders": _per_grader(spec, splits, _score_fields)}
+    for split, groups_P in splits:
+        data["scores"][f"{split}_reward_mean"] = mean_reward(groups_P)
+    data["errors"] = {"graders": _per_grader(spec, splits, _error_fields)}
+    data["timing"] = {
+        "step": {phase: seconds.get(phase, 0.0) for phase in ("sampling", "grading", "training", "eval")}
+        | {"full_iteration": sum(seconds.values())},
+        "graders": _per_grader(spec, splits, _latency_fields),
+    }
+    return data
+
+
+def message(data: Mapping[str, Any]) -> str:
+    """The event's text, word for word as OpenAI wrote it (the space before the first comma included)."""
+    parts = [f"Step {data['step']}/{data['total_steps']} "]
+    for label, key in (
+        ("train mean reward", "train_mean_reward"),
+        ("full validation mean reward", "full_valid_mean_reward"),
+        ("full validation mean parse error", "full_valid_mean_parse_error"),
+    ):
+        if data.get(key) is not None:
+            parts.append(f" {label}={data[key]:.2f}")
+    return ",".join(parts)
+
+
+def ungraded(groups_P: Sequence[Group]) -> str | None:
+    """A sentence about the answers that could not be graded, with the commonest reason; None if there are none."""
+    grades = _grades(groups_P)
+    reasons = Counter(grade.reason for grade in grades if grade.score is None)
+    if not reasons:
+        return None
+    reason, _ = reasons.most_common(1)[0]
+    return f"{reasons.total()} of {len(grades)} samples could not be graded and teach nothing. Most often: {reason}"
+
+
+def no_signal(groups_P: Sequence[Group]) -> str | None:
+    """A sentence about a step from which nothing can be learned; None if some group had signal."""
+    kinds = Counter(grpo.signal(group.rewards_G) for group in groups_P)
+    if kinds["mixed"]:
+        return None
+    what = {
+        "all_zero": "all answers scored 0: the task is too hard for the model, or the grader gives no partial credit",
+        "all_one": "all answers scored 1: the task is too easy to learn from",
+        "equal": "all answers to a prompt scored the same",
+        "ungraded": "the answers could not be graded",
+    }
+    kind, _ = kinds.most_common(1)[0]
+    return f"No signal: in none of the {len(groups_P)} groups did the answers differ in score. Mostly {what[kind]}."
+
+
+def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
+    grades, rollouts = _grades(groups_P), _rollouts(groups_P)
+    lengths = [len(rollout.output_ids_T) for rollout in rollouts]
+    reward, failed = mean_reward(groups_P), [grade for grade in grades if grade.score is None]
+    truncated = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
+    parse_errors = sum(grade.error == ErrorKind.sample_parse_error for grade in grades) / len(grades)
+    if split == "valid":
+        return {
+            "full_valid_mean_reward": reward,
+            "valid_reward_mean": reward,
+            "full_valid_mean_parse_error": parse_errors,
+            "valid_completion_tokens_mean": statistics.fmean(lengths),
+            "valid_truncated_share": truncated,
+            "valid_unresponsive_rewards": len(failed) / len(grades),
+        }
+    scores = [grade.score for grade in grades if grade.score is not None]
+    return {
+        "train_mean_reward": reward,
+        "train_reward_mean": reward,
+        "train_reward_std": statistics.pstdev(scores) if scores else None,
+        "completion_tokens_mean": statistics.fmean(lengths),
+        "completion_tokens_max": max(lengths),
+        "truncated_share": truncated,
+        "mean_unresponsive_rewards": len(failed) / len(grades),
+    }
+
+
+def _signal(groups_P: Sequence[Group]) -> dict[str, float]:
+    kinds = Counter(grpo.signal(group.rewards_G) for group in groups_P)
+    return {
+        f"groups_{kind}_share": kinds[kind] / len(groups_P)
+        for kind in ("mixed", "all_zero", "all_one", "equal", "ungraded")
+    }
+
+
+def _update(update: UpdateMetrics) -> dict[str, Any]:
+    fields = asdict(update)
+    fields["skipped_updates"] = int(fields.pop("skipped"))
+    return fields
+
+
+def _grades(groups_P: Sequence[Group]) -> list[Grade]:
+    return [grade for group in groups_P for grade in group.grades_G]
+
+
+def _rollouts(groups_P: Sequence[Group]) -> list[Rollout]:
+    return [rollout for group in groups_P for rollout in group.rollouts_G]
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    kept = list(values)
+    return statistics.fmean(kept) if kept else None
+
+
+def _per_grader(spec: GraderSpec, splits: Sequence[tuple[str, Sequence[Group]]], fields: Any) -> list[dict[str, Any]]:
+    """One entry a grader: the sub-graders of a multi, or the only one."""
+    parts = spec.graders.items() if isinstance(spec, MultiSpec) else [(None, spec)]
+    rows = []
+    for key, part in parts:
+        row: dict[str, Any] = {"name": part.name, "type": part.type}
+        for split, groups_P in splits:
+            grades = _grades(groups_P)
+            row |= fields(split, grades if key is None else [g.sub_grades[key] for g in grades if key in g.sub_grades])
+        rows.append(row)
+    return rows
+
+
+def _score_fields(split: str, grades: Sequence[Grade]) -> dict[str, Any]:
+    return {f"{split}_reward_mean": _mean(grade.score for grade in grades if grade.score is not None)}
+
+
+def _error_fields(split: str, grades: Sequence[Grade]) -> dict[str, float]:
+    fields = {}
+    for kind in _ERRORS:
+        count = sum(grade.error == kind for grade in grades)
+        fields[f"{split}_{kind}_count"] = float(count)
+        fields[f"{split}_{kind}_mean"] = count / len(grades) if grades else 0.0
+    return fields
+
+
+def _latency_fields(split: str, grades: Sequence[Grade]) -> dict[str, Any]:
+    return {f"{split}_execution_latency_mean": _mean(grade.seconds for grade in grades)}

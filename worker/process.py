@@ -1,0 +1,25 @@
+"""What a supervisor and the run it starts agree on: exit statuses, and that the child never outlives its parent."""
+
+import ctypes
+import os
+import signal
+import sys
+
+DONE = 0
+DRAINED = 75  # EX_TEMPFAIL: checkpointed, to be queued again at no cost
+LOST = 76  # the job is no longer this run's; there is nothing to write
+USER_MISTAKE = 78  # EX_CONFIG: the job has failed for good, and says why
+# Anything else is the infrastructure's fault: the supervisor queues the job again, a limited number of times.
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies (Linux; elsewhere the lease's end does it later).
+
+    The parent may have died before we asked, so its number is compared afterwards.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(DRAINED)

@@ -1,0 +1,98 @@
+"""The result file of a job that ended, however it ended: one CSV row a step."""
+
+import csv
+import io
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from core import events
+from core.blobs import BlobStore
+from core.db import Database
+from core.ids import new_id
+from core.models import File, Job
+
+_COLUMNS = {
+    "train_mean_reward": ("train_mean_reward",),
+    "full_valid_mean_reward": ("full_valid_mean_reward",),
+    "full_valid_mean_parse_error": ("full_valid_mean_parse_error",),
+    "completion_tokens_mean": ("completion_tokens_mean",),
+    "mean_unresponsive_rewards": ("mean_unresponsive_rewards",),
+    "truncated_share": ("truncated_share",),
+    "groups_mixed_share": ("groups_mixed_share",),
+    "groups_all_zero_share": ("groups_all_zero_share",),
+    "groups_all_one_share": ("groups_all_one_share",),
+    "loss": ("loss",),
+    "kl": ("kl",),
+    "entropy": ("entropy",),
+    "clip_fraction": ("clip_fraction",),
+    "grad_norm": ("grad_norm",),
+    "logprob_gap": ("logprob_gap",),
+    "sampling_duration": ("timing", "step", "sampling"),
+    "grading_duration": ("timing", "step", "grading"),
+    "training_duration": ("timing", "step", "training"),
+    "eval_duration": ("timing", "step", "eval"),
+    "total_duration": ("timing", "step", "full_iteration"),
+}
+
+
+def to_csv(steps: list[dict[str, Any]]) -> bytes:
+    """Metrics of the steps, in order, as CSV with a header. What a step did not measure is blank."""
+    rows = [_row(step) for step in steps]
+    # Per-grader columns differ between steps with and without a validation, so the header is their union.
+    header = list(dict.fromkeys(column for row in rows for column in row))
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, header, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue().encode()
+
+
+def _row(data: dict[str, Any]) -> dict[str, Any]:
+    row = {"step": data["step"]} | {column: _dig(data, path) for column, path in _COLUMNS.items()}
+    for section in ("scores", "errors"):
+        for grader in data.get(section, {}).get("graders", []):
+            for field, value in grader.items():
+                if field not in ("name", "type"):
+                    row[f"{section}/graders/{grader['type']}/{grader['name']}/{field}"] = value
+    return row
+
+
+def _dig(data: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
+
+
+def prepare(database: Database, blobs: BlobStore, job: Job) -> File | None:
+    """Write the CSV of the job's steps to the blob store; None if no step was finished. Add its row with `attach`."""
+    with database.read() as session:
+        steps = [row.data for row in events.steps(session, job.id)]
+    if not steps:
+        return None
+    file_id = new_id("file-", 22)
+    info = blobs.put_bytes(f"projects/{job.project_id}/files/{file_id}", to_csv(steps))
+    return File(
+        id=file_id,
+        project_id=job.project_id,
+        filename="step_metrics.csv",
+        purpose="fine-tune-results",
+        bytes=info.size,
+        sha256=info.sha256,
+        blob_key=info.key,
+    )
+
+
+def attach(session: Session, job: Job, file: File | None) -> None:
+    """Make `file` the job's result file, and add up what its steps used."""
+    if file is None or job.result_file is not None:
+        return
+    session.add(file)
+    job.result_file = file.id
+    steps = [row.data for row in events.steps(session, job.id)]
+    job.trained_tokens = sum(step.get("trained_tokens", 0) for step in steps)
+    job.usage = {
+        "training_seconds": sum(step["timing"]["step"]["full_iteration"] for step in steps),
+        "sampled_tokens": sum(step.get("sampled_tokens", 0) for step in steps),
+        "trained_tokens": job.trained_tokens,
+    }

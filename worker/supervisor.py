@@ -1,0 +1,153 @@
+"""Claim a job, run it as a child process, keep its lease, and write down how it ended. Never imports torch.
+
+The child does the work and writes its own progress, fenced by the claim's epoch. This side only watches: it
+renews the lease, so a child that hangs in a long GPU call keeps its job, and a machine that dies loses it.
+"""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from core import jobs
+from core.blobs import BlobStore
+from core.db import Database
+from core.jobs import Claim, LeaseLost
+from core.models import Job
+from core.settings import Settings
+from worker import process
+
+log = logging.getLogger(__name__)
+
+Command = Callable[[Claim], Sequence[str]]
+
+
+def run_command(claim: Claim) -> Sequence[str]:
+    """The child of one attempt: worker/run.py."""
+    return [sys.executable, "-m", "worker.run", claim.job_id, str(claim.epoch), str(os.getpid())]
+
+
+class Supervisor:
+    """Runs the jobs of one GPU class, one at a time. `stop` drains: the run checkpoints and the job is queued again."""
+
+    def __init__(
+        self, settings: Settings, database: Database, blobs: BlobStore, command: Command = run_command
+    ) -> None:
+        self.settings = settings
+        self.database = database
+        self.blobs = blobs
+        self.command = command
+        self.owner = f"{socket.gethostname()}/{os.getpid()}"
+        self._slot = threading.Lock()
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def run_waiting(self) -> int:
+        """Claim and run jobs until none waits. Returns how many; 0 at once when the slot is taken.
+
+        Whoever holds the slot looks again after each job, so a wake-up that finds it taken may be forgotten.
+        """
+        if not self._slot.acquire(blocking=False):
+            return 0
+        try:
+            done = 0
+            while not self._stopping.is_set() and (claim := self._claim()) is not None:
+                self._run(claim)
+                done += 1
+            return done
+        finally:
+            self._slot.release()
+
+    def _claim(self) -> Claim | None:
+        with self.database.write() as session:
+            return jobs.claim(
+                session,
+                gpu_class=self.settings.gpu_class,
+                owner=self.owner,
+                lease_seconds=self.settings.lease_seconds,
+            )
+
+    def _run(self, claim: Claim) -> None:
+        log.info("running %s, epoch %d", claim.job_id, claim.epoch)
+        # A group of its own: Ctrl-C in a terminal reaches us only, and a kill reaches the child's children too.
+        with tempfile.TemporaryFile() as words:
+            child = subprocess.Popen(self.command(claim), stderr=words, start_new_session=True)
+            try:
+                status = self._watch(child, claim)
+            finally:
+                _kill(child)
+            self._finish(claim, status, _last_words(words))
+
+    def _watch(self, child: subprocess.Popen[bytes], claim: Claim) -> int:
+        """Wait for the child's exit status, renewing the lease. A lost lease or an overlong drain kills it."""
+        draining = False
+        drained_for = 0.0
+        pause = min(self.settings.lease_seconds / 4, 0.5)
+        since_heartbeat = 0.0
+        while True:
+            try:
+                return child.wait(timeout=pause)
+            except subprocess.TimeoutExpired:
+                pass
+            since_heartbeat += pause
+            if since_heartbeat >= self.settings.lease_seconds / 4 or self._cancelled(claim):
+                since_heartbeat = 0.0
+                if not self._heartbeat(claim):
+                    _kill(child)
+                    return process.LOST
+            if self._stopping.is_set():
+                if not draining:
+                    draining = True
+                    child.send_signal(signal.SIGTERM)
+                drained_for += pause
+                if drained_for > self.settings.drain_seconds:
+                    # It goes back to its last checkpoint; that is the operator's choice of patience, no failure.
+                    _kill(child)
+                    return process.DRAINED
+
+    def _cancelled(self, claim: Claim) -> bool:
+        """Whether the fence has moved on: looked at often, so that a cancel stops the machine within a second."""
+        with self.database.read() as session:
+            epoch = session.query(Job.epoch).where(Job.id == claim.job_id).scalar()
+        return epoch != claim.epoch
+
+    def _heartbeat(self, claim: Claim) -> bool:
+        with self.database.write() as session:
+            return jobs.heartbeat(session, claim, self.settings.lease_seconds)
+
+    def _finish(self, claim: Claim, status: int, last_words: str) -> None:
+        try:
+            with jobs.fenced(self.database, claim) as (session, job):
+                if status == process.DRAINED:
+                    jobs.release(session, job)
+                else:
+                    # Done, lost and the user's mistake are all written by the child itself, and leave a job that
+                    # `fenced` refuses. One that is still ours after such a status did not end as it said.
+                    reason = f"the run exited with status {status}. {last_words}".strip()
+                    jobs.crashed(session, job, reason=reason, max_failures=self.settings.max_failures)
+                    log.warning("%s: %s", claim.job_id, reason)
+        except LeaseLost:
+            log.info("%s is over", claim.job_id)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End the child and whatever it started. Nothing happens if all have ended already."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    child.wait()
+
+
+def _last_words(stderr: IO[bytes], limit: int = 2000) -> str:
+    stderr.seek(0, os.SEEK_END)
+    stderr.seek(max(0, stderr.tell() - limit))
+    return stderr.read().decode(errors="replace")

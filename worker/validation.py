@@ -1,0 +1,74 @@
+"""validating_files: every row of both files against the format and the grader, and every bad line named."""
+
+import logging
+
+from core import datasets, jobs
+from core.blobs import BlobNotFound, BlobStore
+from core.datasets import Example, InvalidDataset
+from core.db import Database
+from core.jobs import Claim, LeaseLost
+from core.models import File, Job
+from core.settings import Settings
+from graders.build import missing_item_paths
+from graders.spec import GraderSpec, parse_grader
+
+log = logging.getLogger(__name__)
+
+# OpenAI's limits for reinforcement fine-tuning.
+MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS = 50_000, 1_000
+
+
+class BadFile(Exception):
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param, self.message = param, message
+
+
+def validate_next(settings: Settings, database: Database, blobs: BlobStore, owner: str) -> list[tuple[str, str]] | None:
+    """Validate the oldest job that waits for it.
+
+    Returns the (task, queue) to wake: one if its files are good, none if they are not. None: no job waited.
+    """
+    with database.write() as session:
+        claim = jobs.claim_validation(session, owner=owner, lease_seconds=settings.lease_seconds)
+    if claim is None:
+        return None
+    try:
+        return _validate(database, blobs, claim)
+    except LeaseLost:
+        log.info("%s was taken away while its files were validated", claim.job_id)
+        return []
+
+
+def _validate(database: Database, blobs: BlobStore, claim: Claim) -> list[tuple[str, str]]:
+    with database.read() as session:
+        job = session.query(Job).where(Job.id == claim.job_id).one()
+        files = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
+    spec = parse_grader(job.reinforcement["grader"])
+    try:
+        check_file(blobs, files.get(job.training_file), spec, "training_file", MAX_TRAINING_ROWS)
+        check_file(blobs, files.get(job.validation_file or ""), spec, "validation_file", MAX_VALIDATION_ROWS)
+    except BadFile as bad:
+        with jobs.fenced(database, claim) as (session, job):
+            jobs.fail(session, job, code=f"invalid_{bad.param}", message=bad.message, param=bad.param)
+        return []
+    with jobs.fenced(database, claim) as (session, job):
+        wake = jobs.validated(session, job)
+    return [wake]
+
+
+def check_file(blobs: BlobStore, file: File | None, spec: GraderSpec, param: str, max_rows: int) -> None:
+    """Raises BadFile with the file's id and the numbers of its bad lines."""
+    if file is None:
+        raise BadFile(param, f"The {param.replace('_', ' ')} was deleted before it could be read.")
+
+    def fields_the_grader_needs(row: Example) -> list[str]:
+        missing = missing_item_paths(spec, row.item)
+        return [f"the grader reads {{{{{path}}}}}, which this row does not have" for path in missing]
+
+    try:
+        datasets.read_examples(blobs.open(file.blob_key), check=fields_the_grader_needs, max_rows=max_rows)
+    except InvalidDataset as cause:
+        raise BadFile(param, f"{param.replace('_', ' ').capitalize()} {file.id}: {cause}") from cause
+    except BlobNotFound as cause:
+        raise BadFile(param, f"The contents of {file.id} are gone from the store.") from cause
