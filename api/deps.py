@@ -50,8 +50,8 @@ def _unit_of_work(service: Parts) -> Callable[[], AbstractContextManager[Work]]:
     return partial(unit_of_work, service.database, service.send)
 
 
-# scope="function" ends a dependency before the answer is sent. The default ends it afterwards, where a slow client
-# keeps the connection busy, and where a commit that fails has already been answered with 200.
+# scope="function" ends a dependency before the answer is sent. The default ends it afterwards, where a slow
+# client keeps the connection busy, and where a commit that fails has already been answered with 200.
 ReadSession = Annotated[Session, Depends(_read_session, scope="function")]
 # For writing: `with uow() as work:` in the endpoint's body commits there.
 Uow = Annotated[Callable[[], AbstractContextManager[Work]], Depends(_unit_of_work, scope="function")]
@@ -68,8 +68,8 @@ def _current_project(
 ) -> Project:
     if credentials is None:
         raise InvalidApiKey(
-            "You didn't provide an API key. You need to provide your API key in an Authorization header using "
-            "Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
+            "You didn't provide an API key. You need to provide your API key in an Authorization header "
+            "using Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
         )
     # A session of its own: an upload holds its request open for minutes, and must not hold a connection.
     with service.database.read() as session:
@@ -92,7 +92,7 @@ CurrentProject = Annotated[Project, Depends(_current_project)]
 
 
 def _masked(key: str) -> str:
-    """Enough to recognise a key of one's own, nothing to use: the wrong key here may be the right one elsewhere."""
+    """Enough to recognise one's own key, nothing to use: what is wrong here may be right elsewhere."""
     if len(key) < 16:
         return "*" * len(key)
     return f"{key[:3]}{'*' * 8}{key[-4:]}"

@@ -15,7 +15,7 @@ from core.errors import InvalidRequest, ServiceError
 
 
 class AsciiJSON(JSONResponse):
-    """Error messages quote what was sent, which may be half a surrogate pair: escaped, it can be sent back."""
+    """Messages quote what was sent, which may be half a surrogate pair: escaped, it can be sent back."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, separators=(",", ":")).encode("ascii")

@@ -33,7 +33,7 @@ Complaint = Mapping[str, Any]
 
 
 def explain(complaints: Sequence[Complaint], sent: Any) -> InvalidRequest:
-    """The first thing that is wrong with what was `sent`. A value that fits no branch of a union is one thing."""
+    """The first thing wrong with what was `sent`. A value that fits no branch of a union is one thing."""
     located = [(_path(complaint, sent), complaint) for complaint in complaints]
     param = located[0][0]
     about = [complaint for path, complaint in located if path == param]
@@ -149,7 +149,7 @@ def _refusal(message: str, param: str, code: str = "invalid_value") -> InvalidRe
 
 
 def _path(complaint: Complaint, sent: Any) -> str:
-    """`method.reinforcement.grader`, `tags[0]`: the steps that are in what was sent, and a last one that is missing.
+    """`method.reinforcement.grader`, `tags[0]`: the steps that were sent, and a last one that is missing.
 
     Pydantic's other steps name the branch of a union, or "[key]": nothing that the caller wrote.
     """

@@ -1,4 +1,4 @@
-"""What surrounds every request, whatever answers it: OpenAI's headers, crashes, and bodies that are too large.
+"""What surrounds every request, whatever answers it: OpenAI's headers, crashes, bodies too large to hold.
 
 Plain ASGI, because Starlette's BaseHTTPMiddleware would put a queue between an endpoint and its streams.
 """
@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.errors import ServiceError
-
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class BodyLimit:
 
         async def send_after_reading(message: Message) -> None:
             nonlocal unread
-            # A client that is still sending when the connection closes may never see why. So read on, for a while.
+            # A client that is still sending when the connection closes may never see why. So read on a while.
             budget = self.most_drained
             while unread and budget > 0:
                 rest = await receive()

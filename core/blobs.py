@@ -54,7 +54,7 @@ class BlobStore(Protocol):
         ...
 
     def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """The bytes in chunks of at most `chunk_size`. BlobNotFound is raised at once, not by the first next()."""
+        """The bytes in chunks of at most `chunk_size`. BlobNotFound comes at once, not with the first next()."""
         ...
 
     def size(self, key: str) -> int:
@@ -89,7 +89,7 @@ class BlobStore(Protocol):
             got = meter.info(key)
             if sha256 is not None and got.sha256 != sha256:
                 raise BlobCorrupt(f"{key!r} has sha256 {got.sha256} in {got.size} bytes, expected {sha256}")
-            os.replace(temp, path)
+            temp.replace(path)
 
     def delete_prefix(self, prefix: str) -> int:
         """Delete every key under a prefix that ends in '/', and say how many there were."""
@@ -105,7 +105,7 @@ class FolderBlobs(BlobStore):
     """Blobs as files under `root/objects/`, written first under `root/tmp/` on the same filesystem.
 
     A key cannot also be the folder of another one ("a" and "a/b"), which S3 would allow. A process that is
-    killed leaves its temporary file in `root/tmp/`, where no key can reach it. The filesystem must have hard links.
+    killed leaves its temporary file in `root/tmp/`, where no key can reach it. Needs hard links.
     """
 
     def __init__(self, root: Path) -> None:
@@ -159,10 +159,10 @@ class S3Blobs(BlobStore):
     """Blobs as objects of one bucket, under an optional prefix.
 
     A blob that fits in one part carries its sha256 as object metadata. A larger one does not: metadata is
-    sent before the first part and the hash is known after the last, so it lives only in the `BlobInfo` returned
-    here, which belongs in the database row or the manifest. The ETag is never used as a hash: that of a
-    multipart upload is none. The bucket should have a lifecycle rule that aborts incomplete uploads after a
-    day, for those of a process that was killed.
+    sent before the first part and the hash is known after the last, so it lives only in the `BlobInfo`
+    returned here, which belongs in the database row or the manifest. The ETag is never used as a hash: that
+    of a multipart upload is none. The bucket should have a lifecycle rule that aborts incomplete uploads
+    after a day, for those of a process that was killed.
     """
 
     def __init__(self, bucket: str, prefix: str = "", *, client: Any) -> None:
@@ -187,7 +187,7 @@ class S3Blobs(BlobStore):
         return meter.info(key)
 
     def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """As BlobStore promises. A connection that breaks half way raises: never a short read, never resumed."""
+        """As BlobStore promises. A connection that breaks half way raises; it is not resumed."""
         with self._named(key):
             body = self._client.get_object(**self._where(key))["Body"]
         chunks: Iterator[bytes] = body.iter_chunks(chunk_size)
@@ -289,8 +289,8 @@ def _accepted(url: str) -> str:
 
 def _s3_client(endpoint_url: str | None, region: str | None, checksums: str) -> Any:
     # Imported here, because it takes long to load and a folder needs none of it.
-    import boto3  # type: ignore[import-untyped]
-    from botocore.config import Config  # type: ignore[import-untyped]
+    import boto3
+    from botocore.config import Config
 
     config = Config(
         retries={"mode": "standard", "max_attempts": 5},
@@ -406,7 +406,10 @@ def _publish(temp: Path, target: Path, *, if_absent: bool) -> None:
     for attempts_left in reversed(range(10)):
         try:
             _make_folder(target.parent)
-            _link(temp, target) if if_absent else os.replace(temp, target)
+            if if_absent:
+                _link(temp, target)
+            else:
+                temp.replace(target)
             break
         except FileNotFoundError:  # a delete() removed the folder, empty until now, under our feet
             if not attempts_left:

@@ -7,6 +7,7 @@ A row is one prompt and whatever its graders want to know:
 `messages` and `tools` have a meaning here; every other key is the user's, and graders see it as `item.<key>`.
 """
 
+import codecs
 import json
 import math
 import re
@@ -96,8 +97,8 @@ def read_examples(
 def read_rows(chunks: Iterable[bytes]) -> Iterator[Example | LineError]:
     """The rows of a file in order: an Example for each good line, one or more LineErrors for each bad one.
 
-    Holds one line at a time, and never one longer than MAX_LINE_BYTES. How the bytes are cut into chunks makes
-    no difference. Blank lines are fine at the end of the file, and errors before.
+    Holds one line at a time, and never one longer than MAX_LINE_BYTES. How the bytes are cut into chunks
+    makes no difference. Blank lines are fine at the end of the file, and errors before.
     """
     blank = 0
     for number, line in _lines(chunks):
@@ -153,8 +154,6 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
 
 def _row(number: int, line: bytes) -> Iterator[Example | LineError]:
     try:
-        if number == 1 and line.startswith(b"\xef\xbb\xbf"):
-            raise ValueError("starts with a byte order mark; save the file as UTF-8 without BOM")
         row = _parse(line)
     except ValueError as error:
         yield LineError(number, str(error))
@@ -172,16 +171,19 @@ def _row(number: int, line: bytes) -> Iterator[Example | LineError]:
 
 def _parse(line: bytes) -> Any:
     """One JSON value, or a ValueError whose message is meant for the user."""
+    if line.startswith(codecs.BOM_UTF8):
+        raise ValueError("starts with a byte order mark; save the file as UTF-8 without BOM")
     try:
         text = line.decode("utf-8")
         row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
+        broken = _has_lone_surrogate(text, row)
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("is nested too deeply") from None
-    if _has_lone_surrogate(text, row):
+    if broken:
         raise ValueError("has half of a surrogate pair (such as \\ud83d alone), which is no character")
     return row
 
@@ -208,8 +210,8 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _has_lone_surrogate(text: str, row: Any) -> bool:
-    # Such a string cannot be encoded again, so it would fail later, in a tokenizer or a grader. Encoding every
-    # row to find out is slow, and hardly any row has the escape.
+    # Such a string cannot be encoded again, so it would fail later, in a tokenizer or a grader. Encoding
+    # every row to find out is slow, and few rows have the escape.
     if not _SURROGATE.search(text):
         return False
     try:

@@ -12,7 +12,7 @@ FINE_TUNE, RESULTS = "fine-tune", "fine-tune-results"
 
 
 def get(session: Session, project_id: str, file_id: str) -> File:
-    """The project's file, or FileNotFound; one that is deleted, expired or another's does not exist either."""
+    """The project's file, or FileNotFound; a deleted or expired one, or another's, does not exist either."""
     file = session.scalar(select(File).where(File.id == file_id, _readable(project_id)))
     if file is None:
         raise FileNotFound(file_id)

@@ -10,7 +10,7 @@ from core.models import ApiKey, Organization, Project
 
 
 def create_key(session: Session, project: Project, name: str) -> str:
-    """A new key of the project. Nothing can show it again: only its hash and last four characters are stored."""
+    """A new key of the project. Nothing can show it again: only its hash and last characters are stored."""
     token = "rg-" + secrets.token_urlsafe(32)
     session.add(ApiKey(project_id=project.id, name=name, sha256=_sha256(token), last4=token[-4:]))
     session.flush()
@@ -26,7 +26,7 @@ def find_project(session: Session, token: str) -> Project | None:
 
 
 def bootstrap(session: Session) -> str | None:
-    """Make an empty service usable: an organization, a project and a key. None if there is an organization."""
+    """Make an empty service usable: an organization, a project and a key. None if it is not empty."""
     if session.scalar(select(Organization.id).limit(1)) is not None:
         return None
     organization = Organization(name="default")

@@ -1,12 +1,30 @@
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from core import events, jobs
+from core.blobs import FolderBlobs
+from core.db import Database
+from core.jobs import Claim
+from core.methods import Hyperparameters, resolve
+from core.models import Checkpoint, Event, Job, Organization, Project, Table
 from core.registry import BaseModelEntry
+from graders.spec import parse_grader
+from graders.types import Grader
+from tests.fakes import ExactGrader, GuessingSampler, Skill, SkillTrainer
 from tests.tiny import make_tiny_model
+from worker.checkpoints import Checkpoints
+from worker.data import PromptStream
 from worker.policy import Policy, load_base
+from worker.recorder import Recorder
+from worker.rewards import Rewards
+from worker.run import Run
+from worker.types import Prompt
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +46,117 @@ def make_policy(tiny_model: Path) -> Callable[..., Policy]:
         return policy
 
     return make
+
+
+ANSWERS = ["red", "green", "blue", "cat"]
+
+
+@dataclass
+class Bench:
+    """A claimed job on SQLite and a folder, and everything needed to run the real loop on fakes."""
+
+    database: Database
+    blobs: FolderBlobs
+    tmp_path: Path
+    project: Project
+    claim: Claim
+
+    def job(self) -> Job:
+        with self.database.read() as session:
+            return session.query(Job).where(Job.id == self.claim.job_id).one()
+
+    def run(
+        self,
+        grader: Grader | None = None,
+        *,
+        skill: Skill | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
+        **settings: Any,
+    ) -> Run:
+        skill = skill or Skill()
+        asked = {"batch_size": 2, "n_epochs": 1, "eval_interval": 2, "advanced": {"group_size": 4}} | settings
+        resolved = resolve(Hyperparameters.model_validate(asked), rows=8, parameters=1000, context=128)
+        prompts = [
+            Prompt(line, (1, 2), {"messages": [], "answer": ANSWERS[line % 4]}) for line in range(1, 9)
+        ]
+        return Run(
+            settings=resolved,
+            seed=3,
+            spec=parse_grader(GRADER),
+            train_prompts=PromptStream(prompts, batch_size=resolved.batch_size, seed=3),
+            valid_prompts=prompts[:4],
+            sampler=GuessingSampler(skill),
+            rewards=Rewards(grader or ExactGrader()),
+            trainer=SkillTrainer(skill),
+            recorder=Recorder(self.database, self.blobs, self.claim, self.job()),
+            checkpoints=Checkpoints(self.database, self.blobs, self.claim, self.job(), self.tmp_path),
+            stop_requested=stop_requested,
+        )
+
+    def train(self, grader: Grader | None = None, **options: Any) -> Job:
+        asyncio.run(self.run(grader, **options).train())
+        return self.job()
+
+    def again(self) -> None:
+        """The job goes back to the queue and another worker takes it."""
+        with jobs.fenced(self.database, self.claim) as (session, job):
+            jobs.release(session, job)
+        with self.database.write() as session:
+            claim = jobs.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
+        assert claim is not None
+        self.claim = claim
+
+    def steps(self) -> list[dict[str, Any]]:
+        with self.database.read() as session:
+            return [row.data for row in events.steps(session, self.claim.job_id)]
+
+    def events(self, level: str | None = None) -> list[str]:
+        with self.database.read() as session:
+            rows = session.query(Event).where(Event.job_id == self.claim.job_id).order_by(Event.seq)
+            return [row.message for row in rows if level in (None, row.level)]
+
+    def checkpoints(self) -> list[Checkpoint]:
+        with self.database.read() as session:
+            return session.query(Checkpoint).order_by(Checkpoint.step).all()
+
+
+GRADER = {
+    "type": "string_check",
+    "name": "exact",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+
+
+@pytest.fixture()
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    database = Database(f"sqlite:///{tmp_path}/regraft.db")
+    Table.metadata.create_all(database.engine)
+    blobs = FolderBlobs(tmp_path / "blobs")
+    with database.write() as session:
+        organization = Organization(name="acme")
+        session.add(organization)
+        session.flush()
+        project = Project(organization_id=organization.id, name="default")
+        session.add(project)
+        session.flush()
+        session.add(
+            Job(
+                organization_id=organization.id,
+                project_id=project.id,
+                model="tiny",
+                training_file="file-a",
+                validation_file="file-b",
+                suffix="colours",
+                seed=3,
+                reinforcement={"grader": GRADER, "hyperparameters": {}, "response_format": None},
+                status="queued",
+                gpu_class="cpu",
+            )
+        )
+    with database.write() as session:
+        claim = jobs.claim(session, gpu_class="cpu", owner="first", lease_seconds=60)
+    assert claim is not None
+    yield Bench(database, blobs, tmp_path, project, claim)
+    database.close()

@@ -1,0 +1,297 @@
+"""/v1/fine_tuning/jobs: create a job, watch it, stop it."""
+
+import re
+import secrets
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError, PydanticKnownError
+
+from api.deps import CurrentProject, Parts, ReadSession, Uow
+from api.wire import After, Body, EndedListing, Limit, Listing, Part, clamped, ends
+from core import events, files, jobs, tuned
+from core.methods import Hyperparameters
+from core.models import Checkpoint, Event, Job
+from graders.spec import GraderSpec, dump, parse_grader
+
+router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
+
+
+def _nothing(value: Any, info: ValidationInfo) -> None:
+    """Accept what means "not wanted"; whoever does want it must hear that it would not happen."""
+    if value not in (None, []):
+        message = f"'{info.field_name}' is not supported by this version; leave it out."
+        raise PydanticCustomError("unsupported", "{message}", {"message": message})
+
+
+def _required(value: Any) -> Any:
+    if value is None:
+        raise PydanticKnownError("missing")
+    return value
+
+
+Unsupported = Annotated[None, BeforeValidator(_nothing)]
+Checked = BeforeValidator(partial(parse_grader, param="method.reinforcement.grader"))
+NoNul = r"^[^\x00]*$"  # PostgreSQL could store it, but not search for it
+MetadataKey = Annotated[str, Field(max_length=64, pattern=NoNul)]
+MetadataValue = Annotated[str, Field(max_length=512, pattern=NoNul)]
+
+
+class Reinforcement(Part):
+    grader: Annotated[GraderSpec, Checked]
+    hyperparameters: Hyperparameters = Hyperparameters()
+    response_format: Unsupported = None
+
+
+class Method(Part):
+    type: Literal["reinforcement"]
+    reinforcement: Reinforcement
+
+
+class JobCreate(Body):
+    model: str
+    training_file: str
+    # OpenAI's reference calls it optional, and its guide required for reinforcement.
+    validation_file: Annotated[str, BeforeValidator(_required)]
+    method: Method
+    suffix: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")] | None = None
+    seed: Annotated[int, Field(ge=0, le=2147483647)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    integrations: Unsupported = None
+
+    @field_validator("validation_file")
+    @classmethod
+    def _differs(cls, file_id: str, info: ValidationInfo) -> str:
+        if file_id == info.data.get("training_file"):
+            raise ValueError(
+                "it must not be the training file: its rewards would say nothing about new prompts"
+            )
+        return file_id
+
+    def reinforcement(self) -> dict[str, Any]:
+        """method.reinforcement as the job keeps and shows it."""
+        asked = self.method.reinforcement
+        return {
+            "grader": dump(asked.grader),
+            "hyperparameters": asked.hyperparameters.model_dump(mode="json"),
+            "response_format": None,
+        }
+
+
+class JobOut(BaseModel):
+    """Every key of OpenAI's job, always; null where there is nothing to say."""
+
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    created_at: int
+    finished_at: int | None
+    estimated_finish: int | None
+    model: str
+    fine_tuned_model: str | None
+    organization_id: str
+    status: str
+    training_file: str
+    validation_file: str | None
+    result_files: list[str]
+    trained_tokens: int | None
+    error: dict[str, Any] | None
+    seed: int
+    method: dict[str, Any]
+    integrations: list[Any]
+    metadata: dict[str, str] | None
+    user_provided_suffix: str | None
+    usage_metrics: dict[str, Any] | None
+    shared_with_openai: Literal[False] = False
+    eval_id: None = None
+
+    @classmethod
+    def of(cls, job: Job) -> "JobOut":
+        hyperparameters = shown_hyperparameters(job.reinforcement["hyperparameters"], job.resolved)
+        return cls(
+            id=job.id,
+            created_at=job.created_at,
+            finished_at=job.finished_at,
+            estimated_finish=job.estimated_finish,
+            model=job.model,
+            fine_tuned_model=job.fine_tuned_model,
+            organization_id=job.organization_id,
+            status=job.status,
+            training_file=job.training_file,
+            validation_file=job.validation_file,
+            result_files=[job.result_file] if job.result_file else [],
+            trained_tokens=job.trained_tokens if job.status in jobs.FINAL else None,
+            error=job.error,
+            seed=job.seed,
+            method={
+                "type": "reinforcement",
+                "reinforcement": job.reinforcement | {"hyperparameters": hyperparameters},
+            },
+            integrations=[],
+            metadata=job.metadata_,
+            user_provided_suffix=job.suffix,
+            usage_metrics=job.usage,
+        )
+
+
+class EventOut(BaseModel):
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: str
+    message: str
+    type: str
+    data: dict[str, Any]
+
+    @classmethod
+    def of(cls, event: Event) -> "EventOut":
+        return cls(
+            id=event.id,
+            created_at=event.created_at,
+            level=event.level,
+            message=event.message,
+            type=event.type,
+            data=event.data,
+        )
+
+
+class CheckpointOut(BaseModel):
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuned_model_checkpoint: str | None  # null: its name was deleted
+    fine_tuning_job_id: str
+    step_number: int
+    metrics: dict[str, float]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, name: str | None) -> "CheckpointOut":
+        return cls(
+            id=checkpoint.id,
+            created_at=checkpoint.created_at,
+            fine_tuned_model_checkpoint=name,
+            fine_tuning_job_id=checkpoint.job_id,
+            step_number=checkpoint.step,
+            metrics=checkpoint_metrics(checkpoint),
+        )
+
+
+@router.post("")
+def create_job(body: JobCreate, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
+    """Queue a reinforcement fine-tuning job."""
+    model = service.registry.get(body.model)
+    with uow() as work:
+        find = partial(files.get_dataset, work.session, project.id)
+        job = jobs.create(
+            work,
+            project=project,
+            model=body.model,
+            training_file=find(body.training_file, param="training_file"),
+            validation_file=find(body.validation_file, param="validation_file"),
+            suffix=body.suffix,
+            seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
+            metadata=body.metadata,
+            reinforcement=body.reinforcement(),
+            gpu_class=model.gpu_class or service.settings.gpu_class,
+        )
+    return JobOut.of(job)
+
+
+@router.get("")
+def list_jobs(
+    request: Request, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
+) -> Listing[JobOut]:
+    """List jobs, newest first; `metadata[k]=v` picks those that have it, `metadata=null` those with none."""
+    query = request.query_params
+    page = jobs.page(
+        session,
+        project.id,
+        after=after,
+        limit=clamped(limit),
+        metadata={key[9:-1]: value for key, value in query.items() if re.fullmatch(r"metadata\[.+\]", key)},
+        without_metadata=query.get("metadata") == "null",
+    )
+    return Listing(data=[JobOut.of(job) for job in page.items], has_more=page.has_more)
+
+
+@router.get("/{job_id}")
+def retrieve_job(job_id: str, project: CurrentProject, session: ReadSession) -> JobOut:
+    """Describe a job."""
+    return JobOut.of(jobs.get(session, project.id, job_id))
+
+
+@router.post("/{job_id}/cancel")
+def cancel_job(job_id: str, project: CurrentProject, uow: Uow) -> JobOut:
+    """Stop a job for good."""
+    with uow() as work:
+        job = jobs.get(work.session, project.id, job_id)
+        jobs.cancel(work, job)
+    return JobOut.of(job)
+
+
+@router.post("/{job_id}/pause")
+def pause_job(job_id: str, project: CurrentProject, uow: Uow) -> JobOut:
+    """Stop a job at its next checkpoint, to be resumed."""
+    with uow() as work:
+        job = jobs.get(work.session, project.id, job_id)
+        jobs.pause(work, job)
+    return JobOut.of(job)
+
+
+@router.post("/{job_id}/resume")
+def resume_job(job_id: str, project: CurrentProject, uow: Uow) -> JobOut:
+    """Go on with a paused job from its last checkpoint."""
+    with uow() as work:
+        job = jobs.get(work.session, project.id, job_id)
+        jobs.resume(work, job)
+    return JobOut.of(job)
+
+
+@router.get("/{job_id}/events")
+def list_events(
+    job_id: str, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
+) -> Listing[EventOut]:
+    """What happened to a job, newest first."""
+    job = jobs.get(session, project.id, job_id)
+    page = events.page(session, job.id, after=after, limit=clamped(limit))
+    return Listing(data=[EventOut.of(event) for event in page.items], has_more=page.has_more)
+
+
+@router.get("/{job_id}/checkpoints")
+def list_checkpoints(
+    job_id: str, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 10
+) -> EndedListing[CheckpointOut]:
+    """The job's kept checkpoints, newest first."""
+    job = jobs.get(session, project.id, job_id)
+    page = tuned.checkpoints(session, job, after=after, limit=clamped(limit))
+    names = tuned.names(session, page.items)
+    data = [CheckpointOut.of(checkpoint, names.get(checkpoint.id)) for checkpoint in page.items]
+    return EndedListing(data=data, has_more=page.has_more, **ends(page))
+
+
+def shown_hyperparameters(asked: dict[str, Any], resolved: dict[str, Any] | None) -> dict[str, Any]:
+    """What was asked for, "auto" included; and what that came to, once a run has resolved it."""
+    if resolved is None:
+        return asked
+    # OpenAI's own names stay where its users look for them.
+    known = {name: value for name, value in resolved.items() if name in asked}
+    ours = {name: value for name, value in resolved.items() if name not in asked}
+    return asked | known | {"advanced": asked["advanced"] | ours}
+
+
+def checkpoint_metrics(checkpoint: Checkpoint) -> dict[str, float]:
+    """The numbers clients rank checkpoints by, in both spellings that are in use."""
+    measured = checkpoint.metrics
+    train, valid = measured.get("train_mean_reward"), measured.get("full_valid_mean_reward")
+    shown = {
+        "step": checkpoint.step,
+        "train_mean_reward": train,
+        "train_reward_mean": train,
+        "full_valid_mean_reward": checkpoint.valid_reward if valid is None else valid,
+        "valid_reward_mean": checkpoint.valid_reward if valid is None else valid,
+        "full_valid_mean_parse_error": measured.get("full_valid_mean_parse_error"),
+        "completion_tokens_mean": measured.get("completion_tokens_mean"),
+        "reasoning_tokens_mean": measured.get("reasoning_tokens_mean"),
+    }
+    return {name: value for name, value in shown.items() if value is not None}

@@ -1,0 +1,73 @@
+"""/v1/models: what can be trained, and what training has made."""
+
+from typing import Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from api.deps import CurrentProject, Parts, ReadSession, Uow
+from api.wire import Deleted, Listing
+from core import tuned
+from core.errors import InvalidRequest, ModelNotFound
+from core.models import Project, TunedModel
+
+router = APIRouter(prefix="/models", tags=["Models"])
+
+
+class ModelOut(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    shutdown_date: None = None
+
+    @classmethod
+    def base(cls, name: str) -> "ModelOut":
+        return cls(id=name, created=0, owned_by="regraft", root=name, parent=None)
+
+    @classmethod
+    def tuned(cls, model: TunedModel, project: Project) -> "ModelOut":
+        return cls(
+            id=model.name,
+            created=model.created_at,
+            owned_by=project.organization_id,
+            root=model.base_model,
+            parent=model.base_model,
+        )
+
+
+# A name is everything behind /models/: base models have slashes in it, tuned ones colons.
+
+
+@router.get("")
+def list_models(project: CurrentProject, session: ReadSession, service: Parts) -> Listing[ModelOut]:
+    """List the base models, then the project's tuned models, newest first."""
+    base = [ModelOut.base(name) for name in service.registry.models]
+    made = [ModelOut.tuned(model, project) for model in tuned.models(session, project.id)]
+    return Listing(data=[*base, *made])
+
+
+@router.get("/{model:path}")
+def retrieve_model(model: str, project: CurrentProject, session: ReadSession, service: Parts) -> ModelOut:
+    """Describe a model."""
+    if model in service.registry.models:
+        return ModelOut.base(model)
+    found = tuned.find(session, project.id, model)
+    if found is None:
+        made = [other.name for other in tuned.models(session, project.id)]
+        raise ModelNotFound(model, [*service.registry.models, *made])
+    return ModelOut.tuned(found, project)
+
+
+@router.delete("/{model:path}")
+def delete_model(model: str, project: CurrentProject, service: Parts, uow: Uow) -> Deleted:
+    """Delete a tuned model. Its job and its checkpoints stay."""
+    if model in service.registry.models:
+        raise InvalidRequest(f"'{model}' is a base model; only tuned models can be deleted.", param="model")
+    with uow() as work:
+        if not tuned.delete(work.session, project.id, model):
+            made = [other.name for other in tuned.models(work.session, project.id)]
+            raise ModelNotFound(model, made)
+    return Deleted(id=model, object="model")

@@ -1,0 +1,438 @@
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from core import blobs
+from core.blobs import BlobCorrupt, BlobExists, BlobNotFound, BlobStore, FolderBlobs, S3Blobs, open_blobs
+
+MIB = 1 << 20
+BUCKETS = (f"bucket-{number}" for number in itertools.count())
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A plain client, to look behind the store; its credentials are the ones open_blobs finds, too."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    # A session of its own, since boto3's default one remembers the first credentials it saw.
+    return boto3.Session().client("s3", endpoint_url=s3_endpoint)
+
+
+@pytest.fixture
+def bucket(s3: Any) -> str:
+    name = next(BUCKETS)
+    s3.create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture
+def s3_store(s3: Any, bucket: str) -> S3Blobs:
+    return S3Blobs(bucket, "some/prefix", client=s3)
+
+
+@pytest.fixture
+def folder_store(tmp_path: Path) -> FolderBlobs:
+    return FolderBlobs(tmp_path / "blobs")
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request: pytest.FixtureRequest) -> BlobStore:
+    return request.getfixturevalue(f"{request.param}_store")
+
+
+def megabytes(count: int) -> Iterator[bytes]:
+    return (bytes([number % 256]) * MIB for number in range(count))
+
+
+def breaks_after(count: int) -> Iterator[bytes]:
+    yield from megabytes(count)
+    raise ConnectionError("the client went away")
+
+
+# What goes in comes out
+
+
+@pytest.mark.parametrize("size", [0, 1, 3 * MIB, 8 * MIB, 8 * MIB + 1, 17 * MIB])
+def test_a_stream_comes_back_as_it_went_in(store: BlobStore, size: int) -> None:
+    data = os.urandom(size)
+
+    info = store.put_stream("files/a", (data[at : at + MIB] for at in range(0, size, MIB)))
+
+    assert (info.key, info.size, info.sha256) == ("files/a", size, sha256(data).hexdigest())
+    assert store.size("files/a") == size
+    assert store.read("files/a") == data
+
+
+def test_bytes_and_files_are_stored_like_streams(store: BlobStore, tmp_path: Path) -> None:
+    (tmp_path / "local").write_bytes(b"hello")
+
+    from_file = store.put_file("x/file", tmp_path / "local")
+    from_bytes = store.put_bytes("x/bytes", b"hello")
+
+    assert from_file.sha256 == from_bytes.sha256 == sha256(b"hello").hexdigest()
+    assert store.read("x/file") == store.read("x/bytes") == b"hello"
+
+
+def test_reading_is_in_chunks_of_at_most_the_asked_size(store: BlobStore) -> None:
+    store.put_bytes("a", b"abcdefgh")
+
+    assert list(store.open("a", chunk_size=3)) == [b"abc", b"def", b"gh"]
+
+
+def test_a_put_replaces_what_was_there(store: BlobStore) -> None:
+    store.put_bytes("a", b"old and longer")
+    store.put_bytes("a", b"new")
+
+    assert store.read("a") == b"new"
+
+
+def test_a_reader_is_not_disturbed_by_a_put(store: BlobStore) -> None:
+    store.put_bytes("a", b"old")
+    chunks = store.open("a")
+    store.put_bytes("a", b"new")
+
+    assert b"".join(chunks) == b"old"
+
+
+def test_a_stream_is_never_whole_in_memory(folder_store: FolderBlobs) -> None:
+    tracemalloc.start()
+    try:
+        folder_store.put_stream("big", megabytes(64))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert folder_store.size("big") == 64 * MIB
+    assert peak < 32 * MIB
+
+
+def test_parts_are_cut_to_size_whatever_the_chunks() -> None:
+    chunks = [b"a", b"bcdefgh", b"", b"ij"]
+
+    assert list(blobs._parts(chunks, 4)) == [b"abcd", b"efgh", b"ij"]
+    assert list(blobs._parts([b"abcd"], 4)) == [b"abcd"]
+    assert list(blobs._parts([], 4)) == [b""]
+
+
+# What is not there
+
+
+def test_a_missing_blob_is_named_by_the_call_itself(store: BlobStore, tmp_path: Path) -> None:
+    store.put_bytes("a/b", b"")
+    for missing in ("nothing", "a", "a/b/c"):  # the last two: a folder, and a file taken for one
+        for call in (store.open, store.read, store.size):
+            with pytest.raises(BlobNotFound, match=missing):
+                call(missing)
+        with pytest.raises(BlobNotFound, match=missing):
+            store.download(missing, tmp_path / "target")
+
+
+def test_a_missing_bucket_is_not_a_missing_blob(s3: Any) -> None:
+    """Or a wrong setting would look like lost data."""
+    with pytest.raises(s3.exceptions.NoSuchBucket):
+        S3Blobs("no-such-bucket", client=s3).open("a")
+
+
+# if_absent
+
+
+@pytest.mark.parametrize("count", [1, 17])
+def test_if_absent_refuses_a_taken_key_and_keeps_what_is_there(store: BlobStore, count: int) -> None:
+    store.put_stream("a", megabytes(count), if_absent=True)
+
+    with pytest.raises(BlobExists, match="a"):
+        store.put_stream("a", itertools.repeat(b"x" * MIB, count), if_absent=True)
+    assert store.read("a") == b"".join(megabytes(count))
+    assert leftovers(store) == []
+
+
+def test_of_many_at_once_exactly_one_wins(store: BlobStore) -> None:
+    start = threading.Barrier(8)
+    outcomes: list[str] = []
+
+    def put(name: str) -> None:
+        start.wait()
+        try:
+            store.put_bytes("manifest.json", name.encode(), if_absent=True)
+            outcomes.append(name)
+        except BlobExists:
+            pass
+
+    threads = [threading.Thread(target=put, args=[f"writer-{number}"]) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [store.read("manifest.json").decode()] == outcomes
+
+
+# Failure half way
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_stream_that_breaks_leaves_nothing(store: BlobStore, count: int) -> None:
+    with pytest.raises(ConnectionError):
+        store.put_stream("files/a", breaks_after(count))
+
+    assert list(store.list("")) == []
+    assert leftovers(store) == []
+
+
+def test_a_stream_that_breaks_leaves_the_old_blob(store: BlobStore) -> None:
+    store.put_bytes("a", b"old")
+    with pytest.raises(ConnectionError):
+        store.put_stream("a", breaks_after(20))
+
+    assert store.read("a") == b"old"
+
+
+def test_a_process_killed_half_way_leaves_nothing_under_any_key(tmp_path: Path) -> None:
+    dies = """if True:
+        import os, pathlib, sys
+        from core.blobs import FolderBlobs
+        def chunks():
+            yield b"half"
+            os._exit(9)
+        FolderBlobs(pathlib.Path(sys.argv[1])).put_stream("a", chunks())
+    """
+    killed = subprocess.run([sys.executable, "-c", dies, tmp_path], check=False)
+
+    assert killed.returncode == 9
+    assert list(FolderBlobs(tmp_path).list("")) == []
+
+
+def test_when_even_the_abort_fails_the_first_error_is_told(s3_store: S3Blobs) -> None:
+    def refuse(**_: object) -> None:
+        raise TimeoutError("S3 is gone, too")
+
+    s3_store._client.abort_multipart_upload = refuse
+    with pytest.raises(ConnectionError, match="the client went away"):
+        s3_store.put_stream("a", breaks_after(20))
+
+
+def leftovers(store: BlobStore) -> list[Any]:
+    """What an abandoned put would have left where list() cannot see it."""
+    if isinstance(store, FolderBlobs):
+        return list(store._temp.iterdir())
+    assert isinstance(store, S3Blobs)
+    uploads: list[Any] = store._client.list_multipart_uploads(Bucket=store._bucket).get("Uploads", [])
+    return uploads
+
+
+# Listing and deleting
+
+
+def test_list_finds_keys_by_prefix_and_in_order(store: BlobStore) -> None:
+    keys = ["jobs/1-x/a", "jobs/1/a", "jobs/1/b/c", "jobs/10/a", "other"]
+    for key in reversed(keys):
+        store.put_bytes(key, b"")
+
+    assert list(store.list("")) == keys
+    assert list(store.list("jobs/1/")) == ["jobs/1/a", "jobs/1/b/c"]
+    assert list(store.list("jobs/1")) == keys[:4]
+    assert list(store.list("jobs/1/b/c")) == ["jobs/1/b/c"]
+    assert list(store.list("nothing/")) == []
+
+
+def test_two_prefixes_of_one_bucket_do_not_see_each_other(s3: Any, bucket: str) -> None:
+    here, there = S3Blobs(bucket, "a", client=s3), S3Blobs(bucket, "ab", client=s3)
+    here.put_bytes("x", b"")
+
+    assert list(here.list("")) == ["x"]
+    assert list(there.list("")) == []
+
+
+def test_deleting_twice_is_fine(store: BlobStore) -> None:
+    store.put_bytes("a/b", b"")
+    for key in ("a/b", "a/b", "a", "never/was"):
+        store.delete(key)
+
+    assert list(store.list("")) == []
+
+
+def test_deleting_a_folder_is_not_a_thing(store: BlobStore) -> None:
+    store.put_bytes("a/b", b"")
+    store.delete("a")
+    store.delete("a/b/c")
+
+    assert list(store.list("")) == ["a/b"]
+
+
+def test_a_name_is_free_again_once_everything_below_it_is_deleted(store: BlobStore) -> None:
+    store.put_bytes("a/b/c", b"")
+    store.delete("a/b/c")
+    store.put_bytes("a", b"now a blob")
+
+    assert list(store.list("")) == ["a"]
+
+
+def test_delete_prefix_takes_what_is_below_it_and_nothing_else(store: BlobStore) -> None:
+    for key in ("jobs/1/a", "jobs/1/b/c", "jobs/10/a"):
+        store.put_bytes(key, b"")
+
+    assert store.delete_prefix("jobs/1/") == 2
+    assert store.delete_prefix("jobs/1/") == 0
+    assert list(store.list("")) == ["jobs/10/a"]
+
+
+@pytest.mark.parametrize("prefix", ["", "jobs/1", "/", "../"])
+def test_delete_prefix_refuses_a_prefix_that_could_reach_further(store: BlobStore, prefix: str) -> None:
+    store.put_bytes("jobs/10/a", b"")
+
+    with pytest.raises(ValueError, match="must end in '/'|not a blob key"):
+        store.delete_prefix(prefix)
+    assert list(store.list("")) == ["jobs/10/a"]
+
+
+def test_puts_and_deletes_in_one_folder_do_not_trip_over_each_other(folder_store: FolderBlobs) -> None:
+    """A delete removes the folder it empties, perhaps just as a put is about to use it."""
+    problems: list[Exception] = []
+
+    def churn(key: str) -> None:
+        try:
+            for _ in range(50):
+                folder_store.put_bytes(key, b"")
+                folder_store.delete(key)
+        except OSError as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=churn, args=[f"deep/er/{number}"]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert problems == []
+
+
+# Downloads
+
+
+def test_a_download_with_the_right_hash_arrives(store: BlobStore, tmp_path: Path) -> None:
+    info = store.put_bytes("a", b"weights")
+    store.download("a", tmp_path / "new" / "target", sha256=info.sha256)
+
+    assert (tmp_path / "new" / "target").read_bytes() == b"weights"
+
+
+def test_a_corrupt_download_is_detected_and_leaves_the_target_alone(store: BlobStore, tmp_path: Path) -> None:
+    info = store.put_bytes("a", b"weights")
+    store.put_bytes("a", b"w3ights")  # as if a bit had flipped
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "target").write_bytes(b"from before")
+
+    with pytest.raises(BlobCorrupt, match=info.sha256):
+        store.download("a", folder / "target", sha256=info.sha256)
+    assert [path.name for path in folder.iterdir()] == ["target"]
+    assert (folder / "target").read_bytes() == b"from before"
+
+
+def test_a_download_that_breaks_leaves_nothing(
+    store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "open", lambda key: breaks_after(2))
+    folder = tmp_path / "cache"
+
+    with pytest.raises(ConnectionError):
+        store.download("a", folder / "target")
+    assert list(folder.iterdir()) == []
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/a", "a/", "a//b", "..", "../a", "a/../b", "a/..", ".", "a/./b", "a\0b", "a\nb"]
+)
+def test_bad_keys_are_refused_everywhere(store: BlobStore, key: str, tmp_path: Path) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: store.put_bytes(key, b""),
+        lambda: store.open(key),
+        lambda: store.size(key),
+        lambda: store.delete(key),
+        lambda: store.download(key, tmp_path / "target"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="not a blob key"):
+            call()
+
+
+@pytest.mark.parametrize("key", ["a..b/...", "with space", "größe/数", "tmp/a", ".hidden", "%2e%2e/a?b#c"])
+def test_unusual_keys_are_just_keys(store: BlobStore, key: str) -> None:
+    store.put_bytes(key, b"x")
+
+    assert store.read(key) == b"x"
+    assert list(store.list("")) == [key]
+
+
+@pytest.mark.parametrize("prefix", ["/a", "../", "a//", "a/../b"])
+def test_a_bad_prefix_is_refused_by_the_call_itself(store: BlobStore, prefix: str) -> None:
+    with pytest.raises(ValueError, match="not a blob key"):
+        store.list(prefix)
+
+
+# S3
+
+
+def test_a_blob_of_one_part_carries_its_hash(s3: Any, bucket: str) -> None:
+    info = S3Blobs(bucket, client=s3).put_bytes("a", b"small")
+
+    assert s3.head_object(Bucket=bucket, Key="a")["Metadata"] == {"sha256": info.sha256}
+
+
+# open_blobs
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_path_opens_a_folder(tmp_path: Path, scheme: str) -> None:
+    open_blobs(f"{scheme}{tmp_path}").put_bytes("a", b"x")
+
+    assert FolderBlobs(tmp_path).read("a") == b"x"
+
+
+def test_a_file_url_may_be_quoted(tmp_path: Path) -> None:
+    open_blobs(f"file://{tmp_path}/with%20space").put_bytes("a", b"x")
+
+    assert FolderBlobs(tmp_path / "with space").read("a") == b"x"
+
+
+@pytest.mark.parametrize("prefix", ["", "/", "/deep/er", "/deep/er/"])
+def test_an_s3_url_opens_a_bucket(s3: Any, bucket: str, s3_endpoint: str, prefix: str) -> None:
+    open_blobs(f"s3://{bucket}{prefix}", endpoint_url=s3_endpoint, region="us-east-1").put_bytes("a", b"x")
+
+    assert S3Blobs(bucket, prefix.strip("/"), client=s3).read("a") == b"x"
+
+
+@pytest.mark.parametrize("url", ["", "gs://bucket", "s3://", "http://host/x", "file://host/path", "file://"])
+def test_any_other_url_is_refused_with_what_is_accepted(url: str) -> None:
+    with pytest.raises(ValueError, match="use a path, file:///path or s3://bucket/prefix"):
+        open_blobs(url)
+
+
+def test_a_folder_does_not_load_boto3(tmp_path: Path) -> None:
+    script = "import sys, core.blobs; core.blobs.open_blobs(sys.argv[1]); sys.exit('boto3' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", script, tmp_path], check=False).returncode == 0

@@ -1,0 +1,321 @@
+import itertools
+import json
+import pickle
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core import datasets
+from core.datasets import MAX_REPORTED, Example, InvalidDataset, LineError, read_examples, read_rows
+
+MIB = 1 << 20
+USER = {"role": "user", "content": "2 + 2?"}
+
+
+def row(*messages: Any, **more: Any) -> bytes:
+    return json.dumps({"messages": messages or [USER], **more}).encode()
+
+
+def file(*lines: bytes) -> list[bytes]:
+    return [b"".join(line + b"\n" for line in lines)]
+
+
+def problems(*lines: bytes) -> list[str]:
+    """What is said about a file, one string per problem."""
+    return [str(found) for found in read_rows(file(*lines)) if isinstance(found, LineError)]
+
+
+def message_problems(**message: Any) -> list[str]:
+    """What is said about one message before a good last one."""
+    return problems(row(message, USER))
+
+
+# Good files
+
+
+def test_a_row_is_its_prompt_and_everything_graders_see() -> None:
+    (example,) = read_examples(file(row(answer="4", meta={"level": 1})))
+
+    assert example == Example(
+        line=1, messages=[USER], item={"messages": [USER], "answer": "4", "meta": {"level": 1}}
+    )
+
+
+def test_rows_come_in_order_with_their_line_numbers() -> None:
+    examples = read_examples(file(row(n=0), row(n=1), row(n=2)))
+
+    assert [(example.line, example.item["n"]) for example in examples] == [(1, 0), (2, 1), (3, 2)]
+
+
+def test_the_last_newline_may_be_missing() -> None:
+    assert len(read_examples([row(), b"\n", row()])) == 2
+
+
+def test_windows_line_ends_are_tolerated() -> None:
+    assert len(read_examples([row() + b"\r\n" + row() + b"\r\n\r\n"])) == 2
+
+
+def test_blank_lines_at_the_end_are_tolerated() -> None:
+    assert len(read_examples([row() + b"\n\n  \n\n"])) == 1
+
+
+def test_every_role_may_speak_before_the_user() -> None:
+    roles = ["system", "developer", "user", "assistant", "tool"]
+    messages = [{"role": role, "content": "x"} for role in roles]
+
+    assert problems(row(*messages, USER)) == []
+
+
+@pytest.mark.parametrize(
+    "extra", [{"weight": 0}, {"weight": 1}, {"name": "bot"}, {"name": None}, {"name": "bot", "weight": 0}]
+)
+def test_an_assistant_may_have_a_weight_and_a_name(extra: dict[str, Any]) -> None:
+    assert message_problems(role="assistant", content="x", **extra) == []
+
+
+def test_content_may_be_text_parts() -> None:
+    parts = [{"type": "text", "text": "2 +"}, {"type": "text", "text": " 2?"}]
+
+    assert problems(row({"role": "user", "content": parts})) == []
+
+
+def test_tools_may_be_null() -> None:
+    assert problems(row(tools=None)) == []
+
+
+def test_of_duplicate_keys_the_last_wins_as_in_json() -> None:
+    (example,) = read_examples([b'{"a": 1, "messages": [{"role": "user", "content": "x"}], "a": 2}'])
+
+    assert example.item["a"] == 2
+
+
+def test_escaped_emoji_are_characters_like_any_other() -> None:
+    (example,) = read_examples([json.dumps({"messages": [USER], "mood": "😀"}, ensure_ascii=True).encode()])
+
+    assert example.item["mood"] == "😀"
+
+
+# Bad lines, each with its number
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"messages": ', "is not JSON: Expecting value at column 14"),
+        (row() + row(), "is not JSON: Extra data at column 54"),
+        (b'{"a": "\xff"}', "is not UTF-8: byte 8 is 0xff"),
+        (b"[1]", "must be a JSON object, not a list"),
+        (b"null", "must be a JSON object, not null"),
+        (b"true", "must be a JSON object, not a boolean"),
+        (b'"x"', "must be a JSON object, not a string"),
+        (b"1.5", "must be a JSON object, not a number"),
+        (b'{"a": NaN}', "has NaN, which is not JSON; use null or leave the key out"),
+        (b'{"a": -Infinity}', "has -Infinity, which is not JSON; use null or leave the key out"),
+        (b'{"a": 1e999}', "has a number too large for a 64-bit float"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "has a number of more than 400 digits"),
+        (b'{"a": ' + b"[" * 100_000, "is nested too deeply"),
+        (rb'{"a": "\ud83d"}', r"has half of a surrogate pair (such as \ud83d alone), which is no character"),
+        (b"\xef\xbb\xbf" + row(), "starts with a byte order mark; save the file as UTF-8 without BOM"),
+        (b"", "is blank; remove it"),
+        (b" \t\r", "is blank; remove it"),
+        (b'{"prompt": "x"}', "messages: is missing"),
+        (b'{"messages": "x"}', "messages: must be a list of at least one message"),
+        (b'{"messages": []}', "messages: must be a list of at least one message"),
+        (row("x"), "messages[0]: must be an object, not a string"),
+        (row(tools=[]), "tools: tools are not supported by this version; leave the key out"),
+        (
+            row(USER, {"role": "assistant", "content": "4"}),
+            "messages[1].role: the last message must be from the user, not assistant",
+        ),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(line: bytes, problem: str) -> None:
+    assert problems(row(), line, row()) == [f"line 2: {problem}"]
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"content": "x"}, "role: must be one of system, developer, user, assistant, tool"),
+        ({"role": "bot", "content": "x"}, "role: must be one of system, developer, user, assistant, tool"),
+        ({"role": ["user"], "content": "x"}, "role: must be one of system, developer, user, assistant, tool"),
+        ({"role": "user"}, "content: is missing"),
+        ({"role": "user", "content": None}, "content: must be a string or a list of text parts"),
+        ({"role": "user", "content": []}, "content: must be a string or a list of text parts"),
+        ({"role": "user", "content": ["x"]}, "content[0]: must be an object, not a string"),
+        ({"role": "user", "content": [{"text": "x"}]}, 'content[0].type: must be "text"'),
+        (
+            {"role": "user", "content": [{"type": "text"}]},
+            'content[0]: must be {"type": "text", "text": "..."}',
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": 1}]},
+            'content[0]: must be {"type": "text", "text": "..."}',
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "content[0]: images are not supported by this version",
+        ),
+        ({"role": "user", "content": "x", "name": 1}, "name: must be a string, not a number"),
+        ({"role": "user", "content": "x", "weight": 1}, "weight: is only for messages of the assistant"),
+        ({"role": "assistant", "content": "x", "weight": 0.5}, "weight: must be 0 or 1"),
+        ({"role": "assistant", "content": "x", "weight": True}, "weight: must be 0 or 1"),
+        (
+            {"role": "tool", "content": "x", "tool_call_id": "1"},
+            "tool_call_id: is not a message key that this version supports",
+        ),
+    ],
+)
+def test_a_bad_message_is_named_by_its_path(message: dict[str, Any], problem: str) -> None:
+    assert message_problems(**message) == [f"line 1: messages[0].{problem}"]
+
+
+def test_all_problems_of_a_line_are_told() -> None:
+    assert problems(row({"role": "bot", "content": 1}, tools=[1])) == [
+        "line 1: tools: tools are not supported by this version; leave the key out",
+        "line 1: messages[0].role: must be one of system, developer, user, assistant, tool",
+        "line 1: messages[0].content: must be a string or a list of text parts",
+    ]
+
+
+def test_a_byte_order_mark_is_an_error_that_says_what_to_do() -> None:
+    (error,) = read_rows([b"\xef", b"\xbb", b"\xbf" + row()])
+
+    assert str(error) == "line 1: starts with a byte order mark; save the file as UTF-8 without BOM"
+
+
+def test_each_blank_line_in_the_middle_is_an_error() -> None:
+    assert problems(b"", row(), b"", b"\r", row(), b"") == [
+        "line 1: is blank; remove it",
+        "line 3: is blank; remove it",
+        "line 4: is blank; remove it",
+    ]
+
+
+# Long lines
+
+
+def test_a_line_of_exactly_the_limit_is_fine_and_one_byte_more_is_not() -> None:
+    with patch.object(datasets, "MAX_LINE_BYTES", len(row())):
+        assert problems(row(), row() + b" ", row()) == [f"line 2: is longer than {len(row())} bytes"]
+
+
+def test_an_endless_line_does_not_fill_the_memory() -> None:
+    chunks = itertools.chain(itertools.repeat(b"x" * MIB, 64), [b"\n" + row()])
+    tracemalloc.start()
+    try:
+        found = list(read_rows(chunks))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert str(found[0]) == "line 1: is longer than 4194304 bytes"
+    assert isinstance(found[1], Example)
+    assert peak < 16 * MIB
+
+
+# Chunks
+
+
+LINES = st.sampled_from(
+    [row(), row(answer="größe 数"), b"\r", b"", b"\xef\xbb\xbf", b"\xff", b"{", b"x" * 300, b"[1]"]
+)
+FILES = st.one_of(st.lists(LINES).map(b"\n".join), st.binary(max_size=50))
+
+
+@given(FILES, st.data())
+def test_how_a_file_is_cut_into_chunks_makes_no_difference(whole: bytes, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)))))
+    chunks = [whole[start:end] for start, end in itertools.pairwise([0, *cuts, len(whole)])]
+
+    with patch.object(datasets, "MAX_LINE_BYTES", 200):
+        assert list(read_rows(chunks)) == list(read_rows([whole]))
+
+
+@given(st.binary())
+def test_no_bytes_make_it_fail_in_any_other_way(whole: bytes) -> None:
+    for found in read_rows([whole]):
+        assert isinstance(found, Example | LineError)
+
+
+# Whole files
+
+
+def invalid(chunks: Any, **options: Any) -> InvalidDataset:
+    with pytest.raises(InvalidDataset) as caught:
+        read_examples(chunks, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize("chunks", [[], [b""], [b"\n \r\n"]])
+def test_an_empty_file_is_said_to_be_empty(chunks: list[bytes]) -> None:
+    assert str(invalid(chunks)) == "the file is empty"
+
+
+def test_too_few_rows_are_counted() -> None:
+    error = invalid(file(row(), row()), min_rows=10)
+
+    assert str(error) == "the file has 2 example(s), but must have at least 10 examples"
+
+
+def test_a_file_of_exactly_the_limits_is_fine() -> None:
+    assert len(read_examples(file(row(), row()), min_rows=2, max_rows=2)) == 2
+
+
+def test_one_row_too_many_ends_the_reading() -> None:
+    def chunks() -> Iterator[bytes]:
+        yield from file(row(), b"{", row())
+        raise AssertionError("read on")
+
+    assert str(invalid(chunks(), max_rows=2)) == "line 3: the file must have at most 2 examples"
+
+
+def test_two_problems_in_one_line_are_still_one_row() -> None:
+    bad = row({"role": "bot", "content": 1})
+
+    assert len(invalid(file(bad, row()), max_rows=2).errors) == 2
+
+
+def test_one_bad_line_refuses_the_file_and_names_itself() -> None:
+    error = invalid(file(row(), b"{}", row()))
+
+    assert error.errors == [LineError(2, "is missing", "messages")]
+    assert str(error) == "line 2: messages: is missing"
+
+
+def test_twenty_problems_are_told_and_the_further_lines_counted() -> None:
+    error = invalid(file(*[b"{}"] * 25, row(), b"{}"))
+
+    assert [found.line for found in error.errors] == list(range(1, MAX_REPORTED + 1))
+    assert error.more == 6
+    assert str(error).endswith("line 20: messages: is missing\nand 6 more line(s) with problems")
+
+
+def test_lines_are_counted_once_however_many_problems_they_have() -> None:
+    bad = row(*[{"role": "bot", "content": 1}] * 8)  # 16 problems; the second of these lines is told in part
+    error = invalid(file(bad, bad, bad, bad))
+
+    assert len(error.errors) == MAX_REPORTED
+    assert error.more == 2
+
+
+def test_a_check_adds_problems_of_its_own() -> None:
+    def check(example: Example) -> Iterator[str]:
+        if "answer" not in example.item:
+            yield "the grader uses item.answer, which this row does not have"
+
+    assert len(read_examples(file(row(answer="4")), check=check)) == 1
+    assert str(invalid(file(row(answer="4"), row()), check=check)) == (
+        "line 2: the grader uses item.answer, which this row does not have"
+    )
+
+
+def test_the_error_survives_a_process_boundary() -> None:
+    error = pickle.loads(pickle.dumps(InvalidDataset([LineError(7, "is blank")], more=3)))
+
+    assert str(error) == "line 7: is blank\nand 3 more line(s) with problems"

@@ -1,0 +1,103 @@
+"""Stand-ins for the expensive parts: real classes, no patching. A whole job runs on them in a second."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from graders.types import ErrorKind, Grade, Item, Sample
+from worker import grpo
+from worker.samplers import Sampling
+from worker.types import Group, Prompt, Rollout, UpdateMetrics
+
+
+@dataclass
+class Skill:
+    """All that the fake model knows: how likely it is to give the right answer."""
+
+    chance: float = 0.3
+
+
+class GuessingSampler:
+    """Stands in for a model: answers with the row's `answer` or with "wrong"."""
+
+    def __init__(self, skill: Skill) -> None:
+        self.skill = skill
+        self.calls: list[Sampling] = []
+
+    async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> list[tuple[Rollout, ...]]:
+        self.calls.append(sampling)
+        return [
+            tuple(self._answer(prompt, sampling, member) for member in range(sampling.group_size))
+            for prompt in prompts_P
+        ]
+
+    def _answer(self, prompt: Prompt, sampling: Sampling, member: int) -> Rollout:
+        right = random.Random(sampling.seed(prompt, member)).random() < self.skill.chance
+        text = prompt.item["answer"] if right else "wrong"
+        return Rollout((1, 2), (-0.5, -0.5), text, "stop")
+
+
+class SkillTrainer:
+    """Stands in for training: every good answer among bad ones adds a little skill."""
+
+    def __init__(self, skill: Skill) -> None:
+        self.skill = skill
+        self.updates = 0
+
+    def update(self, groups_P: Sequence[Group]) -> UpdateMetrics:
+        self.updates += 1
+        mixed = sum(grpo.signal(group.rewards_G) == "mixed" for group in groups_P)
+        self.skill.chance = min(1.0, self.skill.chance + 0.05 * mixed)
+        rollouts = sum(len(group.rollouts_G) for group in groups_P)
+        return UpdateMetrics(0.0, rollouts, 2 * rollouts, 0, 1.0, 0.0, 0.01, 1.0, 0.0)
+
+    def save(self, folder: Path) -> None:
+        (folder / "skill.json").write_text(json.dumps([self.skill.chance, self.updates]))
+
+    def load(self, folder: Path) -> None:
+        self.skill.chance, self.updates = json.loads((folder / "skill.json").read_text())
+
+
+class ExactGrader:
+    """1 for the row's answer, else 0."""
+
+    name, type = "exact", "string_check"
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        return Grade(float(sample.output_text == item["answer"]))
+
+
+class EveryFourthFails:
+    """Cannot judge every fourth answer it sees; raises on it, as other people's code does."""
+
+    name, type = "flaky", "string_check"
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        self.seen += 1
+        if self.seen % 4 == 0:
+            raise RuntimeError("the judge is asleep")
+        return Grade(float(sample.output_text == item["answer"]))
+
+
+class SameForAll:
+    """Gives every answer the same score."""
+
+    name, type = "same", "string_check"
+
+    def __init__(self, score: float) -> None:
+        self.score = score
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        return Grade(self.score)
+
+
+class NeverGrades:
+    name, type = "never", "string_check"
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        return Grade(None, "no opinion", ErrorKind.other_error)

@@ -1,0 +1,245 @@
+"""The loop in worker/run.py, whole jobs at a time, on fakes: what a user sees of a run."""
+
+import asyncio
+import csv
+import io
+import json
+
+import pytest
+
+from core import jobs
+from core.db import Work
+from core.jobs import LeaseLost
+from core.models import File, RolloutPage, TunedModel
+from tests.fakes import EveryFourthFails, NeverGrades, SameForAll, Skill
+from worker.run import Outcome, UserMistake
+
+
+def test_a_job_learns_and_ends_with_a_model(bench):
+    job = bench.train(n_epochs=4)
+
+    steps = bench.steps()
+    assert job.status == "succeeded"
+    assert job.fine_tuned_model.startswith("ft:tiny:acme:colours:")
+    assert [step["step"] for step in steps] == list(range(17))
+    assert steps[-1]["full_valid_mean_reward"] > steps[0]["full_valid_mean_reward"]
+    assert bench.events()[-2:] == [
+        f"New fine-tuned model created: {job.fine_tuned_model}",
+        "The job has successfully completed",
+    ]
+
+
+def test_a_metrics_event_carries_both_spellings_and_openais_words(bench):
+    bench.train()
+
+    step_2 = bench.steps()[2]
+    assert step_2["train_mean_reward"] == step_2["train_reward_mean"] == step_2["scores"]["train_reward_mean"]
+    assert step_2["full_valid_mean_reward"] == step_2["scores"]["valid_reward_mean"]
+    assert any(e.startswith("Step 2/4 , train mean reward=") for e in bench.events())
+    assert "full validation mean reward" in next(e for e in bench.events() if e.startswith("Step 2/4"))
+    assert "full validation" not in next(e for e in bench.events() if e.startswith("Step 1/4"))
+
+
+def test_the_shares_of_groups_add_up(bench):
+    bench.train()
+
+    for step in bench.steps()[1:]:
+        shares = [
+            step[f"groups_{kind}_share"] for kind in ("mixed", "all_zero", "all_one", "equal", "ungraded")
+        ]
+        assert sum(shares) == pytest.approx(1.0)
+
+
+def test_a_failing_grader_drops_the_sample_and_keeps_the_run(bench):
+    """An unjudged rollout is no zero: it leaves the mean alone and is reported with its reason."""
+    job = bench.train(EveryFourthFails(), skill=Skill(1.0))
+
+    assert job.status == "succeeded"
+    assert all(step["train_mean_reward"] == 1.0 for step in bench.steps()[1:])
+    assert all(step["mean_unresponsive_rewards"] == 0.25 for step in bench.steps()[1:])
+    assert "2 of 8 samples could not be graded" in bench.events("warn")[0]
+    assert "the judge is asleep" in bench.events("warn")[0]
+
+
+def test_a_run_without_signal_says_so_and_not_at_every_step(bench):
+    bench.train(SameForAll(0.0), n_epochs=2)
+
+    warnings = [e for e in bench.events("warn") if e.startswith("No signal")]
+    assert len(warnings) == 2  # at the first step in a row, and at the fifth of eight
+    assert "all answers scored 0: the task is too hard" in warnings[0]
+
+
+def test_a_job_that_was_never_graded_fails_and_says_why(bench):
+    with pytest.raises(UserMistake, match="Not one validation answer could be graded"):
+        bench.train(NeverGrades())
+
+
+def test_the_best_three_checkpoints_are_kept_and_the_last(bench):
+    class BestInTheMiddle:
+        """Scores by the clock of validations: the middle of the run is the best of it."""
+
+        name, type = "exact", "string_check"
+        scores = iter([0.0, 0.3, 0.8, 0.9, 0.7, 0.2, 0.1, 0.4])
+
+        def __init__(self):
+            self.seen = 0
+
+        async def grade(self, sample, item):
+            from graders.types import Grade
+
+            return Grade(self.score)
+
+    grader = BestInTheMiddle()
+    run = bench.run(grader, n_epochs=3)
+    validate = run.validate
+
+    async def next_validation(step):
+        grader.score = next(grader.scores)
+        return await validate(step)
+
+    grader.score = 0.5
+    run.validate = next_validation
+    asyncio.run(run.train())
+
+    kept = bench.checkpoints()
+    assert [c.step for c in kept] == [4, 6, 8, 12]
+    with bench.database.read() as session:
+        names = {m.name: m.checkpoint_id for m in session.query(TunedModel)}
+        best = names[bench.job().fine_tuned_model]
+    assert best == kept[1].id
+    assert sorted(n.rsplit(":", 1)[1] for n in names if "ckpt" in n) == [
+        "ckpt-step-12",
+        "ckpt-step-4",
+        "ckpt-step-6",
+        "ckpt-step-8",
+    ]
+
+
+def test_the_blobs_of_a_retired_checkpoint_are_gone_and_those_of_a_kept_one_verify(bench):
+    bench.train(n_epochs=4)
+
+    prefixes = {key.rsplit("/", 1)[0] for key in bench.blobs.list("projects") if "/checkpoints/" in key}
+    assert prefixes == {c.blob_prefix for c in bench.checkpoints()}
+    for prefix in prefixes:
+        manifest = json.loads(bench.blobs.read(f"{prefix}/manifest.json"))
+        for file in manifest["files"]:
+            bench.blobs.download(f"{prefix}/{file['name']}", bench.tmp_path / "x", sha256=file["sha256"])
+
+
+def test_an_interrupted_run_goes_on_from_its_checkpoint_and_ends_the_same(bench, tmp_path):
+    run = bench.run(n_epochs=2)
+    run.stop_requested = lambda: run.trainer.updates == 3
+    assert asyncio.run(run.train()) is Outcome.INTERRUPTED
+    bench.again()
+
+    resumed = bench.run(n_epochs=2)
+    asyncio.run(resumed.train())
+
+    assert bench.job().status == "succeeded"
+    assert [s["step"] for s in bench.steps()] == list(range(9))
+    assert resumed.trainer.updates == 8
+    assert [call.step for call in resumed.sampler.calls if call.group_size == 4] == [4, 5, 6, 7, 8]
+    assert bench.events().count("Resuming from the checkpoint of step 3") == 1
+
+
+def test_steps_after_the_last_checkpoint_are_done_again_once(bench):
+    """A crash between checkpoints loses their steps, and their rows with them."""
+    run = bench.run(n_epochs=2)
+    step = run.step
+
+    async def crash_at_four(number):
+        if number == 4:
+            raise RuntimeError("out of memory")
+        return await step(number)
+
+    run.step = crash_at_four
+    with pytest.raises(RuntimeError):
+        asyncio.run(run.train())
+    bench.again()
+
+    resumed = bench.run(n_epochs=2)
+    asyncio.run(resumed.train())
+
+    assert [s["step"] for s in bench.steps()] == list(range(9))
+    assert resumed.trainer.updates == 8
+    with bench.database.read() as session:
+        assert session.query(RolloutPage).where(RolloutPage.split == "train").count() == 8
+
+
+def test_a_cancelled_run_writes_nothing_more(bench):
+    run = bench.run(n_epochs=2)
+    step = run.step
+
+    async def cancelled_during_three(number):
+        if number == 3:
+            with bench.database.write() as session:
+                jobs.cancel(Work(session), session.get(type(bench.job()), bench.job().seq))
+        return await step(number)
+
+    run.step = cancelled_during_three
+    with pytest.raises(LeaseLost):
+        asyncio.run(run.train())
+
+    assert bench.job().status == "cancelled"
+    assert [s["step"] for s in bench.steps()] == [0, 1, 2]
+    assert [c.step for c in bench.checkpoints()] == [2]
+
+
+def test_a_pause_stops_at_the_next_step_with_a_checkpoint(bench):
+    run = bench.run(n_epochs=2)
+    step = run.step
+
+    async def paused_during_three(number):
+        if number == 3:
+            with bench.database.write() as session:
+                jobs.pause(Work(session), session.get(type(bench.job()), bench.job().seq))
+        return await step(number)
+
+    run.step = paused_during_three
+    assert asyncio.run(run.train()) is Outcome.INTERRUPTED
+
+    assert [s["step"] for s in bench.steps()] == [0, 1, 2, 3]
+    assert bench.checkpoints()[-1].step == 3
+
+
+def test_the_result_file_has_a_row_for_each_step_with_blanks_where_nothing_was_measured(bench):
+    job = bench.train()
+
+    with bench.database.read() as session:
+        file = session.query(File).where(File.id == job.result_file).one()
+    rows = list(csv.DictReader(io.StringIO(bench.blobs.read(file.blob_key).decode())))
+    assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert rows[0]["train_mean_reward"] == rows[1]["full_valid_mean_reward"] == ""
+    assert float(rows[2]["full_valid_mean_reward"]) == bench.steps()[2]["full_valid_mean_reward"]
+    assert float(rows[2]["scores/graders/string_check/exact/valid_reward_mean"]) >= 0
+    assert job.trained_tokens == 4 * 2 * 8
+    assert job.usage["sampled_tokens"] == 4 * 2 * 8
+
+
+def test_validation_draws_the_same_numbers_every_time(bench):
+    run = bench.run(eval_samples=3)
+    asyncio.run(run.train())
+
+    validations = [call for call in run.sampler.calls if call.group_size == 3]
+    assert len(validations) == 3
+    assert len(set(validations)) == 1
+    assert all(call.temperature == 1.0 for call in validations)
+
+
+def test_every_epoch_sees_every_row_once_in_an_order_of_its_own(bench):
+    stream = bench.run().train_prompts
+
+    first, second = ([p.line for s in range(a, a + 4) for p in stream.batch(s)] for a in (1, 5))
+
+    assert sorted(first) == sorted(second) == list(range(1, 9))
+    assert first != second
+
+
+def test_stored_samples_carry_what_a_user_wants_to_see(bench):
+    bench.train()
+
+    with bench.database.read() as session:
+        page = session.query(RolloutPage).where(RolloutPage.step == 1, RolloutPage.split == "train").one()
+    lines = [json.loads(line) for line in bench.blobs.read(page.blob_key).splitlines()]
+    assert len(lines) == page.samples == 8
+    assert lines[0].keys() >= {"line", "output_text", "score", "reason", "finish_reason", "centred_reward"}

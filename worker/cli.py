@@ -1,0 +1,140 @@
+"""`regraft-server`: the commands an operator starts. The only place that knows both the API and the worker."""
+
+import argparse
+import fcntl
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from api.app import create_app
+from core import keys
+from core.blobs import BlobStore, open_blobs
+from core.db import Database, Send
+from core.migrate import upgrade
+from core.models import Organization, Project
+from core.queue import open_celery, sender
+from core.registry import Registry
+from core.settings import Settings
+from worker.app import WorkerService
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="regraft-server", description="Self-hosted reinforcement fine-tuning.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("up", help="API, worker and reconciler in one process, on the embedded default")
+    commands.add_parser("api", help="the HTTP API alone (needs REGRAFT_BROKER_URL)")
+    commands.add_parser("worker", help="a worker and its reconciler (needs REGRAFT_BROKER_URL)")
+    commands.add_parser("migrate", help="bring the database to this version, and make the first key")
+    create_key = commands.add_parser("create-key", help="print a new API key of the default project")
+    create_key.add_argument("--name", default="cli")
+    args = parser.parse_args()
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = Settings()
+    if args.command in ("api", "worker") and settings.embedded:
+        parser.error("memory:// lives inside one process: use `up`, or set REGRAFT_BROKER_URL=redis://…")
+    prepare(settings)
+    if args.command == "up":
+        up(settings)
+    elif args.command == "api":
+        serve_api(settings, *open_stores(settings), sender(open_celery(settings.broker_url, settings.gpu_class)))
+    elif args.command == "worker":
+        work(settings)
+    elif args.command == "create-key":
+        print(new_key(settings, args.name))
+    return 0
+
+
+def up(settings: Settings) -> None:
+    """API in the main thread, worker beside it. The first Ctrl-C drains and ends both."""
+    with sole_owner(settings):
+        database, blobs = open_stores(settings)
+        worker = WorkerService(settings, database, blobs)
+        worker.start()
+        try:
+            serve_api(settings, database, blobs, worker.send)
+        finally:
+            worker.stop()
+            database.close()
+
+
+def work(settings: Settings) -> None:
+    """Serve this machine's queue until SIGTERM or Ctrl-C, then drain."""
+    database, blobs = open_stores(settings)
+    worker = WorkerService(settings, database, blobs)
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stopping.set())
+    worker.start()
+    stopping.wait()
+    worker.stop()
+    database.close()
+
+
+def serve_api(settings: Settings, database: Database, blobs: BlobStore, send: Send) -> None:
+    """Answer requests until a signal. Returns afterwards, so that the caller can put things away."""
+    app = create_app(settings, database, blobs, Registry.load(settings.models_file), send)
+    # uvicorn stops at a signal and then raises it once more; without a handler of ours that second one would
+    # end the process before the worker has drained.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _already_stopping)
+    config = uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5)
+    uvicorn.Server(config).run()
+
+
+def _already_stopping(number: int, frame: FrameType | None) -> None:
+    return None
+
+
+def open_stores(settings: Settings) -> tuple[Database, BlobStore]:
+    return Database(settings.database), open_blobs(settings.blobs, endpoint_url=settings.s3_endpoint_url)
+
+
+def prepare(settings: Settings) -> None:
+    """Migrate, and on the very first start make the organisation, the project and one key."""
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    upgrade(settings.database)
+    database = Database(settings.database)
+    try:
+        with database.write() as session:
+            key = keys.bootstrap(session)
+    finally:
+        database.close()
+    if key is not None:
+        path = settings.data_dir / "api_key"
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(key + "\n")
+        print(f"Your API key is {key}\nIt is shown this once, and kept in {path}.", file=sys.stderr)
+
+
+def new_key(settings: Settings, name: str) -> str:
+    database = Database(settings.database)
+    try:
+        with database.write() as session:
+            project = session.query(Project).join(Organization).order_by(Project.created_at).first()
+            assert project is not None, "prepare() makes one"
+            return keys.create_key(session, project, name)
+    finally:
+        database.close()
+
+
+@contextmanager
+def sole_owner(settings: Settings) -> Iterator[None]:
+    """One `up` per data folder: memory:// does not reach another process."""
+    with (settings.data_dir / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"Another `regraft-server up` is already using {settings.data_dir}.")
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())
