@@ -103,7 +103,8 @@ def _wanted(complaint: Complaint) -> str:
 
 def _number(complaint: Complaint) -> str:
     branch = str(complaint["loc"][-1])  # in a union pydantic adds the branch: "constrained-float"
-    is_integer = isinstance(complaint["input"], int) and "float" not in branch
+    value = complaint["input"]  # text, if it stood in the URL
+    is_integer = (isinstance(value, int) or str(value).isdecimal()) and "float" not in branch
     return "an integer" if is_integer else "a number"
 
 

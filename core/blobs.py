@@ -54,7 +54,7 @@ class BlobStore(Protocol):
         ...
 
     def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """The bytes in chunks of at most `chunk_size`. BlobNotFound comes at once, not with the first next()."""
+        """The bytes in chunks of `chunk_size`. BlobNotFound comes at once, not with the first next()."""
         ...
 
     def size(self, key: str) -> int:

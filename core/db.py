@@ -88,7 +88,7 @@ class Database:
     def __init__(self, url: str) -> None:
         self.engine = open_engine(url)
         self._write = sessionmaker(self.engine, expire_on_commit=False)
-        self._read = sessionmaker(self.engine.execution_options(read_only=True), expire_on_commit=False)
+        self._read = sessionmaker(self.engine.execution_options(**self._snapshot()), expire_on_commit=False)
 
     def write(self) -> AbstractContextManager[Session]:
         return self._write.begin()
@@ -100,6 +100,12 @@ class Database:
 
     def close(self) -> None:
         self.engine.dispose()
+
+    def _snapshot(self) -> dict[str, Any]:
+        if self.engine.dialect.name == "sqlite":
+            return {"read_only": True}  # see on_begin
+        # By default every PostgreSQL statement sees what was committed before it, not before the transaction.
+        return {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 
 
 Send = Callable[[str, str], None]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import ColumnElement, CursorResult, ScalarSelect, func, or_, select, update
+from sqlalchemy import ColumnElement, ScalarSelect, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
 from core import events, pages, queue
@@ -200,9 +200,10 @@ def heartbeat(session: Session, claim: Claim, lease_seconds: float) -> bool:
         update(Job)
         .where(Job.id == claim.job_id, Job.epoch == claim.epoch, Job.status.in_(HELD))
         .values(lease_expires_at=db_now() + lease_seconds)
+        .returning(Job.seq)
         .execution_options(synchronize_session=False)
     )
-    return _rows(session.execute(renewal)) == 1
+    return session.scalar(renewal) is not None
 
 
 @contextmanager
@@ -227,8 +228,7 @@ def fenced(database: Database, claim: Claim) -> Iterator[tuple[Session, Job]]:
 def validated(session: Session, job: Job) -> tuple[str, str]:
     """The files are good: the job waits for a worker. Returns the (task, queue) to wake once that is durable."""
     _move(job, "queued")
-    # Tries of the validation are not counted against the run.
-    job.failures = 0
+    job.failures = 0  # what the validation needed is not held against the run
     events.append(session, job.id, "Files validated, moving job to queued state")
     return queue.RUN, queue.gpu_queue(job.gpu_class)
 
@@ -275,7 +275,7 @@ def crashed(session: Session, job: Job, *, reason: str, max_failures: int) -> No
         _let_go(job)  # and stays: queued would mean that its files are good
     else:
         _move(job, "paused" if job.status == "pausing" else "queued")
-    job.next_run_at = _db_time(session) + min(2.0 ** min(job.failures, 10), LONGEST_BACK_OFF)
+    job.next_run_at = _db_time(session) + min(2**job.failures, LONGEST_BACK_OFF)
     message = f"Fine-tuning job interrupted: {reason}"
     events.append(session, job.id, message, level="warn", data={"failures": job.failures})
 
@@ -411,8 +411,3 @@ def _attempts(session: Session, job: Job) -> int:
 
 def _db_time(session: Session) -> float:
     return session.scalars(select(db_now())).one()
-
-
-def _rows(result: Any) -> int:
-    assert isinstance(result, CursorResult)
-    return result.rowcount

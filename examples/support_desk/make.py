@@ -78,12 +78,15 @@ DESKS = {
     ],
 }
 VALID = 4  # of each desk's questions, never trained on
-INSTRUCTION = "Which desk should answer this visitor? Reply with one of: " + ", ".join(DESKS) + "."
+CHOICES = ", ".join(DESKS)
 
 
 def row(question: str, desk: str) -> str:
-    messages = [{"role": "developer", "content": INSTRUCTION}, {"role": "user", "content": question}]
-    return json.dumps({"messages": messages, "desk": desk})
+    content = (
+        f"A visitor of the library asks: {question}\n"
+        f"Which desk should answer: {CHOICES}? Reply with the name of the desk only."
+    )
+    return json.dumps({"messages": [{"role": "user", "content": content}], "desk": desk})
 
 
 def main() -> None:

@@ -58,7 +58,8 @@ def folder_store(tmp_path: Path) -> FolderBlobs:
 
 @pytest.fixture(params=["folder", "s3"])
 def store(request: pytest.FixtureRequest) -> BlobStore:
-    return request.getfixturevalue(f"{request.param}_store")
+    chosen: BlobStore = request.getfixturevalue(f"{request.param}_store")
+    return chosen
 
 
 def megabytes(count: int) -> Iterator[bytes]:
@@ -301,7 +302,7 @@ def test_delete_prefix_takes_what_is_below_it_and_nothing_else(store: BlobStore)
 def test_delete_prefix_refuses_a_prefix_that_could_reach_further(store: BlobStore, prefix: str) -> None:
     store.put_bytes("jobs/10/a", b"")
 
-    with pytest.raises(ValueError, match="must end in '/'|not a blob key"):
+    with pytest.raises(ValueError, match=r"must end in '/'|not a blob key"):
         store.delete_prefix(prefix)
     assert list(store.list("")) == ["jobs/10/a"]
 

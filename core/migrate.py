@@ -1,0 +1,75 @@
+"""Bring a database to the schema of this version of the code."""
+
+import fcntl
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, make_url, text
+
+from core.db import open_engine
+
+# Any number, as long as no other program locks the same one in this database.
+LOCK_KEY = 0x7265_6772_6166_74  # "regraft"
+
+
+def upgrade(database_url: str) -> None:
+    """Apply the migrations that are missing, all of them or none. Any number of processes may call it at once.
+
+    The first does the work while the others wait, and then find nothing left to do.
+    """
+    with migrating(database_url) as connection:
+        command.upgrade(alembic_config(connection), "head")
+
+
+@contextmanager
+def migrating(database_url: str) -> Iterator[Connection]:
+    """A transaction that nobody else has at the same time, for changes of the schema."""
+    # Its INFO lines say at every start that there is a database.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    if make_url(database_url).get_backend_name() == "sqlite":
+        with _file_lock(database_url), _transaction(database_url) as connection:
+            yield connection
+    else:
+        with _transaction(database_url) as connection:
+            # The lock of the transaction, not of the session: a session from a pool may outlive its user.
+            connection.execute(text("select pg_advisory_xact_lock(:key)"), {"key": LOCK_KEY})
+            yield connection
+
+
+def alembic_config(connection: Connection) -> Config:
+    """What Alembic's commands need to work on this connection, without an alembic.ini."""
+    config = Config()
+    config.set_main_option("script_location", str(files("migrations")).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
+
+@contextmanager
+def _transaction(database_url: str) -> Iterator[Connection]:
+    engine = open_engine(database_url)
+    try:
+        with engine.connect() as connection:
+            if engine.dialect.name == "sqlite":
+                # SQLite changes a table by copying it, and dropping the original would then delete or refuse the
+                # rows that refer to it. The switch does nothing inside a transaction, so it comes before ours.
+                connection.connection.cursor().execute("PRAGMA foreign_keys=OFF")
+            with connection.begin():
+                yield connection
+    finally:
+        engine.dispose()
+
+
+@contextmanager
+def _file_lock(database_url: str) -> Iterator[None]:
+    # BEGIN IMMEDIATE would do for the migration, but not for the switch to WAL that comes before it: two processes
+    # that open a new database at once can fail there with "database is locked".
+    database = Path(make_url(database_url).database or "regraft.db")
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{database}.migrate.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # let go by the close
+        yield

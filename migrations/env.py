@@ -1,0 +1,14 @@
+"""Run by Alembic for every command. core/migrate.py hands it a connection whose transaction is already open."""
+
+from alembic import context
+
+from core.models import Table
+
+connection = context.config.attributes["connection"]
+context.configure(
+    connection=connection,
+    target_metadata=Table.metadata,
+    # SQLite cannot alter most of a table in place; there, Alembic copies it.
+    render_as_batch=connection.dialect.name == "sqlite",
+)
+context.run_migrations()

@@ -1,0 +1,126 @@
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from api.app import create_app
+from core import keys
+from core.blobs import BlobStore, FolderBlobs
+from core.db import Database
+from core.migrate import upgrade
+from core.models import Organization, Project
+from core.registry import BaseModelEntry, Registry
+from core.settings import Settings
+
+MODELS = {
+    "tiny": BaseModelEntry(hub="regraft/tiny"),
+    "org/large": BaseModelEntry(hub="org/large", gpu_class="h200"),
+}
+
+
+@dataclass
+class House:
+    """A whole service but for the network, with two projects that must not know of each other."""
+
+    app: FastAPI
+    database: Database
+    blobs: BlobStore
+    project: Project
+    key: str
+    other_key: str
+    folder: Path
+    sent: list[tuple[str, str]] = field(default_factory=list)
+
+    def client(self, key: str | None = None) -> TestClient:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return TestClient(self.app, headers=headers, raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty database at the newest migration, made once and copied for each test."""
+    file = tmp_path_factory.mktemp("database") / "regraft.db"
+    upgrade(f"sqlite:///{file}")
+    return file
+
+
+@pytest.fixture
+def house(migrated: Path, tmp_path: Path) -> Iterator[House]:
+    shutil.copy(migrated, tmp_path / "regraft.db")
+    settings = Settings(data_dir=tmp_path, max_upload_bytes=1 << 20)
+    database, blobs = Database(settings.database), FolderBlobs(tmp_path / "blobs")
+    sent: list[tuple[str, str]] = []
+    with database.write() as session:
+        key = keys.bootstrap(session)
+        assert key is not None
+        project = keys.find_project(session, key)
+        assert project is not None
+        other_key = second_project(session)
+    app = create_app(settings, database, blobs, Registry(models=MODELS), lambda *wake: sent.append(wake))
+    yield House(app, database, blobs, project, key, other_key, tmp_path, sent)
+    database.close()
+
+
+def second_project(session: Any) -> str:
+    organization = Organization(name="others")
+    session.add(organization)
+    session.flush()
+    project = Project(organization_id=organization.id, name="others")
+    session.add(project)
+    session.flush()
+    return keys.create_key(session, project, "theirs")
+
+
+@pytest.fixture
+def api(house: House) -> TestClient:
+    """A client with the key of the first project."""
+    return house.client(house.key)
+
+
+@pytest.fixture
+def upload(api: TestClient) -> Callable[..., str]:
+    """Upload a small training file and return its id."""
+
+    def upload(content: bytes = b'{"messages": []}\n', name: str = "train.jsonl") -> str:
+        answer = api.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": (name, content)})
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["id"])
+
+    return upload
+
+
+GRADER = {
+    "type": "string_check",
+    "name": "exact",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+
+
+@pytest.fixture
+def job_request(upload: Callable[..., str]) -> Callable[..., dict[str, Any]]:
+    """What creates a job; pass fields to change, `reinforcement` to change what is inside the method."""
+
+    def job_request(reinforcement: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+        method = {"type": "reinforcement", "reinforcement": {"grader": GRADER} | (reinforcement or {})}
+        files = {"training_file": upload(), "validation_file": upload(name="valid.jsonl")}
+        return {"model": "tiny", "method": method} | files | fields
+
+    return job_request
+
+
+@pytest.fixture
+def create_job(api: TestClient, job_request: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def create_job(**fields: Any) -> dict[str, Any]:
+        answer = api.post("/v1/fine_tuning/jobs", json=job_request(**fields))
+        assert answer.status_code == 200, answer.text
+        job: dict[str, Any] = answer.json()
+        return job
+
+    return create_job

@@ -1,0 +1,68 @@
+import pytest
+from sqlalchemy import select
+
+from core import keys
+from core.models import ApiKey
+
+
+def test_without_a_key_the_answer_says_how_to_send_one(house):
+    answer = house.client().get("/v1/files")
+
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert "Authorization: Bearer" in answer.json()["error"]["message"]
+
+
+def test_a_wrong_key_is_shown_only_masked(house):
+    answer = house.client("sk-somebody-elses-secret-key").get("/v1/files")
+
+    assert answer.status_code == 401
+    assert answer.json()["error"]["message"].startswith("Incorrect API key provided: sk-********-key.")
+    assert "secret" not in answer.text
+
+
+def test_a_short_wrong_key_is_not_shown_at_all(house):
+    assert "hunter2" not in house.client("hunter2").get("/v1/files").text
+
+
+@pytest.mark.parametrize("header", ["OpenAI-Organization", "OpenAI-Project"])
+def test_a_header_that_names_another_tenant_is_refused(house, header):
+    answer = house.client(house.key).get("/v1/files", headers={header: "org-another"})
+
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"].startswith("mismatched_")
+
+
+def test_headers_that_name_the_keys_own_tenant_are_fine(house):
+    own = {"OpenAI-Organization": house.project.organization_id, "OpenAI-Project": house.project.id}
+
+    answer = house.client(house.key).get("/v1/files", headers=own)
+
+    assert answer.status_code == 200
+    assert answer.headers["openai-organization"] == house.project.organization_id
+
+
+def test_every_route_but_the_health_checks_wants_a_key(house):
+    """Read from the OpenAPI document, so that a new route cannot be forgotten."""
+    open_routes = []
+    for path, operations in house.app.openapi()["paths"].items():
+        for method in operations:
+            body = {"json": {}} if method == "post" else {}
+            if house.client().request(method.upper(), path, **body).status_code != 401:
+                open_routes.append(path)
+
+    assert sorted(open_routes) == ["/healthz", "/readyz"]
+
+
+def test_the_key_itself_is_not_in_the_database(house):
+    with house.database.read() as session:
+        stored = session.scalars(select(ApiKey)).all()
+
+    assert all(house.key not in (row.sha256, row.name) for row in stored)
+    assert house.key.startswith("rg-")
+    assert len(house.key) == 3 + 43
+
+
+def test_bootstrap_makes_one_key_and_only_once(house):
+    with house.database.write() as session:
+        assert keys.bootstrap(session) is None

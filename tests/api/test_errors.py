@@ -1,0 +1,135 @@
+import re
+
+import pytest
+from fastapi import APIRouter
+
+from api.app import MOST_JSON_BYTES
+
+JOBS = "/v1/fine_tuning/jobs"
+
+
+def broken_routes() -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/broken")
+    def broken() -> None:
+        raise RuntimeError("the password is hunter2")
+
+    return router
+
+
+def envelope(answer, status):
+    """The error, after checking that it has OpenAI's shape and headers."""
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()) == {"error"}
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert re.fullmatch(r"req_[0-9a-f]{32}", answer.headers["x-request-id"])
+    assert answer.headers["openai-version"] == "2020-10-01"
+    assert answer.headers["openai-processing-ms"].isdigit()
+    return answer.json()["error"]
+
+
+def test_an_unknown_url(api):
+    assert envelope(api.get("/v1/nothing"), 404)["message"] == "Invalid URL (GET /v1/nothing)"
+
+
+def test_a_method_that_the_url_does_not_have(api):
+    answer = api.put(JOBS)
+
+    assert envelope(answer, 405)["code"] == "method_not_supported"
+    assert answer.headers["allow"]
+
+
+def test_a_body_that_is_not_json(api):
+    answer = api.post(JOBS, content=b'{"model": ', headers={"content-type": "application/json"})
+
+    assert "could not parse the JSON body" in envelope(answer, 400)["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"3", b'"text"'])
+def test_a_body_that_is_json_but_no_object(api, body):
+    answer = api.post(JOBS, content=body, headers={"content-type": "application/json"})
+
+    assert "expected a JSON object" in envelope(answer, 400)["message"]
+
+
+def test_a_body_that_does_not_say_it_is_json(api):
+    answer = api.post(JOBS, content=b"{}", headers={"content-type": "text/plain"})
+
+    assert "Content-Type: application/json" in envelope(answer, 400)["message"]
+
+
+@pytest.mark.parametrize("body", [b"\xff\xfe{}", b"[" * 100_000, b"1" * 5000, b'{"seed": NaN}', b'{"model": "\\ud83d"}'])
+def test_a_body_that_no_json_parser_should_take(api, body):
+    envelope(api.post(JOBS, content=body, headers={"content-type": "application/json"}), 400)
+
+
+def test_a_body_too_large_to_hold(api):
+    answer = api.post(JOBS, content=b" " * (MOST_JSON_BYTES + 1), headers={"content-type": "application/json"})
+
+    assert envelope(answer, 413)["code"] == "payload_too_large"
+
+
+def test_a_crash_tells_the_request_id_and_nothing_else(house, caplog):
+    house.app.include_router(broken_routes())
+    answer = house.client(house.key).get("/v1/broken")
+
+    error = envelope(answer, 500)
+    assert error["type"] == "server_error"
+    assert "hunter2" not in answer.text
+    assert answer.headers["x-request-id"] in error["message"]
+    assert answer.headers["x-request-id"] in caplog.text
+
+
+def test_a_query_parameter_of_the_wrong_type(api):
+    error = envelope(api.get(JOBS, params={"limit": "many"}), 400)
+
+    assert error["message"] == "Invalid type for 'limit': expected an integer, but got a string instead."
+    assert (error["param"], error["code"]) == ("limit", "invalid_type")
+
+
+def test_a_cursor_that_is_in_no_list(api):
+    assert envelope(api.get(JOBS, params={"after": "ftjob-nothing"}), 400)["param"] == "after"
+
+
+def test_a_wrong_key(house):
+    answer = house.client("nonsense").get(JOBS)
+
+    assert envelope(answer, 401)["type"] == "invalid_request_error"
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_request_id_of_the_callers_is_kept_if_it_is_harmless(api):
+    kept = api.get("/healthz", headers={"X-Request-Id": "my-Trace_1"}).headers["x-request-id"]
+    replaced = api.get("/healthz", headers={"X-Request-Id": "a b<script>"}).headers["x-request-id"]
+
+    assert kept == "my-Trace_1"
+    assert replaced.startswith("req_")
+
+
+def test_the_openapi_document_is_served_and_names_our_error(house):
+    document = house.client().get("/openapi.json").json()
+
+    assert document["paths"][JOBS]["post"]["responses"].keys() == {"200", "4XX"}
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def test_the_service_is_alive_and_ready(house):
+    assert house.client().get("/healthz").status_code == 200
+    assert house.client().get("/readyz").status_code == 200
+
+
+def test_a_service_whose_tables_are_old_is_alive_and_not_ready(house):
+    with house.database.write() as session:
+        session.connection().exec_driver_sql("DELETE FROM alembic_version")
+
+    assert house.client().get("/healthz").status_code == 200
+    assert "migrations" in envelope(house.client().get("/readyz"), 503)["message"]
+
+
+def test_a_service_without_its_database_is_not_ready(house):
+    house.database.close()
+    (house.folder / "regraft.db").unlink()
+    (house.folder / "regraft.db").mkdir()
+
+    assert "does not answer" in envelope(house.client().get("/readyz"), 503)["message"]

@@ -1,0 +1,193 @@
+"""What becomes of a job when its run ends, well or badly. The runs here are one-line child processes."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from core import jobs
+from core.db import Work
+from core.models import Job
+from core.settings import Settings
+from worker import process
+from worker.supervisor import Supervisor
+
+WAIT = "import signal, sys; signal.signal(15, lambda *a: sys.exit(75)); print('up', flush=True); signal.pause()"
+
+
+class Child:
+    """A command that runs a line of Python, and tells the test when the child is up."""
+
+    def __init__(self, tmp_path, source):
+        self.started = threading.Event()
+        self.pids = []
+        self.fifo = tmp_path / "pid"
+        os.mkfifo(self.fifo)
+        self.source = (
+            f"import os; f = open({str(self.fifo)!r}, 'w'); f.write(str(os.getpid())); f.close()\n{source}"
+        )
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self):
+        while True:
+            with self.fifo.open() as pipe:
+                self.pids.append(int(pipe.read()))
+                self.started.set()
+
+    def __call__(self, claim):
+        return [sys.executable, "-c", self.source]
+
+
+@pytest.fixture()
+def supervise(bench, tmp_path):
+    """Queue the bench's job again, and supervise children of the given source."""
+    with jobs.fenced(bench.database, bench.claim) as (session, job):
+        jobs.release(session, job)
+
+    def make(source, **settings):
+        child = Child(tmp_path, source)
+        options = {"data_dir": tmp_path, "max_failures": 1, "lease_seconds": 8.0} | settings
+        return Supervisor(Settings(**options), bench.database, bench.blobs, child), child
+
+    return make
+
+
+def test_a_drained_run_is_queued_again_at_no_cost(bench, supervise):
+    supervisor, _ = supervise("import sys; sys.exit(75)")
+    stop_after_one(supervisor)
+
+    supervisor.run_waiting()
+
+    job = bench.job()
+    assert (job.status, job.failures) == ("queued", 0)
+
+
+def test_a_crash_is_counted_and_tried_again_later_with_its_last_words(bench, supervise):
+    supervisor, _ = supervise("raise MemoryError('CUDA out of memory')")
+
+    assert supervisor.run_waiting() == 1  # the back-off keeps it from being claimed again at once
+
+    job = bench.job()
+    assert (job.status, job.failures) == ("queued", 1)
+    assert "CUDA out of memory" in bench.events("warn")[-1]
+
+
+def test_too_many_crashes_fail_the_job(bench, supervise):
+    supervisor, _ = supervise("import os; os.kill(os.getpid(), 9)", max_failures=0)
+
+    supervisor.run_waiting()
+
+    job = bench.job()
+    assert job.status == "failed"
+    assert job.error["code"] == "internal_error"
+    assert "status -9" in job.error["message"]
+
+
+def test_a_run_that_claims_success_without_having_written_it_is_a_crash(bench, supervise):
+    supervisor, _ = supervise("")
+
+    supervisor.run_waiting()
+
+    assert bench.job().failures == 1
+
+
+def test_a_cancel_ends_the_child(bench, supervise):
+    supervisor, child = supervise(WAIT)
+    worker = threading.Thread(target=supervisor.run_waiting)
+    worker.start()
+    assert child.started.wait(20)
+
+    with bench.database.write() as session:
+        jobs.cancel(Work(session), session.get(Job, bench.job().seq))
+    worker.join(20)
+
+    assert not worker.is_alive()
+    assert not alive(child.pids[0])
+    assert bench.job().status == "cancelled"
+
+
+def test_stopping_drains_the_child(bench, supervise):
+    supervisor, child = supervise(WAIT)
+    worker = threading.Thread(target=supervisor.run_waiting)
+    worker.start()
+    assert child.started.wait(20)
+
+    supervisor.stop()
+    worker.join(20)
+
+    job = bench.job()
+    assert not worker.is_alive()
+    assert (job.status, job.failures) == ("queued", 0)
+    assert "interrupted at a checkpoint" in bench.events()[-1]
+
+
+def test_a_child_that_does_not_drain_in_time_is_killed_and_its_job_waits(bench, supervise):
+    supervisor, child = supervise("import signal; signal.signal(15, signal.SIG_IGN); signal.pause()", drain_seconds=0)
+    worker = threading.Thread(target=supervisor.run_waiting)
+    worker.start()
+    assert child.started.wait(20)
+
+    supervisor.stop()
+    worker.join(20)
+
+    assert not alive(child.pids[0])
+    assert (bench.job().status, bench.job().failures) == ("queued", 0)
+
+
+def test_what_a_child_started_ends_with_it(bench, supervise, tmp_path):
+    grandchild = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()']);"
+    supervisor, child = supervise(f"{grandchild} open({str(tmp_path / 'grand')!r}, 'w').write(str(p.pid)); sys.exit(1)")
+
+    supervisor.run_waiting()
+
+    assert not alive(int((tmp_path / "grand").read_text()))
+
+
+def test_a_run_whose_parent_is_not_the_one_it_was_given_ends_at_once():
+    code = "from worker import process; process.die_with_parent(1); print('still here')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert done.returncode == process.DRAINED
+    assert done.stdout == ""
+
+
+def test_a_run_dies_with_its_supervisor(tmp_path):
+    """kill -9 of the supervisor leaves no run behind (Linux)."""
+    run = "import os, sys, signal; from worker import process; process.die_with_parent(os.getppid()); print(os.getpid(), flush=True); signal.pause()"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {run!r}]).wait()"
+    supervisor = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    pid = int(supervisor.stdout.readline())
+
+    os.kill(supervisor.pid, signal.SIGKILL)
+    supervisor.wait()
+
+    assert supervisor.stdout.read() == ""  # returns when the run, too, has closed the pipe: when it is dead
+    assert not alive(pid)
+
+
+def stop_after_one(supervisor):
+    """A job that was drained is claimed again by the same loop; one round is what these tests look at."""
+    finish = supervisor._finish
+
+    def finish_and_stop(*args):
+        finish(*args)
+        supervisor.stop()
+
+    supervisor._finish = finish_and_stop
+
+
+def alive(pid):
+    """Whether the process outlives the next ten seconds; returns as soon as it is known to be dead."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        return not select.select([handle], [], [], 10)[0]
+    finally:
+        os.close(handle)
