@@ -1,15 +1,12 @@
 """The HTTP service, put together from parts that are passed in."""
 
 from anyio import CapacityLimiter
-from fastapi import APIRouter, FastAPI
-from sqlalchemy import text
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 
-from api import errors, files, graders, jobs, models, rollouts
-from api.deps import Parts, Service
+from api import errors, files, graders, health, jobs, models, rollouts
+from api.deps import Service
 from api.middleware import BodyLimit, RequestHeaders
 from api.wire import Error
-from core import migrate
 from core.blobs import BlobStore
 from core.db import Database, Send
 from core.registry import Registry
@@ -18,28 +15,6 @@ from core.settings import Settings
 # Nothing but files is large: a python grader has at most 256 kB.
 MOST_JSON_BYTES = 2 << 20
 UPLOADS_AT_ONCE = 32
-
-health = APIRouter(tags=["Health"])
-
-
-@health.get("/healthz")
-async def healthz() -> dict[str, str]:
-    """The process is up."""
-    return {"status": "ok"}
-
-
-@health.get("/readyz")
-def readyz(service: Parts) -> dict[str, str]:
-    """Requests can be served: the database answers, and its tables are those of this version."""
-    try:
-        with service.database.read() as session:
-            session.execute(text("SELECT 1"))
-        missing = migrate.pending(service.database)
-    except Exception as cause:  # whatever the driver raises; its text may hold a host or a password
-        raise HTTPException(503, f"The database does not answer: {type(cause).__name__}.") from cause
-    if missing:
-        raise HTTPException(503, "The database's tables are not those of this version: run the migrations.")
-    return {"status": "ok"}
 
 
 def create_app(
@@ -56,7 +31,7 @@ def create_app(
         responses={"4XX": {"model": Error}},
     )
     app.state.service = Service(settings, database, blobs, registry, send, CapacityLimiter(UPLOADS_AT_ONCE))
-    app.include_router(health)
+    app.include_router(health.router)
     for resource in (files, jobs, models, graders, rollouts):
         app.include_router(resource.router, prefix="/v1")
     errors.add_handlers(app)

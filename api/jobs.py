@@ -164,9 +164,10 @@ class CheckpointOut(BaseModel):
     fine_tuning_job_id: str
     step_number: int
     metrics: dict[str, float]
+    adapter: str  # where its PEFT adapter lies in the operator's store
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, name: str | None) -> "CheckpointOut":
+    def of(cls, checkpoint: Checkpoint, name: str | None, adapter: str) -> "CheckpointOut":
         return cls(
             id=checkpoint.id,
             created_at=checkpoint.created_at,
@@ -174,6 +175,7 @@ class CheckpointOut(BaseModel):
             fine_tuning_job_id=checkpoint.job_id,
             step_number=checkpoint.step,
             metrics=checkpoint_metrics(checkpoint),
+            adapter=adapter,
         )
 
 
@@ -260,13 +262,20 @@ def list_events(
 
 @router.get("/{job_id}/checkpoints")
 def list_checkpoints(
-    job_id: str, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 10
+    job_id: str,
+    project: CurrentProject,
+    session: ReadSession,
+    service: Parts,
+    after: After = None,
+    limit: Limit = 10,
 ) -> EndedListing[CheckpointOut]:
     """The job's kept checkpoints, newest first."""
     job = jobs.get(session, project.id, job_id)
     page = tuned.checkpoints(session, job, after=after, limit=clamped(limit))
     names = tuned.names(session, page.items)
-    data = [CheckpointOut.of(checkpoint, names.get(checkpoint.id)) for checkpoint in page.items]
+    data = [
+        CheckpointOut.of(one, names.get(one.id), service.blobs.url(one.blob_prefix)) for one in page.items
+    ]
     return EndedListing(data=data, has_more=page.has_more, **ends(page))
 
 

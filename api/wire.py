@@ -25,6 +25,8 @@ class Body(Part):
     def _is_json(cls, sent: Any) -> Any:
         # Python's parser lets through what is not JSON or not Unicode, and what we could then neither store
         # nor send back: NaN, Infinity, half a surrogate pair.
+        if not isinstance(sent, dict):  # pydantic will say so
+            return sent
         try:
             json.dumps(sent, allow_nan=False, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as problem:

@@ -65,6 +65,10 @@ class BlobStore(Protocol):
         """The keys that start with `prefix`, in order. `jobs/1` also finds `jobs/10`; `jobs/1/` does not."""
         ...
 
+    def url(self, key: str) -> str:
+        """Where an operator finds the blob (or what starts with `key`) with tools of their own."""
+        ...
+
     def delete(self, key: str) -> None:
         """Make sure that no blob has this key; deleting twice is fine."""
         ...
@@ -135,6 +139,9 @@ class FolderBlobs(BlobStore):
         folder = prefix[: prefix.rfind("/") + 1]
         return (key for key in _walk(self._objects / folder, folder) if key.startswith(prefix))
 
+    def url(self, key: str) -> str:
+        return str(self._path(key))
+
     def delete(self, key: str) -> None:
         path = self._path(key)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -201,6 +208,10 @@ class S3Blobs(BlobStore):
         _check_prefix(prefix)
         pages = self._pages(prefix)
         return (name.removeprefix(self._prefix) for page in pages for name in page)
+
+    def url(self, key: str) -> str:
+        where = self._where(key)
+        return f"s3://{where['Bucket']}/{where['Key']}"
 
     def delete(self, key: str) -> None:
         self._client.delete_object(**self._where(key))

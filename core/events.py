@@ -34,7 +34,9 @@ def append(
 
 def page(session: Session, job_id: str, *, after: str | None = None, limit: int) -> Page[Event]:
     """Newest first."""
-    return pages.newest_first(session, select(Event).where(Event.job_id == job_id), Event, after=after, limit=limit)
+    return pages.newest_first(
+        session, select(Event).where(Event.job_id == job_id), Event, after=after, limit=limit
+    )
 
 
 def record_step(session: Session, claim: Claim, step: int, data: dict[str, Any]) -> None:
@@ -47,7 +49,9 @@ def record_step(session: Session, claim: Claim, step: int, data: dict[str, Any])
 
 def steps(session: Session, job_id: str) -> Sequence[StepMetric]:
     """All recorded steps, in order."""
-    return session.scalars(select(StepMetric).where(StepMetric.job_id == job_id).order_by(StepMetric.step)).all()
+    return session.scalars(
+        select(StepMetric).where(StepMetric.job_id == job_id).order_by(StepMetric.step)
+    ).all()
 
 
 def discard_steps_after(session: Session, job_id: str, step: int) -> None:

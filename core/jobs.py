@@ -258,7 +258,9 @@ def release(session: Session, job: Job) -> None:
     else:
         _move(job, "queued")
         job.next_run_at = 0.0  # at once
-        events.append(session, job.id, "Fine-tuning job interrupted at a checkpoint, moving job to queued state")
+        events.append(
+            session, job.id, "Fine-tuning job interrupted at a checkpoint, moving job to queued state"
+        )
 
 
 def crashed(session: Session, job: Job, *, reason: str, max_failures: int) -> None:
@@ -305,7 +307,10 @@ def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
     candidate = aliased(Job)
     waiting = (
         select(candidate.seq)
-        .where(or_(_runnable(candidate), _unvalidated(candidate)), candidate.dispatched_at < db_now() - older_than)
+        .where(
+            or_(_runnable(candidate), _unvalidated(candidate)),
+            candidate.dispatched_at < db_now() - older_than,
+        )
         .order_by(candidate.seq)
         .with_for_update(skip_locked=True)
     )
@@ -392,7 +397,9 @@ def _fairest(gpu_class: str) -> ScalarSelect[int]:
     )
 
 
-def _take(session: Session, seq: ScalarSelect[int], owner: str, lease_seconds: float, **values: Any) -> Job | None:
+def _take(
+    session: Session, seq: ScalarSelect[int], owner: str, lease_seconds: float, **values: Any
+) -> Job | None:
     statement = (
         update(Job)
         .where(Job.seq == seq)

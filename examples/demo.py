@@ -100,7 +100,7 @@ def train_and_show(client: openai.OpenAI, folder: Path, start: float) -> int:
 
     print("\nQuestions it was not trained on\n")
     for old, new in list(zip(before, after, strict=True))[:: len(before) // 5][:5]:
-        question = old["messages"][-1]["content"].split("asks: ")[1].split("\n")[0]
+        question = old["messages"][-1]["content"]
         print(f"  {question}\n    before  {old['score']:.2f}  {old['output_text']!r}\n    after   {new['score']:.2f}  {new['output_text']!r}")
     summary = {
         "base_reward": base_reward,

@@ -78,15 +78,22 @@ DESKS = {
     ],
 }
 VALID = 4  # of each desk's questions, never trained on
-CHOICES = ", ".join(DESKS)
+# One example of each in the prompt: without them a model this small never once names a desk, so that all its
+# answers score the same and there is nothing to learn from.
+EXAMPLES = {
+    "lost book": "I cannot find the book I borrowed.",
+    "late fee": "Why do I have to pay for a late book?",
+    "room booking": "We need a room for our meeting.",
+    "new member": "How do I get a library card?",
+}
 
 
 def row(question: str, desk: str) -> str:
-    content = (
-        f"A visitor of the library asks: {question}\n"
-        f"Which desk should answer: {CHOICES}? Reply with the name of the desk only."
-    )
-    return json.dumps({"messages": [{"role": "user", "content": content}], "desk": desk})
+    messages = [{"role": "developer", "content": f"Sort each question into one of: {', '.join(DESKS)}."}]
+    for answer, example in EXAMPLES.items():
+        messages += [{"role": "user", "content": example}, {"role": "assistant", "content": answer}]
+    messages.append({"role": "user", "content": question})
+    return json.dumps({"messages": messages, "desk": desk})
 
 
 def main() -> None:

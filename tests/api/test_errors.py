@@ -59,13 +59,17 @@ def test_a_body_that_does_not_say_it_is_json(api):
     assert "Content-Type: application/json" in envelope(answer, 400)["message"]
 
 
-@pytest.mark.parametrize("body", [b"\xff\xfe{}", b"[" * 100_000, b"1" * 5000, b'{"seed": NaN}', b'{"model": "\\ud83d"}'])
+@pytest.mark.parametrize(
+    "body", [b"\xff\xfe{}", b"[" * 100_000, b"1" * 5000, b'{"seed": NaN}', b'{"model": "\\ud83d"}']
+)
 def test_a_body_that_no_json_parser_should_take(api, body):
     envelope(api.post(JOBS, content=body, headers={"content-type": "application/json"}), 400)
 
 
 def test_a_body_too_large_to_hold(api):
-    answer = api.post(JOBS, content=b" " * (MOST_JSON_BYTES + 1), headers={"content-type": "application/json"})
+    answer = api.post(
+        JOBS, content=b" " * (MOST_JSON_BYTES + 1), headers={"content-type": "application/json"}
+    )
 
     assert envelope(answer, 413)["code"] == "payload_too_large"
 

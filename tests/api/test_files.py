@@ -95,7 +95,7 @@ def test_a_file_exactly_as_large_as_allowed_is_fine(api):
         ({"purpose": "batch"}, "purpose", "invalid_value"),
         ({"purpose": "nonsense"}, "purpose", "invalid_value"),
         ({"expires_after[anchor]": "created_at"}, "expires_after.seconds", "missing_required_parameter"),
-        ({"expires_after[anchor]": "now", "expires_after[seconds]": "3600"}, "expires_after.anchor", "invalid_value"),
+        ({"expires_after[anchor]": "now"}, "expires_after.anchor", "invalid_value"),
         (
             {"expires_after[anchor]": "created_at", "expires_after[seconds]": "1"},
             "expires_after.seconds",
@@ -136,6 +136,9 @@ def test_a_form_without_a_file_is_refused(api):
     assert answer.status_code == 400
 
 
+HALF = b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nhalf a fi'
+
+
 @pytest.mark.parametrize(
     ("content_type", "body"),
     [
@@ -143,7 +146,7 @@ def test_a_form_without_a_file_is_refused(api):
         ("multipart/form-data", b"x"),
         ("multipart/form-data; boundary=b", b""),
         ("multipart/form-data; boundary=b", b"not a form"),
-        ("multipart/form-data; boundary=b", b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nhalf a fi'),
+        ("multipart/form-data; boundary=b", HALF),
         ("multipart/form-data; boundary=b", b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n--b--\r\n"),
         ("multipart/form-data; boundary=" + "b" * 500, b"--b"),
     ],
@@ -157,9 +160,7 @@ def test_what_is_no_form_or_only_half_of_one_is_refused(api, house, content_type
 
 
 def test_a_file_expires_when_asked_to(api, house):
-    file = post(
-        api, **{"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
-    ).json()
+    file = post(api, **{"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}).json()
     assert file["expires_at"] == file["created_at"] + 3600
     assert api.get(f"/v1/files/{file['id']}").status_code == 200
 
@@ -218,7 +219,9 @@ def test_files_can_be_listed_by_purpose(api, upload):
     assert len(api.get("/v1/files", params={"purpose": "fine-tune"}).json()["data"]) == 1
 
 
-@pytest.mark.parametrize(("limit", "code"), [("0", "integer_below_min_value"), ("10001", "integer_above_max_value")])
+@pytest.mark.parametrize(
+    ("limit", "code"), [("0", "integer_below_min_value"), ("10001", "integer_above_max_value")]
+)
 def test_a_limit_out_of_range_is_refused(api, limit, code):
     error = api.get("/v1/files", params={"limit": limit}).json()["error"]
 

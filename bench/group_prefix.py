@@ -1,0 +1,105 @@
+"""What sharing the prompt of a group saves: eight answers of 16 tokens to a prompt of 256, with it and without.
+
+"Without" is the same code given eight groups of one: the prompt is then computed for every answer. Tokens,
+log-probabilities and gradients must agree.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from bench.report import report
+from core.methods import Hyperparameters, resolve
+from core.registry import Registry
+from core.settings import Settings
+from worker.policy import Policy, load_base
+from worker.samplers import Sampling
+from worker.samplers.transformers import TransformersSampler
+from worker.trainer import PeftTrainer
+from worker.types import Pack, Prompt, Sequence
+
+GROUP, PROMPT, ANSWER, ROUNDS = 8, 256, 16, 3
+MODEL = "SmolLM2-135M-Instruct"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OneEach(Sampling):
+    """Prompt n of one answer draws what answer n of the one group draws."""
+
+    def seed(self, prompt: Prompt, member: int) -> int:
+        return super().seed(Prompt(0, prompt.ids, prompt.item), prompt.line)
+
+
+def main() -> None:
+    settings = Settings()
+    base = load_base(MODEL, Registry.load(None).get(MODEL), settings.model_cache, "cpu")
+    policy = Policy(base, rank=16, alpha=32, seed=0)
+    for parameter in policy.trainable:
+        torch.nn.init.normal_(parameter, std=0.02)
+    policy.stop_ids = frozenset()  # every answer runs to its full length
+    ids = tuple(torch.randint(100, 20_000, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist())
+
+    sampler = TransformersSampler(policy)
+    common: dict[str, Any] = {"temperature": 1.0, "max_completion_tokens": ANSWER, "job_seed": 1, "step": 1}
+    [shared_rollouts], shared_sampling = timed(
+        lambda: sampler._sample([Prompt(0, ids, {})], Sampling(group_size=GROUP, **common))
+    )
+    alone, alone_sampling = timed(
+        lambda: sampler._sample([Prompt(n, ids, {}) for n in range(GROUP)], OneEach(group_size=1, **common))
+    )
+    alone_rollouts = [rollouts[0] for rollouts in alone]
+    assert [r.output_ids_T for r in shared_rollouts] == [r.output_ids_T for r in alone_rollouts]
+    logprob_difference = max(
+        abs(a - b)
+        for one, other in zip(shared_rollouts, alone_rollouts, strict=True)
+        for a, b in zip(one.logprobs_T, other.logprobs_T, strict=True)
+    )
+
+    answers = [
+        Sequence(r.output_ids_T, r.logprobs_T, advantage=1.0 - 2.0 * (n % 2), weight=1 / (GROUP * ANSWER))
+        for n, r in enumerate(shared_rollouts)
+    ]
+    resolved = resolve(Hyperparameters(), rows=8, parameters=base.parameters, context=base.context)
+    trainer = PeftTrainer(policy, resolved, token_budget=settings.train_token_budget)
+
+    def gradient(packs: list[Pack]) -> list[torch.Tensor]:
+        policy.model.zero_grad()
+        trainer._backward(packs, reference=[])
+        return [p.grad.clone() for p in policy.trainable if p.grad is not None]
+
+    shared_gradient, shared_training = timed(lambda: gradient([Pack(ids, tuple(answers))]))
+    alone_gradient, alone_training = timed(lambda: gradient([Pack(ids, (answer,)) for answer in answers]))
+    difference = sum(((a - b) ** 2).sum() for a, b in zip(shared_gradient, alone_gradient, strict=True))
+    norm = sum((b**2).sum() for b in alone_gradient)
+
+    report(
+        "group_prefix",
+        {
+            "sample_speedup": alone_sampling / shared_sampling,
+            "train_speedup": alone_training / shared_training,
+            "logprob_difference": logprob_difference,
+            "gradient_difference": float((difference / norm) ** 0.5),
+            "shared_sample_seconds": shared_sampling,
+            "shared_train_seconds": shared_training,
+        },
+    )
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    """The result and the median seconds over ROUNDS, after one round that does not count."""
+    work()
+    seconds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        result = work()
+        seconds.append(time.perf_counter() - start)
+    return result, statistics.median(seconds)
+
+
+if __name__ == "__main__":
+    main()

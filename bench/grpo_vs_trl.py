@@ -1,0 +1,164 @@
+"""One GRPO step, ours against TRL's GRPOTrainer: same model, prompts, group size, lengths and LoRA.
+
+Each side runs in a process of its own, one after the other, so that its peak memory is its own. Both sample
+with transformers; TRL gets float32, no KL, and no gradient checkpointing (which would slow it down).
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from bench.report import report
+
+MODEL = "SmolLM2-135M-Instruct"
+PROMPTS, GROUP, PROMPT_WORDS, ANSWER = 4, 8, 150, 24
+STEPS = 3  # the first warms up and is not counted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--side", choices=["ours", "trl"])
+    side = parser.parse_args().side
+    if side:
+        print(json.dumps({"ours": run_ours, "trl": run_trl}[side]()))
+        return
+    sides = {}
+    for name in ("ours", "trl"):
+        done = subprocess.run(
+            [sys.executable, "-m", "bench.grpo_vs_trl", "--side", name], stdout=subprocess.PIPE, check=True
+        )
+        sides[name] = json.loads(done.stdout.splitlines()[-1])
+        print(name, sides[name])
+    ours, trl = sides["ours"], sides["trl"]
+    report(
+        "grpo_vs_trl",
+        {
+            "samples_per_second_ratio": ours["samples_per_second"] / trl["samples_per_second"],
+            "peak_memory_ratio": ours["peak_memory_mb"] / trl["peak_memory_mb"],
+            "ours_samples_per_second": ours["samples_per_second"],
+            "trl_samples_per_second": trl["samples_per_second"],
+            "ours_peak_memory_mb": ours["peak_memory_mb"],
+            "trl_peak_memory_mb": trl["peak_memory_mb"],
+        },
+    )
+
+
+def chats() -> list[list[dict[str, str]]]:
+    """The same long prompts for both sides: plain words, so that any tokenizer makes about as many tokens."""
+    words = "the bank card was lost on a train and a friend found it near the old stone bridge".split()
+    return [
+        [{"role": "user", "content": " ".join(words[(i * 7 + k * (k + n)) % len(words)] for k in range(PROMPT_WORDS))}]
+        for n, i in enumerate(range(PROMPTS))
+    ]
+
+
+def score(text: str) -> float:
+    """A reward that tells nearly any two answers apart, so that no side may skip a group."""
+    return hashlib.sha256(text.encode()).digest()[0] / 255
+
+
+def figures(seconds: list[float]) -> dict[str, float]:
+    return {
+        "samples_per_second": PROMPTS * GROUP * len(seconds) / sum(seconds),
+        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def run_ours() -> dict[str, float]:
+    from core.methods import Hyperparameters, resolve
+    from core.registry import Registry
+    from core.settings import Settings
+    from graders.types import Grade
+    from worker.policy import Policy, load_base
+    from worker.samplers import Sampling
+    from worker.samplers.transformers import TransformersSampler
+    from worker.trainer import PeftTrainer
+    from worker.types import Group, Prompt
+
+    settings = Settings()
+    base = load_base(MODEL, Registry.load(None).get(MODEL), settings.model_cache, "cpu")
+    policy = Policy(base, rank=16, alpha=32, seed=0)
+    policy.stop_ids = frozenset()  # every answer runs to its full length, as on the other side
+    asked = {"batch_size": PROMPTS, "advanced": {"group_size": GROUP, "max_completion_tokens": ANSWER}}
+    resolved = resolve(
+        Hyperparameters.model_validate(asked), rows=PROMPTS, parameters=base.parameters, context=base.context
+    )
+    sampler = TransformersSampler(policy)
+    trainer = PeftTrainer(policy, resolved, token_budget=settings.train_token_budget)
+    prompts = [Prompt(n, tuple(policy.render(chat)), {}) for n, chat in enumerate(chats())]
+    seconds = []
+    for step in range(STEPS):
+        start = time.perf_counter()
+        rollouts_PG = asyncio.run(sampler.sample(prompts, Sampling(GROUP, 1.0, ANSWER, job_seed=0, step=step)))
+        trainer.update(
+            [
+                Group(prompt, rollouts, tuple(Grade(score(r.text)) for r in rollouts))
+                for prompt, rollouts in zip(prompts, rollouts_PG, strict=True)
+            ]
+        )
+        seconds.append(time.perf_counter() - start)
+    return figures(seconds[1:])
+
+
+def run_trl() -> dict[str, float]:
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from core.registry import Registry
+    from core.settings import Settings
+    from worker.policy import convert_gguf
+
+    source = Registry.load(None).get(MODEL).locate()
+    folder = convert_gguf(source, Settings().model_cache)  # type: ignore[arg-type]
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        seconds: list[float] = []
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.seconds.append(time.perf_counter() - self.start)
+
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as output:
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+            reward_funcs=lambda completions, **kwargs: [score(c[0]["content"]) for c in completions],
+            args=GRPOConfig(
+                output_dir=output,
+                per_device_train_batch_size=PROMPTS * GROUP,
+                num_generations=GROUP,
+                max_completion_length=ANSWER,
+                generation_kwargs={"min_new_tokens": ANSWER},
+                max_steps=STEPS,
+                learning_rate=1e-3,
+                bf16=False,
+                gradient_checkpointing=False,
+                use_cpu=True,
+                report_to="none",
+                save_strategy="no",
+                logging_steps=1000,
+                disable_tqdm=True,
+            ),
+            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+            train_dataset=Dataset.from_list([{"prompt": chat} for chat in chats()]),
+            callbacks=[clock],
+        )
+        trainer.train()
+    return figures(clock.seconds[1:])
+
+
+if __name__ == "__main__":
+    main()

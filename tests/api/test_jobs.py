@@ -1,0 +1,509 @@
+from typing import Any
+
+import pytest
+from sqlalchemy import select, update
+
+from core import events, queue
+from core.models import Checkpoint, File, Job, StepMetric, TunedModel
+
+JOBS = "/v1/fine_tuning/jobs"
+
+
+def change(house, **columns: Any) -> None:
+    """Put what a worker would have written into the only job."""
+    with house.database.write() as session:
+        session.execute(update(Job).values(**columns))
+
+
+def error(answer, status: int = 400) -> tuple[str | None, str | None]:
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]["param"], answer.json()["error"]["code"]
+
+
+# Creating.
+
+
+def test_a_new_job_has_every_key_of_openais(api, job_request):
+    request = job_request(suffix="mine", seed=7, metadata={"team": "a"})
+    job = api.post(JOBS, json=request).json()
+
+    grader = request["method"]["reinforcement"]["grader"]
+    hyperparameters = job["method"]["reinforcement"]["hyperparameters"]
+    assert job == {
+        "object": "fine_tuning.job",
+        "id": job["id"],
+        "created_at": job["created_at"],
+        "model": "tiny",
+        "organization_id": job["organization_id"],
+        "status": "validating_files",
+        "training_file": request["training_file"],
+        "validation_file": request["validation_file"],
+        "result_files": [],
+        "fine_tuned_model": None,
+        "finished_at": None,
+        "estimated_finish": None,
+        "trained_tokens": None,
+        "seed": 7,
+        "error": None,
+        "integrations": [],
+        "metadata": {"team": "a"},
+        "method": {
+            "type": "reinforcement",
+            "reinforcement": {"grader": grader, "hyperparameters": hyperparameters, "response_format": None},
+        },
+        "user_provided_suffix": "mine",
+        "usage_metrics": None,
+        "shared_with_openai": False,
+        "eval_id": None,
+    }
+    assert job["id"].startswith("ftjob-")
+
+
+def test_hyperparameters_left_out_are_shown_as_auto(create_job):
+    shown = create_job()["method"]["reinforcement"]["hyperparameters"]
+
+    assert shown.pop("advanced")["loss"] == "dapo"
+    assert shown == {
+        "batch_size": "auto",
+        "compute_multiplier": "auto",
+        "eval_interval": "auto",
+        "eval_samples": "auto",
+        "learning_rate_multiplier": "auto",
+        "n_epochs": "auto",
+        "reasoning_effort": "default",
+    }
+
+
+def test_hyperparameters_are_shown_as_asked(create_job):
+    asked = {"n_epochs": 3, "batch_size": "auto", "eval_samples": 2, "advanced": {"eval_temperature": 0.5}}
+    shown = create_job(reinforcement={"hyperparameters": asked})["method"]["reinforcement"]["hyperparameters"]
+
+    assert (shown["n_epochs"], shown["batch_size"], shown["eval_samples"]) == (3, "auto", 2)
+    assert shown["advanced"]["eval_temperature"] == 0.5
+
+
+def test_once_resolved_the_numbers_take_the_place_of_auto(api, house, create_job):
+    job = create_job(reinforcement={"hyperparameters": {"learning_rate_multiplier": 2.0}})
+    change(
+        house,
+        resolved={"batch_size": 8, "n_epochs": 4, "total_steps": 20, "learning_rate": 2e-3, "loss": "dapo"},
+    )
+
+    shown = api.get(f"{JOBS}/{job['id']}").json()["method"]["reinforcement"]["hyperparameters"]
+
+    assert (shown["batch_size"], shown["n_epochs"], shown["learning_rate_multiplier"]) == (8, 4, 2.0)
+    assert (shown["advanced"]["total_steps"], shown["advanced"]["learning_rate"]) == (20, 2e-3)
+    assert "total_steps" not in shown
+
+
+def test_a_job_without_a_seed_gets_one(create_job):
+    assert 0 <= create_job()["seed"] < 2**31
+
+
+def test_creating_a_job_wakes_the_validation_and_no_more(house, create_job):
+    create_job()
+
+    assert house.sent == [(queue.VALIDATE, queue.DEFAULT_QUEUE)]
+
+
+def test_the_registry_says_where_a_model_is_trained(house, create_job):
+    create_job(model="org/large")
+    create_job(model="tiny")
+
+    with house.database.read() as session:
+        assert session.scalars(select(Job.gpu_class).order_by(Job.seq)).all() == ["h200", "cpu"]
+
+
+def test_a_grader_is_kept_normalised(create_job):
+    listed = {
+        "type": "multi",
+        "name": "both",
+        "graders": [
+            {"type": "string_check", "name": "a", "input": "x", "reference": "x", "operation": "eq"},
+            {"type": "string_check", "name": "b", "input": "x", "reference": "y", "operation": "ne"},
+        ],
+        "calculate_output": "a + b",
+    }
+
+    assert set(
+        create_job(reinforcement={"grader": listed})["method"]["reinforcement"]["grader"]["graders"]
+    ) == {"a", "b"}
+
+
+# Refusing.
+
+REFUSED = {
+    "no model": ({"model": None}, "model", "invalid_type"),
+    "a suffix too long": ({"suffix": "x" * 65}, "suffix", "string_above_max_length"),
+    "an empty suffix": ({"suffix": ""}, "suffix", "string_below_min_length"),
+    "a suffix with other characters": ({"suffix": "a b"}, "suffix", "invalid_value"),
+    "a negative seed": ({"seed": -1}, "seed", "integer_below_min_value"),
+    "a seed too large": ({"seed": 2**31}, "seed", "integer_above_max_value"),
+    "a seed that is text": ({"seed": "7"}, "seed", "invalid_type"),
+    "a seed that is a boolean": ({"seed": True}, "seed", "invalid_type"),
+    "metadata with too many keys": (
+        {"metadata": {str(n): "" for n in range(17)}},
+        "metadata",
+        "object_above_max_properties",
+    ),
+    "metadata with a key too long": (
+        {"metadata": {"k" * 65: ""}},
+        f"metadata.{'k' * 65}",
+        "string_above_max_length",
+    ),
+    "a metadata value too long": (
+        {"metadata": {"k": "v" * 513}},
+        "metadata.k",
+        "string_above_max_length",
+    ),
+    "metadata with a number in it": ({"metadata": {"k": 1}}, "metadata.k", "invalid_type"),
+    "metadata with a NUL": ({"metadata": {"k": "\0"}}, "metadata.k", "invalid_value"),
+    "an integration": ({"integrations": [{"type": "wandb"}]}, "integrations", "invalid_value"),
+    "an unknown key": ({"test_file": "file-x"}, "test_file", "unknown_parameter"),
+    "the deprecated hyperparameters": ({"hyperparameters": {}}, "hyperparameters", "unknown_parameter"),
+    "no validation file": ({"validation_file": None}, "validation_file", "missing_required_parameter"),
+    "an unknown training file": ({"training_file": "file-none"}, "training_file", "invalid_value"),
+    "an unknown validation file": ({"validation_file": "file-none"}, "validation_file", "invalid_value"),
+    "no method": ({"method": {}}, "method.type", "missing_required_parameter"),
+    "supervised": ({"method": {"type": "supervised", "supervised": {}}}, "method.type", "invalid_value"),
+    "dpo": ({"method": {"type": "dpo"}}, "method.type", "invalid_value"),
+    "a method without its object": (
+        {"method": {"type": "reinforcement"}},
+        "method.reinforcement",
+        "missing_required_parameter",
+    ),
+    "a method that is text": ({"method": "reinforcement"}, "method", "invalid_type"),
+}
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_wrong_is_named_and_nothing_is_written(api, house, job_request, fields, param, code):
+    answer = api.post(JOBS, json=job_request(**fields))
+
+    assert error(answer) == (param, code)
+    assert api.get(JOBS).json()["data"] == []
+    assert house.sent == []
+
+
+def hyperparameters(**asked: Any) -> dict[str, Any]:
+    return {"hyperparameters": asked}
+
+
+INSIDE = "method.reinforcement"
+REFUSED_INSIDE = {
+    "zero epochs": (
+        {"hyperparameters": {"n_epochs": 0}},
+        "hyperparameters.n_epochs",
+        "integer_below_min_value",
+    ),
+    "too many epochs": (
+        {"hyperparameters": {"n_epochs": 51}},
+        "hyperparameters.n_epochs",
+        "integer_above_max_value",
+    ),
+    "epochs as text": (hyperparameters(n_epochs="3"), "hyperparameters.n_epochs", "invalid_type"),
+    "no learning rate": (
+        hyperparameters(learning_rate_multiplier=0),
+        "hyperparameters.learning_rate_multiplier",
+        "number_below_min_value",
+    ),
+    "an unknown effort": (
+        hyperparameters(reasoning_effort="extreme"),
+        "hyperparameters.reasoning_effort",
+        "invalid_value",
+    ),
+    "an unknown hyperparameter": (
+        {"hyperparameters": {"beta": 1}},
+        "hyperparameters.beta",
+        "unknown_parameter",
+    ),
+    "an unknown loss": (
+        hyperparameters(advanced={"loss": "ppo"}),
+        "hyperparameters.advanced.loss",
+        "invalid_value",
+    ),
+    "two that exclude each other": (
+        hyperparameters(compute_multiplier=2.0, advanced={"group_size": 4}),
+        "hyperparameters",
+        "invalid_value",
+    ),
+    "a response format": ({"response_format": {"type": "json_schema"}}, "response_format", "invalid_value"),
+    "tools": ({"tools": []}, "tools", "unknown_parameter"),
+    "a grader that is text": ({"grader": "string_check"}, "grader", "invalid_type"),
+    "an unknown grader": ({"grader": {"type": "vibes", "name": "g"}}, "grader.type", "invalid_value"),
+    "a grader without its fields": (
+        {"grader": {"type": "string_check", "name": "g"}},
+        "grader.input",
+        "missing_required_parameter",
+    ),
+}
+
+
+@pytest.mark.parametrize(("inside", "param", "code"), REFUSED_INSIDE.values(), ids=REFUSED_INSIDE.keys())
+def test_what_is_wrong_inside_the_method_is_named_by_its_path(api, job_request, inside, param, code):
+    answer = api.post(JOBS, json=job_request(reinforcement=inside))
+
+    assert error(answer) == (f"{INSIDE}.{param}", code)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0, "Invalid value for '{}': expected 'auto' or an integer >= 1, but got 0 instead."),
+        ("many", "Invalid type for '{}': expected 'auto' or an integer, but got a string instead."),
+        ({"int": 3}, "Invalid type for '{}': expected 'auto' or an integer, but got an object instead."),
+    ],
+)
+def test_a_value_that_fits_neither_auto_nor_a_number_gets_one_sentence(api, job_request, value, message):
+    answer = api.post(JOBS, json=job_request(reinforcement={"hyperparameters": {"n_epochs": value}}))
+
+    assert answer.json()["error"]["message"] == message.format(f"{INSIDE}.hyperparameters.n_epochs")
+
+
+def test_supervised_is_told_what_there_is(api, job_request):
+    answer = api.post(JOBS, json=job_request(method={"type": "supervised"}))
+
+    assert (
+        answer.json()["error"]["message"]
+        == "Invalid value: 'supervised'. Supported values are: 'reinforcement'."
+    )
+
+
+def test_a_job_cannot_be_validated_on_what_it_was_trained_on(api, upload, job_request):
+    file_id = upload()
+
+    answer = api.post(JOBS, json=job_request(training_file=file_id, validation_file=file_id))
+
+    assert error(answer) == ("validation_file", "invalid_value")
+
+
+def test_a_file_of_another_purpose_is_refused(api, house, job_request):
+    request = job_request()
+    with house.database.write() as session:
+        session.execute(
+            update(File).where(File.id == request["training_file"]).values(purpose="fine-tune-results")
+        )
+
+    answer = api.post(JOBS, json=request)
+
+    assert error(answer) == ("training_file", "invalid_value")
+    assert "purpose 'fine-tune-results'" in answer.json()["error"]["message"]
+
+
+def test_a_deleted_file_is_refused(api, job_request):
+    request = job_request()
+    api.delete(f"/v1/files/{request['validation_file']}")
+
+    assert error(api.post(JOBS, json=request)) == ("validation_file", "invalid_value")
+
+
+def test_an_unknown_model_is_answered_with_those_there_are(api, job_request):
+    answer = api.post(JOBS, json=job_request(model="gpt-9"))
+
+    assert error(answer, 404) == ("model", "model_not_found")
+    assert "org/large, tiny" in answer.json()["error"]["message"]
+
+
+def test_a_mistake_in_a_field_is_told_before_a_missing_model(api, job_request):
+    assert error(api.post(JOBS, json=job_request(model="gpt-9", seed=-1)))[0] == "seed"
+
+
+# Watching and stopping.
+
+
+def test_an_unknown_job_has_openais_error(api):
+    answer = api.get(f"{JOBS}/ftjob-x")
+
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {
+        "message": "Could not find fine tune: ftjob-x",
+        "type": "invalid_request_error",
+        "param": "fine_tune_id",
+        "code": "fine_tune_not_found",
+    }
+
+
+def test_a_finished_job_shows_what_came_of_it(api, house, create_job):
+    job = create_job()
+    change(
+        house,
+        status="succeeded",
+        finished_at=9,
+        fine_tuned_model="ft:tiny:default::abc",
+        result_file="file-r",
+        trained_tokens=50,
+        usage={"training_seconds": 1.5},
+    )
+
+    shown = api.get(f"{JOBS}/{job['id']}").json()
+
+    assert (shown["status"], shown["finished_at"], shown["trained_tokens"]) == ("succeeded", 9, 50)
+    assert (shown["fine_tuned_model"], shown["result_files"]) == ("ft:tiny:default::abc", ["file-r"])
+    assert (shown["usage_metrics"], shown["error"]) == ({"training_seconds": 1.5}, None)
+
+
+def test_tokens_are_not_counted_out_before_the_end(api, house, create_job):
+    job = create_job()
+    change(house, status="running", trained_tokens=50)
+
+    assert api.get(f"{JOBS}/{job['id']}").json()["trained_tokens"] is None
+
+
+def test_a_failed_job_says_why(api, house, create_job):
+    job = create_job()
+    why = {"code": "invalid_training_file", "message": "line 3: is not JSON", "param": "training_file"}
+    change(house, status="failed", error=why)
+
+    assert api.get(f"{JOBS}/{job['id']}").json()["error"] == why
+
+
+def post(api, job, action):
+    """As OpenAI's client does it: no body, and a content type all the same."""
+    return api.post(f"{JOBS}/{job['id']}/{action}", headers={"content-type": "application/json"})
+
+
+def test_a_job_can_be_cancelled_paused_and_resumed(api, house, create_job):
+    job = create_job()
+    change(house, status="queued")
+
+    assert post(api, job, "pause").json()["status"] == "paused"
+    assert post(api, job, "resume").json()["status"] == "queued"
+    assert post(api, job, "cancel").json()["status"] == "cancelled"
+    assert house.sent[-1] == (queue.RUN, queue.gpu_queue("cpu"))
+
+
+def test_what_the_state_does_not_allow_is_a_400(api, create_job):
+    job = create_job()
+    post(api, job, "cancel")
+
+    assert error(post(api, job, "resume")) == (None, "invalid_job_state")
+
+
+# Lists.
+
+
+def test_jobs_are_listed_newest_first_page_by_page(api, create_job):
+    ids = [create_job()["id"] for _ in range(3)]
+
+    first = api.get(JOBS, params={"limit": 2}).json()
+    last = api.get(JOBS, params={"limit": 2, "after": first["data"][-1]["id"]}).json()
+
+    assert [job["id"] for page in (first, last) for job in page["data"]] == ids[::-1]
+    assert (first["has_more"], last["has_more"]) == (True, False)
+    assert first.keys() == {"object", "data", "has_more"}
+
+
+@pytest.mark.parametrize(("limit", "count"), [(0, 1), (-5, 1), (1000, 2)])
+def test_a_limit_out_of_range_is_brought_into_it(api, create_job, limit, count):
+    create_job(), create_job()
+
+    assert len(api.get(JOBS, params={"limit": limit}).json()["data"]) == count
+
+
+def test_jobs_are_found_by_their_metadata(api, create_job):
+    wanted = create_job(metadata={"team": "a", "try": "1"})["id"]
+    create_job(metadata={"team": "a", "try": "2"})
+    without = create_job()["id"]
+
+    def found(params: dict[str, str]) -> list[str]:
+        return [job["id"] for job in api.get(JOBS, params=params).json()["data"]]
+
+    assert found({"metadata[team]": "a", "metadata[try]": "1"}) == [wanted]
+    assert found({"metadata": "null"}) == [without]
+    assert found({"metadata[team]": "b"}) == []
+
+
+def test_events_are_listed_newest_first_page_by_page(api, house, create_job):
+    job_id = create_job()["id"]
+    with house.database.write() as session:
+        events.append(session, job_id, "Step 1/2", type="metrics", data={"step": 1})
+
+    first = api.get(f"{JOBS}/{job_id}/events", params={"limit": 2}).json()
+    last = api.get(f"{JOBS}/{job_id}/events", params={"after": first["data"][-1]["id"]}).json()
+
+    assert first["data"][0] | {"id": "", "created_at": 0} == {
+        "object": "fine_tuning.job.event",
+        "id": "",
+        "created_at": 0,
+        "level": "info",
+        "message": "Step 1/2",
+        "type": "metrics",
+        "data": {"step": 1},
+    }
+    assert [event["message"] for event in last["data"]] == [f"Created fine-tuning job: {job_id}"]
+    assert (first["has_more"], last["has_more"]) == (True, False)
+
+
+def add_checkpoint(house, job_id: str, step: int, reward: float | None, *names: str) -> str:
+    with house.database.write() as session:
+        checkpoint = Checkpoint(job_id=job_id, step=step, epoch=1, blob_prefix="", valid_reward=reward)
+        checkpoint.metrics = {"train_mean_reward": 0.5, "completion_tokens_mean": 12.0}
+        session.add(checkpoint)
+        session.flush()
+        for name in names:
+            tuned = TunedModel(name=name, project_id=house.project.id, job_id=job_id, base_model="tiny")
+            tuned.checkpoint_id = checkpoint.id
+            session.add(tuned)
+        return checkpoint.id
+
+
+def test_kept_checkpoints_are_listed_newest_first_with_their_names(api, house, create_job):
+    job_id = create_job()["id"]
+    early = add_checkpoint(house, job_id, 2, 0.7, "ft:tiny:o::1:ckpt-step-2", "ft:tiny:o::1")
+    add_checkpoint(house, job_id, 3, None)  # only there for resuming
+    late = add_checkpoint(house, job_id, 4, 0.6, "ft:tiny:o::1:ckpt-step-4")
+    change(house, fine_tuned_model="ft:tiny:o::1")
+
+    listed = api.get(f"{JOBS}/{job_id}/checkpoints").json()
+
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (late, early, False)
+    assert listed["data"][1] | {"created_at": 0} == {
+        "object": "fine_tuning.job.checkpoint",
+        "id": early,
+        "created_at": 0,
+        "fine_tuned_model_checkpoint": "ft:tiny:o::1:ckpt-step-2",
+        "fine_tuning_job_id": job_id,
+        "step_number": 2,
+        "metrics": {
+            "step": 2,
+            "train_mean_reward": 0.5,
+            "train_reward_mean": 0.5,
+            "full_valid_mean_reward": 0.7,
+            "valid_reward_mean": 0.7,
+            "completion_tokens_mean": 12.0,
+        },
+    }
+
+
+def test_the_checkpoint_that_became_the_result_is_listed_even_without_a_reward(api, house, create_job):
+    job_id = create_job()["id"]
+    final = add_checkpoint(house, job_id, 5, None, "ft:tiny:o::1")
+    change(house, fine_tuned_model="ft:tiny:o::1")
+
+    listed = api.get(f"{JOBS}/{job_id}/checkpoints").json()["data"]
+
+    assert [(one["id"], one["fine_tuned_model_checkpoint"]) for one in listed] == [(final, "ft:tiny:o::1")]
+
+
+def test_checkpoints_are_listed_page_by_page(api, house, create_job):
+    job_id = create_job()["id"]
+    ids = [add_checkpoint(house, job_id, step, 0.1) for step in range(3)]
+
+    first = api.get(f"{JOBS}/{job_id}/checkpoints", params={"limit": 2}).json()
+    last = api.get(f"{JOBS}/{job_id}/checkpoints", params={"after": first["last_id"]}).json()
+
+    assert [one["id"] for page in (first, last) for one in page["data"]] == ids[::-1]
+
+
+# What OpenAI does not have.
+
+
+def test_the_metrics_of_all_steps_come_in_order(api, house, create_job):
+    job_id = create_job()["id"]
+    with house.database.write() as session:
+        for step in (1, 0):
+            session.add(StepMetric(job_id=job_id, step=step, epoch=1, data={"train_mean_reward": step / 2}))
+
+    listed = api.get(f"/v1/regraft/jobs/{job_id}/metrics").json()
+
+    assert listed["data"] == [{"step": 0, "train_mean_reward": 0.0}, {"step": 1, "train_mean_reward": 0.5}]

@@ -1,0 +1,60 @@
+from urllib.parse import quote
+
+import pytest
+
+from core.models import TunedModel
+
+NAME = "ft:org/large:default:mine:abcd1234:ckpt-step-5"
+
+
+@pytest.fixture
+def tuned(house) -> str:
+    with house.database.write() as session:
+        model = TunedModel(name=NAME, project_id=house.project.id, job_id="ftjob-1", base_model="org/large")
+        model.checkpoint_id = "ftckpt_1"
+        session.add(model)
+    return NAME
+
+
+def test_base_models_and_the_projects_own_are_listed(api, house, tuned):
+    listed = api.get("/v1/models").json()
+
+    assert listed["object"] == "list"
+    assert [(model["id"], model["owned_by"]) for model in listed["data"]] == [
+        ("tiny", "regraft"),
+        ("org/large", "regraft"),
+        (tuned, house.project.organization_id),
+    ]
+
+
+@pytest.mark.parametrize("quoted", [str, lambda name: quote(name, safe="")], ids=["raw", "escaped"])
+@pytest.mark.parametrize("name", ["tiny", "org/large", NAME])
+def test_any_name_can_be_looked_up(api, tuned, name, quoted):
+    assert api.get(f"/v1/models/{quoted(name)}").json()["id"] == name
+
+
+def test_a_tuned_model_names_its_base(api, tuned):
+    model = api.get(f"/v1/models/{tuned}").json()
+
+    assert (model["root"], model["parent"]) == ("org/large", "org/large")
+
+
+def test_an_unknown_model_is_answered_with_those_there_are(api, tuned):
+    answer = api.get("/v1/models/gpt-9")
+
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert f"{tuned}, org/large, tiny" in error["message"]
+
+
+def test_a_deleted_model_is_gone(api, tuned):
+    assert api.delete(f"/v1/models/{tuned}").json() == {"id": tuned, "object": "model", "deleted": True}
+    assert api.get(f"/v1/models/{tuned}").status_code == 404
+    assert api.delete(f"/v1/models/{tuned}").status_code == 404
+
+
+def test_a_base_model_cannot_be_deleted(api):
+    answer = api.delete("/v1/models/org/large")
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")

@@ -1,0 +1,40 @@
+import json
+
+from core.models import RolloutPage
+
+LINES = [{"output_text": "4", "score": 1.0}, {"output_text": "Zeile\u2028zwei", "score": None}]
+
+
+def store(house, job_id: str, **where) -> None:
+    key = f"jobs/{job_id}/rollouts.jsonl"
+    house.blobs.put_bytes(
+        key, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in LINES).encode()
+    )
+    with house.database.write() as session:
+        session.add(RolloutPage(job_id=job_id, epoch=1, blob_key=key, samples=2, **where))
+
+
+def test_every_sample_of_a_step_is_shown(api, house, create_job):
+    job_id = create_job()["id"]
+    store(house, job_id, step=3, split="train")
+
+    answer = api.get(f"/v1/regraft/jobs/{job_id}/rollouts", params={"step": 3})
+
+    assert answer.json() == {"object": "list", "data": LINES, "has_more": False}
+
+
+def test_a_step_without_samples_is_a_404(api, house, create_job):
+    job_id = create_job()["id"]
+    store(house, job_id, step=3, split="train")
+
+    for params in ({"step": 4}, {"step": 3, "split": "valid"}):
+        answer = api.get(f"/v1/regraft/jobs/{job_id}/rollouts", params=params)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "step")
+
+
+def test_the_step_must_be_a_number_and_the_split_one_of_two(api, create_job):
+    url = f"/v1/regraft/jobs/{create_job()['id']}/rollouts"
+
+    for params, param in (({}, "step"), ({"step": 2**31}, "step"), ({"step": 1, "split": "test"}, "split")):
+        answer = api.get(url, params=params)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

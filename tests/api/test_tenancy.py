@@ -1,0 +1,94 @@
+"""A second project's key must not tell a row of the first from one that was never there."""
+
+import json
+
+import pytest
+
+from core.models import RolloutPage, StepMetric, TunedModel
+
+
+@pytest.fixture
+def rows(house, api, create_job) -> dict[str, str]:
+    """One row of everything that has an id, by the name the id has in a path."""
+    job = create_job(metadata={"team": "a"})
+    house.blobs.put_bytes("rollouts.jsonl", json.dumps({"score": 1.0}).encode())
+    with house.database.write() as session:
+        session.add(
+            RolloutPage(
+                job_id=job["id"], step=1, split="train", epoch=1, blob_key="rollouts.jsonl", samples=1
+            )
+        )
+        session.add(StepMetric(job_id=job["id"], step=1, epoch=1, data={}))
+        model = TunedModel(
+            name="ft:tiny:default::1", project_id=house.project.id, job_id=job["id"], base_model="tiny"
+        )
+        model.checkpoint_id = "ftckpt_1"
+        session.add(model)
+    return {"job_id": job["id"], "file_id": job["training_file"], "model": "ft:tiny:default::1"}
+
+
+def routes_with_an_id(house) -> list[tuple[str, str]]:
+    paths = house.app.openapi()["paths"]
+    return [(method, path) for path, operations in paths.items() if "{" in path for method in operations]
+
+
+def fill(path: str, rows: dict[str, str]) -> str:
+    return path.format(**rows) + ("?step=1" if path.endswith("rollouts") else "")
+
+
+def test_what_belongs_to_another_does_not_exist(house, rows):
+    theirs = house.client(house.other_key)
+
+    answers = {
+        (method, path): theirs.request(method, fill(path, rows)) for method, path in routes_with_an_id(house)
+    }
+
+    assert len(answers) >= 12
+    assert {route: answer.status_code for route, answer in answers.items()} == dict.fromkeys(answers, 404)
+
+
+def test_the_answer_is_the_same_as_for_what_never_was(house, rows):
+    theirs = house.client(house.other_key)
+
+    for method, path in routes_with_an_id(house):
+        unknown = {name: "x" * len(value) for name, value in rows.items()}
+        foreign_answer = theirs.request(method, fill(path, rows)).text
+        for name, value in rows.items():
+            foreign_answer = foreign_answer.replace(value, unknown[name])
+        assert foreign_answer == theirs.request(method, fill(path, unknown)).text
+
+
+def test_the_same_routes_work_for_the_owner(house, api, rows):
+    """Or the tests above would pass on a service that finds nothing at all."""
+    reading = [(method, path) for method, path in routes_with_an_id(house) if method == "get"]
+
+    assert {path: api.request(method, fill(path, rows)).status_code for method, path in reading} == {
+        path: 200 for _, path in reading
+    }
+
+
+@pytest.mark.parametrize(
+    "url", ["/v1/files", "/v1/fine_tuning/jobs", "/v1/fine_tuning/jobs?metadata[team]=a"]
+)
+def test_lists_hold_nothing_of_anothers(house, rows, url):
+    assert house.client(house.other_key).get(url).json()["data"] == []
+
+
+def test_the_models_listed_are_the_base_models_only(house, rows):
+    listed = house.client(house.other_key).get("/v1/models").json()["data"]
+
+    assert [model["id"] for model in listed] == ["tiny", "org/large"]
+
+
+@pytest.mark.parametrize("url", ["/v1/files", "/v1/fine_tuning/jobs"])
+def test_anothers_id_is_no_cursor_either(house, rows, url):
+    after = rows["file_id" if url.endswith("files") else "job_id"]
+
+    assert house.client(house.other_key).get(url, params={"after": after}).status_code == 400
+
+
+def test_anothers_files_cannot_be_trained_on(house, rows, job_request):
+    answer = house.client(house.other_key).post("/v1/fine_tuning/jobs", json=job_request())
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "training_file")
+    assert answer.json()["error"]["message"].startswith("No such File object")

@@ -1,0 +1,105 @@
+"""A live `regraft-server up` in a process of its own, on a tiny model, talked to by the official client."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from tests.tiny import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    port: int
+    folder: Path
+
+    @property
+    def key(self) -> str:
+        return (self.folder / "api_key").read_text().strip()
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def client(self, **options) -> OpenAI:
+        return OpenAI(**{"base_url": self.base_url, "api_key": self.key, "max_retries": 0} | options)
+
+    def stop(self) -> int:
+        """Ctrl-C, as a terminal sends it; returns the exit status."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(60)
+
+
+def start_server(folder: Path, model: Path, **environment: str) -> Server:
+    """Returns when the server answers; its log is in `folder` when it does not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    registry = folder / "models.toml"
+    registry.write_text(f'[models.tiny]\npath = "{model}"\ndtype = "float32"\ncontext = 128\n')
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {
+        "REGRAFT_DATA_DIR": str(folder),
+        "REGRAFT_MODELS_FILE": str(registry),
+        "REGRAFT_PORT": str(port),
+        "REGRAFT_TORCH_THREADS": "1",
+        "REGRAFT_RECONCILE_SECONDS": "0.2",
+    }
+    with (folder / "server.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "worker.cli", "up"],
+            cwd=ROOT,
+            env=os.environ | settings | environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    server = Server(process, port, folder)
+    wait_until_ready(server)
+    return server
+
+
+def wait_until_ready(server: Server) -> None:
+    import select
+
+    while server.process.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/readyz", timeout=5).close()
+            return
+        except (urllib.error.URLError, ConnectionError):
+            select.select([], [], [], 0.1)
+    raise AssertionError((server.folder / "server.log").read_text()[-3000:])
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
+    server = start_server(tmp_path_factory.mktemp("server"), tiny_model)
+    yield server
+    server.stop()
+
+
+@pytest.fixture()
+def client(server: Server) -> OpenAI:
+    return server.client()
+
+
+def jsonl(rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()

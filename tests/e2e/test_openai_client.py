@@ -1,0 +1,290 @@
+"""Every call an RFT user makes, with the official client, against a live server that really trains."""
+
+import asyncio
+import csv
+import io
+import os
+import time
+from pathlib import Path
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+import regraft
+from tests.e2e.conftest import jsonl, start_server
+
+GRADER = {
+    "type": "multi",
+    "name": "m",
+    "graders": {
+        "says": {
+            "type": "string_check",
+            "name": "says",
+            "input": "{{sample.output_text}}",
+            "reference": "{{item.answer}}",
+            "operation": "ilike",
+        },
+        "close": {
+            "type": "text_similarity",
+            "name": "close",
+            "input": "{{sample.output_text}}",
+            "reference": "{{item.answer}}",
+            "evaluation_metric": "fuzzy_match",
+        },
+    },
+    "calculate_output": "0.5*says+0.5*close",
+}
+HYPERPARAMETERS = {
+    "batch_size": 4,
+    "n_epochs": 6,
+    "eval_interval": 4,
+    "advanced": {
+        "group_size": 16,
+        "learning_rate": 0.02,
+        "max_completion_tokens": 3,
+        "lora_rank": 8,
+        "eval_temperature": 1.0,
+    },
+}
+QUESTIONS = ["say yes", "say it", "tell me now", "is it a cat", "is it red", "what is it", "please", "say the word"]
+TRAIN = [{"messages": [{"role": "user", "content": q}], "answer": "yes"} for q in QUESTIONS]
+VALID = [{"messages": [{"role": "user", "content": q}], "answer": "yes"} for q in ("tell me", "is it green")]
+
+
+def upload(client, rows=TRAIN, name="train.jsonl"):
+    return client.files.create(file=(name, jsonl(rows)), purpose="fine-tune")
+
+
+def create(client, train=None, valid=None, **changes):
+    arguments = {
+        "model": "tiny",
+        "training_file": train or upload(client).id,
+        "validation_file": valid or upload(client, VALID, "valid.jsonl").id,
+        "seed": 1,
+        "method": {
+            "type": "reinforcement",
+            "reinforcement": {"grader": GRADER, "hyperparameters": HYPERPARAMETERS},
+        },
+    }
+    return client.fine_tuning.jobs.create(**arguments | changes)
+
+
+def wait(client, job):
+    for _ in regraft.events(client, job.id, poll_seconds=0.2):
+        pass
+    return client.fine_tuning.jobs.retrieve(job.id)
+
+
+@pytest.fixture(scope="module")
+def finished(server):
+    """One job from upload to model, shared by the tests that look at what it left."""
+    client = server.client()
+    client.fine_tuning.alpha.graders.validate(grader=GRADER)
+    job = create(client, suffix="demo", metadata={"k": "v"})
+    return wait(client, job)
+
+
+def test_the_job_succeeds_and_its_reward_rises(client, finished):
+    steps = regraft.metrics(client, finished.id)
+
+    assert finished.status == "succeeded"
+    assert finished.error is None
+    assert steps[-1]["full_valid_mean_reward"] > steps[0]["full_valid_mean_reward"] + 0.3
+
+
+def test_auto_and_asked_hyperparameters_are_shown_resolved(finished):
+    shown = finished.to_dict()["method"]["reinforcement"]["hyperparameters"]
+
+    assert shown["n_epochs"] == 6
+    assert shown["eval_samples"] == 1
+    assert shown["advanced"]["learning_rate"] == 0.02
+    assert shown["advanced"]["loss"] == "dapo"
+
+
+def test_the_events_tell_the_story_in_openais_words(client, finished):
+    events = list(client.fine_tuning.jobs.list_events(finished.id, limit=5))  # several pages
+
+    messages = [event.message for event in reversed(events)]
+    assert messages[0] == f"Created fine-tuning job: {finished.id}"
+    assert messages[1] == (
+        f"Validating training file: {finished.training_file} and validation file: {finished.validation_file}"
+    )
+    assert messages[2:4] == ["Files validated, moving job to queued state", "Fine-tuning job started"]
+    assert messages[-1] == "The job has successfully completed"
+    assert len({event.id for event in events}) == len(events)
+    metrics = [event.data for event in events if event.type == "metrics"]
+    assert {m["step"] for m in metrics} == set(range(13))
+
+
+def test_checkpoints_are_the_best_and_callable_by_name(client, finished):
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(finished.id))
+
+    assert [c.step_number for c in checkpoints] == [12, 8, 4]
+    assert all(c.fine_tuned_model_checkpoint.endswith(f":ckpt-step-{c.step_number}") for c in checkpoints)
+    assert checkpoints[0].metrics.full_valid_mean_reward > 0
+    for checkpoint in checkpoints:
+        assert client.models.retrieve(checkpoint.fine_tuned_model_checkpoint).id
+    assert finished.fine_tuned_model in [model.id for model in client.models.list()]
+
+
+def test_the_adapter_of_a_checkpoint_loads_with_peft(client, finished, tiny_model):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = next(iter(client.fine_tuning.jobs.checkpoints.list(finished.id)))
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), checkpoint.adapter)
+
+    assert model.peft_config["default"].r == 8
+
+
+def test_the_result_file_is_plain_csv(client, finished):
+    text = client.files.content(finished.result_files[0]).text
+
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [row["step"] for row in rows] == [str(n) for n in range(13)]
+
+
+def test_graded_answers_can_be_read(client, finished):
+    answers = regraft.rollouts(client, finished.id, step=1, split="train")
+
+    assert len(answers) == 4 * 16
+    assert all(a["score"] is not None and a["sub_scores"].keys() == {"says", "close"} for a in answers)
+
+
+def test_a_grader_runs_on_a_sample(client):
+    result = client.fine_tuning.alpha.graders.run(grader=GRADER, model_sample="yes", item={"answer": "yes"})
+
+    assert result.reward == 1.0
+    assert not result.metadata.errors.other_error
+    assert len(result.metadata.errors.to_dict()) == 24
+
+
+def test_a_job_with_bad_data_fails_with_its_lines(client):
+    bad = client.files.create(file=("bad.jsonl", b'{"messages": []}\nnot json\n'), purpose="fine-tune")
+
+    job = wait(client, create(client, train=bad.id))
+
+    assert job.status == "failed"
+    assert job.error.param == "training_file"
+    assert "line 1" in job.error.message
+    assert "line 2" in job.error.message
+
+
+def test_a_cancel_acts_at_once_and_keeps_what_was_measured(client):
+    job = create(client)
+    for event in regraft.events(client, job.id, poll_seconds=0.2):
+        if event.type == "metrics":
+            break
+
+    cancelled = client.fine_tuning.jobs.cancel(job.id)
+
+    assert cancelled.status == "cancelled"
+    assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+    assert until(lambda: client.fine_tuning.jobs.retrieve(job.id).result_files)
+
+
+def test_what_is_wrong_with_a_request_is_said(client):
+    with pytest.raises(openai.NotFoundError) as unknown:
+        create(client, model="gpt-9")
+    assert unknown.value.code == "model_not_found"
+    assert "tiny" in unknown.value.message
+
+    with pytest.raises(openai.BadRequestError) as typo:
+        create(client, method={"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": {"n_epoch": 1}}})
+    assert typo.value.param == "method.reinforcement.hyperparameters.n_epoch"
+    assert typo.value.code == "unknown_parameter"
+    assert typo.value.request_id.startswith("req_")
+
+
+def test_a_wrong_key_is_refused(server):
+    with pytest.raises(openai.AuthenticationError) as refused:
+        server.client(api_key="rg-wrong").models.list()
+
+    assert refused.value.code == "invalid_api_key"
+
+
+def test_a_tuned_model_can_be_deleted_and_a_base_model_not(client):
+    job = wait(client, create(client, method=method(n_epochs=1)))
+
+    assert client.models.delete(job.fine_tuned_model).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve(job.fine_tuned_model)
+    with pytest.raises(openai.BadRequestError):
+        client.models.delete("tiny")
+
+
+def test_the_async_client_does_the_same(server):
+    async def whole_job():
+        async with AsyncOpenAI(base_url=server.base_url, api_key=server.key) as client:
+            train = await client.files.create(file=("a.jsonl", jsonl(TRAIN)), purpose="fine-tune")
+            valid = await client.files.create(file=("b.jsonl", jsonl(VALID)), purpose="fine-tune")
+            assert (await client.files.wait_for_processing(train.id)).status == "processed"
+            job = await client.fine_tuning.jobs.create(
+                model="tiny", training_file=train.id, validation_file=valid.id, method=method(n_epochs=1)
+            )
+            while (job := await client.fine_tuning.jobs.retrieve(job.id)).status not in regraft.FINAL:
+                await asyncio.sleep(0.2)
+            events = [event async for event in client.fine_tuning.jobs.list_events(job.id, limit=3)]
+            return job, events
+
+    job, events = asyncio.run(whole_job())
+
+    assert job.status == "succeeded"
+    assert events[0].message == "The job has successfully completed"
+
+
+def test_one_ctrl_c_ends_everything_and_the_job_goes_on_at_the_next_start(tmp_path, tiny_model):
+    """The run is checkpointed, no process is left, and the same job finishes after a restart."""
+    folder = tmp_path / "data"
+    server = start_server(folder, tiny_model)
+    client = server.client()
+    job = create(client, method=method(n_epochs=20, eval_interval=10))  # long enough to be interrupted
+    for event in regraft.events(client, job.id, poll_seconds=0.1):
+        if event.type == "metrics" and event.data["step"] >= 1:
+            break
+
+    status = server.stop()
+
+    assert status == 0, (folder / "server.log").read_text()
+    assert processes_of(folder) == []
+
+    server = start_server(folder, tiny_model)
+    try:
+        client = server.client()
+        done = wait(client, job)
+        steps = [m["step"] for m in regraft.metrics(client, job.id)]
+        messages = [e.message for e in client.fine_tuning.jobs.list_events(job.id)]
+    finally:
+        server.stop()
+    assert done.status == "succeeded"
+    assert steps == list(range(41))
+    assert any(m.startswith("Resuming from the checkpoint of step") for m in messages)
+
+
+def method(**hyperparameters):
+    merged = HYPERPARAMETERS | hyperparameters
+    return {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": merged}}
+
+
+def until(condition, seconds=20.0):
+    """Ask until the answer is true; the server is another process, so there is nothing to wait on."""
+    deadline = time.monotonic() + seconds
+    while not (result := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return result
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Live processes that were started with this data folder in their environment."""
+    needle = f"REGRAFT_DATA_DIR={folder}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if needle in (entry / "environ").read_bytes().split(b"\0") and int(entry.name) != os.getpid():
+                    found.append(int(entry.name))
+            except (FileNotFoundError, PermissionError, ProcessLookupError):
+                continue
+    return found

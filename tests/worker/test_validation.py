@@ -1,0 +1,93 @@
+"""validating_files: what a user reads when a file is wrong."""
+
+import json
+
+import pytest
+
+from core.models import File, Job
+from core.settings import Settings
+from worker.validation import validate_next
+
+GOOD = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
+
+
+@pytest.fixture()
+def validate(bench, tmp_path):
+    """Validate a job over two files made of the given lines; returns the job and whom to wake."""
+
+    def run(train, valid=(GOOD,)):
+        with bench.database.write() as session:
+            ids = []
+            for name, lines in (("train", train), ("valid", valid)):
+                text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+                info = bench.blobs.put_bytes(f"files/{name}", text.encode())
+                file = File(
+                    project_id=bench.project.id,
+                    filename=f"{name}.jsonl",
+                    purpose="fine-tune",
+                    bytes=info.size,
+                    sha256=info.sha256,
+                    blob_key=info.key,
+                )
+                session.add(file)
+                session.flush()
+                ids.append(file.id)
+            job = session.get_one(Job, bench.job().seq)
+            job.training_file, job.validation_file = ids
+            job.status, job.lease_expires_at = "validating_files", None
+        wakes = validate_next(Settings(data_dir=tmp_path), bench.database, bench.blobs, "tester")
+        return bench.job(), wakes
+
+    return run
+
+
+def test_good_files_queue_the_job_and_wake_its_workers(bench, validate):
+    job, wakes = validate([GOOD, GOOD])
+
+    assert job.status == "queued"
+    assert wakes == [("regraft.run_next", "gpu.cpu")]
+    assert "Files validated, moving job to queued state" in bench.events()
+
+
+def test_bad_lines_fail_the_job_and_are_named(validate):
+    job, wakes = validate([GOOD, "{oops", GOOD, {"messages": []}])
+
+    assert (job.status, wakes) == ("failed", [])
+    assert job.error["code"] == "invalid_training_file"
+    assert job.error["param"] == "training_file"
+    assert job.training_file in job.error["message"]
+    assert "line 2" in job.error["message"]
+    assert "line 4" in job.error["message"]
+
+
+def test_the_validation_file_is_named_when_it_is_the_bad_one(validate):
+    job, _ = validate([GOOD], [{"messages": [{"role": "assistant", "content": "red"}], "answer": "red"}])
+
+    assert job.error["param"] == "validation_file"
+    assert "line 1" in job.error["message"]
+
+
+def test_a_field_that_the_grader_reads_must_be_in_every_row(validate):
+    job, _ = validate([GOOD, {"messages": GOOD["messages"]}])
+
+    assert "line 2: the grader reads {{item.answer}}, which this row does not have" in job.error["message"]
+
+
+def test_an_empty_file_says_so(validate):
+    job, _ = validate([])
+
+    assert "empty" in job.error["message"]
+
+
+def test_a_file_deleted_in_between_fails_the_job(bench, validate):
+    with bench.database.write() as session:
+        job = session.get_one(Job, bench.job().seq)
+        job.status, job.lease_expires_at = "validating_files", None
+
+    validate_next(Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, "tester")
+
+    assert "was deleted before it could be read" in bench.job().error["message"]
+
+
+def test_nothing_to_validate_is_no_work(bench):
+    assert validate_next(Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, "tester") is None
