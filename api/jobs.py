@@ -163,11 +163,11 @@ class CheckpointOut(BaseModel):
     fine_tuned_model_checkpoint: str | None  # null: its name was deleted
     fine_tuning_job_id: str
     step_number: int
-    metrics: dict[str, float]
-    adapter: str  # where its PEFT adapter lies in the operator's store
+    metrics: dict[str, int | float]
+    adapter: str | None  # the folder of its PEFT adapter, where server and user share a machine
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, name: str | None, adapter: str) -> "CheckpointOut":
+    def of(cls, checkpoint: Checkpoint, name: str | None, adapter: str | None) -> "CheckpointOut":
         return cls(
             id=checkpoint.id,
             created_at=checkpoint.created_at,
@@ -273,9 +273,9 @@ def list_checkpoints(
     job = jobs.get(session, project.id, job_id)
     page = tuned.checkpoints(session, job, after=after, limit=clamped(limit))
     names = tuned.names(session, page.items)
-    data = [
-        CheckpointOut.of(one, names.get(one.id), service.blobs.url(one.blob_prefix)) for one in page.items
-    ]
+    # In production the place in the store is the operator's business.
+    url = service.blobs.url if service.settings.embedded else lambda key: None
+    data = [CheckpointOut.of(one, names.get(one.id), url(one.blob_prefix)) for one in page.items]
     return EndedListing(data=data, has_more=page.has_more, **ends(page))
 
 
@@ -289,7 +289,7 @@ def shown_hyperparameters(asked: dict[str, Any], resolved: dict[str, Any] | None
     return asked | known | {"advanced": asked["advanced"] | ours}
 
 
-def checkpoint_metrics(checkpoint: Checkpoint) -> dict[str, float]:
+def checkpoint_metrics(checkpoint: Checkpoint) -> dict[str, int | float]:
     """The numbers clients rank checkpoints by, in both spellings that are in use."""
     measured = checkpoint.metrics
     train, valid = measured.get("train_mean_reward"), measured.get("full_valid_mean_reward")

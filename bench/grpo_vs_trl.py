@@ -19,6 +19,7 @@ from bench.report import report
 
 MODEL = "SmolLM2-135M-Instruct"
 PROMPTS, GROUP, PROMPT_WORDS, ANSWER = 4, 8, 150, 24
+WORDS = tuple("the bank card was lost on a train and a friend found it near the old stone bridge".split())
 STEPS = 3  # the first warms up and is not counted
 
 
@@ -52,9 +53,13 @@ def main() -> None:
 
 def chats() -> list[list[dict[str, str]]]:
     """The same long prompts for both sides: plain words, so that any tokenizer makes about as many tokens."""
-    words = "the bank card was lost on a train and a friend found it near the old stone bridge".split()
     return [
-        [{"role": "user", "content": " ".join(words[(i * 7 + k * (k + n)) % len(words)] for k in range(PROMPT_WORDS))}]
+        [
+            {
+                "role": "user",
+                "content": " ".join(WORDS[(i * 7 + k * (k + n)) % len(WORDS)] for k in range(PROMPT_WORDS)),
+            }
+        ]
         for n, i in enumerate(range(PROMPTS))
     ]
 
@@ -96,7 +101,9 @@ def run_ours() -> dict[str, float]:
     seconds = []
     for step in range(STEPS):
         start = time.perf_counter()
-        rollouts_PG = asyncio.run(sampler.sample(prompts, Sampling(GROUP, 1.0, ANSWER, job_seed=0, step=step)))
+        rollouts_PG = asyncio.run(
+            sampler.sample(prompts, Sampling(GROUP, 1.0, ANSWER, job_seed=0, step=step))
+        )
         trainer.update(
             [
                 Group(prompt, rollouts, tuple(Grade(score(r.text)) for r in rollouts))

@@ -47,7 +47,8 @@ class InvalidApiKey(ServiceError):
 
 
 class NotFound(ServiceError):
-    status_code, type, code = 404, "invalid_request_error", None
+    status_code, type = 404, "invalid_request_error"
+    code: str | None = None
 
 
 class FileNotFound(NotFound):

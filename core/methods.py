@@ -51,11 +51,17 @@ class Hyperparameters(Value):
     def combinations_that_work(self) -> "Hyperparameters":
         samples, temperature = self.eval_samples, self.advanced.eval_temperature
         if temperature == 0 and samples != "auto" and samples > 1:
-            raise ValueError("eval_samples above 1 needs eval_temperature above 0: greedy answers are all the same")
+            raise ValueError(
+                "eval_samples above 1 needs eval_temperature above 0: greedy answers are all the same"
+            )
         if self.reasoning_effort != "default":
-            raise ValueError("reasoning_effort other than 'default' is not supported by the models served here")
+            raise ValueError(
+                "reasoning_effort other than 'default' is not supported by the models served here"
+            )
         if self.advanced.learning_rate != "auto" and self.learning_rate_multiplier != "auto":
-            raise ValueError("learning_rate_multiplier scales the automatic learning rate: give it or learning_rate")
+            raise ValueError(
+                "learning_rate_multiplier scales the automatic learning rate: give it or learning_rate"
+            )
         if self.advanced.group_size != "auto" and self.compute_multiplier != "auto":
             raise ValueError("compute_multiplier scales the automatic group size: give it or group_size")
         return self
@@ -88,10 +94,10 @@ class Resolved(Value):
 def base_learning_rate(parameters: int) -> float:
     """For LoRA on all linear layers; small models need more.
 
-    From the settings trainers publish (4e-5 at 4-8 B, 2e-4 at 1 B) and our measurement that a 135 M model learns
-    slowly at 3e-4 and well at 1e-3.
+    4e-5 and 2e-4 are what trainers publish for 4-8 B and 1 B. For 135 M we measured on the demo's task: 3e-4 takes
+    validation reward from 0.40 to 0.89 in ten steps; 1e-3 loses all entropy in five and ends below the base.
     """
-    for limit, rate in ((300e6, 1e-3), (1.2e9, 2e-4), (14e9, 4e-5)):
+    for limit, rate in ((300e6, 3e-4), (1.2e9, 2e-4), (14e9, 4e-5)):
         if parameters <= limit:
             return rate
     return 2e-5
@@ -106,7 +112,11 @@ def resolve(asked: Hyperparameters, *, rows: int, parameters: int, context: int)
     total_steps = math.ceil(rows * n_epochs / batch_size)
     eval_samples = _or(asked.eval_samples, 1)
     learning_rate = base_learning_rate(parameters) * _or(asked.learning_rate_multiplier, 1.0)
-    scale: dict[str, Literal["group", "batch", "none"]] = {"grpo": "group", "dr_grpo": "none", "dapo": "batch"}
+    scale: dict[str, Literal["group", "batch", "none"]] = {
+        "grpo": "group",
+        "dr_grpo": "none",
+        "dapo": "batch",
+    }
     return Resolved(
         batch_size=batch_size,
         learning_rate=_or(advanced.learning_rate, learning_rate),

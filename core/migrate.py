@@ -70,6 +70,6 @@ def _file_lock(database_url: str) -> Iterator[None]:
     # that open a new database at once can fail there with "database is locked".
     database = Path(make_url(database_url).database or "regraft.db")
     database.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{database}.migrate.lock", "w") as file:
+    with Path(f"{database}.migrate.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # let go by the close
         yield

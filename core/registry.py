@@ -45,9 +45,13 @@ class BaseModelEntry(BaseModel):
             source = self.path
         else:
             assert self.package is not None and self.file is not None
-            spec = find_spec(self.package)  # finds without importing: the package's own imports may be missing
+            spec = find_spec(
+                self.package
+            )  # finds without importing: the package's own imports may be missing
             if spec is None or not spec.submodule_search_locations:
-                raise FileNotFoundError(f"the Python package {self.package!r}, which ships the model, is not installed")
+                raise FileNotFoundError(
+                    f"the Python package {self.package!r}, which ships the model, is not installed"
+                )
             source = Path(spec.submodule_search_locations[0]) / self.file
         if not source.exists():
             raise FileNotFoundError(f"no model at {source}")

@@ -6,19 +6,13 @@ a library's visitors to the right desk, and shows what it learned on questions i
 
 import argparse
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
-import openai
-
 import regraft
+from openai import OpenAI
+from service import local_service
 
 DATA = Path(__file__).parent / "support_desk"
 GRADER = {
@@ -47,7 +41,7 @@ HYPERPARAMETERS = {
     "batch_size": 8,
     "n_epochs": 3,
     "eval_interval": 6,
-    "advanced": {"group_size": 8, "learning_rate": 2e-3, "max_completion_tokens": 10},
+    "advanced": {"group_size": 8, "max_completion_tokens": 8},
 }
 
 
@@ -57,25 +51,11 @@ def main() -> int:
     args = parser.parse_args()
     start = time.monotonic()
     folder = args.data_dir.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-
-    port = free_port()
-    environment = os.environ | {"REGRAFT_DATA_DIR": str(folder), "REGRAFT_PORT": str(port)}
-    command = [sys.executable, "-m", "worker.cli", "up"]
-    with (folder / "server.log").open("w") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        try:
-            wait_until_ready(server, port, folder / "server.log")
-            print(f"Service ready after {time.monotonic() - start:.1f} s; its log is {folder / 'server.log'}\n")
-            key = (folder / "api_key").read_text().strip()
-            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key)
-            return train_and_show(client, folder, start)
-        finally:
-            server.send_signal(signal.SIGINT)
-            server.wait()
+    with local_service(folder) as client:
+        return train_and_show(client, folder, start)
 
 
-def train_and_show(client: openai.OpenAI, folder: Path, start: float) -> int:
+def train_and_show(client: OpenAI, folder: Path, start: float) -> int:
     train, valid = (
         client.files.create(file=DATA / f"{name}.jsonl", purpose="fine-tune") for name in ("train", "valid")
     )
@@ -85,7 +65,10 @@ def train_and_show(client: openai.OpenAI, folder: Path, start: float) -> int:
         validation_file=valid.id,
         suffix="desk",
         seed=1,
-        method={"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": HYPERPARAMETERS}},
+        method={
+            "type": "reinforcement",
+            "reinforcement": {"grader": GRADER, "hyperparameters": HYPERPARAMETERS},
+        },
     )
     print(f"Job {job.id}: {job.model} on {DATA.name}, 48 questions to learn from, 16 to be tested on\n")
     job = regraft.show(client, job.id)
@@ -93,15 +76,21 @@ def train_and_show(client: openai.OpenAI, folder: Path, start: float) -> int:
         print(f"The job {job.status}: {job.error}", file=sys.stderr)
         return 1
 
-    best = max(client.fine_tuning.jobs.checkpoints.list(job.id), key=lambda one: one.metrics.full_valid_mean_reward)
+    best = max(
+        client.fine_tuning.jobs.checkpoints.list(job.id), key=lambda one: one.metrics.full_valid_mean_reward
+    )
     before = regraft.rollouts(client, job.id, step=0, split="valid")
     after = regraft.rollouts(client, job.id, step=best.step_number, split="valid")
-    base_reward, tuned_reward = (sum(a["score"] for a in answers) / len(answers) for answers in (before, after))
+    base_reward, tuned_reward = (
+        sum(a["score"] for a in answers) / len(answers) for answers in (before, after)
+    )
 
     print("\nQuestions it was not trained on\n")
     for old, new in list(zip(before, after, strict=True))[:: len(before) // 5][:5]:
         question = old["messages"][-1]["content"]
-        print(f"  {question}\n    before  {old['score']:.2f}  {old['output_text']!r}\n    after   {new['score']:.2f}  {new['output_text']!r}")
+        print(f"  {question}")
+        for when, answer in (("before", old), ("after ", new)):
+            print(f"    {when}  {answer['score']:.2f}  {answer['output_text']!r}")
     summary = {
         "base_reward": base_reward,
         "tuned_reward": tuned_reward,
@@ -110,25 +99,11 @@ def train_and_show(client: openai.OpenAI, folder: Path, start: float) -> int:
         "model": job.fine_tuned_model,
     }
     (folder / "demo.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"\nReward  {base_reward:.2f} -> {tuned_reward:.2f} (step {best.step_number} is the best checkpoint)")
+    print(
+        f"\nReward  {base_reward:.2f} -> {tuned_reward:.2f} (step {best.step_number} is the best checkpoint)"
+    )
     print(f"Model   {job.fine_tuned_model}\nAdapter {best.adapter}\nTime    {summary['seconds']:.0f} s")  # type: ignore[attr-defined]
     return 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until_ready(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    while server.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5).close()
-            return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.2)
-    sys.exit(f"The service did not start. Its last words:\n{log.read_text()[-2000:]}")
 
 
 if __name__ == "__main__":

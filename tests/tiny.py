@@ -8,12 +8,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-WORDS = [
-    "<pad>", "<unk>", "<end>", "<user>", "<assistant>", "<system>",
-    *"yes no maybe red green blue cat dog bird one two three four five six seven eight nine ten".split(),
-    *"say the word what colour animal number is it a of my your name please tell me now again".split(),
-    *"north south east west spring summer autumn winter bread milk salt sugar water fire wood iron".split(),
-]  # fmt: skip
+WORDS = """
+    <pad> <unk> <end> <user> <assistant> <system>
+    yes no maybe red green blue cat dog bird one two three four five six seven eight nine ten
+    say the word what colour animal number is it a of my your name please tell me now again
+    north south east west spring summer autumn winter bread milk salt sugar water fire wood iron
+""".split()
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
@@ -27,7 +27,11 @@ def make_tiny_model(folder: Path, *, layers: int = 2, seed: int = 0) -> Path:
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", eos_token="<end>", chat_template=TEMPLATE
+        tokenizer_object=words,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<end>",
+        chat_template=TEMPLATE,
     )
     config = LlamaConfig(
         vocab_size=len(WORDS),

@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 NAME = "regraft"
 
 
-class GroupCache(Cache):
+class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for us
     """Keys and values: of P prompts once, and of R rows' own tokens (Hkv heads of size d).
 
     Fill it with one forward over the prompts, call `expand` with the group of each row, then decode. Rows that
@@ -63,7 +63,9 @@ class GroupCache(Cache):
         """Call before each decoding forward: every row's tail grows by one."""
         self.length += 1
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Called by the model. Returns the keys and values so far: of the prompts, or of the rows' tails."""
         if not self.decoding:
             self.prompt_keys[layer_idx], self.prompt_values[layer_idx] = key, value
@@ -115,12 +117,12 @@ def _attend(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if group_cache is not None and group_cache.decoding:
         return _decode(group_cache, module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]
-    is_causal = attention_mask is None and query.shape[2] > 1
     output = torch.nn.functional.scaled_dot_product_attention(
         query,
-        *(_repeat_heads(t, query.shape[1]) for t in (key, value)),
+        _repeat_heads(key, query.shape[1]),
+        _repeat_heads(value, query.shape[1]),
         attn_mask=attention_mask,
-        is_causal=is_causal,
+        is_causal=attention_mask is None and query.shape[2] > 1,
         scale=scale,
     )
     return output.transpose(1, 2), None

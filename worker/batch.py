@@ -20,7 +20,12 @@ from worker.types import Sequence as Answer
 
 
 def packs_of(
-    groups_P: Sequence[Group], *, loss: grpo.Loss, scale: grpo.Scale, max_completion_tokens: int, keep_all: bool
+    groups_P: Sequence[Group],
+    *,
+    loss: grpo.Loss,
+    scale: grpo.Scale,
+    max_completion_tokens: int,
+    keep_all: bool,
 ) -> list[Pack]:
     """The answers worth computing, each with its advantage and its share of the step's loss.
 
@@ -36,7 +41,11 @@ def packs_of(
         if reward is not None and (keep_all or any(advantages_PG[row]))
     ]
     lengths = [len(groups_P[row].rollouts_G[member].output_ids_T) for row, member in counted]
-    weights = dict(zip(counted, grpo.token_weights(lengths, loss, max_completion_tokens), strict=True)) if counted else {}
+    weights = (
+        dict(zip(counted, grpo.token_weights(lengths, loss, max_completion_tokens), strict=True))
+        if counted
+        else {}
+    )
 
     packs = []
     for row, group in enumerate(groups_P):
@@ -56,7 +65,9 @@ def micro_batches(packs: Sequence[Pack], token_budget: int) -> Iterator[list[Pac
     A pack longer than the budget is split between answers (its prompt is then computed once a part); a
     single answer longer than the budget still gets a batch of its own.
     """
-    parts = sorted((part for pack in packs for part in _split(pack, token_budget)), key=lambda part: part.tokens)
+    parts = sorted(
+        (part for pack in packs for part in _split(pack, token_budget)), key=lambda part: part.tokens
+    )
     batch: list[Pack] = []
     for part in parts:
         # The newest part is the longest, so it sets the width of the whole batch.
@@ -102,8 +113,15 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
     width = max(pack.tokens for pack in packs)
     input_ids = torch.zeros(len(packs), width, dtype=torch.int64)
     position_ids = torch.zeros(len(packs), width, dtype=torch.int64)
-    segment = torch.full((len(packs), width), -1, dtype=torch.int64)  # 0 the prompt, 1.. the answers, -1 padding
-    row, column, target, old_logp, advantage, weight = [], [], [], [], [], []
+    segment = torch.full(
+        (len(packs), width), -1, dtype=torch.int64
+    )  # 0 the prompt, 1.. the answers, -1 padding
+    row: list[int] = []
+    column: list[int] = []
+    target: list[int] = []
+    old_logp: list[float] = []
+    advantage: list[float] = []
+    weight: list[float] = []
     for b, pack in enumerate(packs):
         prompt = len(pack.prompt_ids)
         input_ids[b, :prompt] = torch.tensor(pack.prompt_ids)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from sqlalchemy import delete, select
+from sqlalchemy import Select, delete, select
 from sqlalchemy.orm import Session
 
 from core import events, jobs
@@ -54,13 +54,17 @@ class Checkpoints:
                 trainer.load(Path(folder))
         with jobs.fenced(self.database, self.claim) as (session, job):
             if newest:
-                events.append(session, job.id, f"Resuming from the checkpoint of step {step}", data={"step": step})
+                events.append(
+                    session, job.id, f"Resuming from the checkpoint of step {step}", data={"step": step}
+                )
             # A crash between step 0 and the first checkpoint leaves step 0 done; it stays.
             events.discard_steps_after(session, job.id, step)
             session.execute(delete(RolloutPage).where(RolloutPage.job_id == job.id, RolloutPage.step > step))
         return step
 
-    def save(self, trainer: Savable, *, step: int, valid_reward: float | None, metrics: dict[str, Any]) -> None:
+    def save(
+        self, trainer: Savable, *, step: int, valid_reward: float | None, metrics: dict[str, Any]
+    ) -> None:
         """Store the trainer's state as the checkpoint of this step, and let go of those it replaces.
 
         With a validation reward the checkpoint is a model of its own, `…:ckpt-step-N`; without one it serves
@@ -150,7 +154,7 @@ def _publish(session: Session, job: Job, checkpoint: Checkpoint, name: str) -> N
     )
 
 
-def _of_job(job_id: str) -> Any:
+def _of_job(job_id: str) -> Select[Checkpoint]:
     return select(Checkpoint).where(Checkpoint.job_id == job_id)
 
 

@@ -26,7 +26,9 @@ from worker.app import WorkerService
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="regraft-server", description="Self-hosted reinforcement fine-tuning.")
+    parser = argparse.ArgumentParser(
+        prog="regraft-server", description="Self-hosted reinforcement fine-tuning."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("up", help="API, worker and reconciler in one process, on the embedded default")
     commands.add_parser("api", help="the HTTP API alone (needs REGRAFT_BROKER_URL)")
@@ -44,7 +46,9 @@ def main() -> int:
     if args.command == "up":
         up(settings)
     elif args.command == "api":
-        serve_api(settings, *open_stores(settings), sender(open_celery(settings.broker_url, settings.gpu_class)))
+        serve_api(
+            settings, *open_stores(settings), sender(open_celery(settings.broker_url, settings.gpu_class))
+        )
     elif args.command == "worker":
         work(settings)
     elif args.command == "create-key":
@@ -85,7 +89,9 @@ def serve_api(settings: Settings, database: Database, blobs: BlobStore, send: Se
     # end the process before the worker has drained.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _already_stopping)
-    config = uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5
+    )
     uvicorn.Server(config).run()
 
 

@@ -32,7 +32,9 @@ class PromptStream:
         return self.prompts[order[index]]
 
 
-def tokenize(examples: Sequence[Example], policy: Policy, *, file: str, max_completion_tokens: int) -> list[Prompt]:
+def tokenize(
+    examples: Sequence[Example], policy: Policy, *, file: str, max_completion_tokens: int
+) -> list[Prompt]:
     """Rows to prompts.
 
     Raises:

@@ -102,7 +102,7 @@ def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
     Never negative, 0 where they agree (DeepSeekMath eq. 4; Schulman, "Approximating KL divergence").
     """
     log_x = ref_logp - logp
-    return torch.exp(log_x) - log_x - 1.0
+    return torch.expm1(log_x) - log_x  # expm1: x - 1 rounds to less than log x where the two agree
 
 
 def loss(

@@ -151,7 +151,9 @@ def _mean(values: Iterable[float]) -> float | None:
     return statistics.fmean(kept) if kept else None
 
 
-def _per_grader(spec: GraderSpec, splits: Sequence[tuple[str, Sequence[Group]]], fields: Any) -> list[dict[str, Any]]:
+def _per_grader(
+    spec: GraderSpec, splits: Sequence[tuple[str, Sequence[Group]]], fields: Any
+) -> list[dict[str, Any]]:
     """One entry a grader: the sub-graders of a multi, or the only one."""
     parts = spec.graders.items() if isinstance(spec, MultiSpec) else [(None, spec)]
     rows = []
@@ -159,7 +161,9 @@ def _per_grader(spec: GraderSpec, splits: Sequence[tuple[str, Sequence[Group]]],
         row: dict[str, Any] = {"name": part.name, "type": part.type}
         for split, groups_P in splits:
             grades = _grades(groups_P)
-            row |= fields(split, grades if key is None else [g.sub_grades[key] for g in grades if key in g.sub_grades])
+            row |= fields(
+                split, grades if key is None else [g.sub_grades[key] for g in grades if key in g.sub_grades]
+            )
         rows.append(row)
     return rows
 

@@ -89,7 +89,7 @@ class Policy:
         """A fresh adapter: its B is zero, so the policy starts as the base model exactly."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model: PeftModel = get_peft_model(  # type: ignore[assignment]
+            self.model: PeftModel = get_peft_model(
                 base.model,
                 LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"),
             )
@@ -106,14 +106,19 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        return self._head.weight.device
+        device: torch.device = self._head.weight.device
+        return device
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def hidden(
-        self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None, cache: attention.GroupCache | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        mask: Tensor | None,
+        cache: attention.GroupCache | None = None,
     ) -> Tensor:
         """Hidden states [B, T, h] before the head. `mask` is bool [B, 1, T, T], or None when `cache` decodes."""
         # use_cache=False matters: with it on, transformers makes a cache and may take its own view of the mask
@@ -126,11 +131,13 @@ class Policy:
             use_cache=cache is not None,
             group_cache=cache,
         )
-        return output.last_hidden_state
+        last: Tensor = output.last_hidden_state
+        return last
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., h] -> logits [..., V] in float32, whatever the precision of the weights."""
-        return self._head(hidden).float()
+        logits: Tensor = self._head(hidden)
+        return logits.float()
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
@@ -141,10 +148,18 @@ class Policy:
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A chat to token ids, ready for the model to answer. `developer` is spelled `system` for templates."""
         chat = [
-            {**message, "role": "system" if message["role"] == "developer" else message["role"], "content": _text(message)}
+            {
+                **message,
+                "role": "system" if message["role"] == "developer" else message["role"],
+                "content": _text(message),
+            }
             for message in messages
         ]
-        return list(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
+        return list(
+            self.tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        )
 
     def text(self, output_ids_T: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(output_ids_T), skip_special_tokens=True))
@@ -179,7 +194,9 @@ class Policy:
         tolerance = 1e-3 if own.dtype == torch.float32 and self._head.weight.dtype == torch.float32 else 0.25
         if not gap <= tolerance:
             name = type(self.model.get_base_model()).__name__
-            raise UnsupportedModel(f"{name} is not supported: its log-probabilities differ from ours by {gap:.3g}")
+            raise UnsupportedModel(
+                f"{name} is not supported: its log-probabilities differ from ours by {gap:.3g}"
+            )
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -71,7 +71,9 @@ class Reconciler:
         """Remove deleted files that no unfinished job reads any more: first the contents, then the row."""
         in_use = (
             select(Job.seq)
-            .where(Job.status.not_in(FINAL), (Job.training_file == File.id) | (Job.validation_file == File.id))
+            .where(
+                Job.status.not_in(FINAL), (Job.training_file == File.id) | (Job.validation_file == File.id)
+            )
             .exists()
         )
         gone = File.deleted_at.is_not(None) | (File.expires_at < now())

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from core import datasets, jobs, methods
+from core import datasets, methods
 from core.blobs import BlobStore, open_blobs
 from core.db import Database
 from core.jobs import Claim, LeaseLost
@@ -155,7 +155,9 @@ class Run:
     def finish(self) -> None:
         best = self.checkpoints.best()
         if best is None:
-            raise UserMistake("invalid_grader", "Not one validation answer could be graded, so there is no best model.")
+            raise UserMistake(
+                "invalid_grader", "Not one validation answer could be graded, so there is no best model."
+            )
         self.recorder.succeed(best)
 
 
@@ -181,7 +183,12 @@ class UserMistake(Exception):
 
 
 def load(
-    settings: Settings, database: Database, blobs: BlobStore, claim: Claim, scratch: Path, stop: Callable[[], bool]
+    settings: Settings,
+    database: Database,
+    blobs: BlobStore,
+    claim: Claim,
+    scratch: Path,
+    stop: Callable[[], bool],
 ) -> Run:
     """Put a Run together for a claimed job: read its files, load its model, resolve what it left to us."""
     # Here and not above: a test of the loop should not wait for torch and transformers to be imported.
@@ -265,7 +272,9 @@ def main() -> int:
     except UserMistake as mistake:
         with database.read() as session:
             job = session.query(Job).where(Job.id == claim.job_id).one()
-        Recorder(database, blobs, claim, job).fail(code=mistake.code, message=mistake.message, param=mistake.param)
+        Recorder(database, blobs, claim, job).fail(
+            code=mistake.code, message=mistake.message, param=mistake.param
+        )
         return process.USER_MISTAKE
     return process.DONE if outcome is Outcome.DONE else process.DRAINED
 

@@ -4,6 +4,7 @@ The child does the work and writes its own progress, fenced by the claim's epoch
 renews the lease, so a child that hangs in a long GPU call keeps its job, and a machine that dies loses it.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -93,10 +94,8 @@ class Supervisor:
         pause = min(self.settings.lease_seconds / 4, 0.5)
         since_heartbeat = 0.0
         while True:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(timeout=pause)
-            except subprocess.TimeoutExpired:
-                pass
             since_heartbeat += pause
             if since_heartbeat >= self.settings.lease_seconds / 4 or self._cancelled(claim):
                 since_heartbeat = 0.0
@@ -117,7 +116,7 @@ class Supervisor:
         """Whether the fence has moved on: looked at often, so that a cancel stops the machine within a second."""
         with self.database.read() as session:
             epoch = session.query(Job.epoch).where(Job.id == claim.job_id).scalar()
-        return epoch != claim.epoch
+        return bool(epoch != claim.epoch)
 
     def _heartbeat(self, claim: Claim) -> bool:
         with self.database.write() as session:
@@ -140,10 +139,8 @@ class Supervisor:
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
     """End the child and whatever it started. Nothing happens if all have ended already."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     child.wait()
 
 

@@ -38,7 +38,9 @@ class PeftTrainer:
         self.settings = settings
         self.token_budget = token_budget
         # Betas and no weight decay: what RL with LoRA converged on (a second moment of 0.95 forgets in ~20 steps).
-        self.optimizer = torch.optim.AdamW(policy.trainable, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            policy.trainable, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
         self.steps_taken = 0
 
     def update(self, groups_P: Sequence[Group]) -> UpdateMetrics:
@@ -94,7 +96,7 @@ class PeftTrainer:
             kl=settings.kl,
             ref_logp=ref_logp if settings.kl > 0 else None,
         )
-        part.backward()
+        part.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             clipped = grpo.was_clipped(
                 logp_M, batch.old_logp_M, batch.advantage_M, settings.clip_low, settings.clip_high
@@ -123,11 +125,15 @@ class PeftTrainer:
         Only positions that predict an answer's token reach the head, and in chunks that are recomputed in the
         backward pass, so no [tokens x vocabulary] tensor is ever whole.
         """
-        hidden = self.policy.hidden(batch.input_ids, batch.position_ids, batch.mask)[batch.row_M, batch.column_M]
+        hidden = self.policy.hidden(batch.input_ids, batch.position_ids, batch.mask)[
+            batch.row_M, batch.column_M
+        ]
         head: Callable[..., tuple[Tensor, Tensor]] = self._head_chunk
         chunks = [
             checkpoint(head, h, target, use_reentrant=False)
-            for h, target in zip(hidden.split(HEAD_CHUNK), batch.target_M.split(HEAD_CHUNK), strict=True)
+            for h, target in zip(
+                torch.split(hidden, HEAD_CHUNK), torch.split(batch.target_M, HEAD_CHUNK), strict=True
+            )
         ]
         logp, entropy = zip(*chunks, strict=True)
         return torch.cat(logp), torch.cat(entropy)

@@ -24,7 +24,9 @@ class BadFile(Exception):
         self.param, self.message = param, message
 
 
-def validate_next(settings: Settings, database: Database, blobs: BlobStore, owner: str) -> list[tuple[str, str]] | None:
+def validate_next(
+    settings: Settings, database: Database, blobs: BlobStore, owner: str
+) -> list[tuple[str, str]] | None:
     """Validate the oldest job that waits for it.
 
     Returns the (task, queue) to wake: one if its files are good, none if they are not. None: no job waited.

@@ -30,7 +30,9 @@ def events(client: OpenAI, job_id: str, *, poll_seconds: float = 1.0) -> Iterato
         time.sleep(poll_seconds)
 
 
-def show(client: OpenAI, job_id: str, *, out: TextIO = sys.stdout, poll_seconds: float = 1.0) -> FineTuningJob:
+def show(
+    client: OpenAI, job_id: str, *, out: TextIO = sys.stdout, poll_seconds: float = 1.0
+) -> FineTuningJob:
     """Print the job's progress until it ends, and return it: a live bar in a terminal, plain lines in a pipe."""
     live = out.isatty()
     for event in events(client, job_id, poll_seconds=poll_seconds):

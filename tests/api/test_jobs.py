@@ -436,7 +436,8 @@ def test_events_are_listed_newest_first_page_by_page(api, house, create_job):
 
 def add_checkpoint(house, job_id: str, step: int, reward: float | None, *names: str) -> str:
     with house.database.write() as session:
-        checkpoint = Checkpoint(job_id=job_id, step=step, epoch=1, blob_prefix="", valid_reward=reward)
+        checkpoint = Checkpoint(job_id=job_id, step=step, epoch=1, valid_reward=reward)
+        checkpoint.blob_prefix = f"checkpoints/{step}"
         checkpoint.metrics = {"train_mean_reward": 0.5, "completion_tokens_mean": 12.0}
         session.add(checkpoint)
         session.flush()
@@ -472,6 +473,7 @@ def test_kept_checkpoints_are_listed_newest_first_with_their_names(api, house, c
             "valid_reward_mean": 0.7,
             "completion_tokens_mean": 12.0,
         },
+        "adapter": house.blobs.url("checkpoints/2"),
     }
 
 

@@ -91,9 +91,7 @@ def peak_memory(pid: int) -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_a_large_upload_never_lies_in_memory(serve):
     server, client = serve(512 * MEBIBYTE)
-    assert (
-        upload(client, MEBIBYTE).status_code == 200
-    )  # what is loaded at the first one is no cost of a large one
+    upload(client, MEBIBYTE)  # what the first one loads is no cost of a large one
     before = peak_memory(server.pid)
 
     answer = upload(client, 512 * MEBIBYTE)

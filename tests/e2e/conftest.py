@@ -96,7 +96,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
     server.stop()
 
 
-@pytest.fixture()
+@pytest.fixture
 def client(server: Server) -> OpenAI:
     return server.client()
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import openai
 import pytest
+import regraft
 from openai import AsyncOpenAI
 
-import regraft
 from tests.e2e.conftest import jsonl, start_server
 
 GRADER = {
@@ -47,7 +47,16 @@ HYPERPARAMETERS = {
         "eval_temperature": 1.0,
     },
 }
-QUESTIONS = ["say yes", "say it", "tell me now", "is it a cat", "is it red", "what is it", "please", "say the word"]
+QUESTIONS = [
+    "say yes",
+    "say it",
+    "tell me now",
+    "is it a cat",
+    "is it red",
+    "what is it",
+    "please",
+    "say the word",
+]
 TRAIN = [{"messages": [{"role": "user", "content": q}], "answer": "yes"} for q in QUESTIONS]
 VALID = [{"messages": [{"role": "user", "content": q}], "answer": "yes"} for q in ("tell me", "is it green")]
 
@@ -192,7 +201,13 @@ def test_what_is_wrong_with_a_request_is_said(client):
     assert "tiny" in unknown.value.message
 
     with pytest.raises(openai.BadRequestError) as typo:
-        create(client, method={"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": {"n_epoch": 1}}})
+        create(
+            client,
+            method={
+                "type": "reinforcement",
+                "reinforcement": {"grader": GRADER, "hyperparameters": {"n_epoch": 1}},
+            },
+        )
     assert typo.value.param == "method.reinforcement.hyperparameters.n_epoch"
     assert typo.value.code == "unknown_parameter"
     assert typo.value.request_id.startswith("req_")

@@ -32,12 +32,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture()
+@pytest.fixture
 def make_policy(tiny_model: Path) -> Callable[..., Policy]:
     """A policy on the tiny model; `moved` gives its adapter random weights, as if it had learned something."""
 
     def make(*, moved: bool = False, seed: int = 0) -> Policy:
-        base = load_base("tiny", BaseModelEntry(path=tiny_model, dtype="float32", context=128), tiny_model, "cpu")
+        base = load_base(
+            "tiny", BaseModelEntry(path=tiny_model, dtype="float32", context=128), tiny_model, "cpu"
+        )
         policy = Policy(base, rank=4, alpha=8, seed=seed)
         if moved:
             torch.manual_seed(seed + 1)
@@ -129,7 +131,7 @@ GRADER = {
 }
 
 
-@pytest.fixture()
+@pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     database = Database(f"sqlite:///{tmp_path}/regraft.db")
     Table.metadata.create_all(database.engine)

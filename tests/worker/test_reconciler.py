@@ -11,12 +11,12 @@ from core.settings import Settings
 from worker.reconciler import Reconciler
 
 
-@pytest.fixture()
+@pytest.fixture
 def sent():
     return []
 
 
-@pytest.fixture()
+@pytest.fixture
 def reconciler(bench, sent):
     return Reconciler(
         Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, lambda *wake: sent.append(wake)

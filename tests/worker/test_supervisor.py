@@ -16,7 +16,9 @@ from core.settings import Settings
 from worker import process
 from worker.supervisor import Supervisor
 
-WAIT = "import signal, sys; signal.signal(15, lambda *a: sys.exit(75)); print('up', flush=True); signal.pause()"
+WAIT = (
+    "import signal, sys; signal.signal(15, lambda *a: sys.exit(75)); print('up', flush=True); signal.pause()"
+)
 
 
 class Child:
@@ -43,7 +45,7 @@ class Child:
         return [sys.executable, "-c", self.source]
 
 
-@pytest.fixture()
+@pytest.fixture
 def supervise(bench, tmp_path):
     """Queue the bench's job again, and supervise children of the given source."""
     with jobs.fenced(bench.database, bench.claim) as (session, job):
@@ -127,7 +129,9 @@ def test_stopping_drains_the_child(bench, supervise):
 
 
 def test_a_child_that_does_not_drain_in_time_is_killed_and_its_job_waits(bench, supervise):
-    supervisor, child = supervise("import signal; signal.signal(15, signal.SIG_IGN); signal.pause()", drain_seconds=0)
+    supervisor, child = supervise(
+        "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()", drain_seconds=0
+    )
     worker = threading.Thread(target=supervisor.run_waiting)
     worker.start()
     assert child.started.wait(20)
@@ -140,12 +144,17 @@ def test_a_child_that_does_not_drain_in_time_is_killed_and_its_job_waits(bench, 
 
 
 def test_what_a_child_started_ends_with_it(bench, supervise, tmp_path):
-    grandchild = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()']);"
-    supervisor, child = supervise(f"{grandchild} open({str(tmp_path / 'grand')!r}, 'w').write(str(p.pid)); sys.exit(1)")
+    source = f"""
+import subprocess, sys
+grandchild = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+open({str(tmp_path / "grandchild")!r}, "w").write(str(grandchild.pid))
+sys.exit(1)
+"""
+    supervisor, _ = supervise(source)
 
     supervisor.run_waiting()
 
-    assert not alive(int((tmp_path / "grand").read_text()))
+    assert not alive(int((tmp_path / "grandchild").read_text()))
 
 
 def test_a_run_whose_parent_is_not_the_one_it_was_given_ends_at_once():
@@ -158,7 +167,13 @@ def test_a_run_whose_parent_is_not_the_one_it_was_given_ends_at_once():
 
 def test_a_run_dies_with_its_supervisor(tmp_path):
     """kill -9 of the supervisor leaves no run behind (Linux)."""
-    run = "import os, sys, signal; from worker import process; process.die_with_parent(os.getppid()); print(os.getpid(), flush=True); signal.pause()"
+    run = """
+import os, signal
+from worker import process
+process.die_with_parent(os.getppid())
+print(os.getpid(), flush=True)
+signal.pause()
+"""
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {run!r}]).wait()"
     supervisor = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
     pid = int(supervisor.stdout.readline())

@@ -14,7 +14,7 @@ from worker.policy import UnsupportedModel
 from worker.samplers import Sampling
 from worker.samplers.transformers import TransformersSampler, choose
 from worker.trainer import PeftTrainer
-from worker.types import Group, Pack, Prompt, Rollout, Sequence
+from worker.types import Group, Pack, Prompt, Sequence
 
 SETTINGS = resolve(
     Hyperparameters.model_validate({"advanced": {"learning_rate": 0.01, "max_completion_tokens": 12}}),
@@ -42,18 +42,18 @@ def plain_logprobs(policy, prompt_ids, output_ids, temperature=1.0):
     return logp.gather(-1, torch.tensor(output_ids)[:, None])[:, 0]
 
 
-@pytest.fixture()
+@pytest.fixture
 def policy(make_policy):
     return make_policy(moved=True)
 
 
-@pytest.fixture()
+@pytest.fixture
 def prompts(policy):
     texts = ["say yes", "what colour is it now please tell me the name of the animal", "tell me a number"]
     return [prompt(policy, text, line) for line, text in enumerate(texts, start=1)]
 
 
-@pytest.fixture()
+@pytest.fixture
 def groups(policy, prompts):
     """Graded answers of uneven length, some groups with signal, one without, one answer ungraded."""
     rewards_PG = [[1.0, 0.0, 0.5, 0.0], [0.25, 0.25, 0.25, 0.25], [0.0, 1.0, 1.0, None]]
@@ -235,7 +235,12 @@ class TestUpdate:
             logp, _ = trainer.logprobs(tensors)
             weights = tensors.weight_M.double()
             return grpo.loss(
-                logp, tensors.old_logp_M.double() + 0.1, tensors.advantage_M.double(), weights, clip_low=0.9, clip_high=9
+                logp,
+                tensors.old_logp_M.double() + 0.1,
+                tensors.advantage_M.double(),
+                weights,
+                clip_low=0.9,
+                clip_high=9,
             )
 
         loss_now().backward()
@@ -278,7 +283,9 @@ class TestUpdate:
 
     def test_a_gradient_that_is_not_finite_is_not_taken(self, policy, groups):
         before = [p.detach().clone() for p in policy.trainable]
-        rollout = replace(groups[0].rollouts_G[0], logprobs_T=(-math.inf,) * len(groups[0].rollouts_G[0].logprobs_T))
+        rollout = replace(
+            groups[0].rollouts_G[0], logprobs_T=(-math.inf,) * len(groups[0].rollouts_G[0].logprobs_T)
+        )
         broken = replace(groups[0], rollouts_G=(rollout, *groups[0].rollouts_G[1:]))
 
         metrics = PeftTrainer(policy, SETTINGS, token_budget=4096).update([broken])
@@ -288,7 +295,7 @@ class TestUpdate:
 
     def test_entropy_and_kl_are_those_of_the_definition(self, policy, groups):
         settings = SETTINGS.model_copy(update={"kl": 0.1})
-        graded = [g for g in groups[:1]]
+        graded = groups[:1]
         ids = [(graded[0].prompt.ids, r.output_ids_T) for r in graded[0].rollouts_G]
         with policy.as_base():
             ref = torch.cat([plain_logprobs(policy, *one) for one in ids])

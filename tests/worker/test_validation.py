@@ -11,7 +11,7 @@ from worker.validation import validate_next
 GOOD = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
 
 
-@pytest.fixture()
+@pytest.fixture
 def validate(bench, tmp_path):
     """Validate a job over two files made of the given lines; returns the job and whom to wake."""
 

@@ -50,7 +50,9 @@ class TransformersSampler:
         draws_RT = draws_RT.to(policy.device)
         stop = torch.tensor(sorted(policy.stop_ids), device=policy.device)
         row_R = torch.arange(len(group_R), device=policy.device)  # which answer each live row is
-        tokens = torch.zeros(len(group_R), sampling.max_completion_tokens, dtype=torch.int64, device=policy.device)
+        tokens = torch.zeros(
+            len(group_R), sampling.max_completion_tokens, dtype=torch.int64, device=policy.device
+        )
         logprobs = torch.zeros(len(group_R), sampling.max_completion_tokens, device=policy.device)
         lengths = torch.zeros(len(group_R), dtype=torch.int64, device=policy.device)
 
@@ -86,13 +88,17 @@ class TransformersSampler:
         )
         return cache, hidden[torch.arange(len(prompts_P), device=device), lengths - 1]
 
-    def _rollouts(self, tokens: Tensor, logprobs: Tensor, lengths: Tensor, size: int) -> list[tuple[Rollout, ...]]:
+    def _rollouts(
+        self, tokens: Tensor, logprobs: Tensor, lengths: Tensor, size: int
+    ) -> list[tuple[Rollout, ...]]:
         rollouts = []
         for ids, values, length in zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), strict=True):
             ids = ids[:length]
             ended = ids[-1] in self.policy.stop_ids
             rollouts.append(
-                Rollout(tuple(ids), tuple(values[:length]), self.policy.text(ids), "stop" if ended else "length")
+                Rollout(
+                    tuple(ids), tuple(values[:length]), self.policy.text(ids), "stop" if ended else "length"
+                )
             )
         return [tuple(rollouts[at : at + size]) for at in range(0, len(rollouts), size)]
 
@@ -100,7 +106,8 @@ class TransformersSampler:
 def _draws(seeds: Sequence[int], sampling: Sampling) -> Tensor:
     """Uniform numbers [R, T], a row for each answer from its own seed: its text does not depend on its batch."""
     rows = [
-        torch.rand(sampling.max_completion_tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds
+        torch.rand(sampling.max_completion_tokens, generator=torch.Generator().manual_seed(seed))
+        for seed in seeds
     ]
     return torch.stack(rows)
 

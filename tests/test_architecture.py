@@ -1,0 +1,62 @@
+"""Who may import whom: worker -> core, graders; api -> core, graders; core and graders know nobody."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OURS = {"api", "core", "graders", "worker", "sdk", "regraft", "tests"}
+HEAVY = {"torch", "transformers", "peft", "vllm"}
+MAY_IMPORT = {"core": set(), "graders": set(), "api": {"core", "graders"}, "worker": {"core", "graders"}}
+# The one place that puts both halves together: the command line.
+COMPOSITION_ROOT = "worker/cli.py"
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Top-level names of everything the file imports, also inside functions."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.split(".")[0]
+
+
+def files_of(package: str) -> list[Path]:
+    files = [f for f in (ROOT / package).rglob("*.py") if str(f.relative_to(ROOT)) != COMPOSITION_ROOT]
+    assert files, f"{package} has no files: this test would prove nothing"
+    return files
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_point_in_one_direction(package):
+    allowed = MAY_IMPORT[package] | {package}
+
+    wrong = {f"{f.name}: {name}" for f in files_of(package) for name in imports(f) if name in OURS - allowed}
+
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", ["core", "graders", "api"])
+def test_only_the_worker_touches_the_heavy_libraries(package):
+    wrong = {f"{f.name}: {name}" for f in files_of(package) for name in imports(f) if name in HEAVY}
+
+    assert not wrong
+
+
+def test_the_server_process_starts_without_torch():
+    """The parent of every run must stay free of torch and CUDA: it forks, and it has to start in a second."""
+    import subprocess
+    import sys
+
+    code = "import sys, worker.cli; print(sorted({'torch', 'transformers', 'peft'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_check_sees_a_wrong_import(tmp_path):
+    (tmp_path / "bad.py").write_text("def f():\n    from worker import run\n    import torch.nn\n")
+
+    assert set(imports(tmp_path / "bad.py")) == {"worker", "torch"}
