@@ -248,19 +248,18 @@ def fail(session: Session, job: Job, *, code: str, message: str, param: str | No
 
 
 def release(session: Session, job: Job) -> None:
-    """The run made a checkpoint and stopped because it was asked to: no failure is counted.
+    """The worker stopped at a checkpoint because it was asked to: no failure is counted.
 
     A job that was pausing is now paused. Any other waits for the next worker.
     """
-    if job.status == "pausing":
-        _move(job, "paused")
-        events.append(session, job.id, "Fine-tuning job paused")
-    else:
-        _move(job, "queued")
-        job.next_run_at = 0.0  # at once
-        events.append(
-            session, job.id, "Fine-tuning job interrupted at a checkpoint, moving job to queued state"
-        )
+    _put_back(job)
+    job.next_run_at = 0.0  # at once
+    message = {
+        "paused": "Fine-tuning job paused",
+        "queued": "Fine-tuning job interrupted at a checkpoint, moving job to queued state",
+        "validating_files": "Validation interrupted, it will start over",
+    }[job.status]
+    events.append(session, job.id, message)
 
 
 def crashed(session: Session, job: Job, *, reason: str, max_failures: int) -> None:
@@ -273,10 +272,7 @@ def crashed(session: Session, job: Job, *, reason: str, max_failures: int) -> No
         message = f"The job was interrupted {job.failures} times and is given up. The last time: {reason}"
         fail(session, job, code="internal_error", message=message)
         return
-    if job.status == "validating_files":
-        _let_go(job)  # and stays: queued would mean that its files are good
-    else:
-        _move(job, "paused" if job.status == "pausing" else "queued")
+    _put_back(job)
     job.next_run_at = _db_time(session) + min(2**job.failures, LONGEST_BACK_OFF)
     message = f"Fine-tuning job interrupted: {reason}"
     events.append(session, job.id, message, level="warn", data={"failures": job.failures})
@@ -335,6 +331,7 @@ def _wake_up(status: str, gpu_class: str) -> tuple[str, str]:
 
 def _lock(session: Session, job: Job) -> None:
     """Hold the row until the commit, and see it as it is now: the job may have moved on since it was read."""
+    session.flush()  # a refresh forgets what was not
     session.refresh(job, with_for_update=True)
 
 
@@ -349,6 +346,14 @@ def _move(job: Job, to: str) -> None:
         job.finished_at = now()
     if to == "queued":
         job.dispatched_at = 0.0  # nobody has been told of it yet
+
+
+def _put_back(job: Job) -> None:
+    """To where it waits for its next worker."""
+    if job.status == "validating_files":
+        _let_go(job)  # and stays: queued would mean that its files are good
+    else:
+        _move(job, "paused" if job.status == "pausing" else "queued")
 
 
 def _let_go(job: Job) -> None:

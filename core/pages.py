@@ -76,7 +76,6 @@ def _cursor(
 
 
 def _first(session: Session, statement: Select[T], limit: int) -> Page[T]:
-    rows = session.scalars(
-        statement.limit(limit + 1)
-    ).all()  # one more than asked tells whether there is more
+    # One more than asked, to see whether there is more.
+    rows = session.scalars(statement.limit(limit + 1)).all()
     return Page(rows[:limit], has_more=len(rows) > limit)

@@ -59,6 +59,26 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         self.slot_R = torch.arange(len(self.group_R), device=self.group_R.device) - first
         self.slots = int(self.slot_R.max()) + 1 if len(self.group_R) else 0
 
+    def to_groups(self, rows: Tensor) -> Tensor:
+        """[R, Hkv, share, n] -> [P, Hkv, slots * share, n]: what the rows of a group ask of their prompt, in one block."""
+        assert self.group_R is not None
+        prompts, (count, heads, share, n) = len(self.prompt_mask_P), rows.shape
+        if count == prompts * self.slots:  # no row has left yet, so they lie in place already
+            block = rows.view(prompts, self.slots, heads, share, n)
+        else:
+            block = rows.new_zeros(prompts, self.slots, heads, share, n)
+            block[self.group_R, self.slot_R] = rows
+        return block.transpose(1, 2).reshape(prompts, heads, self.slots * share, n)
+
+    def to_rows(self, groups: Tensor, share: int) -> Tensor:
+        """The way back: [P, Hkv, slots * share, n] -> [R, Hkv, share, n]."""
+        assert self.group_R is not None
+        prompts, heads, _, n = groups.shape
+        block = groups.view(prompts, heads, self.slots, share, n).transpose(1, 2)
+        if len(self.group_R) == prompts * self.slots:
+            return block.reshape(-1, heads, share, n)
+        return block[self.group_R, self.slot_R]
+
     def start_token(self) -> None:
         """Call before each decoding forward: every row's tail grows by one."""
         self.length += 1
@@ -143,27 +163,21 @@ def _decode(
     rows, query_heads, _, size = query.shape
     heads = tail_key.shape[1]
     share = query_heads // heads
-    group, slot = cache.group_R, cache.slot_R
     prompt_key, prompt_value = cache.prompt_keys[layer], cache.prompt_values[layer]
-    prompts, _, prompt_length, _ = prompt_key.shape
+    prompt_length = prompt_key.shape[2]
 
     query = query.reshape(rows, heads, share, size) * scale
-    block = query.new_zeros(prompts, cache.slots, heads, share, size)
-    block[group, slot] = query
-    block = block.permute(0, 2, 1, 3, 4).reshape(prompts, heads, cache.slots * share, size)
-    scores = block @ prompt_key.transpose(-1, -2)
+    scores = cache.to_groups(query) @ prompt_key.transpose(-1, -2)
     scores = scores.masked_fill(~cache.prompt_mask_P[:, None, None], float("-inf"))
-    scores = scores.view(prompts, heads, cache.slots, share, prompt_length).permute(0, 2, 1, 3, 4)
-
     own = query @ tail_key.transpose(-1, -2)
-    weights = torch.cat([scores[group, slot], own], dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
+    weights = (
+        torch.cat([cache.to_rows(scores, share), own], dim=-1)
+        .softmax(-1, dtype=torch.float32)
+        .to(query.dtype)
+    )
 
-    block = weights.new_zeros(prompts, cache.slots, heads, share, prompt_length)
-    block[group, slot] = weights[..., :prompt_length]
-    block = block.permute(0, 2, 1, 3, 4).reshape(prompts, heads, cache.slots * share, prompt_length)
-    shared = (block @ prompt_value).view(prompts, heads, cache.slots, share, size).permute(0, 2, 1, 3, 4)
-
-    output = shared[group, slot] + weights[..., prompt_length:] @ tail_value
+    shared = cache.to_groups(weights[..., :prompt_length]) @ prompt_value
+    output = cache.to_rows(shared, share) + weights[..., prompt_length:] @ tail_value
     return output.reshape(rows, 1, query_heads, size)
 
 

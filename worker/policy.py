@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from core.registry import BaseModelEntry
-from worker import attention
+from worker import attention, lora
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -94,6 +94,7 @@ class Policy:
                 LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"),
             )
         self.model.eval()
+        lora.install(self.model)
         # Otherwise PEFT would write this machine's path of the weights into the adapter people take home.
         self.model.peft_config["default"].base_model_name_or_path = base.name
         self.tokenizer = base.tokenizer
@@ -136,8 +137,7 @@ class Policy:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., h] -> logits [..., V] in float32, whatever the precision of the weights."""
-        logits: Tensor = self._head(hidden)
-        return logits.float()
+        return lora.frozen_linear(hidden, self._head.weight, self._head.bias).float()
 
     @contextmanager
     def as_base(self) -> Iterator[None]:

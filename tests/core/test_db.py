@@ -1,0 +1,129 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy import func, select
+from sqlalchemy.exc import IntegrityError
+
+from core.db import db_now, json_text, unit_of_work
+from core.models import Job, Organization, Project
+from tests import factories
+
+
+def count(session):
+    return session.scalar(select(func.count()).select_from(Organization))
+
+
+def test_messages_leave_when_what_they_announce_can_be_seen(database):
+    seen = []
+
+    def send(task, queue):
+        with database.read() as session:
+            seen.append((task, queue, count(session)))
+
+    with unit_of_work(database, send) as work:
+        factories.organization(work.session)
+        work.wake("run", "gpu.cpu")
+        work.wake("validate", "default")
+        assert seen == []
+
+    assert seen == [("run", "gpu.cpu", 1), ("validate", "default", 1)]
+
+
+def test_a_rollback_writes_nothing_and_sends_nothing(database):
+    sent = []
+
+    def give_up():
+        with unit_of_work(database, lambda *message: sent.append(message)) as work:
+            factories.organization(work.session)
+            work.wake("run", "gpu.cpu")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        give_up()
+
+    with database.read() as session:
+        assert (count(session), sent) == (0, [])
+
+
+def test_a_commit_that_fails_sends_nothing(database):
+    sent = []
+
+    def add_orphan():
+        with unit_of_work(database, lambda *message: sent.append(message)) as work:
+            work.session.add(Project(organization_id="org-nobody", name="orphan"))  # found out by the flush
+            work.wake("run", "gpu.cpu")
+
+    with pytest.raises(IntegrityError):
+        add_orphan()
+
+    assert sent == []
+
+
+def test_a_reader_sees_one_moment_however_long_it_reads(database):
+    with database.read() as session:
+        assert count(session) == 0
+        with database.write() as writer:
+            factories.organization(writer)
+
+        assert count(session) == 0
+
+    with database.read() as session:
+        assert count(session) == 1
+
+
+def test_what_was_written_can_be_used_after_the_commit(database):
+    with database.write() as session:
+        organization = factories.organization(session, name="acme")
+
+    assert organization.name == "acme"
+
+
+def test_writers_that_read_first_do_not_lose_each_others_changes(database):
+    with database.write() as session:
+        job = factories.job(session, factories.project(session))
+
+    def add_one(_):
+        with database.write() as session:
+            row = session.scalars(select(Job).where(Job.id == job.id).with_for_update()).one()
+            row.failures += 1
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(add_one, range(20)))
+
+    with database.read() as session:
+        assert session.scalars(select(Job)).one().failures == 20
+
+
+def test_the_databases_clock_counts_unix_seconds(database):
+    with database.read() as session:
+        assert session.scalar(select(db_now())) == pytest.approx(time.time(), abs=5)
+
+
+def test_the_databases_clock_does_not_stand_still_in_a_transaction(database):
+    with database.write() as session:
+        first = session.scalar(select(db_now()))
+
+        assert any(session.scalar(select(db_now())) > first for _ in range(10_000))
+
+
+def test_the_databases_clock_can_be_calculated_with(database):
+    with database.read() as session:
+        assert session.scalar(select(db_now() + 60.0 > db_now()))
+
+
+@pytest.mark.parametrize("key", ["plain", 'with "quotes"', "größe", "a.b", "back\\slash"])
+def test_json_text_finds_a_key_whatever_it_looks_like(database, key):
+    with database.write() as session:
+        factories.job(session, factories.project(session), metadata_={"other": "no", key: "yes"})
+
+        assert session.scalar(select(json_text(Job.metadata_, key))) == "yes"
+
+
+def test_json_text_of_an_absent_key_or_object_is_null(database):
+    with database.write() as session:
+        project = factories.project(session)
+        factories.job(session, project, metadata_={"a": "b"})
+        factories.job(session, project, metadata_=None)
+
+        assert session.scalars(select(json_text(Job.metadata_, "c"))).all() == [None, None]

@@ -1,0 +1,709 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy import select, update
+
+from core import events, jobs, queue
+from core.db import Work, db_now
+from core.errors import InvalidJobState, InvalidRequest, JobNotFound
+from core.jobs import EDGES, FINAL, HELD, Claim, LeaseLost
+from core.models import Event, Job
+from tests import factories
+
+WAKE_CPU = (queue.RUN, "gpu.cpu")
+WAKE_VALIDATION = (queue.VALIDATE, queue.DEFAULT_QUEUE)
+
+
+@pytest.fixture
+def session(database):
+    with database.write() as session:
+        yield session
+
+
+@pytest.fixture
+def project(session):
+    return factories.project(session)
+
+
+@pytest.fixture
+def work(session):
+    return Work(session)
+
+
+def claim(session, **how):
+    return jobs.claim(session, **{"gpu_class": "cpu", "owner": "worker", "lease_seconds": 60} | how)
+
+
+def claim_validation(session, **how):
+    return jobs.claim_validation(session, **{"owner": "worker", "lease_seconds": 60} | how)
+
+
+def messages(session, job):
+    """Oldest first."""
+    return list(session.scalars(select(Event.message).where(Event.job_id == job.id).order_by(Event.seq)))
+
+
+def last_event(session, job):
+    return session.scalars(select(Event).where(Event.job_id == job.id).order_by(Event.seq.desc())).first()
+
+
+def is_held(job):
+    return (job.lease_owner, job.lease_expires_at) != (None, None)
+
+
+def fresh(session, job):
+    session.flush()
+    session.refresh(job)
+    return job
+
+
+# The graph.
+
+
+def test_every_edge_leads_to_a_known_status():
+    assert {status for further in EDGES.values() for status in further} <= set(EDGES)
+
+
+def test_nothing_follows_the_statuses_that_openais_clients_wait_for():
+    assert set(FINAL) == {"succeeded", "failed", "cancelled"}
+
+
+def test_cancel_is_possible_from_everywhere_else():
+    assert all("cancelled" in EDGES[status] for status in set(EDGES) - FINAL)
+
+
+def test_the_graph_cannot_be_changed():
+    with pytest.raises(TypeError):
+        EDGES["failed"] = frozenset({"queued"})
+
+
+# Create, read, list.
+
+
+def create(work, project, **fields):
+    asked = {
+        "project": project,
+        "model": "tiny",
+        "training_file": factories.file(work.session, project, id="file-train"),
+        "validation_file": None,
+        "suffix": "mine",
+        "seed": 7,
+        "metadata": {"team": "a"},
+        "reinforcement": {"grader": {"type": "string_check"}},
+        "gpu_class": "h200",
+    }
+    return jobs.create(work, **asked | fields)
+
+
+def test_a_new_job_is_what_was_asked_for_and_waits_for_its_validation(work, project):
+    job = fresh(work.session, create(work, project))
+
+    assert job.id.startswith("ftjob-")
+    assert (job.status, job.epoch, job.seed, job.suffix) == ("validating_files", 0, 7, "mine")
+    assert (job.project_id, job.organization_id) == (project.id, project.organization_id)
+    assert (job.training_file, job.validation_file) == ("file-train", None)
+    assert (job.metadata_, job.gpu_class) == ({"team": "a"}, "h200")
+    assert not is_held(job)
+
+
+def test_a_new_job_says_so_in_openais_words_and_wakes_a_validator(work, project):
+    job = create(work, project)
+
+    created = f"Created fine-tuning job: {job.id}"
+    assert messages(work.session, job) == [created, "Validating training file: file-train"]
+    assert work.outbox == [WAKE_VALIDATION]
+
+
+def test_a_validation_file_is_named_and_announced(work, project):
+    valid = factories.file(work.session, project, id="file-valid")
+
+    job = create(work, project, validation_file=valid)
+
+    assert job.validation_file == "file-valid"
+    expected = "Validating training file: file-train and validation file: file-valid"
+    assert messages(work.session, job)[-1] == expected
+
+
+def test_a_job_is_found_in_its_project_only(session, project):
+    job = factories.job(session, project)
+
+    assert jobs.get(session, project.id, job.id) is job
+    with pytest.raises(JobNotFound, match=job.id):
+        jobs.get(session, factories.project(session).id, job.id)
+
+
+def test_an_unknown_job_is_not_found(session, project):
+    with pytest.raises(JobNotFound):
+        jobs.get(session, project.id, "ftjob-nothing")
+
+
+def test_a_list_has_the_projects_jobs_newest_first(session, project):
+    first, second, third = (factories.job(session, project) for _ in range(3))
+    factories.job(session, factories.project(session))
+
+    page = jobs.page(session, project.id, limit=2)
+    rest = jobs.page(session, project.id, after=second.id, limit=2)
+
+    assert (list(page.items), page.has_more) == ([third, second], True)
+    assert (list(rest.items), rest.has_more) == ([first], False)
+
+
+def test_a_list_does_not_start_behind_another_projects_job(session, project):
+    theirs = factories.job(session, factories.project(session))
+
+    with pytest.raises(InvalidRequest):
+        jobs.page(session, project.id, after=theirs.id, limit=2)
+
+
+def test_a_list_can_be_narrowed_to_jobs_with_all_of_some_metadata(session, project):
+    both = factories.job(session, project, metadata_={"team": "a", "run": "1"})
+    factories.job(session, project, metadata_={"team": "a", "run": "2"})
+    factories.job(session, project, metadata_={"team": "a"})
+    factories.job(session, project)
+
+    page = jobs.page(session, project.id, limit=9, metadata={"team": "a", "run": "1"})
+
+    assert list(page.items) == [both]
+
+
+@pytest.mark.parametrize("key", ['the "best"', "größe", "a.b", "back\\slash", "$", "[0]", "0", "it's 5%", ""])
+def test_metadata_is_found_whatever_its_key_looks_like(session, project, key):
+    job = factories.job(session, project, metadata_={key: "válue"})
+
+    assert list(jobs.page(session, project.id, limit=9, metadata={key: "válue"}).items) == [job]
+    assert list(jobs.page(session, project.id, limit=9, metadata={key: "other"}).items) == []
+
+
+def test_a_list_can_be_narrowed_to_jobs_without_metadata(session, project):
+    factories.job(session, project, metadata_={"team": "a"})
+    bare = factories.job(session, project)
+
+    assert list(jobs.page(session, project.id, limit=9, without_metadata=True).items) == [bare]
+
+
+# What users ask of a job in each status: the status it has then, or None for a refusal.
+
+REFUSED = None
+ANSWERS = {
+    jobs.cancel: {
+        "validating_files": "cancelled",
+        "queued": "cancelled",
+        "running": "cancelled",
+        "pausing": "cancelled",
+        "paused": "cancelled",
+        "succeeded": REFUSED,
+        "failed": REFUSED,
+        "cancelled": "cancelled",
+    },
+    jobs.pause: {
+        "validating_files": REFUSED,
+        "queued": "paused",
+        "running": "pausing",
+        "pausing": "pausing",
+        "paused": "paused",
+        "succeeded": REFUSED,
+        "failed": REFUSED,
+        "cancelled": REFUSED,
+    },
+    jobs.resume: {
+        "validating_files": REFUSED,
+        "queued": REFUSED,
+        "running": REFUSED,
+        "pausing": REFUSED,
+        "paused": "queued",
+        "succeeded": REFUSED,
+        "failed": REFUSED,
+        "cancelled": REFUSED,
+    },
+}
+
+
+@pytest.mark.parametrize("action", ANSWERS, ids=lambda action: action.__name__)
+@pytest.mark.parametrize("status", EDGES)
+def test_a_user_gets_the_next_status_or_a_reason(work, project, action, status):
+    job = factories.job(work.session, project, status=status)
+    expected = ANSWERS[action][status]
+
+    if expected is REFUSED:
+        with pytest.raises(InvalidJobState, match=job.id):
+            action(work, job)
+        assert (job.status, messages(work.session, job)) == (status, [])
+    else:
+        action(work, job)
+        assert fresh(work.session, job).status == expected
+        assert len(messages(work.session, job)) == (expected != status)
+
+
+def test_a_job_that_has_ended_is_refused_in_openais_words(work, project):
+    job = factories.job(work.session, project, status="succeeded")
+
+    with pytest.raises(InvalidJobState, match=f"^Job has already completed: {job.id}$"):
+        jobs.cancel(work, job)
+
+
+@pytest.mark.parametrize("status", sorted(HELD))
+def test_cancel_takes_the_job_from_its_worker_at_once(database, status):
+    with database.write() as session:
+        job = factories.job(session, factories.project(session), status=status, epoch=4)
+        jobs.cancel(Work(session), job)
+
+    worker = Claim(job.id, 4, "worker")
+    assert (job.epoch, is_held(job), job.finished_at is not None) == (5, False, True)
+    with database.write() as session:
+        assert not jobs.heartbeat(session, worker, 60)
+    with pytest.raises(LeaseLost), jobs.fenced(database, worker):
+        pass
+
+
+def test_a_second_cancel_changes_nothing(work, project):
+    job = factories.job(work.session, project)
+    jobs.cancel(work, job)
+    job.finished_at = 123
+
+    jobs.cancel(work, job)
+
+    assert (job.epoch, job.finished_at) == (1, 123)
+
+
+@pytest.mark.parametrize("action", [jobs.cancel, jobs.pause])
+def test_the_row_decides_and_not_what_was_read_of_it_earlier(work, project, action):
+    job = factories.job(work.session, project, status="running")
+    ended = update(Job).values(status="succeeded").execution_options(synchronize_session=False)
+    work.session.execute(ended)
+    assert job.status == "running"
+
+    with pytest.raises(InvalidJobState):
+        action(work, job)
+
+
+def test_a_job_that_is_asked_to_pause_stays_with_its_worker_until_it_has(work, project):
+    job = factories.job(work.session, project, status="running")
+
+    jobs.pause(work, job)
+
+    assert is_held(job)
+    assert jobs.heartbeat(work.session, Claim(job.id, job.epoch, "worker"), 60)
+
+
+def test_resume_wakes_the_workers_of_the_jobs_class(work, project):
+    job = factories.job(work.session, project, status="paused", gpu_class="h200")
+
+    jobs.resume(work, job)
+
+    assert work.outbox == [(queue.RUN, "gpu.h200")]
+
+
+# Claims.
+
+
+def test_a_claim_starts_the_job_and_holds_it(session, project):
+    job = factories.job(session, project)
+
+    held = claim(session, owner="worker-1", lease_seconds=30)
+
+    assert held == Claim(job.id, 1, "worker-1")
+    assert (fresh(session, job).status, job.lease_owner) == ("running", "worker-1")
+    assert job.lease_expires_at == pytest.approx(session.scalar(select(db_now())) + 30, abs=5)
+    assert job.started_at is not None
+    assert messages(session, job) == ["Fine-tuning job started"]
+
+
+def test_there_may_be_nothing_to_claim(session, project):
+    for status in EDGES.keys() - {"queued"}:
+        factories.job(session, project, status=status)
+
+    assert claim(session) is None
+
+
+def test_a_worker_gets_jobs_of_its_class_only(session, project):
+    factories.job(session, project, gpu_class="h200")
+
+    assert claim(session, gpu_class="cpu") is None
+    assert claim(session, gpu_class="h200") is not None
+
+
+def test_a_job_that_backs_off_is_not_claimed_before_its_time(session, project):
+    later = session.scalar(select(db_now())) + 60
+    factories.job(session, project, next_run_at=later)
+
+    assert claim(session) is None
+
+
+def test_a_job_that_starts_again_says_which_attempt_it_is_and_keeps_its_first_start(session, project):
+    job = factories.job(session, project, epoch=5)  # the epoch counts more than attempts
+    claim(session)
+    job.started_at = 123
+    jobs.release(session, job)
+    claim(session)
+
+    event = last_event(session, job)
+    assert (event.message, event.data) == ("Fine-tuning job resumed", {"attempt": 2})
+    assert fresh(session, job).started_at == 123
+
+
+def test_the_project_with_the_fewest_running_jobs_is_next(session):
+    busy, quiet = factories.project(session), factories.project(session)
+    names = {factories.job(session, busy).id: f"busy {n}" for n in (1, 2, 3)}
+    names |= {factories.job(session, quiet).id: f"quiet {n}" for n in (1, 2)}
+
+    order = [names[claim(session).job_id] for _ in range(5)]
+
+    assert order == ["busy 1", "quiet 1", "busy 2", "quiet 2", "busy 3"]
+
+
+def test_a_job_that_is_pausing_still_counts_as_running(session):
+    busy, quiet = factories.project(session), factories.project(session)
+    factories.job(session, busy, status="pausing")
+    factories.job(session, busy)
+    fair = factories.job(session, quiet)
+
+    assert claim(session).job_id == fair.id
+
+
+def test_each_job_is_claimed_once_however_many_ask(database):
+    with database.write() as session:
+        owners = [factories.project(session) for _ in range(4)]
+        expected = {factories.job(session, owners[n % 4]).id for n in range(40)}
+    together = threading.Barrier(8)
+
+    def take_all(worker):
+        together.wait()
+        taken = []
+        while True:
+            with database.write() as session:
+                held = claim(session, owner=f"worker-{worker}")
+            if held is None:
+                return taken
+            taken.append(held)
+
+    with ThreadPoolExecutor(8) as threads:
+        taken = [held for each in threads.map(take_all, range(8)) for held in each]
+
+    assert len(taken) == 40
+    assert {held.job_id for held in taken} == expected
+    assert {held.epoch for held in taken} == {1}
+
+
+def test_a_job_that_somebody_is_just_taking_is_passed_over_and_not_waited_for(postgres_database):
+    with postgres_database.write() as session:
+        project = factories.project(session)
+        first, second = factories.job(session, project), factories.job(session, project)
+
+    with postgres_database.write() as slow, postgres_database.write() as quick:
+        assert claim(slow).job_id == first.id
+        assert claim(quick).job_id == second.id
+        assert claim(quick) is None
+
+
+# Validation.
+
+
+def test_the_oldest_job_that_nobody_validates_is_next(session, project):
+    factories.job(session, project)
+    factories.job(session, project, status="validating_files")  # with a live lease
+    free = {"status": "validating_files", "lease_owner": None, "lease_expires_at": None}
+    first, second = factories.job(session, project, **free), factories.job(session, project, **free)
+
+    assert claim_validation(session, owner="a") == Claim(first.id, 2, "a")
+    assert claim_validation(session, owner="b") == Claim(second.id, 2, "b")
+    assert claim_validation(session) is None
+    assert (fresh(session, first).status, first.lease_owner) == ("validating_files", "a")
+
+
+def test_a_validation_whose_worker_is_lost_can_be_taken_over(session, project):
+    job = factories.job(session, project, status="validating_files", lease_expires_at=1.0)
+
+    assert claim_validation(session) == Claim(job.id, 2, "worker")
+
+
+def test_good_files_put_the_job_in_the_queue(session, project):
+    job = factories.job(session, project, status="validating_files", failures=1, dispatched_at=9.0)
+
+    wake = jobs.validated(session, job)
+
+    assert wake == WAKE_CPU
+    assert (fresh(session, job).status, is_held(job)) == ("queued", False)
+    assert (job.failures, job.dispatched_at) == (0, 0.0)
+    assert messages(session, job) == ["Files validated, moving job to queued state"]
+
+
+# The end of a run, in each status.
+
+
+def fail(session, job):
+    jobs.fail(session, job, code="invalid_training_file", message="line 3: no", param="training_file")
+
+
+def succeed(session, job):
+    jobs.succeed(session, job, fine_tuned_model="ft:tiny:acme::1")
+
+
+def crash(session, job):
+    jobs.crashed(session, job, reason="exit code 9", max_failures=3)
+
+
+ENDS = {
+    jobs.validated: {"validating_files": "queued"},
+    succeed: {"running": "succeeded", "pausing": "succeeded"},
+    fail: {"validating_files": "failed", "running": "failed", "pausing": "failed"},
+    jobs.release: {"validating_files": "validating_files", "running": "queued", "pausing": "paused"},
+    crash: {"validating_files": "validating_files", "running": "queued", "pausing": "paused"},
+}
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "expected"),
+    [(end, status, expected) for end, statuses in ENDS.items() for status, expected in statuses.items()],
+)
+def test_however_a_claim_ends_the_job_is_free_again(session, project, end, status, expected):
+    job = factories.job(session, project, status=status, estimated_finish=123)
+
+    end(session, job)
+
+    assert (fresh(session, job).status, is_held(job), job.estimated_finish) == (expected, False, None)
+    assert (job.finished_at is not None) == (expected in FINAL)
+    assert messages(session, job)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (end, status)
+        for end, ends in ((succeed, ENDS[succeed]), (fail, ENDS[fail]))
+        for status in EDGES
+        if status not in ends
+    ],
+)
+def test_a_job_does_not_end_twice_or_before_it_has_begun(session, project, end, status):
+    job = factories.job(session, project, status=status)
+
+    with pytest.raises(InvalidJobState):
+        end(session, job)
+
+    assert (job.status, messages(session, job)) == (status, [])
+
+
+def test_success_names_the_model_and_says_so_in_openais_words(session, project):
+    job = factories.job(session, project, status="running")
+
+    succeed(session, job)
+
+    assert job.fine_tuned_model == "ft:tiny:acme::1"
+    assert messages(session, job) == [
+        "New fine-tuned model created: ft:tiny:acme::1",
+        "The job has successfully completed",
+    ]
+
+
+def test_failure_is_kept_on_the_job_and_told_as_an_error(session, project):
+    job = factories.job(session, project, status="running")
+
+    fail(session, job)
+
+    error = {"code": "invalid_training_file", "message": "line 3: no", "param": "training_file"}
+    assert fresh(session, job).error == error
+    event = last_event(session, job)
+    assert (event.level, event.message) == ("error", "line 3: no")
+
+
+def test_a_drained_run_goes_on_at_once_and_has_spent_no_failure(session, project):
+    job = factories.job(session, project, status="running", failures=2)
+
+    jobs.release(session, job)
+
+    assert job.failures == 2
+    assert claim(session).job_id == job.id
+
+
+# Crashes.
+
+
+@pytest.mark.parametrize(("failures", "seconds"), [(0, 2), (1, 4), (4, 32), (5, 60), (30, 60)])
+def test_each_crash_doubles_the_wait_up_to_a_minute(session, project, failures, seconds):
+    job = factories.job(session, project, status="running", failures=failures)
+
+    jobs.crashed(session, job, reason="exit code 9", max_failures=99)
+
+    wait = job.next_run_at - session.scalar(select(db_now()))
+    assert wait == pytest.approx(seconds, abs=1)
+    assert claim(session) is None
+
+
+def test_a_crash_is_told_as_a_warning_with_its_reason(session, project):
+    job = factories.job(session, project, status="running")
+
+    crash(session, job)
+
+    event = last_event(session, job)
+    assert (event.level, event.data) == ("warn", {"failures": 1})
+    assert "exit code 9" in event.message
+
+
+@pytest.mark.parametrize("status", ["running", "validating_files"])
+def test_one_crash_too_many_fails_the_job(session, project, status):
+    job = factories.job(session, project, status=status, failures=3)
+
+    crash(session, job)
+
+    assert (job.status, job.failures) == ("failed", 4)
+    assert job.error["code"] == "internal_error"
+    assert "exit code 9" in job.error["message"]
+
+
+def test_no_crash_fails_a_job_that_was_to_pause_anyway(session, project):
+    job = factories.job(session, project, status="pausing", failures=3)
+
+    crash(session, job)
+
+    assert (job.status, job.failures) == ("paused", 4)
+
+
+# Fencing.
+
+
+def test_a_claim_writes_while_it_holds(database):
+    with database.write() as session:
+        factories.job(session, factories.project(session))
+        held = claim(session)
+
+    with jobs.fenced(database, held) as (session, job):
+        events.append(session, job.id, "Step 1/2")
+
+    with database.read() as session:
+        assert messages(session, job) == ["Fine-tuning job started", "Step 1/2"]
+
+
+def test_a_worker_that_was_replaced_writes_nothing(database):
+    with database.write() as session:
+        factories.job(session, factories.project(session))
+        stale = claim(session, owner="first", lease_seconds=-1)
+        jobs.expire_leases(session, max_failures=3)
+        session.execute(update(Job).values(next_run_at=0.0))
+        current = claim(session, owner="second")
+    assert (stale.epoch, current.epoch) == (1, 3)
+
+    with pytest.raises(LeaseLost, match="first"), jobs.fenced(database, stale) as (session, job):
+        job.result_file = "file-of-the-first"
+
+    with database.read() as session:
+        job = session.scalars(select(Job)).one()
+        assert (job.result_file, job.lease_owner) == (None, "second")
+
+
+@pytest.mark.parametrize("status", sorted(set(EDGES) - HELD))
+def test_nobody_writes_to_a_job_that_nobody_holds(database, status):
+    """Not even with the right epoch: the run that has ended its job is done with it."""
+    with database.write() as session:
+        job = factories.job(session, factories.project(session), status=status, epoch=1)
+
+    with pytest.raises(LeaseLost), jobs.fenced(database, Claim(job.id, 1, "worker")):
+        pass
+
+
+def test_nobody_writes_to_a_job_that_does_not_exist(database):
+    with pytest.raises(LeaseLost), jobs.fenced(database, Claim("ftjob-nothing", 1, "worker")):
+        pass
+
+
+def test_what_fails_inside_the_fence_leaves_nothing_behind(database):
+    with database.write() as session:
+        factories.job(session, factories.project(session))
+        held = claim(session)
+
+    def stumble():
+        with jobs.fenced(database, held) as (session, job):
+            jobs.release(session, job)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        stumble()
+
+    with jobs.fenced(database, held) as (session, job):
+        assert job.status == "running"
+
+
+# Leases.
+
+
+def test_a_heartbeat_keeps_the_job(session, project):
+    factories.job(session, project)
+    held = claim(session, lease_seconds=-1)
+
+    assert jobs.heartbeat(session, held, 60)
+    assert jobs.expire_leases(session, max_failures=3) == 0
+
+
+def test_a_lost_worker_costs_a_failure_and_the_job_waits_for_another(session, project):
+    job = factories.job(session, project)
+    held = claim(session, lease_seconds=-1)
+
+    assert jobs.expire_leases(session, max_failures=3) == 1
+
+    assert (fresh(session, job).status, job.epoch, job.failures) == ("queued", 2, 1)
+    assert "the worker stopped answering" in last_event(session, job).message
+    assert not jobs.heartbeat(session, held, 60)
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"), [("pausing", "paused"), ("validating_files", "validating_files")]
+)
+def test_a_lost_worker_leaves_the_job_where_it_can_go_on(session, project, status, expected):
+    job = factories.job(session, project, status=status, lease_expires_at=1.0)
+
+    assert jobs.expire_leases(session, max_failures=3) == 1
+    assert jobs.expire_leases(session, max_failures=3) == 0
+
+    assert (fresh(session, job).status, job.epoch, job.failures) == (expected, 2, 1)
+
+
+def test_a_job_that_loses_every_worker_fails(session, project):
+    job = factories.job(session, project, status="running", lease_expires_at=1.0, failures=3)
+
+    jobs.expire_leases(session, max_failures=3)
+
+    assert job.status == "failed"
+
+
+def test_a_live_lease_is_left_alone(session, project):
+    for status in HELD:
+        factories.job(session, project, status=status)
+
+    assert jobs.expire_leases(session, max_failures=3) == 0
+
+
+# Wake-ups.
+
+
+def test_work_that_nobody_was_told_of_is_announced_once_for_each_queue(session, project):
+    for gpu_class in ("cpu", "cpu", "h200"):
+        factories.job(session, project, gpu_class=gpu_class)
+    for _ in range(2):
+        factories.job(session, project, status="validating_files", lease_expires_at=None)
+
+    assert set(jobs.to_wake(session, older_than=30)) == {WAKE_CPU, (queue.RUN, "gpu.h200"), WAKE_VALIDATION}
+    assert jobs.to_wake(session, older_than=30) == []
+
+
+def test_what_was_announced_long_ago_is_announced_again(session, project):
+    factories.job(session, project, dispatched_at=session.scalar(select(db_now())) - 40)
+
+    assert jobs.to_wake(session, older_than=50) == []
+    assert jobs.to_wake(session, older_than=30) == [WAKE_CPU]
+
+
+def test_a_job_that_is_put_back_is_announced_without_waiting_for_the_last_time_to_be_old(session, project):
+    job = factories.job(session, project)
+    jobs.to_wake(session, older_than=30)
+    claim(session)
+    jobs.release(session, job)
+
+    assert jobs.to_wake(session, older_than=30) == [WAKE_CPU]
+
+
+def test_nobody_is_woken_for_work_that_is_taken_over_or_not_due(session, project):
+    for status in EDGES.keys() - {"queued"}:
+        factories.job(session, project, status=status)
+    factories.job(session, project, next_run_at=session.scalar(select(db_now())) + 60)
+
+    assert jobs.to_wake(session, older_than=0) == []

@@ -1,0 +1,85 @@
+import logging
+import subprocess
+import sys
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import inspect, text
+from sqlalchemy.exc import DBAPIError
+
+from core.db import open_engine
+from core.migrate import alembic_config, migrating, upgrade
+from core.models import Table
+
+
+def tables(url):
+    engine = open_engine(url)
+    names = set(inspect(engine).get_table_names())
+    engine.dispose()
+    return names
+
+
+ALL_TABLES = {table.name for table in Table.metadata.sorted_tables} | {"alembic_version"}
+
+
+def test_an_empty_database_gets_every_table_that_the_models_want(empty_url):
+    upgrade(empty_url)
+
+    assert tables(empty_url) == ALL_TABLES
+
+
+def test_the_migrations_and_the_models_agree(empty_url):
+    upgrade(empty_url)
+
+    with migrating(empty_url) as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
+
+
+def test_a_second_upgrade_changes_nothing_and_loses_nothing(empty_url):
+    upgrade(empty_url)
+    with migrating(empty_url) as connection:
+        connection.execute(text("insert into organizations values ('org-1', 'acme', 0)"))
+
+    upgrade(empty_url)
+
+    with migrating(empty_url) as connection:
+        assert connection.scalar(text("select name from organizations")) == "acme"
+
+
+def test_every_migration_can_be_taken_back(empty_url):
+    upgrade(empty_url)
+
+    with migrating(empty_url) as connection:
+        command.downgrade(alembic_config(connection), "base")
+
+    assert tables(empty_url) == {"alembic_version"}
+
+
+def test_a_migration_that_fails_leaves_the_database_as_it_was(empty_url):
+    with migrating(empty_url) as connection:
+        connection.execute(text("create table tuned_models (oops integer)"))
+
+    with pytest.raises(DBAPIError):
+        upgrade(empty_url)
+
+    assert tables(empty_url) == {"tuned_models"}
+
+
+def test_an_upgrade_does_not_fill_the_log(empty_url, caplog):
+    caplog.set_level(logging.INFO)
+
+    upgrade(empty_url)
+
+    assert caplog.messages == []
+
+
+def test_processes_that_start_at_once_all_find_a_database_that_is_ready(empty_url):
+    start = [sys.executable, "-c", f"from core.migrate import upgrade; upgrade({empty_url!r})"]
+    processes = [subprocess.Popen(start, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+
+    assert [process.returncode for process in processes] == [0, 0, 0, 0], errors
+    assert tables(empty_url) == ALL_TABLES

@@ -1,0 +1,142 @@
+import re
+
+import pytest
+from sqlalchemy import event, select
+
+from core.db import Database
+from core.errors import InvalidRequest
+from core.models import File, TunedModel
+from core.pages import newest_first, oldest_first
+from tests import factories
+
+
+@pytest.fixture
+def session(database):
+    with database.write() as session:
+        yield session
+
+
+@pytest.fixture
+def project(session):
+    return factories.project(session)
+
+
+def add_files(session, project, *ids):
+    for id in ids:
+        factories.file(session, project, id=id)
+
+
+def files_of(project):
+    return select(File).where(File.project_id == project.id)
+
+
+def ids(page):
+    return [file.id for file in page.items]
+
+
+def test_the_newest_rows_come_first(session, project):
+    add_files(session, project, "a", "b", "c")
+
+    page = newest_first(session, files_of(project), File, limit=2)
+
+    assert (ids(page), page.has_more) == (["c", "b"], True)
+
+
+def test_the_next_page_begins_behind_the_last_row_of_this_one(session, project):
+    add_files(session, project, "a", "b", "c", "d")
+
+    page = newest_first(session, files_of(project), File, after="c", limit=2)
+
+    assert (ids(page), page.has_more) == (["b", "a"], False)
+
+
+def test_behind_the_last_row_is_an_empty_page(session, project):
+    add_files(session, project, "a")
+
+    page = newest_first(session, files_of(project), File, after="a", limit=2)
+
+    assert (ids(page), page.has_more) == ([], False)
+
+
+def test_the_same_list_can_be_read_from_its_oldest_end(session, project):
+    add_files(session, project, "a", "b", "c", "d")
+
+    page = oldest_first(session, files_of(project), File, after="a", limit=2)
+
+    assert (ids(page), page.has_more) == (["b", "c"], True)
+
+
+def test_rows_inserted_while_somebody_reads_move_no_other_row_to_another_page(session, project):
+    add_files(session, project, "a", "b", "c", "d")
+    first = newest_first(session, files_of(project), File, limit=2)
+    add_files(session, project, "e", "f", "g")
+
+    second = newest_first(session, files_of(project), File, after=first.items[-1].id, limit=2)
+
+    assert ids(first) + ids(second) == ["d", "c", "b", "a"]
+
+
+@pytest.mark.parametrize("read", [newest_first, oldest_first])
+def test_an_unknown_id_is_the_callers_mistake(session, project, read):
+    with pytest.raises(InvalidRequest, match="nothing") as refused:
+        read(session, files_of(project), File, after="nothing", limit=2)
+
+    assert refused.value.param == "after"
+
+
+def test_an_id_that_the_filters_leave_out_is_as_unknown_as_any(session, project):
+    add_files(session, factories.project(session), "theirs")
+
+    with pytest.raises(InvalidRequest):
+        newest_first(session, files_of(project), File, after="theirs", limit=2)
+
+
+def test_a_table_may_call_its_id_by_another_name(session, project):
+    for name in ("ft:one", "ft:two"):
+        model = {"job_id": "ftjob-1", "checkpoint_id": "ftckpt_1", "base_model": "tiny"}
+        session.add(TunedModel(name=name, project_id=project.id, **model))
+        session.flush()
+
+    models = newest_first(
+        session, select(TunedModel), TunedModel, after="ft:two", limit=2, id_column=TunedModel.name
+    )
+
+    assert [model.name for model in models.items] == ["ft:one"]
+
+
+def test_a_page_deep_in_the_list_is_found_through_an_index(database):
+    """Neither reading the table from its start nor sorting it: the cost does not grow with the position."""
+    with database.write() as session:
+        project = factories.project(session)
+        add_files(session, project, "a", "b", "c")
+
+    plan = explain(
+        database, lambda session: newest_first(session, files_of(project), File, after="b", limit=1)
+    )
+
+    assert not re.search(r"SCAN|TEMP B-TREE|Seq Scan|Sort", plan), plan
+    assert re.search(r"project_id=\? AND seq<\?|Index Cond: .*project_id.* AND .*seq < ", plan), plan
+
+
+def explain(database: Database, read) -> str:
+    """How the database executes what `read` asks it."""
+    asked = []
+    event.listen(
+        database.engine,
+        "before_cursor_execute",
+        lambda c, cursor, sql, values, *_: asked.append((sql, values)),
+    )
+    with database.read() as session:
+        read(session)
+    statements = [(sql, values) for sql, values in asked if sql.startswith("SELECT")]
+    lines = []
+    with database.engine.connect() as connection:
+        sqlite = connection.dialect.name == "sqlite"
+        if not sqlite:  # it prefers scans and sorts for a table of three rows
+            for way in ("seqscan", "bitmapscan", "sort"):
+                connection.exec_driver_sql(f"set enable_{way} = off")
+        for sql, values in statements:
+            rows = connection.exec_driver_sql(f"EXPLAIN {'QUERY PLAN ' if sqlite else ''}{sql}", values)
+            lines += [str(row[-1]) for row in rows]
+        connection.invalidate()  # with the settings made above
+    return "\n".join(lines)
