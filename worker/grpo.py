@@ -64,6 +64,18 @@ def _divided(values: Sequence[float], by: float) -> list[float]:
     return [value / by if value else 0.0 for value in values]
 
 
+def process_advantages(step_rewards: Sequence[float], ends: Sequence[int], length: int) -> list[float]:
+    """Advantages of an answer's tokens under process supervision (DeepSeekMath eq. 5), one for each of `length`.
+
+    `step_rewards` are those of one answer, already normalised over all steps of its group; step j ends at token
+    ends[j] (counted from 1). A token's advantage is the sum of the rewards of the steps that end at it or later.
+    """
+    return [
+        sum(reward for reward, end in zip(step_rewards, ends, strict=True) if end >= token)
+        for token in range(1, length + 1)
+    ]
+
+
 def token_weights(lengths: Sequence[int], loss: Loss, max_completion_tokens: int) -> list[float]:
     """What each token of each answer counts in the loss, so that the loss of a step is one plain sum.
 

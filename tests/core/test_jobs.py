@@ -2,7 +2,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import select, text, update
 
 from core import events, jobs, queue
 from core.db import Work, db_now
@@ -391,6 +391,7 @@ def test_a_job_that_somebody_is_just_taking_is_passed_over_and_not_waited_for(po
         first, second = factories.job(session, project), factories.job(session, project)
 
     with postgres_database.write() as slow, postgres_database.write() as quick:
+        quick.execute(text("set local lock_timeout = '2s'"))
         assert claim(slow).job_id == first.id
         assert claim(quick).job_id == second.id
         assert claim(quick) is None

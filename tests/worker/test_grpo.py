@@ -77,6 +77,12 @@ def test_an_ungraded_answer_leaves_the_mean_alone_and_gets_no_advantage():
     assert grpo.advantages([[1.0, None, 0.0, None]], "group") == [[1.0, 0.0, -1.0, 0.0]]
 
 
+def test_a_token_is_credited_with_every_step_that_ends_after_it():
+    advantages = grpo.process_advantages([0.5, -0.3, 0.8], [10, 20, 30], length=33)
+
+    assert advantages == pytest.approx([1.0] * 10 + [0.5] * 10 + [0.8] * 10 + [0.0] * 3)
+
+
 @pytest.mark.parametrize(("policy", "reference", "expected"), [(0.6, 0.4, 0.072), (0.9, 0.1, 1.308)])
 def test_k3_is_the_papers_number(policy, reference, expected):
     assert grpo.kl_k3(log(policy), log(reference)).item() == pytest.approx(expected, abs=1e-3)

@@ -1,0 +1,45 @@
+"""What must stay out of the environment, and out of the repository."""
+
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("package", ["torchvision", "torchaudio", "torchcodec"])
+def test_nothing_pulls_in_what_breaks_transformers_on_cpu_torch(package):
+    """Their CUDA builds beside a CPU torch make `import transformers` fail: operator torchvision::nms does not exist."""
+    assert not re.search(rf"^{package}\b", (ROOT / "constraints/all.txt").read_text(), re.MULTILINE)
+    with pytest.raises(PackageNotFoundError):
+        distribution(package)
+
+
+def test_every_requirement_is_pinned_by_name_and_version_alone():
+    pins = [
+        line
+        for file in (ROOT / "constraints").glob("*.txt")
+        for line in file.read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+
+    assert len(pins) > 50
+    assert [pin for pin in pins if not re.fullmatch(r"[a-z0-9_.-]+==[0-9a-z.]+(\s*;.*)?", pin)] == []
+
+
+def test_no_committed_file_names_a_folder_of_some_machine():
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    needle = re.compile(r"/(home|root|Users|opt/wheels)/")
+
+    found = [
+        f
+        for f in files
+        if (ROOT / f).suffix in (".py", ".md", ".toml", ".txt") and needle.search((ROOT / f).read_text())
+    ]
+
+    assert [f for f in found if f != "tests/test_environment.py"] == []
