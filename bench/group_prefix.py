@@ -52,7 +52,6 @@ def main() -> None:
     alone, alone_sampling = timed(
         lambda: sampler._sample([Prompt(n, ids, {}) for n in range(GROUP)], OneEach(group_size=1, **common))
     )
-    alone_rollouts = [rollouts[0] for rollouts in alone]
     gaps = [
         gap
         for one, other in zip(shared_rollouts, [rollouts[0] for rollouts in alone], strict=True)

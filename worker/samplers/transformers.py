@@ -104,7 +104,7 @@ class TransformersSampler:
 
 
 def _draws(seeds: Sequence[int], sampling: Sampling) -> Tensor:
-    """Uniform numbers [R, T], a row for each answer from its own seed: its text depends on its batch by rounding only."""
+    """Uniform numbers [R, T], a row from each answer's own seed: its text depends on its batch by rounding only."""
     rows = [
         torch.rand(sampling.max_completion_tokens, generator=torch.Generator().manual_seed(seed))
         for seed in seeds
