@@ -55,6 +55,10 @@ def main() -> int:
         return train_and_show(client, folder, start)
 
 
+def count(split: str) -> int:
+    return len((DATA / f"{split}.jsonl").read_text().splitlines())
+
+
 def train_and_show(client: OpenAI, folder: Path, start: float) -> int:
     train, valid = (
         client.files.create(file=DATA / f"{name}.jsonl", purpose="fine-tune") for name in ("train", "valid")
@@ -70,7 +74,9 @@ def train_and_show(client: OpenAI, folder: Path, start: float) -> int:
             "reinforcement": {"grader": GRADER, "hyperparameters": HYPERPARAMETERS},
         },
     )
-    print(f"Job {job.id}: {job.model} on {DATA.name}, 48 questions to learn from, 16 to be tested on\n")
+    print(
+        f"Job {job.id}: {job.model} on {DATA.name}, {count('train')} questions to learn from, {count('valid')} to be tested on\n"
+    )
     job = regraft.show(client, job.id)
     if job.status != "succeeded":
         print(f"The job {job.status}: {job.error}", file=sys.stderr)

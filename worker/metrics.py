@@ -1,5 +1,6 @@
 """What a step says about itself: the fields of OpenAI's metrics event, and those it never had. Pure."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -135,7 +136,8 @@ def _signal(groups_P: Sequence[Group]) -> dict[str, float]:
 def _update(update: UpdateMetrics) -> dict[str, Any]:
     fields = asdict(update)
     fields["skipped_updates"] = int(fields.pop("skipped"))
-    return fields
+    # A step that was skipped has numbers that JSON has no word for, and PostgreSQL refuses.
+    return {name: value if value is None or math.isfinite(value) else None for name, value in fields.items()}
 
 
 def _grades(groups_P: Sequence[Group]) -> list[Grade]:

@@ -4,6 +4,7 @@ import asyncio
 import csv
 import io
 import json
+import math
 
 import pytest
 
@@ -13,6 +14,7 @@ from core.jobs import LeaseLost
 from core.models import File, RolloutPage, TunedModel
 from tests.fakes import EveryFourthFails, NeverGrades, SameForAll, Skill
 from worker.run import Outcome, UserMistake
+from worker.types import UpdateMetrics
 
 
 def test_a_job_learns_and_ends_with_a_model(bench):
@@ -243,3 +245,15 @@ def test_stored_samples_carry_what_a_user_wants_to_see(bench):
     lines = [json.loads(line) for line in bench.blobs.read(page.blob_key).splitlines()]
     assert len(lines) == page.samples == 8
     assert lines[0].keys() >= {"line", "output_text", "score", "reason", "finish_reason", "centred_reward"}
+
+
+def test_numbers_that_are_none_are_stored_as_null(bench):
+    """A skipped update has a loss that is not a number; JSON has no word for it and PostgreSQL refuses it."""
+    run = bench.run()
+    broken = UpdateMetrics(math.nan, 8, 16, 0, None, 0.0, math.inf, math.nan, 0.0, skipped=True)
+    run.trainer.update = lambda groups_P: broken
+
+    asyncio.run(run.train())
+
+    assert bench.job().status == "succeeded"
+    assert [(s["loss"], s["kl"], s["skipped_updates"]) for s in bench.steps()[1:]] == [(None, None, 1)] * 4
