@@ -75,7 +75,7 @@ def train_and_show(client: OpenAI, folder: Path, start: float) -> int:
         },
     )
     print(
-        f"Job {job.id}: {job.model} on {DATA.name}, {count('train')} questions to learn from, {count('valid')} to be tested on\n"
+        f"Job {job.id}: {job.model}, {count('train')} questions to learn from, {count('valid')} to be tested on\n"
     )
     job = regraft.show(client, job.id)
     if job.status != "succeeded":
