@@ -17,7 +17,7 @@ from core.methods import Hyperparameters, resolve
 from core.registry import Registry
 from core.settings import Settings
 from worker.policy import Policy, load_base
-from worker.samplers import Sampling
+from worker.samplers import Sampling, grouped
 from worker.samplers.transformers import TransformersSampler
 from worker.trainer import PeftTrainer
 from worker.types import Pack, Prompt, Rollout, Sequence
@@ -46,11 +46,12 @@ def main() -> None:
 
     sampler = TransformersSampler(policy)
     common: dict[str, Any] = {"temperature": 1.0, "max_completion_tokens": ANSWER, "job_seed": 1, "step": 1}
+    singles = [Prompt(n, ids, {}) for n in range(GROUP)]
     [shared_rollouts], shared_sampling = timed(
-        lambda: sampler._sample([Prompt(0, ids, {})], Sampling(group_size=GROUP, **common))
+        lambda: grouped(sampler.answers([Prompt(0, ids, {})], Sampling(group_size=GROUP, **common)), 1, GROUP)
     )
     alone, alone_sampling = timed(
-        lambda: sampler._sample([Prompt(n, ids, {}) for n in range(GROUP)], OneEach(group_size=1, **common))
+        lambda: grouped(sampler.answers(singles, OneEach(group_size=1, **common)), GROUP, 1)
     )
     gaps = [
         gap

@@ -5,7 +5,6 @@ with transformers; TRL gets float32, no KL, and no gradient checkpointing (which
 """
 
 import argparse
-import asyncio
 import hashlib
 import json
 import resource
@@ -82,7 +81,7 @@ def run_ours() -> dict[str, float]:
     from core.settings import Settings
     from graders.types import Grade
     from worker.policy import Policy, load_base
-    from worker.samplers import Sampling
+    from worker.samplers import Sampling, grouped
     from worker.samplers.transformers import TransformersSampler
     from worker.trainer import PeftTrainer
     from worker.types import Group, Prompt
@@ -101,9 +100,8 @@ def run_ours() -> dict[str, float]:
     seconds = []
     for step in range(STEPS):
         start = time.perf_counter()
-        rollouts_PG = asyncio.run(
-            sampler.sample(prompts, Sampling(GROUP, 1.0, ANSWER, job_seed=0, step=step))
-        )
+        answers = sampler.answers(prompts, Sampling(GROUP, 1.0, ANSWER, job_seed=0, step=step))
+        rollouts_PG = grouped(answers, PROMPTS, GROUP)
         trainer.update(
             [
                 Group(prompt, rollouts, tuple(Grade(score(r.text)) for r in rollouts))

@@ -36,6 +36,8 @@ class Settings(BaseSettings):
     drain_seconds: float = Field(default=30.0, ge=0)
     # Crashes (not drains, not the user's mistakes) a job survives.
     max_failures: int = Field(default=3, ge=0)
+    # A job fails when more than half of the grades of this many steps in a row do.
+    failing_steps: int = Field(default=3, ge=1)
     # Threads torch may use in a run; 0 leaves torch's own choice.
     torch_threads: int = Field(default=0, ge=0)
     # A micro-batch of training holds at most this many tokens (padding included).

@@ -2,13 +2,13 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from graders.types import ErrorKind, Grade, Item, Sample
 from worker import grpo
-from worker.samplers import Sampling
+from worker.samplers import Answer, Sampling
 from worker.types import Group, Prompt, Rollout, UpdateMetrics
 
 
@@ -26,12 +26,11 @@ class GuessingSampler:
         self.skill = skill
         self.calls: list[Sampling] = []
 
-    async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> list[tuple[Rollout, ...]]:
+    async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
         self.calls.append(sampling)
-        return [
-            tuple(self._answer(prompt, sampling, member) for member in range(sampling.group_size))
-            for prompt in prompts_P
-        ]
+        for number, prompt in enumerate(prompts_P):
+            for member in reversed(range(sampling.group_size)):  # answers end in an order of their own
+                yield Answer(number, member, self._answer(prompt, sampling, member))
 
     def _answer(self, prompt: Prompt, sampling: Sampling, member: int) -> Rollout:
         right = random.Random(sampling.seed(prompt, member)).random() < self.skill.chance

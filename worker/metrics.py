@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from graders.spec import GraderSpec, MultiSpec
@@ -13,7 +13,14 @@ from worker import grpo
 from worker.types import Group, Rollout, UpdateMetrics
 
 # The categories OpenAI reports, each as train_/valid_ x _mean/_count.
-_ERRORS = ("sample_parse_error", "invalid_variable_error", "other_error")
+_ERRORS = (
+    "sample_parse_error",
+    "invalid_variable_error",
+    "other_error",
+    "python_grader_server_error",
+    "python_grader_runtime_error",
+    "model_grader_server_error",
+)
 
 
 def mean_reward(groups_P: Sequence[Group]) -> float | None:
@@ -73,14 +80,24 @@ def message(data: Mapping[str, Any]) -> str:
     return ",".join(parts)
 
 
-def ungraded(groups_P: Sequence[Group]) -> str | None:
-    """A sentence about the answers that could not be graded, with the commonest reason; None if there are none."""
+@dataclass(frozen=True)
+class Ungraded:
+    """The answers of a step that could not be graded."""
+
+    message: str
+    share: float  # of all answers
+    reasons: list[str]  # the commonest first, a few
+
+
+def ungraded(groups_P: Sequence[Group]) -> Ungraded | None:
+    """None if every answer was graded."""
     grades = _grades(groups_P)
-    reasons = Counter(grade.reason for grade in grades if grade.score is None)
-    if not reasons:
+    counts = Counter(grade.reason for grade in grades if grade.score is None)
+    if not counts:
         return None
-    reason, _ = reasons.most_common(1)[0]
-    return f"{reasons.total()} of {len(grades)} samples could not be graded and teach nothing. Most often: {reason}"
+    reasons = [reason for reason, _ in counts.most_common(5)]
+    count = f"{counts.total()} of {len(grades)} samples could not be graded and teach nothing."
+    return Ungraded(f"{count} Most often: {reasons[0]}", counts.total() / len(grades), reasons)
 
 
 def no_signal(groups_P: Sequence[Group]) -> str | None:

@@ -1,14 +1,17 @@
-"""Rollouts to rewards through the job's grader, and what an ungraded answer means: nothing at all."""
+"""Answers to rewards through the job's grader, and what an ungraded answer means: nothing at all."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 
-from graders.run import grade_all
-from graders.types import Grader, Sample
+from graders.run import grade_within
+from graders.types import Grade, Grader, Sample
+from worker.clock import Clock
+from worker.samplers import Answer
 from worker.types import Group, Prompt, Rollout
 
 
 class Rewards:
-    """Grades whole steps. A grade that failed stays a None with its reason; nothing here turns it into 0."""
+    """Grades answers as they are sampled. A grade that failed stays a None with its reason, and never becomes 0."""
 
     def __init__(self, grader: Grader, *, concurrency: int = 64, timeout_s: float = 120.0) -> None:
         self.grader = grader
@@ -16,17 +19,34 @@ class Rewards:
         self.timeout_s = timeout_s
 
     async def grade(
-        self, prompts_P: Sequence[Prompt], rollouts_PG: Sequence[tuple[Rollout, ...]]
+        self, prompts_P: Sequence[Prompt], answers: AsyncIterator[Answer], clock: Clock
     ) -> list[Group]:
-        pairs = [
-            (Sample.from_text(rollout.text, rollout.finish_reason), prompt.item)
-            for prompt, rollouts_G in zip(prompts_P, rollouts_PG, strict=True)
-            for rollout in rollouts_G
-        ]
-        grades = iter(
-            await grade_all(self.grader, pairs, concurrency=self.concurrency, timeout_s=self.timeout_s)
-        )
+        """The graded groups, prompts and members in order.
+
+        Grading runs beside the sampling of the rest; the clock's "grading" is only what it takes beyond that.
+        """
+        slots = asyncio.Semaphore(self.concurrency)
+        graded: dict[tuple[int, int], tuple[Rollout, asyncio.Task[Grade]]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            with clock("sampling"):
+                async for answer in answers:
+                    task = tasks.create_task(self._grade(slots, prompts_P[answer.prompt], answer.rollout))
+                    graded[answer.prompt, answer.member] = answer.rollout, task
+            with clock("grading"):
+                await asyncio.gather(*(task for _, task in graded.values()))
         return [
-            Group(prompt, rollouts_G, tuple(next(grades) for _ in rollouts_G))
-            for prompt, rollouts_G in zip(prompts_P, rollouts_PG, strict=True)
+            Group(prompt, *zip(*_members(graded, number), strict=True))
+            for number, prompt in enumerate(prompts_P)
         ]
+
+    async def _grade(self, slots: asyncio.Semaphore, prompt: Prompt, rollout: Rollout) -> Grade:
+        async with slots:
+            sample = Sample.from_text(rollout.text, rollout.finish_reason)
+            return await grade_within(self.timeout_s, self.grader, sample, prompt.item)
+
+
+def _members(
+    graded: dict[tuple[int, int], tuple[Rollout, asyncio.Task[Grade]]], prompt: int
+) -> list[tuple[Rollout, Grade]]:
+    places = sorted(place for place in graded if place[0] == prompt)
+    return [(graded[place][0], graded[place][1].result()) for place in places]

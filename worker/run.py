@@ -9,9 +9,7 @@ import asyncio
 import enum
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +27,7 @@ from graders.build import build
 from graders.spec import GraderSpec, parse_grader
 from worker import metrics, process
 from worker.checkpoints import Checkpoints
+from worker.clock import Clock
 from worker.data import PromptStream, PromptTooLong, tokenize
 from worker.recorder import GradedStep, Recorder
 from worker.rewards import Rewards
@@ -57,7 +56,10 @@ class Run:
     recorder: Recorder
     checkpoints: Checkpoints
     stop_requested: Callable[[], bool] = lambda: False
+    # The job fails when more than half of the grades of this many steps in a row do.
+    failing_steps: int = 3
     steps_without_signal: int = field(default=0, init=False)
+    steps_that_failed: int = field(default=0, init=False)
 
     async def train(self) -> Outcome:
         step = self.checkpoints.restore(self.trainer)
@@ -74,11 +76,9 @@ class Run:
     async def step(self, step: int) -> bool:
         """One turn of the loop. Returns whether the run should stop here; if so, it is checkpointed."""
         clock = Clock()
-        with clock("sampling"):
-            prompts_P = self.train_prompts.batch(step)
-            rollouts_PG = await self.sampler.sample(prompts_P, self.sampling(step))
-        with clock("grading"):
-            groups_P = await self.rewards.grade(prompts_P, rollouts_PG)
+        prompts_P = self.train_prompts.batch(step)
+        answers = self.sampler.sample(prompts_P, self.sampling(step))
+        groups_P = await self.rewards.grade(prompts_P, answers, clock)
         with clock("training"):
             update = self.trainer.update(groups_P)
         valid_P = None
@@ -119,8 +119,8 @@ class Run:
         self.record(data, [], valid_P)
 
     async def validate(self, step: int) -> list[Group]:
-        rollouts_PG = await self.sampler.sample(self.valid_prompts, self.sampling(step, validation=True))
-        return await self.rewards.grade(self.valid_prompts, rollouts_PG)
+        answers = self.sampler.sample(self.valid_prompts, self.sampling(step, validation=True))
+        return await self.rewards.grade(self.valid_prompts, answers, Clock())
 
     def is_measured(self, step: int) -> bool:
         return step % self.settings.eval_interval == 0 or step == self.settings.total_steps
@@ -144,8 +144,13 @@ class Run:
 
     def warn(self, step: int, groups_P: Sequence[Group]) -> None:
         """Say at once what a user would otherwise find out after hours."""
-        if (failures := metrics.ungraded(groups_P)) is not None:
-            self.recorder.warn(failures, {"step": step})
+        failures = metrics.ungraded(groups_P)
+        if failures is not None:
+            self.recorder.warn(failures.message, {"step": step, "reasons": failures.reasons})
+        self.steps_that_failed = self.steps_that_failed + 1 if failures and failures.share > 0.5 else 0
+        if failures and self.steps_that_failed >= self.failing_steps:
+            message = f"In {self.steps_that_failed} steps in a row most answers could not be graded. {failures.message}"
+            raise UserMistake("grader_failed", message, "method.reinforcement.grader")
         silence = metrics.no_signal(groups_P)
         self.steps_without_signal = self.steps_without_signal + 1 if silence else 0
         if silence and self.steps_without_signal in (1, 5, 25):  # not every step: a warning has to stay news
@@ -159,19 +164,6 @@ class Run:
                 "invalid_grader", "Not one validation answer could be graded, so there is no best model."
             )
         self.recorder.succeed(best)
-
-
-class Clock:
-    """Seconds by phase of one step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 class UserMistake(Exception):
@@ -238,6 +230,7 @@ def load(
         recorder=recorder,
         checkpoints=Checkpoints(database, blobs, claim, job, scratch),
         stop_requested=stop,
+        failing_steps=settings.failing_steps,
     )
 
 

@@ -1,21 +1,27 @@
 """validating_files: every row of both files against the format and the grader, and every bad line named."""
 
+import asyncio
 import logging
+from collections.abc import Sequence
 
-from core import datasets, jobs
+from core import datasets, events, jobs
 from core.blobs import BlobNotFound, BlobStore
 from core.datasets import Example, InvalidDataset
 from core.db import Database
 from core.jobs import Claim, LeaseLost
 from core.models import File, Job
 from core.settings import Settings
-from graders.build import missing_item_paths
-from graders.spec import GraderSpec, parse_grader
+from graders.build import build, missing_item_paths
+from graders.run import grade_all
+from graders.spec import GraderSpec, MultiSpec, parse_grader
+from graders.template import Template
+from graders.types import Grader, Item, Sample
 
 log = logging.getLogger(__name__)
 
 # OpenAI's limits for reinforcement fine-tuning.
 MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS = 50_000, 1_000
+DRY_RUN_ROWS = 3
 
 
 class BadFile(Exception):
@@ -48,19 +54,24 @@ def _validate(database: Database, blobs: BlobStore, claim: Claim) -> list[tuple[
         files = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
     spec = parse_grader(job.reinforcement["grader"])
     try:
-        check_file(blobs, files.get(job.training_file), spec, "training_file", MAX_TRAINING_ROWS)
+        rows = check_file(blobs, files.get(job.training_file), spec, "training_file", MAX_TRAINING_ROWS)
         check_file(blobs, files.get(job.validation_file or ""), spec, "validation_file", MAX_VALIDATION_ROWS)
     except BadFile as bad:
         with jobs.fenced(database, claim) as (session, job):
             jobs.fail(session, job, code=f"invalid_{bad.param}", message=bad.message, param=bad.param)
         return []
+    doubt = asyncio.run(dry_run(build(spec), spec, rows[:DRY_RUN_ROWS]))
     with jobs.fenced(database, claim) as (session, job):
+        if doubt is not None:
+            events.append(session, job.id, doubt, level="warn")
         wake = jobs.validated(session, job)
     return [wake]
 
 
-def check_file(blobs: BlobStore, file: File | None, spec: GraderSpec, param: str, max_rows: int) -> None:
-    """Raises BadFile with the file's id and the numbers of its bad lines."""
+def check_file(
+    blobs: BlobStore, file: File | None, spec: GraderSpec, param: str, max_rows: int
+) -> list[Example]:
+    """The rows of a good file; raises BadFile with the file's id and the numbers of its bad lines."""
     if file is None:
         raise BadFile(param, f"The {param.replace('_', ' ')} was deleted before it could be read.")
 
@@ -69,8 +80,42 @@ def check_file(blobs: BlobStore, file: File | None, spec: GraderSpec, param: str
         return [f"the grader reads {{{{{path}}}}}, which this row does not have" for path in missing]
 
     try:
-        datasets.read_examples(blobs.open(file.blob_key), check=fields_the_grader_needs, max_rows=max_rows)
+        return datasets.read_examples(
+            blobs.open(file.blob_key), check=fields_the_grader_needs, max_rows=max_rows
+        )
     except InvalidDataset as cause:
         raise BadFile(param, f"{param.replace('_', ' ').capitalize()} {file.id}: {cause}") from cause
     except BlobNotFound as cause:
         raise BadFile(param, f"The contents of {file.id} are gone from the store.") from cause
+
+
+async def dry_run(grader: Grader, spec: GraderSpec, rows: Sequence[Example]) -> str | None:
+    """Grade a right and an empty reply to a few rows. Returns a warning if the grader fails or cannot tell them apart.
+
+    The right reply is what the grader itself compares with, where it says so. It is a guess, so it never fails a job.
+    """
+    replies = [(reply, row) for row in rows for reply in (*reference_answers(spec, row.item), "")]
+    grades = await grade_all(
+        grader, [(Sample.from_text(reply), row.item) for reply, row in replies], timeout_s=30
+    )
+    failed = [grade.reason for grade in grades if grade.score is None]
+    if failed:
+        return (
+            f"The grader failed on {len(failed)} of {len(grades)} replies that it was tried on. {failed[0]}"
+        )
+    scores = {grade.score for grade in grades}
+    if len(scores) == 1 and len({reply for reply, _ in replies}) > 1:
+        return (
+            f"The grader gave {len(grades)} different replies, right answers and empty ones, the same score "
+            f"({scores.pop():g}). If that is what it always does, there will be nothing to learn."
+        )
+    return None
+
+
+def reference_answers(spec: GraderSpec, item: Item) -> list[str]:
+    """What the grader compares replies with, for this row: the text of each `reference` that is the row's own."""
+    parts = spec.graders.values() if isinstance(spec, MultiSpec) else [spec]
+    templates = [
+        Template.parse(part.reference) for part in parts if isinstance(getattr(part, "reference", None), str)
+    ]
+    return list(dict.fromkeys(t.render(Sample.from_text(""), item) for t in templates if t.item_paths))

@@ -12,7 +12,7 @@ from core import jobs
 from core.db import Work
 from core.jobs import LeaseLost
 from core.models import File, RolloutPage, TunedModel
-from tests.fakes import EveryFourthFails, NeverGrades, SameForAll, Skill
+from tests.fakes import EveryFourthFails, ExactGrader, NeverGrades, SameForAll, Skill
 from worker.run import Outcome, UserMistake
 from worker.types import UpdateMetrics
 
@@ -71,9 +71,42 @@ def test_a_run_without_signal_says_so_and_not_at_every_step(bench):
     assert "all answers scored 0: the task is too hard" in warnings[0]
 
 
-def test_a_job_that_was_never_graded_fails_and_says_why(bench):
+def test_a_grader_that_fails_most_answers_step_after_step_fails_the_job(bench):
+    with pytest.raises(UserMistake, match="In 3 steps in a row most answers could not be graded") as failed:
+        bench.train(NeverGrades(), n_epochs=4)
+
+    assert failed.value.code == "grader_failed"
+    assert "no opinion" in failed.value.message
+    assert [s["step"] for s in bench.steps()] == [0, 1, 2, 3]
+
+
+def test_a_short_job_that_was_never_graded_has_no_best_model(bench):
     with pytest.raises(UserMistake, match="Not one validation answer could be graded"):
-        bench.train(NeverGrades())
+        bench.train(NeverGrades(), batch_size=4)
+
+
+def test_answers_are_graded_while_others_are_still_sampled(bench):
+    """The second answer is only drawn once the first has its grade, so a step that graded last would never end."""
+    graded = asyncio.Event()
+
+    class Watched(ExactGrader):
+        async def grade(self, sample, item):
+            graded.set()
+            return await super().grade(sample, item)
+
+    run = bench.run(Watched(), batch_size=4)
+    sample = run.sampler.sample
+
+    async def wait_for_each_grade(prompts_P, sampling):
+        async for answer in sample(prompts_P, sampling):
+            yield answer
+            await graded.wait()
+            graded.clear()
+
+    run.sampler.sample = wait_for_each_grade
+    asyncio.run(asyncio.wait_for(run.train(), 30))
+
+    assert bench.job().status == "succeeded"
 
 
 def test_the_best_three_checkpoints_are_kept_and_the_last(bench):

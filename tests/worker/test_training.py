@@ -11,7 +11,7 @@ from graders.types import Grade
 from tests.tiny import WORDS
 from worker import batch, grpo
 from worker.policy import UnsupportedModel
-from worker.samplers import Sampling
+from worker.samplers import Sampling, grouped
 from worker.samplers.transformers import TransformersSampler, choose
 from worker.trainer import PeftTrainer
 from worker.types import Group, Pack, Prompt, Sequence
@@ -42,6 +42,11 @@ def plain_logprobs(policy, prompt_ids, output_ids, temperature=1.0):
     return logp.gather(-1, torch.tensor(output_ids)[:, None])[:, 0]
 
 
+def drawn(policy, prompts, how, **options):
+    answers = TransformersSampler(policy, **options).answers(prompts, how)
+    return grouped(answers, len(prompts), how.group_size)
+
+
 @pytest.fixture
 def policy(make_policy):
     return make_policy(moved=True)
@@ -57,7 +62,7 @@ def prompts(policy):
 def groups(policy, prompts):
     """Graded answers of uneven length, some groups with signal, one without, one answer ungraded."""
     rewards_PG = [[1.0, 0.0, 0.5, 0.0], [0.25, 0.25, 0.25, 0.25], [0.0, 1.0, 1.0, None]]
-    sampled = TransformersSampler(policy)._sample(prompts, sampling())
+    sampled = drawn(policy, prompts, sampling())
     return [
         Group(
             one,
@@ -71,7 +76,7 @@ def groups(policy, prompts):
 class TestSampler:
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     def test_logprobs_are_those_of_a_plain_forward_pass(self, policy, prompts, temperature):
-        sampled = TransformersSampler(policy)._sample(prompts, sampling(temperature=temperature))
+        sampled = drawn(policy, prompts, sampling(temperature=temperature))
 
         for one, rollouts in zip(prompts, sampled, strict=True):
             for rollout in rollouts:
@@ -79,30 +84,28 @@ class TestSampler:
                 assert rollout.logprobs_T == pytest.approx(expected.tolist(), abs=1e-4)
 
     def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(self, policy, prompts):
-        sampler = TransformersSampler(policy)
 
-        together = sampler._sample(prompts, sampling())
-        alone = [sampler._sample([one], sampling())[0] for one in prompts]
+        together = drawn(policy, prompts, sampling())
+        alone = [drawn(policy, [one], sampling())[0] for one in prompts]
 
         assert [[r.output_ids_T for r in g] for g in together] == [[r.output_ids_T for r in g] for g in alone]
 
     def test_waves_give_what_one_batch_gives(self, policy, prompts):
-        one_batch = TransformersSampler(policy)._sample(prompts, sampling())
-        waves = TransformersSampler(policy, max_tokens_in_flight=1)._sample(prompts, sampling())
+        one_batch = drawn(policy, prompts, sampling())
+        waves = drawn(policy, prompts, sampling(), max_tokens_in_flight=1)
 
         assert [[r.text for r in g] for g in waves] == [[r.text for r in g] for g in one_batch]
 
     def test_members_of_a_group_differ_and_the_same_seed_repeats_them(self, policy, prompts):
-        sampler = TransformersSampler(policy)
-        first, again = (sampler._sample(prompts, sampling()) for _ in range(2))
-        other = sampler._sample(prompts, sampling(job_seed=6))
+        first, again = (drawn(policy, prompts, sampling()) for _ in range(2))
+        other = drawn(policy, prompts, sampling(job_seed=6))
 
         assert len({r.output_ids_T for r in first[0]}) > 1
         assert first == again
         assert first != other
 
     def test_greedy_takes_the_likeliest_token_every_time(self, policy, prompts):
-        [rollout] = TransformersSampler(policy)._sample(prompts[:1], sampling(temperature=0, group_size=1))[0]
+        [rollout] = drawn(policy, prompts[:1], sampling(temperature=0, group_size=1))[0]
 
         ids = list(prompts[0].ids)
         for token in rollout.output_ids_T:
@@ -112,9 +115,7 @@ class TestSampler:
 
     def test_an_answer_ends_with_its_stop_token_or_says_it_was_cut(self, policy, prompts):
         end = WORDS.index("<end>")
-        rollouts = [
-            r for g in TransformersSampler(policy)._sample(prompts, sampling(group_size=32)) for r in g
-        ]
+        rollouts = [r for g in drawn(policy, prompts, sampling(group_size=32)) for r in g]
 
         assert {r.finish_reason for r in rollouts} == {"stop", "length"}
         for rollout in rollouts:

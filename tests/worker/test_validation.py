@@ -1,12 +1,17 @@
 """validating_files: what a user reads when a file is wrong."""
 
+import asyncio
 import json
 
 import pytest
 
+from core.datasets import Example
 from core.models import File, Job
 from core.settings import Settings
-from worker.validation import validate_next
+from graders.spec import parse_grader
+from tests.fakes import NeverGrades
+from tests.worker.conftest import GRADER
+from worker.validation import dry_run, validate_next
 
 GOOD = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
 
@@ -91,3 +96,32 @@ def test_a_file_deleted_in_between_fails_the_job(bench, validate):
 
 def test_nothing_to_validate_is_no_work(bench):
     assert validate_next(Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, "tester") is None
+
+
+def test_a_grader_that_cannot_tell_a_right_reply_from_an_empty_one_is_warned_of(bench, validate):
+    with bench.database.write() as session:
+        job = session.get_one(Job, bench.job().seq)
+        # A slip: it compares the row's answer with itself.
+        grader = GRADER | {"input": "{{item.answer}}"}
+        job.reinforcement = job.reinforcement | {"grader": grader}
+
+    job, wakes = validate([GOOD, GOOD])
+
+    assert job.status == "queued"
+    assert wakes
+    [warning] = bench.events("warn")
+    assert "the same score (1)" in warning
+
+
+def test_a_grader_that_can_is_not(bench, validate):
+    validate([GOOD, GOOD])
+
+    assert bench.events("warn") == []
+
+
+def test_a_grader_that_fails_on_its_own_reference_is_warned_of():
+    rows = [Example(1, GOOD["messages"], GOOD)]
+
+    warning = asyncio.run(dry_run(NeverGrades(), parse_grader(GRADER), rows))
+
+    assert warning == "The grader failed on 2 of 2 replies that it was tried on. no opinion"

@@ -1,7 +1,9 @@
 """What the loop needs of a sampler. Implementations: transformers.py; tests have a fake of their own."""
 
+import asyncio
 import hashlib
-from collections.abc import Sequence
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +26,55 @@ class Sampling:
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A rollout and its place: member `member` of the group of prompt number `prompt`."""
+
+    prompt: int
+    member: int
+    rollout: Rollout
+
+
 class Sampler(Protocol):
-    async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> list[tuple[Rollout, ...]]:
-        """`group_size` rollouts for each prompt, in order, all from the present policy."""
+    def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
+        """`group_size` answers to each prompt, each as soon as it is finished, all from the present policy."""
         ...
+
+
+def grouped(answers: Iterable[Answer], prompts: int, group_size: int) -> list[tuple[Rollout, ...]]:
+    """Answers in any order -> the rollouts of each prompt, members in order."""
+    placed = {(answer.prompt, answer.member): answer.rollout for answer in answers}
+    return [tuple(placed[prompt, member] for member in range(group_size)) for prompt in range(prompts)]
+
+
+async def from_thread(answers: Iterator[Answer]) -> AsyncIterator[Answer]:
+    """Run a blocking iterator in a thread of its own and hand over what it yields as it comes.
+
+    What it raises is raised here. If the reader stops early, so does the thread, at its next answer.
+    """
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[Answer | BaseException | None] = asyncio.Queue()
+    abandoned = threading.Event()
+
+    def put(item: Answer | BaseException | None) -> None:
+        loop.call_soon_threadsafe(queue.put_nowait, item)
+
+    def work() -> None:
+        try:
+            for answer in answers:
+                if abandoned.is_set():
+                    return
+                put(answer)
+            put(None)
+        except BaseException as cause:
+            put(cause)
+
+    running = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        while (item := await queue.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        abandoned.set()
+        await running

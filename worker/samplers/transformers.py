@@ -1,19 +1,19 @@
 """Sampling with the trainer's own model: no second engine, no copy of the weights, any machine.
 
 Each prompt is computed once for its whole group, all groups decode in one batch, and an answer that has ended
-leaves the batch.
+leaves the batch at once, and is handed on to be graded while the others go on.
 """
 
-import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from worker.attention import GroupCache
 from worker.policy import Policy
-from worker.samplers import Sampling
-from worker.types import Prompt, Rollout
+from worker.samplers import Answer, Sampling, from_thread
+from worker.types import FinishReason, Prompt, Rollout
 
 
 class TransformersSampler:
@@ -24,12 +24,16 @@ class TransformersSampler:
         self.policy = policy
         self.max_tokens_in_flight = max_tokens_in_flight
 
-    async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> list[tuple[Rollout, ...]]:
-        return await asyncio.to_thread(self._sample, prompts_P, sampling)
+    def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
+        return from_thread(self.answers(prompts_P, sampling))
 
-    def _sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> list[tuple[Rollout, ...]]:
-        groups = [self._sample_wave(wave, sampling) for wave in self._waves(prompts_P, sampling)]
-        return [group for wave in groups for group in wave]
+    def answers(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> Iterator[Answer]:
+        """The same without the event loop: each answer as it ends, so the shortest first."""
+        first = 0
+        for wave in self._waves(prompts_P, sampling):
+            for answer in self._sample_wave(wave, sampling):
+                yield replace(answer, prompt=first + answer.prompt)
+            first += len(wave)
 
     def _waves(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> Iterator[Sequence[Prompt]]:
         longest = max(len(prompt.ids) for prompt in prompts_P)
@@ -39,7 +43,7 @@ class TransformersSampler:
             yield prompts_P[at : at + size]
 
     @torch.inference_mode()
-    def _sample_wave(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> list[tuple[Rollout, ...]]:
+    def _sample_wave(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> Iterator[Answer]:
         policy, size = self.policy, sampling.group_size
         cache, hidden_P = self._prefill(prompts_P)
         group_R = torch.arange(len(prompts_P), device=policy.device).repeat_interleave(size)
@@ -54,22 +58,23 @@ class TransformersSampler:
             len(group_R), sampling.max_completion_tokens, dtype=torch.int64, device=policy.device
         )
         logprobs = torch.zeros(len(group_R), sampling.max_completion_tokens, device=policy.device)
-        lengths = torch.zeros(len(group_R), dtype=torch.int64, device=policy.device)
-
         hidden = hidden_P[group_R]
         for t in range(sampling.max_completion_tokens):
             token, logprob = choose(policy.logits(hidden), draws_RT[row_R, t], sampling.temperature)
-            tokens[row_R, t], logprobs[row_R, t], lengths[row_R] = token, logprob, t + 1
-            live = (~torch.isin(token, stop)).nonzero()[:, 0]
-            if t + 1 == sampling.max_completion_tokens or len(live) == 0:
-                break
+            tokens[row_R, t], logprobs[row_R, t] = token, logprob
+            stopped = torch.isin(token, stop)
+            last = t + 1 == sampling.max_completion_tokens
+            for row in (row_R if last else row_R[stopped]).tolist():
+                yield self._answer(row, tokens[row, : t + 1], logprobs[row, : t + 1], size)
+            live = (~stopped).nonzero()[:, 0]
+            if last or len(live) == 0:
+                return
             if len(live) < len(row_R):
                 cache.keep(live)
                 row_R, position_R, token = row_R[live], position_R[live], token[live]
             cache.start_token()
             hidden = policy.hidden(token[:, None], position_R[:, None], None, cache)[:, 0]
             position_R = position_R + 1
-        return self._rollouts(tokens, logprobs, lengths, size)
 
     def _prefill(self, prompts_P: Sequence[Prompt]) -> tuple[GroupCache, Tensor]:
         """The prompts' keys and values, and the hidden state [P, h] that predicts each first token."""
@@ -88,19 +93,11 @@ class TransformersSampler:
         )
         return cache, hidden[torch.arange(len(prompts_P), device=device), lengths - 1]
 
-    def _rollouts(
-        self, tokens: Tensor, logprobs: Tensor, lengths: Tensor, size: int
-    ) -> list[tuple[Rollout, ...]]:
-        rollouts = []
-        for ids, values, length in zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), strict=True):
-            ids = ids[:length]
-            ended = ids[-1] in self.policy.stop_ids
-            rollouts.append(
-                Rollout(
-                    tuple(ids), tuple(values[:length]), self.policy.text(ids), "stop" if ended else "length"
-                )
-            )
-        return [tuple(rollouts[at : at + size]) for at in range(0, len(rollouts), size)]
+    def _answer(self, row: int, tokens: Tensor, logprobs: Tensor, group_size: int) -> Answer:
+        ids = tokens.tolist()
+        reason: FinishReason = "stop" if ids[-1] in self.policy.stop_ids else "length"
+        rollout = Rollout(tuple(ids), tuple(logprobs.tolist()), self.policy.text(ids), reason)
+        return Answer(row // group_size, row % group_size, rollout)
 
 
 def _draws(seeds: Sequence[int], sampling: Sampling) -> Tensor:
