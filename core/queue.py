@@ -25,6 +25,8 @@ def gpu_queue(gpu_class: str) -> str:
 
 def open_celery(broker_url: str, gpu_class: str) -> Celery:
     """The Celery application both sides use: JSON only, no results, early acks, no prefetch."""
+    if broker_url == "memory://":
+        broker_url = "memory://localhost"  # without a host the client warns that it will assume this one
     app = Celery("regraft", broker=broker_url)
     options: dict[str, Any] = {"polling_interval": 0.05}
     if broker_url.startswith("redis"):

@@ -25,6 +25,9 @@ from core.settings import Settings
 from worker.app import WorkerService
 
 
+log = logging.getLogger("regraft")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="regraft-server", description="Self-hosted reinforcement fine-tuning."
@@ -39,6 +42,7 @@ def main() -> int:
     args = parser.parse_args()
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("kombu").setLevel(logging.WARNING)  # it reports each connection, twice
     settings = Settings()
     if args.command in ("api", "worker") and settings.embedded:
         parser.error("memory:// lives inside one process: use `up`, or set REGRAFT_BROKER_URL=redis://…")
@@ -92,6 +96,7 @@ def serve_api(settings: Settings, database: Database, blobs: BlobStore, send: Se
     config = uvicorn.Config(
         app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5
     )
+    log.info("serving http://%s:%d/v1", settings.host, settings.port)
     uvicorn.Server(config).run()
 
 

@@ -16,6 +16,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import IO
 
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+
 from core import jobs
 from core.blobs import BlobStore
 from core.db import Database
@@ -97,11 +100,12 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(timeout=pause)
             since_heartbeat += pause
-            if since_heartbeat >= self.settings.lease_seconds / 4 or self._cancelled(claim):
+            renew = since_heartbeat >= self.settings.lease_seconds / 4
+            if renew:
                 since_heartbeat = 0.0
-                if not self._heartbeat(claim):
-                    _kill(child)
-                    return process.LOST
+            if not self._is_ours(claim, renew):
+                _kill(child)
+                return process.LOST
             if self._stopping.is_set():
                 if not draining:
                     draining = True
@@ -112,15 +116,19 @@ class Supervisor:
                     _kill(child)
                     return process.DRAINED
 
-    def _cancelled(self, claim: Claim) -> bool:
-        """Whether the fence has moved on: looked at often, so that a cancel stops the machine within a second."""
-        with self.database.read() as session:
-            epoch = session.query(Job.epoch).where(Job.id == claim.job_id).scalar()
-        return bool(epoch != claim.epoch)
-
-    def _heartbeat(self, claim: Claim) -> bool:
-        with self.database.write() as session:
-            return jobs.heartbeat(session, claim, self.settings.lease_seconds)
+    def _is_ours(self, claim: Claim, renew: bool) -> bool:
+        """Whether the claim holds; looked at often, so that a cancel stops the machine within a second."""
+        try:
+            if renew:
+                with self.database.write() as session:
+                    return jobs.heartbeat(session, claim, self.settings.lease_seconds)
+            with self.database.read() as session:
+                epoch = session.scalar(select(Job.epoch).where(Job.id == claim.job_id))
+            return epoch == claim.epoch
+        except SQLAlchemyError as cause:
+            # A database that is away cannot have given the job to anybody else. It decides when it is back.
+            log.warning("the database did not answer: %s", cause)
+            return True
 
     def _finish(self, claim: Claim, status: int, last_words: str) -> None:
         try:

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from core import jobs
 from core.db import Work
@@ -111,6 +112,35 @@ def test_a_cancel_ends_the_child(bench, supervise):
     assert not worker.is_alive()
     assert not alive(child.pids[0])
     assert bench.job().status == "cancelled"
+
+
+def test_a_database_that_is_away_for_a_moment_costs_nothing(bench, supervise, tmp_path):
+    """The run goes on, and its end is written down once the database is back."""
+    release = tmp_path / "release"
+    os.mkfifo(release)
+    supervisor, child = supervise(f"open({str(release)!r}).read(); sys = __import__('sys'); sys.exit(75)")
+    stop_after_one(supervisor)
+    database, missed = supervisor.database, threading.Event()
+
+    class Away:
+        """Stands in for a database that refuses connections."""
+
+        def read(self):
+            missed.set()
+            raise OperationalError("SELECT 1", {}, ConnectionRefusedError("connection refused"))
+
+        write = read
+
+    worker = threading.Thread(target=supervisor.run_waiting)
+    worker.start()
+    assert child.started.wait(20)
+    supervisor.database = Away()
+    assert missed.wait(20)
+    supervisor.database = database
+    release.write_text("")
+    worker.join(20)
+
+    assert (bench.job().status, bench.job().failures) == ("queued", 0)
 
 
 def test_stopping_drains_the_child(bench, supervise):
