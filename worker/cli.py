@@ -24,7 +24,6 @@ from core.registry import Registry
 from core.settings import Settings
 from worker.app import WorkerService
 
-
 log = logging.getLogger("regraft")
 
 
