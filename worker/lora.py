@@ -1,34 +1,73 @@
-"""The arithmetic of a layer with an adapter: base(x) + scale * B(A(x)), in as few calls as it takes.
+"""The arithmetic of a frozen layer and its adapter, base(x) + scale * B(A(x)), in few and quick calls.
 
-PEFT makes and saves the adapters; its own forward does the same in some ten operations a layer, which for one
-token a row is a third of the time.
+PEFT makes and saves the adapters. Its own forward does the same in some ten operations a layer, which for one token
+a row is a third of the time.
+
+On a CPU the frozen weights are also kept in oneDNN's own layout, for the forward and for the backward product. Measured
+on an AMD EPYC with two cores: 2 to 3 times quicker than torch's linear, whose library has no AVX-512 for that maker.
+It costs the memory of two more copies of the frozen weights, which for the models one trains on a CPU is little.
 """
+
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-# Up to this many rows the product is quicker the other way round on a CPU: 1.3 to 1.5 times at 8 rows of a 576 x 1536
-# layer, equal at 64.
-_FEW_ROWS = 32
+
+class FrozenLinear:
+    """x [..., in] -> [..., out] with a weight that never changes, and the gradient with respect to x only."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        weight = layer.weight.detach()
+        plain = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self.packed = plain and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        if self.packed:
+            self._forward = torch.ops.mkldnn._reorder_linear_weight(weight)
+            self._backward = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.packed or x.dtype != torch.float32:
+            return linear(x, self.layer.weight, self.layer.bias)
+        output = (
+            _Packed.apply(x, self._forward, self._backward) if x.requires_grad else _product(x, self._forward)
+        )
+        return output if self.layer.bias is None else output + self.layer.bias
 
 
-def install(model: nn.Module) -> int:
-    """Give every adapted linear layer of a PEFT model the short forward. Returns how many there are."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
-    for layer in layers:
-        _install(layer)
-    return len(layers)
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: Tensor) -> Tensor:
+        # Neither needs gradients, and a packed tensor cannot be saved the usual way.
+        ctx.transposed = transposed
+        return _product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _product(gradient.contiguous(), ctx.transposed), None, None
+
+
+def _product(x: Tensor, packed: Tensor) -> Tensor:
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    return output
+
+
+def install(model: nn.Module) -> None:
+    """Give every adapted linear layer of a PEFT model the short forward."""
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            _install(module)
 
 
 def _install(layer: LoraLinear) -> None:
     [adapter] = layer.active_adapters
-    base = layer.base_layer
+    frozen = FrozenLinear(layer.base_layer)
     a, b, scale = layer.lora_A[adapter], layer.lora_B[adapter], layer.scaling[adapter]
 
     def forward(x: Tensor) -> Tensor:
-        output = frozen_linear(x, base.weight, base.bias)
+        output = frozen(x)
         if layer.disable_adapters:
             return output
         # The adapter is float32 whatever the base is, so that a small step is not rounded away.
@@ -36,12 +75,3 @@ def _install(layer: LoraLinear) -> None:
         return torch.add(output, linear(low, b.weight).to(output.dtype), alpha=scale)
 
     layer.forward = forward
-
-
-def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] times weight [out, in], as torch's linear, but quicker for a few rows on a CPU."""
-    rows = x.numel() // x.shape[-1]
-    if rows > _FEW_ROWS or x.device.type != "cpu" or torch.is_grad_enabled():
-        return linear(x, weight, bias)
-    output = torch.mm(weight, x.reshape(rows, -1).t()).t().view(*x.shape[:-1], weight.shape[0])
-    return output if bias is None else output + bias

@@ -102,6 +102,7 @@ class Policy:
         causal = self.model.get_base_model()
         self._decoder = getattr(causal, causal.base_model_prefix)
         self._head = causal.get_output_embeddings()
+        self._frozen_head = lora.FrozenLinear(self._head)
         self.stop_ids = _stop_ids(causal, base.tokenizer)
         self.refuse_unsupported()
 
@@ -137,7 +138,7 @@ class Policy:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., h] -> logits [..., V] in float32, whatever the precision of the weights."""
-        return lora.frozen_linear(hidden, self._head.weight, self._head.bias).float()
+        return self._frozen_head(hidden).float()
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
