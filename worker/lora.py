@@ -31,9 +31,10 @@ class FrozenLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if not self.packed or x.dtype != torch.float32:
             return linear(x, self.layer.weight, self.layer.bias)
-        output = (
-            _Packed.apply(x, self._forward, self._backward) if x.requires_grad else _product(x, self._forward)
-        )
+        if x.requires_grad:
+            output: Tensor = _Packed.apply(x, self._forward, self._backward)  # type: ignore[no-untyped-call]
+        else:
+            output = _product(x, self._forward)
         return output if self.layer.bias is None else output + self.layer.bias
 
 
