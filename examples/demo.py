@@ -39,7 +39,7 @@ GRADER = {
 }
 HYPERPARAMETERS = {
     "batch_size": 8,
-    "n_epochs": 3,
+    "n_epochs": 4,
     "eval_interval": 6,
     "advanced": {"group_size": 8, "max_completion_tokens": 8},
 }
