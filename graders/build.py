@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import assert_never
+from collections.abc import Callable, Iterator
+from typing import Any, assert_never
 
+from graders.calls import Pace
+from graders.endpoint import Endpoint, Endpoints
+from graders.format_check import Pattern, ThinkAnswer
 from graders.formula import Formula
+from graders.judge import Judges
+from graders.math_answer import MathAnswer
+from graders.model_graders import LabelModel, Part, Prompt, ScoreModel
 from graders.multi import Multi
-from graders.spec import GraderSpec, MultiSpec, StringCheckSpec, TextSimilaritySpec
+from graders.spec import (
+    EndpointSpec,
+    FormatSpec,
+    GraderSpec,
+    InputAudio,
+    InputImage,
+    InvalidGrader,
+    LabelModelSpec,
+    MathSpec,
+    MessageSpec,
+    MultiSpec,
+    SamplingParams,
+    ScoreModelSpec,
+    StringCheckSpec,
+    TextSimilaritySpec,
+)
 from graders.string_check import StringCheck
-from graders.template import MissingPath, Path, Template, dotted, resolve
+from graders.template import MissingPath, Path, Template, dotted, quoted, resolve
 from graders.text_similarity import TextSimilarity
 from graders.types import Grader, Item
 
 
-def build(spec: GraderSpec) -> Grader:
-    """The grader a spec describes. A spec has been checked, so this does not fail."""
+class NotConfigured(InvalidGrader):
+    """The grader is fine, and this installation cannot run it: no judge model, or endpoints are not allowed."""
+
+
+def build(
+    spec: GraderSpec,
+    judges: Judges | None = None,
+    endpoints: Endpoints | None = None,
+    *,
+    param: str = "grader",
+) -> Grader:
+    """The grader a spec describes. A spec has been checked, so this fails only with NotConfigured.
+
+    Without `judges` there is no score_model and no label_model, without `endpoints` no endpoint.
+    """
     match spec:
         case StringCheckSpec():
             return StringCheck(
@@ -25,8 +59,34 @@ def build(spec: GraderSpec) -> Grader:
             return TextSimilarity(
                 spec.name, Template.parse(spec.input), Template.parse(spec.reference), spec.evaluation_metric
             )
+        case MathSpec():
+            return MathAnswer(spec.name, Template.parse(spec.input), Template.parse(spec.reference))
+        case FormatSpec():
+            text = Template.parse(spec.input)
+            if spec.pattern is not None:
+                return Pattern(spec.name, text, spec.pattern)
+            return ThinkAnswer(spec.name, text, spec.credit or "full")
+        case ScoreModelSpec():
+            low, high = spec.range or (0.0, 1.0)
+            judge = _judge(spec.model, judges, param)
+            prompt, sampling = _prompt(spec.input), _sampling(spec.sampling_params)
+            return ScoreModel(spec.name, judge, spec.model, prompt, sampling, low, high)
+        case LabelModelSpec():
+            judge = _judge(spec.model, judges, param)
+            prompt, sampling = _prompt(spec.input), _sampling(spec.sampling_params)
+            passing = frozenset(spec.passing_labels)
+            return LabelModel(spec.name, judge, spec.model, prompt, sampling, spec.labels, passing)
+        case EndpointSpec():
+            if endpoints is None:
+                message = "Endpoint graders are not enabled on this server."
+                raise NotConfigured(message, f"{param}.type", "invalid_value")
+            pace = Pace(spec.rate_limit, endpoints.patience.sleep)
+            return Endpoint(spec.name, spec.url, spec.headers or {}, endpoints, pace)
         case MultiSpec():
-            graders = {key: build(sub) for key, sub in spec.graders.items()}
+            graders = {
+                key: build(sub, judges, endpoints, param=f"{param}.graders.{key}")
+                for key, sub in spec.graders.items()
+            }
             return Multi(
                 spec.name, graders, Formula.parse(spec.calculate_output, spec.graders), spec.invalid_grade
             )
@@ -45,12 +105,20 @@ def missing_item_paths(spec: GraderSpec, row: Item) -> list[str]:
 
 
 def _templates(spec: GraderSpec) -> Iterator[Template]:
-    if isinstance(spec, MultiSpec):
-        for sub in spec.graders.values():
-            yield from _templates(sub)
-    else:
-        yield Template.parse(spec.input)
-        yield Template.parse(spec.reference)
+    match spec:
+        case MultiSpec():
+            for sub in spec.graders.values():
+                yield from _templates(sub)
+        case ScoreModelSpec() | LabelModelSpec():
+            for message in spec.input:
+                yield from map(Template.parse, message.templates)
+        case FormatSpec():
+            yield Template.parse(spec.input)
+        case EndpointSpec():
+            return  # it is sent the whole row, and nobody knows what it reads
+        case _:
+            yield Template.parse(spec.input)
+            yield Template.parse(spec.reference)
 
 
 def _present(row: Item, path: Path) -> bool:
@@ -59,3 +127,43 @@ def _present(row: Item, path: Path) -> bool:
     except MissingPath:
         return False
     return True
+
+
+def _judge(model: str, judges: Judges | None, param: str) -> Judges:
+    if judges is None or not judges.models:
+        message = "No judge model is configured on this server, so it cannot run graders that ask a model."
+        raise NotConfigured(message, f"{param}.model", "invalid_value")
+    if model not in judges.models:
+        known = ", ".join(map(quoted, sorted(judges.models)))
+        message = f"Invalid value: {quoted(model)}. The judge models configured on this server are: {known}."
+        raise NotConfigured(message, f"{param}.model", "invalid_value")
+    return judges
+
+
+def _prompt(messages: list[MessageSpec]) -> Prompt:
+    return Prompt(tuple((message.role, tuple(_parts(message))) for message in messages))
+
+
+def _parts(message: MessageSpec) -> Iterator[Part]:
+    for part, template in zip(message.parts, message.templates, strict=True):
+        yield Part(Template.parse(template), _shape(part))
+
+
+def _shape(part: object) -> Callable[[str], dict[str, Any]]:
+    """How the chat completions API has what the graders API calls input_text, input_image and input_audio."""
+    match part:
+        case InputImage(detail=detail):
+            extra = {} if detail is None else {"detail": detail}
+            return lambda url: {"type": "image_url", "image_url": {"url": url, **extra}}
+        case InputAudio(input_audio=audio):
+            form = audio.format
+            return lambda data: {"type": "input_audio", "input_audio": {"data": data, "format": form}}
+        case _:
+            return lambda text: {"type": "text", "text": text}
+
+
+def _sampling(params: SamplingParams | None) -> dict[str, Any]:
+    sampling = params.model_dump(exclude_none=True) if params else {}
+    if "max_completions_tokens" in sampling:
+        sampling["max_completion_tokens"] = sampling.pop("max_completions_tokens")
+    return sampling

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from graders.formula import Formula, FormulaDomainError
 from graders.run import grade_one
-from graders.types import ErrorKind, Grade, Grader, Item, Sample
+from graders.types import ErrorKind, Grade, Grader, Item, Sample, summed
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,19 @@ class Multi:
     async def grade(self, sample: Sample, item: Item) -> Grade:
         grades = await asyncio.gather(*(grade_one(sub, sample, item) for sub in self.graders.values()))
         sub_grades = dict(zip(self.graders, grades, strict=True))
+        usage = summed(grade.usage for grade in grades)
         scores, unjudged = _scores(sub_grades, self.invalid_grade)
         if unjudged:
             why = "; ".join(f"{key} could not be judged: {sub.reason}" for key, sub in unjudged.items())
-            return Grade(None, why, next(iter(unjudged.values())).error, sub_grades)
+            return Grade(None, why, next(iter(unjudged.values())).error, sub_grades, usage=usage)
         try:
             score = self.formula.evaluate(scores)
         except FormulaDomainError as undefined:
-            return Grade(None, f"calculate_output: {undefined}", ErrorKind.other_error, sub_grades)
+            return Grade(
+                None, f"calculate_output: {undefined}", ErrorKind.other_error, sub_grades, usage=usage
+            )
         shown = ", ".join(f"{key}={value:g}" for key, value in scores.items())
-        return Grade(score, f"{self.formula.text} with {shown}", sub_grades=sub_grades)
+        return Grade(score, f"{self.formula.text} with {shown}", sub_grades=sub_grades, usage=usage)
 
 
 def _scores(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from graders.spec import GraderSpec, MultiSpec
-from graders.types import ErrorKind, Grade
+from graders.types import ErrorKind, Grade, TokenUsage
 
 _WITH_DETAILS = frozenset(
     {
@@ -36,12 +36,21 @@ def run_report(spec: GraderSpec, grade: Grade) -> dict[str, Any]:
             "errors": _errors(_reasons(grade)),
             "execution_time": grade.seconds,
             "scores": {key: sub.score for key, sub in grade.sub_grades.items()},
-            "token_usage": None,
-            "sampled_model_name": None,
+            "token_usage": _tokens(sum(grade.usage.values(), TokenUsage())) if grade.usage else None,
+            "sampled_model_name": ", ".join(grade.usage) or None,
             "reason": grade.reason,
         },
         "sub_rewards": {key: _reward(sub, stand_in) for key, sub in grade.sub_grades.items()},
-        "model_grader_token_usage_per_model": {},
+        "model_grader_token_usage_per_model": {model: _tokens(usage) for model, usage in grade.usage.items()},
+    }
+
+
+def _tokens(usage: TokenUsage) -> dict[str, int]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
     }
 
 

@@ -9,9 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
+from graders.endpoint import checked_headers, checked_url
+from graders.format_check import Credit, Form, checked_pattern
 from graders.formula import Formula, is_name
 from graders.string_check import Operation
 from graders.template import Template, quoted
@@ -64,7 +76,193 @@ class TextSimilaritySpec(BaseModel, extra="forbid", frozen=True, strict=True):
     pass_threshold: Finite | None = None
 
 
-SubGraderSpec = Annotated[StringCheckSpec | TextSimilaritySpec, Field(discriminator="type")]
+class MathSpec(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Compare the final answer with the reference, as mathematics."""
+
+    type: Literal["math"] = "math"
+    name: Name
+    input: TemplateText
+    reference: TemplateText
+    pass_threshold: Finite | None = None
+
+
+class FormatSpec(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Check the form of a text: a regular expression for all of it, or one of the known forms."""
+
+    type: Literal["format"] = "format"
+    name: Name
+    input: TemplateText
+    pattern: Annotated[str, AfterValidator(checked_pattern)] | None = None
+    template: Form | None = None
+    credit: Credit | None = None  # None means "full"
+    pass_threshold: Finite | None = None
+
+    @model_validator(mode="after")
+    def _one_of_the_two(self) -> FormatSpec:
+        if (self.pattern is None) == (self.template is None):
+            raise ValueError("give either 'pattern' or 'template'")
+        if self.pattern is not None and self.credit == "partial":
+            raise ValueError("'credit' can be 'partial' only with 'template': a pattern matches or does not")
+        return self
+
+
+class InputText(BaseModel, extra="forbid", frozen=True, strict=True):
+    type: Literal["input_text"]
+    text: TemplateText
+
+
+class OutputText(BaseModel, extra="forbid", frozen=True, strict=True):
+    type: Literal["output_text"]
+    text: TemplateText
+
+
+class InputImage(BaseModel, extra="forbid", frozen=True, strict=True):
+    type: Literal["input_image"]
+    image_url: TemplateText
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class AudioData(BaseModel, extra="forbid", frozen=True, strict=True):
+    data: TemplateText
+    format: Literal["mp3", "wav"]
+
+
+class InputAudio(BaseModel, extra="forbid", frozen=True, strict=True):
+    type: Literal["input_audio"]
+    input_audio: AudioData
+
+
+def _kind_of_part(value: object) -> str | None:
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return f"<{kind}>"
+
+
+def _kind_of_content(value: object) -> str:
+    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, (list, tuple)) else "<part>"
+
+
+# The tags are in brackets so that they can be told from the names of fields in the path of a mistake.
+Part = Annotated[
+    Annotated[InputText, Tag("<input_text>")]
+    | Annotated[OutputText, Tag("<output_text>")]
+    | Annotated[InputImage, Tag("<input_image>")]
+    | Annotated[InputAudio, Tag("<input_audio>")],
+    Discriminator(
+        _kind_of_part,
+        custom_error_type="content",
+        custom_error_message="expected an object whose type is 'input_text', 'output_text', 'input_image' or "
+        "'input_audio'",
+    ),
+]
+Content = Annotated[
+    Annotated[TemplateText, Tag("<text>")]
+    | Annotated[Part, Tag("<part>")]
+    | Annotated[list[Part], Field(min_length=1), Tag("<parts>")],
+    Discriminator(_kind_of_content),
+]
+
+
+class MessageSpec(BaseModel, extra="forbid", frozen=True, strict=True):
+    """One message to a judge model."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    type: Literal["message"] | None = None
+
+    @property
+    def parts(self) -> list[str | InputText | OutputText | InputImage | InputAudio]:
+        return list(self.content) if isinstance(self.content, list) else [self.content]
+
+    @property
+    def templates(self) -> list[str]:
+        return [_template_of(part) for part in self.parts]
+
+
+def _template_of(part: str | InputText | OutputText | InputImage | InputAudio) -> str:
+    match part:
+        case str():
+            return part
+        case InputText() | OutputText():
+            return part.text
+        case InputImage():
+            return part.image_url
+        case InputAudio():
+            return part.input_audio.data
+
+
+class SamplingParams(BaseModel, extra="forbid", frozen=True, strict=True):
+    """How a judge model answers. The spelling of max_completions_tokens is OpenAI's."""
+
+    seed: int | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    max_completions_tokens: Annotated[int, Field(ge=1)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class ScoreModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Ask a model for a number."""
+
+    type: Literal["score_model"] = "score_model"
+    name: Name
+    model: Name
+    input: Annotated[list[MessageSpec], Field(min_length=1)]
+    range: Annotated[list[Finite], Field(min_length=2, max_length=2)] | None = None  # None means [0, 1]
+    sampling_params: SamplingParams | None = None
+    pass_threshold: Finite | None = None
+
+    @field_validator("range")
+    @classmethod
+    def _ascends(cls, value: list[float] | None) -> list[float] | None:
+        if value is not None and value[0] >= value[1]:
+            raise ValueError("the lower bound must be below the upper")
+        return value
+
+
+class LabelModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Ask a model to pick a label; 1 if it is one of the passing ones. Only inside a multi."""
+
+    type: Literal["label_model"] = "label_model"
+    name: Name
+    model: Name
+    input: Annotated[list[MessageSpec], Field(min_length=1)]
+    labels: Annotated[list[Name], Field(min_length=1)]
+    passing_labels: list[Name]
+    sampling_params: SamplingParams | None = None
+    pass_threshold: Finite | None = None
+
+    @field_validator("passing_labels")
+    @classmethod
+    def _are_labels(cls, passing: list[str], info: ValidationInfo) -> list[str]:
+        unknown = [label for label in passing if label not in info.data.get("labels", passing)]
+        if unknown:
+            raise ValueError(f"{quoted(unknown[0])} is not among 'labels'")
+        return passing
+
+
+class EndpointSpec(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Ask a web server of the user's. What is in the headers is secret: `dump` can mask it."""
+
+    type: Literal["endpoint"] = "endpoint"
+    name: Name
+    url: Annotated[str, AfterValidator(checked_url)]
+    headers: Annotated[dict[str, str], AfterValidator(checked_headers)] | None = Field(
+        default=None, repr=False
+    )
+    rate_limit: Annotated[int, Field(ge=1)] | None = None  # requests per second
+    pass_threshold: Finite | None = None
+
+
+SimpleSpec = (
+    StringCheckSpec
+    | TextSimilaritySpec
+    | MathSpec
+    | FormatSpec
+    | ScoreModelSpec
+    | LabelModelSpec
+    | EndpointSpec
+)
+SubGraderSpec = Annotated[SimpleSpec, Field(discriminator="type")]
 
 
 class MultiSpec(BaseModel, extra="forbid", frozen=True, strict=True):
@@ -85,23 +283,35 @@ class MultiSpec(BaseModel, extra="forbid", frozen=True, strict=True):
         return text
 
 
-GraderSpec = Annotated[StringCheckSpec | TextSimilaritySpec | MultiSpec, Field(discriminator="type")]
+GraderSpec = Annotated[SimpleSpec | MultiSpec, Field(discriminator="type")]
 
-_MODELS: dict[str, type[StringCheckSpec | TextSimilaritySpec | MultiSpec]] = {
+_MODELS: dict[str, type[SimpleSpec | MultiSpec]] = {
     "string_check": StringCheckSpec,
     "text_similarity": TextSimilaritySpec,
+    "math": MathSpec,
+    "format": FormatSpec,
+    "score_model": ScoreModelSpec,
+    "label_model": LabelModelSpec,
+    "endpoint": EndpointSpec,
     "multi": MultiSpec,
 }
 # In the API we mirror, not in this version: refused by name, so that nobody looks for a typo.
-_NOT_YET = frozenset(
-    {"python", "score_model", "label_model", "endpoint"}
-    | {"cosine", "bleu", "gleu", "meteor", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"}
-)
+_NOT_YET = frozenset({"python"})
+_NEVER = {"cosine": " It needs an embedding model, and is not offered for reinforcement fine-tuning."}
+
+
+MASK = "***"
 
 
 def parse_grader(raw: object, param: str = "grader") -> GraderSpec:
     """The spec in `raw`, parsed JSON. Raise InvalidGrader, its `param` starting with the one given here."""
     fields = _object(raw, param)
+    if fields.get("type") == "label_model":
+        raise _invalid_value(f"{param}.type", "a label_model grader can be used only inside a multi grader.")
+    return _parsed(fields, param)
+
+
+def _parsed(fields: dict[str, Any], param: str) -> GraderSpec:
     model = _MODELS[_one_of(_MODELS, fields, f"{param}.type")]
     if model is MultiSpec and "graders" in fields:
         fields["graders"] = _sub_graders(fields["graders"], f"{param}.graders")
@@ -111,9 +321,17 @@ def parse_grader(raw: object, param: str = "grader") -> GraderSpec:
         raise _explained(invalid.errors()[0], param) from None
 
 
-def dump(spec: GraderSpec) -> dict[str, Any]:
-    """The spec as JSON for an answer: `type` and `name` on every grader, nothing that was not set."""
-    return spec.model_dump(mode="json", exclude_none=True)
+def dump(spec: GraderSpec, *, masked: bool = False) -> dict[str, Any]:
+    """The spec as JSON for an answer: `type` and `name` on every grader, nothing that was not set.
+
+    `masked` hides the values of an endpoint's headers. What is masked cannot be run, so it is for showing only.
+    """
+    dumped = spec.model_dump(mode="json", exclude_none=True)
+    if masked:
+        for grader in [dumped, *dumped.get("graders", {}).values()]:
+            if "headers" in grader:
+                grader["headers"] = dict.fromkeys(grader["headers"], MASK)
+    return dumped
 
 
 def _sub_graders(raw: object, param: str) -> dict[str, SubGraderSpec]:
@@ -148,7 +366,7 @@ def _sub_grader(raw: object, param: str) -> SubGraderSpec:
     if fields.get("type") == "multi":
         raise _invalid_value(f"{param}.type", "a multi grader cannot contain another multi grader.")
     _one_of([kind for kind in _MODELS if kind != "multi"], fields, f"{param}.type")
-    spec = parse_grader(fields, param)
+    spec = _parsed(fields, param)
     assert not isinstance(spec, MultiSpec)
     if spec.pass_threshold is not None:
         where = f"{param}.pass_threshold"
@@ -183,7 +401,7 @@ def _one_of(supported: Iterable[str], fields: Mapping[str, Any], param: str) -> 
 
 def _explained(error: ErrorDetails, param: str) -> InvalidGrader:
     """Pydantic's first complaint in the words of the API."""
-    where, value = ".".join([param, *map(str, error["loc"])]), error["input"]
+    where, value = param + "".join(_step(step) for step in error["loc"]), error["input"]
     match error["type"]:
         case "missing":
             return _missing(where)
@@ -191,6 +409,12 @@ def _explained(error: ErrorDetails, param: str) -> InvalidGrader:
             return InvalidGrader(f"Unknown parameter: '{where}'.", where, "unknown_parameter")
         case "string_type":
             return _wrong_type(where, "a string", value)
+        case "int_type" | "int_from_float":
+            return _wrong_type(where, "an integer", value)
+        case "list_type":
+            return _wrong_type(where, "an array", value)
+        case "dict_type" | "model_type":
+            return _wrong_type(where, "an object", value)
         case "float_type":
             return _wrong_type(where, "a number", value)
         case "literal_error" if isinstance(value, str):
@@ -201,6 +425,12 @@ def _explained(error: ErrorDetails, param: str) -> InvalidGrader:
             return _invalid_value(where, f"{error['ctx']['error']}.")
         case _:
             return _invalid_value(where, f"{error['msg']}.")
+
+
+def _step(step: str | int) -> str:
+    if isinstance(step, int):
+        return f"[{step}]"
+    return "" if step.startswith("<") else f".{step}"  # a tag of a union is in no one's JSON
 
 
 def _missing(param: str) -> InvalidGrader:
@@ -217,8 +447,8 @@ def _invalid_value(param: str, why: str) -> InvalidGrader:
 
 
 def _unsupported(value: str, param: str, supported: str) -> InvalidGrader:
-    yet = " This version does not support it yet." if value in _NOT_YET else ""
-    message = f"Invalid value: {quoted(value)}.{yet} Supported values are: {supported}."
+    why = " This version does not support it yet." if value in _NOT_YET else _NEVER.get(value, "")
+    message = f"Invalid value: {quoted(value)}.{why} Supported values are: {supported}."
     return InvalidGrader(message, param, "invalid_value")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Any, Protocol
@@ -62,6 +62,31 @@ class ErrorKind(StrEnum):
 
 
 @dataclass(frozen=True)
+class TokenUsage:
+    """What one model read and wrote to judge. Cached tokens are among the prompt tokens."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def __add__(self, other: TokenUsage) -> TokenUsage:
+        return TokenUsage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+        )
+
+
+def summed(usages: Iterable[Mapping[str, TokenUsage]]) -> dict[str, TokenUsage]:
+    """Usage by model, each model once."""
+    total: dict[str, TokenUsage] = {}
+    for usage in usages:
+        for model, tokens in usage.items():
+            total[model] = total.get(model, TokenUsage()) + tokens
+    return total
+
+
+@dataclass(frozen=True)
 class Grade:
     """A verdict on one sample: a finite score, or None with the reason and kind of the failure.
 
@@ -74,6 +99,7 @@ class Grade:
     error: ErrorKind | None = None
     sub_grades: Mapping[str, Grade] = field(default_factory=dict)
     seconds: float = 0.0
+    usage: Mapping[str, TokenUsage] = field(default_factory=dict)  # by model; that of sub-grades included
 
     def __post_init__(self) -> None:
         if self.score is None:

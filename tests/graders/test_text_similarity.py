@@ -5,15 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graders.template import Template
-from graders.text_similarity import TextSimilarity, fuzzy_match
+from graders.text_similarity import METRICS, TextSimilarity, bleu, fuzzy_match, gleu, meteor
 from graders.types import ErrorKind, Grade, Sample
 
 WORDS = st.text(alphabet="abc ", max_size=12)
 
 
-def grade(got: str, row: dict) -> Grade:
+def grade(got: str, row: dict, metric: str = "fuzzy_match") -> Grade:
     templates = Template.parse("{{sample.output_text}}"), Template.parse("{{item.want}}")
-    return asyncio.run(TextSimilarity("similar", *templates, "fuzzy_match").grade(Sample(got), row))
+    return asyncio.run(TextSimilarity("similar", *templates, metric).grade(Sample(got), row))
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,63 @@ def test_the_score_is_the_similarity_and_the_reason_shows_it():
 
 def test_a_missing_path_leaves_the_sample_ungraded():
     assert grade("a", {}) == Grade(None, "item.want is missing", ErrorKind.invalid_variable_error)
+
+
+SENTENCE = "the quick brown fox jumps over it"
+
+
+@pytest.mark.parametrize("metric", sorted(METRICS))
+def test_every_metric_knows_the_same_from_the_altogether_different(metric):
+    assert METRICS[metric](SENTENCE, SENTENCE) > 0.99
+    assert METRICS[metric]("0 1 2 3 4 5", SENTENCE) < 0.25
+    assert METRICS[metric]("", "") == 1.0
+    assert METRICS[metric]("", SENTENCE) == METRICS[metric](SENTENCE, "") == 0.0
+
+
+@pytest.mark.parametrize("metric", sorted(METRICS))
+@given(a=WORDS, b=WORDS)
+def test_every_metric_stays_between_nought_and_one(metric, a, b):
+    assert 0.0 <= METRICS[metric](a, b) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("metric", "score"),
+    [
+        ("rouge_1", 2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4)),  # a, b of three got and of four wanted
+        ("rouge_2", 2 * (1 / 2) * (1 / 3) / (1 / 2 + 1 / 3)),  # "a b"
+        ("rouge_3", 0.0),
+        ("rouge_l", 2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4)),
+    ],
+)
+def test_rouge_is_the_f_measure_of_the_n_grams_in_common(metric, score):
+    assert METRICS[metric]("a b x", "a b c d") == pytest.approx(score)
+
+
+def test_rouge_l_allows_gaps_where_rouge_2_does_not():
+    assert METRICS["rouge_2"]("a x b x c", "a b c") == 0.0
+    assert METRICS["rouge_l"]("a x b x c", "a b c") == pytest.approx(0.75)
+
+
+def test_gleu_is_the_share_of_n_grams_in_common():
+    """Of the ten n-grams of four words, "a", "b", "c", "a b", "b c" and "a b c" are in common."""
+    assert gleu("a b c x", "a b c d") == pytest.approx(0.6)
+
+
+def test_bleu_of_a_sentence_without_a_common_4_gram_is_low_and_not_nothing():
+    assert 0.0 < bleu("a b c x", "a b c d") < gleu("a b c x", "a b c d")
+
+
+def test_bleu_punishes_an_answer_that_is_too_short():
+    assert bleu("a b", "a b c d") == pytest.approx(0.3679, abs=1e-4)  # e^(1 - 4/2)
+
+
+def test_meteor_matches_stems_and_not_synonyms():
+    assert meteor("jumping", "jumped") == meteor("jump", "jump") == 0.5
+    assert meteor("big", "large") == 0.0
+
+
+def test_a_text_too_long_to_measure_in_time_is_not_judged():
+    ungraded = grade("a " * 5000, {"want": "a"}, "rouge_l")
+
+    assert (ungraded.score, ungraded.error) == (None, ErrorKind.other_error)
+    assert "10000 characters are too many for rouge_l" in ungraded.reason

@@ -1,0 +1,127 @@
+"""HTTP calls to servers that are sometimes busy: retries with jitter, a pace, and an answer of bounded size."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import httpx
+
+MAX_ANSWER = 1_000_000  # bytes
+MAX_WAIT_S = 60.0  # whatever Retry-After asks for
+Sleep = Callable[[float], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    text: str
+
+    @property
+    def ok(self) -> bool:
+        return 200 <= self.status < 300
+
+
+class NoAnswer(Exception):
+    """The server could not be reached, or its answer could not be read."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often to ask again, and how time passes."""
+
+    retries: int = 3
+    first_wait_s: float = 0.5
+    sleep: Sleep = asyncio.sleep
+    jitter: Callable[[], float] = random.random
+    wall_clock: Callable[[], float] = time.time
+
+    def wait_s(self, attempt: int, retry_after: str | None) -> float:
+        """Before the next attempt: what the server asks for, else double each time, give or take a half."""
+        asked = _seconds(retry_after, self.wall_clock()) if retry_after else None
+        wait = self.first_wait_s * 2**attempt * (0.5 + self.jitter()) if asked is None else asked
+        return min(wait, MAX_WAIT_S)
+
+
+@dataclass
+class Pace:
+    """Lets calls start at most `per_second` times a second, evenly spaced."""
+
+    per_second: float | None
+    sleep: Sleep = asyncio.sleep
+    clock: Callable[[], float] = time.monotonic
+    _next: float = field(default=-math.inf, init=False)
+
+    async def turn(self) -> None:
+        if self.per_second is None:
+            return
+        now = self.clock()
+        start = max(now, self._next)
+        self._next = start + 1 / self.per_second
+        if start > now:
+            await self.sleep(start - now)
+
+
+async def post(
+    client: httpx.AsyncClient,
+    url: str,
+    body: bytes,
+    headers: dict[str, str],
+    *,
+    patience: Patience,
+    pace: Pace,
+    timeout_s: float,
+) -> Answer:
+    """The server's last word. Raise NoAnswer if it never said anything. Redirects are not followed."""
+    for attempt in range(patience.retries + 1):
+        await pace.turn()
+        answer: Answer | None = None
+        failure, retry_after = "", None
+        try:
+            answer, retry_after = await _post_once(client, url, body, headers, timeout_s)
+        except httpx.HTTPError as error:
+            failure = str(error) or type(error).__name__
+        if answer is not None and not _is_passing(answer.status):
+            return answer
+        if attempt < patience.retries:
+            await patience.sleep(patience.wait_s(attempt, retry_after))
+        elif answer is not None:
+            return answer
+    raise NoAnswer(failure)
+
+
+async def _post_once(
+    client: httpx.AsyncClient, url: str, body: bytes, headers: dict[str, str], timeout_s: float
+) -> tuple[Answer, str | None]:
+    sent = {**headers, "content-type": "application/json"}
+    async with client.stream(
+        "POST", url, content=body, headers=sent, timeout=timeout_s, follow_redirects=False
+    ) as response:
+        read = bytearray()
+        async for chunk in response.aiter_bytes():
+            read += chunk
+            if len(read) > MAX_ANSWER:
+                raise NoAnswer(f"the answer is longer than {MAX_ANSWER} bytes")
+        text = read.decode("utf-8", errors="replace")
+        return Answer(response.status_code, text), response.headers.get("retry-after")
+
+
+def _is_passing(status: int) -> bool:
+    return status in (408, 409, 425, 429) or status >= 500
+
+
+def _seconds(retry_after: str, now: float) -> float | None:
+    """Retry-After is a number of seconds or a date."""
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(retry_after).timestamp() - now
+        except ValueError:
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None

@@ -1,0 +1,209 @@
+"""Models that judge: the protocol, and OpenAI-compatible servers behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import httpx
+
+from graders.calls import NoAnswer, Pace, Patience, post
+from graders.template import quoted
+from graders.types import ErrorKind, TokenUsage
+
+Message = Mapping[str, Any]
+"""A chat message as the chat completions API has it."""
+
+
+@dataclass(frozen=True)
+class JudgeReply:
+    text: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    refusal: str | None = None
+    finish_reason: str = "stop"
+
+    @property
+    def usage(self) -> TokenUsage:
+        return TokenUsage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+
+
+class JudgeFailed(Exception):
+    """There is no reply. `kind` is how a grade reports it."""
+
+    kind = ErrorKind.model_grader_server_error
+
+
+class Judge(Protocol):
+    """Answers a prompt with JSON of a schema. `sampling` has the names of the chat completions API."""
+
+    async def complete(
+        self,
+        model: str,
+        messages: Sequence[Message],
+        *,
+        schema: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+    ) -> JudgeReply:
+        """Raise JudgeFailed if there is no reply. A refusal is a reply, and so is one that was cut short."""
+        ...
+
+
+class Judges(Judge, Protocol):
+    """A judge that says which models it has."""
+
+    @property
+    def models(self) -> Collection[str]: ...
+
+
+@dataclass(frozen=True)
+class JudgeModel:
+    """Where a model is served. `served_as` is its name there, if that is another."""
+
+    base_url: str  # up to and with /v1
+    api_key: str = field(default="", repr=False)
+    served_as: str | None = None
+    max_concurrency: int = 8
+    requests_per_second: float | None = None
+    timeout_s: float = 120.0
+
+
+class HttpJudges:
+    """Judge models on OpenAI-compatible servers. Belongs to one event loop; close it, or use `async with`.
+
+    The same prompt under the same settings is asked once while it is remembered: in a group, equal answers then
+    have equal rewards, even from a judge at temperature 1. `ledger` has what was really spent, by model.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, JudgeModel],
+        *,
+        remember: int = 4096,
+        patience: Patience | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        client: httpx.AsyncClient | None = None,
+    ) -> None:
+        self.config = dict(config)
+        self.ledger: dict[str, TokenUsage] = {}
+        self._patience = patience or Patience()
+        self._own = client is None
+        self._client = client or httpx.AsyncClient()
+        self._slots = {name: asyncio.Semaphore(model.max_concurrency) for name, model in config.items()}
+        self._paces = {
+            name: Pace(model.requests_per_second, self._patience.sleep, clock)
+            for name, model in config.items()
+        }
+        self._remember, self._replies = remember, OrderedDict[str, JudgeReply]()
+
+    @property
+    def models(self) -> Collection[str]:
+        return self.config.keys()
+
+    async def __aenter__(self) -> HttpJudges:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        if self._own:
+            await self._client.aclose()
+
+    async def complete(
+        self,
+        model: str,
+        messages: Sequence[Message],
+        *,
+        schema: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+    ) -> JudgeReply:
+        if model not in self.config:
+            raise JudgeFailed(f"no judge model {quoted(model)} is configured")
+        served = self.config[model]
+        body = json.dumps(
+            {
+                "model": served.served_as or model,
+                "messages": list(messages),
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "grade", "strict": True, "schema": schema},
+                },
+                **sampling,
+            }
+        ).encode()
+        key = hashlib.sha256(model.encode() + b"\0" + body).hexdigest()
+        async with self._slots[model]:
+            # Looked up inside: who waited for a slot may have waited for the very same answer.
+            remembered = self._recall(key)
+            if remembered is not None:
+                return remembered
+            reply = await self._ask(model, served, body)
+        self.ledger[model] = self.ledger.get(model, TokenUsage()) + reply.usage
+        if reply.refusal is None and reply.finish_reason == "stop" and _is_json(reply.text):
+            self._keep(key, reply)
+        return reply
+
+    async def _ask(self, model: str, served: JudgeModel, body: bytes) -> JudgeReply:
+        headers = {"authorization": f"Bearer {served.api_key}"} if served.api_key else {}
+        url = served.base_url.rstrip("/") + "/chat/completions"
+        try:
+            answer = await post(
+                self._client,
+                url,
+                body,
+                headers,
+                patience=self._patience,
+                pace=self._paces[model],
+                timeout_s=served.timeout_s,
+            )
+        except NoAnswer as silence:
+            raise JudgeFailed(f"{model}: {silence}") from None
+        if not answer.ok:
+            raise JudgeFailed(f"{model}: HTTP {answer.status}: {quoted(answer.text, 300)}")
+        try:
+            return _reply(json.loads(answer.text))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+            raise JudgeFailed(f"{model}: not a chat completion: {quoted(answer.text, 300)}") from None
+
+    def _recall(self, key: str) -> JudgeReply | None:
+        reply = self._replies.get(key)
+        if reply is None:
+            return None
+        self._replies.move_to_end(key)
+        return replace(reply, prompt_tokens=0, completion_tokens=0, cached_tokens=0)  # it cost nothing
+
+    def _keep(self, key: str, reply: JudgeReply) -> None:
+        self._replies[key] = reply
+        while len(self._replies) > self._remember:
+            self._replies.popitem(last=False)
+
+
+def _reply(completion: Mapping[str, Any]) -> JudgeReply:
+    choice = completion["choices"][0]
+    message = choice["message"]
+    usage = completion.get("usage") or {}
+    details = usage.get("prompt_tokens_details") or {}
+    return JudgeReply(
+        text=str(message.get("content") or ""),
+        prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        completion_tokens=int(usage.get("completion_tokens") or 0),
+        cached_tokens=int(details.get("cached_tokens") or 0),
+        refusal=message.get("refusal"),
+        finish_reason=str(choice.get("finish_reason") or "stop"),
+    )
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,74 @@
+"""A web server on loopback that answers from a script, and time that passes at once."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Reply:
+    status: int
+    body: str
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def chat(content: object, finish_reason: str = "stop", refusal: str | None = None) -> Reply:
+    text = content if isinstance(content, str) else json.dumps(content)
+    message = {"role": "assistant", "content": text, "refusal": refusal}
+    usage = {"prompt_tokens": 10, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason}
+    return Reply(200, json.dumps({"choices": [choice], "usage": usage}))
+
+
+def verdict(result: object) -> Reply:
+    return chat({"steps": [{"description": "look", "conclusion": "fine"}], "result": result})
+
+
+class ScriptedServer:
+    """Answers with the replies in turn, the last one again and again. `async with` gives its address."""
+
+    def __init__(self, replies: Sequence[Reply]) -> None:
+        self.replies = list(replies)
+        self.requests: list[dict] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.open = self.most_open = 0
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        self.requests.append(json.loads(await reader.readexactly(int(headers["content-length"]))))
+        self.headers.append(headers)
+        self.paths.append(first.split()[1])
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        body = reply.body.encode()
+        more = "".join(f"{name}: {value}\r\n" for name, value in reply.headers.items())
+        head = f"HTTP/1.1 {reply.status} X\r\ncontent-length: {len(body)}\r\nconnection: close\r\n{more}\r\n"
+        self.open -= 1
+        writer.write(head.encode() + body)
+        await writer.drain()
+        writer.close()
+
+
+class Time:
+    """Sleeping takes no time and is written down; the clock shows what has been slept."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 0.0, []
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def clock(self) -> float:
+        return self.now

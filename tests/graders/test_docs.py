@@ -1,0 +1,42 @@
+"""Every example in docs/graders.md is accepted, and those that ask nobody get the score the page says."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from graders.build import NotConfigured, build
+from graders.run import grade_all
+from graders.spec import dump, parse_grader
+from graders.types import Sample
+
+PAGE = (Path(__file__).parents[2] / "docs" / "graders.md").read_text()
+EXAMPLES = re.findall(r"Score:\s+([^\n]+)\n\n```json\n(.*?)```", PAGE, re.DOTALL)
+SAMPLE = Sample("<think>6 * 7</think><answer>42</answer>")
+ITEM = {"answer": "42", "question": "6 * 7?"}
+
+
+def test_every_example_says_its_score():
+    assert len(EXAMPLES) == PAGE.count("```json") == 9
+
+
+@pytest.mark.parametrize(("score", "example"), EXAMPLES)
+def test_an_example_is_accepted_as_it_stands(score, example):
+    raw = json.loads(example)
+
+    assert dump(parse_grader(raw)) == raw
+
+
+@pytest.mark.parametrize(("score", "example"), [e for e in EXAMPLES if not e[0].startswith("asks")])
+def test_an_example_gets_the_score_it_says(score, example):
+    [grade] = asyncio.run(grade_all(build(parse_grader(json.loads(example))), [(SAMPLE, ITEM)]))
+
+    assert grade.score == pytest.approx(float(score)), grade.reason
+
+
+@pytest.mark.parametrize(("score", "example"), [e for e in EXAMPLES if e[0].startswith("asks")])
+def test_an_example_that_asks_someone_cannot_be_built_without_them(score, example):
+    with pytest.raises(NotConfigured):
+        build(parse_grader(json.loads(example)))

@@ -1,0 +1,302 @@
+import asyncio
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from graders.build import NotConfigured, build
+from graders.calls import Patience
+from graders.judge import HttpJudges, JudgeModel
+from graders.report import run_report
+from graders.run import grade_all
+from graders.spec import InvalidGrader, dump, parse_grader
+from graders.types import ErrorKind, Grade, Sample, TokenUsage
+
+_spec = importlib.util.spec_from_file_location("servers", Path(__file__).with_name("servers.py"))
+servers = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(servers)
+Reply, ScriptedServer, Time, chat, verdict = (
+    servers.Reply,
+    servers.ScriptedServer,
+    servers.Time,
+    servers.chat,
+    servers.verdict,
+)
+
+SCORE = {
+    "type": "score_model",
+    "name": "judge",
+    "model": "j",
+    "input": [
+        {"role": "developer", "content": "Rate the answer."},
+        {"role": "user", "content": "{{item.q}}: {{sample.output_text}}"},
+    ],
+}
+LABEL = {
+    "type": "label_model",
+    "name": "label",
+    "model": "j",
+    "input": [{"role": "user", "content": "{{sample.output_text}}"}],
+    "labels": ["good", "bad"],
+    "passing_labels": ["good"],
+}
+
+
+def multi_of(calculate_output: str, **graders: dict) -> dict:
+    return {"type": "multi", "name": "all", "graders": graders, "calculate_output": calculate_output}
+
+
+class Asked:
+    """What came of grading some samples with a judge on a scripted server."""
+
+    def __init__(self, raw: dict, *replies: Reply, samples=("hi",), concurrency: int = 1, **served) -> None:
+        self.server, self.time = ScriptedServer(replies), Time()
+        self.spec = parse_grader(raw)
+        patience = Patience(
+            sleep=self.time.sleep, jitter=lambda: 0.5, first_wait_s=1.0, wall_clock=self.time.clock
+        )
+
+        async def run() -> list[Grade]:
+            async with self.server as url:
+                config = {"j": JudgeModel(f"{url}/v1", **served)}
+                async with HttpJudges(config, patience=patience, clock=self.time.clock) as judges:
+                    pairs = [(Sample(text), {"q": "Q"}) for text in samples]
+                    grades = await grade_all(build(self.spec, judges), pairs, concurrency=concurrency)
+                    self.ledger = judges.ledger
+                    return grades
+
+        self.grades = asyncio.run(run())
+        self.grade = self.grades[0]
+
+
+def test_the_number_is_the_score_and_the_reason_has_the_conclusion():
+    asked = Asked(SCORE, verdict(0.75))
+
+    assert asked.grade.score == 0.75
+    assert asked.grade.reason == "j says 0.75: 'fine'"
+
+
+def test_the_request_is_a_chat_completion_under_a_schema():
+    sampling = {"seed": 1, "temperature": 0, "max_completions_tokens": 64, "reasoning_effort": "low"}
+    asked = Asked({**SCORE, "sampling_params": sampling}, verdict(1), api_key="k", served_as="tiny")
+
+    body = asked.server.requests[0]
+    form = body.pop("response_format")
+    assert body == {
+        "model": "tiny",
+        "messages": [
+            {"role": "system", "content": "Rate the answer."},
+            {"role": "user", "content": "Q: hi"},
+        ],
+        "seed": 1,
+        "temperature": 0.0,
+        "max_completion_tokens": 64,
+        "reasoning_effort": "low",
+    }
+    assert form["type"] == "json_schema"
+    assert form["json_schema"]["schema"]["required"] == ["steps", "result"]
+    assert asked.server.paths == ["/v1/chat/completions"]
+    assert asked.server.headers[0]["authorization"] == "Bearer k"
+
+
+def test_parts_are_sent_as_the_chat_api_has_them():
+    parts = [
+        {"type": "input_text", "text": "{{sample.output_text}}"},
+        {"type": "input_image", "image_url": "{{item.q}}", "detail": "low"},
+        {"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}},
+    ]
+    asked = Asked({**SCORE, "input": [{"role": "user", "content": parts, "type": "message"}]}, verdict(1))
+
+    assert asked.server.requests[0]["messages"][0]["content"] == [
+        {"type": "text", "text": "hi"},
+        {"type": "image_url", "image_url": {"url": "Q", "detail": "low"}},
+        {"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}},
+    ]
+
+
+@pytest.mark.parametrize(("said", "score"), [(7, 5), (-3, 1), (2.5, 2.5)])
+def test_a_result_is_clamped_into_the_range(said, score):
+    assert Asked({**SCORE, "range": [1, 5]}, verdict(said)).grade.score == score
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (verdict("high"), ErrorKind.model_grader_parse_error),
+        (verdict(True), ErrorKind.model_grader_parse_error),
+        (verdict(None), ErrorKind.model_grader_parse_error),
+        (chat("I would say 0.5"), ErrorKind.model_grader_parse_error),
+        (chat('{"result": NaN}'), ErrorKind.model_grader_parse_error),
+        (chat('{"result": 1' + "0" * 400 + "}"), ErrorKind.model_grader_parse_error),
+        (chat("[" * 50_000), ErrorKind.model_grader_parse_error),
+        (chat("", refusal="no"), ErrorKind.model_grader_refusal_error),
+        (chat('{"steps": [', "length"), ErrorKind.model_grader_exceeded_max_tokens_error),
+        (Reply(500, "boom"), ErrorKind.model_grader_server_error),
+        (Reply(400, "prompt too long"), ErrorKind.model_grader_server_error),
+        (Reply(302, "", {"location": "http://127.0.0.1:1"}), ErrorKind.model_grader_server_error),
+        (Reply(200, "<html>"), ErrorKind.model_grader_server_error),
+        (Reply(200, "[]"), ErrorKind.model_grader_server_error),
+        (Reply(200, " " * 1_000_001), ErrorKind.model_grader_server_error),
+    ],
+)
+def test_each_way_to_fail_has_its_flag(reply, kind):
+    grade = Asked(SCORE, reply).grade
+
+    assert (grade.score, grade.error) == (None, kind)
+
+
+def test_a_busy_server_is_asked_again_when_it_says():
+    asked = Asked(SCORE, Reply(429, "", {"retry-after": "7"}), Reply(503, ""), verdict(1))
+
+    assert asked.grade.score == 1.0
+    assert asked.time.slept == [7.0, 2.0]
+
+
+def test_a_date_to_retry_after_is_waited_for():
+    asked = Asked(SCORE, Reply(429, "", {"retry-after": "Thu, 01 Jan 1970 00:00:09 GMT"}), verdict(1))
+
+    assert asked.time.slept == [9.0]
+
+
+@pytest.mark.parametrize("nonsense", ["soon", "nan", "1e99"])
+def test_what_makes_no_sense_to_wait_for_is_not_waited_for(nonsense):
+    asked = Asked(SCORE, Reply(429, "", {"retry-after": nonsense}), verdict(1))
+
+    assert asked.grade.score == 1.0
+    assert asked.time.slept[0] <= 60.0
+
+
+def test_after_four_attempts_the_last_answer_counts():
+    asked = Asked(SCORE, Reply(500, "boom"))
+
+    assert len(asked.server.requests) == 4
+    assert asked.grade.reason == "j: HTTP 500: 'boom'"
+
+
+def test_a_request_that_is_wrong_is_not_repeated():
+    assert len(Asked(SCORE, Reply(400, "bad")).server.requests) == 1
+
+
+def test_the_same_prompt_is_asked_once_and_paid_once():
+    asked = Asked(SCORE, verdict(0.5), verdict(0.9), samples=("a", "a", "b"))
+
+    assert [grade.score for grade in asked.grades] == [0.5, 0.5, 0.9]
+    assert [grade.usage["j"] for grade in asked.grades] == [
+        TokenUsage(10, 5, 4),
+        TokenUsage(),
+        TokenUsage(10, 5, 4),
+    ]
+    assert asked.ledger == {"j": TokenUsage(20, 10, 8)}
+
+
+def test_an_unreadable_answer_is_not_remembered():
+    asked = Asked(SCORE, chat("what?"), verdict(1), samples=("a", "a"))
+
+    assert [grade.score for grade in asked.grades] == [None, 1.0]
+    assert asked.ledger["j"].prompt_tokens == 20
+
+
+def test_no_more_questions_at_once_than_the_model_takes():
+    asked = Asked(SCORE, verdict(1), samples=tuple("abcdefgh"), concurrency=8, max_concurrency=2)
+
+    assert len(asked.server.requests) == 8
+    assert asked.server.most_open <= 2
+
+
+def test_questions_are_spaced_as_the_model_wants():
+    asked = Asked(SCORE, verdict(1), samples=tuple("abc"), requests_per_second=2.0)
+
+    assert asked.time.slept == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(("said", "score"), [("good", 1.0), ("bad", 0.0), ("else", None)])
+def test_a_label_scores_by_whether_it_passes(said, score):
+    asked = Asked(multi_of("l", l=LABEL), verdict(said))
+
+    assert asked.grade.score == score
+    schema = asked.server.requests[0]["response_format"]["json_schema"]["schema"]
+    assert schema["properties"]["result"] == {"type": "string", "enum": ["good", "bad"]}
+
+
+def test_tokens_are_summed_over_a_multi_and_reported_by_model():
+    asked = Asked(multi_of("s + l", s=SCORE, l=LABEL), verdict(0.5), verdict("good"))
+    body = run_report(asked.spec, asked.grade)
+
+    tokens = {"prompt_tokens": 20, "total_tokens": 30, "completion_tokens": 10, "cached_tokens": 8}
+    assert body["model_grader_token_usage_per_model"] == {"j": tokens}
+    assert body["metadata"]["token_usage"] == tokens
+    assert body["metadata"]["sampled_model_name"] == "j"
+    assert json.loads(json.dumps(body)) == body
+
+
+def test_a_verdict_that_failed_has_cost_tokens_too():
+    assert Asked(SCORE, chat("what?")).grade.usage == {"j": TokenUsage(10, 5, 4)}
+
+
+def test_an_api_key_is_in_no_message_and_no_representation():
+    assert "secret" not in repr(JudgeModel("http://127.0.0.1/v1", api_key="secret"))
+    assert "secret" not in Asked(SCORE, Reply(401, "who?"), api_key="secret").grade.reason
+
+
+def test_without_judges_a_model_grader_cannot_be_built():
+    with pytest.raises(NotConfigured, match="No judge model is configured") as caught:
+        build(parse_grader(multi_of("s", s=SCORE)), param="grader")
+
+    assert caught.value.param == "grader.graders.s.model"
+
+
+def test_a_model_that_is_not_configured_is_answered_with_those_that_are():
+    judges = HttpJudges({"a": JudgeModel("http://127.0.0.1/v1")})
+
+    with pytest.raises(NotConfigured, match="configured on this server are: 'a'"):
+        build(parse_grader(SCORE), judges)
+
+
+MESSAGE = SCORE["input"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"input": "x"}, "grader.input"),
+        ({"input": []}, "grader.input"),
+        ({"input": [MESSAGE, {"role": "tool", "content": "x"}]}, "grader.input[1].role"),
+        ({"input": [{"role": "user", "content": 1}]}, "grader.input[0].content"),
+        ({"input": [{"role": "user", "content": "{{x}}"}]}, "grader.input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": 1}]}]},
+            "grader.input[0].content[0].text",
+        ),
+        ({"range": [1, 0]}, "grader.range"),
+        ({"range": [0]}, "grader.range"),
+        ({"sampling_params": {"max_completion_tokens": 1}}, "grader.sampling_params.max_completion_tokens"),
+        ({"sampling_params": {"max_completions_tokens": 0}}, "grader.sampling_params.max_completions_tokens"),
+        ({"sampling_params": {"reasoning_effort": "huge"}}, "grader.sampling_params.reasoning_effort"),
+        ({"sampling_params": {"seed": 1.5}}, "grader.sampling_params.seed"),
+    ],
+)
+def test_a_mistake_in_a_score_model_is_named_by_its_path(changes, param):
+    with pytest.raises(InvalidGrader) as caught:
+        parse_grader({**SCORE, **changes})
+
+    assert caught.value.param == param
+
+
+def test_what_was_sent_is_what_is_echoed():
+    part = {"type": "output_text", "text": "x"}
+    raw = {**SCORE, "input": [{"role": "user", "content": part}], "range": [0, 2]}
+
+    assert dump(parse_grader(raw)) == raw
+
+
+def test_a_label_model_lives_only_inside_a_multi():
+    with pytest.raises(InvalidGrader, match="only inside a multi") as caught:
+        parse_grader(LABEL)
+
+    assert caught.value.param == "grader.type"
+
+
+def test_a_passing_label_must_be_a_label():
+    with pytest.raises(InvalidGrader, match="'great' is not among 'labels'"):
+        parse_grader(multi_of("l", l={**LABEL, "passing_labels": ["great"]}))
