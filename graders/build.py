@@ -7,7 +7,8 @@ from typing import assert_never
 
 from graders.formula import Formula
 from graders.multi import Multi
-from graders.spec import GraderSpec, MultiSpec, StringCheckSpec, TextSimilaritySpec
+from graders.python import PythonGrader
+from graders.spec import GraderSpec, MultiSpec, PythonSpec, StringCheckSpec, TextSimilaritySpec
 from graders.string_check import StringCheck
 from graders.template import MissingPath, Path, Template, dotted, resolve
 from graders.text_similarity import TextSimilarity
@@ -25,6 +26,8 @@ def build(spec: GraderSpec) -> Grader:
             return TextSimilarity(
                 spec.name, Template.parse(spec.input), Template.parse(spec.reference), spec.evaluation_metric
             )
+        case PythonSpec():
+            return PythonGrader(spec.name, spec.source)
         case MultiSpec():
             graders = {key: build(sub) for key, sub in spec.graders.items()}
             return Multi(
@@ -48,7 +51,7 @@ def _templates(spec: GraderSpec) -> Iterator[Template]:
     if isinstance(spec, MultiSpec):
         for sub in spec.graders.values():
             yield from _templates(sub)
-    else:
+    elif not isinstance(spec, PythonSpec):  # what a function reads shows only when it runs
         yield Template.parse(spec.input)
         yield Template.parse(spec.reference)
 

@@ -66,7 +66,7 @@ class Grade:
     """A verdict on one sample: a finite score, or None with the reason and kind of the failure.
 
     "Could not be judged" is not "wrong": nothing here turns None into 0. What an ungraded sample is
-    worth is for the caller to decide.
+    worth is for the caller to decide. `output` is what a grader printed, if it can print, cut to 16 kB.
     """
 
     score: float | None
@@ -74,6 +74,7 @@ class Grade:
     error: ErrorKind | None = None
     sub_grades: Mapping[str, Grade] = field(default_factory=dict)
     seconds: float = 0.0
+    output: str = ""
 
     def __post_init__(self) -> None:
         if self.score is None:

@@ -127,7 +127,7 @@ def test_the_key_in_a_map_is_the_variable_whatever_the_name_says():
             {**EXACT, "type": "exact"},
             "grader.type",
             "invalid_value",
-            "Invalid value: 'exact'. Supported values are: 'string_check', 'text_similarity' or 'multi'.",
+            "Invalid value: 'exact'. Supported values are: 'string_check', 'text_similarity', 'python' or 'multi'.",
         ),
         (
             {**EXACT, "operation": "neq"},
@@ -182,7 +182,7 @@ def test_the_path_starts_where_the_caller_says():
     assert error.param == "method.reinforcement.grader.graders.acc.input"
 
 
-@pytest.mark.parametrize("kind", ["python", "score_model", "label_model", "endpoint"])
+@pytest.mark.parametrize("kind", ["score_model", "label_model", "endpoint"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_grader_type_of_the_api_that_is_not_here_yet_is_refused_as_such(kind, nested):
     error = refused(with_sub(type=kind) if nested else {"type": kind, "name": "g"})
