@@ -128,6 +128,8 @@ class Zygote:
 
     def _refuse_if_thin(self) -> None:
         missing = missing_layers(self.layers)
+        if self.limits.scratch_bytes and self.layers["namespaces"]:
+            missing.append(f"a scratch folder needs namespaces ({self.layers['namespaces']})")
         if missing:
             self.close()
             raise SandboxUnavailable(f"Python graders cannot run safely here: {'; '.join(missing)}.")

@@ -192,12 +192,15 @@ class Zygote:
         """Leave nothing of this grade to the next. False: something stayed, so do not use this zygote again."""
         if not self.scratch:
             return True
-        for entry in os.scandir(self.scratch):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            else:
-                Path(entry.path).unlink(missing_ok=True)
-        return not os.listdir(self.scratch)  # noqa: PTH208
+        try:
+            for entry in os.scandir(self.scratch):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    Path(entry.path).unlink()
+        except (OSError, RecursionError):  # a tree too deep to walk, say; it goes when this process does
+            return False
+        return True
 
 
 class Watch:
