@@ -13,6 +13,7 @@ from graders.judge import Judges
 from graders.math_answer import MathAnswer
 from graders.model_graders import LabelModel, Part, Prompt, ScoreModel
 from graders.multi import Multi
+from graders.python import PythonGrader
 from graders.spec import (
     EndpointSpec,
     FormatSpec,
@@ -24,6 +25,7 @@ from graders.spec import (
     MathSpec,
     MessageSpec,
     MultiSpec,
+    PythonSpec,
     SamplingParams,
     ScoreModelSpec,
     StringCheckSpec,
@@ -82,6 +84,8 @@ def build(
                 raise NotConfigured(message, f"{param}.type", "invalid_value")
             pace = Pace(spec.rate_limit, endpoints.patience.sleep)
             return Endpoint(spec.name, spec.url, spec.headers or {}, endpoints, pace)
+        case PythonSpec():
+            return PythonGrader(spec.name, spec.source)
         case MultiSpec():
             graders = {
                 key: build(sub, judges, endpoints, param=f"{param}.graders.{key}")
@@ -114,6 +118,8 @@ def _templates(spec: GraderSpec) -> Iterator[Template]:
                 yield from map(Template.parse, message.templates)
         case FormatSpec():
             yield Template.parse(spec.input)
+        case PythonSpec():
+            return  # what a function reads shows only when it runs
         case EndpointSpec():
             return  # it is sent the whole row, and nobody knows what it reads
         case _:

@@ -6,6 +6,9 @@ a name that nothing defines, a type this version cannot run. A spec that exists 
 
 from __future__ import annotations
 
+import ast
+import secrets
+import string
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -48,6 +51,51 @@ def _checked_template(text: str) -> str:
     return text
 
 
+def _checked_source(source: str) -> str:
+    """The source, if a grader can be made of it. It is parsed here and run nowhere but in the sandbox."""
+    try:
+        size = len(source.encode())
+    except UnicodeEncodeError as cause:
+        raise ValueError("the source is not valid text: it holds a lone surrogate") from cause
+    if size >= MAX_SOURCE_BYTES:
+        raise ValueError(f"the source has {size} bytes; it must have less than {MAX_SOURCE_BYTES}")
+    if "\0" in source:
+        line = source.count("\n", 0, source.index("\0")) + 1
+        raise ValueError(f"line {line}: the source holds a NUL character")
+    try:
+        tree = ast.parse(source)
+        compile(
+            source, "grader.py", "exec", dont_inherit=True
+        )  # finds more, as a `return` outside a function
+    except SyntaxError as cause:
+        raise ValueError(f"line {cause.lineno}: {cause.msg}") from cause
+    except (RecursionError, MemoryError) as cause:
+        raise ValueError("the source is nested too deeply") from cause
+    _check_signature(tree)
+    return source
+
+
+def _check_signature(tree: ast.Module) -> None:
+    functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    graders = [node for node in functions if node.name == "grade"]
+    if not graders:
+        raise ValueError("the source defines no function grade(sample, item) at its top level")
+    function = graders[-1]  # the one that stands when the module has run
+    if isinstance(function, ast.AsyncFunctionDef):
+        raise ValueError(f"line {function.lineno}: grade must be a plain function, not async")
+    has = function.args
+    optional = len(has.defaults) + len(has.kwonlyargs)
+    if len(has.posonlyargs) + len(has.args) != 2 or optional or has.vararg or has.kwarg:
+        raise ValueError(f"line {function.lineno}: grade must take exactly two parameters, (sample, item)")
+
+
+def _generated_name() -> str:
+    letters = string.ascii_letters + string.digits
+    return "grader-" + "".join(secrets.choice(letters) for _ in range(12))
+
+
+MAX_SOURCE_BYTES = 256 * 1000
+Source = Annotated[str, AfterValidator(_checked_source)]
 Name = Annotated[str, Field(min_length=1)]
 TemplateText = Annotated[str, AfterValidator(_checked_template)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -253,9 +301,20 @@ class EndpointSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     pass_threshold: Finite | None = None
 
 
+class PythonSpec(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Run the user's own `grade(sample, item)`. Only it may go without a name; then it is given one."""
+
+    type: Literal["python"] = "python"
+    name: Name = Field(default_factory=_generated_name)
+    source: Source
+    image_tag: str | None = None  # kept and echoed; the packages are those installed beside the service
+    pass_threshold: Finite | None = None
+
+
 SimpleSpec = (
     StringCheckSpec
     | TextSimilaritySpec
+    | PythonSpec
     | MathSpec
     | FormatSpec
     | ScoreModelSpec
@@ -288,6 +347,7 @@ GraderSpec = Annotated[SimpleSpec | MultiSpec, Field(discriminator="type")]
 _MODELS: dict[str, type[SimpleSpec | MultiSpec]] = {
     "string_check": StringCheckSpec,
     "text_similarity": TextSimilaritySpec,
+    "python": PythonSpec,
     "math": MathSpec,
     "format": FormatSpec,
     "score_model": ScoreModelSpec,
@@ -295,8 +355,6 @@ _MODELS: dict[str, type[SimpleSpec | MultiSpec]] = {
     "endpoint": EndpointSpec,
     "multi": MultiSpec,
 }
-# In the API we mirror, not in this version: refused by name, so that nobody looks for a typo.
-_NOT_YET = frozenset({"python"})
 _NEVER = {"cosine": " It needs an embedding model, and is not offered for reinforcement fine-tuning."}
 
 
@@ -447,7 +505,7 @@ def _invalid_value(param: str, why: str) -> InvalidGrader:
 
 
 def _unsupported(value: str, param: str, supported: str) -> InvalidGrader:
-    why = " This version does not support it yet." if value in _NOT_YET else _NEVER.get(value, "")
+    why = _NEVER.get(value, "")
     message = f"Invalid value: {quoted(value)}.{why} Supported values are: {supported}."
     return InvalidGrader(message, param, "invalid_value")
 

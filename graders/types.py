@@ -91,7 +91,7 @@ class Grade:
     """A verdict on one sample: a finite score, or None with the reason and kind of the failure.
 
     "Could not be judged" is not "wrong": nothing here turns None into 0. What an ungraded sample is
-    worth is for the caller to decide.
+    worth is for the caller to decide. `output` is what a grader printed, if it can print, cut to 16 kB.
     """
 
     score: float | None
@@ -100,6 +100,7 @@ class Grade:
     sub_grades: Mapping[str, Grade] = field(default_factory=dict)
     seconds: float = 0.0
     usage: Mapping[str, TokenUsage] = field(default_factory=dict)  # by model; that of sub-grades included
+    output: str = ""
 
     def __post_init__(self) -> None:
         if self.score is None:

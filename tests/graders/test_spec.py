@@ -127,7 +127,7 @@ def test_the_key_in_a_map_is_the_variable_whatever_the_name_says():
             {**EXACT, "type": "exact"},
             "grader.type",
             "invalid_value",
-            "Invalid value: 'exact'. Supported values are: 'string_check', 'text_similarity', "
+            "Invalid value: 'exact'. Supported values are: 'string_check', 'text_similarity', 'python', "
             + "'math', 'format', 'score_model', 'label_model', 'endpoint' or 'multi'.",
         ),
         (
@@ -181,17 +181,6 @@ def test_the_path_starts_where_the_caller_says():
     error = refused(with_sub(input=1), param="method.reinforcement.grader")
 
     assert error.param == "method.reinforcement.grader.graders.acc.input"
-
-
-@pytest.mark.parametrize("kind", ["python"])
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_grader_type_of_the_api_that_is_not_here_yet_is_refused_as_such(kind, nested):
-    error = refused(with_sub(type=kind) if nested else {"type": kind, "name": "g"})
-
-    assert error.code == "invalid_value"
-    assert f"{kind!r}. This version does not support it yet. Supported values are: 'string_check'" in str(
-        error
-    )
 
 
 def test_a_metric_that_needs_an_embedding_model_is_refused_with_the_reason():

@@ -1,0 +1,92 @@
+"""How many grades a second, and what a process of its own costs a python grader."""
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bench.report import report
+from graders.build import build
+from graders.python import PythonGrader
+from graders.run import grade_all
+from graders.sandbox.pool import Pool
+from graders.spec import parse_grader
+from graders.types import Grader, Item, Sample
+
+EXACT = {
+    "type": "string_check",
+    "name": "exact",
+    "operation": "eq",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+}
+SIMILAR = {
+    "type": "text_similarity",
+    "name": "similar",
+    "evaluation_metric": "fuzzy_match",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+}
+MULTI = {
+    "type": "multi",
+    "name": "both",
+    "graders": {"exact": EXACT, "similar": SIMILAR},
+    "calculate_output": "0.8*exact + 0.2*similar",
+}
+SOURCE = "def grade(sample, item):\n    return float(sample['output_text'] == item['answer'])\n"
+# The same work in a fresh interpreter, without any protection.
+FRESH = SOURCE + "import json, sys\nprint(grade(*json.load(sys.stdin)))"
+ROUNDS = 5
+
+
+def main() -> None:
+    pool = Pool(size=2)
+    python = PythonGrader("python", SOURCE, pool)
+    try:
+        one = median_seconds(lambda: grade(python, 1), 200)
+        figures = {
+            "string_checks_per_second": per_second(build(parse_grader(EXACT)), 20_000),
+            "multi_per_second": per_second(build(parse_grader(MULTI)), 5_000),
+            "python_overhead_ms": one * 1000,
+            "python_grades_per_second": per_second(python, 200),
+            "fresh_process_ratio": median_seconds(fresh, 20) / one,
+        }
+    finally:
+        pool.close()
+    report("graders", figures)
+
+
+def grade(grader: Grader, count: int) -> None:
+    pairs: list[tuple[Sample, Item]] = [(Sample("42"), {"answer": "42"})] * count
+    grades = asyncio.run(grade_all(grader, pairs))
+    assert all(grade.score == 1.0 for grade in grades)
+
+
+def per_second(grader: Grader, count: int) -> float:
+    return count / median_seconds(lambda: grade(grader, count), ROUNDS)
+
+
+def median_seconds(work: Callable[[], Any], rounds: int) -> float:
+    """After one round that does not count: it warms what a run would find warm."""
+    work()
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def fresh() -> None:
+    pair = json.dumps([Sample("42").as_namespace(), {"answer": "42"}])
+    program = [sys.executable, "-I", "-S", "-c", FRESH]
+    done = subprocess.run(program, input=pair, capture_output=True, text=True, check=True)
+    assert done.stdout == "1.0\n"
+
+
+if __name__ == "__main__":
+    main()

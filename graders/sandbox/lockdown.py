@@ -1,0 +1,169 @@
+"""The layers, each one call that takes hold or raises OSError. Pure ctypes; nothing can be taken back."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import signal
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+NOBODY = 65534
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_SECCOMP_MODE_FILTER = 2
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x08000000, 0x40000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
+_MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
+_MNT_DETACH = 2
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every machine
+_READ_FILE, _READ_DIR, _TRUNCATE = 1 << 2, 1 << 3, 1 << 14
+# write_file, remove_dir, remove_file, make_dir, make_reg; no links, sockets, pipes or devices
+_MODIFY = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8
+
+
+def no_new_privs() -> None:
+    """From here on no set-uid program can raise this process; the kernel asks for it before seccomp."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the parent ends. A change of uid undoes this, so it comes after.
+
+    The kernel means the parent's thread: who starts a process that calls this must do it from a lasting one.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we could ask
+        os._exit(0)
+
+
+def undumpable() -> None:
+    """No core, and no other process of the same user may look into this one's memory."""
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def become_nobody() -> None:
+    """Drop every group, then the user. Before namespaces map anything: a mapped nobody would still be root."""
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def rlimits(memory: int, cpu_s: int, file_bytes: int, threads: int) -> None:
+    """Memory is enforced per process, which is enough only because seccomp lets a grader have just one."""
+    for what, limit in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_FSIZE, file_bytes),
+        (resource.RLIMIT_NOFILE, 32),
+        (resource.RLIMIT_NPROC, threads),  # counts all of the user's threads, not only ours
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(what)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(what, (limit, limit))
+
+
+def seccomp(program: bytes) -> None:
+    """Load a filter made by graders.sandbox.syscalls. Needs no_new_privs."""
+    code = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
+    _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.create_string_buffer(header, len(header)))
+
+
+def landlock(readable: Iterable[str], writable: Iterable[str] = ()) -> int:
+    """See these files and folders and no others; the kernel's Landlock version. Needs no_new_privs."""
+    version = _checked(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
+    files = (1 << 13) - 1
+    files |= 1 << 13 if version >= 2 else 0
+    files |= _TRUNCATE if version >= 3 else 0
+    files |= 1 << 15 if version >= 5 else 0
+    network = 3 if version >= 4 else 0  # bind and connect
+    scopes = 3 if version >= 6 else 0  # abstract sockets and signals
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    attributes = struct.pack("=QQQ", files, network, scopes)[:size]
+    ruleset = _checked(_libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0))
+    try:
+        for path in readable:
+            _allow(ruleset, path, _READ_FILE | _READ_DIR)
+        for path in writable:
+            _allow(ruleset, path, (_READ_FILE | _READ_DIR | _MODIFY | _TRUNCATE) & files)
+        _checked(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0))
+    finally:
+        os.close(ruleset)
+    return version
+
+
+def private_root(readable: Iterable[str], scratch: str = "", scratch_bytes: int = 0) -> None:
+    """Leave the host's files, network and IPC for a root of our own with only these, read-only. Needs root.
+
+    What lies inside a folder that the next user may not enter, such as a home, can be reached here.
+    """
+    _checked(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS))
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    # Any folder will do to build on, as long as nothing we bind lies in it. This one is always there.
+    root = "/proc"
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID, "mode=755,size=1m")
+    for path in readable:
+        _bind(path, root + path)
+    if scratch:
+        Path(root + scratch).mkdir(parents=True)
+        # noexec also keeps the loader from mapping a shared object that the grader wrote.
+        options = f"mode=700,uid={NOBODY},gid={NOBODY},size={scratch_bytes},nr_inodes=1024"
+        _mount("tmpfs", root + scratch, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, options)
+    os.chdir(root)
+    _checked(_libc.syscall(_PIVOT_ROOT[platform.machine()], b".", b"."))
+    _checked(_libc.umount2(b".", _MNT_DETACH))
+    os.chdir("/")
+    _mount(None, "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID)
+
+
+def _bind(path: str, target: str) -> None:
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    if Path(path).is_symlink():  # /lib is one on most systems
+        Path(target).symlink_to(Path(path).readlink())
+        return
+    if Path(path).is_dir():
+        Path(target).mkdir(exist_ok=True)
+    else:
+        Path(target).touch()
+    _mount(path, target, None, _MS_BIND)
+    _mount(None, target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID)
+
+
+def _allow(ruleset: int, path: str, access: int) -> None:
+    try:
+        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
+        return  # what is not here needs no rule
+    try:
+        access = access if Path(path).is_dir() else access & _READ_FILE
+        rule = struct.pack("=Qi", access, opened)
+        _checked(_libc.syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0))
+    finally:
+        os.close(opened)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    encoded = [None if text is None else text.encode() for text in (source, target, kind)]
+    _checked(_libc.mount(*encoded, ctypes.c_ulong(flags), options.encode()))
+
+
+def _prctl(option: int, value: object, argument: object = 0) -> None:
+    words = [ctypes.c_ulong(word) if isinstance(word, int) else word for word in (value, argument, 0, 0)]
+    _checked(_libc.prctl(option, *words))
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno() or errno.EIO
+        raise OSError(number, os.strerror(number))
+    return result

@@ -1,0 +1,358 @@
+"""The service's side: warm zygotes, at most one grade per core at a time, and answers that nobody has to trust."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from struct import pack, unpack
+from typing import Any, Literal
+
+# Loaded before the first grade if the source names them; all else is imported when and if a grade gets there.
+STANDARD = (
+    "collections", "dataclasses", "datetime", "decimal", "difflib", "fractions", "functools", "itertools",
+    "json", "math", "random", "re", "statistics", "string", "textwrap", "typing", "unicodedata",
+)  # fmt: skip
+INSTALLED = ("numpy", "pandas", "pydantic", "rapidfuzz", "scipy", "sklearn", "sympy", "yaml")
+REQUIRED = ("no_new_privs", "seccomp", "rlimits")
+INSECURE = "REGRAFT_PYTHON_GRADERS"
+
+_BOOT_S, _GRACE_S = 30.0, 5.0
+_FORKS = 5000
+_MAX_ANSWER = 1 << 20
+
+Kind = Literal["ok", "user_error", "timeout", "memory", "crash", "output_limit", "bad_result"]
+
+
+class SandboxUnavailable(RuntimeError):
+    """This host cannot hold a hostile grader. The message names the layer that is missing."""
+
+
+class SandboxFailed(RuntimeError):
+    """The sandbox itself broke during a grade: nothing is known about the sample."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one grade may use. There is no writable folder unless `scratch_bytes` is set, which needs root."""
+
+    wall_s: float = 60.0
+    memory: int = 2 << 30  # address space, so that no grade can take more than this from the host
+    file_bytes: int = 16 << 20
+    threads: int = 128
+    output: int = 1 << 20  # printed bytes before the grade is ended; the first 16 kB are kept
+    scratch_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one grade ended. `score` is finite if `kind` is "ok" and None otherwise; then `reason` says why."""
+
+    kind: Kind
+    score: float | None = None
+    reason: str = ""
+    output: str = ""
+
+
+class Zygote:
+    """One process that serves one source. Not for two threads at once."""
+
+    def __init__(
+        self, source: str, limits: Limits, insecure: bool = False, without: Iterable[str] = ()
+    ) -> None:
+        self.limits, self.served, self.retired = limits, 0, False
+        root = str(Path(__file__).parents[2])
+        start = f"import sys; sys.path.insert(0, {root!r}); from graders.sandbox.zygote import main; main()"
+        # env={}: what the service knows of keys must not be in this process at all, not even at its start.
+        self.process = subprocess.Popen(
+            [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", start],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={},
+            cwd="/",
+            bufsize=0,
+        )
+        readable, path = _visible()
+        config = {
+            "source": source,
+            "parent": os.getpid(),
+            "readable": readable,
+            "path": path,
+            "modules": [*STANDARD, *(name for name in INSTALLED if name in source)],
+            "insecure": insecure,
+            "without": list(without),
+            **asdict(limits),
+        }
+        answer = self._ask(config, _BOOT_S)
+        if "layers" not in answer:
+            self.close()
+            raise SandboxFailed(f"the sandbox did not start: {answer.get('error')}")
+        self.layers: dict[str, str] = answer["layers"]
+        if not insecure:
+            self._refuse_if_thin()
+
+    def grade(self, sample: Mapping[str, Any], item: Mapping[str, Any]) -> Outcome:
+        """Run the source once. Raise SandboxFailed if the answer is none; then this zygote is spent."""
+        answer = self._ask({"sample": sample, "item": item}, self.limits.wall_s + _GRACE_S)
+        self.served += 1
+        self.retired = self.retired or bool(answer.get("retire")) or self.served >= _FORKS
+        try:
+            return _outcome(answer, self.limits)
+        except (KeyError, TypeError, ValueError) as cause:
+            self.close()
+            raise SandboxFailed(f"the sandbox gave no sensible answer: {cause!r}") from cause
+
+    def close(self) -> None:
+        """End it and the grade it may be running. Closing twice is fine."""
+        self.retired = True
+        self.process.kill()  # its child follows: it asked to die with its parent
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _refuse_if_thin(self) -> None:
+        missing = missing_layers(self.layers)
+        if self.limits.scratch_bytes and self.layers["namespaces"]:
+            missing.append(f"a scratch folder needs namespaces ({self.layers['namespaces']})")
+        if missing:
+            self.close()
+            raise SandboxUnavailable(f"Python graders cannot run safely here: {'; '.join(missing)}.")
+
+    def _ask(self, frame: Mapping[str, Any], wait_s: float) -> dict[str, Any]:
+        # default=dict: a row may be any Mapping, and the encoder knows only dict.
+        body = json.dumps(frame, default=dict).encode()
+        deadline = time.monotonic() + wait_s
+        try:
+            self._send(memoryview(pack("!I", len(body)) + body), deadline)
+            size = unpack("!I", self._receive(4, deadline))[0]
+            if size > _MAX_ANSWER:
+                raise SandboxFailed("the sandbox answered with too much")
+            answer = json.loads(self._receive(size, deadline))
+            if not isinstance(answer, dict):
+                raise SandboxFailed("the sandbox gave no sensible answer")
+            return answer
+        except (OSError, ValueError, SandboxFailed) as cause:
+            self.close()
+            raise SandboxFailed(f"the sandbox ended or hung: {cause}") from cause
+
+    def _send(self, left: memoryview, deadline: float) -> None:
+        assert self.process.stdin is not None
+        fd = self.process.stdin.fileno()
+        while left:
+            _wait(fd, select.POLLOUT, deadline)
+            left = left[os.write(fd, left[:4096]) :]  # a ready pipe takes a page without blocking
+
+    def _receive(self, count: int, deadline: float) -> bytes:
+        assert self.process.stdout is not None
+        fd, data = self.process.stdout.fileno(), bytearray()
+        while len(data) < count:
+            _wait(fd, select.POLLIN, deadline)
+            more = os.read(fd, count - len(data))
+            if not more:
+                raise SandboxFailed("it closed its end")
+            data += more
+        return bytes(data)
+
+
+class Pool:
+    """Grades by any number of sources, one per core at a time. Idle zygotes stay warm, the oldest make room."""
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        size: int | None = None,
+        insecure: bool = False,
+        without: Iterable[str] = (),
+    ) -> None:
+        self.limits, self.insecure, self.without = limits or Limits(), insecure, tuple(without)
+        self.size = size or len(os.sched_getaffinity(0))
+        # Its threads also start the zygotes: these die with the thread that started them, and threads of a
+        # web server come and go.
+        self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="sandbox")
+        self._idle: list[tuple[str, Zygote]] = []  # longest idle first
+        self._all: set[Zygote] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, source: str, sample: Mapping[str, Any], item: Mapping[str, Any]) -> Future[Outcome]:
+        """A grade to come. It fails with SandboxUnavailable or SandboxFailed, never with the grader's error."""
+        return self._threads.submit(self._grade, source, sample, item)
+
+    def layers(self) -> dict[str, str]:
+        """Start one zygote and tell of each layer whether it holds: "", or why not."""
+        return self._threads.submit(self._probe).result()
+
+    def close(self) -> None:
+        """End every process, also those at work. Later grades are refused."""
+        with self._lock:
+            self._closed = True
+            zygotes, self._idle = list(self._all), []
+        for zygote in zygotes:
+            with suppress(OSError):
+                zygote.process.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for zygote in zygotes:
+            zygote.close()
+        self._all.clear()
+
+    def _grade(self, source: str, sample: Mapping[str, Any], item: Mapping[str, Any]) -> Outcome:
+        key = hashlib.sha256(source.encode()).hexdigest()
+        zygote = self._take(key) or self._start(source)
+        try:
+            return zygote.grade(sample, item)
+        finally:
+            self._give(key, zygote)
+
+    def _take(self, key: str) -> Zygote | None:
+        with self._lock:
+            for index in reversed(range(len(self._idle))):
+                if self._idle[index][0] == key:
+                    return self._idle.pop(index)[1]
+        return None
+
+    def _give(self, key: str, zygote: Zygote) -> None:
+        with self._lock:
+            spent = [zygote] if zygote.retired or self._closed else []
+            if not spent:
+                self._idle.append((key, zygote))
+                if len(self._idle) > 2 * self.size:
+                    spent = [self._idle.pop(0)[1]]
+            self._all.difference_update(spent)
+        for old in spent:
+            old.close()
+
+    def _start(self, source: str) -> Zygote:
+        zygote = Zygote(source, self.limits, self.insecure, self.without)
+        with self._lock:
+            if not self._closed:
+                self._all.add(zygote)
+                return zygote
+        zygote.close()
+        raise SandboxFailed("the pool is closed")
+
+    def _probe(self) -> dict[str, str]:
+        zygote = Zygote("", self.limits, insecure=True, without=self.without)
+        zygote.close()
+        return zygote.layers
+
+
+@lru_cache(maxsize=1)
+def shared() -> Pool:
+    """The pool of this process. REGRAFT_PYTHON_GRADERS=insecure lets graders run with layers missing."""
+    pool = Pool(insecure=os.environ.get(INSECURE) == "insecure")
+    atexit.register(pool.close)
+    return pool
+
+
+@lru_cache(maxsize=1)
+def probe() -> dict[str, str]:
+    """Which layers hold on this host, asked once: "" for those that do, else the reason."""
+    return shared().layers()
+
+
+def missing_layers(layers: Mapping[str, str]) -> list[str]:
+    """What is missing of the least we ask for, each with the reason."""
+    missing = [f"{name} is missing ({layers[name]})" for name in REQUIRED if layers[name]]
+    if layers["landlock"] and layers["uid"]:
+        missing.append(
+            f"both landlock ({layers['landlock']}) and a user of its own ({layers['uid']}) are missing"
+        )
+    return missing
+
+
+def _outcome(answer: Mapping[str, Any], limits: Limits) -> Outcome:
+    status, output = answer["status"], str(answer["output"])
+    match status:
+        case "timeout":
+            return Outcome("timeout", reason=f"no grade within {limits.wall_s:g} s", output=output)
+        case "output_limit":
+            return Outcome("output_limit", reason="it wrote too much output", output=output)
+        case "killed":
+            why = "killed by the system: too much processor time or memory"
+            return Outcome("memory", reason=why, output=output)
+        case "crash":
+            return Outcome("crash", reason=_exit(int(answer["exit"])), output=output)
+        case "ended":
+            return _result(answer["result"], output)
+    raise ValueError(f"unknown status {status!r}")
+
+
+def _result(text: str, output: str) -> Outcome:
+    """What the child says about itself. It is the grader's to forge, so it is read as anyone's input."""
+    if not text:
+        return Outcome("crash", reason="it ended without a grade", output=output)
+    try:
+        result = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        result = None
+    match result:
+        case {"score": float(score), **rest} if not rest and math.isfinite(score):
+            return Outcome("ok", score, output=output)
+        case {"error": "memory", **rest} if not rest:
+            return Outcome("memory", reason="out of memory", output=output)
+        case {"error": "value", "text": str(why), **rest} if not rest:
+            return Outcome("bad_result", reason=why, output=output)
+        case {"error": "user", "text": str(why), **rest} if not rest:
+            return Outcome("user_error", reason=why, output=output)
+        case {"error": "sandbox", "text": str(why), **rest} if not rest:
+            raise ValueError(why)
+    return Outcome("bad_result", reason="its result is not one that grade() can give", output=output)
+
+
+def _exit(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"it ended with status {code}"
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _wait(fd: int, event: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(fd, event)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise SandboxFailed("it did not answer in time")
+
+
+def _interpreter() -> str:
+    """The interpreter itself: behind a virtual environment's link, so that its own prefix is found."""
+    return str(Path(sys.executable).resolve())
+
+
+@lru_cache(maxsize=1)
+def _visible() -> tuple[list[str], list[str]]:
+    """The files a grader may read, and its sys.path: Python, the packages installed beside us, C libraries."""
+    paths = sysconfig.get_paths()
+    packages = {str(Path(paths[name]).resolve()) for name in ("purelib", "platlib")}
+    standard = {str(Path(paths[name]).resolve()) for name in ("stdlib", "platstdlib")}
+    standard = {path for path in standard if Path(path, "os.py").exists()} or standard
+    path = [*sorted(standard), *(f"{folder}/lib-dynload" for folder in sorted(standard)), *sorted(packages)]
+    own = map(str, Path(sys.base_prefix, "lib").glob("libpython*"))
+    system = [
+        "/lib",
+        "/lib64",
+        "/usr/lib",
+        "/usr/lib64",
+        "/etc/ld.so.cache",
+        "/usr/share/zoneinfo",
+        "/dev/null",
+    ]
+    # Shortest first: a link or folder has to be there before what lies in it.
+    candidates = sorted({*system, *standard, *packages, *own}, key=len)
+    return [name for name in candidates if Path(name).exists()], path

@@ -1,0 +1,352 @@
+"""The other side: a bare interpreter that locks itself down, loads one source, and forks once per grade.
+
+Frames go both ways, on stdin and stdout: four bytes of length, then JSON. The first one in says what to be:
+
+    {"source", "parent", "readable", "path", "modules", "insecure", "without", and all of Limits}
+        ->  {"layers"} or {"error"}
+    {"sample", "item"}
+        ->  {"status", "exit", "result", "output", "retire"}
+
+Here lie no secrets: children inherit this memory, and their code is not ours.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import linecache
+import os
+import select
+import shutil
+import signal
+import struct
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from graders.sandbox import lockdown, syscalls
+
+FILE = "grader.py"
+SCRATCH = "/scratch"
+MAX_RESULT = 64 * 1024
+MAX_REASON = 4096
+_OUT_OF_MEMORY = b'{"error": "memory"}'  # made beforehand: when it is needed, there is no memory to make it
+
+
+def main() -> None:
+    """Get ready, say so, and serve until stdin ends."""
+    config = read_frame(0)
+    assert config is not None
+    try:
+        zygote = Zygote(config)
+    except BaseException as cause:
+        write_frame(1, {"error": f"{type(cause).__name__}: {cause}"[:MAX_REASON]})
+        return
+    write_frame(1, {"layers": zygote.layers})
+    while (request := read_frame(0)) is not None:
+        write_frame(1, zygote.grade(request))
+
+
+class Zygote:
+    """One source, compiled, behind every layer that a fork inherits. It never runs the source itself."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.layers: dict[str, str] = {}  # "" holds, otherwise why not
+        self.scratch = ""
+        self._lock_down()
+        self.filter = self._filter()
+        sys.path[:] = config["path"]
+        _import(config["modules"])
+        lines = config["source"].splitlines(keepends=True)
+        linecache.cache[FILE] = (len(config["source"]), None, lines, FILE)  # tracebacks show the line
+        self.code: types.CodeType | None = None
+        self.compile_error = b""
+        try:
+            self.code = compile(config["source"], FILE, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
+            self.compile_error = _error("user", "".join(traceback.format_exception_only(cause)))
+        gc.collect()
+        gc.freeze()  # else the first collection in every child copies each page it looks at
+
+    def grade(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Fork, wait no longer than the limit, and tell what happened."""
+        (result_r, result_w), (output_r, output_w) = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            self._child(request, result_w, output_w)
+        os.close(result_w)
+        os.close(output_w)
+        watch = Watch(child, result_r, output_r, self.config["wall_s"], self.config["output"])
+        answer = watch.until_it_ends()
+        answer["retire"] = not self._swept()
+        return answer
+
+    def _child(self, request: dict[str, Any], result: int, output: int) -> None:
+        try:
+            self._hold(request, result, output)
+            answer = self._run(request)
+        except MemoryError:
+            answer = _OUT_OF_MEMORY
+        except BaseException as cause:
+            answer = _described(cause)
+        with suppress(BaseException):
+            sys.stdout.flush()
+        with suppress(BaseException):
+            os.write(3, answer)
+        os._exit(0)
+
+    def _hold(self, request: dict[str, Any], result: int, output: int) -> None:
+        """The layers of a single grade. Ends the process if one does not hold."""
+        zygote = os.getppid()
+        # Signals a grader blocks or handles change nothing: only SIGKILL is ever sent.
+        null = os.open(os.devnull, os.O_RDONLY)
+        result, output = os.dup(result), os.dup(output)
+        os.dup2(null, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.dup2(result, 3)
+        os.closerange(4, 1 << 16)
+        config = self.config
+        if self.scratch:
+            os.chdir(self.scratch)
+        try:
+            lockdown.die_with(zygote)
+            if "rlimits" not in config["without"]:
+                cpu_s = 2 * int(config["wall_s"] + 1)  # two cores; the clock on the wall is the real limit
+                lockdown.rlimits(config["memory"], cpu_s, config["file_bytes"], config["threads"])
+            if self.filter:
+                lockdown.seccomp(self.filter)
+        except (OSError, ValueError) as cause:
+            if not config["insecure"]:
+                os.write(3, _error("sandbox", f"a layer failed: {cause}"))
+                os._exit(0)
+
+    def _run(self, request: dict[str, Any]) -> bytes:
+        if self.code is None:
+            return self.compile_error
+        # New ones: those from before the fork remember what their descriptors were.
+        stream = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        sys.stdout = sys.stderr = stream
+        module = types.ModuleType("grader")
+        sys.modules["grader"] = module
+        exec(self.code, module.__dict__)
+        value = module.__dict__["grade"](request["sample"], request["item"])
+        return _checked(value)
+
+    def _lock_down(self) -> None:
+        """What every fork inherits. Each layer is noted; whether enough of them hold is for the pool to say."""
+        config = self.config
+        readable, scratch_bytes = config["readable"], config["scratch_bytes"]
+        root = os.geteuid() == 0
+
+        def separate() -> None:
+            if not root:
+                raise OSError("needs root")
+            lockdown.private_root(readable, SCRATCH if scratch_bytes else "", scratch_bytes)
+            self.scratch = SCRATCH if scratch_bytes else ""
+
+        def nobody() -> None:
+            if not root:
+                raise OSError("not root, so the user stays the service's own")
+            lockdown.become_nobody()
+
+        self._layer("namespaces", separate)
+        self._layer("uid", nobody)
+        self._layer("no_new_privs", lockdown.no_new_privs)
+        lockdown.undumpable()
+        lockdown.die_with(config["parent"])
+        writable = [self.scratch] if self.scratch else []
+        self._layer("landlock", lambda: lockdown.landlock([*readable, *writable], writable))
+        # These two take hold in each child; a child in which one fails ends before the grader starts.
+        self._layer("rlimits", lambda: None)
+
+    def _filter(self) -> bytes:
+        program = b""
+
+        def make() -> None:
+            nonlocal program
+            program = syscalls.grader_filter()
+            _try_in_a_child(program)
+
+        self._layer("seccomp", make)
+        return program if not self.layers["seccomp"] else b""
+
+    def _layer(self, name: str, apply: Callable[[], object]) -> None:
+        if name in self.config["without"]:
+            self.layers[name] = "turned off"
+            return
+        try:
+            apply()
+            self.layers[name] = ""
+        except OSError as cause:
+            self.layers[name] = str(cause) or type(cause).__name__
+
+    def _swept(self) -> bool:
+        """Leave nothing of this grade to the next. False: something stayed, so do not use this zygote again."""
+        if not self.scratch:
+            return True
+        try:
+            for entry in os.scandir(self.scratch):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    Path(entry.path).unlink()
+        except (OSError, RecursionError):  # a tree too deep to walk, say; it goes when this process does
+            return False
+        return True
+
+
+class Watch:
+    """Waits for one child: what it writes, when it ends, and when its time is up."""
+
+    def __init__(self, child: int, result: int, output: int, wall_s: float, output_limit: int) -> None:
+        self.child, self.output_limit = child, output_limit
+        self.deadline = time.monotonic() + wall_s
+        self.kept = {result: bytearray(), output: bytearray()}
+        self.result, self.output = result, output
+        self.seen = 0
+
+    def until_it_ends(self) -> dict[str, Any]:
+        ended = os.pidfd_open(self.child)
+        poll = select.poll()
+        for fd in (self.result, self.output, ended):
+            poll.register(fd, select.POLLIN)
+        try:
+            verdict = self._wait(poll, ended)
+            if verdict:
+                os.kill(self.child, signal.SIGKILL)
+            _, status, used = os.wait4(self.child, 0)
+            # No other process can hold the pipes, so this cannot block for long.
+            for fd in self.kept:
+                while not verdict and self._drain(fd):
+                    pass
+        finally:
+            for fd in (self.result, self.output, ended):
+                os.close(fd)
+        return {
+            "status": verdict or _status(status, used.ru_utime + used.ru_stime),
+            "exit": os.waitstatus_to_exitcode(status),
+            "result": self.kept[self.result].decode("latin-1"),
+            "output": self.kept[self.output].decode("utf-8", "replace"),
+        }
+
+    def _wait(self, poll: select.poll, ended: int) -> str:
+        """Why it has to be killed, or "" if it ended by itself."""
+        while True:
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                return "timeout"
+            for fd, _ in poll.poll(left * 1000 + 1):
+                if fd == ended:
+                    return ""
+                if not self._drain(fd):
+                    poll.unregister(fd)
+            if self.seen > self.output_limit or len(self.kept[self.result]) > MAX_RESULT:
+                return "output_limit"
+
+    def _drain(self, fd: int) -> bool:
+        data = os.read(fd, 65536)
+        if fd == self.output:
+            self.seen += len(data)
+        room = (MAX_RESULT + 1 if fd == self.result else 16384) - len(self.kept[fd])
+        self.kept[fd] += data[: max(room, 0)]
+        return bool(data) and self.seen <= 2 * self.output_limit
+
+
+def _status(status: int, cpu_s: float) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code in (-signal.SIGKILL, -signal.SIGXCPU):
+        return "killed"  # not by us: the kernel, for its processor time or for memory
+    return "ended" if code == 0 else "crash"
+
+
+def _checked(value: Any) -> bytes:
+    """The score as JSON, or what is wrong with it. Trusts no method of a value that the grader made."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        value = value.item()
+    if type(value) not in (bool, int, float):
+        return _error("value", f"grade() must return a number, not {type(value).__name__[:100]}")
+    try:
+        score = float(value)
+    except OverflowError:
+        return _error("value", "grade() returned an integer too large for a score")
+    if score - score != 0:  # NaN and the infinities
+        return _error("value", f"grade() must return a finite number, not {score}")
+    return json.dumps({"score": score}).encode()
+
+
+def _described(cause: BaseException) -> bytes:
+    """The traceback from the grader's first line on, cut to size."""
+    frames = cause.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != FILE:
+        frames = frames.tb_next
+    try:
+        lines = traceback.format_exception(type(cause), cause, frames, limit=-10)
+        return _error("user", "".join(lines))
+    except MemoryError:
+        return _OUT_OF_MEMORY
+    except BaseException:
+        return _error("user", "the exception could not be shown")
+
+
+def _error(kind: str, text: str) -> bytes:
+    if len(text) > MAX_REASON:
+        text = f"{text[: MAX_REASON // 2]} ... {text[-MAX_REASON // 2 :]}"
+    return json.dumps({"error": kind, "text": text}).encode()
+
+
+def _try_in_a_child(program: bytes) -> None:
+    """Load the filter in a fork and see it bite. Raise OSError if either fails."""
+    child = os.fork()
+    if child == 0:
+        try:
+            lockdown.seccomp(program)
+            os.kill(os.getpid(), 0)
+        except PermissionError as denied:
+            os._exit(0 if denied.filename is None else 2)
+        except BaseException:
+            os._exit(1)
+        os._exit(2)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code != 0:
+        raise OSError("the kernel refused the filter" if code == 1 else "the filter does not bite")
+
+
+def _import(modules: list[str]) -> None:
+    for name in modules:
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
+def read_frame(fd: int) -> dict[str, Any] | None:
+    """The next frame, or None where the other side is gone."""
+    header = _read_exactly(fd, 4)
+    if header is None:
+        return None
+    body = _read_exactly(fd, struct.unpack("!I", header)[0])
+    return None if body is None else json.loads(body)
+
+
+def write_frame(fd: int, value: dict[str, Any]) -> None:
+    body = json.dumps(value).encode()
+    left = memoryview(struct.pack("!I", len(body)) + body)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def _read_exactly(fd: int, count: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < count:
+        more = os.read(fd, min(count - len(data), 1 << 20))
+        if not more:
+            return None
+        data += more
+    return bytes(data)

@@ -1,0 +1,351 @@
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from graders.build import build, missing_item_paths
+from graders.python import PythonGrader
+from graders.run import grade_all
+from graders.sandbox.pool import Limits, Pool, SandboxFailed, SandboxUnavailable, missing_layers, probe
+from graders.sandbox.syscalls import TABLES, grader_filter
+from graders.spec import InvalidGrader, dump, parse_grader
+from graders.types import ErrorKind, Grade, Sample
+
+ROOT = Path(__file__).parents[2]
+EXACT = "def grade(sample, item):\n    return sample['output_text'] == item['answer']\n"
+PYTHON = {"type": "python", "name": "py", "source": EXACT}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool(Limits(wall_s=5), size=2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def grade(pool):
+    def grade(source: str, text: str = "42", item: dict | None = None) -> Grade:
+        grader = PythonGrader("py", source, pool)
+        return asyncio.run(grade_all(grader, [(Sample(text), item or {"answer": "42"})]))[0]
+
+    return grade
+
+
+def returns(expression: str, imports: str = "") -> str:
+    return f"{imports}\ndef grade(sample, item):\n    return {expression}\n"
+
+
+def refused(source: object) -> InvalidGrader:
+    with pytest.raises(InvalidGrader) as caught:
+        parse_grader({**PYTHON, "source": source})
+    assert caught.value.param == "grader.source"
+    return caught.value
+
+
+def test_the_score_is_what_grade_returns(grade):
+    assert grade(EXACT).score == 1.0
+    assert grade(EXACT, "41").score == 0.0
+    assert grade(returns("0.25")).reason == "grade() returned 0.25"
+
+
+@pytest.mark.parametrize(
+    ("expression", "score"), [("True", 1.0), ("3", 3.0), ("-0.5", -0.5), ("len(item)", 1.0)]
+)
+def test_any_finite_number_is_a_score(grade, expression, score):
+    assert grade(returns(expression)).score == score
+
+
+def test_a_numpy_scalar_is_a_score(grade):
+    pytest.importorskip("numpy")
+
+    assert grade(returns("np.float32(0.5)", "import numpy as np")).score == 0.5
+    assert grade(returns("np.mean([1, 0])", "import numpy as np")).score == 0.5
+    assert "not ndarray" in grade(returns("np.ones(3)", "import numpy as np")).reason
+
+
+def test_the_sample_has_what_a_template_can_name(grade):
+    keys = "sorted(sample) == sorted(item['keys'])"
+
+    assert grade(returns(keys), item={"keys": list(Sample("").as_namespace())}).score == 1.0
+
+
+def test_text_outside_ascii_arrives_and_leaves_as_it_is(grade):
+    result = grade("def grade(sample, item):\n    print(sample['output_text'])\n    return 1", "żółć 🦊")
+
+    assert result.output == "żółć 🦊\n"
+
+
+def test_what_it_prints_comes_back_with_the_grade_cut_to_size(grade):
+    result = grade("def grade(sample, item):\n    print('a' * 100_000)\n    return 1")
+
+    assert result.score == 1.0
+    assert result.output == "a" * 16384
+
+
+def test_what_it_printed_before_it_failed_comes_back_too(grade):
+    result = grade("def grade(sample, item):\n    print('so far')\n    return 1 / 0")
+
+    assert result.output == "so far\n"
+
+
+def test_an_exception_becomes_a_reason_with_the_authors_own_lines(grade):
+    result = grade("def grade(sample, item):\n    return item['absent']\n")
+
+    assert (result.score, result.error) == (None, ErrorKind.python_grader_runtime_error)
+    assert 'File "grader.py", line 2, in grade' in result.reason
+    assert "return item['absent']" in result.reason
+    assert "KeyError: 'absent'" in result.reason
+    assert "zygote" not in result.reason
+
+
+def test_a_grader_out_of_time_is_its_authors_to_mend():
+    pool = Pool(Limits(wall_s=0.2), size=1)
+    try:
+        result = asyncio.run(
+            PythonGrader("py", "def grade(s, i):\n    while 1: pass", pool).grade(Sample(""), {})
+        )
+    finally:
+        pool.close()
+
+    assert result.error is ErrorKind.python_grader_runtime_error
+    assert result.reason == "no grade within 0.2 s"
+
+
+def test_modules_of_the_standard_library_can_be_used(grade):
+    modules = "ast bisect base64 collections contextlib copy csv dataclasses datetime decimal difflib enum fractions"
+    modules += (
+        " functools hashlib heapq html io itertools json math operator pathlib random re statistics string"
+    )
+    modules += " tempfile textwrap threading time traceback typing unicodedata urllib.parse uuid xml.etree.ElementTree"
+
+    assert grade(returns("1", f"import {', '.join(modules.split())}")).score == 1.0
+
+
+def test_threads_work(grade):
+    source = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "def grade(sample, item):\n"
+        "    with ThreadPoolExecutor(2) as pool:\n        return sum(pool.map(float, range(4)))"
+    )
+
+    assert grade(source).score == 6.0
+
+
+def test_nothing_is_kept_from_one_grade_to_the_next(grade):
+    source = "calls = []\ndef grade(sample, item):\n    calls.append(1)\n    return len(calls)"
+
+    assert [grade(source).score for _ in range(3)] == [1, 1, 1]
+
+
+def test_many_grades_at_once_each_get_their_own_answer(pool):
+    grader = PythonGrader("py", returns("float(sample['output_text'])"), pool)
+
+    grades = asyncio.run(grade_all(grader, [(Sample(str(n)), {}) for n in range(40)]))
+
+    assert [grade.score for grade in grades] == list(range(40))
+
+
+def test_a_python_grader_works_inside_a_multi():
+    spec = parse_grader(
+        {
+            "type": "multi",
+            "name": "both",
+            "graders": {"py": PYTHON, "half": {**PYTHON, "source": returns("0.5")}},
+            "calculate_output": "py + half",
+        }
+    )
+
+    assert asyncio.run(grade_all(build(spec), [(Sample("42"), {"answer": "42"})]))[0].score == 1.5
+    assert missing_item_paths(spec, {}) == []
+
+
+# the spec
+
+
+def test_what_was_sent_is_what_is_echoed():
+    raw = {**PYTHON, "image_tag": "2025-05-08", "pass_threshold": 0.5}
+
+    assert dump(parse_grader(raw)) == raw
+    assert dump(parse_grader(PYTHON)) == PYTHON
+
+
+def test_a_grader_without_a_name_is_given_one_and_keeps_it():
+    spec = parse_grader({"type": "python", "source": EXACT})
+
+    assert spec.name.startswith("grader-")
+    assert len(spec.name) == len("grader-") + 12
+    assert parse_grader(dump(spec)) == spec
+
+
+def test_only_the_outermost_grader_has_a_pass_threshold():
+    inner = {**PYTHON, "pass_threshold": 0.5}
+
+    with pytest.raises(InvalidGrader) as caught:
+        parse_grader({"type": "multi", "name": "m", "graders": {"a": inner}, "calculate_output": "a"})
+    assert caught.value.param == "grader.graders.a.pass_threshold"
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("", "defines no function grade(sample, item)"),
+        ("grade = 1", "defines no function grade(sample, item)"),
+        ("class A:\n    def grade(sample, item): return 1", "defines no function grade(sample, item)"),
+        ("x = 1\ndef grade(sample): return 1", "line 2: grade must take exactly two parameters"),
+        ("def grade(a, b, c): return 1", "line 1: grade must take exactly two parameters"),
+        ("def grade(a, b=1): return 1", "exactly two parameters"),
+        ("def grade(*both): return 1", "exactly two parameters"),
+        ("def grade(a, b, *, c=1): return 1", "exactly two parameters"),
+        ("async def grade(sample, item): return 1", "line 1: grade must be a plain function, not async"),
+        (EXACT + "return 1", "line 3: 'return' outside function"),
+        ("def grade(sample, item):\n  return (", "line 2: '(' was never closed"),
+        (EXACT + "\n# \0", "line 4: the source holds a NUL character"),
+        (EXACT + "\n# \ud800", "lone surrogate"),
+        (EXACT + "x = " + "(" * 5000 + ")" * 5000, "nested"),
+        (EXACT + "x = " + "-" * 100_000 + "1", "nested too deeply"),
+        (EXACT + "#" * 256_000, "must have less than 256000"),
+        (EXACT + "#" + "é" * 128_000, "must have less than 256000"),
+    ],
+)
+def test_a_source_that_can_never_grade_is_refused_with_its_line(source, says):
+    assert says in refused(source).message
+
+
+def test_the_last_definition_is_the_one_that_counts():
+    parse_grader({**PYTHON, "source": "def grade(a): return 1\n" + EXACT})
+
+    assert "line 3" in refused(EXACT + "def grade(a): return 1\n").message
+
+
+def test_a_source_has_to_be_a_string():
+    assert refused(1).code == "invalid_type"
+
+
+def test_positional_only_parameters_are_fine():
+    parse_grader({**PYTHON, "source": "def grade(sample, item, /): return 1"})
+
+
+# the sandbox
+
+
+@pytest.mark.parametrize("layer", ["no_new_privs", "seccomp", "rlimits"])
+def test_without_a_layer_python_graders_are_refused_by_its_name(layer):
+    pool = Pool(without=[layer], size=1)
+    try:
+        with pytest.raises(SandboxUnavailable, match=f"{layer} is missing"):
+            pool.submit(EXACT, {}, {}).result()
+        result = asyncio.run(PythonGrader("py", EXACT, pool).grade(Sample(""), {}))
+    finally:
+        pool.close()
+
+    assert result.error is ErrorKind.python_grader_server_error
+    assert f"{layer} is missing" in result.reason
+
+
+def test_landlock_or_a_user_of_its_own_is_enough_and_neither_is_not():
+    held = dict.fromkeys(["no_new_privs", "seccomp", "rlimits", "landlock", "uid"], "")
+
+    assert missing_layers(held) == missing_layers({**held, "landlock": "old kernel"}) == []
+    assert missing_layers({**held, "uid": "not root"}) == []
+    assert "old kernel" in missing_layers({**held, "uid": "not root", "landlock": "old kernel"})[0]
+
+
+def test_who_insists_may_run_without_a_layer():
+    pool = Pool(without=["seccomp"], size=1, insecure=True)
+    try:
+        outcome = pool.submit(returns("1"), {}, {}).result()
+    finally:
+        pool.close()
+
+    assert outcome.score == 1.0
+
+
+def test_the_probe_names_every_layer():
+    assert set(probe()) == {"namespaces", "uid", "no_new_privs", "landlock", "rlimits", "seccomp"}
+
+
+@pytest.mark.parametrize("machine", TABLES)
+def test_there_is_a_filter_for_every_machine_we_have_a_table_for(machine):
+    program = grader_filter(machine)
+
+    assert len(program) % 8 == 0
+    assert len(program) // 8 < 4096  # the kernel's limit
+
+
+def test_a_machine_without_a_table_has_no_filter():
+    with pytest.raises(OSError, match="mips"):
+        grader_filter("mips")
+
+
+def test_a_zygote_killed_from_outside_fails_one_grade_and_is_replaced(pool):
+    source = returns("1") + "# killed\n"
+    pool.submit(source, {}, {}).result()
+    victim = next(zygote for _, zygote in pool._idle if zygote.served == 1)
+    os.kill(victim.process.pid, signal.SIGKILL)
+
+    with pytest.raises(SandboxFailed):
+        pool.submit(source, {}, {}).result()
+    assert pool.submit(source, {}, {}).result().score == 1.0
+
+
+def test_closing_ends_all_processes_and_refuses_further_work():
+    pool = Pool(size=1)
+    pool.submit(EXACT, {"output_text": ""}, {"answer": ""}).result()
+    [zygote] = pool._all
+    pool.close()
+
+    assert zygote.process.returncode == -signal.SIGKILL
+    with pytest.raises(RuntimeError):
+        pool.submit(EXACT, {}, {})
+
+
+def test_old_zygotes_make_room_for_new_sources():
+    pool = Pool(size=1)
+    try:
+        for n in range(4):
+            pool.submit(returns(str(n)), {}, {}).result()
+        assert len(pool._all) == len(pool._idle) == 2
+    finally:
+        pool.close()
+
+
+def test_zygotes_die_with_the_service():
+    program = (
+        "import os, signal\nfrom graders.sandbox.pool import Pool\npool = Pool(size=1)\n"
+        "pool.submit('def grade(s, i): return 1', {}, {}).result()\n"
+        "print(next(iter(pool._all)).process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+
+    deadline = time.monotonic() + 5
+    while _lives(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _lives(int(done.stdout))
+
+
+def test_grading_leaves_no_descriptors_open(pool):
+    source = returns("1") + "# descriptors\n"
+    pool.submit(source, {}, {}).result()
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        pool.submit(source, {}, {}).result()
+
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

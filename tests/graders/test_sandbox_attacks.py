@@ -1,0 +1,108 @@
+"""Hostile graders: each tries something, something stops it, and the next grade is right."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+
+import pytest
+
+from graders.sandbox.pool import Pool
+from tests.graders.attacks import ATTACKS, LIMITS, ROOT, SECRET, run
+
+NOT_ROOT = os.geteuid() != 0
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
+
+
+def expected(outcome: dict, name: str) -> None:
+    attack = ATTACKS[name]
+    assert outcome["kind"] in attack.kinds, outcome
+    assert re.search(attack.says, outcome["reason"]), outcome["reason"]
+    assert SECRET not in outcome["reason"] + outcome["output"]
+    assert len(outcome["reason"]) < 5000
+    assert len(outcome["output"]) <= 16384
+
+
+def skip_if_not_here(name: str) -> None:
+    if "x32" in name and platform.machine() != "x86_64":
+        pytest.skip("x32 is a thing of x86_64")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Stands for where the service keeps its database. Any user may read it, so that nothing but us forbids it."""
+    folder = tmp_path_factory.mktemp("service")
+    folder.chmod(0o755)
+    (folder / "regraft.db").write_text(SECRET)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pool():
+    os.environ["REGRAFT_SECRET"] = SECRET
+    limits = LIMITS if not NOT_ROOT else type(LIMITS)(**{**vars(LIMITS), "scratch_bytes": 0})
+    with_one = Pool(limits, size=1)
+    yield with_one
+    with_one.close()
+    del os.environ["REGRAFT_SECRET"]
+
+
+@pytest.fixture(scope="module")
+def ends_without_rights(folder):
+    """How every attack ends if the service has no rights at all, as in a restricted pod."""
+    if NOT_ROOT:
+        pytest.skip("the other tests already run without rights")
+    program = [sys.executable, "-m", "tests.graders.attacks", str(folder)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_stopped_and_the_next_grade_is_right(name, pool, folder):
+    skip_if_not_here(name)
+    if ATTACKS[name].scratch and NOT_ROOT:
+        pytest.skip("only root can give a scratch folder")
+    attacked, honest = run(pool, ATTACKS[name], f"{folder}/regraft.db")
+
+    expected(vars(attacked), name)
+    assert (honest.kind, honest.score) == ("ok", 1.0)
+
+
+@pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if not attack.scratch])
+def test_a_service_without_rights_stops_it_too(name, ends_without_rights):
+    skip_if_not_here(name)
+    attacked, honest = ends_without_rights[name]
+
+    expected(attacked, name)
+    assert (honest["kind"], honest["score"]) == ("ok", 1.0)
+
+
+def test_a_service_without_rights_says_which_layers_it_has(ends_without_rights):
+    [layers] = ends_without_rights["layers"]
+
+    held = {name for name, why_not in layers.items() if not why_not}
+    assert held == {"no_new_privs", "landlock", "rlimits", "seccomp"}
+
+
+def test_a_file_left_in_scratch_is_gone_for_the_next_grade(pool):
+    if NOT_ROOT:
+        pytest.skip("only root can give a scratch folder")
+    source = (
+        "import os\ndef grade(sample, item):\n    n = len(os.listdir('.'))\n    open('x', 'w').close()\n"
+        "    os.mkdir('d', 0)\n    return n"
+    )
+
+    assert [pool.submit(source, {}, {}).result().score for _ in range(3)] == [0, 0, 0]
+
+
+def test_two_sources_never_share_a_process(pool):
+    source = "import os\ndef grade(sample, item):\n    return os.getppid()"
+
+    mine = {pool.submit(source, {}, {}).result().score for _ in range(2)}
+    others = {pool.submit(source + "\n", {}, {}).result().score for _ in range(2)}
+
+    assert len(mine) == len(others) == 1
+    assert mine != others
