@@ -47,13 +47,13 @@ def main() -> None:
     pool = Pool(size=2)
     python = PythonGrader("python", SOURCE, pool)
     try:
-        one = median_seconds(lambda: grade(python, 1), 200)
+        one, another = in_turn(lambda: grade(python, 1), fresh, 60)
         figures = {
             "string_checks_per_second": per_second(build(parse_grader(EXACT)), 20_000),
             "multi_per_second": per_second(build(parse_grader(MULTI)), 5_000),
             "python_overhead_ms": one * 1000,
             "python_grades_per_second": per_second(python, 200),
-            "fresh_process_ratio": median_seconds(fresh, 20) / one,
+            "fresh_process_ratio": another / one,
         }
     finally:
         pool.close()
@@ -71,14 +71,20 @@ def per_second(grader: Grader, count: int) -> float:
 
 
 def median_seconds(work: Callable[[], Any], rounds: int) -> float:
-    """After one round that does not count: it warms what a run would find warm."""
-    work()
+    return in_turn(work, lambda: None, rounds)[0]
+
+
+def in_turn(work: Callable[[], Any], other: Callable[[], Any], rounds: int) -> tuple[float, float]:
+    """Median seconds of both, side by side, so that a busy machine slows both alike. The first round is a warm-up."""
     seconds = []
-    for _ in range(rounds):
+    for _ in range(rounds + 1):
         start = time.perf_counter()
         work()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+        between = time.perf_counter()
+        other()
+        seconds.append((between - start, time.perf_counter() - between))
+    mine, others = zip(*seconds[1:], strict=True)
+    return statistics.median(mine), statistics.median(others)
 
 
 def fresh() -> None:

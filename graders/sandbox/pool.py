@@ -74,6 +74,8 @@ class Zygote:
     def __init__(
         self, source: str, limits: Limits, insecure: bool = False, without: Iterable[str] = ()
     ) -> None:
+        if sys.platform != "linux":
+            raise SandboxUnavailable("Python graders need Linux: seccomp and Landlock are missing here.")
         self.limits, self.served, self.retired = limits, 0, False
         root = str(Path(__file__).parents[2])
         start = f"import sys; sys.path.insert(0, {root!r}); from graders.sandbox.zygote import main; main()"
@@ -181,7 +183,7 @@ class Pool:
         without: Iterable[str] = (),
     ) -> None:
         self.limits, self.insecure, self.without = limits or Limits(), insecure, tuple(without)
-        self.size = size or len(os.sched_getaffinity(0))
+        self.size = size or os.cpu_count() or 1
         # Its threads also start the zygotes: these die with the thread that started them, and threads of a
         # web server come and go.
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="sandbox")
