@@ -12,6 +12,7 @@ Here lie no secrets: children inherit this memory, and their code is not ours.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import json
@@ -28,7 +29,7 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graders.sandbox import lockdown, syscalls
 
@@ -49,8 +50,9 @@ def main() -> None:
         write_frame(1, {"error": f"{type(cause).__name__}: {cause}"[:MAX_REASON]})
         return
     write_frame(1, {"layers": zygote.layers})
-    while (request := read_frame(0)) is not None:
+    while (request := read_body(0)) is not None:
         write_frame(1, zygote.grade(request))
+        zygote.prepare()  # while the service is busy with the answer
 
 
 class Zygote:
@@ -60,6 +62,7 @@ class Zygote:
         self.config = config
         self.layers: dict[str, str] = {}  # "" holds, otherwise why not
         self.scratch = ""
+        self.ready: Ready | None = None
         self._lock_down()
         self.filter = self._filter()
         sys.path[:] = config["path"]
@@ -75,23 +78,39 @@ class Zygote:
         gc.collect()
         gc.freeze()  # else the first collection in every child copies each page it looks at
 
-    def grade(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Fork, wait no longer than the limit, and tell what happened."""
-        (result_r, result_w), (output_r, output_w) = os.pipe(), os.pipe()
+    def prepare(self) -> None:
+        """Fork the process of the next grade. It locks itself down and waits: most of the cost is paid early."""
+        (request_r, request_w), (result_r, result_w), (output_r, output_w) = (os.pipe() for _ in range(3))
         child = os.fork()
         if child == 0:
-            self._child(request, result_w, output_w)
-        os.close(result_w)
-        os.close(output_w)
-        watch = Watch(child, result_r, output_r, self.config["wall_s"], self.config["output"])
+            self._child(request_r, result_w, output_w)
+        for fd in (request_r, result_w, output_w):
+            os.close(fd)
+        self.ready = Ready(child, request_w, result_r, output_r)
+
+    def grade(self, request: bytes) -> dict[str, Any]:
+        """Let the waiting child run, wait no longer than the limit, and tell what happened."""
+        if self.ready is None:
+            self.prepare()
+        assert self.ready is not None
+        ready, self.ready = self.ready, None
+        with suppress(BrokenPipeError):  # a child that a layer failed in has ended already, and said why
+            write_body(ready.request, request)
+        os.close(ready.request)
+        watch = Watch(ready.child, ready.result, ready.output, self.config["wall_s"], self.config["output"])
         answer = watch.until_it_ends()
         answer["retire"] = not self._swept()
         return answer
 
-    def _child(self, request: dict[str, Any], result: int, output: int) -> None:
+    def _child(self, request: int, result: int, output: int) -> None:
         try:
             self._hold(request, result, output)
-            answer = self._run(request)
+            asked = read_frame(0)
+            if asked is None:
+                os._exit(0)
+            os.dup2(4, 0)
+            os.close(4)
+            answer = self._run(asked)
         except MemoryError:
             answer = _OUT_OF_MEMORY
         except BaseException as cause:
@@ -102,17 +121,16 @@ class Zygote:
             os.write(3, answer)
         os._exit(0)
 
-    def _hold(self, request: dict[str, Any], result: int, output: int) -> None:
+    def _hold(self, request: int, result: int, output: int) -> None:
         """The layers of a single grade. Ends the process if one does not hold."""
         zygote = os.getppid()
         # Signals a grader blocks or handles change nothing: only SIGKILL is ever sent.
         null = os.open(os.devnull, os.O_RDONLY)
-        result, output = os.dup(result), os.dup(output)
-        os.dup2(null, 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.dup2(result, 3)
-        os.closerange(4, 1 << 16)
+        # Out of the way first: any of them may have one of the numbers they are to get.
+        wanted = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (request, output, output, result, null)]
+        for number, fd in enumerate(wanted):
+            os.dup2(fd, number)
+        os.closerange(5, 1 << 16)
         config = self.config
         if self.scratch:
             os.chdir(self.scratch)
@@ -201,6 +219,15 @@ class Zygote:
         except (OSError, RecursionError):  # a tree too deep to walk, say; it goes when this process does
             return False
         return True
+
+
+class Ready(NamedTuple):
+    """A child that waits for its request, and our ends of its pipes."""
+
+    child: int
+    request: int
+    result: int
+    output: int
 
 
 class Watch:
@@ -328,15 +355,20 @@ def _import(modules: list[str]) -> None:
 
 def read_frame(fd: int) -> dict[str, Any] | None:
     """The next frame, or None where the other side is gone."""
-    header = _read_exactly(fd, 4)
-    if header is None:
-        return None
-    body = _read_exactly(fd, struct.unpack("!I", header)[0])
+    body = read_body(fd)
     return None if body is None else json.loads(body)
 
 
+def read_body(fd: int) -> bytes | None:
+    header = _read_exactly(fd, 4)
+    return None if header is None else _read_exactly(fd, struct.unpack("!I", header)[0])
+
+
 def write_frame(fd: int, value: dict[str, Any]) -> None:
-    body = json.dumps(value).encode()
+    write_body(fd, json.dumps(value).encode())
+
+
+def write_body(fd: int, body: bytes) -> None:
     left = memoryview(struct.pack("!I", len(body)) + body)
     while left:
         left = left[os.write(fd, left) :]
