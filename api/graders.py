@@ -19,7 +19,15 @@ router = APIRouter(prefix="/fine_tuning/alpha/graders", tags=["Graders"])
 # A person is waiting; a job gives its graders longer.
 TIMEOUT_S = 60.0
 
-Grader = Annotated[GraderSpec, BeforeValidator(parse_grader)]
+
+def usable(raw: Any, param: str = "grader") -> GraderSpec:
+    """A grader that is well formed and that this server can run; InvalidGrader says what is wrong, and where."""
+    spec = parse_grader(raw, param=param)
+    build(spec, param=param)
+    return spec
+
+
+Grader = Annotated[GraderSpec, BeforeValidator(usable)]
 
 
 class GraderValidate(Body):
@@ -36,7 +44,7 @@ class GraderRun(Body):
 @router.post("/validate")
 def validate_grader(body: GraderValidate, project: CurrentProject) -> dict[str, Any]:
     """Check a grader without running it; the answer has it as a job would keep it."""
-    return {"grader": dump(body.grader)}
+    return {"grader": dump(body.grader, masked=True)}
 
 
 @router.post("/run")

@@ -10,11 +10,12 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_va
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from api.deps import CurrentProject, Parts, ReadSession, Uow
+from api.graders import usable
 from api.wire import After, Body, EndedListing, Limit, Listing, Part, clamped, ends
 from core import events, files, jobs, tuned
 from core.methods import Hyperparameters
 from core.models import Checkpoint, Event, Job
-from graders.spec import GraderSpec, dump, parse_grader
+from graders.spec import GraderSpec, dump
 
 router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
 
@@ -33,7 +34,7 @@ def _required(value: Any) -> Any:
 
 
 Unsupported = Annotated[None, BeforeValidator(_nothing)]
-Checked = BeforeValidator(partial(parse_grader, param="method.reinforcement.grader"))
+Checked = BeforeValidator(partial(usable, param="method.reinforcement.grader"))
 NoNul = r"^[^\x00]*$"  # PostgreSQL could store it, but not search for it
 MetadataKey = Annotated[str, Field(max_length=64, pattern=NoNul)]
 MetadataValue = Annotated[str, Field(max_length=512, pattern=NoNul)]

@@ -14,6 +14,7 @@ from graders.math_answer import MathAnswer
 from graders.model_graders import LabelModel, Part, Prompt, ScoreModel
 from graders.multi import Multi
 from graders.python import PythonGrader
+from graders.sandbox.pool import refusal
 from graders.spec import (
     EndpointSpec,
     FormatSpec,
@@ -38,7 +39,7 @@ from graders.types import Grader, Item
 
 
 class NotConfigured(InvalidGrader):
-    """The grader is fine, and this installation cannot run it: no judge model, or endpoints are not allowed."""
+    """The grader is fine, and this installation cannot run it: no judge model, no sandbox, or no endpoints allowed."""
 
 
 def build(
@@ -85,6 +86,12 @@ def build(
             pace = Pace(spec.rate_limit, endpoints.patience.sleep)
             return Endpoint(spec.name, spec.url, spec.headers or {}, endpoints, pace)
         case PythonSpec():
+            if unsafe := refusal():
+                raise NotConfigured(
+                    f"This server cannot run python graders safely: {unsafe}",
+                    f"{param}.type",
+                    "invalid_value",
+                )
             return PythonGrader(spec.name, spec.source)
         case MultiSpec():
             graders = {

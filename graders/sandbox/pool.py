@@ -268,6 +268,13 @@ def probe() -> dict[str, str]:
     return shared().layers()
 
 
+def refusal() -> str:
+    """Why this process may not run python graders; "" if it may."""
+    if shared().insecure:
+        return ""
+    return "; ".join(missing_layers(probe()))
+
+
 def missing_layers(layers: Mapping[str, str]) -> list[str]:
     """What is missing of the least we ask for, each with the reason."""
     missing = [f"{name} is missing ({layers[name]})" for name in REQUIRED if layers[name]]
