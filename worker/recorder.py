@@ -102,6 +102,7 @@ def _samples(step: int, graded: GradedStep) -> list[dict[str, Any]]:
             "finish_reason": rollout.finish_reason,
             "score": grade.score,
             "reason": grade.reason,
+            "output": grade.output,
             "sub_scores": {name: sub.score for name, sub in grade.sub_grades.items()},
             "centred_reward": centred,
         }

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 # OpenAI's limits for reinforcement fine-tuning.
 MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS = 50_000, 1_000
 DRY_RUN_ROWS = 3
+_ANSWER_FIELDS = ("reference_answer", "answer", "solution", "label", "target")
 
 
 class BadFile(Exception):
@@ -113,9 +114,10 @@ async def dry_run(grader: Grader, spec: GraderSpec, rows: Sequence[Example]) -> 
 
 
 def reference_answers(spec: GraderSpec, item: Item) -> list[str]:
-    """What the grader compares replies with, for this row: the text of each `reference` that is the row's own."""
+    """What the grader compares replies with, for this row; for one that does not say, a field that sounds like it."""
     parts = spec.graders.values() if isinstance(spec, MultiSpec) else [spec]
-    templates = [
-        Template.parse(part.reference) for part in parts if isinstance(getattr(part, "reference", None), str)
-    ]
-    return list(dict.fromkeys(t.render(Sample.from_text(""), item) for t in templates if t.item_paths))
+    references = [getattr(part, "reference", None) for part in parts]
+    templates = [Template.parse(text) for text in references if isinstance(text, str)]
+    named = [template.render(Sample.from_text(""), item) for template in templates if template.item_paths]
+    guessed = [item[key] for key in _ANSWER_FIELDS if isinstance(item.get(key), str)]
+    return list(dict.fromkeys(named or guessed[:1]))
