@@ -170,6 +170,52 @@ def test_a_grader_runs_on_a_sample(client):
     assert len(result.metadata.errors.to_dict()) == 24
 
 
+PYTHON = {
+    "type": "python",
+    "name": "counts",
+    "source": "def grade(sample, item):\n    words = sample['output_text'].split()\n"
+    "    print(words)\n    return words.count(item['answer']) / max(1, len(words))\n",
+}
+
+
+def test_a_python_grader_runs_on_a_sample_and_trains_a_job(client):
+    result = client.fine_tuning.alpha.graders.run(
+        grader=PYTHON, model_sample="yes no", item={"answer": "yes"}
+    )
+    assert result.reward == 0.5
+
+    job = wait(client, create(client, method=method(PYTHON, n_epochs=1)))
+
+    answers = regraft.rollouts(client, job.id, step=1, split="train")
+    assert job.status == "succeeded"
+    assert all(a["score"] is not None for a in answers)
+    assert all(a["output"] == f"{a['output_text'].split()}\n" for a in answers)
+
+
+def test_a_python_grader_that_raises_fails_the_job_with_its_traceback(client):
+    broken = PYTHON | {"source": "def grade(sample, item):\n    return 1 / 0\n"}
+
+    job = wait(client, create(client, method=method(broken, n_epochs=4)))
+
+    assert job.status == "failed"
+    assert job.error.code == "grader_failed"
+    assert "ZeroDivisionError" in job.error.message
+
+
+def test_a_grader_that_this_server_cannot_run_is_refused_at_create(client):
+    judge = {
+        "type": "score_model",
+        "name": "j",
+        "model": "gpt-4o",
+        "input": [{"role": "user", "content": "Good?"}],
+    }
+
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(client, method=method(judge))
+
+    assert refused.value.param == "method.reinforcement.grader.model"
+
+
 def test_a_job_with_bad_data_fails_with_its_lines(client):
     bad = client.files.create(file=("bad.jsonl", b'{"messages": []}\nnot json\n'), purpose="fine-tune")
 
@@ -278,9 +324,9 @@ def test_one_ctrl_c_ends_everything_and_the_job_goes_on_at_the_next_start(tmp_pa
     assert any(m.startswith("Resuming from the checkpoint of step") for m in messages)
 
 
-def method(**hyperparameters):
+def method(grader=GRADER, **hyperparameters):
     merged = HYPERPARAMETERS | hyperparameters
-    return {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": merged}}
+    return {"type": "reinforcement", "reinforcement": {"grader": grader, "hyperparameters": merged}}
 
 
 def until(condition, seconds=20.0):
