@@ -8,8 +8,6 @@ import logging
 import threading
 from collections.abc import Callable
 
-from celery import Celery
-
 from core.blobs import BlobStore
 from core.db import Database, Send
 from core.queue import DEFAULT_QUEUE, RUN, VALIDATE, gpu_queue, open_celery, sender
@@ -83,9 +81,3 @@ class WorkerService:
         thread = threading.Thread(target=target, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
-
-
-def open_sender(settings: Settings) -> tuple[Celery, Send]:
-    """For a process that only announces work: the API on its own."""
-    app = open_celery(settings.broker_url, settings.gpu_class)
-    return app, sender(app)
