@@ -11,6 +11,7 @@ from core.blobs import BlobStore
 from core.db import Database, Send
 from core.registry import Registry
 from core.settings import Settings
+from graders.backends import Backends
 
 # Nothing but files is large: a python grader has at most 256 kB.
 MOST_JSON_BYTES = 2 << 20
@@ -18,7 +19,12 @@ UPLOADS_AT_ONCE = 32
 
 
 def create_app(
-    settings: Settings, database: Database, blobs: BlobStore, registry: Registry, send: Send
+    settings: Settings,
+    database: Database,
+    blobs: BlobStore,
+    registry: Registry,
+    backends: Backends,
+    send: Send,
 ) -> FastAPI:
     """The application. It opens nothing and closes nothing: that is for whoever made its parts."""
     app = FastAPI(
@@ -30,7 +36,8 @@ def create_app(
         # Takes the place of FastAPI's 422, which we never send.
         responses={"4XX": {"model": Error}},
     )
-    app.state.service = Service(settings, database, blobs, registry, send, CapacityLimiter(UPLOADS_AT_ONCE))
+    uploads = CapacityLimiter(UPLOADS_AT_ONCE)
+    app.state.service = Service(settings, database, blobs, registry, backends, send, uploads)
     app.include_router(health.router)
     for resource in (files, jobs, models, graders, rollouts):
         app.include_router(resource.router, prefix="/v1")

@@ -18,6 +18,7 @@ from core.errors import InvalidApiKey
 from core.models import Project
 from core.registry import Registry
 from core.settings import Settings
+from graders.backends import Backends
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Service:
     database: Database
     blobs: BlobStore
     registry: Registry
+    backends: Backends
     send: Send
     # Uploads have threads of their own: slow clients must not take those that answer everybody else.
     upload_threads: CapacityLimiter

@@ -6,28 +6,29 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import BeforeValidator
 
-from api.deps import CurrentProject
+from api.deps import CurrentProject, Parts
 from api.wire import Body
-from graders.build import build
+from core.errors import InvalidRequest
+from graders.backends import Backends
 from graders.report import run_report
-from graders.run import grade_all
-from graders.spec import GraderSpec, dump, parse_grader
-from graders.types import Sample
+from graders.run import grade_within
+from graders.spec import GraderSpec, InvalidGrader, dump, parse_grader
+from graders.types import Grade, Item, Sample
 
 router = APIRouter(prefix="/fine_tuning/alpha/graders", tags=["Graders"])
 
-# A person is waiting; a job gives its graders longer.
-TIMEOUT_S = 60.0
+# A person is waiting; a job gives graders that ask somebody else longer.
+TIMEOUT_S = 180.0
+
+Grader = Annotated[GraderSpec, BeforeValidator(parse_grader)]
 
 
-def usable(raw: Any, param: str = "grader") -> GraderSpec:
-    """A grader that is well formed and that this server can run; InvalidGrader says what is wrong, and where."""
-    spec = parse_grader(raw, param=param)
-    build(spec, param=param)
-    return spec
-
-
-Grader = Annotated[GraderSpec, BeforeValidator(usable)]
+def refuse_unusable(spec: GraderSpec, backends: Backends, param: str = "grader") -> None:
+    """Raise InvalidRequest for a grader that is well formed but that this server cannot run."""
+    try:
+        backends.check(spec, param)
+    except InvalidGrader as cause:
+        raise InvalidRequest(cause.message, param=cause.param, code=cause.code) from cause
 
 
 class GraderValidate(Body):
@@ -38,19 +39,26 @@ class GraderRun(Body):
     grader: Grader
     model_sample: str
     item: dict[str, Any] | None = None
-    trace_id: str | None = None  # for graders that call a server; none of ours does yet
+    trace_id: str | None = None  # sent to endpoints, so that their logs can be found again
 
 
 @router.post("/validate")
-def validate_grader(body: GraderValidate, project: CurrentProject) -> dict[str, Any]:
+def validate_grader(body: GraderValidate, project: CurrentProject, service: Parts) -> dict[str, Any]:
     """Check a grader without running it; the answer has it as a job would keep it."""
+    refuse_unusable(body.grader, service.backends)
     return {"grader": dump(body.grader, masked=True)}
 
 
 @router.post("/run")
-def run_grader(body: GraderRun, project: CurrentProject) -> dict[str, Any]:
+def run_grader(body: GraderRun, project: CurrentProject, service: Parts) -> dict[str, Any]:
     """Grade one sample. A grader that fails is an answer, too: reward 0, and a flag that says why."""
+    refuse_unusable(body.grader, service.backends)
     sample = Sample.from_text(body.model_sample, parse_json=True)
     # In this thread and not in the server's event loop, which a grader that computes for a second would stop.
-    grades = asyncio.run(grade_all(build(body.grader), [(sample, body.item or {})], timeout_s=TIMEOUT_S))
-    return run_report(body.grader, grades[0])
+    grade = asyncio.run(_graded(service.backends, body, sample, body.item or {}))
+    return run_report(body.grader, grade)
+
+
+async def _graded(backends: Backends, body: GraderRun, sample: Sample, item: Item) -> Grade:
+    async with backends.open(body.grader, trace_id=body.trace_id) as grader:
+        return await grade_within(TIMEOUT_S, grader, sample, item)

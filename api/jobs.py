@@ -10,12 +10,12 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_va
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from api.deps import CurrentProject, Parts, ReadSession, Uow
-from api.graders import usable
+from api.graders import refuse_unusable
 from api.wire import After, Body, EndedListing, Limit, Listing, Part, clamped, ends
 from core import events, files, jobs, tuned
 from core.methods import Hyperparameters
 from core.models import Checkpoint, Event, Job
-from graders.spec import GraderSpec, dump
+from graders.spec import GraderSpec, dump, hide_secrets, parse_grader
 
 router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
 
@@ -34,7 +34,8 @@ def _required(value: Any) -> Any:
 
 
 Unsupported = Annotated[None, BeforeValidator(_nothing)]
-Checked = BeforeValidator(partial(usable, param="method.reinforcement.grader"))
+GRADER_PARAM = "method.reinforcement.grader"
+Checked = BeforeValidator(partial(parse_grader, param=GRADER_PARAM))
 NoNul = r"^[^\x00]*$"  # PostgreSQL could store it, but not search for it
 MetadataKey = Annotated[str, Field(max_length=64, pattern=NoNul)]
 MetadataValue = Annotated[str, Field(max_length=512, pattern=NoNul)]
@@ -109,7 +110,11 @@ class JobOut(BaseModel):
 
     @classmethod
     def of(cls, job: Job) -> "JobOut":
-        hyperparameters = shown_hyperparameters(job.reinforcement["hyperparameters"], job.resolved)
+        asked = job.reinforcement
+        shown = {
+            "grader": hide_secrets(asked["grader"]),
+            "hyperparameters": shown_hyperparameters(asked["hyperparameters"], job.resolved),
+        }
         return cls(
             id=job.id,
             created_at=job.created_at,
@@ -127,7 +132,7 @@ class JobOut(BaseModel):
             seed=job.seed,
             method={
                 "type": "reinforcement",
-                "reinforcement": job.reinforcement | {"hyperparameters": hyperparameters},
+                "reinforcement": asked | shown,
             },
             integrations=[],
             metadata=job.metadata_,
@@ -184,6 +189,7 @@ class CheckpointOut(BaseModel):
 def create_job(body: JobCreate, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
     """Queue a reinforcement fine-tuning job."""
     model = service.registry.get(body.model)
+    refuse_unusable(body.method.reinforcement.grader, service.backends, GRADER_PARAM)
     with uow() as work:
         find = partial(files.get_dataset, work.session, project.id)
         job = jobs.create(

@@ -22,6 +22,8 @@ class Settings(BaseSettings):
     s3_endpoint_url: str | None = None
     broker_url: str = "memory://"
     models_file: Path | None = None
+    # Judge models and the hosts endpoint graders may call (docs/graders.md); none without it.
+    graders_file: Path | None = None
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -81,9 +81,15 @@ def build(
             return LabelModel(spec.name, judge, spec.model, prompt, sampling, spec.labels, passing)
         case EndpointSpec():
             if endpoints is None:
-                message = "Endpoint graders are not enabled on this server."
+                message = (
+                    "Endpoint graders are not enabled on this server: its operator has to name the hosts "
+                    "that they may call ([endpoints] in REGRAFT_GRADERS_FILE)."
+                )
                 raise NotConfigured(message, f"{param}.type", "invalid_value")
-            pace = Pace(spec.rate_limit, endpoints.patience.sleep)
+            if not endpoints.allow(spec.url):
+                message = f"This server may call endpoints on {', '.join(endpoints.hosts)} only."
+                raise NotConfigured(message, f"{param}.url", "invalid_value")
+            pace = Pace(spec.rate_limit, endpoints.patience.sleep, endpoints.clock)
             return Endpoint(spec.name, spec.url, spec.headers or {}, endpoints, pace)
         case PythonSpec():
             if unsafe := refusal():
@@ -144,7 +150,10 @@ def _present(row: Item, path: Path) -> bool:
 
 def _judge(model: str, judges: Judges | None, param: str) -> Judges:
     if judges is None or not judges.models:
-        message = "No judge model is configured on this server, so it cannot run graders that ask a model."
+        message = (
+            "No judge model is configured on this server, so it cannot run graders that ask a model. Its operator "
+            "can name some ([judges] in REGRAFT_GRADERS_FILE)."
+        )
         raise NotConfigured(message, f"{param}.model", "invalid_value")
     if model not in judges.models:
         known = ", ".join(map(quoted, sorted(judges.models)))

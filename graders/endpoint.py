@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
 import ipaddress
 import json
 import math
 import re
+import ssl
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -60,14 +64,33 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+@lru_cache(maxsize=1)
+def _tls() -> ssl.SSLContext:
+    return httpx.create_ssl_context()  # takes longer than a call, so not once a call
+
+
+def _connect() -> httpx.AsyncClient:
+    return httpx.AsyncClient(verify=_tls())
+
+
 @dataclass(frozen=True)
 class Endpoints:
-    """Leave to call endpoints, and how. Whoever builds graders for users decides whether to give it."""
+    """Leave to call endpoints, which, and how. Whoever builds graders for users decides whether to give it.
 
+    `hosts` are names as they stand in the URL, `*` for any run of characters. A user must not reach what only
+    this machine can, so that list is the operator's.
+    """
+
+    hosts: tuple[str, ...]
     patience: Patience = field(default_factory=Patience)
-    connect: Callable[[], AbstractAsyncContextManager[httpx.AsyncClient]] = httpx.AsyncClient
+    connect: Callable[[], AbstractAsyncContextManager[httpx.AsyncClient]] = _connect
     new_trace_id: Callable[[], str] = lambda: f"trace_{uuid.uuid4()}"
     timeout_s: float = TIMEOUT_S
+    clock: Callable[[], float] = time.monotonic
+
+    def allow(self, url: str) -> bool:
+        host = urlsplit(url).hostname or ""
+        return any(fnmatch.fnmatchcase(host, pattern.lower()) for pattern in self.hosts)
 
 
 @dataclass(frozen=True)

@@ -91,17 +91,19 @@ class HttpJudges:
         clock: Callable[[], float] = time.monotonic,
         client: httpx.AsyncClient | None = None,
     ) -> None:
+        """Opens nothing yet, so it is cheap to make for its `models` alone."""
         self.config = dict(config)
         self.ledger: dict[str, TokenUsage] = {}
         self._patience = patience or Patience()
-        self._own = client is None
-        self._client = client or httpx.AsyncClient()
+        self._given = client
+        self._made: httpx.AsyncClient | None = None
         self._slots = {name: asyncio.Semaphore(model.max_concurrency) for name, model in config.items()}
         self._paces = {
             name: Pace(model.requests_per_second, self._patience.sleep, clock)
             for name, model in config.items()
         }
         self._remember, self._replies = remember, OrderedDict[str, JudgeReply]()
+        self._asking: dict[str, asyncio.Task[JudgeReply]] = {}
 
     @property
     def models(self) -> Collection[str]:
@@ -114,8 +116,20 @@ class HttpJudges:
         await self.aclose()
 
     async def aclose(self) -> None:
-        if self._own:
-            await self._client.aclose()
+        for asking in list(self._asking.values()):
+            asking.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        if self._made is not None:
+            await self._made.aclose()
+
+    @property
+    def _client(self) -> httpx.AsyncClient:
+        if self._given is not None:
+            return self._given
+        if self._made is None:
+            # Each model has its own bound; the pool's must not be a second, lower one.
+            self._made = httpx.AsyncClient(limits=httpx.Limits(max_connections=None))
+        return self._made
 
     async def complete(
         self,
@@ -140,16 +154,32 @@ class HttpJudges:
             }
         ).encode()
         key = hashlib.sha256(model.encode() + b"\0" + body).hexdigest()
+        remembered = self._replies.get(key)
+        if remembered is not None:
+            self._replies.move_to_end(key)
+            return _for_nothing(remembered)
+        # Equal answers of a group come at about the same time. Who is second waits for the first one's reply.
+        asking = self._asking.get(key)
+        if asking is not None:
+            return _for_nothing(await asyncio.shield(asking))
+        # A task of its own, so that the others get their reply even if the first to ask is cancelled.
+        asking = self._asking[key] = asyncio.create_task(self._ask_within_bounds(model, served, body))
+        asking.add_done_callback(lambda done: self._asked(key, done))
+        return await asyncio.shield(asking)
+
+    async def _ask_within_bounds(self, model: str, served: JudgeModel, body: bytes) -> JudgeReply:
         async with self._slots[model]:
-            # Looked up inside: who waited for a slot may have waited for the very same answer.
-            remembered = self._recall(key)
-            if remembered is not None:
-                return remembered
             reply = await self._ask(model, served, body)
         self.ledger[model] = self.ledger.get(model, TokenUsage()) + reply.usage
+        return reply
+
+    def _asked(self, key: str, done: asyncio.Task[JudgeReply]) -> None:
+        del self._asking[key]
+        if done.cancelled() or done.exception() is not None:
+            return
+        reply = done.result()
         if reply.refusal is None and reply.finish_reason == "stop" and _is_json(reply.text):
             self._keep(key, reply)
-        return reply
 
     async def _ask(self, model: str, served: JudgeModel, body: bytes) -> JudgeReply:
         headers = {"authorization": f"Bearer {served.api_key}"} if served.api_key else {}
@@ -173,17 +203,14 @@ class HttpJudges:
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             raise JudgeFailed(f"{model}: not a chat completion: {quoted(answer.text, 300)}") from None
 
-    def _recall(self, key: str) -> JudgeReply | None:
-        reply = self._replies.get(key)
-        if reply is None:
-            return None
-        self._replies.move_to_end(key)
-        return replace(reply, prompt_tokens=0, completion_tokens=0, cached_tokens=0)  # it cost nothing
-
     def _keep(self, key: str, reply: JudgeReply) -> None:
         self._replies[key] = reply
         while len(self._replies) > self._remember:
             self._replies.popitem(last=False)
+
+
+def _for_nothing(reply: JudgeReply) -> JudgeReply:
+    return replace(reply, prompt_tokens=0, completion_tokens=0, cached_tokens=0)
 
 
 def _reply(completion: Mapping[str, Any]) -> JudgeReply:

@@ -24,8 +24,8 @@ _WITH_DETAILS = frozenset(
 def run_report(spec: GraderSpec, grade: Grade) -> dict[str, Any]:
     """The whole response body. An ungraded sample earns 0 here, as the API has it; `errors` says which.
 
-    `metadata.reason` is ours. For a multi, `scores` holds null for a sub-grader that could not judge, and
-    `sub_rewards` holds what it counted as.
+    `metadata.reason` and `metadata.output`, what python graders printed, are ours. For a multi, `scores` holds null
+    for a sub-grader that could not judge, and `sub_rewards` holds what it counted as.
     """
     stand_in = spec.invalid_grade if isinstance(spec, MultiSpec) else None
     return {
@@ -39,10 +39,16 @@ def run_report(spec: GraderSpec, grade: Grade) -> dict[str, Any]:
             "token_usage": _tokens(sum(grade.usage.values(), TokenUsage())) if grade.usage else None,
             "sampled_model_name": ", ".join(grade.usage) or None,
             "reason": grade.reason,
+            "output": _output(grade),
         },
         "sub_rewards": {key: _reward(sub, stand_in) for key, sub in grade.sub_grades.items()},
         "model_grader_token_usage_per_model": {model: _tokens(usage) for model, usage in grade.usage.items()},
     }
+
+
+def _output(grade: Grade) -> str:
+    parts = [f"{key}: {sub.output}" for key, sub in grade.sub_grades.items() if sub.output]
+    return grade.output or "\n".join(parts)
 
 
 def _tokens(usage: TokenUsage) -> dict[str, int]:

@@ -385,11 +385,17 @@ def dump(spec: GraderSpec, *, masked: bool = False) -> dict[str, Any]:
     `masked` hides the values of an endpoint's headers. What is masked cannot be run, so it is for showing only.
     """
     dumped = spec.model_dump(mode="json", exclude_none=True)
-    if masked:
-        for grader in [dumped, *dumped.get("graders", {}).values()]:
-            if "headers" in grader:
-                grader["headers"] = dict.fromkeys(grader["headers"], MASK)
-    return dumped
+    return hide_secrets(dumped) if masked else dumped
+
+
+def hide_secrets(dumped: Mapping[str, Any]) -> dict[str, Any]:
+    """A dumped spec with the values of an endpoint's headers masked, also inside a multi."""
+    shown = dict(dumped)
+    if "headers" in shown:
+        shown["headers"] = dict.fromkeys(shown["headers"], MASK)
+    if "graders" in shown:
+        shown["graders"] = {key: hide_secrets(sub) for key, sub in shown["graders"].items()}
+    return shown
 
 
 def _sub_graders(raw: object, param: str) -> dict[str, SubGraderSpec]:

@@ -12,6 +12,7 @@ from core.blobs import BlobStore
 from core.db import Database, Send
 from core.queue import DEFAULT_QUEUE, RUN, VALIDATE, gpu_queue, open_celery, sender
 from core.settings import Settings
+from graders.backends import Backends
 from worker.reconciler import Reconciler
 from worker.supervisor import Supervisor
 from worker.validation import validate_next
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 class WorkerService:
     """Everything a machine that runs jobs does: tasks, supervisor, reconciler. `start` and `stop` are the whole use."""
 
-    def __init__(self, settings: Settings, database: Database, blobs: BlobStore) -> None:
+    def __init__(self, settings: Settings, database: Database, blobs: BlobStore, backends: Backends) -> None:
         self.settings = settings
         self.celery = open_celery(settings.broker_url, settings.gpu_class)
         self.send: Send = sender(self.celery)
@@ -31,16 +32,16 @@ class WorkerService:
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._consumer = None
-        self._register(database, blobs)
+        self._register(database, blobs, backends)
 
-    def _register(self, database: Database, blobs: BlobStore) -> None:
+    def _register(self, database: Database, blobs: BlobStore, backends: Backends) -> None:
         def run_next() -> None:
             self.supervisor.run_waiting()
 
         def validate_files() -> None:
             # One wake-up may stand for many jobs, so look until there are none.
             while not self._stopping.is_set():
-                wakes = validate_next(self.settings, database, blobs, self.supervisor.owner)
+                wakes = validate_next(self.settings, database, blobs, backends, self.supervisor.owner)
                 if wakes is None:
                     return
                 for wake in wakes:

@@ -22,6 +22,7 @@ from core.models import Organization, Project
 from core.queue import open_celery, sender
 from core.registry import Registry
 from core.settings import Settings
+from graders.backends import Backends, InvalidBackends
 from worker.app import WorkerService
 
 log = logging.getLogger("regraft")
@@ -43,39 +44,42 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("kombu").setLevel(logging.WARNING)  # it reports each connection, twice
     settings = Settings()
+    try:
+        backends = Backends.load(settings.graders_file)
+    except InvalidBackends as invalid:
+        parser.error(str(invalid))
     if args.command in ("api", "worker") and settings.embedded:
         parser.error("memory:// lives inside one process: use `up`, or set REGRAFT_BROKER_URL=redis://…")
     prepare(settings)
     if args.command == "up":
-        up(settings)
+        up(settings, backends)
     elif args.command == "api":
-        serve_api(
-            settings, *open_stores(settings), sender(open_celery(settings.broker_url, settings.gpu_class))
-        )
+        send = sender(open_celery(settings.broker_url, settings.gpu_class))
+        serve_api(settings, *open_stores(settings), backends, send)
     elif args.command == "worker":
-        work(settings)
+        work(settings, backends)
     elif args.command == "create-key":
         print(new_key(settings, args.name))
     return 0
 
 
-def up(settings: Settings) -> None:
+def up(settings: Settings, backends: Backends) -> None:
     """API in the main thread, worker beside it. The first Ctrl-C drains and ends both."""
     with sole_owner(settings):
         database, blobs = open_stores(settings)
-        worker = WorkerService(settings, database, blobs)
+        worker = WorkerService(settings, database, blobs, backends)
         worker.start()
         try:
-            serve_api(settings, database, blobs, worker.send)
+            serve_api(settings, database, blobs, backends, worker.send)
         finally:
             worker.stop()
             database.close()
 
 
-def work(settings: Settings) -> None:
+def work(settings: Settings, backends: Backends) -> None:
     """Serve this machine's queue until SIGTERM or Ctrl-C, then drain."""
     database, blobs = open_stores(settings)
-    worker = WorkerService(settings, database, blobs)
+    worker = WorkerService(settings, database, blobs, backends)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.set())
@@ -85,9 +89,11 @@ def work(settings: Settings) -> None:
     database.close()
 
 
-def serve_api(settings: Settings, database: Database, blobs: BlobStore, send: Send) -> None:
+def serve_api(
+    settings: Settings, database: Database, blobs: BlobStore, backends: Backends, send: Send
+) -> None:
     """Answer requests until a signal. Returns afterwards, so that the caller can put things away."""
-    app = create_app(settings, database, blobs, Registry.load(settings.models_file), send)
+    app = create_app(settings, database, blobs, Registry.load(settings.models_file), backends, send)
     # uvicorn stops at a signal and then raises it once more; without a handler of ours that second one would
     # end the process before the worker has drained.
     for number in (signal.SIGINT, signal.SIGTERM):

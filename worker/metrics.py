@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graders.spec import GraderSpec, MultiSpec
-from graders.types import ErrorKind, Grade
+from graders.spec import GraderSpec, LabelModelSpec, MultiSpec, ScoreModelSpec
+from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker import grpo
 from worker.types import Group, Rollout, UpdateMetrics
 
@@ -64,6 +64,11 @@ def of_step(
         | {"full_iteration": sum(seconds.values())},
         "graders": _per_grader(spec, splits, _latency_fields),
     }
+    used = {name: usage for name, groups_P in splits if (usage := _tokens_used(groups_P))}
+    if used:
+        data["model_graders_token_usage"] = _by_model(used)
+        rows = _per_grader(spec, splits, _usage_fields)
+        data["usage"] = {"graders": [row for row in rows if "model" in row]}
     return data
 
 
@@ -178,6 +183,8 @@ def _per_grader(
     rows = []
     for key, part in parts:
         row: dict[str, Any] = {"name": part.name, "type": part.type}
+        if isinstance(part, ScoreModelSpec | LabelModelSpec):
+            row["model"] = part.model
         for split, groups_P in splits:
             grades = _grades(groups_P)
             row |= fields(
@@ -197,6 +204,33 @@ def _error_fields(split: str, grades: Sequence[Grade]) -> dict[str, float]:
         count = sum(grade.error == kind for grade in grades)
         fields[f"{split}_{kind}_count"] = float(count)
         fields[f"{split}_{kind}_mean"] = count / len(grades) if grades else 0.0
+    return fields
+
+
+def _tokens_used(groups_P: Sequence[Group]) -> dict[str, TokenUsage]:
+    return summed(grade.usage for grade in _grades(groups_P))
+
+
+def _by_model(used: Mapping[str, Mapping[str, TokenUsage]]) -> dict[str, dict[str, int]]:
+    """Tokens that judges read and wrote, by model. OpenAI says "eval" here where it says "valid" elsewhere."""
+    models: dict[str, dict[str, int]] = {}
+    for split, usage in used.items():
+        label = "eval" if split == "valid" else split
+        for model, tokens in usage.items():
+            models[model] = models.get(model, {}) | {
+                f"{label}_prompt_tokens": tokens.prompt_tokens,
+                f"{label}_cached_tokens": tokens.cached_tokens,
+                f"{label}_completion_tokens": tokens.completion_tokens,
+            }
+    return models
+
+
+def _usage_fields(split: str, grades: Sequence[Grade]) -> dict[str, Any]:
+    total = sum(summed(grade.usage for grade in grades).values(), TokenUsage())
+    fields: dict[str, Any] = {}
+    for kind, count in (("prompt", total.prompt_tokens), ("completion", total.completion_tokens)):
+        fields[f"{split}_{kind}_tokens_mean"] = count / len(grades) if grades else 0.0
+        fields[f"{split}_{kind}_tokens_count"] = float(count)
     return fields
 
 

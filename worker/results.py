@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy.orm import Session
@@ -50,10 +51,10 @@ def to_csv(steps: list[dict[str, Any]]) -> bytes:
 
 def _row(data: dict[str, Any]) -> dict[str, Any]:
     row = {"step": data["step"]} | {column: _dig(data, path) for column, path in _COLUMNS.items()}
-    for section in ("scores", "errors"):
+    for section in ("scores", "errors", "usage", "timing"):
         for grader in data.get(section, {}).get("graders", []):
             for field, value in grader.items():
-                if field not in ("name", "type"):
+                if field not in ("name", "type", "model"):
                     row[f"{section}/graders/{grader['type']}/{grader['name']}/{field}"] = value
     return row
 
@@ -95,4 +96,18 @@ def attach(session: Session, job: Job, file: File | None) -> None:
         "training_seconds": sum(step["timing"]["step"]["full_iteration"] for step in steps),
         "sampled_tokens": sum(step.get("sampled_tokens", 0) for step in steps),
         "trained_tokens": job.trained_tokens,
+        "model_grader_tokens": _judges_tokens(steps),
     }
+
+
+def _judges_tokens(steps: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """What judges read and wrote over the whole job, by model."""
+    total: dict[str, dict[str, int]] = {}
+    for step in steps:
+        for model, counts in step.get("model_graders_token_usage", {}).items():
+            sums = total.setdefault(model, {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0})
+            for name, count in counts.items():
+                sums[name.split("_", 1)[1]] += (
+                    count  # train_prompt_tokens and eval_prompt_tokens are one here
+                )
+    return total

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from graders.run import grade_within
+from graders.run import grade_one
 from graders.types import Grade, Grader, Sample
 from worker.clock import Clock
 from worker.samplers import Answer
@@ -13,10 +13,13 @@ from worker.types import Group, Prompt, Rollout
 class Rewards:
     """Grades answers as they are sampled. A grade that failed stays a None with its reason, and never becomes 0."""
 
-    def __init__(self, grader: Grader, *, concurrency: int = 64, timeout_s: float = 120.0) -> None:
+    def __init__(self, grader: Grader, *, concurrency: int = 64) -> None:
+        """`concurrency` bounds what is under way at once; a sandbox, a judge or an endpoint may bound itself tighter.
+
+        There is no deadline here, where waiting for one's turn would count: whatever can hang has its own.
+        """
         self.grader = grader
         self.concurrency = concurrency
-        self.timeout_s = timeout_s
 
     async def grade(
         self, prompts_P: Sequence[Prompt], answers: AsyncIterator[Answer], clock: Clock
@@ -42,7 +45,7 @@ class Rewards:
     async def _grade(self, slots: asyncio.Semaphore, prompt: Prompt, rollout: Rollout) -> Grade:
         async with slots:
             sample = Sample.from_text(rollout.text, rollout.finish_reason)
-            return await grade_within(self.timeout_s, self.grader, sample, prompt.item)
+            return await grade_one(self.grader, sample, prompt.item)
 
 
 def _members(

@@ -23,8 +23,9 @@ from core.methods import Hyperparameters, Resolved
 from core.models import File, Job
 from core.registry import Registry
 from core.settings import Settings
-from graders.build import build
-from graders.spec import GraderSpec, parse_grader
+from graders.backends import Backends
+from graders.spec import GraderSpec, InvalidGrader, parse_grader
+from graders.types import Grader
 from worker import metrics, process
 from worker.checkpoints import Checkpoints
 from worker.clock import Clock
@@ -174,11 +175,34 @@ class UserMistake(Exception):
         self.code, self.message, self.param = code, message, param
 
 
+async def attempt(
+    settings: Settings,
+    database: Database,
+    blobs: BlobStore,
+    claim: Claim,
+    scratch: Path,
+    stop: Callable[[], bool],
+) -> Outcome:
+    """Train a claimed job. Its grader may hold connections, which belong to the running event loop."""
+    with database.read() as session:
+        job = session.query(Job).where(Job.id == claim.job_id).one()
+    try:
+        spec = parse_grader(job.reinforcement["grader"])
+        async with Backends.load(settings.graders_file).open(spec) as grader:
+            run = load(settings, database, blobs, claim, job, spec, grader, scratch, stop)
+            return await run.train()
+    except InvalidGrader as refused:
+        raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
+
+
 def load(
     settings: Settings,
     database: Database,
     blobs: BlobStore,
     claim: Claim,
+    job: Job,
+    spec: GraderSpec,
+    grader: Grader,
     scratch: Path,
     stop: Callable[[], bool],
 ) -> Run:
@@ -193,7 +217,6 @@ def load(
     if settings.torch_threads:
         torch.set_num_threads(settings.torch_threads)
     with database.read() as session:
-        job = session.query(Job).where(Job.id == claim.job_id).one()
         files = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
     entry = Registry.load(settings.models_file).get(job.model)
     base = load_base(job.model, entry, settings.model_cache, "cuda" if torch.cuda.is_available() else "cpu")
@@ -217,7 +240,6 @@ def load(
 
     recorder = Recorder(database, blobs, claim, job)
     recorder.resolved(resolved)
-    spec = parse_grader(job.reinforcement["grader"])
     return Run(
         settings=resolved,
         seed=job.seed,
@@ -225,7 +247,7 @@ def load(
         train_prompts=PromptStream(train, batch_size=resolved.batch_size, seed=job.seed),
         valid_prompts=valid,
         sampler=TransformersSampler(policy),
-        rewards=Rewards(build(spec)),
+        rewards=Rewards(grader),
         trainer=PeftTrainer(policy, resolved, token_budget=settings.train_token_budget),
         recorder=recorder,
         checkpoints=Checkpoints(database, blobs, claim, job, scratch),
@@ -258,8 +280,7 @@ def main() -> int:
     claim = Claim(args.job_id, args.epoch, "run")
     try:
         with TemporaryDirectory(prefix="regraft-") as scratch:
-            run = load(settings, database, blobs, claim, Path(scratch), lambda: stopping)
-            outcome = asyncio.run(run.train())
+            outcome = asyncio.run(attempt(settings, database, blobs, claim, Path(scratch), lambda: stopping))
     except LeaseLost:
         return process.LOST
     except UserMistake as mistake:

@@ -11,9 +11,10 @@ from core.db import Database
 from core.jobs import Claim, LeaseLost
 from core.models import File, Job
 from core.settings import Settings
-from graders.build import build, missing_item_paths
+from graders.backends import Backends
+from graders.build import missing_item_paths
 from graders.run import grade_all
-from graders.spec import GraderSpec, MultiSpec, parse_grader
+from graders.spec import GraderSpec, InvalidGrader, MultiSpec, parse_grader
 from graders.template import Template
 from graders.types import Grader, Item, Sample
 
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 # OpenAI's limits for reinforcement fine-tuning.
 MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS = 50_000, 1_000
-DRY_RUN_ROWS = 3
+DRY_RUN_ROWS, DRY_RUN_SECONDS = 3, 30.0
 _ANSWER_FIELDS = ("reference_answer", "answer", "solution", "label", "target")
 
 
@@ -32,7 +33,7 @@ class BadFile(Exception):
 
 
 def validate_next(
-    settings: Settings, database: Database, blobs: BlobStore, owner: str
+    settings: Settings, database: Database, blobs: BlobStore, backends: Backends, owner: str
 ) -> list[tuple[str, str]] | None:
     """Validate the oldest job that waits for it.
 
@@ -43,30 +44,43 @@ def validate_next(
     if claim is None:
         return None
     try:
-        return _validate(database, blobs, claim)
+        return _validate(database, blobs, backends, claim)
     except LeaseLost:
         log.info("%s was taken away while its files were validated", claim.job_id)
         return []
 
 
-def _validate(database: Database, blobs: BlobStore, claim: Claim) -> list[tuple[str, str]]:
+def _validate(
+    database: Database, blobs: BlobStore, backends: Backends, claim: Claim
+) -> list[tuple[str, str]]:
     with database.read() as session:
         job = session.query(Job).where(Job.id == claim.job_id).one()
         files = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
-    spec = parse_grader(job.reinforcement["grader"])
     try:
+        spec = parse_grader(job.reinforcement["grader"])
+        backends.check(spec)  # the API did, but this machine may be configured differently
         rows = check_file(blobs, files.get(job.training_file), spec, "training_file", MAX_TRAINING_ROWS)
         check_file(blobs, files.get(job.validation_file or ""), spec, "validation_file", MAX_VALIDATION_ROWS)
     except BadFile as bad:
         with jobs.fenced(database, claim) as (session, job):
             jobs.fail(session, job, code=f"invalid_{bad.param}", message=bad.message, param=bad.param)
         return []
-    doubt = asyncio.run(dry_run(build(spec), spec, rows[:DRY_RUN_ROWS]))
+    except InvalidGrader as refused:
+        with jobs.fenced(database, claim) as (session, job):
+            param = "method.reinforcement.grader"
+            jobs.fail(session, job, code="invalid_grader", message=str(refused), param=param)
+        return []
+    doubt = asyncio.run(_doubt(backends, spec, rows[:DRY_RUN_ROWS]))
     with jobs.fenced(database, claim) as (session, job):
         if doubt is not None:
             events.append(session, job.id, doubt, level="warn")
         wake = jobs.validated(session, job)
     return [wake]
+
+
+async def _doubt(backends: Backends, spec: GraderSpec, rows: Sequence[Example]) -> str | None:
+    async with backends.open(spec) as grader:
+        return await dry_run(grader, spec, rows)
 
 
 def check_file(
@@ -96,9 +110,9 @@ async def dry_run(grader: Grader, spec: GraderSpec, rows: Sequence[Example]) -> 
     The right reply is what the grader itself compares with, where it says so. It is a guess, so it never fails a job.
     """
     replies = [(reply, row) for row in rows for reply in (*reference_answers(spec, row.item), "")]
-    grades = await grade_all(
-        grader, [(Sample.from_text(reply), row.item) for reply, row in replies], timeout_s=30
-    )
+    pairs = [(Sample.from_text(reply), row.item) for reply, row in replies]
+    # One after another: the deadline is for a grade, not for waiting behind the others.
+    grades = await grade_all(grader, pairs, concurrency=1, timeout_s=DRY_RUN_SECONDS)
     failed = [grade.reason for grade in grades if grade.score is None]
     if failed:
         return (

@@ -16,6 +16,7 @@ from core.migrate import upgrade
 from core.models import Organization, Project
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
+from graders.backends import Backends
 
 MODELS = {
     "tiny": BaseModelEntry(hub="regraft/tiny"),
@@ -61,7 +62,8 @@ def house(migrated: Path, tmp_path: Path) -> Iterator[House]:
         project = keys.find_project(session, key)
         assert project is not None
         other_key = second_project(session)
-    app = create_app(settings, database, blobs, Registry(models=MODELS), lambda *wake: sent.append(wake))
+    registry = Registry(models=MODELS)
+    app = create_app(settings, database, blobs, registry, Backends.none(), lambda *wake: sent.append(wake))
     yield House(app, database, blobs, project, key, other_key, tmp_path, sent)
     database.close()
 

@@ -22,6 +22,7 @@ from core.db import Database
 from core.migrate import upgrade
 from core.registry import Registry
 from core.settings import Settings
+from graders.backends import Backends
 
 folder, descriptor, most = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 settings = Settings(data_dir=folder, max_upload_bytes=most)
@@ -30,7 +31,7 @@ database = Database(settings.database)
 with database.write() as session:
     print(keys.bootstrap(session), flush=True)
 blobs = FolderBlobs(folder / "blobs")
-app = create_app(settings, database, blobs, Registry(models={}), lambda task, queue: None)
+app = create_app(settings, database, blobs, Registry(models={}), Backends.none(), lambda task, queue: None)
 uvicorn.run(app, fd=descriptor, log_level="warning")
 """
 

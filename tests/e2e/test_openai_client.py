@@ -3,6 +3,7 @@
 import asyncio
 import csv
 import io
+import json
 import os
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import regraft
 from openai import AsyncOpenAI
 
 from tests.e2e.conftest import jsonl, start_server
+from tests.graders.servers import serving, verdict
 
 GRADER = {
     "type": "multi",
@@ -170,6 +172,12 @@ def test_a_grader_runs_on_a_sample(client):
     assert len(result.metadata.errors.to_dict()) == 24
 
 
+JUDGE = {
+    "type": "score_model",
+    "name": "j",
+    "model": "gpt-4o",
+    "input": [{"role": "user", "content": "How good is this? {{sample.output_text}}"}],
+}
 PYTHON = {
     "type": "python",
     "name": "counts",
@@ -203,17 +211,54 @@ def test_a_python_grader_that_raises_fails_the_job_with_its_traceback(client):
 
 
 def test_a_grader_that_this_server_cannot_run_is_refused_at_create(client):
-    judge = {
-        "type": "score_model",
-        "name": "j",
-        "model": "gpt-4o",
-        "input": [{"role": "user", "content": "Good?"}],
-    }
-
     with pytest.raises(openai.BadRequestError) as refused:
-        create(client, method=method(judge))
+        create(client, method=method(JUDGE))
 
     assert refused.value.param == "method.reinforcement.grader.model"
+
+
+def test_judges_and_endpoints_that_the_operator_named_train_a_job(tmp_path, tiny_model):
+    """Their tokens are counted, and what is secret is in no answer of the service."""
+
+    def answer(path, asked):
+        if path == "/score":
+            return 200, json.dumps(
+                {"score": float(asked["item"]["answer"] in asked["sample"]["output_text"])}
+            )
+        said = asked["messages"][0]["content"]
+        reply = verdict(len(said) % 7 / 7)
+        return reply.status, reply.body
+
+    with serving(answer) as address:
+        (tmp_path / "graders.toml").write_text(
+            f'[judges.wise]\nbase_url = "{address}/v1"\n[endpoints]\nhosts = ["127.0.0.1"]\n'
+        )
+        server = start_server(
+            tmp_path / "data", tiny_model, REGRAFT_GRADERS_FILE=str(tmp_path / "graders.toml")
+        )
+        try:
+            client = server.client()
+            judge = JUDGE | {"model": "wise"}
+            mine = {
+                "type": "endpoint", "name": "mine", "url": f"{address}/score", "headers": {"X-Api-Key": "hush"}
+            }  # fmt: skip
+            both = {"type": "multi", "name": "both", "graders": {"judge": judge, "mine": mine}}
+            grader = both | {"calculate_output": "0.5 * judge + 0.5 * mine"}
+            job = wait(client, create(client, method=method(grader, n_epochs=1)))
+            events = [event.to_json() for event in client.fine_tuning.jobs.list_events(job.id)]
+            steps = regraft.metrics(client, job.id)
+        finally:
+            server.stop()
+
+    assert job.status == "succeeded", job.error
+    assert "hush" not in job.model_dump_json(warnings=False) + "".join(events)
+    shown = job.to_dict()["method"]["reinforcement"]["grader"]
+    assert shown["graders"]["mine"]["headers"] == {"X-Api-Key": "***"}
+    tokens = job.to_dict()["usage_metrics"]["model_grader_tokens"]["wise"]
+    assert tokens["prompt_tokens"] == 2 * tokens["completion_tokens"] > 0
+    used = steps[1]["usage"]["graders"][0]
+    assert (used["name"], used["model"]) == ("j", "wise")
+    assert used["train_prompt_tokens_count"] > 0
 
 
 def test_a_job_with_bad_data_fails_with_its_lines(client):

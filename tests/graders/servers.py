@@ -2,8 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 
 @dataclass
@@ -28,8 +32,10 @@ def verdict(result: object) -> Reply:
 class ScriptedServer:
     """Answers with the replies in turn, the last one again and again. `async with` gives its address."""
 
-    def __init__(self, replies: Sequence[Reply]) -> None:
-        self.replies = list(replies)
+    def __init__(self, replies: Sequence[Reply], hold: int = 1) -> None:
+        """`hold`: answer nobody before that many requests are open at once."""
+        self.replies, self.hold = list(replies), asyncio.Semaphore(0)
+        self.holding = hold
         self.requests: list[dict] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
@@ -50,6 +56,13 @@ class ScriptedServer:
         self.requests.append(json.loads(await reader.readexactly(int(headers["content-length"]))))
         self.headers.append(headers)
         self.paths.append(first.split()[1])
+        if self.open >= self.holding:
+            for _ in range(self.holding):
+                self.hold.release()
+        await self.hold.acquire()
+        if self.holding > 1:
+            for _ in range(100):  # let whoever else is allowed to ask do so
+                await asyncio.sleep(0)
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         body = reply.body.encode()
         more = "".join(f"{name}: {value}\r\n" for name, value in reply.headers.items())
@@ -72,3 +85,29 @@ class Time:
 
     def clock(self) -> float:
         return self.now
+
+
+@contextmanager
+def serving(answer: Callable[[str, Any], tuple[int, str]]) -> Iterator[str]:
+    """A server in threads of its own, for callers with event loops of theirs. `answer` gets path and JSON body."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            status, body = answer(self.path, json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *args: object) -> None:
+            return None
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,7 +1,5 @@
 import asyncio
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,17 +10,7 @@ from graders.report import run_report
 from graders.run import grade_all
 from graders.spec import InvalidGrader, dump, parse_grader
 from graders.types import ErrorKind, Grade, Sample, TokenUsage
-
-_spec = importlib.util.spec_from_file_location("servers", Path(__file__).with_name("servers.py"))
-servers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(servers)
-Reply, ScriptedServer, Time, chat, verdict = (
-    servers.Reply,
-    servers.ScriptedServer,
-    servers.Time,
-    servers.chat,
-    servers.verdict,
-)
+from tests.graders.servers import Reply, ScriptedServer, Time, chat, verdict
 
 SCORE = {
     "type": "score_model",
@@ -50,8 +38,10 @@ def multi_of(calculate_output: str, **graders: dict) -> dict:
 class Asked:
     """What came of grading some samples with a judge on a scripted server."""
 
-    def __init__(self, raw: dict, *replies: Reply, samples=("hi",), concurrency: int = 1, **served) -> None:
-        self.server, self.time = ScriptedServer(replies), Time()
+    def __init__(
+        self, raw: dict, *replies: Reply, samples=("hi",), concurrency: int = 1, hold: int = 1, **served
+    ) -> None:
+        self.server, self.time = ScriptedServer(replies, hold), Time()
         self.spec = parse_grader(raw)
         patience = Patience(
             sleep=self.time.sleep, jitter=lambda: 0.5, first_wait_s=1.0, wall_clock=self.time.clock
@@ -198,10 +188,29 @@ def test_an_unreadable_answer_is_not_remembered():
 
 
 def test_no_more_questions_at_once_than_the_model_takes():
-    asked = Asked(SCORE, verdict(1), samples=tuple("abcdefgh"), concurrency=8, max_concurrency=2)
+    bounded, free = (
+        Asked(SCORE, verdict(1), samples=tuple("abcdefgh"), concurrency=8, hold=2, max_concurrency=most)
+        for most in (2, 8)
+    )
 
-    assert len(asked.server.requests) == 8
-    assert asked.server.most_open <= 2
+    assert len(bounded.server.requests) == len(free.server.requests) == 8
+    assert bounded.server.most_open == 2
+    assert free.server.most_open > 2
+
+
+def test_equal_answers_that_come_at_once_are_judged_once():
+    asked = Asked(SCORE, verdict(0.5), verdict(0.9), samples=("a",) * 8, concurrency=8)
+
+    assert [grade.score for grade in asked.grades] == [0.5] * 8
+    assert len(asked.server.requests) == 1
+    assert asked.ledger == {"j": TokenUsage(10, 5, 4)}
+
+
+def test_what_befalls_the_one_who_asks_befalls_all_who_wait():
+    asked = Asked(SCORE, Reply(400, "bad"), verdict(0.9), samples=("a",) * 8, concurrency=8)
+
+    assert {grade.error for grade in asked.grades} == {ErrorKind.model_grader_server_error}
+    assert len(asked.server.requests) == 1
 
 
 def test_questions_are_spaced_as_the_model_wants():

@@ -8,6 +8,7 @@ import pytest
 from core.datasets import Example
 from core.models import File, Job
 from core.settings import Settings
+from graders.backends import Backends
 from graders.spec import parse_grader
 from tests.fakes import NeverGrades
 from tests.worker.conftest import GRADER
@@ -20,7 +21,7 @@ GOOD = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
 def validate(bench, tmp_path):
     """Validate a job over two files made of the given lines; returns the job and whom to wake."""
 
-    def run(train, valid=(GOOD,)):
+    def run(train, valid=(GOOD,), grader=GRADER):
         with bench.database.write() as session:
             ids = []
             for name, lines in (("train", train), ("valid", valid)):
@@ -40,7 +41,10 @@ def validate(bench, tmp_path):
             job = session.get_one(Job, bench.job().seq)
             job.training_file, job.validation_file = ids
             job.status, job.lease_expires_at = "validating_files", None
-        wakes = validate_next(Settings(data_dir=tmp_path), bench.database, bench.blobs, "tester")
+            job.reinforcement = {**job.reinforcement, "grader": grader}
+        wakes = validate_next(
+            Settings(data_dir=tmp_path), bench.database, bench.blobs, Backends.none(), "tester"
+        )
         return bench.job(), wakes
 
     return run
@@ -78,6 +82,15 @@ def test_a_field_that_the_grader_reads_must_be_in_every_row(validate):
     assert "line 2: the grader reads {{item.answer}}, which this row does not have" in job.error["message"]
 
 
+def test_a_grader_that_this_machine_cannot_run_fails_the_job_with_the_reason(validate):
+    judge = {"type": "score_model", "name": "j", "model": "m", "input": [{"role": "user", "content": "?"}]}
+
+    job, wakes = validate([GOOD], grader=judge)
+
+    assert (job.status, job.error["code"], wakes) == ("failed", "invalid_grader", [])
+    assert "REGRAFT_GRADERS_FILE" in job.error["message"]
+
+
 def test_an_empty_file_says_so(validate):
     job, _ = validate([])
 
@@ -89,13 +102,18 @@ def test_a_file_deleted_in_between_fails_the_job(bench, validate):
         job = session.get_one(Job, bench.job().seq)
         job.status, job.lease_expires_at = "validating_files", None
 
-    validate_next(Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, "tester")
+    validate_next(Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, Backends.none(), "tester")
 
     assert "was deleted before it could be read" in bench.job().error["message"]
 
 
 def test_nothing_to_validate_is_no_work(bench):
-    assert validate_next(Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, "tester") is None
+    assert (
+        validate_next(
+            Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, Backends.none(), "tester"
+        )
+        is None
+    )
 
 
 def test_a_grader_that_cannot_tell_a_right_reply_from_an_empty_one_is_warned_of(bench, validate):

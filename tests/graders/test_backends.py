@@ -1,0 +1,116 @@
+import asyncio
+import json
+
+import pytest
+
+from graders.backends import Backends, InvalidBackends
+from graders.build import NotConfigured
+from graders.spec import parse_grader
+from graders.types import Sample
+from tests.graders.servers import Reply, ScriptedServer, verdict
+
+SCORE = {"type": "score_model", "name": "s", "model": "wise", "input": [{"role": "user", "content": "?"}]}
+ENDPOINT = {"type": "endpoint", "name": "e", "url": "https://score.example.com/g"}
+
+
+def written(folder, text):
+    file = folder / "graders.toml"
+    file.write_text(text)
+    return file
+
+
+def test_without_a_file_nobody_can_be_asked():
+    backends = Backends.load(None)
+
+    for raw, param in ((SCORE, "grader.model"), (ENDPOINT, "grader.type")):
+        with pytest.raises(NotConfigured, match="REGRAFT_GRADERS_FILE") as refused:
+            backends.check(parse_grader(raw))
+        assert refused.value.param == param
+
+
+def test_a_judge_is_asked_under_its_own_name_with_its_key_at_its_address(tmp_path):
+    server = ScriptedServer([verdict(0.5)])
+
+    async def grade():
+        async with server as url:
+            file = written(
+                tmp_path,
+                f'[judges.wise]\nbase_url = "{url}/v1"\napi_key_env = "KEY"\nserved_as = "judge-7b"\n',
+            )
+            async with Backends.load(file, {"KEY": "sk-1"}).open(parse_grader(SCORE)) as grader:
+                return await grader.grade(Sample("hi"), {})
+
+    assert asyncio.run(grade()).score == 0.5
+    assert server.paths == ["/v1/chat/completions"]
+    assert server.requests[0]["model"] == "judge-7b"
+    assert server.headers[0]["authorization"] == "Bearer sk-1"
+
+
+def test_a_key_that_is_not_in_the_environment_is_missed_at_the_start(tmp_path):
+    file = written(tmp_path, '[judges.wise]\nbase_url = "https://x/v1"\napi_key_env = "KEY"\n')
+
+    with pytest.raises(InvalidBackends, match=r"\[judges.wise\].*KEY, which is not set"):
+        Backends.load(file, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("[judges", "Expected"),
+        ("[judges.a]\n", "judges.a.base_url"),
+        ('[judges.a]\nbase_url = "x"\n', "judges.a.base_url"),
+        ('[judges.a]\nbase_url = "https://x/v1"\nkey = "sk"\n', "judges.a.key"),
+        ('[judges.a]\nbase_url = "https://x/v1"\nmax_concurrency = 0\n', "judges.a.max_concurrency"),
+        ("[endpoints]\nhosts = []\n", "endpoints.hosts"),
+        ("[judge]\n", "judge"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path, text, names):
+    with pytest.raises(InvalidBackends, match=names):
+        Backends.load(written(tmp_path, text), {})
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(InvalidBackends, match=r"absent\.toml"):
+        Backends.load(tmp_path / "absent.toml", {})
+
+
+@pytest.mark.parametrize(
+    ("url", "allowed"),
+    [
+        ("https://score.example.com/g", True),
+        ("https://SCORE.example.com/g", True),
+        ("https://example.com/g", False),
+        ("https://example.com.evil.org/g", False),
+        ("https://evil.org/score.example.com", False),
+        ("https://169.254.169.254/latest", False),
+        ("http://127.0.0.1:8000/v1", False),
+    ],
+)
+def test_only_hosts_that_the_operator_named_are_called(tmp_path, url, allowed):
+    backends = Backends.load(written(tmp_path, '[endpoints]\nhosts = ["*.Example.com"]\n'), {})
+    spec = parse_grader(ENDPOINT | {"url": url})
+
+    if allowed:
+        backends.check(spec)
+    else:
+        with pytest.raises(NotConfigured) as refused:
+            backends.check(spec, "method.grader")
+        assert refused.value.param == "method.grader.url"
+
+
+def test_an_endpoint_is_sent_the_trace_id_it_is_given(tmp_path):
+    backends = Backends.load(written(tmp_path, '[endpoints]\nhosts = ["127.0.0.1"]\n'), {})
+    server = ScriptedServer([Reply(200, json.dumps({"score": 1}))])
+
+    async def grade(trace_id):
+        async with server as url:
+            spec = parse_grader(ENDPOINT | {"url": url})
+            async with backends.open(spec, trace_id=trace_id) as grader:
+                return await grader.grade(Sample("hi"), {})
+
+    asyncio.run(grade("trace_mine"))
+    asyncio.run(grade(None))
+
+    assert server.requests[0]["trace_id"] == "trace_mine"
+    assert server.requests[1]["trace_id"].startswith("trace_")
