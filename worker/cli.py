@@ -23,6 +23,7 @@ from core.queue import open_celery, sender
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends, InvalidBackends
+from graders.sandbox import pool
 from worker.app import WorkerService
 
 log = logging.getLogger("regraft")
@@ -51,6 +52,8 @@ def main() -> int:
     if args.command in ("api", "worker") and settings.embedded:
         parser.error("memory:// lives inside one process: use `up`, or set REGRAFT_BROKER_URL=redis://…")
     prepare(settings)
+    if args.command in ("up", "api", "worker"):
+        log.info("%s", pool.described())
     if args.command == "up":
         up(settings, backends)
     elif args.command == "api":

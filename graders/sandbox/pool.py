@@ -50,7 +50,7 @@ class SandboxFailed(RuntimeError):
 class Limits:
     """What one grade may use. There is no writable folder unless `scratch_bytes` is set, which needs root."""
 
-    wall_s: float = 60.0
+    wall_s: float = 120.0
     memory: int = 2 << 30  # address space, so that no grade can take more than this from the host
     file_bytes: int = 16 << 20
     threads: int = 128
@@ -268,6 +268,14 @@ def probe() -> dict[str, str]:
     return shared().layers()
 
 
+def described() -> str:
+    """One line for the log: what python graders run behind here, or why they do not run."""
+    if unsafe := refusal():
+        return f"python graders are refused: {unsafe}"
+    holds = ", ".join(name for name, missing in probe().items() if not missing) or "nothing"
+    return f"python graders run behind {holds}" + (" (declared insecure)" if shared().insecure else "")
+
+
 def refusal() -> str:
     """Why this process may not run python graders; "" if it may."""
     if shared().insecure:
@@ -292,9 +300,10 @@ def _outcome(answer: Mapping[str, Any], limits: Limits) -> Outcome:
             return Outcome("timeout", reason=f"no grade within {limits.wall_s:g} s", output=output)
         case "output_limit":
             return Outcome("output_limit", reason="it wrote too much output", output=output)
-        case "killed":
-            why = "killed by the system: too much processor time or memory"
-            return Outcome("memory", reason=why, output=output)
+        case "cpu_limit":
+            return Outcome("timeout", reason="it used too much processor time", output=output)
+        case "memory":
+            return Outcome("memory", reason="killed by the system, most likely for its memory", output=output)
         case "crash":
             return Outcome("crash", reason=_exit(int(answer["exit"])), output=output)
         case "ended":

@@ -97,7 +97,7 @@ class Zygote:
         with suppress(BrokenPipeError):  # a child that a layer failed in has ended already, and said why
             write_body(ready.request, request)
         os.close(ready.request)
-        watch = Watch(ready.child, ready.result, ready.output, self.config["wall_s"], self.config["output"])
+        watch = Watch(ready.child, ready.result, ready.output, self.config)
         answer = watch.until_it_ends()
         answer["retire"] = not self._swept()
         return answer
@@ -137,7 +137,7 @@ class Zygote:
         try:
             lockdown.die_with(zygote)
             if "rlimits" not in config["without"]:
-                cpu_s = 2 * int(config["wall_s"] + 1)  # two cores; the clock on the wall is the real limit
+                cpu_s = _cpu_limit(config["wall_s"])
                 lockdown.rlimits(config["memory"], cpu_s, config["file_bytes"], config["threads"])
             if self.filter:
                 lockdown.seccomp(self.filter)
@@ -233,9 +233,10 @@ class Ready(NamedTuple):
 class Watch:
     """Waits for one child: what it writes, when it ends, and when its time is up."""
 
-    def __init__(self, child: int, result: int, output: int, wall_s: float, output_limit: int) -> None:
-        self.child, self.output_limit = child, output_limit
-        self.deadline = time.monotonic() + wall_s
+    def __init__(self, child: int, result: int, output: int, config: dict[str, Any]) -> None:
+        self.child, self.output_limit = child, config["output"]
+        self.deadline = time.monotonic() + config["wall_s"]
+        self.cpu_limit = _cpu_limit(config["wall_s"])
         self.kept = {result: bytearray(), output: bytearray()}
         self.result, self.output = result, output
         self.seen = 0
@@ -258,7 +259,7 @@ class Watch:
             for fd in (self.result, self.output, ended):
                 os.close(fd)
         return {
-            "status": verdict or _status(status, used.ru_utime + used.ru_stime),
+            "status": verdict or self._status(status, used.ru_utime + used.ru_stime),
             "exit": os.waitstatus_to_exitcode(status),
             "result": self.kept[self.result].decode("latin-1"),
             "output": self.kept[self.output].decode("utf-8", "replace"),
@@ -278,6 +279,12 @@ class Watch:
             if self.seen > self.output_limit or len(self.kept[self.result]) > MAX_RESULT:
                 return "output_limit"
 
+    def _status(self, status: int, cpu_s: float) -> str:
+        code = os.waitstatus_to_exitcode(status)
+        if code in (-signal.SIGKILL, -signal.SIGXCPU):  # not by us, so by the kernel
+            return "cpu_limit" if cpu_s > self.cpu_limit - 1 else "memory"
+        return "ended" if code == 0 else "crash"
+
     def _drain(self, fd: int) -> bool:
         data = os.read(fd, 65536)
         if fd == self.output:
@@ -287,11 +294,8 @@ class Watch:
         return bool(data) and self.seen <= 2 * self.output_limit
 
 
-def _status(status: int, cpu_s: float) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    if code in (-signal.SIGKILL, -signal.SIGXCPU):
-        return "killed"  # not by us: the kernel, for its processor time or for memory
-    return "ended" if code == 0 else "crash"
+def _cpu_limit(wall_s: float) -> int:
+    return 2 * int(wall_s + 1)  # seconds on two cores; the clock on the wall is the real limit
 
 
 def _checked(value: Any) -> bytes:

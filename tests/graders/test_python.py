@@ -14,6 +14,7 @@ from graders.python import PythonGrader
 from graders.run import grade_all
 from graders.sandbox.pool import Limits, Pool, SandboxFailed, SandboxUnavailable, missing_layers, probe
 from graders.sandbox.syscalls import TABLES, grader_filter
+from graders.sandbox.zygote import Watch
 from graders.spec import InvalidGrader, dump, parse_grader
 from graders.types import ErrorKind, Grade, Sample
 
@@ -284,6 +285,13 @@ def test_there_is_a_filter_for_every_machine_we_have_a_table_for(machine):
 def test_a_machine_without_a_table_has_no_filter():
     with pytest.raises(OSError, match="mips"):
         grader_filter("mips")
+
+
+@pytest.mark.parametrize(("used_s", "status"), [(11.5, "cpu_limit"), (1.0, "memory")])
+def test_why_the_kernel_ended_a_grade_shows_in_the_processor_time_it_used(used_s, status):
+    watch = Watch(0, 0, 0, {"output": 1, "wall_s": 5})
+
+    assert watch._status(signal.SIGKILL, used_s) == status
 
 
 def test_a_zygote_killed_from_outside_fails_one_grade_and_is_replaced(pool):

@@ -117,13 +117,8 @@ def test_nothing_to_validate_is_no_work(bench):
 
 
 def test_a_grader_that_cannot_tell_a_right_reply_from_an_empty_one_is_warned_of(bench, validate):
-    with bench.database.write() as session:
-        job = session.get_one(Job, bench.job().seq)
-        # A slip: it compares the row's answer with itself.
-        grader = GRADER | {"input": "{{item.answer}}"}
-        job.reinforcement = job.reinforcement | {"grader": grader}
-
-    job, wakes = validate([GOOD, GOOD])
+    # A slip: it compares the row's answer with itself.
+    job, wakes = validate([GOOD, GOOD], grader=GRADER | {"input": "{{item.answer}}"})
 
     assert job.status == "queued"
     assert wakes
