@@ -29,7 +29,7 @@ format: setup    ## Rewrite the files as `make check` wants them
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.bench    ## Every claim of speed, side by side with what it is compared to
-	for name in group_prefix grpo_vs_trl api graders; do $(BIN)/python -m bench.$$name || exit 1; done
+	for name in group_prefix grpo_vs_trl api graders grading_overlap; do $(BIN)/python -m bench.$$name || exit 1; done
 
 setup: $(VENV)/.ready
 

@@ -25,6 +25,10 @@ class Settings(BaseSettings):
     # Judge models and the hosts endpoint graders may call (docs/graders.md); none without it.
     graders_file: Path | None = None
 
+    # Where chat completions of the registry's models are answered; `regraft-server up` starts that itself.
+    inference_url: str = ""
+    inference_key: str = Field(default="", repr=False)
+
     host: str = "127.0.0.1"
     port: int = 8000
     max_upload_bytes: int = 512 * 1024 * 1024

@@ -6,10 +6,10 @@ import os
 import tomllib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from graders.build import build
 from graders.endpoint import Endpoints
@@ -23,14 +23,37 @@ class InvalidBackends(ValueError):
 
 
 class JudgeEntry(BaseModel, extra="forbid", frozen=True, strict=True):
-    """[judges.NAME]: users ask for NAME. The key itself stays in the environment, out of the file."""
+    """[judges.NAME]: users ask for NAME. Either a server, or a model of the registry, served by regraft itself.
 
-    base_url: str = Field(pattern=r"^https?://[^\s/]+.*$")  # up to and with /v1
+    The key itself stays in the environment, out of the file.
+    """
+
+    model: str | None = None
+    base_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+.*$")  # up to and with /v1
     api_key_env: str | None = None
     served_as: str | None = None
+    explains: bool = (
+        True  # whether it writes down steps before its verdict; small models lose themselves in them
+    )
     max_concurrency: int = Field(default=8, ge=1)
     requests_per_second: float | None = Field(default=None, gt=0)
     timeout_seconds: float = Field(default=120.0, gt=0)
+
+    @model_validator(mode="after")
+    def _one_place(self) -> JudgeEntry:
+        if (self.model is None) == (self.base_url is None):
+            raise ValueError("give either base_url or model, the name of one in the registry")
+        if self.model is not None and (self.api_key_env or self.served_as):
+            raise ValueError("api_key_env and served_as belong to base_url")
+        return self
+
+
+@dataclass(frozen=True)
+class Inference:
+    """Where the registry's own models are served."""
+
+    url: str
+    key: str = field(default="", repr=False)
 
 
 class EndpointRules(BaseModel, extra="forbid", frozen=True, strict=True):
@@ -50,14 +73,20 @@ class Backends:
 
     judges: Mapping[str, JudgeModel]
     endpoints: Endpoints | None = None
+    registry_models: frozenset[str] = frozenset()  # those that must be served for the judges
 
     @classmethod
     def none(cls) -> Backends:
         return cls({})
 
     @classmethod
-    def load(cls, file: Path | None, environment: Mapping[str, str] = os.environ) -> Backends:
-        """Read `file`; none without one.
+    def load(
+        cls,
+        file: Path | None,
+        inference: Inference | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> Backends:
+        """Read `file`; none without one. `inference` is for judges that are models of the registry.
 
         Raises:
             InvalidBackends: the file cannot be read, or a key that it names is not in the environment.
@@ -74,22 +103,13 @@ class Backends:
             raise InvalidBackends(f"{file}: [{where}] {first['msg']}") from None
         judges = {}
         for name, entry in read.judges.items():
-            key = environment.get(entry.api_key_env, "") if entry.api_key_env else ""
-            if entry.api_key_env and not key:
-                raise InvalidBackends(
-                    f"{file}: [judges.{name}] reads its key from the environment variable "
-                    f"{entry.api_key_env}, which is not set"
-                )
-            judges[name] = JudgeModel(
-                entry.base_url,
-                key,
-                entry.served_as,
-                entry.max_concurrency,
-                entry.requests_per_second,
-                entry.timeout_seconds,
-            )
+            try:
+                judges[name] = _judge(entry, inference, environment)
+            except InvalidBackends as cause:
+                raise InvalidBackends(f"{file}: [judges.{name}] {cause}") from None
         hosts = read.endpoints.hosts if read.endpoints else None
-        return cls(judges, Endpoints(hosts=tuple(hosts)) if hosts else None)
+        registry_models = frozenset(entry.model for entry in read.judges.values() if entry.model)
+        return cls(judges, Endpoints(hosts=tuple(hosts)) if hosts else None, registry_models)
 
     def check(self, spec: GraderSpec, param: str = "grader") -> None:
         """Raise NotConfigured, a kind of InvalidGrader, if this installation cannot run the grader."""
@@ -103,3 +123,30 @@ class Backends:
             endpoints = replace(endpoints, new_trace_id=lambda: trace_id)
         async with HttpJudges(self.judges) as judges:
             yield build(spec, judges, endpoints)
+
+
+def _judge(entry: JudgeEntry, inference: Inference | None, environment: Mapping[str, str]) -> JudgeModel:
+    if entry.base_url is not None:
+        url, served_as, key = entry.base_url, entry.served_as, ""
+        if entry.api_key_env:
+            key = environment.get(entry.api_key_env, "")
+            if not key:
+                raise InvalidBackends(
+                    f"reads its key from the environment variable {entry.api_key_env}, which is not set"
+                )
+    else:
+        if inference is None:
+            raise InvalidBackends(
+                "is a model of the registry; name the server that serves those in REGRAFT_INFERENCE_URL "
+                "(`regraft-server up` starts one itself)"
+            )
+        url, served_as, key = inference.url, entry.model, inference.key
+    return JudgeModel(
+        url,
+        key,
+        served_as,
+        max_concurrency=entry.max_concurrency,
+        requests_per_second=entry.requests_per_second,
+        timeout_s=entry.timeout_seconds,
+        explains=entry.explains,
+    )

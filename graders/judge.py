@@ -73,6 +73,7 @@ class JudgeModel:
     max_concurrency: int = 8
     requests_per_second: float | None = None
     timeout_s: float = 120.0
+    explains: bool = True  # it writes "steps" before the "result"
 
 
 class HttpJudges:
@@ -142,6 +143,8 @@ class HttpJudges:
         if model not in self.config:
             raise JudgeFailed(f"no judge model {quoted(model)} is configured")
         served = self.config[model]
+        if not served.explains:
+            schema = _without(schema, "steps")
         body = json.dumps(
             {
                 "model": served.served_as or model,
@@ -207,6 +210,15 @@ class HttpJudges:
         self._replies[key] = reply
         while len(self._replies) > self._remember:
             self._replies.popitem(last=False)
+
+
+def _without(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
+    properties = {key: value for key, value in schema["properties"].items() if key != name}
+    return {
+        **schema,
+        "properties": properties,
+        "required": [key for key in schema["required"] if key != name],
+    }
 
 
 def _for_nothing(reply: JudgeReply) -> JudgeReply:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 WORDS = """
@@ -33,16 +34,34 @@ def make_tiny_model(folder: Path, *, layers: int = 2, seed: int = 0) -> Path:
         eos_token="<end>",
         chat_template=TEMPLATE,
     )
+    return _save(tokenizer, len(WORDS), layers, folder)
+
+
+def make_byte_model(folder: Path, *, seed: int = 0) -> Path:
+    """One whose tokens are bytes, so that it can write anything; what it writes is noise."""
+    torch.manual_seed(seed)
+    letters = sorted(ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<end>", *letters])}
+    tokens = Tokenizer(BPE(vocabulary, []))
+    tokens.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokens.decoder = ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokens, pad_token="<pad>", eos_token="<end>", chat_template=TEMPLATE
+    )
+    return _save(tokenizer, len(vocabulary), 2, folder)
+
+
+def _save(tokenizer: PreTrainedTokenizerFast, size: int, layers: int, folder: Path) -> Path:
     config = LlamaConfig(
-        vocab_size=len(WORDS),
+        vocab_size=size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,  # grouped-query attention, as the real models have
         max_position_embeddings=512,
-        eos_token_id=WORDS.index("<end>"),
-        pad_token_id=WORDS.index("<pad>"),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         # Larger than usual, so that different inputs give visibly different outputs.
         initializer_range=0.15,

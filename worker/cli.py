@@ -25,6 +25,8 @@ from core.settings import Settings
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
 from worker.app import WorkerService
+from worker.backends import open_backends
+from worker.inference import InferenceServer, own_address
 
 log = logging.getLogger("regraft")
 
@@ -45,8 +47,10 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("kombu").setLevel(logging.WARNING)  # it reports each connection, twice
     settings = Settings()
+    if args.command == "up":
+        settings = own_address(settings)
     try:
-        backends = Backends.load(settings.graders_file)
+        backends = open_backends(settings)
     except InvalidBackends as invalid:
         parser.error(str(invalid))
     if args.command in ("api", "worker") and settings.embedded:
@@ -68,7 +72,7 @@ def main() -> int:
 
 def up(settings: Settings, backends: Backends) -> None:
     """API in the main thread, worker beside it. The first Ctrl-C drains and ends both."""
-    with sole_owner(settings):
+    with sole_owner(settings), inference(settings, backends):
         database, blobs = open_stores(settings)
         worker = WorkerService(settings, database, blobs, backends)
         worker.start()
@@ -110,6 +114,20 @@ def serve_api(
 
 def _already_stopping(number: int, frame: FrameType | None) -> None:
     return None
+
+
+@contextmanager
+def inference(settings: Settings, backends: Backends) -> Iterator[None]:
+    """An inference process for as long as the service runs, if a judge needs one."""
+    if not backends.registry_models:
+        yield
+        return
+    server = InferenceServer(settings)
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop()
 
 
 def open_stores(settings: Settings) -> tuple[Database, BlobStore]:

@@ -112,6 +112,11 @@ class Policy:
         return device
 
     @property
+    def vocabulary_size(self) -> int:
+        """Of the head: tokens that the tokenizer does not know may be among them."""
+        return int(self._head.weight.shape[0])
+
+    @property
     def trainable(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 

@@ -23,10 +23,10 @@ from core.methods import Hyperparameters, Resolved
 from core.models import File, Job
 from core.registry import Registry
 from core.settings import Settings
-from graders.backends import Backends
 from graders.spec import GraderSpec, InvalidGrader, parse_grader
 from graders.types import Grader
 from worker import metrics, process
+from worker.backends import open_backends
 from worker.checkpoints import Checkpoints
 from worker.clock import Clock
 from worker.data import PromptStream, PromptTooLong, tokenize
@@ -188,7 +188,7 @@ async def attempt(
         job = session.query(Job).where(Job.id == claim.job_id).one()
     try:
         spec = parse_grader(job.reinforcement["grader"])
-        async with Backends.load(settings.graders_file).open(spec) as grader:
+        async with open_backends(settings).open(spec) as grader:
             run = load(settings, database, blobs, claim, job, spec, grader, scratch, stop)
             return await run.train()
     except InvalidGrader as refused:

@@ -43,11 +43,13 @@ class Server:
         return self.process.wait(60)
 
 
-def start_server(folder: Path, model: Path, **environment: str) -> Server:
+def start_server(folder: Path, model: Path, *, judge: Path | None = None, **environment: str) -> Server:
     """Returns when the server answers; its log is in `folder` when it does not."""
     folder.mkdir(parents=True, exist_ok=True)
     registry = folder / "models.toml"
-    registry.write_text(f'[models.tiny]\npath = "{model}"\ndtype = "float32"\ncontext = 128\n')
+    models = {"tiny": model} | ({"judge": judge} if judge else {})
+    tables = (f'[models.{n}]\npath = "{p}"\ndtype = "float32"\ncontext = 128\n' for n, p in models.items())
+    registry.write_text("".join(tables))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

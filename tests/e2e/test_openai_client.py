@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from openai import AsyncOpenAI
 
 from tests.e2e.conftest import jsonl, start_server
 from tests.graders.servers import serving, verdict
+from tests.tiny import make_byte_model
 
 GRADER = {
     "type": "multi",
@@ -259,6 +261,33 @@ def test_judges_and_endpoints_that_the_operator_named_train_a_job(tmp_path, tiny
     used = steps[1]["usage"]["graders"][0]
     assert (used["name"], used["model"]) == ("j", "wise")
     assert used["train_prompt_tokens_count"] > 0
+
+
+def test_a_model_of_the_registry_judges_a_job(tmp_path, tiny_model):
+    """Without any server elsewhere: the service starts one for it, and again when it dies."""
+    judge = make_byte_model(tmp_path / "judge")
+    (tmp_path / "graders.toml").write_text('[judges.local]\nmodel = "judge"\nexplains = false\n')
+    label = JUDGE | {"type": "label_model", "name": "label", "model": "local", "labels": ["good", "bad"]}
+    grader = {"type": "multi", "name": "m", "calculate_output": "label"}
+    grader["graders"] = {"label": label | {"passing_labels": ["good"]}}
+    server = start_server(
+        tmp_path / "data", tiny_model, judge=judge, REGRAFT_GRADERS_FILE=str(tmp_path / "graders.toml")
+    )
+    try:
+        client = server.client()
+        run = client.fine_tuning.alpha.graders.run
+        assert until(lambda: run(grader=grader, model_sample="hello", item={}).metadata.sampled_model_name)
+        for pid in processes_of(server.folder):
+            if b"worker.serve" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        job = wait(client, create(client, method=method(grader, n_epochs=1)))
+        answers = regraft.rollouts(client, job.id, step=2, split="train")
+    finally:
+        server.stop()
+
+    assert job.status == "succeeded", job.error
+    assert {answer["score"] for answer in answers} <= {0.0, 1.0}
+    assert processes_of(server.folder) == []
 
 
 def test_a_job_with_bad_data_fails_with_its_lines(client):

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from graders.backends import Backends, InvalidBackends
+from graders.backends import Backends, Inference, InvalidBackends
 from graders.build import NotConfigured
 from graders.spec import parse_grader
 from graders.types import Sample
@@ -37,7 +37,7 @@ def test_a_judge_is_asked_under_its_own_name_with_its_key_at_its_address(tmp_pat
                 tmp_path,
                 f'[judges.wise]\nbase_url = "{url}/v1"\napi_key_env = "KEY"\nserved_as = "judge-7b"\n',
             )
-            async with Backends.load(file, {"KEY": "sk-1"}).open(parse_grader(SCORE)) as grader:
+            async with Backends.load(file, None, {"KEY": "sk-1"}).open(parse_grader(SCORE)) as grader:
                 return await grader.grade(Sample("hi"), {})
 
     assert asyncio.run(grade()).score == 0.5
@@ -46,18 +46,39 @@ def test_a_judge_is_asked_under_its_own_name_with_its_key_at_its_address(tmp_pat
     assert server.headers[0]["authorization"] == "Bearer sk-1"
 
 
+def test_a_judge_of_the_registry_is_asked_where_those_are_served(tmp_path):
+    server = ScriptedServer([verdict(0.5)])
+
+    async def grade():
+        async with server as url:
+            file = written(tmp_path, '[judges.wise]\nmodel = "Small-1B"\nexplains = false\n')
+            backends = Backends.load(file, Inference(f"{url}/v1", "k1"))
+            assert backends.registry_models == {"Small-1B"}
+            async with backends.open(parse_grader(SCORE)) as grader:
+                return await grader.grade(Sample("hi"), {})
+
+    assert asyncio.run(grade()).score == 0.5
+    assert server.requests[0]["model"] == "Small-1B"
+    assert server.headers[0]["authorization"] == "Bearer k1"
+    schema = server.requests[0]["response_format"]["json_schema"]["schema"]
+    assert list(schema["properties"]) == schema["required"] == ["result"]
+
+
 def test_a_key_that_is_not_in_the_environment_is_missed_at_the_start(tmp_path):
     file = written(tmp_path, '[judges.wise]\nbase_url = "https://x/v1"\napi_key_env = "KEY"\n')
 
     with pytest.raises(InvalidBackends, match=r"\[judges.wise\].*KEY, which is not set"):
-        Backends.load(file, {})
+        Backends.load(file, None, {})
 
 
 @pytest.mark.parametrize(
     ("text", "names"),
     [
         ("[judges", "Expected"),
-        ("[judges.a]\n", "judges.a.base_url"),
+        ("[judges.a]\n", r"\[judges.a\].*either base_url or model"),
+        ('[judges.a]\nmodel = "m"\nbase_url = "https://x/v1"\n', r"\[judges.a\].*either"),
+        ('[judges.a]\nmodel = "m"\napi_key_env = "KEY"\n', r"\[judges.a\].*belong to base_url"),
+        ('[judges.a]\nmodel = "m"\n', r"\[judges.a\].*REGRAFT_INFERENCE_URL"),
         ('[judges.a]\nbase_url = "x"\n', "judges.a.base_url"),
         ('[judges.a]\nbase_url = "https://x/v1"\nkey = "sk"\n', "judges.a.key"),
         ('[judges.a]\nbase_url = "https://x/v1"\nmax_concurrency = 0\n', "judges.a.max_concurrency"),
@@ -67,12 +88,12 @@ def test_a_key_that_is_not_in_the_environment_is_missed_at_the_start(tmp_path):
 )
 def test_a_mistake_in_the_file_is_named(tmp_path, text, names):
     with pytest.raises(InvalidBackends, match=names):
-        Backends.load(written(tmp_path, text), {})
+        Backends.load(written(tmp_path, text), None, {})
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InvalidBackends, match=r"absent\.toml"):
-        Backends.load(tmp_path / "absent.toml", {})
+        Backends.load(tmp_path / "absent.toml", None, {})
 
 
 @pytest.mark.parametrize(
@@ -88,7 +109,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
     ],
 )
 def test_only_hosts_that_the_operator_named_are_called(tmp_path, url, allowed):
-    backends = Backends.load(written(tmp_path, '[endpoints]\nhosts = ["*.Example.com"]\n'), {})
+    backends = Backends.load(written(tmp_path, '[endpoints]\nhosts = ["*.Example.com"]\n'), None, {})
     spec = parse_grader(ENDPOINT | {"url": url})
 
     if allowed:
@@ -100,7 +121,7 @@ def test_only_hosts_that_the_operator_named_are_called(tmp_path, url, allowed):
 
 
 def test_an_endpoint_is_sent_the_trace_id_it_is_given(tmp_path):
-    backends = Backends.load(written(tmp_path, '[endpoints]\nhosts = ["127.0.0.1"]\n'), {})
+    backends = Backends.load(written(tmp_path, '[endpoints]\nhosts = ["127.0.0.1"]\n'), None, {})
     server = ScriptedServer([Reply(200, json.dumps({"score": 1}))])
 
     async def grade(trace_id):

@@ -13,6 +13,7 @@ from torch import Tensor
 from worker.attention import GroupCache
 from worker.policy import Policy
 from worker.samplers import Answer, Sampling, from_thread
+from worker.samplers.json_schema import Held, Vocabulary
 from worker.types import FinishReason, Prompt, Rollout
 
 
@@ -23,6 +24,15 @@ class TransformersSampler:
         """`max_tokens_in_flight` bounds the cache: more rows than fit are sampled in several waves."""
         self.policy = policy
         self.max_tokens_in_flight = max_tokens_in_flight
+        self._vocabulary: Vocabulary | None = None
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What answers under a schema are made of."""
+        if self._vocabulary is None:
+            policy = self.policy
+            self._vocabulary = Vocabulary(policy.tokenizer, policy.vocabulary_size, policy.stop_ids)
+        return self._vocabulary
 
     def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
         return from_thread(self.answers(prompts_P, sampling))
@@ -59,8 +69,14 @@ class TransformersSampler:
         )
         logprobs = torch.zeros(len(group_R), sampling.max_completion_tokens, device=policy.device)
         hidden = hidden_P[group_R]
+        held = Held(self.vocabulary, sampling.grammar, len(group_R)) if sampling.grammar else None
         for t in range(sampling.max_completion_tokens):
-            token, logprob = choose(policy.logits(hidden), draws_RT[row_R, t], sampling.temperature)
+            logits = policy.logits(hidden)
+            if held is not None:
+                logits = held.masked(logits, row_R.tolist())
+            token, logprob = choose(logits, draws_RT[row_R, t], sampling.temperature)
+            if held is not None:
+                held.take(row_R.tolist(), token.tolist())
             tokens[row_R, t], logprobs[row_R, t] = token, logprob
             stopped = torch.isin(token, stop)
             last = t + 1 == sampling.max_completion_tokens

@@ -1,0 +1,92 @@
+"""What a slow grader costs a step: graders run while the rest is sampled, so little of their time should show.
+
+One step of 4 prompts, 8 answers each of up to 64 tokens, with a grader that takes no time, and with python graders
+that take 20 ms a grade: one that waits and one that computes (which takes that time from the sampler on a machine
+whose cores are all busy). The learning rate is next to nothing, so that every step samples the same answers.
+"""
+
+import asyncio
+import statistics
+from typing import Any
+
+from bench.report import report
+from core.methods import Hyperparameters, resolve
+from core.registry import Registry
+from core.settings import Settings
+from graders.build import build
+from graders.spec import parse_grader
+from graders.types import Grader
+from worker.clock import Clock
+from worker.policy import Policy, load_base
+from worker.rewards import Rewards
+from worker.samplers import Sampling
+from worker.samplers.transformers import TransformersSampler
+from worker.trainer import PeftTrainer
+from worker.types import Prompt
+
+MODEL, ROUNDS = "SmolLM2-135M-Instruct", 3
+TOPICS = ("rivers", "cats", "music", "trains")
+WAIT = "import time\ndef grade(sample, item):\n    time.sleep(0.02)\n    return float('the' in sample['output_text'])\n"
+COMPUTE = """import time
+def grade(sample, item):
+    end = time.perf_counter() + 0.02
+    while time.perf_counter() < end:
+        pass
+    return float('the' in sample['output_text'])
+"""
+QUICK = {"type": "string_check", "name": "e", "operation": "like", "input": "{{sample.output_text}}"}
+GRADERS: dict[str, dict[str, Any]] = {
+    "quick": QUICK | {"reference": "the"},
+    "waiting": {"type": "python", "name": "waiting", "source": WAIT},
+    "computing": {"type": "python", "name": "computing", "source": COMPUTE},
+}
+
+
+def main() -> None:
+    settings = Settings()
+    base = load_base(MODEL, Registry.load(None).get(MODEL), settings.model_cache, "cpu")
+    policy = Policy(base, rank=16, alpha=32, seed=0)
+    asked = {"advanced": {"learning_rate": 1e-12, "max_completion_tokens": 64}}
+    resolved = resolve(Hyperparameters.model_validate(asked), rows=8, parameters=base.parameters, context=512)
+    trainer = PeftTrainer(policy, resolved, token_budget=settings.train_token_budget)
+    sampler = TransformersSampler(policy)
+    prompts = [
+        Prompt(
+            line,
+            tuple(policy.render([{"role": "user", "content": f"Say something short about {topic}."}])),
+            {},
+        )
+        for line, topic in enumerate(TOPICS, start=1)
+    ]
+    sampling = Sampling(group_size=8, temperature=1.0, max_completion_tokens=64, job_seed=1, step=1)
+    graders = {name: build(parse_grader(raw)) for name, raw in GRADERS.items()}
+
+    def step(grader: Grader) -> Clock:
+        clock = Clock()
+        groups = asyncio.run(Rewards(grader).grade(prompts, sampler.sample(prompts, sampling), clock))
+        with clock("training"):
+            trainer.update(groups)
+        assert all(grade.score is not None for group in groups for grade in group.grades_G)
+        return clock
+
+    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in graders}
+    for round_ in range(ROUNDS + 1):
+        for name, grader in graders.items():
+            clock = step(grader)
+            if round_ > 0:  # the first is a warm-up
+                seconds[name].append(dict(clock.seconds))
+    figures = {}
+    for name, rounds in seconds.items():
+        for phase in ("sampling", "grading", "training"):
+            figures[f"{name}_{phase}_seconds"] = statistics.median(one[phase] for one in rounds)
+    # Round by round: the machine's mood is the same for the three steps of one round.
+    for name in ("waiting", "computing"):
+        ratios = [
+            sum(a.values()) / sum(b.values()) for a, b in zip(seconds[name], seconds["quick"], strict=True)
+        ]
+        figures[f"step_lengthened_by_{name}"] = statistics.median(ratios) - 1
+    report("grading_overlap", figures)
+
+
+if __name__ == "__main__":
+    main()
