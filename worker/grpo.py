@@ -49,15 +49,19 @@ def advantages(
 ) -> list[list[float]]:
     """Group-relative advantages (DeepSeekMath eq. 4), one for each answer, the same for all its tokens.
 
-    Centred on the group's mean, then divided by the std of the group (the paper), of all rewards of the
-    batch (keeps easy and hard prompts in proportion), or by nothing (Dr. GRPO).
+    Centred on the group's mean, then divided by the std of the group (the paper), of all rewards of the batch
+    (keeps easy and hard prompts in proportion), or by nothing (Dr. GRPO). A group that agrees has no part in the
+    std of the batch: it changes nothing, just as if it had not been sampled.
     """
     centred_PG = [centred(rewards_G) for rewards_G in rewards_PG]
     if scale == "none":
         return centred_PG
     assert std is not None, "a scale needs to know which std"
     if scale == "batch":
-        batch = deviation([r for rewards_G in rewards_PG for r in rewards_G if r is not None], std)
+        with_signal = [
+            rewards_G for rewards_G, values in zip(rewards_PG, centred_PG, strict=True) if any(values)
+        ]
+        batch = deviation([r for rewards_G in with_signal for r in rewards_G if r is not None], std)
         return [_divided(values_G, batch) for values_G in centred_PG]
     return [
         _divided(values_G, deviation([r for r in rewards_G if r is not None], std))
