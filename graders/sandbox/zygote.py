@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graders.sandbox import lockdown, syscalls
-from graders.types import steps_of
+from graders.types import MAX_STEPS, steps_of
 
 FILE = "grader.py"
 SCRATCH = "/scratch"
@@ -300,11 +300,11 @@ def _checked(value: Any, length: int) -> bytes:
     """What grade() returned as JSON, or what is wrong with it. Trusts no method of a value that the grader made."""
     if type(value) is not dict:
         return _scored(value, {})
-    if set(value) != {"score", "steps"}:
+    if not _has_plain_keys(value) or set(value) != {"score", "steps"}:
         return _error("value", "a dict from grade() must have 'score' and 'steps', and nothing else")
     steps = value["steps"]
     if type(steps) is list:
-        steps = [_plain_step(step) for step in steps]
+        steps = [_plain_step(step) for step in steps[: MAX_STEPS + 1]]  # one too many is enough to be refused
     try:
         kept = steps_of(steps, length)
     except ValueError as cause:
@@ -312,8 +312,14 @@ def _checked(value: Any, length: int) -> bytes:
     return _scored(value["score"], {"steps": [{"end": step.end, "score": step.score} for step in kept]})
 
 
+def _has_plain_keys(value: dict[Any, Any]) -> bool:
+    return all(type(key) is str for key in value)  # those of other types bring their own __eq__
+
+
 def _plain_step(step: Any) -> Any:
-    return {key: _plain(value) for key, value in step.items()} if type(step) is dict else step
+    if type(step) is not dict or not _has_plain_keys(step):
+        return None
+    return {key: _plain(value) for key, value in step.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -422,8 +422,11 @@ def packed_gradients(policy, groups, settings, budget):
     return list(taken.values())
 
 
-def plain_gradients(policy, groups, settings):
-    """The papers' formulas in the most obvious way: every graded answer, a forward pass each, no packing."""
+def plain_gradients(policy, groups, settings, began=None):
+    """The papers' formulas in the most obvious way: every graded answer, a forward pass each, no packing.
+
+    `began` has what the policy that sampled says of each answer, where that is not the present one.
+    """
     advantages_PG = grpo.advantages([g.rewards_G for g in groups], settings.advantage_scale, settings.std)
     counted = [
         (group.prompt.ids, rollout, advantage)
@@ -436,7 +439,8 @@ def plain_gradients(policy, groups, settings):
     policy.model.zero_grad()
     for ids, rollout, advantage in counted:
         logp = plain_logprobs(policy, ids, rollout.output_ids_T)
-        old, correction = plain_correction(logp, torch.tensor(rollout.logprobs_T), settings)
+        now = logp.detach() if began is None else began[rollout.output_ids_T]
+        old, correction = plain_correction(now, torch.tensor(rollout.logprobs_T), settings)
         ratio = torch.exp(logp - old)
         if settings.loss == "cispo":
             objective = ratio.clamp(max=high).detach() * advantage * logp
@@ -464,12 +468,12 @@ def plain_gradients(policy, groups, settings):
     return gradients
 
 
-def plain_correction(logp, sampled, settings):
-    """What the ratio is to, and the weight for the sampler's gap, in the first pass over a batch."""
+def plain_correction(old, sampled, settings):
+    """What the ratio is to, and the weight for the sampler's gap."""
     if settings.importance == "none":
         return sampled, 1.0
-    ratio = torch.exp(logp.detach() - sampled)
+    ratio = torch.exp(old - sampled)
     cap = settings.importance_cap
     if settings.importance == "truncate":
-        return logp.detach(), ratio.clamp(max=cap)
-    return logp.detach(), ratio * ((ratio > 1 / cap) & (ratio < cap))
+        return old, ratio.clamp(max=cap)
+    return old, ratio * ((ratio > 1 / cap) & (ratio < cap))
