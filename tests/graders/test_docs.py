@@ -19,7 +19,7 @@ ITEM = {"answer": "42", "question": "6 * 7?"}
 
 
 def test_every_example_says_its_score():
-    assert len(EXAMPLES) == PAGE.count("```json") == 9
+    assert len(EXAMPLES) == PAGE.count("```json") == 10
 
 
 @pytest.mark.parametrize(("score", "example"), EXAMPLES)
