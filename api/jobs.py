@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from api.deps import CurrentProject, Parts, ReadSession, Uow
@@ -15,7 +15,7 @@ from api.wire import After, Body, EndedListing, Limit, Listing, Part, clamped, e
 from core import events, files, jobs, tuned
 from core.methods import Hyperparameters
 from core.models import Checkpoint, Event, Job
-from graders.spec import GraderSpec, dump, hide_secrets, parse_grader
+from graders.spec import GIVE_STEPS, GraderSpec, dump, hide_secrets, parse_grader
 
 router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
 
@@ -45,6 +45,15 @@ class Reinforcement(Part):
     grader: Annotated[GraderSpec, Checked]
     hyperparameters: Hyperparameters = Hyperparameters()
     response_format: Unsupported = None
+
+    @model_validator(mode="after")
+    def _steps_come_from_somewhere(self) -> "Reinforcement":
+        if self.hyperparameters.advanced.supervision == "process" and self.grader.type not in GIVE_STEPS:
+            raise ValueError(
+                f"supervision 'process' needs a grader that scores steps ({' or '.join(GIVE_STEPS)}), "
+                f"and '{self.grader.type}' gives one score an answer"
+            )
+        return self
 
 
 class Method(Part):

@@ -8,6 +8,34 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 # Bounds stand on the number, not on the field: pydantic would compare "auto" with them, too, and raise TypeError.
 Auto = Literal["auto"]
 
+Loss = Literal["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
+Scale = Literal["group", "batch", "none"]
+Std = Literal["population", "sample"]
+Supervision = Literal["outcome", "process"]
+KlEstimator = Literal["k1", "k3"]
+Importance = Literal["truncate", "mask", "none"]
+Overlong = Literal["score", "mask", "soft"]
+
+# How a group's centred rewards are divided, as each paper has it; those that average over all tokens of a batch take
+# one std for all of it, so that one division serves every group (and easy prompts are not lifted).
+_SCALES: dict[Loss, Scale] = {
+    "grpo": "group",
+    "dr_grpo": "none",
+    "bnpo": "batch",
+    "dapo": "batch",
+    "cispo": "batch",
+    "gspo": "group",
+}
+# (clip_low, clip_high). DeepSeekMath and Dr. GRPO: one epsilon; DAPO: clip-higher; GSPO section 5.1: its ratio is
+# a mean over the answer, which moves far less than that of a token. CISPO has no band but a cap.
+_CLIPS: dict[Loss, tuple[float, float]] = {
+    "grpo": (0.2, 0.2),
+    "dr_grpo": (0.2, 0.2),
+    "bnpo": (0.2, 0.2),
+    "dapo": (0.2, 0.28),
+    "gspo": (3e-4, 4e-4),
+}
+
 
 class Value(BaseModel):
     # Strict, so that "8" is not silently an 8 and true is not a 1.
@@ -17,22 +45,79 @@ class Value(BaseModel):
 class Advanced(Value):
     """What OpenAI does not let its users set. Every one is shown on the running job."""
 
-    loss: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
+    loss: Loss = "dapo"
     # How a group's rewards become advantages after centring: divide by the std of the group, of the batch, or not.
-    advantage_scale: Auto | Literal["group", "batch", "none"] = "auto"
+    advantage_scale: Auto | Scale = "auto"
+    # Over n or over n - 1: it changes what a learning rate means, so it has a name.
+    std: Auto | Std = "auto"
+    # One reward an answer, or one for each step that the grader names.
+    supervision: Supervision = "outcome"
     group_size: Auto | Annotated[int, Field(ge=2, le=256)] = "auto"  # below two there is no sibling to beat
     learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
     lora_rank: int = Field(default=16, ge=1, le=256)
     lora_alpha: int = Field(default=32, ge=1, le=1024)
     temperature: float = Field(default=1.0, gt=0, le=2)
     max_completion_tokens: Auto | Annotated[int, Field(ge=1, le=131072)] = "auto"
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: float = Field(default=0.28, gt=0, le=10)  # DAPO's clip-higher
-    kl: float = Field(default=0.0, ge=0, le=10)  # weight of k3 against the base model; 0 costs nothing
+    # What happens to an answer that was cut off: scored as any, left out of the loss, or fined as it gets near.
+    overlong: Overlong = "score"
+    overlong_buffer: Auto | Annotated[int, Field(ge=1, le=131072)] = "auto"
+    updates_per_batch: int = Field(
+        default=1, ge=1, le=16
+    )  # passes over the same answers, an optimizer step each
+    clip_low: Auto | Annotated[float, Field(gt=0, lt=1)] = "auto"
+    clip_high: Auto | Annotated[float, Field(gt=0, le=10)] = "auto"
+    # Absolute, not 1 + epsilon. Below 1 it would shrink the gradient of a policy that has not moved.
+    cispo_cap: Auto | Annotated[float, Field(ge=1, le=100)] = "auto"
+    # How the gap between the sampler's probabilities and the trainer's is corrected.
+    importance: Importance = "truncate"
+    importance_cap: Auto | Annotated[float, Field(gt=1, le=100)] = "auto"
+    kl: float = Field(default=0.0, ge=0, le=10)  # weight of the KL to the reference; 0 costs nothing
+    kl_estimator: Auto | KlEstimator = "auto"
+    reference_refresh_steps: int = Field(default=0, ge=0)  # 0: the reference stays the base model
     max_grad_norm: float = Field(default=1.0, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     # Temperature of validation: 0 is greedy.
     eval_temperature: Auto | Annotated[float, Field(ge=0, le=2)] = "auto"
+
+    @model_validator(mode="after")
+    def nothing_is_ignored(self) -> "Advanced":
+        if self.loss == "cispo" and (self.clip_low != "auto" or self.clip_high != "auto"):
+            raise ValueError("clip_low and clip_high do nothing for loss 'cispo': it has cispo_cap")
+        if self.loss != "cispo" and self.cispo_cap != "auto":
+            raise ValueError("cispo_cap is for loss 'cispo': the others have clip_low and clip_high")
+        if self.std != "auto" and self.scale == "none":
+            raise ValueError(
+                "std does nothing where advantage_scale is 'none', which 'dr_grpo' brings with it"
+            )
+        if self.importance == "none" and self.importance_cap != "auto":
+            raise ValueError("importance_cap does nothing with importance 'none'")
+        if self.kl == 0 and (self.kl_estimator != "auto" or self.reference_refresh_steps > 0):
+            raise ValueError("kl_estimator and reference_refresh_steps do nothing while kl is 0")
+        return self
+
+    @model_validator(mode="after")
+    def rewards_that_fit(self) -> "Advanced":
+        if self.supervision == "process" and self.loss == "gspo":
+            raise ValueError(
+                "loss 'gspo' has one ratio an answer, so it takes one advantage: use supervision 'outcome'"
+            )
+        if self.supervision == "process" and self.overlong == "soft":
+            raise ValueError(
+                "overlong 'soft' is a fine on an answer's one reward: with supervision 'process' use 'mask'"
+            )
+        if self.overlong_buffer == "auto":
+            return self
+        if self.overlong != "soft":
+            raise ValueError("overlong_buffer is for overlong 'soft'")
+        if self.max_completion_tokens == "auto" or self.overlong_buffer > self.max_completion_tokens:
+            raise ValueError(
+                "overlong_buffer is a part of max_completion_tokens: give that, too, and no less"
+            )
+        return self
+
+    @property
+    def scale(self) -> Scale:
+        return _SCALES[self.loss] if self.advantage_scale == "auto" else self.advantage_scale
 
 
 class Hyperparameters(Value):
@@ -68,7 +153,7 @@ class Hyperparameters(Value):
 
 
 class Resolved(Value):
-    """Hyperparameters with every "auto" replaced by a number: what the run really does."""
+    """Hyperparameters with every "auto" replaced: what the run really does. None: has no part in it."""
 
     batch_size: int
     learning_rate: float
@@ -77,18 +162,36 @@ class Resolved(Value):
     eval_interval: int
     eval_samples: int
     eval_temperature: float
-    loss: Literal["grpo", "dr_grpo", "dapo"]
-    advantage_scale: Literal["group", "batch", "none"]
+    loss: Loss
+    advantage_scale: Scale
+    std: Std | None
+    supervision: Supervision
     group_size: int
     lora_rank: int
     lora_alpha: int
     temperature: float
     max_completion_tokens: int
-    clip_low: float
-    clip_high: float
+    overlong: Overlong
+    overlong_buffer: int | None
+    updates_per_batch: int
+    clip_low: float | None
+    clip_high: float | None
+    cispo_cap: float | None
+    importance: Importance
+    importance_cap: float | None
     kl: float
+    kl_estimator: KlEstimator | None
+    reference_refresh_steps: int
     max_grad_norm: float
     warmup_steps: int
+
+    @property
+    def ratio_bounds(self) -> tuple[float, float]:
+        """The least and the largest ratio of the policy to itself before the update that is not clipped."""
+        if self.cispo_cap is not None:
+            return 0.0, self.cispo_cap
+        assert self.clip_low is not None and self.clip_high is not None
+        return 1.0 - self.clip_low, 1.0 + self.clip_high
 
 
 def base_learning_rate(parameters: int) -> float:
@@ -112,11 +215,8 @@ def resolve(asked: Hyperparameters, *, rows: int, parameters: int, context: int)
     total_steps = math.ceil(rows * n_epochs / batch_size)
     eval_samples = _or(asked.eval_samples, 1)
     learning_rate = base_learning_rate(parameters) * _or(asked.learning_rate_multiplier, 1.0)
-    scale: dict[str, Literal["group", "batch", "none"]] = {
-        "grpo": "group",
-        "dr_grpo": "none",
-        "dapo": "batch",
-    }
+    max_completion_tokens = _or(advanced.max_completion_tokens, min(512, context // 2))
+    low, high = _CLIPS.get(advanced.loss, (None, None))
     return Resolved(
         batch_size=batch_size,
         learning_rate=_or(advanced.learning_rate, learning_rate),
@@ -126,15 +226,29 @@ def resolve(asked: Hyperparameters, *, rows: int, parameters: int, context: int)
         eval_samples=eval_samples,
         eval_temperature=_or(advanced.eval_temperature, 0.0 if eval_samples == 1 else advanced.temperature),
         loss=advanced.loss,
-        advantage_scale=_or(advanced.advantage_scale, scale[advanced.loss]),
+        advantage_scale=advanced.scale,
+        std=None if advanced.scale == "none" else _or(advanced.std, "population"),
+        supervision=advanced.supervision,
         group_size=_or(advanced.group_size, max(2, round(8 * _or(asked.compute_multiplier, 1.0)))),
         lora_rank=advanced.lora_rank,
         lora_alpha=advanced.lora_alpha,
         temperature=advanced.temperature,
-        max_completion_tokens=_or(advanced.max_completion_tokens, min(512, context // 2)),
-        clip_low=advanced.clip_low,
-        clip_high=advanced.clip_high,
+        max_completion_tokens=max_completion_tokens,
+        overlong=advanced.overlong,
+        overlong_buffer=(
+            _or(advanced.overlong_buffer, max(1, round(0.2 * max_completion_tokens)))
+            if advanced.overlong == "soft"
+            else None
+        ),
+        updates_per_batch=advanced.updates_per_batch,
+        clip_low=_or(advanced.clip_low, low),
+        clip_high=_or(advanced.clip_high, high),
+        cispo_cap=_or(advanced.cispo_cap, 5.0) if advanced.loss == "cispo" else None,
+        importance=advanced.importance,
+        importance_cap=None if advanced.importance == "none" else _or(advanced.importance_cap, 2.0),
         kl=advanced.kl,
+        kl_estimator=_or(advanced.kl_estimator, "k3") if advanced.kl > 0 else None,
+        reference_refresh_steps=advanced.reference_refresh_steps,
         max_grad_norm=advanced.max_grad_norm,
         warmup_steps=advanced.warmup_steps,
     )

@@ -21,7 +21,7 @@ import httpx
 
 from graders.calls import NoAnswer, Pace, Patience, post
 from graders.template import quoted
-from graders.types import ErrorKind, Grade, Item, Sample
+from graders.types import ErrorKind, Grade, Item, Sample, StepScore, steps_of
 
 MAX_PAYLOAD = 1_000_000  # bytes
 TIMEOUT_S = 600.0
@@ -95,7 +95,7 @@ class Endpoints:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """POSTs {"sample", "item", "trace_id"} and reads {"score": number}.
+    """POSTs {"sample", "item", "trace_id"} and reads {"score": number}, and "steps" if they are there.
 
     A server that cannot be reached or answers with an error status is its own fault (server_error, after three
     retries if it may pass); a request too large to send or an answer without a score is ours to tell apart
@@ -133,7 +133,15 @@ class Endpoint:
         score = _score(answer.text)
         if score is None:
             return _unusable(f'expected {{"score": number}}, got {quoted(answer.text)}')
-        return Grade(score, f"the endpoint says {score:g}")
+        try:
+            steps = _steps(answer.text, sample)
+        except ValueError as wrong:
+            return _unusable(f"its steps cannot be used: {wrong}")
+        return Grade(score, f"the endpoint says {score:g}", steps=steps)
+
+
+def _steps(text: str, sample: Sample) -> tuple[StepScore, ...]:
+    return steps_of(json.loads(text).get("steps", []), len(sample.output_text))
 
 
 def _score(text: str) -> float | None:

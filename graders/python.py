@@ -32,4 +32,5 @@ class PythonGrader:
         if outcome.score is None:
             kind = ErrorKind.python_grader_runtime_error
             return Grade(None, outcome.reason, kind, output=outcome.output)
-        return Grade(outcome.score, f"grade() returned {outcome.score:g}", output=outcome.output)
+        reason = f"grade() returned {outcome.score:g}"
+        return Grade(outcome.score, reason, output=outcome.output, steps=outcome.steps)

@@ -95,6 +95,7 @@ def _generated_name() -> str:
 
 
 MAX_SOURCE_BYTES = 256 * 1000
+GIVE_STEPS = ("python", "endpoint")  # the types whose grades may have steps
 Source = Annotated[str, AfterValidator(_checked_source)]
 Name = Annotated[str, Field(min_length=1)]
 TemplateText = Annotated[str, AfterValidator(_checked_template)]

@@ -86,6 +86,49 @@ def summed(usages: Iterable[Mapping[str, TokenUsage]]) -> dict[str, TokenUsage]:
     return total
 
 
+MAX_STEPS = 256
+
+
+@dataclass(frozen=True)
+class StepScore:
+    """What one step of an answer is worth. It ends before character `end` of the text, where the next begins."""
+
+    score: float
+    end: int
+
+
+def steps_of(raw: Any, length: int) -> tuple[StepScore, ...]:
+    """The steps of an answer of `length` characters, from [{"end": int, "score": number}, ...].
+
+    It trusts nothing. Raise ValueError unless they are at most 256, with finite scores and rising ends, all within
+    the text; the step of an empty answer ends at 0.
+    """
+    if type(raw) is not list or len(raw) > MAX_STEPS:
+        raise ValueError(f"'steps' must be a list of at most {MAX_STEPS}")
+    steps: list[StepScore] = []
+    last = min(0, length - 1)
+    for number, step in enumerate(raw):
+        if type(step) is not dict or set(step) != {"end", "score"}:
+            raise ValueError(f"step {number} must be an object with 'end' and 'score'")
+        end, score = step["end"], step["score"]
+        if type(end) is not int or not last < end <= length:
+            raise ValueError(
+                f"step {number} must end after the one before and within the {length} characters"
+            )
+        if type(score) not in (int, float) or not _is_finite(score):
+            raise ValueError(f"the score of step {number} must be a finite number")
+        steps.append(StepScore(float(score), end))
+        last = end
+    return tuple(steps)
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
 @dataclass(frozen=True)
 class Grade:
     """A verdict on one sample: a finite score, or None with the reason and kind of the failure.
@@ -101,6 +144,7 @@ class Grade:
     seconds: float = 0.0
     usage: Mapping[str, TokenUsage] = field(default_factory=dict)  # by model; that of sub-grades included
     output: str = ""
+    steps: tuple[StepScore, ...] = ()  # of an answer that was judged step by step
 
     def __post_init__(self) -> None:
         if self.score is None:

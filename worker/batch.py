@@ -8,55 +8,94 @@ A pack is one row: the prompt once, then its answers one after the other.
 A prompt of 256 tokens with eight answers of 16 is 376 tokens this way and 2,168 without.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from core.methods import Resolved
 from worker import grpo
-from worker.types import Group, Pack
+from worker.steps import token_ends
+from worker.types import Group, Pack, Rollout
 from worker.types import Sequence as Answer
 
+Decode = Callable[[Sequence[int]], str]
 
-def packs_of(
-    groups_P: Sequence[Group],
-    *,
-    loss: grpo.Loss,
-    scale: grpo.Scale,
-    max_completion_tokens: int,
-    keep_all: bool,
-) -> list[Pack]:
-    """The answers worth computing, each with its advantage and its share of the step's loss.
 
-    An answer with no advantage has exactly no gradient, so it is dropped, unless `keep_all` (a KL penalty
-    pulls on every graded answer). The normalisation counts all graded answers of the groups that have
-    signal, dropped ones too, so that dropping changes nothing but the time.
+def packs_of(groups_P: Sequence[Group], settings: Resolved, decode: Decode) -> list[Pack]:
+    """The answers worth computing, each with its advantages and its share of the step's loss.
+
+    An answer with no advantage has exactly no gradient, so it is dropped, unless there is a KL penalty, which pulls
+    on every graded answer. The normalisation counts all graded answers of the groups that have signal, dropped ones
+    too, so that dropping changes nothing but the time. Answers that `overlong` masks are in the baseline of their
+    group, and neither in the loss nor in its normalisation (DAPO section 3.4, overlong filtering).
     """
-    advantages_PG = grpo.advantages([group.rewards_G for group in groups_P], scale)
+    keep_all = settings.kl > 0
+    advantages_PGT = token_advantages(groups_P, settings, decode)
     counted = [
         (row, member)
         for row, group in enumerate(groups_P)
-        for member, reward in enumerate(group.rewards_G)
-        if reward is not None and (keep_all or any(advantages_PG[row]))
+        if keep_all or any(any(advantages_T) for advantages_T in advantages_PGT[row])
+        for member, (rollout, reward) in enumerate(_pairs(group))
+        if reward is not None and not (settings.overlong == "mask" and rollout.finish_reason == "length")
     ]
     lengths = [len(groups_P[row].rollouts_G[member].output_ids_T) for row, member in counted]
-    weights = (
-        dict(zip(counted, grpo.token_weights(lengths, loss, max_completion_tokens), strict=True))
-        if counted
-        else {}
-    )
+    whole = grpo.normaliser(lengths, settings.loss, settings.max_completion_tokens)
 
-    packs = []
-    for row, group in enumerate(groups_P):
-        answers = tuple(
-            Answer(rollout.output_ids_T, rollout.logprobs_T, advantages_PG[row][member], weights[row, member])
-            for member, rollout in enumerate(group.rollouts_G)
-            if (row, member) in weights and (keep_all or advantages_PG[row][member] != 0.0)
-        )
-        if answers:
-            packs.append(Pack(group.prompt.ids, answers))
-    return packs
+    answers_P: list[list[Answer]] = [[] for _ in groups_P]
+    for (row, member), length in zip(counted, lengths, strict=True):
+        advantages_T = advantages_PGT[row][member]
+        if keep_all or any(advantages_T):
+            rollout = groups_P[row].rollouts_G[member]
+            weight = grpo.token_weight(length, settings.loss) / whole
+            answers_P[row].append(Answer(rollout.output_ids_T, rollout.logprobs_T, advantages_T, weight))
+    return [
+        Pack(group.prompt.ids, tuple(answers))
+        for group, answers in zip(groups_P, answers_P, strict=True)
+        if answers
+    ]
+
+
+def token_advantages(
+    groups_P: Sequence[Group], settings: Resolved, decode: Decode
+) -> list[list[tuple[float, ...]]]:
+    """The advantage of every token of every answer: one for all of its tokens, or by the steps that end after it."""
+    if settings.supervision == "outcome":
+        rewards_PG = [[_shaped(*pair, settings) for pair in _pairs(group)] for group in groups_P]
+        advantages_PG = grpo.advantages(rewards_PG, settings.advantage_scale, settings.std)
+        return [
+            [(value,) * len(r.output_ids_T) for r, value in zip(group.rollouts_G, advantages_G, strict=True)]
+            for group, advantages_G in zip(groups_P, advantages_PG, strict=True)
+        ]
+    rewards_PGJ = [[[step.score for step in grade.steps] for grade in group.grades_G] for group in groups_P]
+    steps_PGJ = grpo.step_advantages(rewards_PGJ, settings.advantage_scale, settings.std)
+    return [
+        [
+            _by_step(rollout, steps_J, [step.end for step in grade.steps], decode)
+            for rollout, grade, steps_J in zip(group.rollouts_G, group.grades_G, steps_GJ, strict=True)
+        ]
+        for group, steps_GJ in zip(groups_P, steps_PGJ, strict=True)
+    ]
+
+
+def _pairs(group: Group) -> Iterator[tuple[Rollout, float | None]]:
+    return zip(group.rollouts_G, group.rewards_G, strict=True)
+
+
+def _shaped(rollout: Rollout, reward: float | None, settings: Resolved) -> float | None:
+    """The reward as training takes it; what is reported stays the grader's."""
+    if reward is None or settings.overlong_buffer is None:
+        return reward
+    length, longest = len(rollout.output_ids_T), settings.max_completion_tokens
+    return reward + grpo.overlong_penalty(length, longest, settings.overlong_buffer)
+
+
+def _by_step(
+    rollout: Rollout, steps_J: Sequence[float], ends_J: Sequence[int], decode: Decode
+) -> tuple[float, ...]:
+    ends = token_ends(rollout.output_ids_T, rollout.text, ends_J, decode)
+    return tuple(grpo.process_advantages(steps_J, ends, len(rollout.output_ids_T)))
 
 
 def micro_batches(packs: Sequence[Pack], token_budget: int) -> Iterator[list[Pack]]:
@@ -103,7 +142,8 @@ class Tensors:
     row_M: Tensor  # int64 [M]: with column_M, the position whose hidden state predicts the token
     column_M: Tensor  # int64 [M]
     target_M: Tensor  # int64 [M]
-    old_logp_M: Tensor  # float32 [M]
+    answer_M: Tensor  # int64 [M]: which answer the token is of, numbered from 0
+    sampled_logp_M: Tensor  # float32 [M]
     advantage_M: Tensor  # float32 [M]
     weight_M: Tensor  # float32 [M]
 
@@ -119,7 +159,8 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
     row: list[int] = []
     column: list[int] = []
     target: list[int] = []
-    old_logp: list[float] = []
+    lengths: list[int] = []
+    sampled_logp: list[float] = []
     advantage: list[float] = []
     weight: list[float] = []
     for b, pack in enumerate(packs):
@@ -137,8 +178,9 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
             column += [prompt - 1, *range(at, at + read)]
             row += [b] * (read + 1)
             target += answer.output_ids_T
-            old_logp += answer.logprobs_T
-            advantage += [answer.advantage] * (read + 1)
+            lengths.append(read + 1)
+            sampled_logp += answer.logprobs_T
+            advantage += answer.advantages_T
             weight += [answer.weight] * (read + 1)
             at += read
     return Tensors(
@@ -148,7 +190,8 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
         row_M=torch.tensor(row, device=device),
         column_M=torch.tensor(column, device=device),
         target_M=torch.tensor(target, device=device),
-        old_logp_M=torch.tensor(old_logp, dtype=torch.float32, device=device),
+        answer_M=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device),
+        sampled_logp_M=torch.tensor(sampled_logp, dtype=torch.float32, device=device),
         advantage_M=torch.tensor(advantage, dtype=torch.float32, device=device),
         weight_M=torch.tensor(weight, dtype=torch.float32, device=device),
     )

@@ -1,20 +1,24 @@
 """GRPO and its relatives as pure functions: rewards to advantages, log-probabilities to a loss.
 
-Sources: GRPO is DeepSeekMath (arXiv 2402.03300, eqs. 3-4), Dr. GRPO is arXiv 2503.20783, DAPO is
-arXiv 2503.14476 (eq. 8). docs/training.md says when to use which.
+Sources: GRPO is DeepSeekMath (arXiv 2402.03300, eqs. 3-5), Dr. GRPO is arXiv 2503.20783, DAPO is arXiv 2503.14476
+(eqs. 8 and 13), CISPO is MiniMax-M1 (arXiv 2506.13585, eqs. 4-5), GSPO is arXiv 2507.18071 (eqs. 5-7), bnpo is the
+name TRL gave to its token mean over a local batch. docs/training.md says when to use which.
+
+A token's part of the loss is a product: its weight in its answer (known with the answer), its advantage (known with
+the group, but for the std of the batch), and one number for the whole batch, `normaliser`.
 """
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate, islice
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-Loss = Literal["grpo", "dr_grpo", "dapo"]
-Scale = Literal["group", "batch", "none"]
-Std = Literal["population", "sample"]
+from core.methods import Importance, KlEstimator, Loss, Scale, Std
 
 # Rewards this close are equal: the std of a group that agrees must not be its rounding error.
 _EQUAL = 1e-8
@@ -41,18 +45,23 @@ def deviation(values: Sequence[float], kind: Std) -> float:
 
 
 def advantages(
-    rewards_PG: Sequence[Sequence[float | None]], scale: Scale, std: Std = "population"
+    rewards_PG: Sequence[Sequence[float | None]], scale: Scale, std: Std | None = "population"
 ) -> list[list[float]]:
     """Group-relative advantages (DeepSeekMath eq. 4), one for each answer, the same for all its tokens.
 
-    Centred on the group's mean, then divided by the std of the group (the paper), of all rewards of the
-    batch (keeps easy and hard prompts in proportion), or by nothing (Dr. GRPO).
+    Centred on the group's mean, then divided by the std of the group (the paper), of all rewards of the batch
+    (keeps easy and hard prompts in proportion), or by nothing (Dr. GRPO). A group that agrees has no part in the
+    std of the batch: it changes nothing, just as if it had not been sampled.
     """
     centred_PG = [centred(rewards_G) for rewards_G in rewards_PG]
     if scale == "none":
         return centred_PG
+    assert std is not None, "a scale needs to know which std"
     if scale == "batch":
-        batch = deviation([r for rewards_G in rewards_PG for r in rewards_G if r is not None], std)
+        with_signal = [
+            rewards_G for rewards_G, values in zip(rewards_PG, centred_PG, strict=True) if any(values)
+        ]
+        batch = deviation([r for rewards_G in with_signal for r in rewards_G if r is not None], std)
         return [_divided(values_G, batch) for values_G in centred_PG]
     return [
         _divided(values_G, deviation([r for r in rewards_G if r is not None], std))
@@ -64,48 +73,114 @@ def _divided(values: Sequence[float], by: float) -> list[float]:
     return [value / by if value else 0.0 for value in values]
 
 
+def step_advantages(
+    rewards_PGJ: Sequence[Sequence[Sequence[float]]], scale: Scale, std: Std | None = "population"
+) -> list[list[list[float]]]:
+    """Normalised step rewards (DeepSeekMath section 4.1.3), J of them for each answer; none for one without steps.
+
+    What `advantages` does with the answers of a group, done with all steps of all its answers together.
+    """
+    flat_PN = [[reward for rewards_J in rewards_GJ for reward in rewards_J] for rewards_GJ in rewards_PGJ]
+    normalised_PN = [iter(values_N) for values_N in advantages(flat_PN, scale, std)]
+    return [
+        [list(islice(values, len(rewards_J))) for rewards_J in rewards_GJ]
+        for values, rewards_GJ in zip(normalised_PN, rewards_PGJ, strict=True)
+    ]
+
+
 def process_advantages(step_rewards: Sequence[float], ends: Sequence[int], length: int) -> list[float]:
     """Advantages of an answer's tokens under process supervision (DeepSeekMath eq. 5), one for each of `length`.
 
     `step_rewards` are those of one answer, already normalised over all steps of its group; step j ends at token
-    ends[j] (counted from 1). A token's advantage is the sum of the rewards of the steps that end at it or later.
+    ends[j] (counted from 1, never falling). A token's advantage is the sum of the rewards of the steps that end at
+    it or later.
     """
-    return [
-        sum(reward for reward, end in zip(step_rewards, ends, strict=True) if end >= token)
-        for token in range(1, length + 1)
-    ]
+    to_come = [0.0, *accumulate(reversed(step_rewards))][::-1]
+    return [to_come[bisect_left(ends, token)] for token in range(1, length + 1)]
 
 
-def token_weights(lengths: Sequence[int], loss: Loss, max_completion_tokens: int) -> list[float]:
-    """What each token of each answer counts in the loss, so that the loss of a step is one plain sum.
+def overlong_penalty(length: int, longest: int, buffer: int) -> float:
+    """DAPO's soft punishment (eq. 13): 0 up to longest - buffer tokens, from there in a line down to -1 at longest."""
+    return max(-1.0, min(0.0, (longest - buffer - length) / buffer))
 
-    grpo: the mean over tokens of each answer, then over answers. dapo: the mean over all tokens.
-    dr_grpo: the sum over tokens, over answers x the longest answer allowed (a constant: no length bias).
-    `lengths` are those of all answers that count, over the whole step, whatever the micro-batches.
+
+def token_weight(length: int, loss: Loss) -> float:
+    """What each token of an answer of this length counts before the batch is normalised.
+
+    grpo, gspo: the mean over the tokens of each answer. The others: their sum.
     """
-    if loss == "grpo":
-        return [1.0 / (len(lengths) * length) for length in lengths]
-    if loss == "dapo":
-        return [1.0 / sum(lengths)] * len(lengths)
-    return [1.0 / (len(lengths) * max_completion_tokens)] * len(lengths)
+    return 1.0 / length if loss in ("grpo", "gspo") else 1.0
 
 
-def surrogate(logp: Tensor, old_logp: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """The clipped objective of each token, to be maximised (DeepSeekMath eq. 3; DAPO's two bounds).
+def normaliser(lengths: Sequence[int], loss: Loss, max_completion_tokens: int) -> float:
+    """What the sum over a batch is divided by, so that the loss of a step is one plain sum.
 
-    min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), rho = exp(logp - old_logp). Any one shape.
+    grpo, gspo: the answers. dapo, bnpo, cispo: their tokens. dr_grpo: answers x the longest answer allowed (a
+    constant: no length bias). `lengths` are those of all answers that count in one optimizer step, whatever the
+    micro-batches; a batch is in one process, so the local batch of bnpo is the batch.
     """
-    ratio = torch.exp(logp - old_logp)
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return torch.minimum(ratio * advantage, clipped * advantage)
+    match loss:
+        case "grpo" | "gspo":
+            return float(len(lengths))
+        case "dr_grpo":
+            return float(len(lengths) * max_completion_tokens)
+        case "dapo" | "bnpo" | "cispo":
+            return float(sum(lengths))
+
+
+def answer_mean(values: Tensor, answer: Tensor) -> Tensor:
+    """The mean over the tokens of each answer, at each of its tokens. `answer` numbers the answers from 0."""
+    sums = values.new_zeros(int(answer.max()) + 1).index_add(0, answer, values)
+    return (sums / torch.bincount(answer))[answer]
+
+
+def surrogate(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
+    """The clipped objective, to be maximised (DeepSeekMath eq. 3; DAPO's two bounds): min(rho A, clip(rho) A).
+
+    `low` and `high` bound the ratio itself: 1 - epsilon and 1 + epsilon. Any one shape.
+    """
+    ratio = log_ratio.exp()
+    return torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+
+
+def capped_likelihood(logp: Tensor, log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
+    """CISPO's objective (MiniMax-M1 eq. 4): sg[clip(rho)] A log pi. The cap shrinks a token and never silences it."""
+    return log_ratio.exp().clamp(low, high).detach() * advantage * logp
 
 
 def was_clipped(
-    logp: Tensor, old_logp: Tensor, advantage: Tensor, clip_low: float, clip_high: float
+    name: Loss, log_ratio: Tensor, advantage: Tensor, answer: Tensor, bounds: tuple[float, float]
 ) -> Tensor:
-    """Which tokens the clip silenced (bool): those whose ratio left the band in the direction of gain."""
-    ratio = torch.exp(logp - old_logp)
-    return ((ratio > 1.0 + clip_high) & (advantage > 0)) | ((ratio < 1.0 - clip_low) & (advantage < 0))
+    """Which tokens the clip touched (bool).
+
+    It silences those whose ratio (for gspo that of their answer) left the band in the direction of gain; with
+    cispo it shrinks those above the cap.
+    """
+    low, high = bounds
+    ratio = (answer_mean(log_ratio, answer) if name == "gspo" else log_ratio).exp()
+    if name == "cispo":
+        return ratio > high
+    return ((ratio > high) & (advantage > 0)) | ((ratio < low) & (advantage < 0))
+
+
+def importance_weight(old_logp: Tensor, sampled_logp: Tensor, kind: Importance, cap: float | None) -> Tensor:
+    """What makes up for the sampler's probabilities not being the trainer's, for the same weights. No gradient.
+
+    truncate: min(pi_old / pi_sampler, cap), "TIS" (Yao et al., "Your efficient RL framework secretly brings you
+    off-policy RL training"). mask: the same ratio, and 0 outside [1 / cap, cap] ("MIS", IcePop). none: 1.
+    """
+    if kind == "none":
+        return torch.ones_like(old_logp)
+    assert cap is not None
+    ratio = (old_logp - sampled_logp).detach().exp()
+    if kind == "truncate":
+        return ratio.clamp(max=cap)
+    return torch.where((ratio >= 1.0 / cap) & (ratio <= cap), ratio, 0.0)
+
+
+def kl_k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """KL(policy || reference) of each token by the k1 estimator: log pi_theta - log pi_ref. Of either sign."""
+    return logp - ref_logp
 
 
 def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
@@ -117,25 +192,45 @@ def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
     return torch.expm1(log_x) - log_x  # expm1: x - 1 rounds to less than log x where the two agree
 
 
+def kl_penalty(logp: Tensor, log_ratio: Tensor, ref_logp: Tensor, estimator: KlEstimator) -> Tensor:
+    """rho x the estimate, with the gradient through both factors (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
+
+    The samples come from where rho is 1, so only this has the KL's own gradient in the mean. That of a bare k1 is 0
+    in the mean, and that of a bare k3 is the gradient of the KL the other way round, KL(reference || policy).
+    """
+    estimate = kl_k1(logp, ref_logp) if estimator == "k1" else kl_k3(logp, ref_logp)
+    return log_ratio.exp() * estimate
+
+
 def loss(
     logp: Tensor,
     old_logp: Tensor,
     advantage: Tensor,
     weight: Tensor,
+    answer: Tensor,
     *,
-    clip_low: float,
-    clip_high: float,
+    name: Loss,
+    bounds: tuple[float, float],
     kl: float = 0.0,
+    kl_estimator: KlEstimator | None = None,
     ref_logp: Tensor | None = None,
 ) -> Tensor:
     """The part of the step's loss that these tokens make, to be minimised: micro-batches simply add up.
 
-    All tensors are flat, one entry a token. `kl` is the paper's beta and needs `ref_logp`.
+    All tensors are flat, one entry a token; no answer is in two micro-batches. `bounds` are those of the ratio.
+    `kl` is the paper's beta and needs the estimator and `ref_logp`.
     """
-    objective = surrogate(logp, old_logp, advantage, clip_low, clip_high)
+    log_ratio = logp - old_logp
+    match name:
+        case "gspo":  # eqs. 5-7: the geometric mean of the tokens' ratios, clipped and differentiated as one
+            objective = surrogate(answer_mean(log_ratio, answer), advantage, *bounds)
+        case "cispo":
+            objective = capped_likelihood(logp, log_ratio, advantage, *bounds)
+        case "grpo" | "dr_grpo" | "bnpo" | "dapo":
+            objective = surrogate(log_ratio, advantage, *bounds)
     if kl > 0.0:
-        assert ref_logp is not None, "a KL penalty needs the reference's log-probabilities"
-        objective = objective - kl * kl_k3(logp, ref_logp)
+        assert ref_logp is not None and kl_estimator is not None, "a KL penalty needs a reference"
+        objective = objective - kl * kl_penalty(logp, log_ratio, ref_logp, kl_estimator)
     return -(weight * objective).sum()
 
 

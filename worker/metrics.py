@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from core.methods import Supervision
 from graders.spec import GraderSpec, LabelModelSpec, MultiSpec, ScoreModelSpec
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker import grpo
@@ -33,6 +34,7 @@ def of_step(
     step: int,
     total_steps: int,
     spec: GraderSpec,
+    supervision: Supervision,
     train_P: Sequence[Group],
     valid_P: Sequence[Group] | None,
     update: UpdateMetrics | None,
@@ -46,7 +48,7 @@ def of_step(
     for split, groups_P in splits:
         data |= _split(split, groups_P)
     if train_P:
-        data |= _signal(train_P)
+        data |= _signal(train_P, supervision)
     if update is not None:
         data |= _update(update)
     sampled = sum(len(rollout.output_ids_T) for rollout in _rollouts(train_P))
@@ -105,9 +107,9 @@ def ungraded(groups_P: Sequence[Group]) -> Ungraded | None:
     return Ungraded(f"{count} Most often: {reasons[0]}", counts.total() / len(grades), reasons)
 
 
-def no_signal(groups_P: Sequence[Group]) -> str | None:
+def no_signal(groups_P: Sequence[Group], supervision: Supervision) -> str | None:
     """A sentence about a step from which nothing can be learned; None if some group had signal."""
-    kinds = Counter(grpo.signal(group.rewards_G) for group in groups_P)
+    kinds = Counter(grpo.signal(group.taught_by(supervision)) for group in groups_P)
     if kinds["mixed"]:
         return None
     what = {
@@ -147,8 +149,8 @@ def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
     }
 
 
-def _signal(groups_P: Sequence[Group]) -> dict[str, float]:
-    kinds = Counter(grpo.signal(group.rewards_G) for group in groups_P)
+def _signal(groups_P: Sequence[Group], supervision: Supervision) -> dict[str, float]:
+    kinds = Counter(grpo.signal(group.taught_by(supervision)) for group in groups_P)
     return {
         f"groups_{kind}_share": kinds[kind] / len(groups_P)
         for kind in ("mixed", "all_zero", "all_one", "equal", "ungraded")

@@ -151,6 +151,18 @@ class Policy:
         with self.model.disable_adapter():
             yield
 
+    @contextmanager
+    def wearing(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """With other weights in the adapter, one tensor for each of `trainable`."""
+        own = [parameter.data for parameter in self.trainable]
+        for parameter, other in zip(self.trainable, weights, strict=True):
+            parameter.data = other
+        try:
+            yield
+        finally:
+            for parameter, weight in zip(self.trainable, own, strict=True):
+                parameter.data = weight
+
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A chat to token ids, ready for the model to answer. `developer` is spelled `system` for templates."""
         chat = [

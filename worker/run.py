@@ -33,6 +33,7 @@ from worker.data import PromptStream, PromptTooLong, tokenize
 from worker.recorder import GradedStep, Recorder
 from worker.rewards import Rewards
 from worker.samplers import Sampler, Sampling
+from worker.steps import with_steps_only
 from worker.trainer import Trainer
 from worker.types import Group, Prompt
 
@@ -80,6 +81,8 @@ class Run:
         prompts_P = self.train_prompts.batch(step)
         answers = self.sampler.sample(prompts_P, self.sampling(step))
         groups_P = await self.rewards.grade(prompts_P, answers, clock)
+        if self.settings.supervision == "process":
+            groups_P = with_steps_only(groups_P)
         with clock("training"):
             update = self.trainer.update(groups_P)
         valid_P = None
@@ -91,6 +94,7 @@ class Run:
             step=step,
             total_steps=self.settings.total_steps,
             spec=self.spec,
+            supervision=self.settings.supervision,
             train_P=groups_P,
             valid_P=valid_P,
             update=update,
@@ -112,6 +116,7 @@ class Run:
             step=0,
             total_steps=self.settings.total_steps,
             spec=self.spec,
+            supervision=self.settings.supervision,
             train_P=[],
             valid_P=valid_P,
             update=None,
@@ -152,7 +157,7 @@ class Run:
         if failures and self.steps_that_failed >= self.failing_steps:
             message = f"In {self.steps_that_failed} steps in a row most answers could not be graded. {failures.message}"
             raise UserMistake("grader_failed", message, "method.reinforcement.grader")
-        silence = metrics.no_signal(groups_P)
+        silence = metrics.no_signal(groups_P, self.settings.supervision)
         self.steps_without_signal = self.steps_without_signal + 1 if silence else 0
         if silence and self.steps_without_signal in (1, 5, 25):  # not every step: a warning has to stay news
             data = {"step": step, "steps_in_a_row": self.steps_without_signal}

@@ -1,6 +1,9 @@
-"""Graded groups to a better adapter: one optimizer step of LoRA under a GRPO-family loss."""
+"""Graded groups to a better adapter: optimizer steps of LoRA under a GRPO-family loss."""
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,82 +45,129 @@ class PeftTrainer:
             policy.trainable, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         self.steps_taken = 0
+        # The adapter of the KL's reference, once it is not the base model any more.
+        self.reference: list[Tensor] | None = None
 
     def update(self, groups_P: Sequence[Group]) -> UpdateMetrics:
+        """Pass `updates_per_batch` times over the answers (DeepSeekMath's mu), with an optimizer step after each."""
         settings = self.settings
-        packs = packs_of(
-            groups_P,
-            loss=settings.loss,
-            scale=settings.advantage_scale,
-            max_completion_tokens=settings.max_completion_tokens,
-            keep_all=settings.kl > 0,
-        )
+        packs = packs_of(groups_P, settings, self.policy.text)
         trained = sum(len(pack.sequences) for pack in packs)
         dropped = sum(len(group.rollouts_G) for group in groups_P) - trained
         if not packs:
             return UpdateMetrics(0.0, 0, 0, dropped, None, None, None, None, None)
 
-        totals = Totals()
-        for batch in micro_batches(packs, self.token_budget):
-            # Without a penalty the KL is only watched, so one pack a step estimates it: it costs a forward pass.
-            reference = batch if settings.kl > 0 else batch[: 1 if totals.tokens == 0 else 0]
-            totals.add(self._backward(batch, reference))
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.trainable, settings.max_grad_norm).item()
-        finite = torch.isfinite(torch.tensor(norm)).item()
-        if finite:
-            self._step()
-        self.optimizer.zero_grad(set_to_none=True)
+        batches = [Batch(one) for one in micro_batches(packs, self.token_budget)]
+        passes: list[Totals] = []
+        norms: list[float] = []
+        for _ in range(settings.updates_per_batch):
+            passes.append(self._accumulate(batches))
+            norm = torch.nn.utils.clip_grad_norm_(self.policy.trainable, settings.max_grad_norm).item()
+            finite = math.isfinite(norm)
+            if finite:
+                norms.append(norm)
+                self._step()
+            self.optimizer.zero_grad(set_to_none=True)
+            if not finite:  # nor would it be in another pass over the same answers
+                break
+        if norms:
+            self.steps_taken += 1
+            self._refresh_reference()
+
+        first, whole = passes[0], sum(passes[1:], passes[0])
         return UpdateMetrics(
-            loss=totals.loss,
+            loss=whole.loss / len(passes),
             trained_sequences=trained,
-            trained_tokens=totals.tokens,
+            trained_tokens=whole.tokens,
             dropped_sequences=dropped,
-            grad_norm=norm if finite else None,
-            clip_fraction=totals.clipped / totals.tokens,
-            kl=totals.kl / totals.kl_tokens,
-            entropy=totals.entropy / totals.tokens,
-            logprob_gap=totals.gap / totals.tokens,
-            skipped=not finite,
+            grad_norm=sum(norms) / len(norms) if norms else None,
+            clip_fraction=whole.clipped / whole.tokens,
+            kl=whole.kl / whole.kl_tokens,
+            entropy=first.entropy / first.tokens,
+            logprob_gap=first.gap / first.tokens,
+            logprob_gap_max=first.gap_max,
+            logprob_gap_k1=first.gap_k1 / first.tokens,
+            logprob_gap_k3=first.gap_k3 / first.tokens,
+            logprob_gap_ess=first.effective_sample_size,
+            skipped=len(norms) < len(passes),
         )
 
-    def _backward(self, packs: Sequence[Pack], reference: Sequence[Pack]) -> "Totals":
-        """Add the gradient of these packs. `reference` is the part of them (from the front) to take the KL on."""
+    def _accumulate(self, batches: Sequence["Batch"]) -> "Totals":
+        """Add up the gradient of one pass."""
+        totals = Totals()
+        for batch in batches:
+            if batch.ref_logp is None:
+                # Without a penalty the KL is only watched, so one pack estimates it: it costs a forward pass.
+                watched = (
+                    batch.packs if self.settings.kl > 0 else batch.packs[: 1 if totals.tokens == 0 else 0]
+                )
+                batch.ref_logp = self._reference_logprobs(watched)
+            totals += self._backward(batch, batch.ref_logp)
+        return totals
+
+    def _backward(self, batch: "Batch", ref_logp: Tensor) -> "Totals":
+        """Add the gradient of these packs. `ref_logp` may be that of a part of them, from the front."""
         settings = self.settings
-        batch = tensors_of(packs, self.policy.device)
-        ref_logp = self._base_logprobs(reference)
-        logp_M, entropy_M = self.logprobs(batch)
+        tensors = tensors_of(batch.packs, self.policy.device)
+        logp_M, entropy_M = self.logprobs(tensors)
+        if batch.old_logp is None:
+            # The first pass is over the policy that sampled, so its own numbers are the old ones: no pass extra.
+            batch.old_logp = logp_M.detach()
+        sampled_M, answer_M = tensors.sampled_logp_M, tensors.answer_M
+        # Without a correction the ratio itself is to what was sampled, and the clip acts on the gap as well.
+        old_M = batch.old_logp if settings.importance != "none" else sampled_M
+        importance_M = grpo.importance_weight(old_M, sampled_M, settings.importance, settings.importance_cap)
         part = grpo.loss(
             logp_M,
-            batch.old_logp_M,
-            batch.advantage_M,
-            batch.weight_M,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
+            old_M,
+            tensors.advantage_M,
+            tensors.weight_M * importance_M,
+            answer_M,
+            name=settings.loss,
+            bounds=settings.ratio_bounds,
             kl=settings.kl,
+            kl_estimator=settings.kl_estimator,
             ref_logp=ref_logp if settings.kl > 0 else None,
         )
         part.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             clipped = grpo.was_clipped(
-                logp_M, batch.old_logp_M, batch.advantage_M, settings.clip_low, settings.clip_high
+                settings.loss, logp_M - old_M, tensors.advantage_M, answer_M, settings.ratio_bounds
             )
+            # In float64: a single weight of a sampler gone wrong may be beyond float32.
+            gap_M = batch.old_logp.double() - sampled_M.double()
+            ratio_M = gap_M.exp()
             return Totals(
                 loss=part.item(),
                 tokens=len(logp_M),
                 clipped=clipped.sum().item(),
                 entropy=entropy_M.sum().item(),
-                gap=(logp_M - batch.old_logp_M).abs().sum().item(),
                 kl=grpo.kl_k3(logp_M[: len(ref_logp)], ref_logp).sum().item(),
                 kl_tokens=len(ref_logp),
+                gap=gap_M.abs().sum().item(),
+                gap_max=gap_M.abs().max().item(),
+                gap_k1=-gap_M.sum().item(),
+                gap_k3=(torch.expm1(gap_M) - gap_M).sum().item(),
+                ratio=ratio_M.sum().item(),
+                ratio_squared=(ratio_M**2).sum().item(),
             )
 
     @torch.no_grad()
-    def _base_logprobs(self, packs: Sequence[Pack]) -> Tensor:
-        """Log-probabilities under the model without its adapter, in the order `tensors_of` lists the tokens."""
+    def _reference_logprobs(self, packs: Sequence[Pack]) -> Tensor:
+        """Log-probabilities under the reference, in the order `tensors_of` lists the tokens."""
         if not packs:
             return torch.empty(0, device=self.policy.device)
-        with self.policy.as_base():
+        with self._as_reference():
             return self.logprobs(tensors_of(packs, self.policy.device))[0]
+
+    def _as_reference(self) -> AbstractContextManager[None]:
+        return self.policy.as_base() if self.reference is None else self.policy.wearing(self.reference)
+
+    def _refresh_reference(self) -> None:
+        """Iterative GRPO (DeepSeekMath, Algorithm 1): every so often the reference becomes the policy."""
+        every = self.settings.reference_refresh_steps
+        if every and self.steps_taken % every == 0:
+            self.reference = [parameter.detach().clone() for parameter in self.policy.trainable]
 
     def logprobs(self, batch: Tensors) -> tuple[Tensor, Tensor]:
         """Log-probability [M] of each trained token and the entropy [M] (nats, no gradient) where it stood.
@@ -145,10 +195,11 @@ class PeftTrainer:
         return logp.gather(-1, target[:, None])[:, 0], entropy
 
     def _step(self) -> None:
-        self.steps_taken += 1
-        warm = min(1.0, self.steps_taken / self.settings.warmup_steps) if self.settings.warmup_steps else 1.0
+        settings = self.settings
+        # Warm-up counts steps of the run, however many updates each makes.
+        warm = min(1.0, (self.steps_taken + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate * warm
+            group["lr"] = settings.learning_rate * warm
         self.optimizer.step()
 
     def save(self, folder: Path) -> None:
@@ -156,6 +207,7 @@ class PeftTrainer:
         state: dict[str, Any] = {
             "optimizer": self.optimizer.state_dict(),
             "steps_taken": self.steps_taken,
+            "reference": self.reference,
             "torch_rng": torch.get_rng_state(),
         }
         torch.save(state, folder / "trainer.pt")
@@ -165,17 +217,46 @@ class PeftTrainer:
         state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps_taken = state["steps_taken"]
+        reference = state["reference"]
+        self.reference = (
+            None if reference is None else [tensor.to(self.policy.device) for tensor in reference]
+        )
         torch.set_rng_state(state["torch_rng"])
 
 
+@dataclass
+class Batch:
+    """A micro-batch, and what its first pass leaves to those after it: what stays the same while the policy moves."""
+
+    packs: Sequence[Pack]
+    old_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Totals:
-    """Sums over the tokens of a step, added up micro-batch by micro-batch."""
+    """Sums over the tokens of a step (and one maximum), added up micro-batch by micro-batch."""
 
-    def __init__(self, **sums: float) -> None:
-        self.loss = self.clipped = self.entropy = self.gap = self.kl = 0.0
-        self.tokens = self.kl_tokens = 0
-        vars(self).update(sums)
+    loss: float = 0.0
+    tokens: int = 0
+    clipped: float = 0.0
+    entropy: float = 0.0
+    kl: float = 0.0
+    kl_tokens: int = 0
+    gap: float = 0.0
+    gap_max: float = 0.0
+    gap_k1: float = 0.0
+    gap_k3: float = 0.0
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
 
-    def add(self, other: "Totals") -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+    @property
+    def effective_sample_size(self) -> float:
+        """(sum of the weights)^2 / (n x sum of their squares): 1 where all are alike, 1 / n where one has it all."""
+        if self.ratio_squared == 0.0:  # so small that float64 has no number for them
+            return 0.0
+        return self.ratio * (self.ratio / self.ratio_squared) / self.tokens
+
+    def __add__(self, other: "Totals") -> "Totals":
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return Totals(**sums | {"gap_max": max(self.gap_max, other.gap_max)})

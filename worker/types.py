@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from core.methods import Supervision
 from graders.types import Grade
 
 FinishReason = Literal["stop", "length"]
@@ -43,14 +44,20 @@ class Group:
     def rewards_G(self) -> list[float | None]:
         return [grade.score for grade in self.grades_G]
 
+    def taught_by(self, supervision: Supervision) -> list[float | None]:
+        """What the advantages are made of: the answers' rewards, or those of all their steps."""
+        if supervision == "outcome":
+            return self.rewards_G
+        return [step.score for grade in self.grades_G for step in grade.steps]
+
 
 @dataclass(frozen=True)
 class Sequence:
-    """One answer as the trainer sees it: its tokens, its advantage, its weight in the loss."""
+    """One answer as the trainer sees it: its tokens, their advantages, its weight in the loss."""
 
     output_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
-    advantage: float
+    advantages_T: tuple[float, ...]
     weight: float  # of each token; the weights of a step contain the whole normalisation of its loss
 
 
@@ -69,15 +76,26 @@ class Pack:
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """What one optimizer step did. Means are over the trained tokens; None where nothing was trained."""
+    """What learning from one batch did. Means are over the trained tokens; None where nothing was trained.
+
+    With several updates a batch, `loss`, `grad_norm`, `clip_fraction` and `kl` are means over them, and `entropy`
+    and the gap are those of the policy that sampled.
+    """
 
     loss: float
     trained_sequences: int
-    trained_tokens: int
+    trained_tokens: int  # once for each update
     dropped_sequences: int  # carried no signal, so they were not computed
     grad_norm: float | None
     clip_fraction: float | None
-    kl: float | None  # k3 to the base model
+    kl: float | None  # k3 to the reference
     entropy: float | None  # nats
-    logprob_gap: float | None  # mean |trainer - sampler|, on the policy that sampled
+    # How far the sampler's log-probabilities are from the trainer's, for the same weights.
+    logprob_gap: float | None  # mean |difference|
+    logprob_gap_max: float | None = None  # largest |difference|
+    logprob_gap_k1: float | None = None  # KL(sampler || trainer), by both estimators
+    logprob_gap_k3: float | None = None
+    logprob_gap_ess: float | None = (
+        None  # effective sample size of the weights pi_trainer / pi_sampler, 1 at best
+    )
     skipped: bool = False  # a gradient was not finite, so the step was not taken

@@ -22,6 +22,8 @@ from pathlib import Path
 from struct import pack, unpack
 from typing import Any, Literal
 
+from graders.types import StepScore, steps_of
+
 # Loaded before the first grade if the source names them; all else is imported when and if a grade gets there.
 STANDARD = (
     "collections", "dataclasses", "datetime", "decimal", "difflib", "fractions", "functools", "itertools",
@@ -66,6 +68,7 @@ class Outcome:
     score: float | None = None
     reason: str = ""
     output: str = ""
+    steps: tuple[StepScore, ...] = ()
 
 
 class Zygote:
@@ -114,7 +117,7 @@ class Zygote:
         self.served += 1
         self.retired = self.retired or bool(answer.get("retire")) or self.served >= _FORKS
         try:
-            return _outcome(answer, self.limits)
+            return _outcome(answer, self.limits, len(sample.get("output_text", "")))
         except (KeyError, TypeError, ValueError) as cause:
             self.close()
             raise SandboxFailed(f"the sandbox gave no sensible answer: {cause!r}") from cause
@@ -293,7 +296,7 @@ def missing_layers(layers: Mapping[str, str]) -> list[str]:
     return missing
 
 
-def _outcome(answer: Mapping[str, Any], limits: Limits) -> Outcome:
+def _outcome(answer: Mapping[str, Any], limits: Limits, length: int) -> Outcome:
     status, output = answer["status"], str(answer["output"])
     match status:
         case "timeout":
@@ -307,12 +310,15 @@ def _outcome(answer: Mapping[str, Any], limits: Limits) -> Outcome:
         case "crash":
             return Outcome("crash", reason=_exit(int(answer["exit"])), output=output)
         case "ended":
-            return _result(answer["result"], output)
+            return _result(answer["result"], output, length)
     raise ValueError(f"unknown status {status!r}")
 
 
-def _result(text: str, output: str) -> Outcome:
-    """What the child says about itself. It is the grader's to forge, so it is read as anyone's input."""
+def _result(text: str, output: str, length: int) -> Outcome:
+    """What the child says about itself. It is the grader's to forge, so it is read as anyone's input.
+
+    `length` is that of the sample's text, in which its steps have to lie.
+    """
     if not text:
         return Outcome("crash", reason="it ended without a grade", output=output)
     try:
@@ -322,6 +328,9 @@ def _result(text: str, output: str) -> Outcome:
     match result:
         case {"score": float(score), **rest} if not rest and math.isfinite(score):
             return Outcome("ok", score, output=output)
+        case {"score": float(score), "steps": raw, **rest} if not rest and math.isfinite(score):
+            with suppress(ValueError):
+                return Outcome("ok", score, output=output, steps=steps_of(raw, length))
         case {"error": "memory", **rest} if not rest:
             return Outcome("memory", reason="out of memory", output=output)
         case {"error": "value", "text": str(why), **rest} if not rest:

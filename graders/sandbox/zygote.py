@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graders.sandbox import lockdown, syscalls
+from graders.types import MAX_STEPS, steps_of
 
 FILE = "grader.py"
 SCRATCH = "/scratch"
@@ -154,9 +155,10 @@ class Zygote:
         sys.stdout = sys.stderr = stream
         module = types.ModuleType("grader")
         sys.modules["grader"] = module
+        length = len(request["sample"].get("output_text", ""))  # before the grader can change it
         exec(self.code, module.__dict__)
         value = module.__dict__["grade"](request["sample"], request["item"])
-        return _checked(value)
+        return _checked(value, length)
 
     def _lock_down(self) -> None:
         """What every fork inherits. Each layer is noted; whether enough of them hold is for the pool to say."""
@@ -298,12 +300,43 @@ def _cpu_limit(wall_s: float) -> int:
     return 2 * int(wall_s + 1)  # seconds on two cores; the clock on the wall is the real limit
 
 
-def _checked(value: Any) -> bytes:
-    """The score as JSON, or what is wrong with it. Trusts no method of a value that the grader made."""
+def _checked(value: Any, length: int) -> bytes:
+    """What grade() returned as JSON, or what is wrong with it. Trusts no method of a value that the grader made."""
+    if type(value) is not dict:
+        return _scored(value, {})
+    if not _has_plain_keys(value) or set(value) != {"score", "steps"}:
+        return _error("value", "a dict from grade() must have 'score' and 'steps', and nothing else")
+    steps = value["steps"]
+    if type(steps) is list:
+        steps = [_plain_step(step) for step in steps[: MAX_STEPS + 1]]  # one too many is enough to be refused
+    try:
+        kept = steps_of(steps, length)
+    except ValueError as cause:
+        return _error("value", f"grade() returned bad steps: {cause}")
+    return _scored(value["score"], {"steps": [{"end": step.end, "score": step.score} for step in kept]})
+
+
+def _has_plain_keys(value: dict[Any, Any]) -> bool:
+    return all(type(key) is str for key in value)  # those of other types bring their own __eq__
+
+
+def _plain_step(step: Any) -> Any:
+    if type(step) is not dict or not _has_plain_keys(step):
+        return None
+    return {key: _plain(value) for key, value in step.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A Python number for a numpy scalar and for a bool."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         value = value.item()
-    if type(value) not in (bool, int, float):
+    return float(value) if type(value) is bool else value
+
+
+def _scored(value: Any, rest: dict[str, Any]) -> bytes:
+    value = _plain(value)
+    if type(value) not in (int, float):
         return _error("value", f"grade() must return a number, not {type(value).__name__[:100]}")
     try:
         score = float(value)
@@ -311,7 +344,7 @@ def _checked(value: Any) -> bytes:
         return _error("value", "grade() returned an integer too large for a score")
     if score - score != 0:  # NaN and the infinities
         return _error("value", f"grade() must return a finite number, not {score}")
-    return json.dumps({"score": score}).encode()
+    return json.dumps({"score": score, **rest}).encode()
 
 
 def _described(cause: BaseException) -> bytes:

@@ -227,6 +227,11 @@ REFUSED_INSIDE = {
         "hyperparameters",
         "invalid_value",
     ),
+    "a cap for a loss with a clip": (
+        hyperparameters(advanced={"cispo_cap": 5.0}),
+        "hyperparameters.advanced",
+        "invalid_value",
+    ),
     "a response format": ({"response_format": {"type": "json_schema"}}, "response_format", "invalid_value"),
     "tools": ({"tools": []}, "tools", "unknown_parameter"),
     "a grader that is text": ({"grader": "string_check"}, "grader", "invalid_type"),
@@ -244,6 +249,18 @@ def test_what_is_wrong_inside_the_method_is_named_by_its_path(api, job_request, 
     answer = api.post(JOBS, json=job_request(reinforcement=inside))
 
     assert error(answer) == (f"{INSIDE}.{param}", code)
+
+
+def test_process_supervision_needs_a_grader_that_gives_steps(api, job_request):
+    process = hyperparameters(advanced={"supervision": "process"})
+    python = {"type": "python", "name": "p", "source": "def grade(sample, item): return 1.0"}
+
+    refused = api.post(JOBS, json=job_request(reinforcement=process))
+    accepted = api.post(JOBS, json=job_request(reinforcement=process | {"grader": python}))
+
+    assert error(refused) == (INSIDE, "invalid_value")
+    assert "'string_check' gives one score an answer" in refused.json()["error"]["message"]
+    assert accepted.status_code == 200
 
 
 @pytest.mark.parametrize(

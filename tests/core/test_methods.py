@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from core.methods import Hyperparameters, Resolved, base_learning_rate, resolve
+from core.methods import Hyperparameters, base_learning_rate, resolve
 
 
 def ask(advanced=None, **fields):
@@ -27,9 +27,10 @@ def test_nothing_asked_is_everything_automatic():
 
 
 def test_no_auto_is_left_when_resolved():
-    assert set(Resolved.model_fields) - {"loss", "advantage_scale"} == {
-        name for name, value in resolved() if isinstance(value, int | float)
-    }
+    everything = {"overlong": "soft", "kl": 0.1, "std": "sample"}
+
+    for run in (resolved(), resolved(everything), resolved({"loss": "cispo"}), resolved({"loss": "gspo"})):
+        assert "auto" not in dict(run).values()
 
 
 # Each "auto".
@@ -88,10 +89,71 @@ def test_the_multiplier_scales_the_automatic_learning_rate():
     assert resolved(learning_rate_multiplier=0.5).learning_rate == resolved().learning_rate / 2
 
 
-@pytest.mark.parametrize(("loss", "scale"), [("grpo", "group"), ("dr_grpo", "none"), ("dapo", "batch")])
+@pytest.mark.parametrize(
+    ("loss", "scale"),
+    [
+        ("grpo", "group"),
+        ("dr_grpo", "none"),
+        ("bnpo", "batch"),
+        ("dapo", "batch"),
+        ("cispo", "batch"),
+        ("gspo", "group"),
+    ],
+)
 def test_each_loss_brings_its_own_scale_of_advantages(loss, scale):
     assert resolved({"loss": loss}).advantage_scale == scale
     assert resolved({"loss": loss, "advantage_scale": "group"}).advantage_scale == "group"
+
+
+@pytest.mark.parametrize(
+    ("loss", "clip", "bounds"),
+    [
+        ("grpo", (0.2, 0.2), (0.8, 1.2)),
+        ("dr_grpo", (0.2, 0.2), (0.8, 1.2)),
+        ("bnpo", (0.2, 0.2), (0.8, 1.2)),
+        ("dapo", (0.2, 0.28), (0.8, 1.28)),
+        ("gspo", (3e-4, 4e-4), (0.9997, 1.0004)),
+        ("cispo", (None, None), (0.0, 5.0)),
+    ],
+)
+def test_each_loss_brings_its_own_clip(loss, clip, bounds):
+    run = resolved({"loss": loss})
+
+    assert (run.clip_low, run.clip_high) == clip
+    assert run.ratio_bounds == pytest.approx(bounds)
+    assert run.cispo_cap == (5.0 if loss == "cispo" else None)
+
+
+def test_half_a_clip_leaves_the_other_half_automatic():
+    run = resolved({"loss": "gspo", "clip_high": 1e-3})
+
+    assert (run.clip_low, run.clip_high) == (3e-4, 1e-3)
+
+
+def test_the_std_is_that_of_the_population_where_there_is_one():
+    assert resolved().std == "population"
+    assert resolved({"std": "sample"}).std == "sample"
+    assert resolved({"loss": "dr_grpo"}).std is None
+
+
+def test_the_kl_is_estimated_by_k3_where_there_is_one():
+    assert resolved().kl_estimator is None
+    assert resolved({"kl": 0.1}).kl_estimator == "k3"
+    assert resolved({"kl": 0.1, "kl_estimator": "k1"}).kl_estimator == "k1"
+
+
+def test_the_samplers_gap_is_corrected_up_to_twice():
+    assert (resolved().importance, resolved().importance_cap) == ("truncate", 2.0)
+    assert resolved({"importance": "mask", "importance_cap": 1.5}).importance_cap == 1.5
+    assert resolved({"importance": "none"}).importance_cap is None
+
+
+def test_the_soft_fine_begins_a_fifth_before_the_end():
+    assert resolved({"overlong": "soft", "max_completion_tokens": 100}).overlong_buffer == 20
+    assert resolved({"overlong": "soft", "max_completion_tokens": 1}).overlong_buffer == 1
+    asked = {"overlong": "soft", "max_completion_tokens": 100, "overlong_buffer": 100}
+    assert resolved(asked).overlong_buffer == 100
+    assert resolved({"overlong": "mask"}).overlong_buffer is None
 
 
 @pytest.mark.parametrize(("context", "tokens"), [(4096, 512), (1024, 512), (128, 64)])
@@ -122,6 +184,10 @@ def test_what_was_asked_for_is_kept(field, value):
         ("kl", 0.1),
         ("max_grad_norm", 2.0),
         ("warmup_steps", 3),
+        ("updates_per_batch", 2),
+        ("supervision", "process"),
+        ("overlong", "mask"),
+        ("importance_cap", 3.0),
     ],
 )
 def test_what_was_asked_for_under_advanced_is_kept(field, value):
@@ -185,6 +251,17 @@ def test_a_hyperparameter_out_of_bounds_is_refused(field, value):
         ("kl", float("inf")),
         ("max_grad_norm", 0),
         ("warmup_steps", -1),
+        ("updates_per_batch", 0),
+        ("updates_per_batch", 17),
+        ("std", "biased"),
+        ("supervision", "steps"),
+        ("kl_estimator", "k2"),
+        ("importance", "token"),
+        ("importance_cap", 1),
+        ("cispo_cap", 0.2),
+        ("overlong", "drop"),
+        ("overlong_buffer", 0),
+        ("reference_refresh_steps", -1),
         ("eval_temperature", -0.1),
         ("eval_temperature", 2.1),
         ("learningrate", 0.1),
@@ -195,6 +272,46 @@ def test_an_advanced_hyperparameter_out_of_bounds_is_refused(field, value):
         ask({field: value})
 
     assert field in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("advanced", "says"),
+    [
+        ({"loss": "cispo", "clip_low": 0.1}, "it has cispo_cap"),
+        ({"loss": "cispo", "clip_high": 0.1}, "it has cispo_cap"),
+        ({"cispo_cap": 5.0}, "cispo_cap is for loss 'cispo'"),
+        ({"loss": "dr_grpo", "std": "sample"}, "std does nothing"),
+        ({"advantage_scale": "none", "std": "population"}, "std does nothing"),
+        ({"importance": "none", "importance_cap": 2.0}, "importance_cap does nothing"),
+        ({"kl_estimator": "k3"}, "do nothing while kl is 0"),
+        ({"reference_refresh_steps": 5}, "do nothing while kl is 0"),
+        ({"supervision": "process", "loss": "gspo"}, "one ratio an answer"),
+        ({"supervision": "process", "overlong": "soft"}, "one reward"),
+        ({"overlong_buffer": 10}, "is for overlong 'soft'"),
+        ({"overlong": "mask", "overlong_buffer": 10, "max_completion_tokens": 100}, "is for overlong 'soft'"),
+        ({"overlong": "soft", "overlong_buffer": 10}, "give that, too"),
+        ({"overlong": "soft", "overlong_buffer": 11, "max_completion_tokens": 10}, "no less"),
+    ],
+)
+def test_a_knob_that_would_do_nothing_is_refused(advanced, says):
+    with pytest.raises(ValidationError, match=says):
+        ask(advanced)
+
+
+@pytest.mark.parametrize(
+    "advanced",
+    [
+        {"loss": "cispo", "cispo_cap": 3.0, "updates_per_batch": 4},
+        {"loss": "dr_grpo", "advantage_scale": "group", "std": "sample"},
+        {"kl": 0.1, "kl_estimator": "k1", "reference_refresh_steps": 5},
+        {"supervision": "process", "overlong": "mask"},
+        {"overlong": "soft", "overlong_buffer": 10, "max_completion_tokens": 10},
+    ],
+)
+def test_what_a_job_keeps_is_accepted_again_when_it_runs(advanced):
+    asked = ask(advanced)
+
+    assert Hyperparameters.model_validate(asked.model_dump(mode="json")) == asked
 
 
 def test_several_greedy_answers_would_all_be_the_same():

@@ -231,6 +231,35 @@ ATTACKS: dict[str, Attack] = {
     "forge a deeply nested result": Attack(
         "import os\nos.write(3, b'[' * 60000)\nos._exit(0)", ("bad_result",)
     ),
+    "return steps that never end": Attack(
+        "return {'score': 1, 'steps': [{'end': 1, 'score': 1}] * 10 ** 6}", ("bad_result",), "at most 256"
+    ),
+    "return steps with hostile keys": Attack(
+        "class K:\n    def __hash__(self): return hash('score')\n"
+        "    def __eq__(self, other):\n        while True: pass\n"
+        "return {'steps': [{K(): 1, 'end': 1}], 'score': 1}",
+        ("bad_result",),
+        "step 0",
+    ),
+    "return a dict with hostile keys": Attack(
+        "class K(str):\n    __hash__ = str.__hash__\n    def __eq__(self, other):\n        while True: pass\n"
+        "return {K('score'): 1, 'steps': []}",
+        ("bad_result",),
+        "'score' and 'steps'",
+    ),
+    "forge too many steps": Attack(
+        "import json, os\nsteps = [{'end': n, 'score': 1.0} for n in range(1, 400)]\n"
+        "os.write(3, json.dumps({'score': 1.0, 'steps': steps}).encode())\nos._exit(0)",
+        ("bad_result",),
+    ),
+    "forge a step that is infinitely good": Attack(
+        'import os\nos.write(3, b\'{"score": 1.0, "steps": [{"end": 1, "score": 1e999}]}\')\nos._exit(0)',
+        ("bad_result",),
+    ),
+    "forge a step beyond the text": Attack(
+        'import os\nos.write(3, b\'{"score": 1.0, "steps": [{"end": 999, "score": 1.0}]}\')\nos._exit(0)',
+        ("bad_result",),
+    ),
     # the next grade
     "patch the builtins": Attack(
         "import builtins, json, os\nbuiltins.float = builtins.isinstance = lambda *a: 0.123\n"

@@ -7,7 +7,7 @@ from graders.calls import Patience
 from graders.endpoint import Endpoints
 from graders.run import grade_all
 from graders.spec import InvalidGrader, dump, parse_grader
-from graders.types import ErrorKind, Grade, Sample
+from graders.types import ErrorKind, Grade, Sample, StepScore
 from tests.graders.servers import Reply, ScriptedServer, Time
 
 RAW = {
@@ -56,12 +56,23 @@ def test_the_endpoint_gets_sample_item_and_trace_and_says_the_score():
         (Reply(200, '{"score": true}'), ErrorKind.endpoint_grader_internal_error),
         (Reply(200, '{"score": NaN}'), ErrorKind.endpoint_grader_internal_error),
         (Reply(200, "[" * 50_000), ErrorKind.endpoint_grader_internal_error),
+        (Reply(200, '{"score": 1, "steps": 1}'), ErrorKind.endpoint_grader_internal_error),
+        (
+            Reply(200, '{"score": 1, "steps": [{"end": 3, "score": 1}]}'),
+            ErrorKind.endpoint_grader_internal_error,
+        ),
     ],
 )
 def test_each_way_to_fail_has_its_flag(reply, kind):
     grade = Asked(reply).grade
 
     assert (grade.score, grade.error) == (None, kind)
+
+
+def test_the_endpoint_may_score_an_answer_step_by_step():
+    reply = '{"score": 0.5, "steps": [{"end": 1, "score": 1}, {"end": 2, "score": -0.5}]}'
+
+    assert Asked(Reply(200, reply)).grade.steps == (StepScore(1.0, 1), StepScore(-0.5, 2))
 
 
 def test_a_server_that_is_not_there_is_asked_four_times():

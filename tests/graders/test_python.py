@@ -16,7 +16,7 @@ from graders.sandbox.pool import Limits, Pool, SandboxFailed, SandboxUnavailable
 from graders.sandbox.syscalls import TABLES, grader_filter
 from graders.sandbox.zygote import Watch
 from graders.spec import InvalidGrader, dump, parse_grader
-from graders.types import ErrorKind, Grade, Sample
+from graders.types import ErrorKind, Grade, Sample, StepScore
 
 ROOT = Path(__file__).parents[2]
 EXACT = "def grade(sample, item):\n    return sample['output_text'] == item['answer']\n"
@@ -71,6 +71,56 @@ def test_a_numpy_scalar_is_a_score(grade):
     assert grade(returns("np.float32(0.5)", "import numpy as np")).score == 0.5
     assert grade(returns("np.mean([1, 0])", "import numpy as np")).score == 0.5
     assert "not ndarray" in grade(returns("np.ones(3)", "import numpy as np")).reason
+
+
+def test_it_may_score_an_answer_step_by_step(grade):
+    source = (
+        "def grade(sample, item):\n    text, steps, end = sample['output_text'], [], 0\n"
+        "    for line in text.splitlines(keepends=True):\n        end += len(line)\n"
+        "        steps.append({'end': end, 'score': 'good' in line})\n"
+        "    return {'score': 0.5, 'steps': steps}"
+    )
+
+    result = grade(source, "good\nbad\n")
+
+    assert (result.score, result.steps) == (0.5, (StepScore(1.0, 5), StepScore(0.0, 9)))
+    assert grade(EXACT).steps == ()
+
+
+def test_steps_may_be_numpy_scalars(grade):
+    pytest.importorskip("numpy")
+    steps = "{'score': np.float64(1), 'steps': [{'end': np.int64(2), 'score': np.float32(0.5)}]}"
+
+    assert grade(returns(steps, "import numpy as np")).steps == (StepScore(0.5, 2),)
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ("[{'end': 3, 'score': 1}]", "step 0 must end after the one before and within the 2 characters"),
+        ("[{'end': 1, 'score': 1}, {'end': 1, 'score': 1}]", "step 1 must end after"),
+        ("[{'end': 0, 'score': 1}]", "step 0 must end"),
+        ("[{'end': 1.0, 'score': 1}]", "step 0 must end"),
+        ("[{'end': True, 'score': 1}]", "step 0 must end"),
+        ("[{'end': 1, 'score': float('nan')}]", "the score of step 0 must be a finite number"),
+        ("[{'end': 1, 'score': 10 ** 400}]", "the score of step 0 must be a finite number"),
+        ("[{'end': 1, 'score': '1'}]", "the score of step 0 must be a finite number"),
+        ("[{'end': 1}]", "step 0 must be an object with 'end' and 'score'"),
+        ("[{'end': 1, 'score': 1, 'why': ''}]", "step 0 must be an object"),
+        ("[1]", "step 0 must be an object"),
+        ("({'end': 1, 'score': 1},)", "'steps' must be a list of at most 256"),
+    ],
+)
+def test_steps_that_cannot_be_used_are_its_authors_to_mend(grade, steps, says):
+    result = grade(returns(f"{{'score': 1.0, 'steps': {steps}}}"))
+
+    assert (result.score, result.error) == (None, ErrorKind.python_grader_runtime_error)
+    assert says in result.reason
+
+
+@pytest.mark.parametrize("value", ["{'score': 1}", "{}", "{'score': 1, 'steps': [], 'note': ''}"])
+def test_a_dict_has_a_score_and_steps_and_nothing_else(grade, value):
+    assert "must have 'score' and 'steps'" in grade(returns(value)).reason
 
 
 def test_the_sample_has_what_a_template_can_name(grade):

@@ -12,6 +12,7 @@ from core import jobs
 from core.db import Work
 from core.jobs import LeaseLost
 from core.models import File, RolloutPage, TunedModel
+from graders.types import Grade, StepScore
 from tests.fakes import EveryFourthFails, ExactGrader, NeverGrades, SameForAll, Skill
 from worker.run import Outcome, UserMistake
 from worker.types import UpdateMetrics
@@ -249,6 +250,42 @@ def test_the_result_file_has_a_row_for_each_step_with_blanks_where_nothing_was_m
     assert float(rows[2]["scores/graders/string_check/exact/valid_reward_mean"]) >= 0
     assert job.trained_tokens == 4 * 2 * 8
     assert job.usage["sampled_tokens"] == 4 * 2 * 8
+
+
+def test_with_process_supervision_answers_without_steps_teach_nothing_and_say_so(bench):
+    with pytest.raises(UserMistake, match="gave no steps"):
+        bench.train(advanced={"group_size": 4, "supervision": "process"})
+
+    assert bench.steps()[1]["groups_ungraded_share"] == 1.0
+    assert bench.steps()[0]["full_valid_mean_reward"] is not None  # validation asks for the score only
+
+
+def test_with_process_supervision_equal_scores_with_unequal_steps_are_signal(bench):
+    class Stepper:
+        name, type = "steps", "python"
+
+        async def grade(self, sample, item):
+            right = float(sample.output_text == item["answer"])
+            return Grade(0.5, steps=(StepScore(right, 1), StepScore(0.0, 2)))
+
+    bench.train(Stepper(), advanced={"group_size": 4, "supervision": "process"})
+
+    assert all(step["groups_mixed_share"] > 0 for step in bench.steps()[1:])
+    assert not bench.events("warn")
+
+
+def test_how_far_sampler_and_trainer_are_apart_is_in_the_events_and_the_result_file(bench):
+    run = bench.run()
+    measured = UpdateMetrics(0.0, 8, 16, 0, 1.0, 0.0, 0.0, 1.0, 0.01, 0.2, 0.003, 0.004, 0.95)
+    run.trainer.update = lambda groups_P: measured
+    asyncio.run(run.train())
+
+    with bench.database.read() as session:
+        file = session.query(File).where(File.id == bench.job().result_file).one()
+    last = list(csv.DictReader(io.StringIO(bench.blobs.read(file.blob_key).decode())))[-1]
+    expected = {"": 0.01, "_max": 0.2, "_k1": 0.003, "_k3": 0.004, "_ess": 0.95}
+    for ending, value in expected.items():
+        assert bench.steps()[-1][f"logprob_gap{ending}"] == float(last[f"logprob_gap{ending}"]) == value
 
 
 def test_validation_draws_the_same_numbers_every_time(bench):

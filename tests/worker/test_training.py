@@ -158,7 +158,7 @@ class TestPacking:
 
     def test_packed_logprobs_equal_those_of_each_answer_alone(self, policy, groups):
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
-        packs = packs_of(groups, keep_all=True)
+        packs = packs_of(policy, groups, kl=0.1)
 
         logp, _ = trainer.logprobs(batch.tensors_of(packs))
 
@@ -170,7 +170,7 @@ class TestPacking:
     def test_a_leak_between_answers_would_be_seen(self, policy, groups):
         """The control of the test above: with a plain causal mask the same comparison fails."""
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
-        packs = packs_of(groups, keep_all=True)
+        packs = packs_of(policy, groups, kl=0.1)
         tensors = batch.tensors_of(packs)
         causal = torch.ones_like(tensors.mask).tril()
 
@@ -181,18 +181,20 @@ class TestPacking:
         )
         assert (logp - expected).abs().max() > 0.1
 
-    def test_answers_without_advantage_are_dropped_and_the_normalisation_still_counts_them(self, groups):
-        packs = packs_of(groups, keep_all=False)
+    def test_answers_without_advantage_are_dropped_and_the_normalisation_still_counts_them(
+        self, policy, groups
+    ):
+        packs = packs_of(policy, groups)
 
-        kept = [(s.advantage, s.weight) for p in packs for s in p.sequences]
+        kept = [(s.advantages_T, s.weight) for p in packs for s in p.sequences]
         with_signal = [groups[0].rollouts_G, groups[2].rollouts_G[:3]]
         tokens = sum(len(r.output_ids_T) for rollouts in with_signal for r in rollouts)
         assert len(packs) == 2
-        assert all(advantage != 0 for advantage, _ in kept)
+        assert all(all(advantages_T) for advantages_T, _ in kept)
         assert {weight for _, weight in kept} == {1 / tokens}
 
     def test_a_pack_over_the_budget_is_split_between_answers(self):
-        answer = Sequence((1, 2, 3, 4, 5), (0.0,) * 5, 1.0, 1.0)
+        answer = Sequence((1, 2, 3, 4, 5), (0.0,) * 5, (1.0,) * 5, 1.0)
         pack = Pack((9,) * 10, (answer,) * 6)
 
         parts = [part for one in batch.micro_batches([pack], 20) for part in one]
@@ -201,7 +203,7 @@ class TestPacking:
         assert all(part.tokens <= 20 for part in parts)
 
     def test_a_micro_batch_keeps_to_its_budget_with_the_padding(self):
-        answer = Sequence((1, 2, 3), (0.0,) * 3, 1.0, 1.0)
+        answer = Sequence((1, 2, 3), (0.0,) * 3, (1.0,) * 3, 1.0)
         packs = [Pack((9,) * n, (answer,)) for n in (3, 18, 5, 8, 4)]
 
         batches = list(batch.micro_batches(packs, 20))
@@ -211,37 +213,50 @@ class TestPacking:
 
 
 class TestUpdate:
-    @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo"])
-    @pytest.mark.parametrize("kl", [0.0, 0.1])
-    @pytest.mark.parametrize("budget", [4096, 24])
-    def test_gradients_equal_a_plain_one_sequence_at_a_time_implementation(
-        self, policy, groups, loss, kl, budget
-    ):
-        settings = SETTINGS.model_copy(update={"loss": loss, "kl": kl, "max_grad_norm": 1e9})
+    @pytest.mark.parametrize(
+        "advanced",
+        [
+            {"loss": "grpo"},
+            {"loss": "dr_grpo"},
+            {"loss": "bnpo"},
+            {"loss": "dapo"},
+            {"loss": "cispo"},
+            {"loss": "gspo"},
+            {"loss": "grpo", "kl": 0.1, "importance": "mask"},
+            {"loss": "dapo", "kl": 0.1},
+            {"loss": "dapo", "kl": 0.1, "kl_estimator": "k1", "std": "sample"},
+            {"loss": "gspo", "kl": 0.1, "importance": "none"},
+            {"loss": "cispo", "cispo_cap": 1.1, "importance": "none"},
+            {"loss": "dapo", "importance": "none", "advantage_scale": "none"},
+        ],
+        ids=lambda advanced: "-".join(map(str, advanced.values())),
+    )
+    def test_gradients_equal_a_plain_one_sequence_at_a_time_implementation(self, policy, groups, advanced):
+        settings = asked(advanced)
+        groups = [with_gap(group, number) for number, group in enumerate(groups)]
         expected = plain_gradients(policy, groups, settings)
 
-        ours = packed_gradients(policy, groups, settings, budget)
+        ours = packed_gradients(policy, groups, settings, 24)
 
-        scale = max(g.abs().max() for g in expected)
-        assert max((a - b).abs().max() / scale for a, b in zip(ours, expected, strict=True)) < 1e-4
+        assert relative_difference(ours, expected) < 1e-5
 
     def test_the_gradient_is_the_slope_of_the_loss(self, policy, groups):
         """Finite differences on a few coordinates of the adapter, in float64."""
         policy.model.double()
-        packs = packs_of(groups, keep_all=False)
+        packs = packs_of(policy, groups)
         tensors = batch.tensors_of(packs)
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
 
         def loss_now():
             logp, _ = trainer.logprobs(tensors)
-            weights = tensors.weight_M.double()
             return grpo.loss(
                 logp,
-                tensors.old_logp_M.double() + 0.1,
+                tensors.sampled_logp_M.double() + 0.1,
                 tensors.advantage_M.double(),
-                weights,
-                clip_low=0.9,
-                clip_high=9,
+                tensors.weight_M.double(),
+                tensors.answer_M,
+                name="dapo",
+                bounds=(0.1, 10),
             )
 
         loss_now().backward()
@@ -285,7 +300,7 @@ class TestUpdate:
     def test_a_gradient_that_is_not_finite_is_not_taken(self, policy, groups):
         before = [p.detach().clone() for p in policy.trainable]
         rollout = replace(
-            groups[0].rollouts_G[0], logprobs_T=(-math.inf,) * len(groups[0].rollouts_G[0].logprobs_T)
+            groups[0].rollouts_G[0], logprobs_T=(math.nan,) * len(groups[0].rollouts_G[0].logprobs_T)
         )
         broken = replace(groups[0], rollouts_G=(rollout, *groups[0].rollouts_G[1:]))
 
@@ -295,7 +310,7 @@ class TestUpdate:
         assert all(torch.equal(a, b) for a, b in zip(before, policy.trainable, strict=True))
 
     def test_entropy_and_kl_are_those_of_the_definition(self, policy, groups):
-        settings = SETTINGS.model_copy(update={"kl": 0.1})
+        settings = asked({"kl": 0.1})
         graded = groups[:1]
         ids = [(graded[0].prompt.ids, r.output_ids_T) for r in graded[0].rollouts_G]
         with policy.as_base():
@@ -362,8 +377,38 @@ def softcapped(forward):
     return capped
 
 
-def packs_of(groups, *, keep_all):
-    return batch.packs_of(groups, loss="dapo", scale="batch", max_completion_tokens=12, keep_all=keep_all)
+def asked(advanced, **fields):
+    """SETTINGS with other knobs, and a gradient that nothing clips."""
+    common = {"learning_rate": 0.01, "max_completion_tokens": 12, "max_grad_norm": 1e9}
+    hyperparameters = Hyperparameters.model_validate({"advanced": common | advanced} | fields)
+    return resolve(hyperparameters, rows=8, parameters=1000, context=128)
+
+
+def with_gap(group, seed):
+    """As if another engine had sampled: its log-probabilities are off, some of them by more than any bound."""
+    generator = torch.Generator().manual_seed(seed)
+    rollouts = tuple(
+        replace(
+            rollout,
+            logprobs_T=tuple(
+                (
+                    torch.tensor(rollout.logprobs_T)
+                    + 0.5 * torch.randn(len(rollout.logprobs_T), generator=generator)
+                ).tolist()
+            ),
+        )
+        for rollout in group.rollouts_G
+    )
+    return replace(group, rollouts_G=rollouts)
+
+
+def relative_difference(ours, expected):
+    difference = sum((a - b).double().pow(2).sum() for a, b in zip(ours, expected, strict=True))
+    return (difference / sum(b.double().pow(2).sum() for b in expected)).sqrt().item()
+
+
+def packs_of(policy, groups, **changes):
+    return batch.packs_of(groups, SETTINGS.model_copy(update=changes), policy.text)
 
 
 def packed_gradients(policy, groups, settings, budget):
@@ -374,9 +419,12 @@ def packed_gradients(policy, groups, settings, budget):
     return list(taken.values())
 
 
-def plain_gradients(policy, groups, settings):
-    """The papers' formulas in the most obvious way: every graded answer, a forward pass each, no packing."""
-    advantages_PG = grpo.advantages([g.rewards_G for g in groups], settings.advantage_scale)
+def plain_gradients(policy, groups, settings, began=None):
+    """The papers' formulas in the most obvious way: every graded answer, a forward pass each, no packing.
+
+    `began` has what the policy that sampled says of each answer, where that is not the present one.
+    """
+    advantages_PG = grpo.advantages([g.rewards_G for g in groups], settings.advantage_scale, settings.std)
     counted = [
         (group.prompt.ids, rollout, advantage)
         for group, advantages_G in zip(groups, advantages_PG, strict=True)
@@ -384,21 +432,45 @@ def plain_gradients(policy, groups, settings):
         if reward is not None and (settings.kl > 0 or any(advantages_G))
     ]
     tokens = sum(len(rollout.output_ids_T) for _, rollout, _ in counted)
+    low, high = settings.ratio_bounds
     policy.model.zero_grad()
     for ids, rollout, advantage in counted:
         logp = plain_logprobs(policy, ids, rollout.output_ids_T)
-        ratio = torch.exp(logp - torch.tensor(rollout.logprobs_T))
-        objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        now = logp.detach() if began is None else began[rollout.output_ids_T]
+        old, correction = plain_correction(now, torch.tensor(rollout.logprobs_T), settings)
+        ratio = torch.exp(logp - old)
+        if settings.loss == "cispo":
+            objective = ratio.clamp(max=high).detach() * advantage * logp
+        else:
+            used = torch.exp((logp - old).mean()) if settings.loss == "gspo" else ratio
+            objective = torch.minimum(used * advantage, used.clamp(low, high) * advantage)
         if settings.kl:
             with torch.no_grad(), policy.as_base():
                 ref = plain_logprobs(policy, ids, rollout.output_ids_T)
-            objective = objective - settings.kl * (torch.exp(ref - logp) - (ref - logp) - 1)
+            k3 = torch.exp(ref - logp) - (ref - logp) - 1
+            estimate = k3 if settings.kl_estimator == "k3" else logp - ref
+            objective = objective - settings.kl * ratio * estimate
+        objective = objective * correction
         share = {
             "grpo": objective.mean() / len(counted),
+            "gspo": objective.mean() / len(counted),
             "dr_grpo": objective.sum() / (len(counted) * settings.max_completion_tokens),
+            "bnpo": objective.sum() / tokens,
             "dapo": objective.sum() / tokens,
+            "cispo": objective.sum() / tokens,
         }[settings.loss]
         (-share).backward()
     gradients = [p.grad.clone() for p in policy.trainable]
     policy.model.zero_grad()
     return gradients
+
+
+def plain_correction(old, sampled, settings):
+    """What the ratio is to, and the weight for the sampler's gap."""
+    if settings.importance == "none":
+        return sampled, 1.0
+    ratio = torch.exp(old - sampled)
+    cap = settings.importance_cap
+    if settings.importance == "truncate":
+        return old, ratio.clamp(max=cap)
+    return old, ratio * ((ratio > 1 / cap) & (ratio < cap))

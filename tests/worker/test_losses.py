@@ -1,0 +1,458 @@
+"""Every loss against a reference written as loops over floats, with the gradient worked out by hand."""
+
+import math
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from worker import grpo
+
+LOSSES = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
+BOUNDS = {
+    "grpo": (0.8, 1.2),
+    "dr_grpo": (0.8, 1.2),
+    "bnpo": (0.8, 1.2),
+    "dapo": (0.8, 1.28),
+    "cispo": (0.0, 1.5),
+    "gspo": (0.9, 1.1),
+}
+LONGEST = 9
+
+
+@dataclass
+class Token:
+    logp: float
+    old: float
+    sampled: float
+    ref: float
+
+
+@dataclass
+class Answer:
+    reward: float | None
+    tokens: list[Token]
+
+
+def ragged_groups(seed: int) -> list[list[Answer]]:
+    """Groups of uneven size with answers of uneven length; some answers ungraded, one group without signal."""
+    rng = random.Random(seed)
+
+    def token() -> Token:
+        logp = rng.uniform(-3, 0)
+        return Token(logp, logp + rng.gauss(0, 0.3), logp + rng.gauss(0, 0.4), logp + rng.gauss(0, 0.5))
+
+    def answer(reward: float | None) -> Answer:
+        return Answer(reward, [token() for _ in range(rng.randint(1, LONGEST))])
+
+    mixed = [
+        [answer(None if rng.random() < 0.2 else rng.random()) for _ in range(rng.randint(3, 6))]
+        for _ in range(4)
+    ]
+    return [*mixed[:2], [answer(0.25) for _ in range(4)], *mixed[2:]]
+
+
+# The reference: no tensors, no autograd, nothing of worker.grpo.
+
+
+def reference_advantages(groups, scale, std):
+    def deviation(values):
+        mean = sum(values) / len(values)
+        return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - (std == "sample")))
+
+    def graded(group):
+        return [a.reward for a in group if a.reward is not None]
+
+    mixed = [group for group in groups if len(set(graded(group))) > 1]
+    everything = [reward for group in mixed for reward in graded(group)]
+    result = []
+    for group in groups:
+        rewards = graded(group)
+        by = {
+            "group": lambda r=rewards: deviation(r),
+            "batch": lambda: deviation(everything),
+            "none": lambda: 1.0,
+        }
+        row = []
+        for a in group:
+            if a.reward is None or group not in mixed:
+                row.append(0.0)
+            else:
+                row.append((a.reward - sum(rewards) / len(rewards)) / by[scale]())
+        result.append(row)
+    return result
+
+
+def reference(groups, name, scale, std, kl, estimator, importance, cap):
+    """(loss, its derivative by the log-probability of each token), in the order of the tokens."""
+    advantages = reference_advantages(groups, scale, std)
+    counted = [(a, A) for g, row in zip(groups, advantages, strict=True) for a, A in zip(g, row, strict=True)]
+    counted = [(a, A) for a, A in counted if a.reward is not None]
+    low, high = BOUNDS[name]
+    loss, slopes = 0.0, []
+    for a, advantage in counted:
+        n = len(a.tokens)
+        share = {
+            "grpo": 1 / n / len(counted),
+            "gspo": 1 / n / len(counted),
+            "dr_grpo": 1 / (len(counted) * LONGEST),
+        }.get(name, 1 / sum(len(b.tokens) for b, _ in counted))
+        weights = []
+        for t in a.tokens:
+            w = 1.0 if importance == "none" else math.exp(t.old - t.sampled)
+            if importance == "truncate":
+                w = min(w, cap)
+            if importance == "mask" and not 1 / cap <= w <= cap:
+                w = 0.0
+            weights.append(w)
+        together = math.exp(sum(t.logp - t.old for t in a.tokens) / n)
+        for t, w in zip(a.tokens, weights, strict=True):
+            rho = math.exp(t.logp - t.old)
+            x = math.exp(t.ref - t.logp)
+            k1 = t.logp - t.ref
+            if name == "cispo":
+                value, slope = min(rho, high) * advantage * t.logp, w * min(rho, high) * advantage
+            elif name == "gspo":
+                value = min(together * advantage, min(max(together, low), high) * advantage)
+                free = value == together * advantage
+                # All tokens of the answer carry the same objective, each with its own weight.
+                slope = sum(weights) / n * together * advantage * free
+            else:
+                value = min(rho * advantage, min(max(rho, low), high) * advantage)
+                slope = w * rho * advantage * (value == rho * advantage)
+            penalty = rho * (k1 if estimator == "k1" else x - 1 - math.log(x))
+            penalty_slope = rho * (k1 + 1 if estimator == "k1" else k1)
+            loss -= share * w * (value - kl * penalty)
+            slopes.append(-share * (slope - kl * w * penalty_slope))
+    return loss, slopes
+
+
+def ours(groups, name, scale, std, kl, estimator, importance, cap):
+    """The same by worker.grpo, from the rewards on."""
+    advantages = grpo.advantages([[a.reward for a in g] for g in groups], scale, std)
+    counted = [(a, A) for g, row in zip(groups, advantages, strict=True) for a, A in zip(g, row, strict=True)]
+    counted = [(a, A) for a, A in counted if a.reward is not None]
+    lengths = [len(a.tokens) for a, _ in counted]
+    whole = grpo.normaliser(lengths, name, LONGEST)
+    flat = torch.tensor(
+        [
+            [t.logp, t.old, t.sampled, t.ref, A, grpo.token_weight(len(a.tokens), name) / whole, number]
+            for number, (a, A) in enumerate(counted)
+            for t in a.tokens
+        ],
+        dtype=torch.float64,
+    )
+    logp, old, sampled, ref, advantage, weight, number = flat.T
+    logp = logp.clone().requires_grad_()
+    loss = grpo.loss(
+        logp,
+        old,
+        advantage,
+        weight * grpo.importance_weight(old, sampled, importance, cap),
+        number.long(),
+        name=name,
+        bounds=BOUNDS[name],
+        kl=kl,
+        kl_estimator=estimator,
+        ref_logp=ref,
+    )
+    [gradient] = torch.autograd.grad(loss, logp)
+    return loss.item(), gradient.tolist()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("scale", "std"),
+    [
+        ("group", "population"),
+        ("group", "sample"),
+        ("batch", "population"),
+        ("batch", "sample"),
+        ("none", None),
+    ],
+)
+def test_each_loss_and_scale_equals_its_formula_written_as_loops(name, scale, std):
+    for seed in range(5):
+        groups = ragged_groups(seed)
+        how = (name, scale, std, 0.0, None, "none", None)
+
+        loss, gradient = ours(groups, *how)
+
+        expected_loss, expected_gradient = reference(groups, *how)
+        assert loss == pytest.approx(expected_loss, rel=1e-10)
+        assert gradient == pytest.approx(expected_gradient, rel=1e-10, abs=1e-16)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("kl", "estimator"), [(0.0, None), (0.3, "k1"), (0.3, "k3")])
+@pytest.mark.parametrize(("importance", "cap"), [("truncate", 1.3), ("mask", 1.3), ("none", None)])
+def test_penalty_and_correction_equal_their_formulas_written_as_loops(name, kl, estimator, importance, cap):
+    groups = ragged_groups(7)
+    how = (name, "batch", "population", kl, estimator, importance, cap)
+
+    loss, gradient = ours(groups, *how)
+
+    expected_loss, expected_gradient = reference(groups, *how)
+    assert loss == pytest.approx(expected_loss, rel=1e-10)
+    assert gradient == pytest.approx(expected_gradient, rel=1e-10, abs=1e-16)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_comparison_fails_when_the_old_numbers_are_off_by_one(name):
+    """The control of the tests above: whoever shifts a list by one token is seen."""
+    groups = ragged_groups(7)
+    how = (name, "batch", "population", 0.0, None, "none", None)
+    expected = reference(groups, *how)
+    tokens = [t for group in groups for answer in group for t in answer.tokens]
+    shifted = [t.old for t in tokens[1:] + tokens[:1]]
+    for t, old in zip(tokens, shifted, strict=True):
+        t.old = old
+
+    assert ours(groups, *how)[1] != pytest.approx(expected[1], rel=1e-3)
+
+
+def toy(theta):
+    """Log-probabilities of two answers, of three tokens and one, under a policy of two parameters a token."""
+    picked = torch.stack([theta, torch.zeros_like(theta)], -1).log_softmax(-1)
+    return picked[:, 0]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_gradient_is_the_slope_of_the_loss(name, estimator):
+    theta = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    # With cispo every ratio is above the cap: there the factor that has no gradient is a constant.
+    moved = 1.0 if name == "cispo" else 0.05
+    old = (
+        toy(theta).detach() - torch.tensor([1.0, 0.5, 2.0, -0.3]) * moved - (1.0 if name == "cispo" else 0.0)
+    )
+    ref = old - 0.2
+
+    def loss_at(parameters):
+        return grpo.loss(
+            toy(parameters),
+            old,
+            torch.tensor([0.7, 0.7, 0.7, -0.4]).double(),
+            torch.tensor([0.1, 0.1, 0.1, 0.3]).double(),
+            torch.tensor([0, 0, 0, 1]),
+            name=name,
+            bounds=BOUNDS[name],
+            kl=0.1,
+            kl_estimator=estimator,
+            ref_logp=ref,
+        )
+
+    [gradient] = torch.autograd.grad(loss_at(theta), theta)
+
+    for index in range(4):
+        step = torch.zeros(4).double()
+        step[index] = 1e-6
+        slope = (loss_at(theta + step) - loss_at(theta - step)).item() / 2e-6
+        assert slope == pytest.approx(gradient[index].item(), rel=1e-6)
+
+
+# What the papers say of the first update, when the policy is still the one that sampled.
+
+
+def first_update(name, advantage, lengths):
+    weights = [grpo.token_weight(n, name) / grpo.normaliser(lengths, name, LONGEST) for n in lengths]
+    lengths = torch.tensor(lengths)
+    logp = torch.linspace(-2, -0.5, int(lengths.sum()), dtype=torch.float64, requires_grad=True)
+    advantage, weight = (
+        torch.tensor(values).double().repeat_interleave(lengths) for values in (advantage, weights)
+    )
+    answer = torch.arange(len(lengths)).repeat_interleave(lengths)
+    loss = grpo.loss(logp, logp.detach(), advantage, weight, answer, name=name, bounds=BOUNDS[name], kl=0.0)
+    [gradient] = torch.autograd.grad(loss, logp)
+    return loss.item(), gradient, weight * advantage
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_first_update_is_reinforce_with_a_baseline(name):
+    _, gradient, weighted = first_update(name, [1.0, -0.5, 0.25], [3, 1, 4])
+
+    if name == "gspo":  # one objective an answer, shared out evenly, which comes to the same
+        assert gradient.sum().item() == pytest.approx(-weighted.sum().item())
+    assert torch.allclose(gradient, -weighted, rtol=1e-12)
+
+
+def test_on_the_policy_itself_losses_with_the_same_mean_agree():
+    gradients = {name: first_update(name, [1.0, -0.5, 0.25], [3, 1, 4])[1] for name in LOSSES}
+
+    assert torch.allclose(gradients["dapo"], gradients["cispo"], rtol=1e-12)
+    assert torch.allclose(gradients["dapo"], gradients["bnpo"], rtol=1e-12)
+    assert torch.allclose(gradients["grpo"], gradients["gspo"], rtol=1e-12)
+    assert torch.allclose(gradients["dr_grpo"] * 3 * LONGEST, gradients["dapo"] * 8, rtol=1e-12)
+    assert not torch.allclose(gradients["dapo"], gradients["grpo"], rtol=1e-2)
+
+
+# CISPO, GSPO and the KL where they differ from GRPO.
+
+
+def gradient_of(name, log_ratio, advantage, bounds):
+    logp = torch.full((len(log_ratio),), -1.0, dtype=torch.float64, requires_grad=True)
+    loss = grpo.loss(
+        logp,
+        logp.detach() - torch.tensor(log_ratio).double(),
+        torch.full_like(logp, advantage),
+        torch.ones_like(logp),
+        torch.zeros(len(log_ratio), dtype=torch.int64),
+        name=name,
+        bounds=bounds,
+    )
+    return torch.autograd.grad(loss, logp)[0].tolist()
+
+
+def test_cispo_shrinks_a_token_that_grpo_silences():
+    far = [math.log(8.0), math.log(2.0)]
+
+    assert gradient_of("dapo", far, 1.0, (0.8, 1.28)) == [0.0, 0.0]
+    assert gradient_of("cispo", far, 1.0, (0.0, 5.0)) == pytest.approx([-5.0, -2.0])
+
+
+def test_gspo_clips_an_answer_and_not_its_tokens():
+    balanced, gone = [math.log(2.0), -math.log(2.0)], [math.log(2.0), math.log(1.1)]
+
+    assert gradient_of("gspo", balanced, 1.0, (0.9997, 1.0004)) == pytest.approx([-1.0, -1.0])
+    assert gradient_of("gspo", gone, 1.0, (0.9997, 1.0004)) == [0.0, 0.0]
+    assert gradient_of("gspo", gone, -1.0, (0.9997, 1.0004)) == pytest.approx([math.sqrt(2.2)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "right"), [("k1", True), ("k3", True), ("k3 alone", False), ("k1 alone", False)]
+)
+def test_the_penalty_has_the_gradient_of_the_kl_in_the_mean_even_off_policy(estimator, right):
+    """Over all tokens of a small vocabulary, weighted by how often the old policy draws them: exact, no samples."""
+    theta = torch.tensor([0.5, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
+    old, ref = (torch.tensor(v).double().log_softmax(-1) for v in ([0.2, 0.4, -0.3], [-1.0, 0.6, 0.2]))
+    logp = theta.log_softmax(-1)
+    [true] = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), theta, retain_graph=True)
+
+    bare = {"k1 alone": grpo.kl_k1, "k3 alone": grpo.kl_k3}
+    each = (
+        bare[estimator](logp, ref) if estimator in bare else grpo.kl_penalty(logp, logp - old, ref, estimator)
+    )
+    [mean] = torch.autograd.grad((old.exp() * each).sum(), theta)
+
+    assert torch.allclose(mean, true, rtol=1e-10) is right
+
+
+# A bandit: three positions, six tokens, 0 stops; the reward is the share of positions that hold the right token.
+
+WANTED = torch.tensor([3, 1, 4])
+
+
+def expected_reward(theta):
+    p = theta.softmax(-1)
+    alive, total = torch.tensor(1.0), torch.tensor(0.0)
+    for position in range(3):
+        total = total + alive * p[position, WANTED[position]] / 3
+        alive = alive * (1 - p[position, 0])
+    return total.item()
+
+
+def played(name, *, shuffled=False, steps=40, groups=4, size=16, passes=2):
+    generator = torch.Generator().manual_seed(3)
+    theta = torch.zeros(3, 6, requires_grad=True)
+    optimizer = torch.optim.Adam([theta], lr=0.2)
+    for _ in range(steps):
+        with torch.no_grad():
+            draws = torch.stack(
+                [
+                    torch.multinomial(row, groups * size, True, generator=generator)
+                    for row in theta.softmax(-1)
+                ],
+                1,
+            )
+        stopped = (draws == 0).int().cumsum(1)
+        read = (stopped - (draws == 0).int()) == 0  # the stop token itself is a part of the answer
+        rewards = ((draws == WANTED) & read).float().mean(1)
+        advantages = grpo.advantages(rewards.reshape(groups, size).tolist(), "batch")
+        flat = torch.tensor(advantages).flatten()
+        if shuffled:
+            flat = flat[torch.randperm(len(flat), generator=generator)]
+        lengths = read.sum(1).tolist()
+        whole = grpo.normaliser(lengths, name, 3)
+        weight = torch.tensor([grpo.token_weight(n, name) / whole for n in lengths])
+        answer, position = read.nonzero(as_tuple=True)
+        old = None
+        for _ in range(passes):
+            logp = theta.log_softmax(-1)[position, draws[answer, position]]
+            old = logp.detach() if old is None else old
+            loss = grpo.loss(logp, old, flat[answer], weight[answer], answer, name=name, bounds=BOUNDS[name])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return expected_reward(theta.detach())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_bandit_is_solved_and_with_shuffled_advantages_it_is_not(name):
+    assert played(name) > 0.95
+    assert played(name, shuffled=True) < 0.5
+
+
+# TRL, where it is installed.
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("extra", ["plain", "kl", "gap"])
+def test_each_loss_equals_that_of_trl(name, extra):
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+    if (name, extra) == ("gspo", "kl"):
+        pytest.skip("TRL weighs each token's KL with the ratio of its answer, we with its own")
+    groups = [[answer for answer in group if answer.reward is not None] for group in ragged_groups(5)]
+    answers = [answer for group in groups for answer in group]
+    kl, estimator = (0.3, "k3") if extra == "kl" else (0.0, None)
+    importance, cap = ("truncate", 1.3) if extra == "gap" else ("none", None)
+
+    def padded(field):
+        rows = [[getattr(t, field) for t in a.tokens] + [0.0] * (LONGEST - len(a.tokens)) for a in answers]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    logp, old, ref, sampled = (padded(field) for field in ("logp", "old", "ref", "sampled"))
+    logp.requires_grad_()
+    mask = torch.tensor([[t < len(a.tokens) for t in range(LONGEST)] for a in answers]).double()
+    advantages = [A for row in reference_advantages(groups, "batch", "population") for A in row]
+    low, high = BOUNDS[name]
+    stub = SimpleNamespace(
+        loss_type="grpo" if name == "gspo" else name,
+        importance_sampling_level="sequence" if name == "gspo" else "token",
+        epsilon_low=1 - low,
+        epsilon_high=high if name == "cispo" else high - 1,
+        beta=kl,
+        args=SimpleNamespace(use_bias_correction_kl=True, delta=None, steps_per_generation=1),
+        use_vllm=extra == "gap",
+        vllm_importance_sampling_correction=True,
+        max_completion_length=LONGEST,
+        current_gradient_accumulation_steps=1,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        model=SimpleNamespace(training=False),
+        _metrics={"eval": defaultdict(list)},
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logp, torch.zeros_like(logp), None),
+    )
+    inputs = {
+        "prompt_ids": torch.zeros(len(answers), 1),
+        "prompt_mask": torch.ones(len(answers), 1),
+        "completion_ids": torch.zeros_like(mask),
+        "completion_mask": mask,
+        "advantages": torch.tensor(advantages, dtype=torch.float64),
+        "old_per_token_logps": old,
+        "ref_per_token_logps": ref,
+        "importance_sampling_ratio": torch.exp(old - sampled).clamp(max=1.3),
+        "num_items_in_batch": mask.sum(),
+    }
+
+    theirs = trainer._compute_loss(stub, None, inputs)
+    [gradient] = torch.autograd.grad(theirs, logp)
+
+    loss, slopes = ours(groups, name, "batch", "population", kl, estimator, importance, cap)
+    assert loss == pytest.approx(theirs.item(), rel=1e-9)
+    assert slopes == pytest.approx(gradient[mask.bool()].tolist(), rel=1e-9, abs=1e-16)

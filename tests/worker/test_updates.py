@@ -1,0 +1,301 @@
+"""What one update does beyond its loss: several passes, the reference, the sampler's gap, what is left out."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graders.types import Grade
+from tests.worker.test_training import (
+    asked,
+    drawn,
+    packed_gradients,
+    plain_gradients,
+    plain_logprobs,
+    prompt,
+    relative_difference,
+    sampling,
+    with_gap,
+)
+from worker import batch
+from worker.trainer import PeftTrainer
+from worker.types import Group
+
+LOSSES = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
+
+
+@pytest.fixture
+def policy(make_policy):
+    return make_policy(moved=True)
+
+
+def sampled(policy, rewards_PG, **how):
+    texts = ["say yes", "what colour is it now please tell me", "tell me a number", "say cat", "name a bird"]
+    prompts = [prompt(policy, text, line) for line, text in enumerate(texts[: len(rewards_PG)], start=1)]
+    rollouts_PG = drawn(policy, prompts, sampling(**how))
+    return [
+        Group(one, rollouts, tuple(map(Grade, rewards)))
+        for one, rollouts, rewards in zip(prompts, rollouts_PG, rewards_PG, strict=True)
+    ]
+
+
+MIXED = [[1.0, 0.0, 0.5, 0.0], [0.0, 1.0, 1.0, 0.2]]
+
+
+@pytest.fixture
+def groups(policy):
+    return sampled(policy, MIXED)
+
+
+def weights_of(policy):
+    return [parameter.detach().clone() for parameter in policy.trainable]
+
+
+class TestWhatCounts:
+    @pytest.mark.parametrize("loss", LOSSES)
+    def test_groups_that_agree_change_nothing_but_the_time(self, policy, loss):
+        all_groups = sampled(policy, [MIXED[0], [1.0] * 4, MIXED[1], [0.25] * 4])
+        settings = asked({"loss": loss})
+
+        with_them = packed_gradients(policy, all_groups, settings, 4096)
+        without = packed_gradients(policy, [all_groups[0], all_groups[2]], settings, 4096)
+
+        assert relative_difference(with_them, without) < 1e-6
+
+    @pytest.mark.parametrize("loss", ["dapo", "gspo"])
+    def test_the_gradient_does_not_depend_on_the_order_or_the_packs(self, policy, loss):
+        groups = [with_gap(group, seed) for seed, group in enumerate(sampled(policy, [*MIXED, MIXED[0]]))]
+        settings = asked({"loss": loss, "kl": 0.1})
+        expected = packed_gradients(policy, groups, settings, 4096)
+
+        for budget in (1, 20, 64):
+            assert (
+                relative_difference(packed_gradients(policy, groups[::-1], settings, budget), expected) < 1e-5
+            )
+
+    def test_labels_off_by_one_would_be_seen(self, policy, groups, monkeypatch):
+        """The control of every comparison of gradients: shift what is to be predicted by one and they differ."""
+        settings = asked({})
+        expected = plain_gradients(policy, groups, settings)
+        right = batch.tensors_of
+
+        def shifted(packs, device):
+            tensors = right(packs, device)
+            return replace(tensors, target_M=tensors.target_M.roll(1))
+
+        monkeypatch.setattr("worker.trainer.tensors_of", shifted)
+
+        assert relative_difference(packed_gradients(policy, groups, settings, 4096), expected) > 0.1
+
+    def test_one_seed_twice_gives_the_same_adapter_bit_by_bit(self, make_policy):
+        def trained():
+            policy = make_policy(moved=True)
+            trainer = PeftTrainer(
+                policy, asked({"loss": "gspo", "updates_per_batch": 2, "kl": 0.1}), token_budget=4096
+            )
+            for step in range(2):
+                trainer.update(sampled(policy, MIXED, step=step))
+            return weights_of(policy)
+
+        assert all(torch.equal(a, b) for a, b in zip(trained(), trained(), strict=True))
+
+
+class TestOverlong:
+    @pytest.fixture
+    def cut(self, policy):
+        """Groups in which the second answer of the first was cut off."""
+        first, second = sampled(policy, MIXED)
+        short = first.rollouts_G[0]
+        rollouts = (short, replace(first.rollouts_G[1], finish_reason="length"), *first.rollouts_G[2:])
+        rollouts = tuple(replace(r, finish_reason="stop") if i != 1 else r for i, r in enumerate(rollouts))
+        second = replace(
+            second, rollouts_G=tuple(replace(r, finish_reason="stop") for r in second.rollouts_G)
+        )
+        return [replace(first, rollouts_G=rollouts), second]
+
+    def kept(self, policy, groups, **advanced):
+        packs = batch.packs_of(groups, asked(advanced), policy.text)
+        return [(answer.advantages_T[0], answer.weight) for pack in packs for answer in pack.sequences]
+
+    @pytest.mark.parametrize("kl", [0.0, 0.1])
+    def test_a_masked_answer_is_in_the_baseline_and_not_in_the_loss(self, policy, cut, kl):
+        scored, masked = (self.kept(policy, cut, overlong=how, kl=kl) for how in ("score", "mask"))
+
+        left = [r for g in cut for r in g.rollouts_G if r.finish_reason == "stop"]
+        assert [advantage for advantage, _ in masked] == [a for n, (a, _) in enumerate(scored) if n != 1]
+        assert {weight for _, weight in masked} == {1 / sum(len(r.output_ids_T) for r in left)}
+
+    def test_the_soft_fine_moves_the_advantage_and_not_the_reported_reward(self, policy, groups):
+        group = groups[0]
+        full = replace(group.rollouts_G[0], output_ids_T=(3,) * 12, logprobs_T=(-1.0,) * 12)
+        edge = replace(group.rollouts_G[0], output_ids_T=(3,) * 10, logprobs_T=(-1.0,) * 10)
+        near = replace(group.rollouts_G[0], output_ids_T=(3,) * 8, logprobs_T=(-1.0,) * 8)
+        equal = Group(group.prompt, (full, edge, near), (Grade(1.0),) * 3)
+
+        kept = self.kept(policy, [equal], overlong="soft", overlong_buffer=4, loss="dr_grpo")
+
+        assert [advantage for advantage, _ in kept] == pytest.approx(
+            [-0.5, 0.5]
+        )  # and 0: at the mean, dropped
+        assert equal.rewards_G == [1.0] * 3
+
+
+class TestPasses:
+    @pytest.mark.parametrize(
+        "advanced", [{"loss": "dapo", "kl": 0.1}, {"loss": "gspo"}, {"importance": "none"}]
+    )
+    def test_the_second_pass_is_clipped_against_the_policy_the_batch_began_with(
+        self, policy, groups, advanced
+    ):
+        settings = asked(advanced | {"updates_per_batch": 2})
+        groups = [with_gap(group, number) for number, group in enumerate(groups)]
+        began = {
+            r.output_ids_T: plain_logprobs(policy, g.prompt.ids, r.output_ids_T).detach()
+            for g in groups
+            for r in g.rollouts_G
+        }
+        trainer = PeftTrainer(policy, settings, token_budget=24)
+        seen = []
+
+        def step():
+            seen.append([p.grad.clone() for p in policy.trainable])
+            with torch.no_grad():
+                for p in policy.trainable:
+                    p.add_(0.02 * p.grad.sign())
+
+        trainer._step = step
+        start = weights_of(policy)
+        trainer.update(groups)
+        with torch.no_grad():
+            for p, value, gradient in zip(policy.trainable, start, seen[0], strict=True):
+                p.copy_(value + 0.02 * gradient.sign())
+        expected = plain_gradients(policy, groups, settings, began)
+
+        assert len(seen) == 2
+        assert relative_difference(seen[1], expected) < 1e-5
+        assert relative_difference(seen[1], seen[0]) > 1e-2
+
+    def test_each_pass_is_a_step_of_the_optimizer_and_a_step_of_the_run_has_one_learning_rate(
+        self, policy, groups
+    ):
+        trainer = PeftTrainer(policy, asked({"updates_per_batch": 3, "warmup_steps": 4}), token_budget=4096)
+        once = PeftTrainer(policy, asked({}), token_budget=4096).update(groups)
+
+        metrics = trainer.update(groups)
+
+        assert trainer.optimizer.state[policy.trainable[0]]["step"].item() == 3
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 4)
+        assert metrics.trained_tokens == 3 * once.trained_tokens
+        assert metrics.trained_sequences == once.trained_sequences
+
+    def test_the_clip_acts_in_later_passes_only(self, policy, groups):
+        settings = {"clip_low": 1e-4, "clip_high": 1e-4}
+        one, two = (asked(settings | {"updates_per_batch": n}) for n in (1, 2))
+
+        assert PeftTrainer(policy, one, token_budget=4096).update(groups).clip_fraction == 0
+        assert PeftTrainer(policy, two, token_budget=4096).update(groups).clip_fraction > 0.2
+
+
+class TestGap:
+    def test_it_is_reported_by_its_definitions(self, policy, groups):
+        groups = [with_gap(group, number) for number, group in enumerate(groups)]
+        pairs = [
+            (plain_logprobs(policy, g.prompt.ids, r.output_ids_T).detach(), torch.tensor(r.logprobs_T))
+            for g in groups
+            for r in g.rollouts_G
+        ]
+        gap = torch.cat([own - theirs for own, theirs in pairs]).double()
+
+        metrics = PeftTrainer(policy, asked({"kl": 0.1}), token_budget=24).update(groups)
+
+        w = gap.exp()
+        assert metrics.logprob_gap == pytest.approx(gap.abs().mean().item(), rel=1e-4)
+        assert metrics.logprob_gap_max == pytest.approx(gap.abs().max().item(), rel=1e-4)
+        assert metrics.logprob_gap_k1 == pytest.approx(-gap.mean().item(), rel=1e-3)
+        assert metrics.logprob_gap_k3 == pytest.approx((w - 1 - gap).mean().item(), rel=1e-3)
+        assert metrics.logprob_gap_ess == pytest.approx(
+            (w.sum() ** 2 / len(w) / (w**2).sum()).item(), rel=1e-4
+        )
+
+    def test_without_one_the_sample_is_worth_its_size(self, policy, groups):
+        metrics = PeftTrainer(policy, asked({}), token_budget=4096).update(groups)
+
+        assert metrics.logprob_gap_max < 1e-4
+        assert metrics.logprob_gap_ess == pytest.approx(1.0, abs=1e-6)
+
+    def test_a_sampler_that_was_sure_of_nothing_cannot_blow_up_the_step(self, policy, groups):
+        broken = [
+            replace(
+                g, rollouts_G=tuple(replace(r, logprobs_T=(-1e9,) * len(r.logprobs_T)) for r in g.rollouts_G)
+            )
+            for g in groups
+        ]
+
+        metrics = PeftTrainer(policy, asked({}), token_budget=4096).update(broken)
+
+        assert not metrics.skipped
+        assert not math.isfinite(metrics.logprob_gap_ess)
+
+
+class TestReference:
+    def settings(self, **advanced):
+        return asked({"kl": 0.1, "reference_refresh_steps": 2, "learning_rate": 0.003} | advanced)
+
+    def test_it_is_the_base_until_it_becomes_the_policy(self, policy, groups):
+        trainer = PeftTrainer(policy, self.settings(), token_budget=4096)
+        kls = [trainer.update(groups).kl for _ in range(4)]
+
+        assert kls[0] > 0.01
+        assert kls[1] > 0.01
+        assert kls[2] == 0.0  # the first step after the refresh starts at its reference
+        assert 0 < kls[3] < kls[1]
+
+    def test_it_survives_a_checkpoint(self, make_policy, groups, tmp_path):
+        first = PeftTrainer(make_policy(moved=True), self.settings(), token_budget=4096)
+        for _ in range(3):
+            first.update(groups)
+        first.save(tmp_path)
+        second = PeftTrainer(make_policy(), self.settings(), token_budget=4096)
+        second.load(tmp_path)
+
+        metrics = [trainer.update(groups) for trainer in (first, second)]
+
+        assert metrics[0] == metrics[1]
+        assert all(torch.equal(a, b) for a, b in zip(first.reference, second.reference, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(weights_of(first.policy), weights_of(second.policy), strict=True)
+        )
+
+    def test_wearing_other_weights_leaves_the_own_as_they_were(self, policy):
+        before = weights_of(policy)
+        with policy.wearing([torch.zeros_like(weight) for weight in before]):
+            assert all(not parameter.any() for parameter in policy.trainable)
+
+        assert all(torch.equal(a, b) for a, b in zip(before, policy.trainable, strict=True))
+
+
+def test_process_supervision_credits_the_tokens_of_each_step(policy, groups):
+    from graders.types import StepScore
+
+    [group] = groups[:1]
+    two = next(r for r in group.rollouts_G if len(r.text.split()) >= 3)
+    words = two.text.split()
+    first_end = len(words[0])
+    graded = Group(
+        group.prompt,
+        (two, two),
+        (
+            Grade(1.0, steps=(StepScore(1.0, first_end), StepScore(0.0, len(two.text)))),
+            Grade(0.0, steps=(StepScore(0.0, len(two.text)),)),
+        ),
+    )
+    settings = asked({"supervision": "process", "loss": "dr_grpo"})
+
+    [pack] = batch.packs_of([graded], settings, policy.text)
+
+    n = len(two.output_ids_T)
+    assert pack.sequences[0].advantages_T == pytest.approx([2 / 3 - 1 / 3] + [-1 / 3] * (n - 1))
+    assert pack.sequences[1].advantages_T == pytest.approx([-1 / 3] * n)
+    assert PeftTrainer(policy, settings, token_budget=4096).update([graded]).trained_tokens == 2 * n
