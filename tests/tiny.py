@@ -21,7 +21,7 @@ TEMPLATE = (
 )
 
 
-def make_tiny_model(folder: Path, *, layers: int = 2, seed: int = 0) -> Path:
+def make_tiny_model(folder: Path, *, layers: int = 2, head_dim: int = 16, seed: int = 0) -> Path:
     """Save the model and its tokenizer into `folder` in Hugging Face format."""
     torch.manual_seed(seed)
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
@@ -39,6 +39,7 @@ def make_tiny_model(folder: Path, *, layers: int = 2, seed: int = 0) -> Path:
         intermediate_size=128,
         num_hidden_layers=layers,
         num_attention_heads=4,
+        head_dim=head_dim,
         num_key_value_heads=2,  # grouped-query attention, as the real models have
         max_position_embeddings=512,
         eos_token_id=WORDS.index("<end>"),
