@@ -1,10 +1,10 @@
 """The process in which vLLM runs; worker/samplers/vllm.py starts it.
 
-vLLM's engine is one object here, driven step by step (VLLM_ENABLE_V1_MULTIPROCESSING=0): an adapter is then a plain call, and after every step a message
-goes to the run, which is how it tells an engine that works from one that hangs.
+vLLM's engine is one object here, driven step by step (VLLM_ENABLE_V1_MULTIPROCESSING=0): an adapter is then a plain
+call, and after every step a message goes to the run, which is how it tells an engine that works from one that hangs.
 
-The calls into what vLLM does not promise to keep are together in `put_adapter` and `one_adapter_linear`;
-tests/worker/test_vllm_sampler.py names each of them, so that a new version fails there first.
+The calls into what vLLM does not promise to keep are in `put_adapter`, `one_adapter_linear` and `Engine`;
+tests/worker/vllm_contract.py names each of them, so that a new version fails there first.
 """
 
 import os
@@ -28,7 +28,7 @@ from worker.samplers.wire import (
 
 ADAPTER_ID = 1
 # vLLM's LoRA buffers come in these heights; a rank between two of them is padded with zeros.
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def environment(config: EngineConfig) -> dict[str, str]:
@@ -46,7 +46,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "max_model_len": config.context,
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": next(rank for rank in _RANKS if rank >= config.rank),
+        "max_lora_rank": next(rank for rank in RANKS if rank >= config.rank),
         # The exact size, because the trainer lives on the same device; the share is then only a check at the start
         # that this much is free, so it is set to next to nothing.
         "kv_cache_memory_bytes": config.kv_cache_bytes,
