@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # INSTALLER=pip does without uv, and takes about five times as long.
 INSTALLER ?= uv
+# SAMPLER=vllm samples the demo with vLLM, whatever the model's entry says.
+SAMPLER ?= registry
 
 .PHONY: demo test check format bench setup help
 
@@ -14,7 +16,7 @@ help:    ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
 
 demo: setup    ## Train a real model on this machine, from a dataset to a better adapter
-	$(BIN)/python examples/demo.py
+	REGRAFT_SAMPLER=$(SAMPLER) $(BIN)/python examples/demo.py
 
 test: setup    ## All tests, on SQLite and PostgreSQL, memory:// and Redis, a folder and S3
 	$(BIN)/python -m pytest
