@@ -196,6 +196,15 @@ class TestAnswers:
 
         assert [[r.output_ids_T for r in g] for g in together] == [[r.output_ids_T for r in g] for g in alone]
 
+    def test_more_prompts_than_fit_in_one_step_are_sampled(self, sampler, policy):
+        """vLLM would cut a prompt in two there, which with seeds it cannot do on a CPU."""
+        move(policy, 1)
+        words = WORDS[6:50]
+        many = [prompt(policy, " ".join((words[n:] + words[:n]) * 8), n) for n in range(20)]
+        groups = drawn(sampler, many, sampling(group_size=2))
+
+        assert gaps(policy, many, groups).max() <= 1e-3
+
     def test_an_answer_ends_with_its_stop_token_or_says_it_was_cut(self, sampler, policy, prompts):
         move(policy, 1)
         end = WORDS.index("<end>")

@@ -44,6 +44,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "model": config.source,
         "dtype": config.dtype,
         "max_model_len": config.context,
+        "max_num_seqs": 256,
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": next(rank for rank in RANKS if rank >= config.rank),
@@ -54,9 +55,18 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         # A model's own generation_config would change what we sample from, unseen by the trainer.
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
-        # On a CPU compiling takes longer than it saves.
-        "enforce_eager": config.device == "cpu",
         "disable_log_stats": True,
+        **(_cpu_options(config) if config.device == "cpu" else {}),
+    }
+
+
+def _cpu_options(config: EngineConfig) -> dict[str, Any]:
+    return {
+        "enforce_eager": True,  # compiling takes longer than it saves
+        # A prompt cut in two discards a sampled token, and vLLM then turns the request's generator back, which a
+        # generator on a CPU refuses ("CPU Generator does not use offset"). So a prompt has to fit into one step.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(config.context, 2048),
     }
 
 
