@@ -69,7 +69,7 @@ def prompts(policy):
 
 @pytest.fixture
 def long_prompts(policy):
-    """Over 256 tokens: two whole blocks of vLLM's cache on a CPU, which are 128 tokens each."""
+    """Over 256 tokens: whole blocks of vLLM's cache, whatever its block size."""
     return [prompt(policy, "red green blue cat dog bird " * 50 + end, 1) for end in ("now", "please")]
 
 

@@ -62,6 +62,8 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
 
 def _cpu_options(config: EngineConfig) -> dict[str, Any]:
     return {
+        # Only whole blocks are shared in a group. Left to itself vLLM takes 128 here, more than most prompts have.
+        "block_size": 32,
         "enforce_eager": True,  # compiling takes longer than it saves
         # A prompt cut in two discards a sampled token, and vLLM then turns the request's generator back, which a
         # generator on a CPU refuses ("CPU Generator does not use offset"). So a prompt has to fit into one step.
