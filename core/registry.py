@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from core.errors import ModelNotFound
 
+SamplerName = Literal["transformers", "vllm"]
+
 DEFAULT_FILE = Path(__file__).parent / "registry.toml"
 
 
@@ -23,6 +25,7 @@ class BaseModelEntry(BaseModel):
     hub: str | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     context: int = Field(default=4096, ge=16)  # tokens of prompt and answer together
+    sampler: SamplerName = "transformers"
     gpu_class: str | None = None  # None: the deployment's default queue
 
     @model_validator(mode="after")

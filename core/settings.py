@@ -2,6 +2,7 @@
 
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -46,6 +47,10 @@ class Settings(BaseSettings):
     failing_steps: int = Field(default=3, ge=1)
     # Threads torch may use in a run; 0 leaves torch's own choice.
     torch_threads: int = Field(default=0, ge=0)
+    # What samples: each model's own choice in the registry, or one for all.
+    sampler: Literal["registry", "transformers", "vllm"] = "registry"
+    # Memory vLLM takes, all at once, for the keys and values of answers in flight.
+    kv_cache_gib: float = Field(default=1.0, gt=0)
     # A micro-batch of training holds at most this many tokens (padding included).
     train_token_budget: int = Field(default=2048, ge=256)
 

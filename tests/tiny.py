@@ -22,7 +22,7 @@ TEMPLATE = (
 )
 
 
-def make_tiny_model(folder: Path, *, layers: int = 2, seed: int = 0) -> Path:
+def make_tiny_model(folder: Path, *, layers: int = 2, head_dim: int = 16, seed: int = 0) -> Path:
     """Save the model and its tokenizer into `folder` in Hugging Face format."""
     torch.manual_seed(seed)
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
@@ -34,7 +34,7 @@ def make_tiny_model(folder: Path, *, layers: int = 2, seed: int = 0) -> Path:
         eos_token="<end>",
         chat_template=TEMPLATE,
     )
-    return _save(tokenizer, len(WORDS), layers, folder)
+    return _save(tokenizer, len(WORDS), layers, folder, head_dim=head_dim)
 
 
 def make_byte_model(folder: Path, *, seed: int = 0) -> Path:
@@ -51,13 +51,16 @@ def make_byte_model(folder: Path, *, seed: int = 0) -> Path:
     return _save(tokenizer, len(vocabulary), 2, folder)
 
 
-def _save(tokenizer: PreTrainedTokenizerFast, size: int, layers: int, folder: Path) -> Path:
+def _save(
+    tokenizer: PreTrainedTokenizerFast, size: int, layers: int, folder: Path, head_dim: int | None = None
+) -> Path:
     config = LlamaConfig(
         vocab_size=size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=layers,
         num_attention_heads=4,
+        head_dim=head_dim,
         num_key_value_heads=2,  # grouped-query attention, as the real models have
         max_position_embeddings=512,
         eos_token_id=tokenizer.eos_token_id,

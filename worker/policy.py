@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,6 +32,9 @@ class Base:
     """A base model as loaded, before an adapter is put on it."""
 
     name: str  # the registry's id of it
+    source: (
+        Path | str
+    )  # the folder, or the hub's id, that it was loaded from: another engine can load the same
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     context: int  # tokens of prompt and answer together
@@ -52,7 +55,7 @@ def load_base(name: str, entry: BaseModelEntry, cache: Path, device: str) -> Bas
     tokenizer = AutoTokenizer.from_pretrained(source)
     model.requires_grad_(False)
     # eval() for good: dropout would make the trainer disagree with what was sampled.
-    return Base(name, model.to(device).eval(), tokenizer, entry.context)
+    return Base(name, source, model.to(device).eval(), tokenizer, entry.context)
 
 
 def convert_gguf(source: Path, cache: Path) -> Path:
@@ -97,6 +100,7 @@ class Policy:
         lora.install(self.model)
         # Otherwise PEFT would write this machine's path of the weights into the adapter people take home.
         self.model.peft_config["default"].base_model_name_or_path = base.name
+        self.source = base.source
         self.tokenizer = base.tokenizer
         self.context = base.context
         causal = self.model.get_base_model()
@@ -181,6 +185,11 @@ class Policy:
 
     def text(self, output_ids_T: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(output_ids_T), skip_special_tokens=True))
+
+    def adapter(self) -> dict[str, Tensor]:
+        """A copy of the adapter as it is now, in main memory, under the names that `save` writes."""
+        tensors = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
     def save(self, folder: Path) -> None:
         """Write the adapter as PEFT does: adapter_model.safetensors and adapter_config.json."""

@@ -32,10 +32,11 @@ class Recorder:
         self.claim = claim
         self.job = job
 
-    def resolved(self, settings: Resolved) -> None:
-        """Show on the job what "auto" became."""
-        with jobs.fenced(self.database, self.claim) as (_, job):
+    def resolved(self, settings: Resolved, sampler: str) -> None:
+        """Show on the job what "auto" became, and say what it is sampled with."""
+        with jobs.fenced(self.database, self.claim) as (session, job):
             job.resolved = settings.model_dump()
+            events.append(session, job.id, f"Sampling with {sampler}", data={"sampler": sampler})
 
     def has_step(self, step: int) -> bool:
         with self.database.read() as session:

@@ -216,7 +216,7 @@ def load(
     import torch
 
     from worker.policy import Policy, load_base
-    from worker.samplers.transformers import TransformersSampler
+    from worker.samplers import choice
     from worker.trainer import PeftTrainer
 
     if settings.torch_threads:
@@ -224,6 +224,10 @@ def load(
     with database.read() as session:
         files = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
     entry = Registry.load(settings.models_file).get(job.model)
+    try:
+        sampler, sampler_version = choice.choose(entry, settings)
+    except choice.SamplerMissing as cause:
+        raise UserMistake("sampler_unavailable", str(cause), "model") from cause
     base = load_base(job.model, entry, settings.model_cache, "cuda" if torch.cuda.is_available() else "cpu")
     train_rows = datasets.read_examples(blobs.open(files[job.training_file].blob_key))
     assert job.validation_file is not None, "the API requires one"
@@ -244,14 +248,14 @@ def load(
         raise UserMistake("prompt_too_long", str(cause), "training_file") from cause
 
     recorder = Recorder(database, blobs, claim, job)
-    recorder.resolved(resolved)
+    recorder.resolved(resolved, f"{sampler} {sampler_version}")
     return Run(
         settings=resolved,
         seed=job.seed,
         spec=spec,
         train_prompts=PromptStream(train, batch_size=resolved.batch_size, seed=job.seed),
         valid_prompts=valid,
-        sampler=TransformersSampler(policy),
+        sampler=choice.build(sampler, policy, settings, recorder),
         rewards=Rewards(grader),
         trainer=PeftTrainer(policy, resolved, token_budget=settings.train_token_budget),
         recorder=recorder,

@@ -1,0 +1,36 @@
+"""Which sampler a job gets, and what happens where it is not installed."""
+
+from pathlib import Path
+
+import pytest
+
+from core.registry import BaseModelEntry
+from core.settings import Settings
+from worker.samplers import choice, vllm
+
+
+@pytest.fixture
+def vllm_installed(monkeypatch):
+    monkeypatch.setattr(vllm, "installed", lambda: "0.32.0")
+
+
+@pytest.mark.parametrize(
+    ("of_model", "setting", "chosen"),
+    [
+        ("transformers", "registry", "transformers"),
+        ("vllm", "registry", "vllm"),
+        ("transformers", "vllm", "vllm"),
+        ("vllm", "transformers", "transformers"),
+    ],
+)
+def test_the_setting_overrides_the_models_entry(vllm_installed, of_model, setting, chosen):
+    entry = BaseModelEntry(path=Path("x"), sampler=of_model)
+
+    assert choice.choose(entry, Settings(sampler=setting))[0] == chosen
+
+
+def test_a_model_whose_sampler_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr(vllm, "installed", lambda: None)
+
+    with pytest.raises(choice.SamplerMissing, match="vLLM, which is not installed on the worker"):
+        choice.choose(BaseModelEntry(path=Path("x"), sampler="vllm"), Settings())

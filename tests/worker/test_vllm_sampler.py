@@ -1,0 +1,316 @@
+"""vLLM behind the sampler's protocol: the same function as the trainer's, and a process that may die.
+
+One engine on a tiny model serves the whole file; the tests that kill it leave a fresh one behind.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.methods import Hyperparameters, resolve
+from core.registry import BaseModelEntry
+from tests.tiny import WORDS, make_tiny_model
+from worker.batch import tensors_of
+from worker.policy import Policy, load_base
+from worker.samplers import Sampling, grouped
+from worker.samplers.transformers import TransformersSampler
+from worker.samplers.vllm import EngineLost, VllmSampler, installed
+from worker.trainer import PeftTrainer
+from worker.types import Pack, Prompt, Sequence
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(installed() is None, reason="vLLM is not installed"),
+]
+ROOT = Path(__file__).parents[2]
+KV_CACHE_BYTES = 1 << 24
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    # vLLM's attention on a CPU starts at heads of 32.
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), head_dim=32)
+    base = load_base("tiny", BaseModelEntry(path=folder, dtype="float32", context=512), folder, "cpu")
+    return Policy(base, rank=4, alpha=8, seed=0)
+
+
+@pytest.fixture(scope="module")
+def sampler(policy):
+    with pytest.MonkeyPatch.context() as patch:
+        # Four engines start in this file; without bytecode each would compile vLLM again.
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES, threads=1)
+        yield sampler
+        sampler.close()
+
+
+@pytest.fixture
+def restarts(sampler, monkeypatch):
+    reasons = []
+    monkeypatch.setattr(sampler, "on_restart", reasons.append)
+    return reasons
+
+
+@pytest.fixture
+def prompts(policy):
+    texts = ["say yes", "what colour is it now please tell me the name of the animal", "tell me a number"]
+    return [prompt(policy, text, line) for line, text in enumerate(texts, start=1)]
+
+
+@pytest.fixture
+def long_prompts(policy):
+    """Over 256 tokens: whole blocks of vLLM's cache, whatever its block size."""
+    return [prompt(policy, "red green blue cat dog bird " * 50 + end, 1) for end in ("now", "please")]
+
+
+def prompt(policy, text, line):
+    return Prompt(line, tuple(policy.render([{"role": "user", "content": text}])), {"messages": []})
+
+
+def sampling(**changes):
+    return replace(
+        Sampling(group_size=4, temperature=1.0, max_completion_tokens=12, job_seed=5, step=1), **changes
+    )
+
+
+def move(policy, seed):
+    """Give the adapter other weights, in place, as an optimizer does."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.trainable:
+            parameter.normal_(std=0.2)
+
+
+def drawn(sampler, prompts, how):
+    return grouped(sampler.answers(prompts, how), len(prompts), how.group_size)
+
+
+def gaps(policy, prompts, groups, temperature=1.0, under=contextlib.nullcontext):
+    """|sampler - trainer| of every token's log-probability, [M]."""
+    settings = resolve(
+        Hyperparameters.model_validate({"advanced": {"temperature": temperature}}),
+        rows=8,
+        parameters=1000,
+        context=512,
+    )
+    trainer = PeftTrainer(policy, settings, token_budget=4096)
+    packs = [
+        Pack(one.ids, tuple(Sequence(r.output_ids_T, r.logprobs_T, 1.0, 1.0) for r in rollouts))
+        for one, rollouts in zip(prompts, groups, strict=True)
+    ]
+    batch = tensors_of(packs, policy.device)
+    with torch.no_grad(), under():
+        return (trainer.logprobs(batch)[0] - batch.old_logp_M).abs()
+
+
+class TestSameFunction:
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_sampled_logprobs_are_the_trainers(self, sampler, policy, prompts, temperature):
+        move(policy, 1)
+        groups = drawn(sampler, prompts, sampling(temperature=temperature, group_size=16))
+        gap = gaps(policy, prompts, groups, temperature)
+        move(policy, 2)
+        control = gaps(policy, prompts, groups, temperature)
+
+        assert gap.mean() <= 1e-4 and gap.max() <= 1e-3
+        assert control.mean() >= 1e-2
+
+    def test_a_fresh_adapter_samples_from_the_base_model(self, sampler, policy, prompts):
+        with torch.no_grad():
+            for name, parameter in policy.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.zero_()
+        groups = drawn(sampler, prompts, sampling())
+
+        assert gaps(policy, prompts, groups, under=policy.as_base).max() <= 1e-3
+
+    def test_every_sample_draws_from_the_policy_as_it_is_then(self, sampler, policy, long_prompts):
+        """Nobody tells the sampler about an update, and what it cached under the old weights is not read."""
+        for seed in (1, 2):
+            move(policy, seed)
+            groups = drawn(sampler, long_prompts, sampling())
+            assert gaps(policy, long_prompts, groups).mean() <= 1e-4
+
+    def test_one_cache_key_for_all_adapters_would_be_seen(self, sampler, policy, long_prompts, monkeypatch):
+        """The control of the test above: with the same key the second adapter reads the first one's cache."""
+        monkeypatch.setattr(sampler, "namespace", lambda published: "mem://same")
+        for seed in (3, 4):
+            move(policy, seed)
+            groups = drawn(sampler, long_prompts, sampling())
+
+        assert gaps(policy, long_prompts, groups).mean() >= 1e-2
+
+    def test_sending_the_same_adapter_again_changes_nothing(self, sampler, policy, prompts):
+        move(policy, 5)
+        first = drawn(sampler, prompts, sampling())
+        for _ in range(2):
+            sampler.engine.tensors = None  # it no longer knows what the engine has
+            again = drawn(sampler, prompts, sampling())
+            assert [[r.output_ids_T for r in g] for g in again] == [
+                [r.output_ids_T for r in g] for g in first
+            ]
+            assert gaps(policy, prompts, again).max() <= 1e-3
+
+    def test_an_adapter_that_did_not_change_is_not_sent(self, sampler, policy, prompts):
+        move(policy, 6)
+        drawn(sampler, prompts, sampling())
+        sent = sampler._published
+        drawn(sampler, prompts, sampling(step=2))
+
+        assert sampler._published == sent
+
+    def test_greedy_answers_and_their_logprobs_are_the_transformers_samplers(self, sampler, policy, prompts):
+        move(policy, 1)
+        how = sampling(temperature=0, group_size=1)
+        ours, theirs = drawn(sampler, prompts, how), drawn(TransformersSampler(policy), prompts, how)
+
+        for (mine,), (other,) in zip(ours, theirs, strict=True):
+            assert mine.output_ids_T == other.output_ids_T
+            assert mine.logprobs_T == pytest.approx(other.logprobs_T, abs=1e-4)
+
+
+class TestAnswers:
+    def test_members_of_a_group_differ_and_the_same_seeds_repeat_them(self, sampler, policy, prompts):
+        move(policy, 1)
+        first, again = (drawn(sampler, prompts, sampling()) for _ in range(2))
+        other = drawn(sampler, prompts, sampling(job_seed=6))
+
+        assert all(len({r.output_ids_T for r in group}) == 4 for group in first)
+        assert [[r.output_ids_T for r in g] for g in again] == [[r.output_ids_T for r in g] for g in first]
+        assert [[r.output_ids_T for r in g] for g in other] != [[r.output_ids_T for r in g] for g in first]
+
+    def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(self, sampler, policy, prompts):
+        move(policy, 1)
+        together = drawn(sampler, prompts, sampling())
+        alone = [drawn(sampler, [one], sampling())[0] for one in prompts]
+
+        assert [[r.output_ids_T for r in g] for g in together] == [[r.output_ids_T for r in g] for g in alone]
+
+    def test_more_prompts_than_fit_in_one_step_are_sampled(self, sampler, policy):
+        """vLLM would cut a prompt in two there, which with seeds it cannot do on a CPU."""
+        move(policy, 1)
+        words = WORDS[6:50]
+        many = [prompt(policy, " ".join((words[n:] + words[:n]) * 8), n) for n in range(20)]
+        groups = drawn(sampler, many, sampling(group_size=2))
+
+        assert gaps(policy, many, groups).max() <= 1e-3
+
+    def test_an_answer_ends_with_its_stop_token_or_says_it_was_cut(self, sampler, policy, prompts):
+        move(policy, 1)
+        end = WORDS.index("<end>")
+        rollouts = [r for g in drawn(sampler, prompts, sampling(group_size=32)) for r in g]
+
+        assert {r.finish_reason for r in rollouts} == {"stop", "length"}
+        for rollout in rollouts:
+            assert (rollout.output_ids_T[-1] == end) == (rollout.finish_reason == "stop")
+            assert end not in rollout.output_ids_T[:-1]
+            assert rollout.finish_reason == "stop" or len(rollout.output_ids_T) == 12
+            assert len(rollout.logprobs_T) == len(rollout.output_ids_T)
+            assert rollout.text == policy.text(rollout.output_ids_T)
+
+    def test_a_reader_that_leaves_early_does_not_disturb_the_next(self, sampler, policy, prompts, restarts):
+        move(policy, 1)
+        expected = drawn(sampler, prompts, sampling())
+
+        async def first_only():
+            stream = sampler.sample(prompts, sampling(max_completion_tokens=300, group_size=8))
+            async for _ in stream:
+                await stream.aclose()
+                return
+
+        asyncio.run(first_only())
+        assert sampler.engine._unfinished > 0, "the reader did not leave early"
+
+        found = drawn(sampler, prompts, sampling())
+        assert [[r.output_ids_T for r in g] for g in found] == [[r.output_ids_T for r in g] for g in expected]
+        assert restarts == []
+
+
+class TestLostEngine:
+    @pytest.mark.parametrize(
+        ("blow", "said"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "no sign of life for 5 s")]
+    )
+    def test_only_the_missing_answers_are_sampled_again(
+        self, sampler, policy, prompts, restarts, monkeypatch, blow, said
+    ):
+        """Killed, or stopped so that it hangs: each answer still comes exactly once, and is the same."""
+        move(policy, 1)
+        how = sampling(max_completion_tokens=400)
+        expected = drawn(sampler, prompts, how)
+        monkeypatch.setattr(sampler, "patience", 5)
+        monkeypatch.setattr(sampler.engine, "patience", 5)
+        answers = []
+        for answer in sampler.answers(prompts, how):
+            if not answers:
+                os.kill(sampler.engine.child.pid, blow)
+            answers.append(answer)
+
+        assert Counter((a.prompt, a.member) for a in answers) == Counter(
+            (p, m) for p in range(3) for m in range(4)
+        )
+        assert [said in reason for reason in restarts] == [True]
+        found = grouped(answers, 3, 4)
+        assert [[r.output_ids_T for r in g] for g in found] == [[r.output_ids_T for r in g] for g in expected]
+        assert gaps(policy, prompts, found).max() <= 1e-3
+
+    def test_an_engine_that_cannot_start_says_why(self, policy, prompts, monkeypatch, tmp_path):
+        monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        monkeypatch.setattr(policy, "source", tmp_path / "gone")
+        sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES, max_restarts=0)
+
+        with pytest.raises(EngineLost, match=r"engine failed: .*gone"):
+            drawn(sampler, prompts, sampling())
+        sampler.close()
+
+
+class TestProcess:
+    def test_close_ends_the_engine(self, policy):
+        sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES)
+        child = sampler.engine.child.pid
+        sampler.close()
+
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+    def test_the_engine_dies_with_the_run(self):
+        code = """
+import os
+from worker.samplers.vllm import EngineProcess
+from worker.samplers.wire import EngineConfig
+engine = EngineProcess(EngineConfig("", "float32", "cpu", 16, 8, 1, 1), 60)
+print(engine.child.pid, flush=True)
+os._exit(1)
+"""
+        run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+        deadline = time.monotonic() + 60
+        while is_running(int(run.stdout)):
+            assert time.monotonic() < deadline, "the engine outlives the run"
+            time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_vllm_still_has_what_we_use_of_it():
+    """Fails first, and names the part, when a new version of vLLM has moved something that we depend on."""
+    contract = subprocess.run(
+        [sys.executable, "-m", "tests.worker.vllm_contract"], cwd=ROOT, capture_output=True, text=True
+    )
+
+    assert contract.returncode == 0, contract.stderr
+    assert contract.stdout == ""

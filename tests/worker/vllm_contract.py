@@ -1,0 +1,107 @@
+"""What we use of vLLM that it does not promise to keep. Run as a script: prints what a new version has changed.
+
+A script, because importing vLLM rearranges the threads and the environment of the process that does.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import torch
+from vllm import EngineArgs, SamplingParams
+from vllm.config.lora import MaxLoRARanks
+from vllm.logprobs import FlatLogprobs
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
+from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+from worker.samplers import engine
+from worker.samplers.wire import EngineConfig, Request
+
+TAKES = {
+    LLMEngine.add_request: ["request_id", "prompt", "params", "lora_request"],
+    LLMEngine.abort_request: ["request_ids", "internal"],
+    LLMEngine.collective_rpc: ["method"],
+    LLMEngine.from_engine_args: ["engine_args"],
+    LLMEngine.step: [],
+    LLMEngine.has_unfinished_requests: [],
+    LoRAModel.from_lora_tensors: [
+        *["lora_model_id", "tensors", "peft_helper", "device", "dtype", "model_vocab_size", "weights_mapper"]
+    ],
+    PEFTHelper.from_dict: ["config_dict"],
+    PEFTHelper.validate_legal: ["lora_config"],
+    LRUCacheLoRAModelManager.remove_adapter: ["adapter_id"],
+    LRUCacheLoRAModelManager.add_adapter: ["lora"],
+    LRUCacheLoRAModelManager.activate_adapter: ["lora_id"],
+    LRUCacheLoRAModelManager.pin_adapter: ["lora_id"],
+    PunicaWrapperCPU.add_lora_linear: [
+        *["y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices"]
+    ],
+}
+MENTIONS = {
+    OutputProcessor: "self.request_states",
+    LRUCacheWorkerLoRAManager: "self._adapter_manager = ",
+    LoRAModelManager: "self.model",
+    LoRAModelRunnerMixin: "self.lora_manager = ",
+    _gen_lora_extra_hash_keys: "lora_request.lora_path",
+}
+
+
+def changed() -> Iterator[str]:
+    for attribute in ("self.lora_config", "self.vocab_size"):
+        if attribute not in inspect.getsource(WorkerLoRAManager):
+            yield f"WorkerLoRAManager no longer has {attribute}"
+    for function, names in TAKES.items():
+        if missing := [name for name in names if name not in inspect.signature(function).parameters]:
+            yield f"{function.__qualname__} no longer takes {missing}"
+    for thing, words in MENTIONS.items():
+        if words not in inspect.getsource(thing):
+            yield f"{thing.__qualname__} no longer has {words!r}"
+    config = EngineConfig("", "float32", "cpu", 16, 8, 1, 1)
+    if unknown := set(engine.engine_options(config)) - {f.name for f in dataclasses.fields(EngineArgs)}:
+        yield f"EngineArgs no longer takes {unknown}"
+    options = engine.sampling_options(Request("", (), 0, 1.0, 1, ()))
+    if unknown := set(options) - set(SamplingParams.__struct_fields__):
+        yield f"SamplingParams no longer takes {unknown}"
+    if unknown := {"lora_name", "lora_int_id", "lora_path"} - set(LoRARequest.__struct_fields__):
+        yield f"LoRARequest no longer takes {unknown}"
+    if unknown := set(engine.RANKS) - set(get_args(MaxLoRARanks)):
+        yield f"max_lora_rank may no longer be {unknown}"
+    if not hasattr(FlatLogprobs(), "logprobs"):
+        yield "FlatLogprobs has no logprobs"
+    gap = difference_of_the_linears()
+    if gap > 1e-5:
+        yield f"one_adapter_linear differs from PunicaWrapperCPU.add_lora_linear by {gap}"
+
+
+def difference_of_the_linears() -> float:
+    """Ours and vLLM's on the same packed layer (three slices of unequal width), all rows with the one adapter."""
+    rows, width, rank, slices = 5, 12, 4, (8, 4, 4)
+    torch.manual_seed(0)
+    x = torch.randn(rows, width)
+    y = torch.randn(rows, sum(slices))
+    a = tuple(torch.randn(1, 1, rank, width) for _ in slices)
+    b = tuple(torch.randn(1, 1, out, rank) for out in slices)
+    punica: Any = PunicaWrapperCPU(rows, rows, "cpu")
+    punica.is_prefill = False
+    punica._token_lora_indices = torch.zeros(rows, dtype=torch.int64)
+    punica.indices_len = [rows] * 5
+    theirs, ours = y.clone(), y.clone()
+
+    PunicaWrapperCPU.add_lora_linear(punica, theirs, x, a, b, 0.5, slices)
+    engine.one_adapter_linear(punica, ours, x, a, b, 0.5, slices)
+
+    return (theirs - ours).abs().max().item()
+
+
+if __name__ == "__main__":
+    for line in changed():
+        print(line)  # noqa: T201
