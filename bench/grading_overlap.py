@@ -63,9 +63,12 @@ def main() -> None:
 
     def step(grader: Grader) -> Clock:
         clock = Clock()
-        groups = asyncio.run(Rewards(grader).grade(prompts, sampler.sample(prompts, sampling), clock))
+        answers = sampler.sample(prompts, sampling)
+        groups = asyncio.run(Rewards(grader).grade(prompts, answers, 8, clock))
         with clock("training"):
-            trainer.update(groups)
+            for group in groups:
+                trainer.add(group)
+            trainer.step()
         assert all(grade.score is not None for group in groups for grade in group.grades_G)
         return clock
 

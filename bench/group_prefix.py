@@ -19,7 +19,7 @@ from core.settings import Settings
 from worker.policy import Policy, load_base
 from worker.samplers import Sampling, grouped
 from worker.samplers.transformers import TransformersSampler
-from worker.trainer import PeftTrainer
+from worker.trainer import Batch, PeftTrainer
 from worker.types import Pack, Prompt, Rollout, Sequence
 
 GROUP, PROMPT, ANSWER, ROUNDS = 8, 256, 16, 3
@@ -60,7 +60,12 @@ def main() -> None:
     ]
 
     answers = [
-        Sequence(r.output_ids_T, r.logprobs_T, advantage=1.0 - 2.0 * (n % 2), weight=1 / (GROUP * ANSWER))
+        Sequence(
+            r.output_ids_T,
+            r.logprobs_T,
+            advantages_T=(1.0 - 2.0 * (n % 2),) * len(r.output_ids_T),
+            weight=1 / (GROUP * ANSWER),
+        )
         for n, r in enumerate(shared_rollouts)
     ]
     resolved = resolve(Hyperparameters(), rows=8, parameters=base.parameters, context=base.context)
@@ -68,7 +73,7 @@ def main() -> None:
 
     def gradient(packs: list[Pack]) -> list[torch.Tensor]:
         policy.model.zero_grad()
-        trainer._backward(packs, reference=[])
+        trainer._backward(Batch(packs), std=1.0)
         return [p.grad.clone() for p in policy.trainable if p.grad is not None]
 
     shared_gradient, shared_training = timed(lambda: gradient([Pack(ids, tuple(answers))]))

@@ -102,12 +102,9 @@ def run_ours() -> dict[str, float]:
         start = time.perf_counter()
         answers = sampler.answers(prompts, Sampling(GROUP, 1.0, ANSWER, job_seed=0, step=step))
         rollouts_PG = grouped(answers, PROMPTS, GROUP)
-        trainer.update(
-            [
-                Group(prompt, rollouts, tuple(Grade(score(r.text)) for r in rollouts))
-                for prompt, rollouts in zip(prompts, rollouts_PG, strict=True)
-            ]
-        )
+        for prompt, rollouts in zip(prompts, rollouts_PG, strict=True):
+            trainer.add(Group(prompt, rollouts, tuple(Grade(score(r.text)) for r in rollouts)))
+        trainer.step()
         seconds.append(time.perf_counter() - start)
     return figures(seconds[1:])
 

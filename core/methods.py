@@ -61,6 +61,15 @@ class Advanced(Value):
     # What happens to an answer that was cut off: scored as any, left out of the loss, or fined as it gets near.
     overlong: Overlong = "score"
     overlong_buffer: Auto | Annotated[int, Field(ge=1, le=131072)] = "auto"
+    # Prompts a step may draw in place of those whose answers all scored the same (DAPO's dynamic sampling).
+    resample_prompts: int = Field(default=0, ge=0, le=1024)
+    # 1: the next step is sampled while this one is learned from, by the policy from before it.
+    off_policy_steps: int = Field(default=0, ge=0, le=1)
+    # When to stop before the last step; 0 is off. worker/stopping.py has the rules.
+    stop_after_flat_evals: int = Field(default=0, ge=0)
+    stop_after_silent_steps: int = Field(default=0, ge=0)
+    stop_above_kl: float = Field(default=0.0, ge=0)  # nats a token
+    stop_below_entropy: float = Field(default=0.0, ge=0)  # nats a token
     updates_per_batch: int = Field(
         default=1, ge=1, le=16
     )  # passes over the same answers, an optimizer step each
@@ -68,6 +77,8 @@ class Advanced(Value):
     clip_high: Auto | Annotated[float, Field(gt=0, le=10)] = "auto"
     # Absolute, not 1 + epsilon. Below 1 it would shrink the gradient of a policy that has not moved.
     cispo_cap: Auto | Annotated[float, Field(ge=1, le=100)] = "auto"
+    # Whether groups are computed as soon as they are graded, while the rest of the step is still sampled.
+    overlap: Auto | bool = "auto"
     # How the gap between the sampler's probabilities and the trainer's is corrected.
     importance: Importance = "truncate"
     importance_cap: Auto | Annotated[float, Field(gt=1, le=100)] = "auto"
@@ -91,6 +102,21 @@ class Advanced(Value):
             )
         if self.importance == "none" and self.importance_cap != "auto":
             raise ValueError("importance_cap does nothing with importance 'none'")
+        if self.off_policy_steps and self.importance == "none":
+            raise ValueError("off_policy_steps needs the correction: importance 'truncate' or 'mask'")
+        if self.off_policy_steps and self.resample_prompts:
+            raise ValueError(
+                "resample_prompts waits for the step's own answers, off_policy_steps does not: give one"
+            )
+        if self.off_policy_steps and self.overlap is True:
+            raise ValueError(
+                "overlap is for steps that are learned from as they are sampled: off_policy_steps are not"
+            )
+        if self.overlap is True and self.kl > 0:
+            raise ValueError(
+                "overlap needs kl 0: a penalty's reference is the model itself without its adapter, which is busy "
+                "sampling"
+            )
         if self.kl == 0 and (self.kl_estimator != "auto" or self.reference_refresh_steps > 0):
             raise ValueError("kl_estimator and reference_refresh_steps do nothing while kl is 0")
         return self
@@ -174,6 +200,13 @@ class Resolved(Value):
     overlong: Overlong
     overlong_buffer: int | None
     updates_per_batch: int
+    overlap: bool
+    resample_prompts: int
+    off_policy_steps: int
+    stop_after_flat_evals: int
+    stop_after_silent_steps: int
+    stop_above_kl: float
+    stop_below_entropy: float
     clip_low: float | None
     clip_high: float | None
     cispo_cap: float | None
@@ -241,6 +274,13 @@ def resolve(asked: Hyperparameters, *, rows: int, parameters: int, context: int)
             else None
         ),
         updates_per_batch=advanced.updates_per_batch,
+        overlap=_or(advanced.overlap, advanced.kl == 0 and not advanced.off_policy_steps),
+        resample_prompts=advanced.resample_prompts,
+        off_policy_steps=advanced.off_policy_steps,
+        stop_after_flat_evals=advanced.stop_after_flat_evals,
+        stop_after_silent_steps=advanced.stop_after_silent_steps,
+        stop_above_kl=advanced.stop_above_kl,
+        stop_below_entropy=advanced.stop_below_entropy,
         clip_low=_or(advanced.clip_low, low),
         clip_high=_or(advanced.clip_high, high),
         cispo_cap=_or(advanced.cispo_cap, 5.0) if advanced.loss == "cispo" else None,

@@ -9,6 +9,7 @@ from pathlib import Path
 from graders.types import ErrorKind, Grade, Item, Sample
 from worker import grpo
 from worker.samplers import Answer, Sampling
+from worker.trainer import Trainer
 from worker.types import Group, Prompt, Rollout, UpdateMetrics
 
 
@@ -44,9 +45,14 @@ class SkillTrainer:
     def __init__(self, skill: Skill) -> None:
         self.skill = skill
         self.updates = 0
+        self.groups: list[Group] = []
 
-    def update(self, groups_P: Sequence[Group]) -> UpdateMetrics:
+    def add(self, group: Group) -> None:
+        self.groups.append(group)
+
+    def step(self) -> UpdateMetrics:
         self.updates += 1
+        groups_P, self.groups = self.groups, []
         mixed = sum(grpo.signal(group.rewards_G) == "mixed" for group in groups_P)
         self.skill.chance = min(1.0, self.skill.chance + 0.05 * mixed)
         rollouts = sum(len(group.rollouts_G) for group in groups_P)
@@ -57,6 +63,13 @@ class SkillTrainer:
 
     def load(self, folder: Path) -> None:
         self.skill.chance, self.updates = json.loads((folder / "skill.json").read_text())
+
+
+def learn(trainer: Trainer, groups_P: Sequence[Group]) -> UpdateMetrics:
+    """One whole step of a trainer."""
+    for group in groups_P:
+        trainer.add(group)
+    return trainer.step()
 
 
 class ExactGrader:
@@ -93,6 +106,19 @@ class SameForAll:
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
         return Grade(self.score)
+
+
+class Halves:
+    """Good, bad, good, bad: there is signal in every group."""
+
+    name, type = "halves", "string_check"
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        self.seen += 1
+        return Grade(float(self.seen % 2))
 
 
 class NeverGrades:

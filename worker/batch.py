@@ -23,7 +23,19 @@ from worker.types import Sequence as Answer
 Decode = Callable[[Sequence[int]], str]
 
 
-def packs_of(groups_P: Sequence[Group], settings: Resolved, decode: Decode) -> list[Pack]:
+@dataclass(frozen=True)
+class Share:
+    """What one group gives to its step, known as soon as it is graded.
+
+    The weights and advantages in `pack` lack what only the whole step knows: see `divisors`.
+    """
+
+    pack: Pack | None  # None: nothing to compute
+    lengths: tuple[int, ...]  # tokens of each answer that counts
+    rewards_N: tuple[float | None, ...]  # what its advantages are made of: rewards of answers, or of steps
+
+
+def share_of(group: Group, settings: Resolved, decode: Decode) -> Share:
     """The answers worth computing, each with its advantages and its share of the step's loss.
 
     An answer with no advantage has exactly no gradient, so it is dropped, unless there is a KL penalty, which pulls
@@ -32,51 +44,59 @@ def packs_of(groups_P: Sequence[Group], settings: Resolved, decode: Decode) -> l
     group, and neither in the loss nor in its normalisation (DAPO section 3.4, overlong filtering).
     """
     keep_all = settings.kl > 0
-    advantages_PGT = token_advantages(groups_P, settings, decode)
+    rewards_N, advantages_GT = _advantages(group, settings, decode)
+    if not keep_all and not any(map(any, advantages_GT)):
+        return Share(None, (), rewards_N)
     counted = [
-        (row, member)
-        for row, group in enumerate(groups_P)
-        if keep_all or any(any(advantages_T) for advantages_T in advantages_PGT[row])
-        for member, (rollout, reward) in enumerate(_pairs(group))
+        (rollout, advantages_T)
+        for (rollout, reward), advantages_T in zip(_pairs(group), advantages_GT, strict=True)
         if reward is not None and not (settings.overlong == "mask" and rollout.finish_reason == "length")
     ]
-    lengths = [len(groups_P[row].rollouts_G[member].output_ids_T) for row, member in counted]
+    answers = tuple(
+        Answer(
+            rollout.output_ids_T,
+            rollout.logprobs_T,
+            advantages_T,
+            grpo.token_weight(len(rollout.output_ids_T), settings.loss),
+        )
+        for rollout, advantages_T in counted
+        if keep_all or any(advantages_T)
+    )
+    lengths = tuple(len(rollout.output_ids_T) for rollout, _ in counted)
+    return Share(Pack(group.prompt.ids, answers) if answers else None, lengths, rewards_N)
+
+
+def divisors(shares: Sequence[Share], settings: Resolved) -> tuple[float, float]:
+    """What the step's gradient is still to be divided by: its normaliser, and the std of its rewards.
+
+    The second is 1 where the advantages have been divided already, or need not be. A penalty is not divided by it.
+    """
+    lengths = [length for share in shares for length in share.lengths]
     whole = grpo.normaliser(lengths, settings.loss, settings.max_completion_tokens)
-
-    answers_P: list[list[Answer]] = [[] for _ in groups_P]
-    for (row, member), length in zip(counted, lengths, strict=True):
-        advantages_T = advantages_PGT[row][member]
-        if keep_all or any(advantages_T):
-            rollout = groups_P[row].rollouts_G[member]
-            weight = grpo.token_weight(length, settings.loss) / whole
-            answers_P[row].append(Answer(rollout.output_ids_T, rollout.logprobs_T, advantages_T, weight))
-    return [
-        Pack(group.prompt.ids, tuple(answers))
-        for group, answers in zip(groups_P, answers_P, strict=True)
-        if answers
-    ]
+    if settings.advantage_scale != "batch":
+        return whole, 1.0
+    assert settings.std is not None
+    return whole, grpo.batch_deviation([share.rewards_N for share in shares], settings.std) or 1.0
 
 
-def token_advantages(
-    groups_P: Sequence[Group], settings: Resolved, decode: Decode
-) -> list[list[tuple[float, ...]]]:
-    """The advantage of every token of every answer: one for all of its tokens, or by the steps that end after it."""
+def _advantages(
+    group: Group, settings: Resolved, decode: Decode
+) -> tuple[tuple[float | None, ...], list[tuple[float, ...]]]:
+    """What the advantages are made of, and one for every token of every answer, before any std of the batch."""
+    scale = "none" if settings.advantage_scale == "batch" else settings.advantage_scale
     if settings.supervision == "outcome":
-        rewards_PG = [[_shaped(*pair, settings) for pair in _pairs(group)] for group in groups_P]
-        advantages_PG = grpo.advantages(rewards_PG, settings.advantage_scale, settings.std)
-        return [
-            [(value,) * len(r.output_ids_T) for r, value in zip(group.rollouts_G, advantages_G, strict=True)]
-            for group, advantages_G in zip(groups_P, advantages_PG, strict=True)
-        ]
-    rewards_PGJ = [[[step.score for step in grade.steps] for grade in group.grades_G] for group in groups_P]
-    steps_PGJ = grpo.step_advantages(rewards_PGJ, settings.advantage_scale, settings.std)
-    return [
-        [
-            _by_step(rollout, steps_J, [step.end for step in grade.steps], decode)
-            for rollout, grade, steps_J in zip(group.rollouts_G, group.grades_G, steps_GJ, strict=True)
-        ]
-        for group, steps_GJ in zip(groups_P, steps_PGJ, strict=True)
+        rewards_G = [_shaped(*pair, settings) for pair in _pairs(group)]
+        [advantages_G] = grpo.advantages([rewards_G], scale, settings.std)
+        lengths = [len(rollout.output_ids_T) for rollout in group.rollouts_G]
+        spread = [(value,) * length for value, length in zip(advantages_G, lengths, strict=True)]
+        return tuple(rewards_G), spread
+    rewards_GJ = [[step.score for step in grade.steps] for grade in group.grades_G]
+    [steps_GJ] = grpo.step_advantages([rewards_GJ], scale, settings.std)
+    by_step = [
+        _by_step(rollout, steps_J, [step.end for step in grade.steps], decode)
+        for rollout, grade, steps_J in zip(group.rollouts_G, group.grades_G, steps_GJ, strict=True)
     ]
+    return tuple(reward for rewards_J in rewards_GJ for reward in rewards_J), by_step
 
 
 def _pairs(group: Group) -> Iterator[tuple[Rollout, float | None]]:

@@ -25,6 +25,13 @@ class PromptStream:
         first = (step - 1) * self.batch_size
         return [self._at(place) for place in range(first, first + self.batch_size)]
 
+    def others(self, step: int) -> list[Prompt]:
+        """All prompts that are not in the batch of this step, in the order in which they may stand in for it."""
+        lines = {prompt.line for prompt in self.batch(step)}
+        order = [prompt for prompt in self.prompts if prompt.line not in lines]
+        random.Random(f"{self.seed}/others/{step}").shuffle(order)
+        return order
+
     def _at(self, place: int) -> Prompt:
         epoch, index = divmod(place, len(self.prompts))
         order = list(range(len(self.prompts)))

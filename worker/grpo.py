@@ -5,7 +5,8 @@ Sources: GRPO is DeepSeekMath (arXiv 2402.03300, eqs. 3-5), Dr. GRPO is arXiv 25
 name TRL gave to its token mean over a local batch. docs/training.md says when to use which.
 
 A token's part of the loss is a product: its weight in its answer (known with the answer), its advantage (known with
-the group, but for the std of the batch), and one number for the whole batch, `normaliser`.
+the group, but for the std of the batch), and one number for the whole batch, `normaliser`. So a group's part of the
+gradient can be computed before the others are there, and all of it divided once (worker/trainer.py).
 """
 
 import math
@@ -58,15 +59,18 @@ def advantages(
         return centred_PG
     assert std is not None, "a scale needs to know which std"
     if scale == "batch":
-        with_signal = [
-            rewards_G for rewards_G, values in zip(rewards_PG, centred_PG, strict=True) if any(values)
-        ]
-        batch = deviation([r for rewards_G in with_signal for r in rewards_G if r is not None], std)
-        return [_divided(values_G, batch) for values_G in centred_PG]
+        by = batch_deviation(rewards_PG, std)
+        return [_divided(values_G, by) for values_G in centred_PG]
     return [
         _divided(values_G, deviation([r for r in rewards_G if r is not None], std))
         for values_G, rewards_G in zip(centred_PG, rewards_PG, strict=True)
     ]
+
+
+def batch_deviation(rewards_PG: Sequence[Sequence[float | None]], std: Std) -> float:
+    """The std of all rewards of the groups that have signal; 0 if none has."""
+    with_signal = [rewards_G for rewards_G in rewards_PG if any(centred(rewards_G))]
+    return deviation([r for rewards_G in with_signal for r in rewards_G if r is not None], std)
 
 
 def _divided(values: Sequence[float], by: float) -> list[float]:

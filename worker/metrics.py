@@ -36,6 +36,7 @@ def of_step(
     spec: GraderSpec,
     supervision: Supervision,
     train_P: Sequence[Group],
+    others_P: Sequence[Group],
     valid_P: Sequence[Group] | None,
     update: UpdateMetrics | None,
     seconds: Mapping[str, float],
@@ -51,7 +52,9 @@ def of_step(
         data |= _signal(train_P, supervision)
     if update is not None:
         data |= _update(update)
-    sampled = sum(len(rollout.output_ids_T) for rollout in _rollouts(train_P))
+    if others_P:
+        data |= _replaced(train_P, others_P, supervision, seconds)
+    sampled = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *others_P]))
     if sampled and seconds.get("sampling"):
         data["sampled_tokens"] = sampled
         data["sampling_tokens_per_second"] = sampled / seconds["sampling"]
@@ -154,6 +157,27 @@ def _signal(groups_P: Sequence[Group], supervision: Supervision) -> dict[str, fl
     return {
         f"groups_{kind}_share": kinds[kind] / len(groups_P)
         for kind in ("mixed", "all_zero", "all_one", "equal", "ungraded")
+    }
+
+
+def _replaced(
+    train_P: Sequence[Group],
+    others_P: Sequence[Group],
+    supervision: Supervision,
+    seconds: Mapping[str, float],
+) -> dict[str, float]:
+    """What dynamic sampling drew, and what was thrown away for it. Rewards are of the step's own prompts alone."""
+    silent_P = [
+        group for group in [*train_P, *others_P] if grpo.signal(group.taught_by(supervision)) != "mixed"
+    ]
+    everything = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *others_P]))
+    discarded = sum(len(rollout.output_ids_T) for rollout in _rollouts(silent_P))
+    return {
+        "resampled_prompts": len(others_P),
+        "discarded_groups": len(silent_P),
+        "discarded_tokens": discarded,
+        # Their part of the time by tokens: answers are sampled side by side, so none has a time of its own.
+        "discarded_seconds": seconds.get("sampling", 0.0) * discarded / everything,
     }
 
 

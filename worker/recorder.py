@@ -42,6 +42,11 @@ class Recorder:
         with self.database.read() as session:
             return any(row.step == step for row in events.steps(session, self.job.id))
 
+    def steps(self, *, before: int) -> list[dict[str, Any]]:
+        """The metrics of the steps that were recorded before this one, in order."""
+        with self.database.read() as session:
+            return [row.data for row in events.steps(session, self.job.id) if row.step < before]
+
     def step(self, data: dict[str, Any], stored: Sequence[GradedStep], *, remaining_steps: int) -> bool:
         """Record one finished step. Returns whether the user has asked the job to pause.
 
@@ -62,6 +67,10 @@ class Recorder:
     def warn(self, message: str, data: dict[str, Any]) -> None:
         with jobs.fenced(self.database, self.claim) as (session, job):
             events.append(session, job.id, message, level="warn", data=data)
+
+    def inform(self, message: str, data: dict[str, Any]) -> None:
+        with jobs.fenced(self.database, self.claim) as (session, job):
+            events.append(session, job.id, message, data=data)
 
     def succeed(self, best: Checkpoint) -> None:
         """The job's end: its result file, its model and its status, in one transaction."""

@@ -1,7 +1,7 @@
 """Answers to rewards through the job's grader, and what an ungraded answer means: nothing at all."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from graders.run import grade_one
 from graders.types import Grade, Grader, Sample
@@ -22,34 +22,54 @@ class Rewards:
         self.concurrency = concurrency
 
     async def grade(
-        self, prompts_P: Sequence[Prompt], answers: AsyncIterator[Answer], clock: Clock
+        self,
+        prompts_P: Sequence[Prompt],
+        answers: AsyncIterator[Answer],
+        group_size: int,
+        clock: Clock,
+        use: Callable[[Group], None] | None = None,
     ) -> list[Group]:
         """The graded groups, prompts and members in order.
 
-        Grading runs beside the sampling of the rest; the clock's "grading" is only what it takes beyond that.
+        Grading runs beside the sampling of the rest; the clock's "grading" is only what it takes beyond that, and
+        its "training" what `use` takes beyond both. `use` is called with each group in a thread, in the order in
+        which the groups were sampled to their ends: how long a grade takes does not change it, so that a run can
+        be repeated bit by bit.
         """
         slots = asyncio.Semaphore(self.concurrency)
-        graded: dict[tuple[int, int], tuple[Rollout, asyncio.Task[Grade]]] = {}
+        grading_P: list[dict[int, tuple[Rollout, asyncio.Task[Grade]]]] = [{} for _ in prompts_P]
+        sampled: asyncio.Queue[int | None] = asyncio.Queue()
+        groups: dict[int, Group] = {}
+
+        async def read(tasks: asyncio.TaskGroup) -> None:
+            async for answer in answers:
+                task = tasks.create_task(self._grade(slots, prompts_P[answer.prompt], answer.rollout))
+                grading_P[answer.prompt][answer.member] = answer.rollout, task
+                if len(grading_P[answer.prompt]) == group_size:
+                    sampled.put_nowait(answer.prompt)
+            sampled.put_nowait(None)
+
+        async def put_together() -> None:
+            while (place := await sampled.get()) is not None:
+                members = [grading_P[place][member] for member in range(group_size)]
+                grades_G = [await task for _, task in members]
+                rollouts_G = tuple(rollout for rollout, _ in members)
+                groups[place] = Group(prompts_P[place], rollouts_G, tuple(grades_G))
+                if use is not None:
+                    await asyncio.to_thread(use, groups[place])
+
         async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(read(tasks))
+            putting = tasks.create_task(put_together())
             with clock("sampling"):
-                async for answer in answers:
-                    task = tasks.create_task(self._grade(slots, prompts_P[answer.prompt], answer.rollout))
-                    graded[answer.prompt, answer.member] = answer.rollout, task
+                await reading
             with clock("grading"):
-                await asyncio.gather(*(task for _, task in graded.values()))
-        return [
-            Group(prompt, *zip(*_members(graded, number), strict=True))
-            for number, prompt in enumerate(prompts_P)
-        ]
+                await asyncio.gather(*(task for grading in grading_P for _, task in grading.values()))
+            with clock("training"):
+                await putting
+        return [groups[place] for place in range(len(prompts_P))]
 
     async def _grade(self, slots: asyncio.Semaphore, prompt: Prompt, rollout: Rollout) -> Grade:
         async with slots:
             sample = Sample.from_text(rollout.text, rollout.finish_reason)
             return await grade_one(self.grader, sample, prompt.item)
-
-
-def _members(
-    graded: dict[tuple[int, int], tuple[Rollout, asyncio.Task[Grade]]], prompt: int
-) -> list[tuple[Rollout, Grade]]:
-    places = sorted(place for place in graded if place[0] == prompt)
-    return [(graded[place][0], graded[place][1].result()) for place in places]

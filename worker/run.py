@@ -25,17 +25,17 @@ from core.registry import Registry
 from core.settings import Settings
 from graders.spec import GraderSpec, InvalidGrader, parse_grader
 from graders.types import Grader
-from worker import metrics, process
+from worker import metrics, process, stopping
 from worker.backends import open_backends
 from worker.checkpoints import Checkpoints
 from worker.clock import Clock
+from worker.collect import Collector
 from worker.data import PromptStream, PromptTooLong, tokenize
 from worker.recorder import GradedStep, Recorder
 from worker.rewards import Rewards
 from worker.samplers import Sampler, Sampling
-from worker.steps import with_steps_only
 from worker.trainer import Trainer
-from worker.types import Group, Prompt
+from worker.types import Group, Prompt, UpdateMetrics
 
 
 class Outcome(enum.Enum):
@@ -60,8 +60,14 @@ class Run:
     stop_requested: Callable[[], bool] = lambda: False
     # The job fails when more than half of the grades of this many steps in a row do.
     failing_steps: int = 3
+    collector: Collector = field(init=False)
     steps_without_signal: int = field(default=0, init=False)
     steps_that_failed: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.collector = Collector(
+            self.settings, self.seed, self.train_prompts, self.sampler, self.rewards, self.trainer
+        )
 
     async def train(self) -> Outcome:
         step = self.checkpoints.restore(self.trainer)
@@ -69,81 +75,90 @@ class Run:
             await self.measure_base()
         while step < self.settings.total_steps:
             step += 1
-            stop = await self.step(step)
-            if stop and step < self.settings.total_steps:
+            ended = await self.step(step)
+            if ended is Outcome.DONE:
+                break
+            if ended is Outcome.INTERRUPTED and step < self.settings.total_steps:
                 return Outcome.INTERRUPTED
         self.finish()
         return Outcome.DONE
 
-    async def step(self, step: int) -> bool:
-        """One turn of the loop. Returns whether the run should stop here; if so, it is checkpointed."""
+    async def step(self, step: int) -> Outcome | None:
+        """One turn of the loop. If it is the run's last one, the policy is checkpointed and the answer says why."""
         clock = Clock()
-        prompts_P = self.train_prompts.batch(step)
-        answers = self.sampler.sample(prompts_P, self.sampling(step))
-        groups_P = await self.rewards.grade(prompts_P, answers, clock)
-        if self.settings.supervision == "process":
-            groups_P = with_steps_only(groups_P)
+        groups_P, others_P = await self.collector.collect(step, clock)
         with clock("training"):
-            update = self.trainer.update(groups_P)
-        valid_P = None
-        if self.is_measured(step):
-            with clock("eval"):
-                valid_P = await self.validate(step)
+            update = await asyncio.to_thread(self.trainer.step)
+        valid_P = await self.validate(clock) if self.is_measured(step) else None
 
-        data = metrics.of_step(
-            step=step,
-            total_steps=self.settings.total_steps,
-            spec=self.spec,
-            supervision=self.settings.supervision,
-            train_P=groups_P,
-            valid_P=valid_P,
-            update=update,
-            seconds=clock.seconds,
-        )
-        stop = self.record(data, groups_P, valid_P) or self.stop_requested()
+        data = self.measure(step, clock, groups_P, others_P, update, valid_P)
+        early = stopping.reason_to_stop([*self.recorder.steps(before=step), data], self.settings)
+        if early is not None and valid_P is None:
+            valid_P = await self.validate(clock)
+            data = self.measure(step, clock, groups_P, others_P, update, valid_P)
+        stop = self.record(data, groups_P, others_P, valid_P) or self.stop_requested()
         self.warn(step, groups_P)
         if valid_P is not None or stop:
             reward = metrics.mean_reward(valid_P) if valid_P is not None else None
             self.checkpoints.save(self.trainer, step=step, valid_reward=reward, metrics=data)
-        return stop
+        if early is not None:
+            self.recorder.inform(early.message, {"step": step, **early.evidence})
+            return Outcome.DONE
+        return Outcome.INTERRUPTED if stop else None
 
     async def measure_base(self) -> None:
         """Step 0: how good the model is before it has learned anything."""
         clock = Clock()
-        with clock("eval"):
-            valid_P = await self.validate(0)
-        data = metrics.of_step(
-            step=0,
-            total_steps=self.settings.total_steps,
-            spec=self.spec,
-            supervision=self.settings.supervision,
-            train_P=[],
-            valid_P=valid_P,
-            update=None,
-            seconds=clock.seconds,
-        )
-        self.record(data, [], valid_P)
+        valid_P = await self.validate(clock)
+        self.record(self.measure(0, clock, [], [], None, valid_P), [], [], valid_P)
 
-    async def validate(self, step: int) -> list[Group]:
-        answers = self.sampler.sample(self.valid_prompts, self.sampling(step, validation=True))
-        return await self.rewards.grade(self.valid_prompts, answers, Clock())
+    async def validate(self, clock: Clock) -> list[Group]:
+        await self.collector.sampler_is_free()
+        settings = self.settings
+        sampling = Sampling(
+            group_size=settings.eval_samples,
+            temperature=settings.eval_temperature,
+            max_completion_tokens=settings.max_completion_tokens,
+            # The same numbers are drawn every time, so that its curve shows the policy and not the dice.
+            job_seed=self.seed + 1,
+            step=0,
+        )
+        answers = self.sampler.sample(self.valid_prompts, sampling)
+        with clock("eval"):
+            return await self.rewards.grade(self.valid_prompts, answers, sampling.group_size, Clock())
 
     def is_measured(self, step: int) -> bool:
         return step % self.settings.eval_interval == 0 or step == self.settings.total_steps
 
-    def sampling(self, step: int, *, validation: bool = False) -> Sampling:
-        settings = self.settings
-        return Sampling(
-            group_size=settings.eval_samples if validation else settings.group_size,
-            temperature=settings.eval_temperature if validation else settings.temperature,
-            max_completion_tokens=settings.max_completion_tokens,
-            # Validation draws the same numbers every time, so that its curve shows the policy and not the dice.
-            job_seed=self.seed + 1 if validation else self.seed,
-            step=0 if validation else step,
+    def measure(
+        self,
+        step: int,
+        clock: Clock,
+        train_P: Sequence[Group],
+        others_P: Sequence[Group],
+        update: UpdateMetrics | None,
+        valid_P: Sequence[Group] | None,
+    ) -> dict[str, Any]:
+        return metrics.of_step(
+            step=step,
+            total_steps=self.settings.total_steps,
+            spec=self.spec,
+            supervision=self.settings.supervision,
+            train_P=train_P,
+            others_P=others_P,
+            valid_P=valid_P,
+            update=update,
+            seconds=clock.seconds,
         )
 
-    def record(self, data: dict[str, Any], train_P: Sequence[Group], valid_P: Sequence[Group] | None) -> bool:
-        stored = [GradedStep("train", train_P)] if train_P else []
+    def record(
+        self,
+        data: dict[str, Any],
+        train_P: Sequence[Group],
+        others_P: Sequence[Group],
+        valid_P: Sequence[Group] | None,
+    ) -> bool:
+        stored = [GradedStep("train", [*train_P, *others_P])] if train_P else []
         if valid_P is not None:
             stored.append(GradedStep("valid", valid_P))
         return self.recorder.step(data, stored, remaining_steps=self.settings.total_steps - data["step"])

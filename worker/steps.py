@@ -32,9 +32,9 @@ def token_ends(
     return found
 
 
-def with_steps_only(groups_P: Sequence[Group]) -> list[Group]:
-    """The same groups, in which an answer that was judged without steps counts as not judged."""
-    return [replace(group, grades_G=tuple(map(_with_steps, group.grades_G))) for group in groups_P]
+def with_steps_only(group: Group) -> Group:
+    """The same group, in which an answer that was judged without steps counts as not judged."""
+    return replace(group, grades_G=tuple(map(_with_steps, group.grades_G)))
 
 
 def _with_steps(grade: Grade) -> Grade:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core.methods import Resolved
 from worker import grpo
-from worker.batch import Tensors, micro_batches, packs_of, tensors_of
+from worker.batch import Share, Tensors, divisors, micro_batches, share_of, tensors_of
 from worker.policy import Policy
 from worker.types import Group, Pack, UpdateMetrics
 
@@ -22,8 +22,12 @@ HEAD_CHUNK = 512
 
 
 class Trainer(Protocol):
-    def update(self, groups_P: Sequence[Group]) -> UpdateMetrics:
-        """Learn from one step's groups. Afterwards the sampler draws from the new policy."""
+    def add(self, group: Group) -> None:
+        """Take a graded group into the step. May be called while the step's other answers are still sampled."""
+        ...
+
+    def step(self) -> UpdateMetrics:
+        """Learn from the groups taken in since the last step. Afterwards the sampler draws from the new policy."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -47,21 +51,44 @@ class PeftTrainer:
         self.steps_taken = 0
         # The adapter of the KL's reference, once it is not the base model any more.
         self.reference: list[Tensor] | None = None
+        # The step that is being put together.
+        self._shares: list[Share] = []
+        self._answers = 0
+        self._waiting: list[Pack] = []
+        self._batches: list[Batch] = []
+        self._totals = Totals()
 
-    def update(self, groups_P: Sequence[Group]) -> UpdateMetrics:
+    def add(self, group: Group) -> None:
+        """With `overlap` the group's part of the gradient is computed here, as soon as a micro-batch is full."""
+        share = share_of(group, self.settings, self.policy.text)
+        self._shares.append(share)
+        self._answers += len(group.rollouts_G)
+        if share.pack is not None:
+            self._waiting.append(share.pack)
+        if self.settings.overlap and sum(pack.tokens for pack in self._waiting) >= self.token_budget:
+            self._compute_waiting(std=1.0)
+
+    def step(self) -> UpdateMetrics:
         """Pass `updates_per_batch` times over the answers (DeepSeekMath's mu), with an optimizer step after each."""
         settings = self.settings
-        packs = packs_of(groups_P, settings, self.policy.text)
-        trained = sum(len(pack.sequences) for pack in packs)
-        dropped = sum(len(group.rollouts_G) for group in groups_P) - trained
-        if not packs:
-            return UpdateMetrics(0.0, 0, 0, dropped, None, None, None, None, None)
+        shares, answers = self._shares, self._answers
+        self._shares, self._answers = [], 0
+        trained = sum(len(share.pack.sequences) for share in shares if share.pack is not None)
+        if not trained:
+            return UpdateMetrics(0.0, 0, 0, answers, None, None, None, None, None)
+        whole, std = divisors(shares, settings)
+        self._compute_waiting(std)
+        batches, passes = self._batches, [self._totals]
+        self._batches, self._totals = [], Totals()
+        watched = self._watched_kl(batches[0]) if settings.kl == 0 else None
 
-        batches = [Batch(one) for one in micro_batches(packs, self.token_budget)]
-        passes: list[Totals] = []
         norms: list[float] = []
-        for _ in range(settings.updates_per_batch):
-            passes.append(self._accumulate(batches))
+        for number in range(settings.updates_per_batch):
+            if number > 0:
+                passes.append(sum((self._backward(batch, std) for batch in batches), Totals()))
+            for parameter in self.policy.trainable:
+                if parameter.grad is not None:
+                    parameter.grad.div_(whole * std)
             norm = torch.nn.utils.clip_grad_norm_(self.policy.trainable, settings.max_grad_norm).item()
             finite = math.isfinite(norm)
             if finite:
@@ -74,15 +101,15 @@ class PeftTrainer:
             self.steps_taken += 1
             self._refresh_reference()
 
-        first, whole = passes[0], sum(passes[1:], passes[0])
+        first, total = passes[0], sum(passes[1:], passes[0])
         return UpdateMetrics(
-            loss=whole.loss / len(passes),
+            loss=total.loss / (whole * std) / len(passes),
             trained_sequences=trained,
-            trained_tokens=whole.tokens,
-            dropped_sequences=dropped,
+            trained_tokens=total.tokens,
+            dropped_sequences=answers - trained,
             grad_norm=sum(norms) / len(norms) if norms else None,
-            clip_fraction=whole.clipped / whole.tokens,
-            kl=whole.kl / whole.kl_tokens,
+            clip_fraction=total.clipped / total.tokens,
+            kl=total.kl / total.tokens if watched is None else watched,
             entropy=first.entropy / first.tokens,
             logprob_gap=first.gap / first.tokens,
             logprob_gap_max=first.gap_max,
@@ -92,23 +119,20 @@ class PeftTrainer:
             skipped=len(norms) < len(passes),
         )
 
-    def _accumulate(self, batches: Sequence["Batch"]) -> "Totals":
-        """Add up the gradient of one pass."""
-        totals = Totals()
-        for batch in batches:
-            if batch.ref_logp is None:
-                # Without a penalty the KL is only watched, so one pack estimates it: it costs a forward pass.
-                watched = (
-                    batch.packs if self.settings.kl > 0 else batch.packs[: 1 if totals.tokens == 0 else 0]
-                )
-                batch.ref_logp = self._reference_logprobs(watched)
-            totals += self._backward(batch, batch.ref_logp)
-        return totals
+    def _compute_waiting(self, std: float) -> None:
+        """Add the gradient of the packs that wait: sums, still to be divided."""
+        for packs in micro_batches(self._waiting, self.token_budget):
+            batch = Batch(packs)
+            self._totals += self._backward(batch, std)
+            self._batches.append(batch)
+        self._waiting = []
 
-    def _backward(self, batch: "Batch", ref_logp: Tensor) -> "Totals":
-        """Add the gradient of these packs. `ref_logp` may be that of a part of them, from the front."""
+    def _backward(self, batch: "Batch", std: float) -> "Totals":
+        """Add the gradient of these packs. A penalty is multiplied by the `std` that all will be divided by."""
         settings = self.settings
         tensors = tensors_of(batch.packs, self.policy.device)
+        if settings.kl > 0 and batch.ref_logp is None:
+            batch.ref_logp = self._reference_logprobs(batch.packs)
         logp_M, entropy_M = self.logprobs(tensors)
         if batch.old_logp is None:
             # The first pass is over the policy that sampled, so its own numbers are the old ones: no pass extra.
@@ -125,9 +149,9 @@ class PeftTrainer:
             answer_M,
             name=settings.loss,
             bounds=settings.ratio_bounds,
-            kl=settings.kl,
+            kl=settings.kl * std,
             kl_estimator=settings.kl_estimator,
-            ref_logp=ref_logp if settings.kl > 0 else None,
+            ref_logp=batch.ref_logp,
         )
         part.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
@@ -142,8 +166,7 @@ class PeftTrainer:
                 tokens=len(logp_M),
                 clipped=clipped.sum().item(),
                 entropy=entropy_M.sum().item(),
-                kl=grpo.kl_k3(logp_M[: len(ref_logp)], ref_logp).sum().item(),
-                kl_tokens=len(ref_logp),
+                kl=0.0 if batch.ref_logp is None else grpo.kl_k3(logp_M, batch.ref_logp).sum().item(),
                 gap=gap_M.abs().sum().item(),
                 gap_max=gap_M.abs().max().item(),
                 gap_k1=-gap_M.sum().item(),
@@ -152,11 +175,18 @@ class PeftTrainer:
                 ratio_squared=(ratio_M**2).sum().item(),
             )
 
+    def _watched_kl(self, batch: "Batch") -> float:
+        """The KL of the policy that sampled, where it is only watched: one pack estimates it, for a forward pass.
+
+        Here and not beside the sampling: the reference is the same model with its adapter switched off.
+        """
+        ref_logp = self._reference_logprobs(batch.packs[:1])
+        assert batch.old_logp is not None
+        return grpo.kl_k3(batch.old_logp[: len(ref_logp)], ref_logp).mean().item()
+
     @torch.no_grad()
     def _reference_logprobs(self, packs: Sequence[Pack]) -> Tensor:
         """Log-probabilities under the reference, in the order `tensors_of` lists the tokens."""
-        if not packs:
-            return torch.empty(0, device=self.policy.device)
         with self._as_reference():
             return self.logprobs(tensors_of(packs, self.policy.device))[0]
 
@@ -242,7 +272,6 @@ class Totals:
     clipped: float = 0.0
     entropy: float = 0.0
     kl: float = 0.0
-    kl_tokens: int = 0
     gap: float = 0.0
     gap_max: float = 0.0
     gap_k1: float = 0.0

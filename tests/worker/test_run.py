@@ -13,7 +13,8 @@ from core.db import Work
 from core.jobs import LeaseLost
 from core.models import File, RolloutPage, TunedModel
 from graders.types import Grade, StepScore
-from tests.fakes import EveryFourthFails, ExactGrader, NeverGrades, SameForAll, Skill
+from tests.fakes import EveryFourthFails, ExactGrader, Halves, NeverGrades, SameForAll, Skill
+from worker.clock import Clock
 from worker.run import Outcome, UserMistake
 from worker.types import UpdateMetrics
 
@@ -277,7 +278,7 @@ def test_with_process_supervision_equal_scores_with_unequal_steps_are_signal(ben
 def test_how_far_sampler_and_trainer_are_apart_is_in_the_events_and_the_result_file(bench):
     run = bench.run()
     measured = UpdateMetrics(0.0, 8, 16, 0, 1.0, 0.0, 0.0, 1.0, 0.01, 0.2, 0.003, 0.004, 0.95)
-    run.trainer.update = lambda groups_P: measured
+    run.trainer.step = lambda: measured
     asyncio.run(run.train())
 
     with bench.database.read() as session:
@@ -321,9 +322,173 @@ def test_numbers_that_are_none_are_stored_as_null(bench):
     """A skipped update has a loss that is not a number; JSON has no word for it and PostgreSQL refuses it."""
     run = bench.run()
     broken = UpdateMetrics(math.nan, 8, 16, 0, None, 0.0, math.inf, math.nan, 0.0, skipped=True)
-    run.trainer.update = lambda groups_P: broken
+    run.trainer.step = lambda: broken
 
     asyncio.run(run.train())
 
     assert bench.job().status == "succeeded"
     assert [(s["loss"], s["kl"], s["skipped_updates"]) for s in bench.steps()[1:]] == [(None, None, 1)] * 4
+
+
+def test_groups_reach_the_trainer_while_the_rest_is_still_sampled(bench):
+    run = bench.run(advanced={"group_size": 4, "overlap": True})
+    sampled, seen = [], []
+    plain, add = run.sampler.sample, run.trainer.add
+
+    async def sample(prompts_P, sampling):
+        async for answer in plain(prompts_P, sampling):
+            yield answer
+            sampled.append(answer)
+            if answer.member == 0 and answer.prompt == 0 and sampling.step:
+                while not any(
+                    step == sampling.step for step, _ in seen
+                ):  # the last group waits for the first
+                    await asyncio.sleep(0)
+
+    def watched(group):
+        seen.append((run.sampler.calls[-1].step, len(sampled)))
+        add(group)
+
+    run.sampler.sample, run.trainer.add = sample, watched
+    asyncio.run(run.train())
+
+    assert bench.job().status == "succeeded"
+    assert run.trainer.updates == 4
+    assert len(seen) == 8
+
+
+class TestResampling:
+    def test_silent_groups_are_replaced_and_what_that_cost_is_counted(self, bench):
+        run = bench.run(skill=Skill(chance=0.15), advanced={"group_size": 4, "resample_prompts": 6})
+        asyncio.run(run.train())
+
+        [step] = [s for s in bench.steps() if s["step"] == 1]
+        assert 1 <= step["resampled_prompts"] <= 6
+        assert step["discarded_groups"] >= 1
+        assert step["discarded_tokens"] == step["discarded_groups"] * 4 * 2
+        assert step["discarded_seconds"] > 0
+        assert (
+            step["trained_sequences"] == (2 + step["resampled_prompts"]) * 4
+        )  # the fake counts all it was given
+
+    def test_the_reported_reward_is_that_of_the_steps_own_prompts(self, bench):
+        rewards = []
+        for resample in (0, 6):
+            run = bench.run(
+                skill=Skill(chance=0.15), advanced={"group_size": 4, "resample_prompts": resample}
+            )
+            groups_P, others_P = asyncio.run(run.collector.collect(1, Clock()))
+            data = run.measure(1, Clock(), groups_P, others_P, None, None)
+            rewards.append(data["train_mean_reward"])
+            assert bool(others_P) == bool(resample)
+
+        assert rewards[0] == rewards[1]
+
+    def test_a_step_with_signal_everywhere_draws_nobody(self, bench):
+        run = bench.run(Halves(), advanced={"group_size": 4, "resample_prompts": 6})
+
+        _, others_P = asyncio.run(run.collector.collect(1, Clock()))
+
+        assert others_P == []
+
+    def test_the_budget_is_kept_and_no_prompt_is_drawn_twice(self, bench):
+        run = bench.run(SameForAll(0.5), advanced={"group_size": 4, "resample_prompts": 5})
+
+        groups_P, others_P = asyncio.run(run.collector.collect(1, Clock()))
+
+        lines = [group.prompt.line for group in [*groups_P, *others_P]]
+        assert len(others_P) == 5
+        assert len(set(lines)) == len(lines)
+
+
+class TestStoppingEarly:
+    def stopped(self, bench, grader=None, **advanced):
+        job = bench.train(grader, n_epochs=10, eval_interval=1, advanced={"group_size": 4} | advanced)
+        [message] = [event for event in bench.events() if event.startswith("Stopped early")]
+        assert job.status == "succeeded"
+        assert job.fine_tuned_model
+        return message, bench.steps()[-1]["step"]
+
+    def test_when_no_group_has_signal_any_more(self, bench):
+        message, last = self.stopped(bench, SameForAll(0.5), stop_after_silent_steps=3)
+
+        assert last == 3
+        assert "no group of the last 3 steps" in message
+
+    def test_when_validation_has_stopped_rising(self, bench):
+        message, last = self.stopped(bench, SameForAll(0.5), stop_after_flat_evals=4)
+
+        assert last == 4
+        assert "not risen above 0.500 (step 0) in 4 validations" in message
+
+    @pytest.mark.parametrize(
+        ("bound", "says"),
+        [
+            ({"stop_above_kl": 0.005}, "0.01 nats a token from its reference, beyond the bound of 0.005"),
+            ({"stop_below_entropy": 1.5}, "entropy is 1 nats a token, below the bound of 1.5"),
+        ],
+    )
+    def test_when_the_policy_has_left_its_bounds(self, bench, bound, says):
+        message, last = self.stopped(bench, **bound)
+
+        assert last == 1
+        assert says in message
+
+    def test_not_while_all_is_well(self, bench):
+        bounds = {"stop_above_kl": 1.0, "stop_below_entropy": 0.1, "stop_after_silent_steps": 30}
+
+        bench.train(advanced={"group_size": 4} | bounds)
+
+        assert len(bench.steps()) == 5
+
+    def test_the_last_policy_is_validated_and_kept_where_it_stops_between_validations(self, bench):
+        bench.train(n_epochs=10, eval_interval=40, advanced={"group_size": 4, "stop_above_kl": 0.001})
+
+        assert [s["step"] for s in bench.steps()] == [0, 1]
+        assert bench.steps()[-1]["full_valid_mean_reward"] is not None
+        assert [c.step for c in bench.checkpoints()] == [1]
+
+
+class TestOneStepOffPolicy:
+    def test_the_next_step_is_sampled_before_this_one_is_learned(self, bench):
+        run = bench.run(advanced={"group_size": 4, "off_policy_steps": 1})
+        order = []
+        plain, step = run.sampler.sample, run.trainer.step
+
+        def sample(prompts_P, sampling):
+            order.append(("sample", sampling.step, run.trainer.updates))
+            return plain(prompts_P, sampling)
+
+        def learn():
+            order.append(("learn", run.trainer.updates + 1, run.trainer.updates))
+            return step()
+
+        run.sampler.sample, run.trainer.step = sample, learn
+        asyncio.run(run.train())
+
+        training = [entry for entry in order if entry[0] == "learn" or entry[1] > 0]
+        assert training == [
+            ("sample", 1, 0), ("sample", 2, 0), ("learn", 1, 0),
+            ("sample", 3, 1), ("learn", 2, 1), ("sample", 4, 2), ("learn", 3, 2), ("learn", 4, 3),
+        ]  # fmt: skip
+        assert bench.job().status == "succeeded"
+        assert [s["step"] for s in bench.steps()] == [0, 1, 2, 3, 4]
+
+    def test_validation_waits_for_the_sampler(self, bench):
+        run = bench.run(eval_interval=1, advanced={"group_size": 4, "off_policy_steps": 1})
+        sampling_now, most = 0, 0
+        plain = run.sampler.sample
+
+        async def sample(prompts_P, sampling):
+            nonlocal sampling_now, most
+            sampling_now += 1
+            most = max(most, sampling_now)
+            async for answer in plain(prompts_P, sampling):
+                await asyncio.sleep(0)
+                yield answer
+            sampling_now -= 1
+
+        run.sampler.sample = sample
+        asyncio.run(run.train())
+
+        assert most == 1

@@ -4,7 +4,8 @@ import pytest
 
 from core.methods import Hyperparameters, resolve
 from graders.types import ErrorKind, Grade, StepScore
-from worker import batch, grpo
+from tests.worker.test_training import packs_of
+from worker import grpo
 from worker.steps import token_ends, with_steps_only
 from worker.types import Group, Prompt, Rollout
 
@@ -107,7 +108,7 @@ def group():
 
 
 def test_every_token_is_credited_with_the_steps_that_end_at_it_or_later(group):
-    [pack] = batch.packs_of([group], settings(), decode)
+    [pack] = packs_of([group], settings(), decode)
 
     mean, std = 1 / 3, (2 / 9) ** 0.5
     good, bad = (1 - mean) / std, -mean / std
@@ -117,7 +118,7 @@ def test_every_token_is_credited_with_the_steps_that_end_at_it_or_later(group):
 
 
 def test_with_outcome_the_steps_have_no_say(group):
-    assert batch.packs_of([group], settings(supervision="outcome"), decode) == []
+    assert packs_of([group], settings(supervision="outcome"), decode) == []
 
 
 def test_equal_scores_with_different_steps_are_signal_for_process_only(group):
@@ -129,7 +130,7 @@ def test_an_answer_without_steps_counts_as_ungraded_and_says_why(group):
     steps, bare, failed = graded((1.0, 3)), Grade(1.0), Grade(None, "broken", ErrorKind.other_error)
     mixed = Group(group.prompt, (rollout(0),) * 3, (steps, bare, failed))
 
-    [result] = with_steps_only([mixed])
+    result = with_steps_only(mixed)
 
     assert result.rewards_G == [0.5, None, None]
     assert "gave no steps" in result.grades_G[1].reason

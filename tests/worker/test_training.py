@@ -8,6 +8,7 @@ import torch
 
 from core.methods import Hyperparameters, resolve
 from graders.types import Grade
+from tests.fakes import learn
 from tests.tiny import WORDS
 from worker import batch, grpo
 from worker.policy import UnsupportedModel
@@ -158,7 +159,7 @@ class TestPacking:
 
     def test_packed_logprobs_equal_those_of_each_answer_alone(self, policy, groups):
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
-        packs = packs_of(policy, groups, kl=0.1)
+        packs = packs_of(groups, SETTINGS.model_copy(update={"kl": 0.1}), policy.text)
 
         logp, _ = trainer.logprobs(batch.tensors_of(packs))
 
@@ -170,7 +171,7 @@ class TestPacking:
     def test_a_leak_between_answers_would_be_seen(self, policy, groups):
         """The control of the test above: with a plain causal mask the same comparison fails."""
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
-        packs = packs_of(policy, groups, kl=0.1)
+        packs = packs_of(groups, SETTINGS.model_copy(update={"kl": 0.1}), policy.text)
         tensors = batch.tensors_of(packs)
         causal = torch.ones_like(tensors.mask).tril()
 
@@ -184,7 +185,7 @@ class TestPacking:
     def test_answers_without_advantage_are_dropped_and_the_normalisation_still_counts_them(
         self, policy, groups
     ):
-        packs = packs_of(policy, groups)
+        packs = packs_of(groups, SETTINGS, policy.text)
 
         kept = [(s.advantages_T, s.weight) for p in packs for s in p.sequences]
         with_signal = [groups[0].rollouts_G, groups[2].rollouts_G[:3]]
@@ -243,7 +244,7 @@ class TestUpdate:
     def test_the_gradient_is_the_slope_of_the_loss(self, policy, groups):
         """Finite differences on a few coordinates of the adapter, in float64."""
         policy.model.double()
-        packs = packs_of(policy, groups)
+        packs = packs_of(groups, SETTINGS, policy.text)
         tensors = batch.tensors_of(packs)
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
 
@@ -278,7 +279,7 @@ class TestUpdate:
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
         good, bad = groups[0].rollouts_G[0], groups[0].rollouts_G[1]
 
-        metrics = trainer.update(groups)
+        metrics = learn(trainer, groups)
 
         ids = groups[0].prompt.ids
         assert plain_logprobs(policy, ids, good.output_ids_T).sum() > sum(good.logprobs_T)
@@ -291,7 +292,7 @@ class TestUpdate:
     def test_a_step_without_signal_changes_nothing(self, policy, groups):
         before = [p.detach().clone() for p in policy.trainable]
 
-        metrics = PeftTrainer(policy, SETTINGS, token_budget=4096).update([groups[1]])
+        metrics = learn(PeftTrainer(policy, SETTINGS, token_budget=4096), [groups[1]])
 
         assert metrics.trained_tokens == 0
         assert metrics.dropped_sequences == 4
@@ -304,7 +305,7 @@ class TestUpdate:
         )
         broken = replace(groups[0], rollouts_G=(rollout, *groups[0].rollouts_G[1:]))
 
-        metrics = PeftTrainer(policy, SETTINGS, token_budget=4096).update([broken])
+        metrics = learn(PeftTrainer(policy, SETTINGS, token_budget=4096), [broken])
 
         assert metrics.skipped
         assert all(torch.equal(a, b) for a, b in zip(before, policy.trainable, strict=True))
@@ -317,20 +318,20 @@ class TestUpdate:
             ref = torch.cat([plain_logprobs(policy, *one) for one in ids])
         own = torch.cat([plain_logprobs(policy, *one) for one in ids])
 
-        metrics = PeftTrainer(policy, settings, token_budget=4096).update(graded)
+        metrics = learn(PeftTrainer(policy, settings, token_budget=4096), graded)
 
         assert metrics.kl == pytest.approx(grpo.kl_k3(own, ref).mean().item(), rel=1e-3)
         assert 0 < metrics.entropy < math.log(len(WORDS))
 
     def test_a_saved_trainer_goes_on_exactly_where_it_was(self, make_policy, groups, tmp_path):
         first = PeftTrainer(make_policy(moved=True), SETTINGS, token_budget=4096)
-        first.update(groups)
+        learn(first, groups)
         first.save(tmp_path)
         second = PeftTrainer(make_policy(), SETTINGS, token_budget=4096)
         second.load(tmp_path)
 
         for trainer in (first, second):
-            trainer.update(groups)
+            learn(trainer, groups)
 
         for a, b in zip(first.policy.trainable, second.policy.trainable, strict=True):
             assert torch.equal(a, b)
@@ -407,15 +408,28 @@ def relative_difference(ours, expected):
     return (difference / sum(b.double().pow(2).sum() for b in expected)).sqrt().item()
 
 
-def packs_of(policy, groups, **changes):
-    return batch.packs_of(groups, SETTINGS.model_copy(update=changes), policy.text)
+def packs_of(groups, settings, decode):
+    """What a step computes, with all that it is divided by in the weights and advantages."""
+    shares = [batch.share_of(group, settings, decode) for group in groups]
+    whole, std = batch.divisors(shares, settings)
+    return [
+        Pack(
+            share.pack.prompt_ids,
+            tuple(
+                replace(s, advantages_T=tuple(a / std for a in s.advantages_T), weight=s.weight / whole)
+                for s in share.pack.sequences
+            ),
+        )
+        for share in shares
+        if share.pack is not None
+    ]
 
 
 def packed_gradients(policy, groups, settings, budget):
     trainer = PeftTrainer(policy, settings, token_budget=budget)
     taken = {}
     trainer._step = lambda: taken.update(enumerate(p.grad.clone() for p in policy.trainable))
-    trainer.update(groups)
+    learn(trainer, groups)
     return list(taken.values())
 
 

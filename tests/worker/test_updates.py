@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from graders.types import Grade
+from tests.fakes import learn
 from tests.worker.test_training import (
     asked,
     drawn,
     packed_gradients,
+    packs_of,
     plain_gradients,
     plain_logprobs,
     prompt,
@@ -95,7 +97,7 @@ class TestWhatCounts:
                 policy, asked({"loss": "gspo", "updates_per_batch": 2, "kl": 0.1}), token_budget=4096
             )
             for step in range(2):
-                trainer.update(sampled(policy, MIXED, step=step))
+                learn(trainer, sampled(policy, MIXED, step=step))
             return weights_of(policy)
 
         assert all(torch.equal(a, b) for a, b in zip(trained(), trained(), strict=True))
@@ -115,7 +117,7 @@ class TestOverlong:
         return [replace(first, rollouts_G=rollouts), second]
 
     def kept(self, policy, groups, **advanced):
-        packs = batch.packs_of(groups, asked(advanced), policy.text)
+        packs = packs_of(groups, asked(advanced), policy.text)
         return [(answer.advantages_T[0], answer.weight) for pack in packs for answer in pack.sequences]
 
     @pytest.mark.parametrize("kl", [0.0, 0.1])
@@ -166,7 +168,7 @@ class TestPasses:
 
         trainer._step = step
         start = weights_of(policy)
-        trainer.update(groups)
+        learn(trainer, groups)
         with torch.no_grad():
             for p, value, gradient in zip(policy.trainable, start, seen[0], strict=True):
                 p.copy_(value + 0.02 * gradient.sign())
@@ -180,9 +182,9 @@ class TestPasses:
         self, policy, groups
     ):
         trainer = PeftTrainer(policy, asked({"updates_per_batch": 3, "warmup_steps": 4}), token_budget=4096)
-        once = PeftTrainer(policy, asked({}), token_budget=4096).update(groups)
+        once = learn(PeftTrainer(policy, asked({}), token_budget=4096), groups)
 
-        metrics = trainer.update(groups)
+        metrics = learn(trainer, groups)
 
         assert trainer.optimizer.state[policy.trainable[0]]["step"].item() == 3
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 4)
@@ -193,8 +195,8 @@ class TestPasses:
         settings = {"clip_low": 1e-4, "clip_high": 1e-4}
         one, two = (asked(settings | {"updates_per_batch": n}) for n in (1, 2))
 
-        assert PeftTrainer(policy, one, token_budget=4096).update(groups).clip_fraction == 0
-        assert PeftTrainer(policy, two, token_budget=4096).update(groups).clip_fraction > 0.2
+        assert learn(PeftTrainer(policy, one, token_budget=4096), groups).clip_fraction == 0
+        assert learn(PeftTrainer(policy, two, token_budget=4096), groups).clip_fraction > 0.2
 
 
 class TestGap:
@@ -207,7 +209,7 @@ class TestGap:
         ]
         gap = torch.cat([own - theirs for own, theirs in pairs]).double()
 
-        metrics = PeftTrainer(policy, asked({"kl": 0.1}), token_budget=24).update(groups)
+        metrics = learn(PeftTrainer(policy, asked({"kl": 0.1}), token_budget=24), groups)
 
         w = gap.exp()
         assert metrics.logprob_gap == pytest.approx(gap.abs().mean().item(), rel=1e-4)
@@ -219,7 +221,7 @@ class TestGap:
         )
 
     def test_without_one_the_sample_is_worth_its_size(self, policy, groups):
-        metrics = PeftTrainer(policy, asked({}), token_budget=4096).update(groups)
+        metrics = learn(PeftTrainer(policy, asked({}), token_budget=4096), groups)
 
         assert metrics.logprob_gap_max < 1e-4
         assert metrics.logprob_gap_ess == pytest.approx(1.0, abs=1e-6)
@@ -232,7 +234,7 @@ class TestGap:
             for g in groups
         ]
 
-        metrics = PeftTrainer(policy, asked({}), token_budget=4096).update(broken)
+        metrics = learn(PeftTrainer(policy, asked({}), token_budget=4096), broken)
 
         assert not metrics.skipped
         assert not math.isfinite(metrics.logprob_gap_ess)
@@ -244,7 +246,7 @@ class TestReference:
 
     def test_it_is_the_base_until_it_becomes_the_policy(self, policy, groups):
         trainer = PeftTrainer(policy, self.settings(), token_budget=4096)
-        kls = [trainer.update(groups).kl for _ in range(4)]
+        kls = [learn(trainer, groups).kl for _ in range(4)]
 
         assert kls[0] > 0.01
         assert kls[1] > 0.01
@@ -254,12 +256,12 @@ class TestReference:
     def test_it_survives_a_checkpoint(self, make_policy, groups, tmp_path):
         first = PeftTrainer(make_policy(moved=True), self.settings(), token_budget=4096)
         for _ in range(3):
-            first.update(groups)
+            learn(first, groups)
         first.save(tmp_path)
         second = PeftTrainer(make_policy(), self.settings(), token_budget=4096)
         second.load(tmp_path)
 
-        metrics = [trainer.update(groups) for trainer in (first, second)]
+        metrics = [learn(trainer, groups) for trainer in (first, second)]
 
         assert metrics[0] == metrics[1]
         assert all(torch.equal(a, b) for a, b in zip(first.reference, second.reference, strict=True))
@@ -293,9 +295,66 @@ def test_process_supervision_credits_the_tokens_of_each_step(policy, groups):
     )
     settings = asked({"supervision": "process", "loss": "dr_grpo"})
 
-    [pack] = batch.packs_of([graded], settings, policy.text)
+    [pack] = packs_of([graded], settings, policy.text)
 
     n = len(two.output_ids_T)
     assert pack.sequences[0].advantages_T == pytest.approx([2 / 3 - 1 / 3] + [-1 / 3] * (n - 1))
     assert pack.sequences[1].advantages_T == pytest.approx([-1 / 3] * n)
-    assert PeftTrainer(policy, settings, token_budget=4096).update([graded]).trained_tokens == 2 * n
+    assert learn(PeftTrainer(policy, settings, token_budget=4096), [graded]).trained_tokens == 2 * n
+
+
+class TestOverlap:
+    @pytest.mark.parametrize("loss", LOSSES)
+    @pytest.mark.parametrize("scale", ["group", "batch", "none"])
+    def test_groups_computed_one_by_one_give_the_gradient_of_all_at_once(self, policy, loss, scale):
+        groups = [
+            with_gap(group, n)
+            for n, group in enumerate(sampled(policy, [*MIXED, [1.0] * 4, [0.2, 0.9, 0.9, 0.1]]))
+        ]
+        asked_for = {"loss": loss, "advantage_scale": scale}
+
+        at_once = packed_gradients(policy, groups, asked(asked_for | {"overlap": False}), 64)
+        one_by_one = packed_gradients(policy, groups, asked(asked_for | {"overlap": True}), 1)
+
+        assert relative_difference(one_by_one, at_once) < 1e-5
+
+    def test_the_metrics_are_the_same_too(self, policy, groups):
+        groups = [with_gap(group, n) for n, group in enumerate(groups)]
+        one_by_one, at_once = (
+            learn(
+                PeftTrainer(policy, asked({"overlap": overlap, "learning_rate": 1e-12}), token_budget=budget),
+                groups,
+            )
+            for overlap, budget in ((True, 1), (False, 4096))
+        )
+
+        for name, value in vars(at_once).items():
+            if name != "kl":  # only watched, on the first pack, which is another one here
+                assert getattr(one_by_one, name) == pytest.approx(value, rel=1e-4, abs=1e-7), name
+
+    def test_a_group_is_computed_while_others_are_still_sampled(self, policy):
+        """The first group's gradient is there before the last is sampled, and the step's is that of all at once."""
+        groups = sampled(policy, MIXED)
+        settings = asked({"overlap": True})
+        expected = packed_gradients(policy, groups, settings, 4096)
+        trainer = PeftTrainer(policy, settings, token_budget=1)
+
+        trainer.add(groups[0])
+        early = sum(p.grad.abs().sum().item() for p in policy.trainable if p.grad is not None)
+        again = drawn(policy, [group.prompt for group in groups], sampling())
+        trainer.add(groups[1])
+        taken = {}
+        trainer._step = lambda: taken.update(enumerate(p.grad.clone() for p in policy.trainable))
+        trainer.step()
+
+        assert early > 0
+        assert [g.rollouts_G for g in groups] == [tuple(rollouts) for rollouts in again]  # undisturbed
+        assert relative_difference(list(taken.values()), expected) < 1e-5
+
+    def test_a_step_leaves_nothing_to_the_next(self, policy, groups):
+        trainer = PeftTrainer(policy, asked({"learning_rate": 1e-12}), token_budget=1)
+
+        first, second = learn(trainer, groups), learn(trainer, groups)
+
+        assert first.trained_tokens == second.trained_tokens
+        assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-4)

@@ -105,12 +105,17 @@ def gaps(policy, prompts, groups, temperature=1.0, under=contextlib.nullcontext)
     )
     trainer = PeftTrainer(policy, settings, token_budget=4096)
     packs = [
-        Pack(one.ids, tuple(Sequence(r.output_ids_T, r.logprobs_T, 1.0, 1.0) for r in rollouts))
+        Pack(
+            one.ids,
+            tuple(
+                Sequence(r.output_ids_T, r.logprobs_T, (1.0,) * len(r.output_ids_T), 1.0) for r in rollouts
+            ),
+        )
         for one, rollouts in zip(prompts, groups, strict=True)
     ]
     batch = tensors_of(packs, policy.device)
     with torch.no_grad(), under():
-        return (trainer.logprobs(batch)[0] - batch.old_logp_M).abs()
+        return (trainer.logprobs(batch)[0] - batch.sampled_logp_M).abs()
 
 
 class TestSameFunction:

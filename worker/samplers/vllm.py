@@ -102,12 +102,17 @@ class VllmSampler:
         return from_thread(self.answers(prompts_P, sampling))
 
     def answers(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> Iterator[Answer]:
-        """The same without the event loop: each answer as it ends.
+        """The same without the event loop: each answer as it ends, of the policy as it is at this call.
 
         Raises:
             EngineLost: once more than `max_restarts` times.
         """
-        adapter = self.policy.adapter()
+        # Read here and not when the first answer is asked for: by then the trainer may be changing it.
+        return self._answers(self.policy.adapter(), prompts_P, sampling)
+
+    def _answers(
+        self, adapter: Mapping[str, Tensor], prompts_P: Sequence[Prompt], sampling: Sampling
+    ) -> Iterator[Answer]:
         waiting = {
             (place, member): self._request(f"{place}/{member}", prompt, member, sampling)
             for place, prompt in enumerate(prompts_P)

@@ -1,0 +1,110 @@
+"""The groups that a step learns from: sampled, graded, and handed to the trainer.
+
+Three ways to the same groups. With `overlap` each is handed over as soon as it is graded, while others are still
+sampled. With `off_policy_steps` they were sampled while the step before was learned from. Otherwise they are handed
+over when all are there.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from core.methods import Resolved
+from worker import grpo
+from worker.clock import Clock
+from worker.data import PromptStream
+from worker.rewards import Rewards
+from worker.samplers import Sampler, Sampling
+from worker.steps import with_steps_only
+from worker.trainer import Trainer
+from worker.types import Group, Prompt
+
+
+@dataclass
+class Collector:
+    """Collects for one run. `seed` is the job's."""
+
+    settings: Resolved
+    seed: int
+    prompts: PromptStream
+    sampler: Sampler
+    rewards: Rewards
+    trainer: Trainer
+    _ahead: asyncio.Task[list[Group]] | None = field(default=None, init=False)
+
+    async def collect(self, step: int, clock: Clock) -> tuple[list[Group], list[Group]]:
+        """The step's own groups and those drawn in place of silent ones; the trainer has taken in all of them."""
+        if self.settings.off_policy_steps:
+            return await self._from_before(step, clock), []
+        groups_P = await self._learn(self.prompts.batch(step), step, clock)
+        return groups_P, await self._replace_silent(step, groups_P, clock)
+
+    async def sampler_is_free(self) -> None:
+        """Wait until nothing is being sampled ahead. What it was is kept."""
+        if self._ahead is not None:
+            await asyncio.wait([self._ahead])
+
+    async def _learn(self, prompts_P: Sequence[Prompt], step: int, clock: Clock) -> list[Group]:
+        if not self.settings.overlap:
+            return await self._hand_over(await self._sample(prompts_P, step, clock), clock)
+
+        def hand_over(group: Group) -> None:
+            self.trainer.add(self._taught(group))
+
+        sampling = self.sampling(step)
+        answers = self.sampler.sample(prompts_P, sampling)
+        groups_P = await self.rewards.grade(prompts_P, answers, sampling.group_size, clock, hand_over)
+        return [self._taught(group) for group in groups_P]
+
+    async def _from_before(self, step: int, clock: Clock) -> list[Group]:
+        if self._ahead is None:  # the first step, or the first after a restart
+            self._ahead = asyncio.create_task(self._sample(self.prompts.batch(step), step, Clock()))
+        with clock("sampling"):  # what is left of it
+            groups_P = await self._ahead
+        self._ahead = None
+        if step < self.settings.total_steps:
+            # From the policy as it is now and not as this step will leave it: `sample` reads it when it is called.
+            sampling = self._sample(self.prompts.batch(step + 1), step + 1, Clock())
+            self._ahead = asyncio.create_task(sampling)
+            await asyncio.sleep(0)  # it is called when the task first runs
+        return await self._hand_over(groups_P, clock)
+
+    async def _sample(self, prompts_P: Sequence[Prompt], step: int, clock: Clock) -> list[Group]:
+        sampling = self.sampling(step)
+        answers = self.sampler.sample(prompts_P, sampling)
+        return await self.rewards.grade(prompts_P, answers, sampling.group_size, clock)
+
+    async def _hand_over(self, groups_P: Sequence[Group], clock: Clock) -> list[Group]:
+        taught_P = [self._taught(group) for group in groups_P]
+        with clock("training"):
+            for group in taught_P:
+                await asyncio.to_thread(self.trainer.add, group)
+        return taught_P
+
+    async def _replace_silent(self, step: int, groups_P: Sequence[Group], clock: Clock) -> list[Group]:
+        """DAPO's dynamic sampling (section 3.2): other prompts in place of those that have no signal, within bounds."""
+        others = self.prompts.others(step)[: self.settings.resample_prompts]
+        drawn_P: list[Group] = []
+        while others:
+            silent = len(groups_P) - sum(self._has_signal(group) for group in [*groups_P, *drawn_P])
+            if silent <= 0:
+                break
+            drawn_P += await self._learn(others[:silent], step, clock)
+            others = others[silent:]
+        return drawn_P
+
+    def _has_signal(self, group: Group) -> bool:
+        return grpo.signal(group.taught_by(self.settings.supervision)) == "mixed"
+
+    def _taught(self, group: Group) -> Group:
+        return with_steps_only(group) if self.settings.supervision == "process" else group
+
+    def sampling(self, step: int) -> Sampling:
+        settings = self.settings
+        return Sampling(
+            group_size=settings.group_size,
+            temperature=settings.temperature,
+            max_completion_tokens=settings.max_completion_tokens,
+            job_seed=self.seed,
+            step=step,
+        )

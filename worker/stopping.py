@@ -1,0 +1,88 @@
+"""When a run should end before its last step, and why: pure functions of the steps that are recorded.
+
+They read what the user can read, the metrics of the steps, so a run that resumes comes to the same conclusion, and
+whoever doubts it can check.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from core.methods import Resolved
+
+Steps = Sequence[Mapping[str, Any]]
+"""The metrics of steps 0, 1, ... in order."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A reason to stop, as a sentence, and the numbers it rests on."""
+
+    message: str
+    evidence: Mapping[str, Any]
+
+
+def reason_to_stop(steps: Steps, settings: Resolved) -> Stop | None:
+    """The first reason that holds after the last of `steps`; None to go on. A bound of 0 is off."""
+    checks: list[tuple[Callable[[Steps, Any], Stop | None], float]] = [
+        (_plateau, settings.stop_after_flat_evals),
+        (_no_signal, settings.stop_after_silent_steps),
+        (_kl, settings.stop_above_kl),
+        (_entropy, settings.stop_below_entropy),
+    ]
+    for check, bound in checks:
+        if bound and (stop := check(steps, bound)) is not None:
+            return stop
+    return None
+
+
+def _plateau(steps: Steps, evals: int) -> Stop | None:
+    """No validation among the last `evals` was better than the best before them."""
+    rewards = [
+        (step["step"], step["full_valid_mean_reward"])
+        for step in steps
+        if step.get("full_valid_mean_reward") is not None
+    ]
+    if len(rewards) <= evals or steps[-1].get("full_valid_mean_reward") is None:
+        return None
+    best_step, best = max(rewards[:-evals], key=lambda one: one[1])
+    if any(reward > best for _, reward in rewards[-evals:]):
+        return None
+    return Stop(
+        f"Stopped early: validation reward has not risen above {best:.3f} (step {best_step}) in {evals} "
+        "validations.",
+        {"best_step": best_step, "best_reward": best, "since": dict(rewards[-evals:])},
+    )
+
+
+def _no_signal(steps: Steps, most: int) -> Stop | None:
+    """None of the last `most` steps had a group whose answers differed in score."""
+    shares = [step["groups_mixed_share"] for step in steps if "groups_mixed_share" in step][-most:]
+    if len(shares) < most or any(shares):
+        return None
+    return Stop(
+        f"Stopped early: no group of the last {most} steps had answers that differed in score, so there is nothing "
+        "left to learn from these prompts and this grader.",
+        {"steps_without_signal": most, "train_mean_reward": steps[-1].get("train_mean_reward")},
+    )
+
+
+def _kl(steps: Steps, bound: float) -> Stop | None:
+    kl = steps[-1].get("kl")
+    if kl is None or kl <= bound:
+        return None
+    return Stop(
+        f"Stopped early: the policy is {kl:.3g} nats a token from its reference, beyond the bound of {bound:g}.",
+        {"kl": kl, "bound": bound},
+    )
+
+
+def _entropy(steps: Steps, bound: float) -> Stop | None:
+    entropy = steps[-1].get("entropy")
+    if entropy is None or entropy >= bound:
+        return None
+    return Stop(
+        f"Stopped early: the policy's entropy is {entropy:.3g} nats a token, below the bound of {bound:g}: it "
+        "hardly tries anything new any more.",
+        {"entropy": entropy, "bound": bound},
+    )
