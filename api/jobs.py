@@ -13,8 +13,10 @@ from api.deps import CurrentProject, Parts, ReadSession, Uow
 from api.graders import refuse_unusable
 from api.wire import After, Body, EndedListing, Limit, Listing, Part, clamped, ends
 from core import events, files, jobs, tuned
-from core.methods import Hyperparameters
+from core.errors import InvalidRequest
+from core.methods import NO_SAMPLER_OF_ITS_OWN, Hyperparameters
 from core.models import Checkpoint, Event, Job
+from core.registry import sampler_of
 from graders.spec import GIVE_STEPS, GraderSpec, dump, hide_secrets, parse_grader
 
 router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
@@ -199,6 +201,10 @@ def create_job(body: JobCreate, project: CurrentProject, service: Parts, uow: Uo
     """Queue a reinforcement fine-tuning job."""
     model = service.registry.get(body.model)
     refuse_unusable(body.method.reinforcement.grader, service.backends, GRADER_PARAM)
+    advanced = body.method.reinforcement.hyperparameters.advanced
+    if advanced.off_policy_steps and sampler_of(model, service.settings.sampler) == "transformers":
+        where = "method.reinforcement.hyperparameters.advanced.off_policy_steps"
+        raise InvalidRequest(NO_SAMPLER_OF_ITS_OWN, param=where)
     with uow() as work:
         find = partial(files.get_dataset, work.session, project.id)
         job = jobs.create(

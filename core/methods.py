@@ -37,6 +37,12 @@ _CLIPS: dict[Loss, tuple[float, float]] = {
 }
 
 
+NO_SAMPLER_OF_ITS_OWN = (
+    "off_policy_steps needs a sampler that has a copy of the model to itself, as vLLM; this model is sampled with the "
+    "trainer's own"
+)
+
+
 class Value(BaseModel):
     # Strict, so that "8" is not silently an 8 and true is not a 1.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

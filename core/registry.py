@@ -61,6 +61,11 @@ class BaseModelEntry(BaseModel):
         return source
 
 
+def sampler_of(entry: BaseModelEntry, override: Literal["registry"] | SamplerName) -> SamplerName:
+    """The model's sampler, unless the whole service has another."""
+    return entry.sampler if override == "registry" else override
+
+
 class Registry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 

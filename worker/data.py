@@ -1,10 +1,10 @@
 """Which prompts a step trains on: an order that depends on the seed and the step alone, so it needs no cursor."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from core.datasets import Example
-from worker.policy import Policy
 from worker.types import Prompt
 
 
@@ -40,19 +40,24 @@ class PromptStream:
 
 
 def tokenize(
-    examples: Sequence[Example], policy: Policy, *, file: str, max_completion_tokens: int
+    examples: Sequence[Example],
+    render: Callable[[Sequence[Mapping[str, Any]]], list[int]],
+    *,
+    file: str,
+    context: int,
+    max_completion_tokens: int,
 ) -> list[Prompt]:
-    """Rows to prompts.
+    """Rows to prompts. `context` is the model's, in tokens.
 
     Raises:
         PromptTooLong: names the lines (up to 20) whose prompt and longest answer exceed the context.
     """
-    prompts = [Prompt(one.line, tuple(policy.render(one.messages)), one.item) for one in examples]
-    room = policy.context - max_completion_tokens
+    prompts = [Prompt(one.line, tuple(render(one.messages)), one.item) for one in examples]
+    room = context - max_completion_tokens
     long = [f"line {prompt.line}: {len(prompt.ids)} tokens" for prompt in prompts if len(prompt.ids) > room]
     if long:
         raise PromptTooLong(
             f"{len(long)} prompts of {file} are longer than {room} tokens, which is what the model's context of "
-            f"{policy.context} leaves beside an answer of {max_completion_tokens}: {'; '.join(long[:20])}"
+            f"{context} leaves beside an answer of {max_completion_tokens}: {'; '.join(long[:20])}"
         )
     return prompts

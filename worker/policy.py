@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from core.registry import BaseModelEntry
-from worker import attention, lora
+from worker import attention, lora, memory
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class UnsupportedModel(Exception):
@@ -46,16 +46,22 @@ class Base:
 
 def load_base(name: str, entry: BaseModelEntry, cache: Path, device: str) -> Base:
     """Load a base model by its registry entry; a GGUF file is converted into `cache` the first time."""
-    source: Path | str = entry.locate()
-    if isinstance(source, Path) and source.suffix == ".gguf":
-        source = convert_gguf(source, cache)
+    source = source_of(entry, cache)
     model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=_DTYPES[entry.dtype], attn_implementation=attention.NAME
+        source, dtype=DTYPES[entry.dtype], attn_implementation=attention.NAME
     )
     tokenizer = AutoTokenizer.from_pretrained(source)
     model.requires_grad_(False)
     # eval() for good: dropout would make the trainer disagree with what was sampled.
     return Base(name, source, model.to(device).eval(), tokenizer, entry.context)
+
+
+def source_of(entry: BaseModelEntry, cache: Path) -> Path | str:
+    """A folder that transformers loads, or a hub id."""
+    source = entry.locate()
+    if isinstance(source, Path) and source.suffix == ".gguf":
+        return convert_gguf(source, cache)
+    return source
 
 
 def convert_gguf(source: Path, cache: Path) -> Path:
@@ -149,6 +155,10 @@ class Policy:
         """Hidden states [..., h] -> logits [..., V] in float32, whatever the precision of the weights."""
         return self._frozen_head(hidden).float()
 
+    def checkpoint_layers(self) -> None:
+        """Keep less of a forward pass, and compute it again in the backward pass."""
+        memory.checkpoint_layers(self._decoder.layers)
+
     @contextmanager
     def as_base(self) -> Iterator[None]:
         """With the adapter switched off: the reference of the KL."""
@@ -168,20 +178,7 @@ class Policy:
                 parameter.data = weight
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """A chat to token ids, ready for the model to answer. `developer` is spelled `system` for templates."""
-        chat = [
-            {
-                **message,
-                "role": "system" if message["role"] == "developer" else message["role"],
-                "content": _text(message),
-            }
-            for message in messages
-        ]
-        return list(
-            self.tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        )
+        return render(self.tokenizer, messages)
 
     def text(self, output_ids_T: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(output_ids_T), skip_special_tokens=True))
@@ -224,6 +221,21 @@ class Policy:
             raise UnsupportedModel(
                 f"{name} is not supported: its log-probabilities differ from ours by {gap:.3g}"
             )
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """A chat to token ids, ready for the model to answer. `developer` is spelled `system` for templates."""
+    chat = [
+        {
+            **message,
+            "role": "system" if message["role"] == "developer" else message["role"],
+            "content": _text(message),
+        }
+        for message in messages
+    ]
+    return list(
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    )
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -229,8 +230,10 @@ def load(
     """Put a Run together for a claimed job: read its files, load its model, resolve what it left to us."""
     # Here and not above: a test of the loop should not wait for torch and transformers to be imported.
     import torch
+    from transformers import AutoConfig, AutoTokenizer
 
-    from worker.policy import Policy, load_base
+    from worker import memory
+    from worker.policy import DTYPES, Policy, load_base, render, source_of
     from worker.samplers import choice
     from worker.trainer import PeftTrainer
 
@@ -243,27 +246,54 @@ def load(
         sampler, sampler_version = choice.choose(entry, settings)
     except choice.SamplerMissing as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
-    base = load_base(job.model, entry, settings.model_cache, "cuda" if torch.cuda.is_available() else "cpu")
     train_rows = datasets.read_examples(blobs.open(files[job.training_file].blob_key))
     assert job.validation_file is not None, "the API requires one"
     valid_rows = datasets.read_examples(blobs.open(files[job.validation_file].blob_key))
 
+    # Everything that can be wrong is looked at before the weights are loaded, which may take minutes.
+    source = source_of(entry, settings.model_cache)
+    shape = memory.shape_of(AutoConfig.from_pretrained(source), DTYPES[entry.dtype])
     resolved = methods.resolve(
         Hyperparameters.model_validate(job.reinforcement["hyperparameters"]),
         rows=len(train_rows),
-        parameters=base.parameters,
-        context=base.context,
+        parameters=shape.parameters,
+        context=entry.context,
     )
-    policy = Policy(base, rank=resolved.lora_rank, alpha=resolved.lora_alpha, seed=job.seed)
-    limit = resolved.max_completion_tokens
+    limit, rendered = resolved.max_completion_tokens, partial(render, AutoTokenizer.from_pretrained(source))
+    room = {"context": entry.context, "max_completion_tokens": limit}
     try:
-        train = tokenize(train_rows, policy, file=job.training_file, max_completion_tokens=limit)
-        valid = tokenize(valid_rows, policy, file=job.validation_file, max_completion_tokens=limit)
+        train = tokenize(train_rows, rendered, file=job.training_file, **room)
+        valid = tokenize(valid_rows, rendered, file=job.validation_file, **room)
     except PromptTooLong as cause:
         raise UserMistake("prompt_too_long", str(cause), "training_file") from cause
+    if resolved.off_policy_steps and sampler == "transformers":
+        raise UserMistake(
+            "invalid_value", methods.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    longest = limit + max(len(prompt.ids) for prompt in [*train, *valid])
+    needs = memory.Needs(
+        rank=resolved.lora_rank,
+        token_budget=max(settings.train_token_budget, longest),
+        cache_bytes=choice.cache_bytes(sampler, settings, shape, resolved, train, valid),
+        packed=device == "cpu" and entry.dtype == "float32",
+        copies=2 if sampler == "vllm" else 1,
+    )
+    try:
+        checkpointed = memory.plan(shape, needs, memory.available(device))
+    except memory.DoesNotFit as cause:
+        raise UserMistake("not_enough_memory", str(cause), "model") from cause
 
+    base = load_base(job.model, entry, settings.model_cache, device)
+    policy = Policy(base, rank=resolved.lora_rank, alpha=resolved.lora_alpha, seed=job.seed)
+    if checkpointed:
+        policy.checkpoint_layers()
     recorder = Recorder(database, blobs, claim, job)
     recorder.resolved(resolved, f"{sampler} {sampler_version}")
+    if checkpointed:
+        recorder.inform(
+            f"Activations are computed twice, to save memory: {memory.estimate(shape, needs, True)}.", {}
+        )
     return Run(
         settings=resolved,
         seed=job.seed,

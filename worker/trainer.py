@@ -14,11 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from core.methods import Resolved
 from worker import grpo
 from worker.batch import Share, Tensors, divisors, micro_batches, share_of, tensors_of
+from worker.memory import HEAD_CHUNK
 from worker.policy import Policy
 from worker.types import Group, Pack, UpdateMetrics
-
-# Rows of the vocabulary matrix product alive at once: 512 x 49,152 float32 logits are 100 MB.
-HEAD_CHUNK = 512
 
 
 class Trainer(Protocol):

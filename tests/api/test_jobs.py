@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -5,6 +6,8 @@ from sqlalchemy import select, update
 
 from core import events, queue
 from core.models import Checkpoint, File, Job, StepMetric, TunedModel
+from graders.backends import Backends
+from graders.endpoint import Endpoints
 
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -526,3 +529,33 @@ def test_the_metrics_of_all_steps_come_in_order(api, house, create_job):
     listed = api.get(f"/v1/regraft/jobs/{job_id}/metrics").json()
 
     assert listed["data"] == [{"step": 0, "train_mean_reward": 0.0}, {"step": 1, "train_mean_reward": 0.5}]
+
+
+def test_sampling_a_step_ahead_needs_a_sampler_of_its_own(api, job_request):
+    ahead = {"hyperparameters": {"advanced": {"off_policy_steps": 1}}}
+
+    answer = api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=ahead))
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "method.reinforcement.hyperparameters.advanced.off_policy_steps"
+    assert "as vLLM" in answer.json()["error"]["message"]
+
+
+def test_the_secrets_of_an_endpoint_are_kept_and_not_shown(api, house, job_request):
+    """The run needs them, and nobody who can read the job does."""
+    house.app.state.service = replace(
+        house.app.state.service, backends=Backends({}, Endpoints(("graders.example.com",)))
+    )
+    mine = {
+        "type": "endpoint",
+        "name": "e",
+        "url": "https://graders.example.com/g",
+        "headers": {"X-Key": "hush"},
+    }
+
+    job = api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement={"grader": mine}))
+
+    assert job.status_code == 200, job.text
+    assert "hush" not in job.text + api.get(f"/v1/fine_tuning/jobs/{job.json()['id']}").text
+    with house.database.read() as session:
+        assert session.query(Job).one().reinforcement["grader"]["headers"] == {"X-Key": "hush"}

@@ -16,11 +16,13 @@ from worker.samplers import Answer, Sampling, from_thread
 from worker.samplers.json_schema import Held, Vocabulary
 from worker.types import FinishReason, Prompt, Rollout
 
+MAX_TOKENS_IN_FLIGHT = 131_072  # bounds the cache; more rows than fit are sampled in several waves
+
 
 class TransformersSampler:
     """Implements worker.samplers.Sampler over a Policy."""
 
-    def __init__(self, policy: Policy, *, max_tokens_in_flight: int = 131_072) -> None:
+    def __init__(self, policy: Policy, *, max_tokens_in_flight: int = MAX_TOKENS_IN_FLIGHT) -> None:
         """`max_tokens_in_flight` bounds the cache: more rows than fit are sampled in several waves."""
         self.policy = policy
         self.max_tokens_in_flight = max_tokens_in_flight
