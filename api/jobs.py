@@ -17,6 +17,7 @@ from core.errors import InvalidRequest
 from core.methods import NO_SAMPLER_OF_ITS_OWN, Hyperparameters
 from core.models import Checkpoint, Event, Job
 from core.registry import sampler_of
+from core.response_format import ResponseFormat
 from graders.spec import GIVE_STEPS, GraderSpec, dump, hide_secrets, parse_grader
 
 router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
@@ -46,7 +47,7 @@ MetadataValue = Annotated[str, Field(max_length=512, pattern=NoNul)]
 class Reinforcement(Part):
     grader: Annotated[GraderSpec, Checked]
     hyperparameters: Hyperparameters = Hyperparameters()
-    response_format: Unsupported = None
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _steps_come_from_somewhere(self) -> "Reinforcement":
@@ -89,7 +90,7 @@ class JobCreate(Body):
         return {
             "grader": dump(asked.grader),
             "hyperparameters": asked.hyperparameters.model_dump(mode="json"),
-            "response_format": None,
+            "response_format": asked.response_format.stored() if asked.response_format else None,
         }
 
 

@@ -48,7 +48,7 @@ def make_byte_model(folder: Path, *, seed: int = 0) -> Path:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokens, pad_token="<pad>", eos_token="<end>", chat_template=TEMPLATE
     )
-    return _save(tokenizer, len(vocabulary), 2, folder)
+    return _save(tokenizer, len(vocabulary), 2, folder, head_dim=32)
 
 
 def _save(

@@ -166,6 +166,7 @@ class Tensors:
     sampled_logp_M: Tensor  # float32 [M]
     advantage_M: Tensor  # float32 [M]
     weight_M: Tensor  # float32 [M]
+    allowed_M: Tensor | None = None  # int32 [M, V / 32]: bits of the tokens that the sampler could have drawn
 
 
 def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Tensors:

@@ -30,6 +30,7 @@ class Collector:
     sampler: Sampler
     rewards: Rewards
     trainer: Trainer
+    held_to: str = ""  # the schema of the answers
     _ahead: asyncio.Task[list[Group]] | None = field(default=None, init=False)
 
     async def collect(self, step: int, clock: Clock) -> tuple[list[Group], list[Group]]:
@@ -107,4 +108,5 @@ class Collector:
             max_completion_tokens=settings.max_completion_tokens,
             job_seed=self.seed,
             step=step,
+            held_to=self.held_to,
         )

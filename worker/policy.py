@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from core.registry import BaseModelEntry
 from worker import attention, lora, memory
+from worker.samplers.json_schema import Vocabulary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -121,10 +123,10 @@ class Policy:
         device: torch.device = self._head.weight.device
         return device
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Of the head: tokens that the tokenizer does not know may be among them."""
-        return int(self._head.weight.shape[0])
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What answers under a schema are made of. The head's size, which may be more than the tokenizer knows."""
+        return Vocabulary(self.tokenizer, int(self._head.weight.shape[0]), self.stop_ids)
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:

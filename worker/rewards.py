@@ -13,13 +13,15 @@ from worker.types import Group, Prompt, Rollout
 class Rewards:
     """Grades answers as they are sampled. A grade that failed stays a None with its reason, and never becomes 0."""
 
-    def __init__(self, grader: Grader, *, concurrency: int = 64) -> None:
+    def __init__(self, grader: Grader, *, concurrency: int = 64, parse_json: bool = False) -> None:
         """`concurrency` bounds what is under way at once; a sandbox, a judge or an endpoint may bound itself tighter.
+        `parse_json` gives graders the answer as `sample.output_json`, too.
 
         There is no deadline here, where waiting for one's turn would count: whatever can hang has its own.
         """
         self.grader = grader
         self.concurrency = concurrency
+        self.parse_json = parse_json
 
     async def grade(
         self,
@@ -71,5 +73,5 @@ class Rewards:
 
     async def _grade(self, slots: asyncio.Semaphore, prompt: Prompt, rollout: Rollout) -> Grade:
         async with slots:
-            sample = Sample.from_text(rollout.text, rollout.finish_reason)
+            sample = Sample.from_text(rollout.text, rollout.finish_reason, self.parse_json)
             return await grade_one(self.grader, sample, prompt.item)

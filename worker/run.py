@@ -23,6 +23,7 @@ from core.jobs import Claim, LeaseLost
 from core.methods import Hyperparameters, Resolved
 from core.models import File, Job
 from core.registry import Registry
+from core.response_format import stored_held_to
 from core.settings import Settings
 from graders.spec import GraderSpec, InvalidGrader, parse_grader
 from graders.types import Grader
@@ -61,13 +62,20 @@ class Run:
     stop_requested: Callable[[], bool] = lambda: False
     # The job fails when more than half of the grades of this many steps in a row do.
     failing_steps: int = 3
+    held_to: str = ""  # the schema that answers are JSON of (core/response_format.py)
     collector: Collector = field(init=False)
     steps_without_signal: int = field(default=0, init=False)
     steps_that_failed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.collector = Collector(
-            self.settings, self.seed, self.train_prompts, self.sampler, self.rewards, self.trainer
+            self.settings,
+            self.seed,
+            self.train_prompts,
+            self.sampler,
+            self.rewards,
+            self.trainer,
+            self.held_to,
         )
 
     async def train(self) -> Outcome:
@@ -123,6 +131,7 @@ class Run:
             # The same numbers are drawn every time, so that its curve shows the policy and not the dice.
             job_seed=self.seed + 1,
             step=0,
+            held_to=self.held_to,
         )
         answers = self.sampler.sample(self.valid_prompts, sampling)
         with clock("eval"):
@@ -288,6 +297,7 @@ def load(
     policy = Policy(base, rank=resolved.lora_rank, alpha=resolved.lora_alpha, seed=job.seed)
     if checkpointed:
         policy.checkpoint_layers()
+    held_to = stored_held_to(job.reinforcement["response_format"])
     recorder = Recorder(database, blobs, claim, job)
     recorder.resolved(resolved, f"{sampler} {sampler_version}")
     if checkpointed:
@@ -301,12 +311,13 @@ def load(
         train_prompts=PromptStream(train, batch_size=resolved.batch_size, seed=job.seed),
         valid_prompts=valid,
         sampler=choice.build(sampler, policy, settings, recorder),
-        rewards=Rewards(grader),
-        trainer=PeftTrainer(policy, resolved, token_budget=settings.train_token_budget),
+        rewards=Rewards(grader, parse_json=bool(held_to)),
+        trainer=PeftTrainer(policy, resolved, token_budget=settings.train_token_budget, held_to=held_to),
         recorder=recorder,
         checkpoints=Checkpoints(database, blobs, claim, job, scratch),
         stop_requested=stop,
         failing_steps=settings.failing_steps,
+        held_to=held_to,
     )
 
 

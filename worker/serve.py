@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from core.registry import Registry
+from core.response_format import ResponseFormat, held_to
 from core.settings import Settings
 from worker import process
 from worker.samplers import Answer, Sampling
@@ -45,15 +46,8 @@ class Message(Strict):
     content: str | list[TextPart]
 
 
-class JsonSchema(Strict):
-    name: str
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-
-
-class ResponseFormat(Strict):
-    type: Literal["text", "json_schema"]
-    json_schema: JsonSchema | None = None
+class PlainText(Strict):
+    type: Literal["text"]
 
 
 class ChatRequest(Strict):
@@ -63,7 +57,7 @@ class ChatRequest(Strict):
     top_p: Literal[1] | None = None
     seed: int | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[ResponseFormat | PlainText, Field(discriminator="type")] | None = None
 
 
 class Refused(Exception):
@@ -80,10 +74,6 @@ class Model(Protocol):
     context: int  # tokens of prompt and answer together
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
-
-    def grammar(self, schema: dict[str, Any]) -> str:
-        """Raise Refused if answers cannot be held to the schema."""
-        ...
 
     def answers(self, prompts: Sequence[Prompt], sampling: Sampling) -> Sequence[Answer]: ...
 
@@ -124,7 +114,6 @@ class Batcher:
         async with self._lock:
             model = await asyncio.to_thread(self._loaded, request.model)
             prompt_ids = tuple(model.render([message.model_dump() for message in request.messages]))
-            grammar = _grammar(model, request)
         room = model.context - len(prompt_ids)
         if room < 1:
             raise Refused(
@@ -137,7 +126,7 @@ class Batcher:
             max_completion_tokens=limit,
             job_seed=0,
             step=0,
-            grammar=grammar,
+            held_to=_held_to(request),
         )
         seed = secrets.randbits(62) if request.seed is None else request.seed & (2**62 - 1)
         waiting = Waiting(request.model, prompt_ids, sampling, seed)
@@ -191,13 +180,9 @@ class Batcher:
         return self._model
 
 
-def _grammar(model: Model, request: ChatRequest) -> str:
+def _held_to(request: ChatRequest) -> str:
     wanted = request.response_format
-    if wanted is None or wanted.type == "text":
-        return ""
-    if wanted.json_schema is None:
-        raise Refused("response_format.json_schema is missing")
-    return model.grammar(wanted.json_schema.schema_)
+    return held_to(wanted.json_schema.schema_) if isinstance(wanted, ResponseFormat) else ""
 
 
 def create_app(load: Callable[[str], Model], key: str) -> FastAPI:
@@ -273,14 +258,6 @@ class TransformersModel:
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return self.policy.render(messages)
-
-    def grammar(self, schema: dict[str, Any]) -> str:
-        from worker.samplers.json_schema import UnsupportedSchema
-
-        try:
-            return self.sampler.vocabulary.grammar(schema)
-        except UnsupportedSchema as cause:
-            raise Refused(f"response_format: {cause}") from cause
 
     def answers(self, prompts: Sequence[Prompt], sampling: Sampling) -> Sequence[Answer]:
         return list(self.sampler.answers(prompts, sampling))

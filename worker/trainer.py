@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from worker import grpo
 from worker.batch import Share, Tensors, divisors, micro_batches, share_of, tensors_of
 from worker.memory import HEAD_CHUNK
 from worker.policy import Policy
+from worker.samplers.json_schema import masked
 from worker.types import Group, Pack, UpdateMetrics
 
 
@@ -38,10 +39,12 @@ class Trainer(Protocol):
 class PeftTrainer:
     """Implements Trainer: AdamW on the adapter's float32 weights, the base frozen."""
 
-    def __init__(self, policy: Policy, settings: Resolved, *, token_budget: int) -> None:
+    def __init__(self, policy: Policy, settings: Resolved, *, token_budget: int, held_to: str = "") -> None:
+        """`held_to` is the schema that the sampler held the answers to."""
         self.policy = policy
         self.settings = settings
         self.token_budget = token_budget
+        self.held_to = held_to
         # Betas and no weight decay: what RL with LoRA converged on (a second moment of 0.95 forgets in ~20 steps).
         self.optimizer = torch.optim.AdamW(
             policy.trainable, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
@@ -128,7 +131,7 @@ class PeftTrainer:
     def _backward(self, batch: "Batch", std: float) -> "Totals":
         """Add the gradient of these packs. A penalty is multiplied by the `std` that all will be divided by."""
         settings = self.settings
-        tensors = tensors_of(batch.packs, self.policy.device)
+        tensors = self._tensors(batch.packs)
         if settings.kl > 0 and batch.ref_logp is None:
             batch.ref_logp = self._reference_logprobs(batch.packs)
         logp_M, entropy_M = self.logprobs(tensors)
@@ -186,7 +189,7 @@ class PeftTrainer:
     def _reference_logprobs(self, packs: Sequence[Pack]) -> Tensor:
         """Log-probabilities under the reference, in the order `tensors_of` lists the tokens."""
         with self._as_reference():
-            return self.logprobs(tensors_of(packs, self.policy.device))[0]
+            return self.logprobs(self._tensors(packs))[0]
 
     def _as_reference(self) -> AbstractContextManager[None]:
         return self.policy.as_base() if self.reference is None else self.policy.wearing(self.reference)
@@ -196,6 +199,14 @@ class PeftTrainer:
         every = self.settings.reference_refresh_steps
         if every and self.steps_taken % every == 0:
             self.reference = [parameter.detach().clone() for parameter in self.policy.trainable]
+
+    def _tensors(self, packs: Sequence[Pack]) -> Tensors:
+        tensors = tensors_of(packs, self.policy.device)
+        if not self.held_to:
+            return tensors
+        answers = [answer for pack in packs for answer in pack.sequences]
+        allowed = [self.policy.vocabulary.allowed(self.held_to, one.output_ids_T) for one in answers]
+        return replace(tensors, allowed_M=torch.cat(allowed).to(self.policy.device))
 
     def logprobs(self, batch: Tensors) -> tuple[Tensor, Tensor]:
         """Log-probability [M] of each trained token and the entropy [M] (nats, no gradient) where it stood.
@@ -207,19 +218,24 @@ class PeftTrainer:
             batch.row_M, batch.column_M
         ]
         head: Callable[..., tuple[Tensor, Tensor]] = self._head_chunk
+        targets = torch.split(batch.target_M, HEAD_CHUNK)
+        allowed: Sequence[Tensor | None] = [None] * len(targets)
+        if batch.allowed_M is not None:
+            allowed = torch.split(batch.allowed_M, HEAD_CHUNK)
         chunks = [
-            checkpoint(head, h, target, use_reentrant=False)
-            for h, target in zip(
-                torch.split(hidden, HEAD_CHUNK), torch.split(batch.target_M, HEAD_CHUNK), strict=True
-            )
+            checkpoint(head, *chunk, use_reentrant=False)
+            for chunk in zip(torch.split(hidden, HEAD_CHUNK), targets, allowed, strict=True)
         ]
         logp, entropy = zip(*chunks, strict=True)
         return torch.cat(logp), torch.cat(entropy)
 
-    def _head_chunk(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logp = (self.policy.logits(hidden) / self.settings.temperature).log_softmax(-1)
+    def _head_chunk(self, hidden: Tensor, target: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits = self.policy.logits(hidden)
+        if allowed is not None:
+            logits = masked(logits, allowed)
+        logp = (logits / self.settings.temperature).log_softmax(-1)
         with torch.no_grad():
-            entropy = -(logp.exp() * logp).sum(-1)
+            entropy = torch.special.entr(logp.exp()).sum(-1)  # 0 where nothing is allowed to be
         return logp.gather(-1, target[:, None])[:, 0], entropy
 
     def _step(self) -> None:

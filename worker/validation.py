@@ -70,7 +70,8 @@ def _validate(
             param = "method.reinforcement.grader"
             jobs.fail(session, job, code="invalid_grader", message=str(refused), param=param)
         return []
-    doubt = asyncio.run(_doubt(backends, spec, rows[:DRY_RUN_ROWS]))
+    parse_json = job.reinforcement["response_format"] is not None
+    doubt = asyncio.run(_doubt(backends, spec, rows[:DRY_RUN_ROWS], parse_json))
     with jobs.fenced(database, claim) as (session, job):
         if doubt is not None:
             events.append(session, job.id, doubt, level="warn")
@@ -78,9 +79,11 @@ def _validate(
     return [wake]
 
 
-async def _doubt(backends: Backends, spec: GraderSpec, rows: Sequence[Example]) -> str | None:
+async def _doubt(
+    backends: Backends, spec: GraderSpec, rows: Sequence[Example], parse_json: bool
+) -> str | None:
     async with backends.open(spec) as grader:
-        return await dry_run(grader, spec, rows)
+        return await dry_run(grader, spec, rows, parse_json=parse_json)
 
 
 def check_file(
@@ -104,13 +107,15 @@ def check_file(
         raise BadFile(param, f"The contents of {file.id} are gone from the store.") from cause
 
 
-async def dry_run(grader: Grader, spec: GraderSpec, rows: Sequence[Example]) -> str | None:
+async def dry_run(
+    grader: Grader, spec: GraderSpec, rows: Sequence[Example], *, parse_json: bool = False
+) -> str | None:
     """Grade a right and an empty reply to a few rows. Returns a warning if the grader fails or cannot tell them apart.
 
     The right reply is what the grader itself compares with, where it says so. It is a guess, so it never fails a job.
     """
     replies = [(reply, row) for row in rows for reply in (*reference_answers(spec, row.item), "")]
-    pairs = [(Sample.from_text(reply), row.item) for reply, row in replies]
+    pairs = [(Sample.from_text(reply, parse_json=parse_json), row.item) for reply, row in replies]
     # One after another: the deadline is for a grade, not for waiting behind the others.
     grades = await grade_all(grader, pairs, concurrency=1, timeout_s=DRY_RUN_SECONDS)
     failed = [grade.reason for grade in grades if grade.score is None]

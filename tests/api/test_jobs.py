@@ -235,7 +235,6 @@ REFUSED_INSIDE = {
         "hyperparameters.advanced",
         "invalid_value",
     ),
-    "a response format": ({"response_format": {"type": "json_schema"}}, "response_format", "invalid_value"),
     "tools": ({"tools": []}, "tools", "unknown_parameter"),
     "a grader that is text": ({"grader": "string_check"}, "grader", "invalid_type"),
     "an unknown grader": ({"grader": {"type": "vibes", "name": "g"}}, "grader.type", "invalid_value"),
@@ -559,3 +558,48 @@ def test_the_secrets_of_an_endpoint_are_kept_and_not_shown(api, house, job_reque
     assert "hush" not in job.text + api.get(f"/v1/fine_tuning/jobs/{job.json()['id']}").text
     with house.database.read() as session:
         assert session.query(Job).one().reinforcement["grader"]["headers"] == {"X-Key": "hush"}
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
+        {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True},
+    ],
+)
+def test_a_response_format_is_kept_as_openai_shows_it(create_job, sent):
+    job = create_job(reinforcement={"response_format": sent})
+
+    kept = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+    assert job["method"]["reinforcement"]["response_format"] == kept
+
+
+@pytest.mark.parametrize(
+    ("sent", "param"),
+    [
+        ({"type": "json_object"}, ".type"),
+        ({"type": "json_schema"}, ".json_schema"),
+        ({"type": "json_schema", "json_schema": {"schema": SCHEMA}}, ".json_schema.name"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "vibes"}}},
+            ".json_schema.schema",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "lax": 1}},
+            ".json_schema.lax",
+        ),
+    ],
+)
+def test_a_response_format_that_cannot_be_held_to_is_a_400(api, job_request, sent, param):
+    answer = api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement={"response_format": sent}))
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == f"method.reinforcement.response_format{param}"

@@ -290,6 +290,36 @@ def test_a_model_of_the_registry_judges_a_job(tmp_path, tiny_model):
     assert processes_of(server.folder) == []
 
 
+def test_a_job_learns_answers_that_are_held_to_a_schema(tmp_path, tiny_model):
+    """What it writes is always JSON of the schema; what it learns is what to put into it."""
+    schema = {"type": "object", "properties": {"label": {"enum": ["yes", "no"]}}, "required": ["label"]}
+    right = {"type": "string_check", "name": "right", "operation": "eq"}
+    method = {
+        "grader": right | {"input": "{{sample.output_json.label}}", "reference": "{{item.answer}}"},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": schema | {"additionalProperties": False}},
+        },
+        "hyperparameters": HYPERPARAMETERS
+        | {"n_epochs": 4, "advanced": HYPERPARAMETERS["advanced"] | {"max_completion_tokens": 24}},
+    }
+    server = start_server(tmp_path / "data", tiny_model, judge=make_byte_model(tmp_path / "bytes"))
+    try:
+        client = server.client()
+        job = create(client, model="judge", method={"type": "reinforcement", "reinforcement": method})
+        job = wait(client, job)
+        steps = regraft.metrics(client, job.id)
+        answers = regraft.rollouts(client, job.id, step=steps[-1]["step"], split="train")
+    finally:
+        server.stop()
+
+    assert job.status == "succeeded", job.error
+    assert {answer["output_text"] for answer in answers} <= {'{"label": "yes"}', '{"label": "no"}'}
+    assert steps[-1]["full_valid_mean_reward"] == 1.0
+    assert steps[1]["train_mean_reward"] < 0.9
+    assert all(step["logprob_gap"] < 1e-4 for step in steps[1:] if step["logprob_gap"] is not None)
+
+
 def test_a_job_with_bad_data_fails_with_its_lines(client):
     bad = client.files.create(file=("bad.jsonl", b'{"messages": []}\nnot json\n'), purpose="fine-tune")
 

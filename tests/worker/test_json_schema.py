@@ -3,19 +3,32 @@
 import json
 
 import pytest
+import torch
 
 from core.registry import BaseModelEntry
+from core.response_format import held_to
+from graders.types import Grade
+from tests.fakes import learn
 from tests.tiny import make_byte_model
+from tests.worker.test_training import asked
 from worker.policy import Policy, load_base
 from worker.samplers import Sampling, grouped
-from worker.samplers.json_schema import UnsupportedSchema
 from worker.samplers.transformers import TransformersSampler
-from worker.types import Prompt
+from worker.trainer import PeftTrainer
+from worker.types import Group, Pack, Prompt, Sequence
 
 SCORE = {
     "type": "object",
     "properties": {"label": {"type": "string", "enum": ["good", "bad"]}, "result": {"type": "integer"}},
     "required": ["label", "result"],
+    "additionalProperties": False,
+}
+
+
+LETTER = {
+    "type": "object",
+    "properties": {"letter": {"enum": ["a", "b", "c", "d", "e", "f"]}},
+    "required": ["letter"],
     "additionalProperties": False,
 }
 
@@ -31,8 +44,7 @@ def sample(sampler, schema, *, tokens=48, temperature=1.0):
     prompts = [
         Prompt(n, tuple(sampler.policy.render([{"role": "user", "content": "?" * n}])), {}) for n in (1, 2)
     ]
-    grammar = sampler.vocabulary.grammar(schema) if schema else ""
-    sampling = Sampling(4, temperature, tokens, job_seed=1, step=1, grammar=grammar)
+    sampling = Sampling(4, temperature, tokens, job_seed=1, step=1, held_to=held_to(schema) if schema else "")
     return [one for group in grouped(sampler.answers(prompts, sampling), 2, 4) for one in group]
 
 
@@ -68,7 +80,40 @@ def test_the_best_allowed_token_is_taken_at_temperature_0(sampler):
     assert first.text.startswith('{"label": "')
 
 
-@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"type": "object", "properties": 5}])
-def test_what_is_no_schema_is_refused(sampler, schema):
-    with pytest.raises(UnsupportedSchema):
-        sampler.vocabulary.grammar(schema)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_trainer_has_the_samplers_probabilities_over_what_the_schema_allows(sampler, temperature):
+    """And not over the whole vocabulary: that is the control, and it is far off."""
+    rollouts = sample(sampler, SCORE, tokens=24, temperature=temperature)
+    one = Prompt(1, tuple(sampler.policy.render([{"role": "user", "content": "?"}])), {})
+    answers = tuple(
+        Sequence(r.output_ids_T, r.logprobs_T, (1.0,) * len(r.output_ids_T), 1.0) for r in rollouts[:4]
+    )
+    sampled = torch.tensor([logprob for r in rollouts[:4] for logprob in r.logprobs_T])
+    settings = asked({"temperature": temperature})
+
+    gaps = []
+    for schema in (held_to(SCORE), ""):
+        trainer = PeftTrainer(sampler.policy, settings, token_budget=4096, held_to=schema)
+        logp, entropy = trainer.logprobs(trainer._tensors([Pack(one.ids, answers)]))
+        gaps.append((logp - sampled).abs().max().item())
+        assert entropy.isfinite().all()
+
+    assert gaps[0] < 1e-4
+    assert gaps[1] > 1.0
+
+
+def test_a_step_under_a_schema_makes_the_good_answers_likelier(sampler):
+    rollouts = sample(sampler, LETTER, tokens=32)
+    good = min({r.text for r in rollouts}, key=[r.text for r in rollouts].count)
+    rewards = [float(r.text == good) for r in rollouts]
+    assert 0 < sum(rewards) < len(rewards)
+    one = Prompt(1, tuple(sampler.policy.render([{"role": "user", "content": "?"}])), {})
+    settings = asked({"learning_rate": 0.02})
+    trainer = PeftTrainer(sampler.policy, settings, token_budget=4096, held_to=held_to(LETTER))
+
+    for _ in range(3):
+        metrics = learn(trainer, [Group(one, tuple(rollouts), tuple(map(Grade, rewards)))])
+
+    after = [r.text for r in sample(sampler, LETTER, tokens=32)]
+    assert after.count(good) > sum(rewards)
+    assert metrics.entropy < 0.3  # nats a token: one choice among six letters, all else is given

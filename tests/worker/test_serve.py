@@ -6,6 +6,7 @@ import pytest
 from openai import AuthenticationError, BadRequestError, NotFoundError, OpenAI
 from starlette.testclient import TestClient
 
+from core.response_format import held_to
 from worker.samplers import Answer
 from worker.serve import Refused, create_app
 from worker.types import Rollout
@@ -26,15 +27,10 @@ class Echo:
     def render(self, messages):
         return [ord(letter) for message in messages for letter in message["content"]]
 
-    def grammar(self, schema):
-        if "bad" in schema:
-            raise Refused("response_format: bad")
-        return str(schema)
-
     def answers(self, prompts, sampling):
         self.started.set()
         self.go.wait(10)
-        self.batches.append((len(prompts), sampling.grammar, sampling.temperature))
+        self.batches.append((len(prompts), sampling.held_to, sampling.temperature))
         return [
             Answer(n, 0, Rollout((1, 2), (0.0, 0.0), f"{sampling.seed(prompt, 0)}", "stop"))
             for n, prompt in reversed(list(enumerate(prompts)))
@@ -94,10 +90,10 @@ def test_requests_that_sample_differently_are_not_mixed(client, model):
     client.chat.completions.create(
         model="echo",
         messages=USER,
-        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": 1}}},
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1]}}},
     )
 
-    assert model.batches == [(1, "", 0.0), (1, "{'a': 1}", 1.0)]
+    assert model.batches == [(1, "", 0.0), (1, held_to({"enum": [1]}), 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -109,8 +105,13 @@ def test_requests_that_sample_differently_are_not_mixed(client, model):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 50}]}, "50 tokens; echo takes 50"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"bad": 1}}}},
-            "bad",
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "vibes"}},
+                }
+            },
+            "schema",
         ),
     ],
 )

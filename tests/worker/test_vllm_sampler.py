@@ -5,6 +5,7 @@ One engine on a tiny model serves the whole file; the tests that kill it leave a
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,8 @@ import torch
 
 from core.methods import Hyperparameters, resolve
 from core.registry import BaseModelEntry
-from tests.tiny import WORDS, make_tiny_model
+from core.response_format import held_to
+from tests.tiny import WORDS, make_byte_model, make_tiny_model
 from worker.batch import tensors_of
 from worker.policy import Policy, load_base
 from worker.samplers import Sampling, grouped
@@ -116,6 +118,47 @@ def gaps(policy, prompts, groups, temperature=1.0, under=contextlib.nullcontext)
     batch = tensors_of(packs, policy.device)
     with torch.no_grad(), under():
         return (trainer.logprobs(batch)[0] - batch.sampled_logp_M).abs()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "letter": {"enum": ["a", "b", "c", "d"]},
+        "numbers": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["letter", "numbers"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_are_held_to_the_schema_and_the_trainer_has_the_same_probabilities(tmp_path, monkeypatch):
+    """With an engine of its own, whose tokens are bytes: the tiny model's words cannot spell JSON."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    folder = make_byte_model(tmp_path)
+    base = load_base("bytes", BaseModelEntry(path=folder, dtype="float32", context=256), folder, "cpu")
+    policy = Policy(base, rank=4, alpha=8, seed=0)
+    move(policy, 1)
+    prompts = [prompt(policy, "?" * n, n) for n in (1, 2)]
+    how = sampling(max_completion_tokens=48, held_to=held_to(SCHEMA))
+    sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES, threads=1)
+    try:
+        groups = drawn(sampler, prompts, how)
+    finally:
+        sampler.close()
+    trainer = PeftTrainer(policy, resolve(Hyperparameters(), rows=8, parameters=1000, context=256),
+                          token_budget=4096, held_to=how.held_to)  # fmt: skip
+    answers = [
+        [Sequence(r.output_ids_T, r.logprobs_T, (1.0,) * len(r.output_ids_T), 1.0) for r in g] for g in groups
+    ]
+    packs = [Pack(one.ids, tuple(group)) for one, group in zip(prompts, answers, strict=True)]
+    batch = trainer._tensors(packs)
+    with torch.no_grad():
+        gap = (trainer.logprobs(batch)[0] - batch.sampled_logp_M).abs()
+
+    finished = [json.loads(r.text) for group in groups for r in group if r.finish_reason == "stop"]
+    assert len(finished) >= 4
+    assert all(set(one) == {"letter", "numbers"} and one["letter"] in "abcd" for one in finished)
+    assert gap.mean() <= 1e-4 and gap.max() <= 1e-3
 
 
 class TestSameFunction:

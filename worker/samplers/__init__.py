@@ -19,7 +19,7 @@ class Sampling:
     max_completion_tokens: int
     job_seed: int
     step: int
-    grammar: str = ""  # of worker.samplers.json_schema: answers are held to it, and stop where it ends
+    held_to: str = ""  # a schema (core/response_format.py): answers are JSON of it, and stop where it ends
 
     def seed(self, prompt: Prompt, member: int) -> int:
         """The seed of one answer: the same again after a crash, whatever else is in the batch."""

@@ -55,6 +55,8 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         # A model's own generation_config would change what we sample from, unseen by the trainer.
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
+        # By the same library as the trainer and the other sampler, so that all three allow the same tokens.
+        "structured_outputs_config": {"backend": "guidance"},
         "disable_log_stats": True,
         **(_cpu_options(config) if config.device == "cpu" else {}),
     }
@@ -111,7 +113,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         from vllm import EngineArgs, SamplingParams
         from vllm.lora.request import LoRARequest
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if config.device == "cpu":
@@ -120,6 +122,7 @@ class Engine:
             PunicaWrapperCPU.add_lora_linear = one_adapter_linear
         self._params = SamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY
+        self._held_to = StructuredOutputsParams
         self._lora_request = LoRARequest
         self.vllm = LLMEngine.from_engine_args(EngineArgs(**engine_options(config)))
         self.namespace = ""
@@ -136,7 +139,11 @@ class Engine:
         # The path is never opened, since the id is registered; it is there for the prefix cache's key.
         adapter_of_request = self._lora_request("policy", ADAPTER_ID, self.namespace)
         for request in batch.requests:
-            params = self._params(**sampling_options(request), output_kind=self._final_only)
+            params = self._params(
+                **sampling_options(request),
+                output_kind=self._final_only,
+                structured_outputs=self._held_to(json=request.held_to) if request.held_to else None,
+            )
             prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
             self.vllm.add_request(request.id, prompt, params, lora_request=adapter_of_request)
 

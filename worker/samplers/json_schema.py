@@ -1,8 +1,10 @@
-"""Answers that are JSON of a schema: after each token, which ones may come next (by llguidance)."""
+"""Answers that are JSON of a schema: after each token, which ones may come next (by llguidance).
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+The trainer asks the same question of the same grammar again (`allowed`), so that its probabilities are over the tokens
+that the sampler could have drawn, too.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from llguidance import LLMatcher, LLTokenizer
@@ -11,9 +13,11 @@ from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from core.response_format import grammar
 
-class UnsupportedSchema(ValueError):
-    """The schema is none, or uses something that cannot be held to."""
+
+class UnsupportedTokenizer(ValueError):
+    """Answers of this model cannot be held to a schema."""
 
 
 class Vocabulary:
@@ -23,29 +27,29 @@ class Vocabulary:
         """`size` is that of the model's head, which may be larger than the tokenizer's."""
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             name = type(tokenizer).__name__
-            raise UnsupportedSchema(f"answers under a schema need a fast tokenizer, and {name} is none")
+            raise UnsupportedTokenizer(f"answers under a schema need a fast tokenizer, and {name} is none")
         self.size = size
         self.tokenizer: LLTokenizer = from_tokenizer(tokenizer, size, sorted(stop_ids))
 
-    def grammar(self, schema: Mapping[str, Any]) -> str:
-        """Raise UnsupportedSchema if answers cannot be held to the schema."""
-        # Models that may put any white space anywhere tend to put it everywhere.
-        compact = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": compact}))
-        except ValueError as cause:
-            raise UnsupportedSchema(str(cause)) from cause
-        problem = LLMatcher.validate_grammar(grammar, self.tokenizer)
-        if problem:
-            raise UnsupportedSchema(problem)
-        return grammar
+    def start(self, held_to: str) -> LLMatcher:
+        """The place before the first token of an answer."""
+        return LLMatcher(self.tokenizer, grammar(held_to))
+
+    def allowed(self, held_to: str, ids_T: Sequence[int]) -> Tensor:
+        """Bits [T, words] of the tokens that could have stood in place of each of these, 32 to a word (int32)."""
+        words = allocate_token_bitmask(len(ids_T), self.size)
+        matcher = self.start(held_to)
+        for t, token in enumerate(ids_T):
+            fill_next_token_bitmask(matcher, words, t)
+            _take(matcher, token)
+        return words
 
 
 class Held:
     """The answers of one batch, each at its place in the grammar. Rows are numbered as the batch began."""
 
-    def __init__(self, vocabulary: Vocabulary, grammar: str, rows: int) -> None:
-        first = LLMatcher(vocabulary.tokenizer, grammar)
+    def __init__(self, vocabulary: Vocabulary, held_to: str, rows: int) -> None:
+        first = vocabulary.start(held_to)
         self._matchers = [first, *(first.deep_copy() for _ in range(rows - 1))]
         self._size = vocabulary.size
 
@@ -54,12 +58,21 @@ class Held:
         words = allocate_token_bitmask(len(row_R), self._size)
         for at, row in enumerate(row_R):
             fill_next_token_bitmask(self._matchers[row], words, at)
-        bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32) & 1
-        allowed_RV = bits.view(len(row_R), -1)[:, : self._size].bool().to(logits_RV.device)
-        return logits_RV.masked_fill(~allowed_RV, float("-inf"))
+        return masked(logits_RV, words.to(logits_RV.device))
 
     def take(self, row_R: Sequence[int], token_R: Sequence[int]) -> None:
         """Each row has gone on by a token."""
         for row, token in zip(row_R, token_R, strict=True):
-            taken = self._matchers[row].consume_token(token)
-            assert taken, self._matchers[row].get_error()
+            _take(self._matchers[row], token)
+
+
+def masked(logits: Tensor, words: Tensor) -> Tensor:
+    """Logits [N, V] with the tokens whose bit in words [N, ceil(V / 32)] is 0 at -inf."""
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device) & 1
+    allowed = bits.view(len(words), -1)[:, : logits.shape[-1]].bool()
+    return logits.masked_fill(~allowed, float("-inf"))
+
+
+def _take(matcher: LLMatcher, token: int) -> None:
+    taken = matcher.consume_token(token)
+    assert taken, matcher.get_error()

@@ -13,7 +13,7 @@ from torch import Tensor
 from worker.attention import GroupCache
 from worker.policy import Policy
 from worker.samplers import Answer, Sampling, from_thread
-from worker.samplers.json_schema import Held, Vocabulary
+from worker.samplers.json_schema import Held
 from worker.types import FinishReason, Prompt, Rollout
 
 MAX_TOKENS_IN_FLIGHT = 131_072  # bounds the cache; more rows than fit are sampled in several waves
@@ -26,15 +26,6 @@ class TransformersSampler:
         """`max_tokens_in_flight` bounds the cache: more rows than fit are sampled in several waves."""
         self.policy = policy
         self.max_tokens_in_flight = max_tokens_in_flight
-        self._vocabulary: Vocabulary | None = None
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """What answers under a schema are made of."""
-        if self._vocabulary is None:
-            policy = self.policy
-            self._vocabulary = Vocabulary(policy.tokenizer, policy.vocabulary_size, policy.stop_ids)
-        return self._vocabulary
 
     def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
         return from_thread(self.answers(prompts_P, sampling))
@@ -71,7 +62,7 @@ class TransformersSampler:
         )
         logprobs = torch.zeros(len(group_R), sampling.max_completion_tokens, device=policy.device)
         hidden = hidden_P[group_R]
-        held = Held(self.vocabulary, sampling.grammar, len(group_R)) if sampling.grammar else None
+        held = Held(policy.vocabulary, sampling.held_to, len(group_R)) if sampling.held_to else None
         for t in range(sampling.max_completion_tokens):
             logits = policy.logits(hidden)
             if held is not None:

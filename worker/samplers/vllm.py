@@ -172,6 +172,7 @@ class VllmSampler:
             temperature=sampling.temperature,
             max_tokens=sampling.max_completion_tokens,
             stop_ids=tuple(sorted(self.policy.stop_ids)),
+            held_to=sampling.held_to,
         )
 
     def _rollout(self, finished: Finished) -> Rollout:

@@ -46,6 +46,7 @@ class Request:
     temperature: float
     max_tokens: int
     stop_ids: tuple[int, ...]
+    held_to: str  # a JSON schema, or ""
 
 
 @dataclass(frozen=True)
