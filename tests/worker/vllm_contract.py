@@ -68,7 +68,7 @@ def changed() -> Iterator[str]:
     config = EngineConfig("", "float32", "cpu", 16, 8, 1, 1)
     if unknown := set(engine.engine_options(config)) - {f.name for f in dataclasses.fields(EngineArgs)}:
         yield f"EngineArgs no longer takes {unknown}"
-    options = engine.sampling_options(Request("", (), 0, 1.0, 1, ()))
+    options = engine.sampling_options(Request("", (), 0, 1.0, 1, (), ""))
     if unknown := set(options) - set(SamplingParams.__struct_fields__):
         yield f"SamplingParams no longer takes {unknown}"
     if unknown := {"lora_name", "lora_int_id", "lora_path"} - set(LoRARequest.__struct_fields__):
