@@ -53,7 +53,7 @@ def measure(
         Group(prompt, rollouts, tuple(Grade(score(rollout)) for rollout in rollouts))
         for prompt, rollouts in zip(prompts, sampled(policy, prompts, sampling), strict=True)
     ]
-    figures = {}
+    figures: dict[str, float] = {}
     for step in range(1, max(after) + 1):
         for group in batch:
             trainer.add(group)

@@ -35,7 +35,7 @@ def main() -> None:
     if installed() is None:
         raise SystemExit("bench.swap needs vLLM, which is not installed")
     folders = [Settings().data_dir.resolve(), Path("/dev/shm")]
-    figures = {}
+    figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folders += settle_in(Path(scratch))
         assert_seen(folders)
