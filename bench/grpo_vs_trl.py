@@ -1,6 +1,6 @@
 """GRPO steps, ours against TRL's GRPOTrainer: same model, prompts, group size, lengths and LoRA, in two shapes.
 
-Long prompt: about 250 tokens, answers of 16. Long completion: a prompt of about 45 tokens (most of it the template's),
+Long prompt: about 240 tokens, answers of 16. Long completion: a prompt of about 36 tokens (most of it the template's),
 answers of 96. Each side and shape runs in a process of its own, one after the other, so that its peak memory is its
 own. Both sample with transformers; TRL gets float32, no KL, and no gradient checkpointing (which would slow it down).
 A first step warms up and is not counted. Seconds to a reward are left out: TRL's steps would make the bench too long.

