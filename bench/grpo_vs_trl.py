@@ -1,7 +1,11 @@
-"""One GRPO step, ours against TRL's GRPOTrainer: same model, prompts, group size, lengths and LoRA.
+"""GRPO steps, ours against TRL's GRPOTrainer: same model, prompts, group size, lengths and LoRA, in two shapes.
 
-Each side runs in a process of its own, one after the other, so that its peak memory is its own. Both sample
-with transformers; TRL gets float32, no KL, and no gradient checkpointing (which would slow it down).
+Long prompt: about 240 tokens, answers of 16. Long completion: a prompt of about 36 tokens (most of it the template's),
+answers of 96. Each side and shape runs in a process of its own, one after the other, so that its peak memory is its
+own. Both sample with transformers; TRL gets float32, no KL, and no gradient checkpointing (which would slow it down).
+A first step warms up and is not counted. Seconds to a reward are left out: TRL's steps would make the bench too long.
+
+TRL with vLLM colocated was not run: vLLM 0.32 is installed, and TRL 1.16 says that it supports up to 0.31.
 """
 
 import argparse
@@ -12,54 +16,65 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from bench.report import report
 
 MODEL = "SmolLM2-135M-Instruct"
-PROMPTS, GROUP, PROMPT_WORDS, ANSWER = 4, 8, 150, 24
 WORDS = tuple("the bank card was lost on a train and a friend found it near the old stone bridge".split())
-STEPS = 3  # the first warms up and is not counted
+STEPS = 2  # the first warms up and is not counted
+GROUP = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    prompts: int
+    words: int  # of a prompt
+    answer: int  # tokens
+
+
+SHAPES = {"long_prompt": Shape(2, 210, 16), "long_completion": Shape(1, 6, 96)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--side", choices=["ours", "trl"])
-    side = parser.parse_args().side
-    if side:
-        print(json.dumps({"ours": run_ours, "trl": run_trl}[side]()))
+    parser.add_argument("--shape", choices=SHAPES)
+    asked = parser.parse_args()
+    if asked.side:
+        print(json.dumps({"ours": run_ours, "trl": run_trl}[asked.side](SHAPES[asked.shape])))
         return
-    sides = {}
-    for name in ("ours", "trl"):
-        done = subprocess.run(
-            [sys.executable, "-m", "bench.grpo_vs_trl", "--side", name], stdout=subprocess.PIPE, check=True
-        )
-        sides[name] = json.loads(done.stdout.splitlines()[-1])
-        print(name, sides[name])
-    ours, trl = sides["ours"], sides["trl"]
-    report(
-        "grpo_vs_trl",
-        {
-            "samples_per_second_ratio": ours["samples_per_second"] / trl["samples_per_second"],
-            "peak_memory_ratio": ours["peak_memory_mb"] / trl["peak_memory_mb"],
-            "ours_samples_per_second": ours["samples_per_second"],
-            "trl_samples_per_second": trl["samples_per_second"],
-            "ours_peak_memory_mb": ours["peak_memory_mb"],
-            "trl_peak_memory_mb": trl["peak_memory_mb"],
-        },
-    )
+    results: dict[str, float] = {}
+    for shape in SHAPES:
+        ours, trl = (measured(side, shape) for side in ("ours", "trl"))
+        results |= {
+            f"ratio_{shape}": ours["samples_per_second"] / trl["samples_per_second"],
+            f"memory_ratio_{shape}": ours["peak_memory_mb"] / trl["peak_memory_mb"],
+            **{f"ours_{name}_{shape}": value for name, value in ours.items()},
+            **{f"trl_{name}_{shape}": value for name, value in trl.items()},
+        }
+    report("grpo_vs_trl", results)
 
 
-def chats() -> list[list[dict[str, str]]]:
-    """The same long prompts for both sides: plain words, so that any tokenizer makes about as many tokens."""
+def measured(side: str, shape: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "bench.grpo_vs_trl", "--side", side, "--shape", shape]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    print(side, shape, found, flush=True)
+    return found
+
+
+def chats(shape: Shape) -> list[list[dict[str, str]]]:
+    """The same prompts for both sides: plain words, so that any tokenizer makes about as many tokens."""
     return [
         [
             {
                 "role": "user",
-                "content": " ".join(WORDS[(i * 7 + k * (k + n)) % len(WORDS)] for k in range(PROMPT_WORDS)),
+                "content": " ".join(WORDS[(i * 7 + k * (k + n)) % len(WORDS)] for k in range(shape.words)),
             }
         ]
-        for n, i in enumerate(range(PROMPTS))
+        for n, i in enumerate(range(shape.prompts))
     ]
 
 
@@ -68,14 +83,16 @@ def score(text: str) -> float:
     return hashlib.sha256(text.encode()).digest()[0] / 255
 
 
-def figures(seconds: list[float]) -> dict[str, float]:
+def figures(shape: Shape, seconds: list[float]) -> dict[str, float]:
+    samples = shape.prompts * GROUP * len(seconds) / sum(seconds)
     return {
-        "samples_per_second": PROMPTS * GROUP * len(seconds) / sum(seconds),
+        "samples_per_second": samples,
+        "answer_tokens_per_second": samples * shape.answer,
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
-def run_ours() -> dict[str, float]:
+def run_ours(shape: Shape) -> dict[str, float]:
     from core.methods import Hyperparameters, resolve
     from core.registry import Registry
     from core.settings import Settings
@@ -90,26 +107,32 @@ def run_ours() -> dict[str, float]:
     base = load_base(MODEL, Registry.load(None).get(MODEL), settings.model_cache, "cpu")
     policy = Policy(base, rank=16, alpha=32, seed=0)
     policy.stop_ids = frozenset()  # every answer runs to its full length, as on the other side
-    asked = {"batch_size": PROMPTS, "advanced": {"group_size": GROUP, "max_completion_tokens": ANSWER}}
+    asked = {
+        "batch_size": shape.prompts,
+        "advanced": {"group_size": GROUP, "max_completion_tokens": shape.answer},
+    }
     resolved = resolve(
-        Hyperparameters.model_validate(asked), rows=PROMPTS, parameters=base.parameters, context=base.context
+        Hyperparameters.model_validate(asked),
+        rows=shape.prompts,
+        parameters=base.parameters,
+        context=base.context,
     )
     sampler = TransformersSampler(policy)
     trainer = PeftTrainer(policy, resolved, token_budget=settings.train_token_budget)
-    prompts = [Prompt(n, tuple(policy.render(chat)), {}) for n, chat in enumerate(chats())]
+    prompts = [Prompt(n, tuple(policy.render(chat)), {}) for n, chat in enumerate(chats(shape))]
     seconds = []
     for step in range(STEPS):
         start = time.perf_counter()
-        answers = sampler.answers(prompts, Sampling(GROUP, 1.0, ANSWER, job_seed=0, step=step))
-        rollouts_PG = grouped(answers, PROMPTS, GROUP)
+        answers = sampler.answers(prompts, Sampling(GROUP, 1.0, shape.answer, job_seed=0, step=step))
+        rollouts_PG = grouped(answers, shape.prompts, GROUP)
         for prompt, rollouts in zip(prompts, rollouts_PG, strict=True):
             trainer.add(Group(prompt, rollouts, tuple(Grade(score(r.text)) for r in rollouts)))
         trainer.step()
         seconds.append(time.perf_counter() - start)
-    return figures(seconds[1:])
+    return figures(shape, seconds[1:])
 
 
-def run_trl() -> dict[str, float]:
+def run_trl(shape: Shape) -> dict[str, float]:
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -140,10 +163,10 @@ def run_trl() -> dict[str, float]:
             reward_funcs=lambda completions, **kwargs: [score(c[0]["content"]) for c in completions],
             args=GRPOConfig(
                 output_dir=output,
-                per_device_train_batch_size=PROMPTS * GROUP,
+                per_device_train_batch_size=shape.prompts * GROUP,
                 num_generations=GROUP,
-                max_completion_length=ANSWER,
-                generation_kwargs={"min_new_tokens": ANSWER},
+                max_completion_length=shape.answer,
+                generation_kwargs={"min_new_tokens": shape.answer},
                 max_steps=STEPS,
                 learning_rate=1e-3,
                 bf16=False,
@@ -155,11 +178,11 @@ def run_trl() -> dict[str, float]:
                 disable_tqdm=True,
             ),
             peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
-            train_dataset=Dataset.from_list([{"prompt": chat} for chat in chats()]),
+            train_dataset=Dataset.from_list([{"prompt": chat} for chat in chats(shape)]),
             callbacks=[clock],
         )
         trainer.train()
-    return figures(clock.seconds[1:])
+    return figures(shape, clock.seconds[1:])
 
 
 if __name__ == "__main__":

@@ -245,7 +245,9 @@ def base_learning_rate(parameters: int) -> float:
     return 2e-5
 
 
-def resolve(asked: Hyperparameters, *, rows: int, parameters: int, context: int) -> Resolved:
+def resolve(
+    asked: Hyperparameters, *, rows: int, parameters: int, context: int, gpu: bool = False
+) -> Resolved:
     """Replace every "auto". `rows` of training data, `parameters` of the base model, `context` in tokens."""
     advanced = asked.advanced
     batch_size = min(_or(asked.batch_size, 8), rows)
@@ -280,7 +282,8 @@ def resolve(asked: Hyperparameters, *, rows: int, parameters: int, context: int)
             else None
         ),
         updates_per_batch=advanced.updates_per_batch,
-        overlap=_or(advanced.overlap, advanced.kl == 0 and not advanced.off_policy_steps),
+        # On a CPU both want the same cores: a whole step takes a third longer (bench/overlap.py).
+        overlap=_or(advanced.overlap, gpu and advanced.kl == 0 and not advanced.off_policy_steps),
         resample_prompts=advanced.resample_prompts,
         off_policy_steps=advanced.off_policy_steps,
         stop_after_flat_evals=advanced.stop_after_flat_evals,

@@ -259,6 +259,7 @@ def load(
     assert job.validation_file is not None, "the API requires one"
     valid_rows = datasets.read_examples(blobs.open(files[job.validation_file].blob_key))
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     # Everything that can be wrong is looked at before the weights are loaded, which may take minutes.
     source = source_of(entry, settings.model_cache)
     shape = memory.shape_of(AutoConfig.from_pretrained(source), DTYPES[entry.dtype])
@@ -267,6 +268,7 @@ def load(
         rows=len(train_rows),
         parameters=shape.parameters,
         context=entry.context,
+        gpu=device == "cuda",
     )
     limit, rendered = resolved.max_completion_tokens, partial(render, AutoTokenizer.from_pretrained(source))
     room = {"context": entry.context, "max_completion_tokens": limit}
@@ -279,7 +281,6 @@ def load(
         raise UserMistake(
             "invalid_value", methods.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
         )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     longest = limit + max(len(prompt.ids) for prompt in [*train, *valid])
     needs = memory.Needs(
         rank=resolved.lora_rank,

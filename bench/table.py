@@ -1,0 +1,123 @@
+"""All benches, one after the other, as one table with the goals beside the figures.
+
+A missed goal is shown and is no failure: the machine may be busy. A bench that does not run is one.
+"""
+
+import argparse
+import json
+import operator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+BENCHES = (
+    "group_prefix",
+    "scaling",
+    "merge_rounding",
+    "swap",
+    "api",
+    "graders",
+    "grading_overlap",
+    "overlap",
+    "grpo_vs_trl",
+)
+# The slowest takes a few minutes on two cores that do nothing else.
+PATIENCE = 1800
+COMPARE: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
+GOALS: dict[str, tuple[str, float]] = {
+    # the trainer
+    "sample_speedup": (">=", 3),
+    "train_speedup": (">=", 3),
+    "logprob_difference": ("<=", 1e-3),
+    "gradient_difference": ("<=", 1e-4),
+    "prompt_cost_group_16_over_2": ("<=", 1.5),
+    "ratio_long_prompt": (">=", 3),
+    "ratio_long_completion": (">=", 1.5),
+    "memory_ratio_long_prompt": ("<=", 1),
+    "memory_ratio_long_completion": ("<=", 1),
+    # the sync to the sampler
+    "captured_step_1": (">=", 0.99),
+    "captured_step_10": (">=", 0.99),
+    "swap_seconds_rank_8": ("<=", 0.25),
+    "swap_seconds_rank_32": ("<=", 0.25),
+    "files_written": ("<=", 0),
+    # graders
+    "string_checks_per_second": (">=", 20_000),
+    "multi_per_second": (">=", 20_000),
+    "python_overhead_ms": ("<=", 5),
+    "python_grades_per_second": (">=", 200),
+    "fresh_process_ratio": (">=", 10),
+    "step_lengthened_by_waiting": ("<=", 0.05),
+    # the service
+    "last_page_over_first_page": ("<=", 1.5),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    bench: str
+    figure: str
+    value: float
+
+    @property
+    def goal(self) -> str:
+        return "{} {:g}".format(*GOALS[self.figure]) if self.figure in GOALS else ""
+
+    @property
+    def met(self) -> bool | None:
+        """None: there is no goal."""
+        if self.figure not in GOALS:
+            return None
+        compare, bound = GOALS[self.figure]
+        return COMPARE[compare](self.value, bound)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "benches", nargs="*", metavar="bench", help=f"of {', '.join(BENCHES)}; all without any"
+    )
+    asked = parser.parse_args().benches or BENCHES
+    if unknown := sorted(set(asked) - set(BENCHES)):
+        parser.error(f"no such bench: {', '.join(unknown)}")
+    rows: list[Row] = []
+    failed: list[str] = []
+    for name in asked:
+        print(f"running {name}", file=sys.stderr, flush=True)
+        found = run([sys.executable, "-m", f"bench.{name}"])
+        if found is None:
+            failed.append(name)
+        else:
+            rows += [Row(name, figure, value) for figure, value in found.items()]
+    for line in table(rows, failed):
+        print(line)
+    missed = [row.figure for row in rows if row.met is False]
+    figures = {f"{row.bench}.{row.figure}": row.value for row in rows}
+    print(json.dumps({"bench": "table", "figures": figures, "missed": missed, "failed": failed}))
+    return 1 if failed else 0
+
+
+def run(command: Sequence[str]) -> Mapping[str, float] | None:
+    """The figures of the last line that the bench prints; None if it failed, hung or printed something else."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=True)
+        figures: Mapping[str, float] = json.loads(done.stdout.splitlines()[-1])["figures"]
+    except (subprocess.SubprocessError, ValueError, LookupError, TypeError) as cause:
+        print(f"{command[-1]}: {cause!r}", file=sys.stderr)
+        return None
+    return figures
+
+
+def table(rows: Sequence[Row], failed: Sequence[str]) -> Iterator[str]:
+    cells = [("bench", "figure", "value", "goal", "met")]
+    said = {True: "yes", False: "NO", None: ""}
+    cells += [(row.bench, row.figure, f"{row.value:.4g}", row.goal, said[row.met]) for row in rows]
+    cells += [(name, "", "", "", "did not run") for name in failed]
+    widths = [max(len(row[column]) for row in cells) for column in range(5)]
+    for row in cells:
+        yield " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

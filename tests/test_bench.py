@@ -1,0 +1,57 @@
+"""The benches' own code: what cannot be run here whole is run small, and the table says what it was told."""
+
+import json
+import sys
+
+import pytest
+
+from bench import gpu, table
+
+
+def test_the_gpu_bench_runs_small_on_a_cpu(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "results" / "figures.json"
+    monkeypatch.setattr(sys, "argv", ["gpu", "--shape", "tiny", "--device", "cpu", "--out", str(out)])
+
+    gpu.main()
+
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["bench"] == "gpu_train_tiny"
+    assert printed["figures"] == pytest.approx(json.loads(out.read_text())["figures"], abs=1e-6)
+    assert all(value > 0 for value in json.loads(out.read_text())["figures"].values())
+
+
+def test_the_decoder_has_as_many_weights_as_are_counted():
+    shape = gpu.SHAPES["tiny"]
+    model = gpu.random_base(shape, "cpu").model
+
+    linear = [m.weight.numel() for m in model.model.modules() if type(m).__name__ == "Linear"]
+    assert sum(linear) == gpu.decoder_weights(shape)
+
+
+def test_a_figure_stands_beside_its_goal():
+    rows = [
+        table.Row("group_prefix", "sample_speedup", 3.5),
+        table.Row("swap", "files_written", 1.0),
+        table.Row("swap", "sample_seconds_rank_8", 0.1),
+    ]
+
+    assert [row.met for row in rows] == [True, False, None]
+    lines = [[cell.strip() for cell in line.split("|")] for line in table.table(rows, ["api"])]
+    assert lines == [
+        ["bench", "figure", "value", "goal", "met"],
+        ["group_prefix", "sample_speedup", "3.5", ">= 3", "yes"],
+        ["swap", "files_written", "1", "<= 0", "NO"],
+        ["swap", "sample_seconds_rank_8", "0.1", "", ""],
+        ["api", "", "", "", "did not run"],
+    ]
+
+
+@pytest.mark.parametrize("program", ["raise SystemExit(1)", "print('no figures')", "pass"])
+def test_a_bench_that_does_not_run_has_no_figures(program):
+    assert table.run([sys.executable, "-c", program]) is None
+
+
+def test_the_last_line_is_what_counts():
+    program = 'print(\'noise\'); print(\'{"bench": "a", "figures": {"b": 2}}\')'
+
+    assert table.run([sys.executable, "-c", program]) == {"b": 2}

