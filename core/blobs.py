@@ -414,7 +414,7 @@ def _write(path: Path, chunks: Iterable[bytes]) -> None:
 
 def _publish(temp: Path, target: Path, *, if_absent: bool) -> None:
     """Give a finished file its name in one step; with `if_absent`, of many at once exactly one succeeds."""
-    for attempts_left in reversed(range(10)):
+    for attempts_left in reversed(range(100)):
         try:
             _make_folder(target.parent)
             if if_absent:
@@ -422,7 +422,9 @@ def _publish(temp: Path, target: Path, *, if_absent: bool) -> None:
             else:
                 temp.replace(target)
             break
-        except FileNotFoundError:  # a delete() removed the folder, empty until now, under our feet
+        except (FileNotFoundError, FileExistsError):
+            # A delete() removed the folder, empty until now, under our feet: before we used it, or just after
+            # mkdir had found it there, which mkdir reports as "exists".
             if not attempts_left:
                 raise
     with contextlib.suppress(FileNotFoundError):  # deleted again already
