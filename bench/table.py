@@ -34,6 +34,7 @@ GOALS: dict[str, tuple[str, float]] = {
     "prompt_cost_group_16_over_2": ("<=", 1.5),
     "ratio_long_prompt": (">=", 3),
     "ratio_long_completion": (">=", 1.5),
+    "ratio_seconds_to_reward": (">=", 1),
     "memory_ratio_long_prompt": ("<=", 1),
     "memory_ratio_long_completion": ("<=", 1),
     # the sync to the sampler
