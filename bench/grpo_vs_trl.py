@@ -220,7 +220,12 @@ class Race:
 
     def result(self) -> dict[str, float]:
         seconds = time.perf_counter() - self.start
-        return {"seconds": seconds, "steps": len(self.means), "reached": self.reached, "reward": self.means[-1]}
+        return {
+            "seconds": seconds,
+            "steps": len(self.means),
+            "reached": self.reached,
+            "reward": self.means[-1],
+        }
 
 
 def topic(name: str) -> list[dict[str, str]]:
