@@ -6,6 +6,7 @@ from typing import Any
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Boolean,
     Double,
     ForeignKey,
     Index,
@@ -53,6 +54,9 @@ class Project(Table):
     organization_id: Mapped[str] = mapped_column(ForeignKey("organizations.id"))
     name: Mapped[str] = mapped_column(String(64))
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    # What this project may use at most (core/tenants.py); a limit that is not there does not apply.
+    limits: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    archived_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
 
 
 class ApiKey(Table):
@@ -65,6 +69,51 @@ class ApiKey(Table):
     sha256: Mapped[str] = mapped_column(String(64), unique=True)
     last4: Mapped[str] = mapped_column(String(4))
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    scope: Mapped[str] = mapped_column(String(8), default="admin")  # read < write < admin
+    owner: Mapped[str] = mapped_column(String(128), default="")  # the person it was made for
+    expires_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    revoked_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    last_used_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+
+
+class AuditEntry(Table):
+    """One change that somebody made, written in the transaction that made it."""
+
+    __tablename__ = "audit_entries"
+    __table_args__ = (Index(None, "project_id", "seq"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("audit_"))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    # No foreign keys: the log outlives what it speaks of.
+    organization_id: Mapped[str | None] = mapped_column(String(64), default=None)
+    project_id: Mapped[str | None] = mapped_column(String(64), default=None)
+    actor: Mapped[str] = mapped_column(String(64))  # the id of an API key, or "operator"
+    action: Mapped[str] = mapped_column(String(64))  # such as job.created
+    target: Mapped[str] = mapped_column(String(512))
+    request_id: Mapped[str | None] = mapped_column(String(64), default=None)
+    data: Mapped[dict[str, Any]] = mapped_column(default=dict)
+
+
+class ProjectUsage(Table):
+    """What a project used on one day (Unix time over 86400), repeated steps included."""
+
+    __tablename__ = "project_usage"
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
+    day: Mapped[int] = mapped_column(Integer, primary_key=True)
+    gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
+    grader_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
+class IdempotentRequest(Table):
+    """A POST that was answered, under the key its caller gave it: the same key gets the same answer."""
+
+    __tablename__ = "idempotent_requests"
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    fingerprint: Mapped[str] = mapped_column(String(64))  # sha256 of method, path and body
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now, index=True)
+    status_code: Mapped[int] = mapped_column(Integer)
+    answer: Mapped[dict[str, Any]]
 
 
 class File(Table):
@@ -82,6 +131,36 @@ class File(Table):
     expires_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     # A deleted file keeps its row while a job that reads it is unfinished; the reconciler then removes both.
     deleted_at: Mapped[int | None] = mapped_column(BigInteger, default=None, index=True)
+
+
+class Upload(Table):
+    """A large file that arrives in parts."""
+
+    __tablename__ = "uploads"
+    __table_args__ = (Index(None, "status", "expires_at"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("upload_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    filename: Mapped[str] = mapped_column(String(512))
+    purpose: Mapped[str] = mapped_column(String(32))
+    mime_type: Mapped[str] = mapped_column(String(128))
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    status: Mapped[str] = mapped_column(String(16), default="pending")  # completed, cancelled, expired
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    expires_at: Mapped[int] = mapped_column(BigInteger)
+    file_expires_after: Mapped[int | None] = mapped_column(BigInteger, default=None)  # seconds
+    file_id: Mapped[str | None] = mapped_column(String(64), default=None)
+
+
+class UploadPart(Table):
+    __tablename__ = "upload_parts"
+    __table_args__ = (Index(None, "upload_id"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("part_"))
+    upload_id: Mapped[str] = mapped_column(String(64))
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    blob_key: Mapped[str] = mapped_column(String(512))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
 
 class Job(Table):
@@ -121,6 +200,9 @@ class Job(Table):
     result_file: Mapped[str | None] = mapped_column(String(64), default=None)
     trained_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
     usage: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # The cap after which the job pauses: {"gpu_seconds": 3600.0}. What counts against it are the recorded steps.
+    budget: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
 
     # Who works on it. `epoch` is the fence: it moves on at every claim, cancel and lost lease, and a run
     # whose number is no longer the row's can write nothing.
@@ -131,6 +213,24 @@ class Job(Table):
     lease_expires_at: Mapped[float | None] = mapped_column(Double, default=None)
     next_run_at: Mapped[float] = mapped_column(Double, default=0.0)
     dispatched_at: Mapped[float] = mapped_column(Double, default=0.0)
+    # When the run last got anywhere, by the database's clock: a hang is told from a long call by it.
+    progress_at: Mapped[float | None] = mapped_column(Double, default=None)
+
+
+class Attempt(Table):
+    """One worker's turn at a job: who, when, from where, and how it ended."""
+
+    __tablename__ = "job_attempts"
+    job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    epoch: Mapped[int] = mapped_column(Integer, primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16))  # validation | run
+    worker: Mapped[str] = mapped_column(String(128))
+    started_at: Mapped[float] = mapped_column(Double)
+    ended_at: Mapped[float | None] = mapped_column(Double, default=None)
+    # validated, succeeded, failed, cancelled, paused, drained, crashed, expired
+    outcome: Mapped[str | None] = mapped_column(String(16), default=None)
+    reason: Mapped[str | None] = mapped_column(Text, default=None)
+    resumed_from: Mapped[int | None] = mapped_column(Integer, default=None)  # the step of that checkpoint
 
 
 class Event(Table):
@@ -199,3 +299,39 @@ class TunedModel(Table):
     checkpoint_id: Mapped[str] = mapped_column(String(64))
     base_model: Mapped[str] = mapped_column(String(256))
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class WebhookEndpoint(Table):
+    __tablename__ = "webhook_endpoints"
+    __table_args__ = (Index(None, "project_id", "seq"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("whep_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    name: Mapped[str] = mapped_column(String(128))
+    url: Mapped[str] = mapped_column(String(2048))
+    event_types: Mapped[list[Any]]
+    # Not hashed: every delivery is signed with it.
+    secret: Mapped[str] = mapped_column(String(128))
+    old_secret: Mapped[str | None] = mapped_column(String(128), default=None)
+    old_secret_until: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    updated_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class WebhookDelivery(Table):
+    """One event on its way to one endpoint, written in the transaction that made it happen."""
+
+    __tablename__ = "webhook_deliveries"
+    __table_args__ = (Index(None, "settled", "next_attempt_at"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("wh_"))  # its webhook-id
+    endpoint_id: Mapped[str] = mapped_column(String(64), index=True)
+    type: Mapped[str] = mapped_column(String(64))
+    body: Mapped[str] = mapped_column(Text)  # the exact text that is signed and sent
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    attempts: Mapped[int] = mapped_column(Integer, default=0)
+    next_attempt_at: Mapped[float] = mapped_column(Double, default=0.0)
+    settled: Mapped[bool] = mapped_column(Boolean, default=False)  # delivered, or given up
+    delivered_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    last_status: Mapped[int | None] = mapped_column(Integer, default=None)
+    last_error: Mapped[str | None] = mapped_column(Text, default=None)
