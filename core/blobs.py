@@ -5,9 +5,11 @@ deployment can move from one to the other. Nothing is visible under its key befo
 """
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,32 @@ from urllib.parse import unquote, urlsplit
 CHUNK_BYTES = 1 << 20
 # S3 takes at most 10,000 parts, which bounds one blob at 78 GiB, and none below 5 MiB except the last.
 PART_BYTES = 8 << 20
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether the store may answer again if one only waits: out of reach, overloaded, cut off, or full."""
+    if isinstance(error, OSError):
+        return isinstance(error, ConnectionError | TimeoutError) or error.errno in _PASSING_ERRNOS
+    if "botocore" not in sys.modules:
+        return False
+    from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
+    from botocore.exceptions import ConnectionError as Unconnected
+
+    if isinstance(error, ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return status >= 500 or status == 429 or error.response["Error"]["Code"] == "RequestTimeout"
+    return isinstance(error, Unconnected | HTTPClientError | IncompleteReadError)
+
+
+_PASSING_ERRNOS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ESTALE,
+    errno.EAGAIN,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Engine, sessions, and the unit of work: one transaction, and messages that leave only after it."""
 
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Double, Engine, Text, create_engine, event, make_url
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, TimeoutError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.sql.compiler import SQLCompiler
@@ -57,7 +59,9 @@ def open_engine(url: str) -> Engine:
     """SQLite in WAL mode or PostgreSQL, with the settings that make both safe for many processes."""
     if make_url(url).get_backend_name() == "sqlite":
         return _open_sqlite(url)
-    return create_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=20)
+    # A server that vanishes without a word must not hold a heartbeat for the minutes TCP would take to notice.
+    limits = {"connect_timeout": 10, "tcp_user_timeout": 20_000, "keepalives_idle": 10}
+    return create_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=20, connect_args=limits)
 
 
 def _open_sqlite(url: str) -> Engine:
@@ -80,6 +84,20 @@ def _open_sqlite(url: str) -> Engine:
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
     return engine
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether the database may answer again if one only waits: it is restarting, out of reach, locked or full."""
+    if not isinstance(error, DBAPIError):
+        return isinstance(error, TimeoutError)  # SQLAlchemy's own: no connection in the pool became free
+    if error.connection_invalidated or isinstance(error, InterfaceError):
+        return True
+    if isinstance(error.orig, sqlite3.Error):
+        # SQLite calls nearly everything operational, a missing table included.
+        return any(
+            word in str(error.orig) for word in ("locked", "busy", "full", "disk I/O", "unable to open")
+        )
+    return isinstance(error, OperationalError)
 
 
 class Database:

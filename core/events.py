@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from core import pages
@@ -24,19 +24,25 @@ def append(
     level: str = "info",
     type: str = "message",
     data: dict[str, Any] | None = None,
+    step: int | None = None,
 ) -> Event:
-    """Add an event to the job's log; it stands behind all that were appended before it."""
-    event = Event(job_id=job_id, message=_storable(message), level=level, type=type, data=data or {})
+    """Add an event to the job's log; it stands behind all that were appended before it.
+
+    With `step` it tells of that step, and is superseded when the step has to be done again.
+    """
+    event = Event(
+        job_id=job_id, message=_storable(message), level=level, type=type, data=data or {}, step=step
+    )
     session.add(event)
     session.flush()  # numbers it now: its place must not depend on what else the transaction writes
     return event
 
 
 def page(session: Session, job_id: str, *, after: str | None = None, limit: int) -> Page[Event]:
-    """Newest first."""
-    return pages.newest_first(
-        session, select(Event).where(Event.job_id == job_id), Event, after=after, limit=limit
-    )
+    """Newest first, without what was said of steps that had to be done again."""
+    said = select(Event).where(Event.job_id == job_id)
+    listed = said.where(Event.superseded.is_(False))
+    return pages.newest_first(session, listed, Event, after=after, limit=limit, cursors=said)
 
 
 def record_step(session: Session, claim: Claim, step: int, data: dict[str, Any]) -> None:
@@ -57,6 +63,8 @@ def steps(session: Session, job_id: str) -> Sequence[StepMetric]:
 def discard_steps_after(session: Session, job_id: str, step: int) -> None:
     """Forget the steps beyond a checkpoint: a run that resumes from it will do them again."""
     session.execute(delete(StepMetric).where(StepMetric.job_id == job_id, StepMetric.step > step))
+    told = update(Event).where(Event.job_id == job_id, Event.step > step).values(superseded=True)
+    session.execute(told.execution_options(synchronize_session=False))
 
 
 def _storable(text: str) -> str:

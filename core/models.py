@@ -244,6 +244,10 @@ class Event(Table):
     type: Mapped[str] = mapped_column(String(32), default="message")
     message: Mapped[str] = mapped_column(Text)
     data: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    # The step it tells of. When a lost attempt's steps are done again, what it said of them is superseded: no
+    # longer listed, and still there for whoever holds its id as a cursor.
+    step: Mapped[int | None] = mapped_column(Integer, default=None)
+    superseded: Mapped[bool] = mapped_column(Boolean, default=False)
 
 
 class StepMetric(Table):

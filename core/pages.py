@@ -28,19 +28,22 @@ def newest_first(
     after: str | None = None,
     limit: int,
     id_column: InstrumentedAttribute[str] | None = None,
+    cursors: Select[T] | None = None,
 ) -> Page[T]:
     """At most `limit` rows of `statement`, those inserted last first, beginning behind the row `after`.
 
     `statement` selects `table` and carries the filters; an index on its filter and `seq` makes every page cost the
     same. A row inserted meanwhile comes before the page, so following pages neither repeat nor skip one.
-    `id_column` is what `after` is compared with, `table.id` unless said.
+    `id_column` is what `after` is compared with, `table.id` unless said. `cursors` are the rows that `after` may
+    name, where they are more than those that are listed.
 
     Raises:
-        InvalidRequest: `after` is no row of `statement`.
+        InvalidRequest: `after` is no row of `cursors`, which is `statement` unless said.
     """
     seq = table.seq
     if after is not None:
-        statement = statement.where(seq < _cursor(session, statement, table, after, id_column))
+        named = statement if cursors is None else cursors
+        statement = statement.where(seq < _cursor(session, named, table, after, id_column))
     return _first(session, statement.order_by(seq.desc()), limit)
 
 

@@ -143,6 +143,8 @@ def upgrade() -> None:
     op.add_column("jobs", sa.Column("budget", sa.JSON(), nullable=True))
     op.add_column("jobs", sa.Column("gpu_seconds", sa.Double(), nullable=False, server_default="0"))
     op.add_column("jobs", sa.Column("progress_at", sa.Double(), nullable=True))
+    op.add_column("events", sa.Column("step", sa.Integer(), nullable=True))
+    op.add_column("events", sa.Column("superseded", sa.Boolean(), nullable=False, server_default=sa.false()))
     op.add_column("projects", sa.Column("limits", sa.JSON(), nullable=True))
     op.add_column("projects", sa.Column("archived_at", sa.BigInteger(), nullable=True))
 
@@ -150,6 +152,8 @@ def upgrade() -> None:
 def downgrade() -> None:
     op.drop_column("projects", "archived_at")
     op.drop_column("projects", "limits")
+    op.drop_column("events", "superseded")
+    op.drop_column("events", "step")
     op.drop_column("jobs", "progress_at")
     op.drop_column("jobs", "gpu_seconds")
     op.drop_column("jobs", "budget")
