@@ -11,7 +11,7 @@ Who works on a job holds a `Claim`: the epoch the row had when the job was taken
 lease moves the row's epoch on, so a worker that has not heard yet fails the comparison and writes nothing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session, aliased
 from core import events, pages, queue
 from core.db import Database, Work, db_now, json_text
 from core.errors import InvalidJobState, JobNotFound
-from core.models import Event, File, Job, Project, now
+from core.models import Attempt, File, Job, Project, now
 from core.pages import Page
 
 EDGES: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -133,6 +133,7 @@ def cancel(work: Work, job: Job) -> None:
     if job.status == "cancelled":
         return
     _move(job, "cancelled")
+    _end_attempt(work.session, job, "cancelled")
     job.epoch += 1
     events.append(work.session, job.id, "Fine-tuning job cancelled")
 
@@ -172,11 +173,12 @@ def claim(session: Session, *, gpu_class: str, owner: str, lease_seconds: float)
     job = _take(session, _fairest(gpu_class), owner, lease_seconds, status="running")
     if job is None:
         return None
+    _begin_attempt(session, job, "run")
     if job.started_at is None:
         job.started_at = now()
         events.append(session, job.id, STARTED)
     else:
-        events.append(session, job.id, RESUMED, data={"attempt": _attempts(session, job) + 1})
+        events.append(session, job.id, RESUMED, data={"attempt": _runs(session, job)})
     return Claim(job.id, job.epoch, owner)
 
 
@@ -191,15 +193,21 @@ def claim_validation(session: Session, *, owner: str, lease_seconds: float) -> C
         .with_for_update(skip_locked=True)
     )
     job = _take(session, oldest.scalar_subquery(), owner, lease_seconds)
-    return None if job is None else Claim(job.id, job.epoch, owner)
+    if job is None:
+        return None
+    _begin_attempt(session, job, "validation")
+    return Claim(job.id, job.epoch, owner)
 
 
-def heartbeat(session: Session, claim: Claim, lease_seconds: float) -> bool:
-    """Keep the job for another `lease_seconds`. False: it is no longer this claim's."""
+def heartbeat(session: Session, claim: Claim, lease_seconds: float, *, progress: bool = False) -> bool:
+    """Keep the job for another `lease_seconds`. False: it is no longer this claim's.
+
+    `progress`: the run has got somewhere since the last time, which is more than being alive.
+    """
     renewal = (
         update(Job)
         .where(Job.id == claim.job_id, Job.epoch == claim.epoch, Job.status.in_(HELD))
-        .values(lease_expires_at=db_now() + lease_seconds)
+        .values(lease_expires_at=db_now() + lease_seconds, **({"progress_at": db_now()} if progress else {}))
         .returning(Job.seq)
         .execution_options(synchronize_session=False)
     )
@@ -222,12 +230,23 @@ def fenced(database: Database, claim: Claim) -> Iterator[tuple[Session, Job]]:
         yield session, job
 
 
+def resumed_from(session: Session, claim: Claim, step: int) -> None:
+    """Note on the claim's attempt from which checkpoint it goes on; 0 is the beginning."""
+    session.get_one(Attempt, (claim.job_id, claim.epoch)).resumed_from = step
+
+
+def attempts(session: Session, job_id: str) -> Sequence[Attempt]:
+    """Every worker's turn at the job, in order."""
+    return session.scalars(select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch)).all()
+
+
 # How a claim ends. Call these inside `fenced`.
 
 
 def validated(session: Session, job: Job) -> tuple[str, str]:
     """The files are good: the job waits for a worker. Returns the (task, queue) to wake once that is durable."""
     _move(job, "queued")
+    _end_attempt(session, job, "validated")
     job.failures = 0  # what the validation needed is not held against the run
     events.append(session, job.id, "Files validated, moving job to queued state")
     return queue.RUN, queue.gpu_queue(job.gpu_class)
@@ -235,6 +254,7 @@ def validated(session: Session, job: Job) -> tuple[str, str]:
 
 def succeed(session: Session, job: Job, *, fine_tuned_model: str) -> None:
     _move(job, "succeeded")
+    _end_attempt(session, job, "succeeded")
     job.fine_tuned_model = fine_tuned_model
     events.append(session, job.id, f"New fine-tuned model created: {fine_tuned_model}")
     events.append(session, job.id, "The job has successfully completed")
@@ -243,6 +263,7 @@ def succeed(session: Session, job: Job, *, fine_tuned_model: str) -> None:
 def fail(session: Session, job: Job, *, code: str, message: str, param: str | None = None) -> None:
     """For good: a job that failed is not tried again."""
     _move(job, "failed")
+    _end_attempt(session, job, "failed", message)
     job.error = {"code": code, "message": message, "param": param}
     events.append(session, job.id, message, level="error")
 
@@ -253,6 +274,7 @@ def release(session: Session, job: Job) -> None:
     A job that was pausing is now paused. Any other waits for the next worker.
     """
     _put_back(job)
+    _end_attempt(session, job, "paused" if job.status == "paused" else "drained")
     job.next_run_at = 0.0  # at once
     message = {
         "paused": "Fine-tuning job paused",
@@ -262,11 +284,14 @@ def release(session: Session, job: Job) -> None:
     events.append(session, job.id, message)
 
 
-def crashed(session: Session, job: Job, *, reason: str, max_failures: int) -> None:
-    """The worker, not the job, is to blame: try again a little later, but only `max_failures` times.
+def crashed(
+    session: Session, job: Job, *, reason: str, max_failures: int, outcome: str = "crashed"
+) -> None:
+    """The worker, not the job, is to blame: try again a little later, but only `max_failures` times in a row.
 
     A job that was pausing gets what it was asked for, paused, and goes on from its last checkpoint when resumed.
     """
+    _end_attempt(session, job, outcome, reason)
     job.failures += 1
     if job.status != "pausing" and job.failures > max_failures:
         message = f"The job was interrupted {job.failures} times and is given up. The last time: {reason}"
@@ -294,8 +319,28 @@ def expire_leases(session: Session, *, max_failures: int) -> int:
     jobs = session.scalars(expired).all()
     for job in jobs:
         job.epoch += 1
-        crashed(session, job, reason="the worker stopped answering", max_failures=max_failures)
+        reason = "the worker stopped answering"
+        crashed(session, job, reason=reason, max_failures=max_failures, outcome="expired")
     return len(jobs)
+
+
+def give_time(session: Session, lease_seconds: float, message: str) -> int:
+    """After a jump of the database's clock, or a time in which nobody could renew a lease: nobody is late yet.
+
+    Every lease begins anew, and what was put off into the future is put off no longer than it could have been.
+    Each job that is held gets `message` as an event. Returns how many those are.
+    """
+    held = session.scalars(
+        select(Job).where(Job.status.in_(HELD), Job.lease_expires_at.is_not(None)).with_for_update()
+    ).all()
+    for job in held:
+        job.lease_expires_at = _db_time(session) + lease_seconds
+        events.append(session, job.id, message, level="warn")
+    latest = db_now() + LONGEST_BACK_OFF
+    for column, bound in ((Job.next_run_at, latest), (Job.dispatched_at, db_now())):
+        late = update(Job).where(column > bound).values({column: bound})
+        session.execute(late.execution_options(synchronize_session=False))
+    return len(held)
 
 
 def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
@@ -415,10 +460,34 @@ def _take(
     return session.scalar(statement)
 
 
-def _attempts(session: Session, job: Job) -> int:
+def _begin_attempt(session: Session, job: Job, kind: str) -> None:
+    _end_attempt(session, job, "expired", "the worker stopped answering")  # nothing, unless it did
+    session.add(
+        Attempt(
+            job_id=job.id,
+            epoch=job.epoch,
+            kind=kind,
+            worker=job.lease_owner or "",
+            started_at=_db_time(session),
+        )
+    )
+    session.flush()
+
+
+def _end_attempt(session: Session, job: Job, outcome: str, reason: str | None = None) -> None:
+    """Close the attempt that is under way; a job that nobody works on has none."""
+    ended = (
+        update(Attempt)
+        .where(Attempt.job_id == job.id, Attempt.ended_at.is_(None))
+        .values(ended_at=db_now(), outcome=outcome, reason=reason)
+    )
+    session.execute(ended.execution_options(synchronize_session=False))
+
+
+def _runs(session: Session, job: Job) -> int:
     """How often the job was started. Its epoch says more than that: it also counts validations and lost leases."""
-    starts = Event.job_id == job.id, Event.message.in_((STARTED, RESUMED))
-    return session.scalars(select(func.count()).select_from(Event).where(*starts)).one()
+    runs = select(func.count()).select_from(Attempt).where(Attempt.job_id == job.id, Attempt.kind == "run")
+    return session.scalars(runs).one()
 
 
 def _db_time(session: Session) -> float:

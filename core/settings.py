@@ -41,7 +41,11 @@ class Settings(BaseSettings):
     reconcile_seconds: float = Field(default=2.0, gt=0)
     # How long a run that was asked to stop may take to reach its next checkpoint before it is killed.
     drain_seconds: float = Field(default=30.0, ge=0)
-    # Crashes (not drains, not the user's mistakes) a job survives.
+    # A run that got nowhere for so long (no answer, no grade, no update) is taken for hung, killed and tried again.
+    hang_seconds: float = Field(default=3600.0, gt=0)
+    # How long a run waits for a database, a blob store or a disk that is away, before it gives up as crashed.
+    patience_seconds: float = Field(default=600.0, ge=0)
+    # Crashes (not drains, not the user's mistakes) a job survives in a row: a new checkpoint starts the count anew.
     max_failures: int = Field(default=3, ge=0)
     # A job fails when more than half of the grades of this many steps in a row do.
     failing_steps: int = Field(default=3, ge=1)
