@@ -33,7 +33,7 @@ def is_away(error: BaseException) -> bool:
     from botocore.exceptions import ConnectionError as Unconnected
 
     if isinstance(error, ClientError):
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        status: int = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return status >= 500 or status == 429 or error.response["Error"]["Code"] == "RequestTimeout"
     return isinstance(error, Unconnected | HTTPClientError | IncompleteReadError)
 

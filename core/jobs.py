@@ -284,9 +284,7 @@ def release(session: Session, job: Job) -> None:
     events.append(session, job.id, message)
 
 
-def crashed(
-    session: Session, job: Job, *, reason: str, max_failures: int, outcome: str = "crashed"
-) -> None:
+def crashed(session: Session, job: Job, *, reason: str, max_failures: int, outcome: str = "crashed") -> None:
     """The worker, not the job, is to blame: try again a little later, but only `max_failures` times in a row.
 
     A job that was pausing gets what it was asked for, paused, and goes on from its last checkpoint when resumed.

@@ -8,6 +8,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from core.blobs import BlobStore
 from core.db import Database
 from core.jobs import Claim
 from core.models import Checkpoint, Job, Organization, RolloutPage, TunedModel
+from worker.patience import Patience
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -33,18 +35,30 @@ class Savable(Protocol):
 class Checkpoints:
     """The checkpoints of one job, as its present attempt may write them."""
 
-    def __init__(self, database: Database, blobs: BlobStore, claim: Claim, job: Job, scratch: Path) -> None:
+    def __init__(
+        self,
+        database: Database,
+        blobs: BlobStore,
+        claim: Claim,
+        job: Job,
+        scratch: Path,
+        patience: Patience,
+    ) -> None:
         self.database = database
         self.blobs = blobs
         self.claim = claim
         self.job = job
         self.scratch = scratch
+        self.patience = patience
 
     def restore(self, trainer: Savable) -> int:
         """Load the newest checkpoint into the trainer and return its step; 0 when there is none.
 
         Whatever was recorded beyond that step is forgotten: it will be done again.
         """
+        return self.patience(lambda: self._restore(trainer))
+
+    def _restore(self, trainer: Savable) -> int:
         with self.database.read() as session:
             newest = session.scalar(_of_job(self.job.id).order_by(Checkpoint.step.desc()).limit(1))
         step = newest.step if newest else 0
@@ -53,6 +67,7 @@ class Checkpoints:
                 self._download(newest.blob_prefix, Path(folder))
                 trainer.load(Path(folder))
         with jobs.fenced(self.database, self.claim) as (session, job):
+            jobs.resumed_from(session, self.claim, step)
             if newest:
                 events.append(
                     session, job.id, f"Resuming from the checkpoint of step {step}", data={"step": step}
@@ -70,11 +85,23 @@ class Checkpoints:
         With a validation reward the checkpoint is a model of its own, `…:ckpt-step-N`; without one it serves
         resuming only.
         """
+        released = self.patience(lambda: self._save(trainer, step, valid_reward, metrics))
+        for old in released:  # after the commit: a row must never point at what is gone
+            self.patience(partial(self.blobs.delete_prefix, f"{old}/"))
+
+    def _save(
+        self, trainer: Savable, step: int, valid_reward: float | None, metrics: dict[str, Any]
+    ) -> list[str]:
+        """Store it, unless that has been done; returns the prefixes of those that it replaces."""
         prefix = f"{job_prefix(self.job)}/attempts/{self.claim.epoch}/checkpoints/step-{step:06d}"
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             trainer.save(Path(folder))
             self._upload(Path(folder), prefix, step)
         with jobs.fenced(self.database, self.claim) as (session, job):
+            stored = session.scalar(_of_job(job.id).where(Checkpoint.step == step))
+            if stored is not None:  # the connection broke after the commit
+                return _retire(session, job)
+            job.failures = 0  # whatever it met with, it got further
             checkpoint = Checkpoint(
                 job_id=job.id,
                 step=step,
@@ -89,12 +116,13 @@ class Checkpoints:
                 name = f"{model_name(session, job)}:ckpt-step-{step}"
                 _publish(session, job, checkpoint, name)
                 events.append(session, job.id, f"Checkpoint created at step {step} with Snapshot ID: {name}")
-            released = _retire(session, job)
-        for old in released:  # after the commit: a row must never point at what is gone
-            self.blobs.delete_prefix(f"{old}/")
+            return _retire(session, job)
 
     def best(self) -> Checkpoint | None:
         """The one with the highest validation reward; of equals the earliest, which moved least from the base."""
+        return self.patience(self._best)
+
+    def _best(self) -> Checkpoint | None:
         with self.database.read() as session:
             return session.scalar(
                 _of_job(self.job.id)

@@ -8,6 +8,7 @@ import sys
 DONE = 0
 DRAINED = 75  # EX_TEMPFAIL: checkpointed, to be queued again at no cost
 LOST = 76  # the job is no longer this run's; there is nothing to write
+HUNG = 77  # never the child's own: the supervisor's word for a run that it killed because it got nowhere
 USER_MISTAKE = 78  # EX_CONFIG: the job has failed for good, and says why
 # Anything else is the infrastructure's fault: the supervisor queues the job again, a limited number of times.
 

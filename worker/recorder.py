@@ -2,19 +2,25 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+
+from sqlalchemy.orm import Session
 
 from core import events, jobs
 from core.blobs import BlobStore
 from core.db import Database
 from core.jobs import Claim
 from core.methods import Resolved
-from core.models import Checkpoint, Job, RolloutPage
+from core.models import Checkpoint, Job, RolloutPage, StepMetric
 from worker import grpo, metrics, results
 from worker.checkpoints import job_prefix, publish_best
+from worker.patience import Patience
 from worker.types import Group
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,26 +32,35 @@ class GradedStep:
 
 
 class Recorder:
-    def __init__(self, database: Database, blobs: BlobStore, claim: Claim, job: Job) -> None:
+    def __init__(
+        self, database: Database, blobs: BlobStore, claim: Claim, job: Job, patience: Patience
+    ) -> None:
         self.database = database
         self.blobs = blobs
         self.claim = claim
         self.job = job
+        self.patience = patience
 
     def resolved(self, settings: Resolved, sampler: str) -> None:
         """Show on the job what "auto" became, and say what it is sampled with."""
-        with jobs.fenced(self.database, self.claim) as (session, job):
+
+        def write(session: Session, job: Job) -> None:
             job.resolved = settings.model_dump()
             events.append(session, job.id, f"Sampling with {sampler}", data={"sampler": sampler})
 
+        self._write(write)
+
     def has_step(self, step: int) -> bool:
-        with self.database.read() as session:
-            return any(row.step == step for row in events.steps(session, self.job.id))
+        return any(data["step"] == step for data in self.steps(before=step + 1))
 
     def steps(self, *, before: int) -> list[dict[str, Any]]:
         """The metrics of the steps that were recorded before this one, in order."""
-        with self.database.read() as session:
-            return [row.data for row in events.steps(session, self.job.id) if row.step < before]
+
+        def read() -> list[dict[str, Any]]:
+            with self.database.read() as session:
+                return [row.data for row in events.steps(session, self.job.id) if row.step < before]
+
+        return self.patience(read)
 
     def step(self, data: dict[str, Any], stored: Sequence[GradedStep], *, remaining_steps: int) -> bool:
         """Record one finished step. Returns whether the user has asked the job to pause.
@@ -54,36 +69,62 @@ class Recorder:
             LeaseLost: the job was cancelled or given to somebody else; nothing was recorded.
         """
         step = data["step"]
-        pages = [self._write_page(step, one) for one in stored]
-        with jobs.fenced(self.database, self.claim) as (session, job):
-            for page in pages:
-                session.merge(page)
-            events.record_step(session, self.claim, step, data)
-            events.append(session, job.id, metrics.message(data), type="metrics", data=data)
-            done = [row.data["timing"]["step"]["full_iteration"] for row in events.steps(session, job.id)]
-            job.estimated_finish = round(time.time() + remaining_steps * sum(done) / len(done))
+        pages = [self.patience(partial(self._write_page, step, one)) for one in stored]
+
+        def write(session: Session, job: Job) -> bool:
+            recorded = session.get(StepMetric, (job.id, step))
+            if (
+                recorded is None or recorded.epoch != self.claim.epoch
+            ):  # else the connection broke after the commit
+                for page in pages:
+                    session.merge(page)
+                events.record_step(session, self.claim, step, data)
+                events.append(session, job.id, metrics.message(data), type="metrics", data=data, step=step)
+                done = [row.data["timing"]["step"]["full_iteration"] for row in events.steps(session, job.id)]
+                job.estimated_finish = round(time.time() + remaining_steps * sum(done) / len(done))
             return job.status == "pausing"
 
+        return self._write(write)
+
     def warn(self, message: str, data: dict[str, Any]) -> None:
-        with jobs.fenced(self.database, self.claim) as (session, job):
-            events.append(session, job.id, message, level="warn", data=data)
+        self._tell(message, data, level="warn")
 
     def inform(self, message: str, data: dict[str, Any]) -> None:
-        with jobs.fenced(self.database, self.claim) as (session, job):
-            events.append(session, job.id, message, data=data)
+        self._tell(message, data, level="info")
 
     def succeed(self, best: Checkpoint) -> None:
         """The job's end: its result file, its model and its status, in one transaction."""
-        file = results.prepare(self.database, self.blobs, self.job)
-        with jobs.fenced(self.database, self.claim) as (session, job):
+        file = self.patience(lambda: results.prepare(self.database, self.blobs, self.job))
+
+        def write(session: Session, job: Job) -> None:
             results.attach(session, job, file)
             jobs.succeed(session, job, fine_tuned_model=publish_best(session, job, best))
 
+        self._write(write)
+
     def fail(self, *, code: str, message: str, param: str | None = None) -> None:
-        file = results.prepare(self.database, self.blobs, self.job)
-        with jobs.fenced(self.database, self.claim) as (session, job):
+        file = self.patience(lambda: results.prepare(self.database, self.blobs, self.job))
+
+        def write(session: Session, job: Job) -> None:
             results.attach(session, job, file)
             jobs.fail(session, job, code=code, message=message, param=param)
+
+        self._write(write)
+
+    def _tell(self, message: str, data: dict[str, Any], *, level: str) -> None:
+        def write(session: Session, job: Job) -> None:
+            events.append(session, job.id, message, level=level, data=data, step=data.get("step"))
+
+        self._write(write)
+
+    def _write(self, write: Callable[[Session, Job], T]) -> T:
+        """One fenced transaction, as often as it takes."""
+
+        def once() -> T:
+            with jobs.fenced(self.database, self.claim) as (session, job):
+                return write(session, job)
+
+        return self.patience(once)
 
     def _write_page(self, step: int, graded: GradedStep) -> RolloutPage:
         lines = [json.dumps(sample, ensure_ascii=False) for sample in _samples(step, graded)]

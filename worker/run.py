@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from core import datasets, methods
+from core import datasets, events, jobs, methods
 from core.blobs import BlobStore, open_blobs
 from core.db import Database
 from core.jobs import Claim, LeaseLost
@@ -33,6 +33,8 @@ from worker.checkpoints import Checkpoints
 from worker.clock import Clock
 from worker.collect import Collector
 from worker.data import PromptStream, PromptTooLong, tokenize
+from worker.patience import Patience
+from worker.progress import Beat, WatchedGrader, WatchedSampler, WatchedTrainer, beats_into
 from worker.recorder import GradedStep, Recorder
 from worker.rewards import Rewards
 from worker.samplers import Sampler, Sampling
@@ -64,8 +66,6 @@ class Run:
     failing_steps: int = 3
     held_to: str = ""  # the schema that answers are JSON of (core/response_format.py)
     collector: Collector = field(init=False)
-    steps_without_signal: int = field(default=0, init=False)
-    steps_that_failed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.collector = Collector(
@@ -176,17 +176,21 @@ class Run:
     def warn(self, step: int, groups_P: Sequence[Group]) -> None:
         """Say at once what a user would otherwise find out after hours."""
         failures = metrics.ungraded(groups_P)
+        silence = metrics.no_signal(groups_P, self.settings.supervision)
+        if failures is None and silence is None:
+            return
+        # Counted from what is recorded, not in memory: a run that resumes counts on.
+        steps = self.recorder.steps(before=step + 1)
         if failures is not None:
             self.recorder.warn(failures.message, {"step": step, "reasons": failures.reasons})
-        self.steps_that_failed = self.steps_that_failed + 1 if failures and failures.share > 0.5 else 0
-        if failures and self.steps_that_failed >= self.failing_steps:
-            message = f"In {self.steps_that_failed} steps in a row most answers could not be graded. {failures.message}"
-            raise UserMistake("grader_failed", message, "method.reinforcement.grader")
-        silence = metrics.no_signal(groups_P, self.settings.supervision)
-        self.steps_without_signal = self.steps_without_signal + 1 if silence else 0
-        if silence and self.steps_without_signal in (1, 5, 25):  # not every step: a warning has to stay news
-            data = {"step": step, "steps_in_a_row": self.steps_without_signal}
-            self.recorder.warn(silence, data)
+            failed = stopping.in_a_row(steps, lambda one: one.get("mean_unresponsive_rewards", 0.0) > 0.5)
+            if failed >= self.failing_steps:
+                message = f"In {failed} steps in a row most answers could not be graded. {failures.message}"
+                raise UserMistake("grader_failed", message, "method.reinforcement.grader")
+        if silence is not None:
+            silent = stopping.in_a_row(steps, lambda one: one.get("groups_mixed_share") == 0.0)
+            if silent in (1, 5, 25):  # not every step: a warning has to stay news
+                self.recorder.warn(silence, {"step": step, "steps_in_a_row": silent})
 
     def finish(self) -> None:
         best = self.checkpoints.best()
@@ -212,17 +216,30 @@ async def attempt(
     claim: Claim,
     scratch: Path,
     stop: Callable[[], bool],
+    beat: Beat,
 ) -> Outcome:
     """Train a claimed job. Its grader may hold connections, which belong to the running event loop."""
-    with database.read() as session:
-        job = session.query(Job).where(Job.id == claim.job_id).one()
+    patience = Patience(settings.patience_seconds, partial(tell, database, claim))
+    job = patience(partial(read_job, database, claim))
     try:
         spec = parse_grader(job.reinforcement["grader"])
         async with open_backends(settings).open(spec) as grader:
-            run = load(settings, database, blobs, claim, job, spec, grader, scratch, stop)
+            watched = WatchedGrader(grader, beat)
+            run = load(settings, database, blobs, claim, job, spec, watched, scratch, stop, beat, patience)
             return await run.train()
     except InvalidGrader as refused:
         raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
+
+
+def read_job(database: Database, claim: Claim) -> Job:
+    with database.read() as session:
+        return session.query(Job).where(Job.id == claim.job_id).one()
+
+
+def tell(database: Database, claim: Claim, incident: str) -> None:
+    """What the run met with, as an event of the job."""
+    with jobs.fenced(database, claim) as (session, job):
+        events.append(session, job.id, incident, level="warn")
 
 
 def load(
@@ -235,6 +252,8 @@ def load(
     grader: Grader,
     scratch: Path,
     stop: Callable[[], bool],
+    beat: Beat,
+    patience: Patience,
 ) -> Run:
     """Put a Run together for a claimed job: read its files, load its model, resolve what it left to us."""
     # Here and not above: a test of the loop should not wait for torch and transformers to be imported.
@@ -248,16 +267,13 @@ def load(
 
     if settings.torch_threads:
         torch.set_num_threads(settings.torch_threads)
-    with database.read() as session:
-        files = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
+    assert job.validation_file is not None, "the API requires one"
+    train_rows, valid_rows = patience(partial(read_data, database, blobs, job))
     entry = Registry.load(settings.models_file).get(job.model)
     try:
         sampler, sampler_version = choice.choose(entry, settings)
     except choice.SamplerMissing as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
-    train_rows = datasets.read_examples(blobs.open(files[job.training_file].blob_key))
-    assert job.validation_file is not None, "the API requires one"
-    valid_rows = datasets.read_examples(blobs.open(files[job.validation_file].blob_key))
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Everything that can be wrong is looked at before the weights are loaded, which may take minutes.
@@ -294,12 +310,14 @@ def load(
     except memory.DoesNotFit as cause:
         raise UserMistake("not_enough_memory", str(cause), "model") from cause
 
+    beat()
     base = load_base(job.model, entry, settings.model_cache, device)
+    beat()
     policy = Policy(base, rank=resolved.lora_rank, alpha=resolved.lora_alpha, seed=job.seed)
     if checkpointed:
         policy.checkpoint_layers()
     held_to = stored_held_to(job.reinforcement["response_format"])
-    recorder = Recorder(database, blobs, claim, job)
+    recorder = Recorder(database, blobs, claim, job, patience)
     recorder.resolved(resolved, f"{sampler} {sampler_version}")
     if checkpointed:
         recorder.inform(
@@ -311,15 +329,28 @@ def load(
         spec=spec,
         train_prompts=PromptStream(train, batch_size=resolved.batch_size, seed=job.seed),
         valid_prompts=valid,
-        sampler=choice.build(sampler, policy, settings, recorder),
+        sampler=WatchedSampler(choice.build(sampler, policy, settings, recorder), beat),
         rewards=Rewards(grader, parse_json=bool(held_to)),
-        trainer=PeftTrainer(policy, resolved, token_budget=settings.train_token_budget, held_to=held_to),
+        trainer=WatchedTrainer(
+            PeftTrainer(policy, resolved, token_budget=settings.train_token_budget, held_to=held_to), beat
+        ),
         recorder=recorder,
-        checkpoints=Checkpoints(database, blobs, claim, job, scratch),
+        checkpoints=Checkpoints(database, blobs, claim, job, scratch, patience),
         stop_requested=stop,
         failing_steps=settings.failing_steps,
         held_to=held_to,
     )
+
+
+def read_data(
+    database: Database, blobs: BlobStore, job: Job
+) -> tuple[list[datasets.Example], list[datasets.Example]]:
+    """The rows of the training file and of the validation file."""
+    assert job.validation_file is not None, "the API requires one"
+    with database.read() as session:
+        files = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
+    train, valid = files[job.training_file].blob_key, files[job.validation_file].blob_key
+    return datasets.read_examples(blobs.open(train)), datasets.read_examples(blobs.open(valid))
 
 
 def main() -> int:
@@ -328,6 +359,7 @@ def main() -> int:
     parser.add_argument("job_id")
     parser.add_argument("epoch", type=int)
     parser.add_argument("parent", type=int, help="process id of the supervisor: this run dies with it")
+    parser.add_argument("progress", type=Path, help="the file to touch whenever the run got somewhere")
     args = parser.parse_args()
     process.die_with_parent(args.parent)
 
@@ -346,13 +378,16 @@ def main() -> int:
     claim = Claim(args.job_id, args.epoch, "run")
     try:
         with TemporaryDirectory(prefix="regraft-") as scratch:
-            outcome = asyncio.run(attempt(settings, database, blobs, claim, Path(scratch), lambda: stopping))
+            beat = beats_into(args.progress)
+            outcome = asyncio.run(
+                attempt(settings, database, blobs, claim, Path(scratch), lambda: stopping, beat)
+            )
     except LeaseLost:
         return process.LOST
     except UserMistake as mistake:
-        with database.read() as session:
-            job = session.query(Job).where(Job.id == claim.job_id).one()
-        Recorder(database, blobs, claim, job).fail(
+        patience = Patience(settings.patience_seconds, partial(tell, database, claim))
+        job = patience(partial(read_job, database, claim))
+        Recorder(database, blobs, claim, job, patience).fail(
             code=mistake.code, message=mistake.message, param=mistake.param
         )
         return process.USER_MISTAKE

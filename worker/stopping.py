@@ -6,6 +6,7 @@ whoever doubts it can check.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from core.methods import Resolved
@@ -20,6 +21,11 @@ class Stop:
 
     message: str
     evidence: Mapping[str, Any]
+
+
+def in_a_row(steps: Steps, holds: Callable[[Mapping[str, Any]], bool]) -> int:
+    """For how many of the last steps it holds without a break."""
+    return sum(1 for _ in takewhile(holds, reversed(steps)))
 
 
 def reason_to_stop(steps: Steps, settings: Resolved) -> Stop | None:

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO
 
 from sqlalchemy import select
@@ -26,15 +28,17 @@ from core.jobs import Claim, LeaseLost
 from core.models import Job
 from core.settings import Settings
 from worker import process
+from worker.patience import Patience
 
 log = logging.getLogger(__name__)
 
-Command = Callable[[Claim], Sequence[str]]
+Command = Callable[[Claim, Path], Sequence[str]]
 
 
-def run_command(claim: Claim) -> Sequence[str]:
-    """The child of one attempt: worker/run.py."""
-    return [sys.executable, "-m", "worker.run", claim.job_id, str(claim.epoch), str(os.getpid())]
+def run_command(claim: Claim, progress: Path) -> Sequence[str]:
+    """The child of one attempt: worker/run.py, which touches the file `progress` whenever it got somewhere."""
+    run = [sys.executable, "-m", "worker.run", claim.job_id, str(claim.epoch)]
+    return [*run, str(os.getpid()), str(progress)]
 
 
 class Supervisor:
@@ -82,17 +86,21 @@ class Supervisor:
     def _run(self, claim: Claim) -> None:
         log.info("running %s, epoch %d", claim.job_id, claim.epoch)
         # A group of its own: Ctrl-C in a terminal reaches us only, and a kill reaches the child's children too.
-        with tempfile.TemporaryFile() as words:
-            child = subprocess.Popen(self.command(claim), stderr=words, start_new_session=True)
+        with tempfile.TemporaryFile() as words, tempfile.NamedTemporaryFile() as progress:
+            watched = Progress(Path(progress.name))
+            child = subprocess.Popen(self.command(claim, watched.path), stderr=words, start_new_session=True)
             try:
-                status = self._watch(child, claim)
+                status = self._watch(child, claim, watched)
             finally:
                 _kill(child)
             self._finish(claim, status, _last_words(words))
 
-    def _watch(self, child: subprocess.Popen[bytes], claim: Claim) -> int:
-        """Wait for the child's exit status, renewing the lease. A lost lease or an overlong drain kills it."""
-        draining = False
+    def _watch(self, child: subprocess.Popen[bytes], claim: Claim, progress: "Progress") -> int:
+        """Wait for the child's exit status, renewing the lease.
+
+        A lost lease, an overlong drain or a time without any progress kills it.
+        """
+        draining = moved = False
         drained_for = 0.0
         pause = min(self.settings.lease_seconds / 4, 0.5)
         since_heartbeat = 0.0
@@ -103,9 +111,14 @@ class Supervisor:
             renew = since_heartbeat >= self.settings.lease_seconds / 4
             if renew:
                 since_heartbeat = 0.0
-            if not self._is_ours(claim, renew):
+            moved = progress.moved() or moved
+            if not self._is_ours(claim, renew, moved):
                 _kill(child)
                 return process.LOST
+            moved = moved and not renew
+            if progress.still_for > self.settings.hang_seconds:
+                _kill(child)
+                return process.HUNG
             if self._stopping.is_set():
                 if not draining:
                     draining = True
@@ -116,12 +129,12 @@ class Supervisor:
                     _kill(child)
                     return process.DRAINED
 
-    def _is_ours(self, claim: Claim, renew: bool) -> bool:
+    def _is_ours(self, claim: Claim, renew: bool, moved: bool) -> bool:
         """Whether the claim holds; looked at often, so that a cancel stops the machine within a second."""
         try:
             if renew:
                 with self.database.write() as session:
-                    return jobs.heartbeat(session, claim, self.settings.lease_seconds)
+                    return jobs.heartbeat(session, claim, self.settings.lease_seconds, progress=moved)
             with self.database.read() as session:
                 epoch = session.scalar(select(Job.epoch).where(Job.id == claim.job_id))
             return epoch == claim.epoch
@@ -131,6 +144,11 @@ class Supervisor:
             return True
 
     def _finish(self, claim: Claim, status: int, last_words: str) -> None:
+        # Until the lease ends: by then others have been told that this worker is silent.
+        patience = Patience(self.settings.lease_seconds, log.warning)
+        patience(lambda: self._write_down(claim, status, last_words))
+
+    def _write_down(self, claim: Claim, status: int, last_words: str) -> None:
         try:
             with jobs.fenced(self.database, claim) as (session, job):
                 if status == process.DRAINED:
@@ -138,11 +156,42 @@ class Supervisor:
                 else:
                     # Done, lost and the user's mistake are all written by the child itself, and leave a job that
                     # `fenced` refuses. One that is still ours after such a status did not end as it said.
-                    reason = f"the run exited with status {status}. {last_words}".strip()
+                    reason = self._reason(status, last_words)
                     jobs.crashed(session, job, reason=reason, max_failures=self.settings.max_failures)
                     log.warning("%s: %s", claim.job_id, reason)
         except LeaseLost:
             log.info("%s is over", claim.job_id)
+
+    def _reason(self, status: int, last_words: str) -> str:
+        if status == process.HUNG:
+            return (
+                f"the run got nowhere for {self.settings.hang_seconds:g} s (REGRAFT_HANG_SECONDS) and was killed. "
+                f"{last_words}"
+            ).strip()
+        return f"the run exited with status {status}. {last_words}".strip()
+
+
+class Progress:
+    """Whether a run gets anywhere, by the file that it touches. Our own clock: that of the file may jump."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = path
+        self._clock = clock
+        self._seen = path.stat().st_mtime_ns
+        self._since = clock()
+
+    def moved(self) -> bool:
+        """Whether it got anywhere since the last call."""
+        now = self.path.stat().st_mtime_ns
+        moved = now != self._seen
+        if moved:
+            self._seen, self._since = now, self._clock()
+        return moved
+
+    @property
+    def still_for(self) -> float:
+        """Seconds since it last got anywhere."""
+        return self._clock() - self._since
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

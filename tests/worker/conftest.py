@@ -20,6 +20,7 @@ from tests.fakes import ExactGrader, GuessingSampler, Skill, SkillTrainer
 from tests.tiny import make_tiny_model
 from worker.checkpoints import Checkpoints
 from worker.data import PromptStream
+from worker.patience import Patience
 from worker.policy import Policy, load_base
 from worker.recorder import Recorder
 from worker.rewards import Rewards
@@ -63,6 +64,11 @@ class Bench:
     project: Project
     claim: Claim
 
+    @property
+    def patience(self) -> Patience:
+        """None: what fails in a test should fail at once."""
+        return Patience(0.0, lambda incident: None)
+
     def job(self) -> Job:
         with self.database.read() as session:
             return session.query(Job).where(Job.id == self.claim.job_id).one()
@@ -90,8 +96,10 @@ class Bench:
             sampler=GuessingSampler(skill),
             rewards=Rewards(grader or ExactGrader()),
             trainer=SkillTrainer(skill),
-            recorder=Recorder(self.database, self.blobs, self.claim, self.job()),
-            checkpoints=Checkpoints(self.database, self.blobs, self.claim, self.job(), self.tmp_path),
+            recorder=Recorder(self.database, self.blobs, self.claim, self.job(), self.patience),
+            checkpoints=Checkpoints(
+                self.database, self.blobs, self.claim, self.job(), self.tmp_path, self.patience
+            ),
             stop_requested=stop_requested,
         )
 

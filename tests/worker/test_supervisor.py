@@ -42,7 +42,8 @@ class Child:
                 self.pids.append(int(pipe.read()))
                 self.started.set()
 
-    def __call__(self, claim):
+    def __call__(self, claim, progress):
+        self.progress = progress
         return [sys.executable, "-c", self.source]
 
 

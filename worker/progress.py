@@ -1,0 +1,68 @@
+"""Signs of progress: how the supervisor tells a run that hangs from one whose step is long.
+
+Being alive is not enough. Every answer, grade and update touches a file, and a run that touches it no more is hung.
+"""
+
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+from graders.types import Grade, Grader, Item, Sample
+from worker.samplers import Answer, Sampler, Sampling
+from worker.trainer import Trainer
+from worker.types import Group, Prompt, UpdateMetrics
+
+Beat = Callable[[], None]
+
+
+def beats_into(path: Path) -> Beat:
+    """Touches the file at `path`."""
+    return lambda: os.utime(path)
+
+
+class WatchedSampler:
+    def __init__(self, sampler: Sampler, beat: Beat) -> None:
+        self._sampler, self._beat = sampler, beat
+
+    def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
+        # Called here and not when the first answer is wanted: it reads the policy as it is now.
+        return self._watched(self._sampler.sample(prompts_P, sampling))
+
+    async def _watched(self, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
+        async for answer in answers:
+            self._beat()
+            yield answer
+
+
+class WatchedGrader:
+    def __init__(self, grader: Grader, beat: Beat) -> None:
+        self._grader, self._beat = grader, beat
+        self.name, self.type = grader.name, grader.type
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        try:
+            return await self._grader.grade(sample, item)
+        finally:
+            self._beat()
+
+
+class WatchedTrainer:
+    def __init__(self, trainer: Trainer, beat: Beat) -> None:
+        self._trainer, self._beat = trainer, beat
+
+    def add(self, group: Group) -> None:
+        self._trainer.add(group)
+        self._beat()
+
+    def step(self) -> UpdateMetrics:
+        update = self._trainer.step()
+        self._beat()
+        return update
+
+    def save(self, folder: Path) -> None:
+        self._trainer.save(folder)
+        self._beat()
+
+    def load(self, folder: Path) -> None:
+        self._trainer.load(folder)
+        self._beat()
