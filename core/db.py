@@ -126,8 +126,8 @@ class Database:
         return {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 
 
-Send = Callable[[str, str], None]
-"""send(task name, queue): a wake-up for whoever listens on that queue."""
+Send = Callable[[str, str], bool]
+"""send(task name, queue): a wake-up for whoever listens on that queue. False: the broker was not reached."""
 
 
 @dataclass

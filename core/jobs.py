@@ -326,10 +326,12 @@ def give_time(session: Session, lease_seconds: float, message: str) -> int:
     """After a jump of the database's clock, or a time in which nobody could renew a lease: nobody is late yet.
 
     Every lease begins anew, and what was put off into the future is put off no longer than it could have been.
-    Each job that is held gets `message` as an event. Returns how many those are.
+    Each job whose lease is moved gets `message` as an event. Returns how many those are.
     """
+    # Not those that were renewed since: by their workers, or by another reconciler.
+    fresh = Job.lease_expires_at.between(db_now() + 0.9 * lease_seconds, db_now() + 1.1 * lease_seconds)
     held = session.scalars(
-        select(Job).where(Job.status.in_(HELD), Job.lease_expires_at.is_not(None)).with_for_update()
+        select(Job).where(Job.status.in_(HELD), Job.lease_expires_at.is_not(None), ~fresh).with_for_update()
     ).all()
     for job in held:
         job.lease_expires_at = _db_time(session) + lease_seconds
@@ -339,6 +341,13 @@ def give_time(session: Session, lease_seconds: float, message: str) -> int:
         late = update(Job).where(column > bound).values({column: bound})
         session.execute(late.execution_options(synchronize_session=False))
     return len(held)
+
+
+def tell_waiting(session: Session, message: str) -> None:
+    """An event for every job that waits for a worker."""
+    waiting = select(Job.id).where(or_(_runnable(Job), _unvalidated(Job))).order_by(Job.seq).limit(1000)
+    for job_id in session.scalars(waiting).all():
+        events.append(session, job_id, message, level="warn")
 
 
 def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:

@@ -59,10 +59,12 @@ def open_celery(broker_url: str, gpu_class: str) -> Celery:
 def sender(app: Celery) -> Send:
     """Send that never fails its caller: what it announces is already durable, and will be announced again."""
 
-    def send(task: str, queue: str) -> None:
+    def send(task: str, queue: str) -> bool:
         try:
             app.send_task(task, queue=queue, retry=False, ignore_result=True)
+            return True
         except Exception as cause:  # a broker client raises whatever its library raises
             log.warning("could not send %s to %s (%r); the reconciler will", task, queue, cause)
+            return False
 
     return send

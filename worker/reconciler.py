@@ -2,13 +2,16 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from core import jobs
 from core.blobs import BlobStore
-from core.db import Database, Send
+from core.db import Database, Send, db_now
 from core.jobs import FINAL
 from core.models import File, Job, StepMetric, now
 from core.settings import Settings
@@ -16,16 +19,34 @@ from worker import results
 
 log = logging.getLogger(__name__)
 
+BROKER_AWAY = (
+    "The broker is away, so workers cannot be told of this job; it is announced again until they are."
+)
+BROKER_BACK = "The broker is back."
+# More than this between what our clock and the database's say has passed is a jump of one of them.
+CLOCK_JUMP_SECONDS = 5.0
 # A wake-up that nobody followed within this time was lost, or came when all were busy.
 STALE_WAKE_SECONDS = 10.0
 
 
 class Reconciler:
-    def __init__(self, settings: Settings, database: Database, blobs: BlobStore, send: Send) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        blobs: BlobStore,
+        send: Send,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.settings = settings
         self.database = database
         self.blobs = blobs
         self.send = send
+        self._clock = clock
+        # Our clock and the database's, as of the last pass that reached the database.
+        self._seen: tuple[float, float] | None = None
+        self._database_was_away = False
+        self._broker_is_away = False
 
     @property
     def passes(self) -> list[Callable[[], None]]:
@@ -44,16 +65,48 @@ class Reconciler:
             self.run_once()
 
     def expired_leases(self) -> None:
-        """Jobs whose worker has stopped answering wait again, and resume from their last checkpoint."""
-        with self.database.write() as session:
-            jobs.expire_leases(session, max_failures=self.settings.max_failures)
+        """Jobs whose worker has stopped answering wait again, and resume from their last checkpoint.
+
+        A lease that ended while the database was away, or because its clock jumped, says nothing about the worker:
+        then all get the time of a lease to renew theirs.
+        """
+        try:
+            with self.database.write() as session:
+                if (excuse := self._excuse(session)) is not None:
+                    jobs.give_time(session, self.settings.lease_seconds, excuse)
+                    log.warning("%s", excuse)
+                jobs.expire_leases(session, max_failures=self.settings.max_failures)
+        except SQLAlchemyError:
+            self._database_was_away = True
+            raise
+        self._database_was_away = False
+
+    def _excuse(self, session: Session) -> str | None:
+        """Why leases that ended since the last pass may not be their workers' fault; None if there is no reason."""
+        ours, theirs = self._clock(), session.scalars(select(db_now())).one()
+        before, self._seen = self._seen, (ours, theirs)
+        if before is None:
+            return None
+        passed, claimed = ours - before[0], theirs - before[1]
+        if abs(claimed - passed) > CLOCK_JUMP_SECONDS:
+            return (
+                f"The clock jumped by {claimed - passed:+.0f} s; no worker is taken for lost because of it."
+            )
+        if self._database_was_away:
+            return (
+                f"The database was away for up to {passed:.0f} s; no worker is taken for lost because of it."
+            )
+        return None
 
     def stale_wake_ups(self) -> None:
         """Tell somebody about work that nobody has taken."""
         with self.database.write() as session:
             waiting = jobs.to_wake(session, older_than=STALE_WAKE_SECONDS)
-        for task, queue in waiting:
-            self.send(task, queue)
+        sent = [self.send(task, queue) for task, queue in waiting]
+        if sent and self._broker_is_away == all(sent):
+            self._broker_is_away = not all(sent)
+            with self.database.write() as session:
+                jobs.tell_waiting(session, BROKER_AWAY if self._broker_is_away else BROKER_BACK)
 
     def missing_results(self) -> None:
         """The result file of jobs that ended without a run to write it: cancelled, or given up."""

@@ -63,7 +63,9 @@ def house(migrated: Path, tmp_path: Path) -> Iterator[House]:
         assert project is not None
         other_key = second_project(session)
     registry = Registry(models=MODELS)
-    app = create_app(settings, database, blobs, registry, Backends.none(), lambda *wake: sent.append(wake))
+    app = create_app(
+        settings, database, blobs, registry, Backends.none(), lambda *wake: sent.append(wake) is None
+    )
     yield House(app, database, blobs, project, key, other_key, tmp_path, sent)
     database.close()
 

@@ -34,7 +34,7 @@ def test_a_rollback_writes_nothing_and_sends_nothing(database):
     sent = []
 
     def give_up():
-        with unit_of_work(database, lambda *message: sent.append(message)) as work:
+        with unit_of_work(database, lambda *message: sent.append(message) is None) as work:
             factories.organization(work.session)
             work.wake("run", "gpu.cpu")
             raise ZeroDivisionError
@@ -50,7 +50,7 @@ def test_a_commit_that_fails_sends_nothing(database):
     sent = []
 
     def add_orphan():
-        with unit_of_work(database, lambda *message: sent.append(message)) as work:
+        with unit_of_work(database, lambda *message: sent.append(message) is None) as work:
             work.session.add(Project(organization_id="org-nobody", name="orphan"))  # found out by the flush
             work.wake("run", "gpu.cpu")
 

@@ -1,14 +1,16 @@
 """What the reconciler puts right, pass by pass."""
 
 import asyncio
+import time
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from core import jobs
 from core.db import Work
 from core.models import File, Job, now
 from core.settings import Settings
-from worker.reconciler import Reconciler
+from worker.reconciler import BROKER_AWAY, BROKER_BACK, Reconciler
 
 
 @pytest.fixture
@@ -19,7 +21,10 @@ def sent():
 @pytest.fixture
 def reconciler(bench, sent):
     return Reconciler(
-        Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, lambda *wake: sent.append(wake)
+        Settings(data_dir=bench.tmp_path),
+        bench.database,
+        bench.blobs,
+        lambda *wake: sent.append(wake) is None,
     )
 
 
@@ -109,3 +114,109 @@ def stored_file(bench, key="files/x", **columns):
     with bench.database.write() as session:
         session.add(file)
     return file
+
+
+class TestLeasesThatEndedForNoFaultOfTheirWorkers:
+    """A silent worker loses its job. One that could not be heard, or that a jump of the clock made late, does not."""
+
+    @pytest.fixture
+    def clock(self):
+        return Clock()
+
+    @pytest.fixture
+    def reconciler(self, bench, clock):
+        settings = Settings(data_dir=bench.tmp_path)
+        return Reconciler(settings, bench.database, bench.blobs, lambda *wake: True, clock)
+
+    def late(self, bench, seconds=-1.0):
+        with bench.database.write() as session:
+            assert jobs.heartbeat(session, bench.claim, seconds)
+
+    def test_after_a_jump_of_the_clock_every_worker_gets_the_time_of_a_lease(self, bench, reconciler, clock):
+        reconciler.run_once()
+        self.late(bench)
+        clock.now -= 3600  # as seen from ours, the database's clock went an hour ahead
+
+        reconciler.run_once()
+
+        assert bench.job().status == "running"
+        assert "The clock jumped by +3600 s" in bench.events("warn")[-1]
+        with bench.database.write() as session:
+            assert jobs.heartbeat(session, bench.claim, 60)
+
+    def test_a_lease_that_a_jump_put_far_into_the_future_ends_in_time(self, bench, reconciler, clock):
+        reconciler.run_once()
+        self.late(bench, 3600.0)
+        clock.now += 3600
+
+        reconciler.run_once()
+
+        assert bench.job().lease_expires_at < time.time() + 61
+
+    def test_the_next_pass_takes_back_the_job_of_a_worker_that_stays_silent(self, bench, reconciler, clock):
+        reconciler.run_once()
+        clock.now -= 3600
+        reconciler.run_once()
+        self.late(bench)
+
+        reconciler.run_once()
+
+        assert bench.job().status == "queued"
+
+    def test_after_an_outage_of_the_database_nobody_is_late(self, bench, reconciler):
+        reconciler.run_once()
+        self.late(bench)
+        away = reconciler.database
+        reconciler.database = Away()
+        reconciler.run_once()
+        reconciler.database = away
+
+        reconciler.run_once()
+
+        assert bench.job().status == "running"
+        assert "The database was away" in bench.events("warn")[-1]
+
+    def test_several_reconcilers_say_it_once(self, bench, reconciler, clock):
+        second = Reconciler(reconciler.settings, bench.database, bench.blobs, lambda *wake: True, clock)
+        reconciler.run_once()
+        second.run_once()
+        self.late(bench)
+        clock.now -= 3600
+
+        reconciler.run_once()
+        second.run_once()
+
+        assert len([e for e in bench.events("warn") if "jumped" in e]) == 1
+
+
+def test_a_broker_that_is_away_is_an_event_of_the_jobs_that_wait_and_so_is_its_return(bench):
+    with jobs.fenced(bench.database, bench.claim) as (session, job):
+        jobs.release(session, job)
+    answers = [False, False, True, True]
+    settings = Settings(data_dir=bench.tmp_path)
+    reconciler = Reconciler(settings, bench.database, bench.blobs, lambda *wake: answers.pop(0))
+
+    for _ in range(4):
+        with bench.database.write() as session:
+            session.get_one(Job, bench.job().seq).dispatched_at = 0.0  # as if the ten seconds had passed
+        reconciler.run_once()
+
+    assert answers == []
+    assert bench.events("warn") == [BROKER_AWAY, BROKER_BACK]
+
+
+class Clock:
+    def __init__(self):
+        self.start, self.now = time.monotonic(), 0.0
+
+    def __call__(self):
+        return self.now + time.monotonic() - self.start
+
+
+class Away:
+    """A database that cannot be reached."""
+
+    def write(self):
+        raise OperationalError("select 1", {}, Exception("connection refused"))
+
+    read = write

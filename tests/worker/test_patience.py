@@ -1,0 +1,185 @@
+"""Outages of the database and the blob store, as a run lives through them."""
+
+import asyncio
+import errno
+
+import pytest
+from botocore.exceptions import ClientError, EndpointConnectionError
+from sqlalchemy.exc import IntegrityError, OperationalError
+
+from core.blobs import BlobNotFound
+from core.jobs import LeaseLost
+from tests.fakes import Skill
+from worker.patience import Patience
+
+REFUSED = OperationalError("select 1", {}, Exception("connection refused"))
+BUSY = ClientError({"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}, "PutObject")
+DENIED = ClientError(
+    {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}, "PutObject"
+)
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+class Time:
+    """A clock that moves only when somebody waits."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def wait(self, seconds):
+        self.now += seconds
+
+
+class Fails:
+    """Raises what it is given, one after the other, and then succeeds."""
+
+    def __init__(self, *causes):
+        self.causes = list(causes)
+
+    def __call__(self):
+        if self.causes:
+            raise self.causes.pop(0)
+        return "done"
+
+
+@pytest.fixture
+def time():
+    return Time()
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+@pytest.fixture
+def patience(time, told):
+    return Patience(600.0, told.append, clock=lambda: time.now, wait=time.wait)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [REFUSED, BUSY, FULL, EndpointConnectionError(endpoint_url="s3"), ConnectionResetError("cut")],
+    ids=["database", "busy store", "full disk", "no store", "cut connection"],
+)
+def test_what_is_away_is_waited_for_and_told_of(patience, told, time, cause):
+    assert patience(Fails(*[cause] * 8)) == "done"
+
+    assert len(told) == 1
+    assert f"waited {time.now:.0f} s" in told[0]
+    assert str(cause).splitlines()[0] in told[0]
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        LeaseLost("another's"),
+        BlobNotFound("a"),
+        DENIED,
+        FileNotFoundError("a"),
+        IntegrityError("i", {}, None),
+    ],
+    ids=["lost lease", "no blob", "denied", "no file", "conflict"],
+)
+def test_what_waiting_cannot_help_is_raised_at_once(patience, time, cause):
+    with pytest.raises(type(cause)):
+        patience(Fails(cause))
+
+    assert time.now == 0.0
+
+
+def test_patience_ends(patience, time):
+    with pytest.raises(OperationalError):
+        patience(Fails(*[REFUSED] * 1000))
+
+    assert 600 <= time.now < 610
+
+
+class Flaky:
+    """A database, or a store, of which every other use fails: before it did anything, or after it did all of it."""
+
+    def __init__(self, real, *, lost_answers):
+        self.real = real
+        self.lost_answers = lost_answers
+        self.uses = 0
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def write(self):
+        return FlakyTransaction(self)
+
+
+class FlakyTransaction:
+    def __init__(self, flaky):
+        self.flaky = flaky
+        self.inner = flaky.real.write()
+
+    def __enter__(self):
+        self.flaky.uses += 1
+        self.fails = self.flaky.uses % 2 == 1
+        if self.fails and not self.flaky.lost_answers:
+            raise REFUSED
+        return self.inner.__enter__()
+
+    def __exit__(self, *raised):
+        suppressed = self.inner.__exit__(*raised)
+        if self.fails and raised[0] is None:
+            raise REFUSED  # it was committed, and the answer was lost
+        return suppressed
+
+
+@pytest.mark.parametrize("lost_answers", [False, True], ids=["refused", "answer lost"])
+def test_a_run_whose_every_other_transaction_fails_ends_like_any_other(bench, patience, told, lost_answers):
+    flaky = Flaky(bench.database, lost_answers=lost_answers)
+    run = bench.run(skill=Skill(0.3))
+    for part in (run.recorder, run.checkpoints):
+        part.patience = patience
+        part.database = flaky
+
+    if (
+        lost_answers
+    ):  # the last one was committed, so the job is no longer this run's: that is how it finds out
+        with pytest.raises(LeaseLost):
+            asyncio.run(run.train())
+    else:
+        asyncio.run(run.train())
+
+    assert flaky.uses > 8
+    assert bench.job().status == "succeeded"
+    assert [step["step"] for step in bench.steps()] == [0, 1, 2, 3, 4]
+    told_of = [e for e in bench.events() if e.startswith("Step ")]
+    assert len(told_of) == len(set(told_of)) == 5
+    assert [one.step for one in bench.checkpoints()] == [2, 4]
+
+
+class FullDisk:
+    """A trainer that finds no space for its checkpoint the first time."""
+
+    def __init__(self, real):
+        self.real = real
+        self.tries = 0
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def save(self, folder):
+        self.tries += 1
+        (folder / "skill.json").write_text("half of it")
+        if self.tries == 1:
+            raise FULL
+        self.real.save(folder)
+
+
+def test_a_full_disk_is_waited_for_and_leaves_no_half_checkpoint(bench, patience, told):
+    run = bench.run()
+    run.checkpoints.patience = patience
+    run.trainer = run.collector.trainer = FullDisk(run.trainer)
+
+    asyncio.run(run.train())
+
+    assert "No space left on device" in told[0]
+    assert bench.job().status == "succeeded"
+    again = bench.run()
+    for checkpoint in bench.checkpoints():
+        again.checkpoints._download(checkpoint.blob_prefix, bench.tmp_path)  # verifies every hash
