@@ -1,0 +1,312 @@
+"""A job that is killed, wherever, and resumed ends as if nothing had happened: bit for bit, on a real small model."""
+
+import asyncio
+import csv
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from core import events, jobs
+from core.db import Work
+from core.models import Attempt, File, Job, RolloutPage
+from graders.types import Grade
+from worker.checkpoints import MANIFEST
+from worker.samplers.transformers import TransformersSampler
+from worker.trainer import PeftTrainer
+
+STEPS = 4
+TIMES = ("timing", "created_at")
+
+
+class Killed(BaseException):
+    """As abrupt as it gets without a process of its own: nothing in the run catches it."""
+
+
+class Fate:
+    """Counts the moments at which a run could die, and ends it at one of them."""
+
+    def __init__(self, at=None):
+        self.at = at
+        self.moments = []
+
+    def __call__(self, moment):
+        self.moments.append(moment)
+        if len(self.moments) - 1 == self.at:
+            raise Killed(moment)
+
+
+class MortalGrader:
+    """Likes long words, so that any two answers are likely to differ in score."""
+
+    name, type = "long_words", "string_check"
+
+    def __init__(self, fate):
+        self.fate = fate
+
+    async def grade(self, sample, item):
+        self.fate("grading")
+        words = sample.output_text.split()
+        return Grade(sum(len(word) > 3 for word in words) / max(1, len(words)))
+
+
+class MortalSampler(TransformersSampler):
+    fate = None
+
+    async def sample(self, prompts_P, sampling):
+        async for answer in super().sample(prompts_P, sampling):
+            self.fate("sampling")
+            yield answer
+
+
+class MortalTrainer(PeftTrainer):
+    fate = None
+
+    def step(self):
+        self.fate("before the update")
+        update = super().step()
+        self.fate("after the update")
+        return update
+
+
+class MortalDatabase:
+    def __init__(self, real, fate):
+        self.real, self.fate = real, fate
+
+    def read(self):
+        return self.real.read()
+
+    def write(self):
+        return MortalTransaction(self.real.write(), self.fate)
+
+
+class MortalTransaction:
+    def __init__(self, inner, fate):
+        self.inner, self.fate = inner, fate
+
+    def __enter__(self):
+        self.fate("before a transaction")
+        return self.inner.__enter__()
+
+    def __exit__(self, *raised):
+        suppressed = self.inner.__exit__(*raised)
+        if raised[0] is None:
+            self.fate("after a transaction")
+        return suppressed
+
+
+class MortalBlobs:
+    def __init__(self, real, fate):
+        self.real, self.fate = real, fate
+
+    def __getattr__(self, name):
+        real = getattr(self.real, name)
+        if not name.startswith(("put", "delete")):
+            return real
+
+        def call(*args, **kwargs):
+            self.fate(f"before {name}")
+            done = real(*args, **kwargs)
+            self.fate(f"after {name}")
+            return done
+
+        return call
+
+
+def mortal(bench, make_policy, fate):
+    """A run on the real sampler and trainer that dies when its fate says so."""
+    policy = make_policy()
+    run = bench.run(MortalGrader(fate), advanced={"group_size": 4, "max_completion_tokens": 6})
+    settings = replace(run, settings=run.settings.model_copy(update={"total_steps": STEPS})).settings
+    sampler, trainer = MortalSampler(policy), MortalTrainer(policy, settings, token_budget=512)
+    sampler.fate = trainer.fate = fate
+    run = replace(run, settings=settings, sampler=sampler, trainer=trainer)
+    for part in (run.recorder, run.checkpoints):
+        part.database, part.blobs = MortalDatabase(bench.database, fate), MortalBlobs(bench.blobs, fate)
+    return run
+
+
+def crash(bench):
+    """What the supervisor and the next worker do after a kill -9."""
+    with jobs.fenced(bench.database, bench.claim) as (session, job):
+        jobs.crashed(session, job, reason="killed", max_failures=99)
+        job.next_run_at = 0.0
+    with bench.database.write() as session:
+        bench.claim = jobs.claim(session, gpu_class="cpu", owner="next", lease_seconds=60)
+
+
+def left_by(bench):
+    """All that a job leaves behind, without its times and the names that are made up anew for every job."""
+    job = bench.job()
+    with bench.database.read() as session:
+        pages = session.query(RolloutPage).order_by(RolloutPage.step, RolloutPage.split).all()
+        table = session.query(File).where(File.id == job.result_file).one()
+    adapters = {
+        one.step: {
+            name: bench.blobs.read(f"{one.blob_prefix}/{name}")
+            for name in ("adapter_model.safetensors", "adapter_config.json", "trainer.pt")
+        }
+        for one in bench.checkpoints()
+    }
+    rows = csv.DictReader(io.StringIO(bench.blobs.read(table.blob_key).decode()))
+    return {
+        "status": job.status,
+        "adapters": adapters,
+        "rewards": [(one.step, one.valid_reward) for one in bench.checkpoints()],
+        "metrics": [without_times(step) for step in bench.steps()],
+        "rollouts": [bench.blobs.read(page.blob_key) for page in pages],
+        "csv": [{k: v for k, v in row.items() if "duration" not in k and "timing/" not in k} for row in rows],
+        "tokens": job.trained_tokens,
+        "steps told of": sorted(e.split(",")[0] for e in listed(bench) if e.startswith("Step ")),
+    }
+
+
+def without_times(step):
+    counted = {k: v for k, v in step.items() if k not in TIMES and not k.endswith("_per_second")}
+    return json.dumps(counted, sort_keys=True)
+
+
+def listed(bench):
+    with bench.database.read() as session:
+        return [event.message for event in events.page(session, bench.claim.job_id, limit=100).items]
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """What the job leaves when nothing happens to it, and every moment at which something could have."""
+    return {}
+
+
+def measured(bench, make_policy, undisturbed):
+    fate = Fate()
+    asyncio.run(mortal(bench, make_policy, fate).train())
+    undisturbed.update(left=left_by(bench), moments=fate.moments)
+
+
+def moment(undisturbed, kind, number):
+    places = [place for place, name in enumerate(undisturbed["moments"]) if name == kind]
+    return places[number % len(places)]
+
+
+def test_two_undisturbed_runs_are_equal(bench, make_policy, undisturbed):
+    """The control. The adapters also have to have moved, or all others would hold of anything."""
+    measured(bench, make_policy, undisturbed)
+
+    left = undisturbed["left"]
+    assert left["status"] == "succeeded"
+    assert left["adapters"][2] != left["adapters"][4]
+    assert any(json.loads(step)["grad_norm"] for step in left["metrics"] if "grad_norm" in json.loads(step))
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("sampling", 5),
+        ("sampling", -20),
+        ("grading", 40),
+        ("before the update", 2),
+        ("after the update", 1),
+        ("after the update", -1),
+        ("before put_bytes", 3),
+        ("after put_bytes", -3),
+        ("before put_file", 1),
+        ("after put_file", -1),
+        ("before a transaction", 4),
+        ("after a transaction", 5),
+        ("after a transaction", -2),
+        ("before a transaction", -1),
+    ],
+)
+def test_a_run_that_is_killed_and_resumed_leaves_the_same(bench, make_policy, undisturbed, kind, number):
+    if not undisturbed:
+        pytest.skip("needs the undisturbed run before it")
+    die(mortal(bench, make_policy, Fate(moment(undisturbed, kind, number))))
+    crash(bench)
+
+    asyncio.run(mortal(bench, make_policy, Fate()).train())
+
+    left = left_by(bench)
+    for what, value in undisturbed["left"].items():
+        assert left[what] == value, what
+
+
+def die(run):
+    try:
+        asyncio.run(run.train())
+    except BaseException as end:
+        assert killed(end), end
+    else:
+        pytest.fail("it lived")
+
+
+def killed(error):
+    """Task groups wrap what their tasks raise."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(killed(inner) for inner in error.exceptions)
+    return isinstance(error, Killed)
+
+
+def test_a_run_that_dies_again_and_again_leaves_the_same(bench, make_policy, undisturbed):
+    if not undisturbed:
+        pytest.skip("needs the undisturbed run before it")
+    for at in (30, 60, 20, 75):
+        die(mortal(bench, make_policy, Fate(at)))
+        crash(bench)
+
+    asyncio.run(mortal(bench, make_policy, Fate()).train())
+
+    assert left_by(bench) == undisturbed["left"]
+    with bench.database.read() as session:
+        attempts = jobs.attempts(session, bench.claim.job_id)
+    assert [one.outcome for one in attempts] == ["crashed"] * 4 + ["succeeded"]
+    assert attempts[0].resumed_from == 0
+    assert [one.worker for one in attempts] == ["first"] + ["next"] * 4
+
+
+def test_a_pause_and_a_resume_leave_the_same_adapter(bench, make_policy, undisturbed):
+    """A pause adds a checkpoint, and nothing else."""
+    if not undisturbed:
+        pytest.skip("needs the undisturbed run before it")
+    run = mortal(bench, make_policy, Fate())
+    run.stop_requested = lambda: True  # at the first boundary
+
+    asyncio.run(run.train())
+    bench.again()
+    asyncio.run(mortal(bench, make_policy, Fate()).train())
+
+    left, expected = left_by(bench), undisturbed["left"]
+    assert left["adapters"][4] == expected["adapters"][4]
+    assert left["metrics"] == expected["metrics"]
+    assert left["rollouts"] == expected["rollouts"]
+
+
+def test_whoever_lost_the_job_writes_nothing_more(bench):
+    """The worker was given up for dead, another took over, and the first comes back in the middle of a step."""
+    back_from_the_dead = bench.run()
+    crash(bench)
+    bench.train()
+    left = left_by_rows(bench)
+
+    with pytest.raises(jobs.LeaseLost):
+        asyncio.run(back_from_the_dead.train())
+
+    assert left_by_rows(bench) == left
+
+
+def left_by_rows(bench):
+    with bench.database.read() as session:
+        attempts = [(one.epoch, one.outcome) for one in session.query(Attempt)]
+    return bench.steps(), bench.events(), [one.id for one in bench.checkpoints()], attempts
+
+
+def test_a_cancel_keeps_the_checkpoints_that_there_are(bench, make_policy):
+    run = mortal(bench, make_policy, Fate())
+    run.stop_requested = lambda: len(bench.steps()) == 3  # after step 2
+    asyncio.run(run.train())
+
+    with bench.database.write() as session:
+        jobs.cancel(Work(session), session.get_one(Job, bench.job().seq))
+
+    assert [one.step for one in bench.checkpoints()] == [2]
+    assert bench.blobs.read(f"{bench.checkpoints()[0].blob_prefix}/{MANIFEST}")
