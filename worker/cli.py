@@ -15,7 +15,7 @@ import uvicorn
 
 from api.app import create_app
 from core import keys
-from core.blobs import BlobStore, open_blobs
+from core.blobs import BlobStore, blobs_of
 from core.db import Database, Send
 from core.migrate import upgrade
 from core.models import Organization, Project
@@ -131,7 +131,7 @@ def inference(settings: Settings, backends: Backends) -> Iterator[None]:
 
 
 def open_stores(settings: Settings) -> tuple[Database, BlobStore]:
-    return Database(settings.database), open_blobs(settings.blobs, endpoint_url=settings.s3_endpoint_url)
+    return Database(settings.database), blobs_of(settings)
 
 
 def prepare(settings: Settings) -> None:
