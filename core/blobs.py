@@ -32,7 +32,7 @@ CHUNK_BYTES = 1 << 20
 PART_BYTES = 8 << 20
 # What one bulk delete may have.
 DELETED_AT_ONCE = 1000
-# A download is given up when the connection breaks so often without a byte in between.
+# A download is given up when the connection breaks so often without a whole chunk in between.
 BREAKS_IN_A_ROW = 6
 
 T = TypeVar("T")
@@ -110,7 +110,10 @@ class BlobStore(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[str]:
-        """The keys that start with `prefix`, in order. `jobs/1` also finds `jobs/10`; `jobs/1/` does not."""
+        """The keys that start with `prefix`. `jobs/1` also finds `jobs/10`; `jobs/1/` does not.
+
+        A folder and S3 have them in order, SeaweedFS in that of its folders.
+        """
         return (entry.key for entry in self.entries(prefix))
 
     def entries(self, prefix: str) -> Iterator[BlobEntry]:
@@ -402,7 +405,9 @@ class S3Blobs(BlobStore):
             while at < size:
                 try:
                     for chunk in meter.over(body.iter_chunks(chunk_size)):
-                        at, breaks = at + len(chunk), 0
+                        at += len(chunk)
+                        if len(chunk) == chunk_size:
+                            breaks = 0
                         yield chunk
                     if at < size:
                         raise IncompleteReadError(actual_bytes=at, expected_bytes=size)
