@@ -53,7 +53,7 @@ def _explained(session: Session, keys: Sequence[str]) -> set[str]:
     parts = {found["id"] for key in keys if (found := _OF_PART.fullmatch(key))}
     attempts = {key: found for key in keys if (found := _OF_ATTEMPT.match(key))}
     jobs = {found["job"] for found in attempts.values()}
-    held = session.execute(select(Job.id, Job.epoch).where(Job.id.in_(jobs), Job.status.in_(HELD))).tuples()
+    held = session.execute(select(Job.id, Job.epoch).where(Job.id.in_(jobs), Job.status.in_(HELD)))
     at_work = {f"{job_id}/attempts/{epoch}" for job_id, epoch in held}
     known = {
         *session.scalars(select(File.blob_key).where(File.id.in_(files))),
