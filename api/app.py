@@ -1,9 +1,11 @@
 """The HTTP service, put together from parts that are passed in."""
 
+import re
+
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
-from api import errors, files, graders, health, jobs, models, rollouts
+from api import errors, files, graders, health, jobs, models, rollouts, uploads
 from api.deps import Service
 from api.middleware import BodyLimit, RequestHeaders
 from api.wire import Error
@@ -16,6 +18,7 @@ from graders.backends import Backends
 # Nothing but files is large: a python grader has at most 256 kB.
 MOST_JSON_BYTES = 2 << 20
 UPLOADS_AT_ONCE = 32
+STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
 
 
 def create_app(
@@ -36,16 +39,16 @@ def create_app(
         # Takes the place of FastAPI's 422, which we never send.
         responses={"4XX": {"model": Error}},
     )
-    uploads = CapacityLimiter(UPLOADS_AT_ONCE)
-    app.state.service = Service(settings, database, blobs, registry, backends, send, uploads)
+    threads = CapacityLimiter(UPLOADS_AT_ONCE)
+    app.state.service = Service(settings, database, blobs, registry, backends, send, threads)
     app.include_router(health.router)
-    for resource in (files, jobs, models, graders, rollouts):
+    for resource in (files, uploads, jobs, models, graders, rollouts):
         app.include_router(resource.router, prefix="/v1")
     errors.add_handlers(app)
     app.add_middleware(
         BodyLimit,
         most_bytes=MOST_JSON_BYTES,
-        streamed_path="/v1/files",
+        streamed=STREAMED,
         most_drained=settings.max_upload_bytes,
     )
     app.add_middleware(RequestHeaders)  # the last one added is the outermost

@@ -6,35 +6,42 @@ from functools import partial
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from anyio import from_thread, to_thread
+from anyio import to_thread
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
 
 from api.deps import CurrentProject, Parts, ReadSession, Service, Uow
 from api.explain import explain
-from api.multipart import FormPart, read_form
+from api.multipart import FormPart, at_most, form_of
 from api.wire import After, Deleted, EndedListing, Part, ends
 from core import files
 from core.blobs import BlobInfo, BlobNotFound
-from core.errors import FileNotFound, InvalidRequest, PayloadTooLarge
+from core.errors import FileNotFound, InvalidRequest
 from core.ids import new_id
 from core.models import File, Project, now
 
 router = APIRouter(prefix="/files", tags=["Files"])
 
 
-class ExpiresAfter(Part, strict=False):  # form fields are text
+class ExpiresAfter(Part):
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=2592000)  # an hour to thirty days
+
+
+class FormExpiresAfter(ExpiresAfter, strict=False):
+    """As fields of a form, which are text."""
+
+
+FileName = Annotated[str, Field(max_length=512, pattern=r"^[^\x00]*$")]
 
 
 class FileCreate(Part):
     """The fields of the form; `file` is the name of the file."""
 
     purpose: Literal["fine-tune"]
-    file: str = Field(max_length=512, pattern=r"^[^\x00]*$")
-    expires_after: ExpiresAfter | None = None
+    file: FileName
+    expires_after: FormExpiresAfter | None = None
 
 
 class FileOut(BaseModel):
@@ -76,16 +83,7 @@ FORM = {
 @router.post("", openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": FORM}}}})
 async def create_file(request: Request, project: CurrentProject, service: Parts) -> FileOut:
     """Upload a file."""
-    body = request.stream()
-
-    def chunks() -> Iterator[bytes]:
-        # In a thread of its own, where writing may take its time. The next piece is fetched when this one is
-        # written, so a client is never faster than the store, and there is never more than a piece in memory.
-        while chunk := from_thread.run(anext, body, b""):
-            yield chunk
-
-    form = read_form(request.headers.get("content-type", ""), chunks())
-    upload = partial(_upload, service, project, form)
+    upload = partial(_upload, service, project, form_of(request))
     return FileOut.of(await to_thread.run_sync(upload, limiter=service.upload_threads))
 
 
@@ -180,11 +178,15 @@ def _read(
         elif stored is not None:
             raise InvalidRequest("Send one file at a time.", param="file")
         else:
-            # The last segment only: browsers and scripts send whole paths, of either kind.
-            sent["file"] = re.split(r"[/\\]", part.filename or "")[-1] or "upload"
+            sent["file"] = last_segment(part.filename or "") or "upload"
             most = service.settings.max_upload_bytes
-            stored = service.blobs.put_stream(blob_key, _at_most(most, part.chunks))
+            stored = service.blobs.put_stream(blob_key, at_most(most, part))
     return sent, stored
+
+
+def last_segment(path: str) -> str:
+    """Of a file's name only this is kept: browsers and scripts send whole paths, of either kind."""
+    return re.split(r"[/\\]", path)[-1]
 
 
 def _set(sent: dict[str, Any], name: str, value: str) -> None:
@@ -205,12 +207,3 @@ def _checked(sent: dict[str, Any]) -> FileCreate:
     except ValidationError as invalid:
         complaints = [error | {"loc": ("body", *error["loc"])} for error in invalid.errors()]
         raise explain(complaints, sent) from None
-
-
-def _at_most(limit: int, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    received = 0
-    for chunk in chunks:
-        received += len(chunk)
-        if received > limit:
-            raise PayloadTooLarge(f"The file is larger than the maximum of {limit} bytes.", param="file")
-        yield chunk

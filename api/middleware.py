@@ -63,13 +63,15 @@ class RequestHeaders:
 class BodyLimit:
     """No body is held in memory beyond `most_bytes`, and none is left half read.
 
-    A request to `streamed_path` reads its body in pieces and has a limit of its own.
+    A request whose whole path matches `streamed` reads its body in pieces and has a limit of its own.
     """
 
-    def __init__(self, app: ASGIApp, *, most_bytes: int, streamed_path: str, most_drained: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, most_bytes: int, streamed: re.Pattern[str], most_drained: int
+    ) -> None:
         self.app = app
         self.most_bytes = most_bytes
-        self.streamed_path = streamed_path
+        self.streamed = streamed
         self.most_drained = most_drained
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +80,7 @@ class BodyLimit:
             return
         headers = Headers(scope=scope)
         unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        limited = scope["path"] != self.streamed_path
+        limited = not self.streamed.fullmatch(scope["path"])
         received = 0
 
         async def counted() -> Message:

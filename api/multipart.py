@@ -4,10 +4,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from anyio import from_thread
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
 
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, PayloadTooLarge
 
 Kind = Literal["begin", "data", "end", "field", "value", "header_end", "headers_end", "form_end"]
 Event = tuple[Kind, bytes]
@@ -29,6 +31,30 @@ class FormPart:
                 message = f"The form field '{self.name}' is longer than {most_bytes} bytes."
                 raise InvalidRequest(message, param=self.name)
         return value.decode("utf-8", "replace")
+
+
+def form_of(request: Request) -> Iterator[FormPart]:
+    """The parts of a request's body, to be read in a thread of its own, where writing may take its time."""
+    body = request.stream()
+
+    def chunks() -> Iterator[bytes]:
+        # The next piece is fetched when this one is written, so a client is never faster than the store, and
+        # there is never more than a piece in memory.
+        while chunk := from_thread.run(anext, body, b""):
+            yield chunk
+
+    return read_form(request.headers.get("content-type", ""), chunks())
+
+
+def at_most(limit: int, part: FormPart) -> Iterator[bytes]:
+    """What the part holds; PayloadTooLarge as soon as that is more than `limit` bytes."""
+    received = 0
+    for chunk in part.chunks:
+        received += len(chunk)
+        if received > limit:
+            message = f"The {part.name} is larger than the maximum of {limit} bytes."
+            raise PayloadTooLarge(message, param=part.name)
+        yield chunk
 
 
 def read_form(content_type: str, chunks: Iterable[bytes]) -> Iterator[FormPart]:

@@ -4,23 +4,38 @@ Keys are relative paths such as `orgs/o1/files/file-abc`, with the same rules in
 deployment can move from one to the other. Nothing is visible under its key before all of it has been written.
 """
 
+import base64
 import contextlib
 import errno
 import hashlib
 import itertools
+import logging
 import os
+import secrets
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
+
+from core.settings import Checksums, Settings
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 # S3 takes at most 10,000 parts, which bounds one blob at 78 GiB, and none below 5 MiB except the last.
 PART_BYTES = 8 << 20
+# What one bulk delete may have.
+DELETED_AT_ONCE = 1000
+# A download is given up when the connection breaks so often without a whole chunk in between.
+BREAKS_IN_A_ROW = 6
+
+T = TypeVar("T")
 
 
 def is_away(error: BaseException) -> bool:
@@ -58,20 +73,25 @@ class BlobInfo:
     sha256: str
 
 
+@dataclass(frozen=True)
+class BlobEntry:
+    """One line of a listing: `size` in bytes, `modified` in Unix seconds by the clock of whoever stores it."""
+
+    key: str
+    size: int
+    modified: float
+
+
 class BlobNotFound(KeyError):
     """No blob has this key."""
 
 
 class BlobExists(Exception):
-    """`if_absent` was asked for, and the key is taken.
-
-    Perhaps by ourselves: a request that S3 carried out, but whose answer was lost, is sent again. So compare
-    what is there before you call it a conflict.
-    """
+    """`if_absent` was asked for, and the key is taken by somebody else."""
 
 
 class BlobCorrupt(Exception):
-    """The bytes do not have the sha256 they were stored with."""
+    """The bytes do not have the sha256 they were stored with, or were replaced while they were read."""
 
 
 class BlobStore(Protocol):
@@ -90,7 +110,14 @@ class BlobStore(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[str]:
-        """The keys that start with `prefix`, in order. `jobs/1` also finds `jobs/10`; `jobs/1/` does not."""
+        """The keys that start with `prefix`. `jobs/1` also finds `jobs/10`; `jobs/1/` does not.
+
+        A folder and S3 have them in order, SeaweedFS in that of its folders.
+        """
+        return (entry.key for entry in self.entries(prefix))
+
+    def entries(self, prefix: str) -> Iterator[BlobEntry]:
+        """As `list`, with size and age. Found page by page: what is deleted meanwhile may or may not be in it."""
         ...
 
     def url(self, key: str) -> str:
@@ -100,6 +127,17 @@ class BlobStore(Protocol):
     def delete(self, key: str) -> None:
         """Make sure that no blob has this key; deleting twice is fine."""
         ...
+
+    def abort_stale_uploads(self, older_than: float, *, dry_run: bool = False) -> int:
+        """Remove what puts that began before this Unix time, and never ended, left where no key reaches it.
+
+        Returns how many there were.
+        """
+        ...
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.delete(key)
 
     def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> BlobInfo:
         return self.put_stream(key, [data], if_absent=if_absent)
@@ -127,9 +165,9 @@ class BlobStore(Protocol):
         """Delete every key under a prefix that ends in '/', and say how many there were."""
         _check_folder(prefix)
         count = 0
-        for key in self.list(prefix):
-            self.delete(key)
-            count += 1
+        for keys in batched(self.list(prefix), DELETED_AT_ONCE):
+            self.delete_many(keys)
+            count += len(keys)
         return count
 
 
@@ -137,7 +175,8 @@ class FolderBlobs(BlobStore):
     """Blobs as files under `root/objects/`, written first under `root/tmp/` on the same filesystem.
 
     A key cannot also be the folder of another one ("a" and "a/b"), which S3 would allow. A process that is
-    killed leaves its temporary file in `root/tmp/`, where no key can reach it. Needs hard links.
+    killed leaves its temporary file in `root/tmp/`, where no key can reach it, for `abort_stale_uploads` to find.
+    Needs hard links.
     """
 
     def __init__(self, root: Path) -> None:
@@ -167,6 +206,10 @@ class FolderBlobs(BlobStore):
         folder = prefix[: prefix.rfind("/") + 1]
         return (key for key in _walk(self._objects / folder, folder) if key.startswith(prefix))
 
+    def entries(self, prefix: str) -> Iterator[BlobEntry]:
+        keys = self.list(prefix)
+        return (entry for key in keys if (entry := _entry(self._objects / key, key)))
+
     def url(self, key: str) -> str:
         return str(self._path(key))
 
@@ -178,6 +221,15 @@ class FolderBlobs(BlobStore):
         with contextlib.suppress(OSError):  # the first that is not empty, or is gone already, ends it
             for folder in path.relative_to(self._objects).parents[:-1]:
                 (self._objects / folder).rmdir()
+
+    def abort_stale_uploads(self, older_than: float, *, dry_run: bool = False) -> int:
+        found = [_entry(path, path.name) for path in self._temp.glob(f"{_UNFINISHED}*")]
+        # By the time of the last write: a put that still goes on, however slowly, is not among them.
+        stale = [entry.key for entry in found if entry and entry.modified < older_than]
+        if not dry_run:
+            for name in stale:
+                (self._temp / name).unlink(missing_ok=True)
+        return len(stale)
 
     def _path(self, key: str) -> Path:
         _check_key(key)
@@ -196,46 +248,71 @@ class S3Blobs(BlobStore):
     A blob that fits in one part carries its sha256 as object metadata. A larger one does not: metadata is
     sent before the first part and the hash is known after the last, so it lives only in the `BlobInfo`
     returned here, which belongs in the database row or the manifest. The ETag is never used as a hash: that
-    of a multipart upload is none. The bucket should have a lifecycle rule that aborts incomplete uploads
-    after a day, for those of a process that was killed.
+    of a multipart upload is none.
+
+    With `checksums`, every part goes with its SHA-256, and a store that knows them refuses one that arrives
+    damaged. A request that fails is repeated by the client, each part of an upload by itself; what no client
+    does is go on with a download that breaks in the middle, so that is done here.
+
+    `if_absent` needs a store that honours If-None-Match, which is tried once. Where it is not, a key that is taken
+    is still noticed, but of two writers at the same moment both may win.
     """
 
-    def __init__(self, bucket: str, prefix: str = "", *, client: Any) -> None:
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str = "",
+        *,
+        client: Any,
+        checksums: bool = True,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         if prefix:
             _check_key(prefix)
         self._client = client
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
+        self._checksums = checksums
+        self._sleep = sleep
+        self._conditional: bool | None = None  # not tried yet
+        self._trying = threading.Lock()
 
     def put_stream(self, key: str, chunks: Iterable[bytes], *, if_absent: bool = False) -> BlobInfo:
         where = self._where(key)
-        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        condition = self._condition(key) if if_absent else {}
         meter = _Meter()
         parts = _parts(meter.over(chunks), PART_BYTES)
         first, second = next(parts), next(parts, None)
-        with self._named(key):
-            if second is None:
-                metadata = {"sha256": meter.info(key).sha256}
-                self._client.put_object(**where, Body=first, Metadata=metadata, **condition)
-            else:
-                self._put_parts(where, itertools.chain([first, second], parts), condition)
+        if second is None:
+            self._put_whole(where, first, meter.info(key), condition)
+        else:
+            self._put_parts(where, key, itertools.chain([first, second], parts), condition)
         return meter.info(key)
 
     def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """As BlobStore promises. A connection that breaks half way raises; it is not resumed."""
+        """As BlobStore promises. A connection that breaks half way is taken up again where it broke.
+
+        Raises, with next(): BlobCorrupt when the blob carries its sha256 and that is another, or when it was
+        replaced after the connection broke.
+        """
         with self._named(key):
-            body = self._client.get_object(**self._where(key))["Body"]
-        chunks: Iterator[bytes] = body.iter_chunks(chunk_size)
-        return chunks
+            answer = self._client.get_object(**self._where(key))
+        return self._resumed(key, answer, chunk_size)
 
     def size(self, key: str) -> int:
         with self._named(key):
             return int(self._client.head_object(**self._where(key))["ContentLength"])
 
-    def list(self, prefix: str) -> Iterator[str]:
+    def entries(self, prefix: str) -> Iterator[BlobEntry]:
         _check_prefix(prefix)
-        pages = self._pages(prefix)
-        return (name.removeprefix(self._prefix) for page in pages for name in page)
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=self._prefix + prefix
+        )
+        return (
+            BlobEntry(one["Key"].removeprefix(self._prefix), one["Size"], one["LastModified"].timestamp())
+            for page in pages
+            for one in page.get("Contents", [])
+        )
 
     def url(self, key: str) -> str:
         where = self._where(key)
@@ -244,40 +321,158 @@ class S3Blobs(BlobStore):
     def delete(self, key: str) -> None:
         self._client.delete_object(**self._where(key))
 
-    def delete_prefix(self, prefix: str) -> int:
-        _check_folder(prefix)
-        count = 0
-        for page in self._pages(prefix):  # a page and a bulk delete have the same limit, 1000 keys
-            wanted = {"Objects": [{"Key": name} for name in page], "Quiet": True}
+    def delete_many(self, keys: Sequence[str]) -> None:
+        for some in batched(keys, DELETED_AT_ONCE):
+            wanted = {"Objects": [{"Key": self._where(key)["Key"]} for key in some], "Quiet": True}
             failed = self._client.delete_objects(Bucket=self._bucket, Delete=wanted).get("Errors", [])
             if failed:
-                raise OSError(f"{len(failed)} blobs under {prefix!r} not deleted, the first: {failed[0]}")
-            count += len(page)
+                raise OSError(f"{len(failed)} of {len(some)} blobs not deleted, the first: {failed[0]}")
+
+    def abort_stale_uploads(self, older_than: float, *, dry_run: bool = False) -> int:
+        count = 0
+        pages = self._client.get_paginator("list_multipart_uploads").paginate(
+            Bucket=self._bucket, Prefix=self._prefix
+        )
+        for upload in (upload for page in pages for upload in page.get("Uploads", [])):
+            if upload["Initiated"].timestamp() >= older_than:
+                continue
+            count += 1
+            if not dry_run:
+                with contextlib.suppress(self._client.exceptions.NoSuchUpload):  # ended since it was listed
+                    self._client.abort_multipart_upload(
+                        Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                    )
         return count
 
-    def _put_parts(self, where: dict[str, str], parts: Iterable[bytes], condition: dict[str, str]) -> None:
-        upload = where | {"UploadId": self._client.create_multipart_upload(**where)["UploadId"]}
+    def _put_whole(
+        self, where: dict[str, str], body: bytes, info: BlobInfo, condition: dict[str, str]
+    ) -> None:
+        metadata = {"sha256": info.sha256}
+        mark = secrets.token_hex(8)
+        if condition:  # else it does not matter whether we wrote what is there
+            metadata["put"] = mark
+        try:
+            self._client.put_object(
+                **where, Body=body, Metadata=metadata, **self._checksum(body), **condition
+            )
+        except self._client.exceptions.ClientError as error:
+            if not (_code(error) in _TAKEN and self._is_ours(where, mark)):
+                with self._named(info.key):
+                    raise
+
+    def _put_parts(
+        self, where: dict[str, str], key: str, parts: Iterable[bytes], condition: dict[str, str]
+    ) -> None:
+        mark = secrets.token_hex(8)
+        algorithm = {"ChecksumAlgorithm": "SHA256"} if self._checksums else {}
+        begun = self._client.create_multipart_upload(**where, Metadata={"put": mark}, **algorithm)
+        upload = where | {"UploadId": begun["UploadId"]}
         try:
             done = []
             for number, part in enumerate(parts, start=1):
-                sent = self._client.upload_part(**upload, PartNumber=number, Body=part)
-                # Checksums that the client added by itself must be repeated at the end, or S3 may refuse.
+                sent = self._client.upload_part(
+                    **upload, PartNumber=number, Body=part, **self._checksum(part)
+                )
+                # Checksums that went with a part must be repeated at the end, or S3 may refuse.
                 checksums = {name: value for name, value in sent.items() if name in _PART_CHECKSUMS}
                 done.append({"PartNumber": number, "ETag": sent["ETag"], **checksums})
             self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": done}, **condition)
-        except BaseException:
-            # The caller must see what went wrong first; the bucket's lifecycle rule is the second net.
+        except BaseException as error:
+            ended = isinstance(error, self._client.exceptions.ClientError) and _code(error) in _ENDED
+            if ended and self._is_ours(where, mark):
+                return
+            # The caller must see what went wrong first; the sweep and the bucket's lifecycle rule are the next nets.
             with contextlib.suppress(Exception):
                 self._client.abort_multipart_upload(**upload)
-            raise
+            with self._named(key):
+                raise
 
-    def _pages(self, prefix: str) -> Iterator[Sequence[str]]:
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self._bucket, Prefix=self._prefix + prefix
-        )
-        for page in pages:
-            if names := [entry["Key"] for entry in page.get("Contents", [])]:
-                yield names
+    def _is_ours(self, where: dict[str, str], mark: str) -> bool:
+        """Did we write what is there? A request whose answer got lost is sent again, and then meets itself."""
+        try:
+            there = self._client.head_object(**where)
+        except self._client.exceptions.ClientError:
+            return False
+        return bool(there["Metadata"].get("put") == mark)
+
+    def _resumed(self, key: str, answer: dict[str, Any], chunk_size: int) -> Iterator[bytes]:
+        # Imported here for the reason that _s3_client gives.
+        from botocore.exceptions import ConnectionError, HTTPClientError, IncompleteReadError
+
+        etag, size, sha256 = answer["ETag"], answer["ContentLength"], answer["Metadata"].get("sha256")
+        meter, at, breaks, body = _Meter(), 0, 0, answer["Body"]
+        try:
+            while at < size:
+                try:
+                    for chunk in meter.over(body.iter_chunks(chunk_size)):
+                        at += len(chunk)
+                        if len(chunk) == chunk_size:
+                            breaks = 0
+                        yield chunk
+                    if at < size:
+                        raise IncompleteReadError(actual_bytes=at, expected_bytes=size)
+                except (ConnectionError, HTTPClientError, IncompleteReadError) as error:
+                    breaks += 1
+                    if breaks == BREAKS_IN_A_ROW:
+                        raise
+                    log.warning("the download of %s broke after %d of %d bytes: %s", key, at, size, error)
+                    body.close()
+                    self._sleep(min(0.1 * 2**breaks, 10.0))
+                    body = self._rest(key, at, etag)
+        finally:
+            body.close()
+        got = meter.info(key)
+        if sha256 not in (None, got.sha256):
+            raise BlobCorrupt(f"{key!r} has sha256 {got.sha256} in {got.size} bytes, expected {sha256}")
+
+    def _rest(self, key: str, at: int, etag: str) -> Any:
+        """The body of a blob from byte `at` on, if it is still the one that has this ETag."""
+        try:
+            with self._named(key):
+                return self._client.get_object(**self._where(key), Range=f"bytes={at}-", IfMatch=etag)["Body"]
+        except BlobExists as replaced:
+            raise BlobCorrupt(f"{key!r} was replaced while it was read; read it again") from replaced
+
+    def _condition(self, key: str) -> dict[str, str]:
+        """What makes a put fail when the key is taken; BlobExists if the store cannot do that, and it is."""
+        if self._honours_conditions():
+            return {"IfNoneMatch": "*"}
+        with contextlib.suppress(BlobNotFound):
+            self.size(key)
+            raise BlobExists(key)
+        return {}
+
+    def _honours_conditions(self) -> bool:
+        with self._trying:
+            if self._conditional is None:
+                self._conditional = self._try_condition()
+                if not self._conditional:
+                    log.warning(
+                        "The S3 store behind bucket %s ignores If-None-Match, so of two writers of one key at the "
+                        "same moment both may win. Checkpoints are safe: no two attempts write the same keys.",
+                        self._bucket,
+                    )
+            return self._conditional
+
+    def _try_condition(self) -> bool:
+        where = self._where(f"self-test/{secrets.token_hex(8)}")
+        self._client.put_object(**where, Body=b"")
+        try:
+            self._client.put_object(**where, Body=b"", IfNoneMatch="*")
+        except self._client.exceptions.ClientError as error:
+            if _code(error) in _TAKEN:
+                return True
+            if _code(error) in ("NotImplemented", "501"):
+                return False
+            raise
+        finally:
+            self._client.delete_object(**where)
+        return False
+
+    def _checksum(self, body: bytes) -> dict[str, str]:
+        if not self._checksums:
+            return {}
+        return {"ChecksumSHA256": base64.b64encode(hashlib.sha256(body).digest()).decode()}
 
     def _where(self, key: str) -> dict[str, str]:
         _check_key(key)
@@ -289,10 +484,10 @@ class S3Blobs(BlobStore):
         try:
             yield
         except self._client.exceptions.ClientError as error:
-            code = error.response["Error"]["Code"]
+            code = _code(error)
             if code in ("NoSuchKey", "404"):  # a HEAD has no body to say more than 404
                 raise BlobNotFound(key) from error
-            if code in ("PreconditionFailed", "412"):
+            if code in _TAKEN:
                 raise BlobExists(key) from error
             raise
 
@@ -302,12 +497,11 @@ def open_blobs(
     *,
     endpoint_url: str | None = None,
     region: str | None = None,
-    checksums: Literal["when_supported", "when_required"] = "when_supported",
+    checksums: Checksums = "when_supported",
 ) -> BlobStore:
     """The store a setting names: a path, `file:///path`, or `s3://bucket/prefix`.
 
-    Credentials come from boto3's usual chain. `when_required` is for S3 look-alikes that stumble over the CRC
-    checksums boto3 sends by default.
+    Credentials come from boto3's usual chain. `when_required` is for S3 look-alikes that stumble over checksums.
     """
     if "://" not in url:
         if not url:
@@ -317,31 +511,61 @@ def open_blobs(
     if parts.scheme == "file" and not parts.netloc and parts.path:
         return FolderBlobs(Path(unquote(parts.path)))
     if parts.scheme == "s3" and parts.netloc:
-        client = _s3_client(endpoint_url, region, checksums)
-        return S3Blobs(parts.netloc, parts.path.strip("/"), client=client)
+        client = s3_client(endpoint_url, region, checksums)
+        sent = checksums == "when_supported"
+        return S3Blobs(parts.netloc, parts.path.strip("/"), client=client, checksums=sent)
     raise ValueError(_accepted(url))
+
+
+def blobs_of(settings: Settings) -> BlobStore:
+    """The store that the settings name."""
+    return open_blobs(
+        settings.blobs,
+        endpoint_url=settings.s3_endpoint_url,
+        region=settings.s3_region,
+        checksums=settings.s3_checksums,
+    )
 
 
 def _accepted(url: str) -> str:
     return f"{url!r} names no blob store: use a path, file:///path or s3://bucket/prefix"
 
 
-def _s3_client(endpoint_url: str | None, region: str | None, checksums: str) -> Any:
+def s3_client(
+    endpoint_url: str | None, region: str | None, checksums: Checksums, *, attempts: int = 10
+) -> Any:
+    """A boto3 client that repeats what fails on the way or with 5xx, `attempts` times at most."""
     # Imported here, because it takes long to load and a folder needs none of it.
     import boto3
     from botocore.config import Config
 
     config = Config(
-        retries={"mode": "standard", "max_attempts": 5},
+        # botocore waits 50 ms and doubles that: ten attempts outlast about 13 seconds, its default less than one.
+        retries={"mode": "standard", "total_max_attempts": attempts},
         connect_timeout=5,
         read_timeout=60,
         request_checksum_calculation=checksums,
-        response_checksum_validation=checksums,
+        # Ours is over the whole blob and survives a download in pieces, which botocore's does not.
+        response_checksum_validation="when_required",
     )
     return boto3.client("s3", endpoint_url=endpoint_url, region_name=region, config=config)
 
 
 _PART_CHECKSUMS = {"ChecksumCRC32", "ChecksumCRC32C", "ChecksumCRC64NVME", "ChecksumSHA1", "ChecksumSHA256"}
+_TAKEN = ("PreconditionFailed", "412")  # the number where an answer has no body
+_ENDED = (*_TAKEN, "NoSuchUpload")
+_UNFINISHED = ".part-"
+
+
+def _code(error: Any) -> str:
+    return str(error.response["Error"]["Code"])
+
+
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Lists of `size` items and a last, shorter one."""
+    rest = iter(items)
+    while batch := list(itertools.islice(rest, size)):
+        yield batch
 
 
 class _Meter:
@@ -420,11 +644,20 @@ def _walk(folder: Path, stem: str) -> Iterator[str]:
             yield stem + name
 
 
+def _entry(path: Path, key: str) -> BlobEntry | None:
+    """None: it was removed after it was listed."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return BlobEntry(key, found.st_size, found.st_mtime)
+
+
 @contextmanager
 def _temporary(folder: Path) -> Iterator[Path]:
     """A fresh file in `folder`, gone at the end unless it was moved away."""
     _make_folder(folder)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=".part-")
+    handle, name = tempfile.mkstemp(dir=folder, prefix=_UNFINISHED)
     os.close(handle)
     try:
         yield Path(name)

@@ -7,7 +7,8 @@ ServiceError                    500 server_error
 ├── NotFound                    404
 │   ├── FileNotFound
 │   ├── JobNotFound
-│   └── ModelNotFound           lists what there is
+│   ├── ModelNotFound           lists what there is
+│   └── UploadNotFound
 └── PayloadTooLarge             413
 """
 
@@ -69,6 +70,11 @@ class ModelNotFound(NotFound):
     def __init__(self, model: str, available: Iterable[str]) -> None:
         names = ", ".join(sorted(available)) or "none"
         super().__init__(f"The model '{model}' does not exist. Available: {names}.", param="model")
+
+
+class UploadNotFound(NotFound):
+    def __init__(self, upload_id: str) -> None:
+        super().__init__(f"No such Upload object: {upload_id}", param="upload_id")
 
 
 class PayloadTooLarge(ServiceError):

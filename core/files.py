@@ -5,7 +5,8 @@ from sqlalchemy.orm import Session
 
 from core import pages
 from core.errors import FileNotFound, InvalidRequest
-from core.models import File, now
+from core.jobs import FINAL
+from core.models import File, Job, now
 from core.pages import Page
 
 FINE_TUNE, RESULTS = "fine-tune", "fine-tune-results"
@@ -51,6 +52,12 @@ def page(
 def delete(session: Session, project_id: str, file_id: str) -> None:
     """Gone for its owner at once; the reconciler removes row and blob when no unfinished job needs them."""
     get(session, project_id, file_id).deleted_at = now()
+
+
+def in_use() -> ColumnElement[bool]:
+    """True for a row of `files` that an unfinished job reads."""
+    reads = (Job.training_file == File.id) | (Job.validation_file == File.id)
+    return select(Job.seq).where(Job.status.not_in(FINAL), reads).exists()
 
 
 def _readable(project_id: str) -> ColumnElement[bool]:

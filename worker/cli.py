@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -15,7 +16,7 @@ import uvicorn
 
 from api.app import create_app
 from core import keys
-from core.blobs import BlobStore, open_blobs
+from core.blobs import BlobStore, blobs_of
 from core.db import Database, Send
 from core.migrate import upgrade
 from core.models import Organization, Project
@@ -24,6 +25,7 @@ from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
+from worker import retention
 from worker.app import WorkerService
 from worker.backends import open_backends
 from worker.inference import InferenceServer, own_address
@@ -42,6 +44,11 @@ def main() -> int:
     commands.add_parser("migrate", help="bring the database to this version, and make the first key")
     create_key = commands.add_parser("create-key", help="print a new API key of the default project")
     create_key.add_argument("--name", default="cli")
+    sweeping = commands.add_parser("sweep", help="delete blobs that nothing refers to (docs/storage.md)")
+    sweeping.add_argument(
+        "--older-than-hours", type=float, help="instead of REGRAFT_ORPHAN_HOURS; at least 1"
+    )
+    sweeping.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     args = parser.parse_args()
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -65,6 +72,11 @@ def main() -> int:
         serve_api(settings, *open_stores(settings), backends, send)
     elif args.command == "worker":
         work(settings, backends)
+    elif args.command == "sweep":
+        hours = settings.orphan_hours if args.older_than_hours is None else args.older_than_hours
+        if not hours >= 1:
+            parser.error("--older-than-hours must be at least 1: younger blobs may still get their row")
+        sweep(settings, hours, dry_run=args.dry_run)
     elif args.command == "create-key":
         print(new_key(settings, args.name))
     return 0
@@ -131,7 +143,7 @@ def inference(settings: Settings, backends: Backends) -> Iterator[None]:
 
 
 def open_stores(settings: Settings) -> tuple[Database, BlobStore]:
-    return Database(settings.database), open_blobs(settings.blobs, endpoint_url=settings.s3_endpoint_url)
+    return Database(settings.database), blobs_of(settings)
 
 
 def prepare(settings: Settings) -> None:
@@ -160,6 +172,25 @@ def new_key(settings: Settings, name: str) -> str:
             return keys.create_key(session, project, name)
     finally:
         database.close()
+
+
+def sweep(settings: Settings, hours: float, *, dry_run: bool) -> None:
+    """Print what was deleted, a key a line, and the sums last. Safe while the service runs."""
+    database, blobs = open_stores(settings)
+    older_than = time.time() - hours * retention.HOUR
+    count = size = 0
+    try:
+        unfinished = blobs.abort_stale_uploads(older_than, dry_run=dry_run)
+        for removed in retention.sweep(database, blobs, older_than=older_than, dry_run=dry_run):
+            for entry in removed:
+                print(f"{entry.key} {entry.size}")
+                count, size = count + 1, size + entry.size
+    finally:
+        database.close()
+    done = "Would remove" if dry_run else "Removed"
+    print(
+        f"{done} {count} blobs with {size} bytes that nothing refers to, and {unfinished} unfinished uploads."
+    )
 
 
 @contextmanager

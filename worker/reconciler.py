@@ -9,13 +9,14 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from core import jobs
+from core import files, jobs
 from core.blobs import BlobStore
 from core.db import Database, Send, db_now
 from core.jobs import FINAL
 from core.models import File, Job, StepMetric, now
 from core.settings import Settings
 from worker import results
+from worker.retention import Retention
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +48,17 @@ class Reconciler:
         self._seen: tuple[float, float] | None = None
         self._database_was_away = False
         self._broker_is_away = False
+        self.retention = Retention(settings, database, blobs, clock)
 
     @property
     def passes(self) -> list[Callable[[], None]]:
-        return [self.expired_leases, self.stale_wake_ups, self.missing_results, self.deleted_files]
+        return [
+            self.expired_leases,
+            self.stale_wake_ups,
+            self.missing_results,
+            *self.retention.passes,
+            self.deleted_files,
+        ]
 
     def run_once(self) -> None:
         """Every pass once. One that fails is logged and does not keep the others from their work."""
@@ -122,16 +130,9 @@ class Reconciler:
 
     def deleted_files(self) -> None:
         """Remove deleted files that no unfinished job reads any more: first the contents, then the row."""
-        in_use = (
-            select(Job.seq)
-            .where(
-                Job.status.not_in(FINAL), (Job.training_file == File.id) | (Job.validation_file == File.id)
-            )
-            .exists()
-        )
         gone = File.deleted_at.is_not(None) | (File.expires_at < now())
         with self.database.read() as session:
-            free = session.scalars(select(File).where(gone, ~in_use).limit(100)).all()
+            free = session.scalars(select(File).where(gone, ~files.in_use()).limit(100)).all()
         for file in free:
             self.blobs.delete(file.blob_key)
             with self.database.write() as session:

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from core import datasets, events, jobs, methods
-from core.blobs import BlobStore, open_blobs
+from core.blobs import BlobStore, blobs_of
 from core.db import Database
 from core.jobs import Claim, LeaseLost
 from core.methods import Hyperparameters, Resolved
@@ -374,7 +374,7 @@ def main() -> int:
 
     settings = Settings()
     database = Database(settings.database)
-    blobs = open_blobs(settings.blobs, endpoint_url=settings.s3_endpoint_url)
+    blobs = blobs_of(settings)
     claim = Claim(args.job_id, args.epoch, "run")
     try:
         with TemporaryDirectory(prefix="regraft-") as scratch:

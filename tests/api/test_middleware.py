@@ -1,4 +1,5 @@
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -31,7 +32,8 @@ def pieces_read(sent: list[dict[str, Any]], most_drained: int) -> int:
     async def send(message):
         read_before_answer.append(read)
 
-    app = BodyLimit(answer_at_once, most_bytes=10, streamed_path="/v1/files", most_drained=most_drained)
+    streamed = re.compile("/v1/files")
+    app = BodyLimit(answer_at_once, most_bytes=10, streamed=streamed, most_drained=most_drained)
     asyncio.run(app(SCOPE, receive, send))
     return read_before_answer[0]
 

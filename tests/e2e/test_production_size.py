@@ -1,19 +1,22 @@
 """The same code on PostgreSQL, Redis and S3: API and worker in processes of their own."""
 
+import hashlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 
-import boto3
 import pytest
 import regraft
 
+from core import orphans
+from core.blobs import S3Blobs
+from core.db import Database
 from tests.e2e.conftest import ROOT, Server, wait_until_ready
 from tests.e2e.test_openai_client import create, method, wait
-
-KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+from tests.servers import SeaweedFS
 
 
 @pytest.fixture(scope="module")
@@ -28,23 +31,23 @@ def redis_url(tmp_path_factory):
     server.shutdown(nosave=True)
 
 
-@pytest.fixture(scope="module")
-def s3_endpoint():
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    s3(endpoint).create_bucket(Bucket="regraft")
-    yield endpoint
-    server.stop()
+KEYS = {
+    "AWS_ACCESS_KEY_ID": SeaweedFS.access_key,
+    "AWS_SECRET_ACCESS_KEY": SeaweedFS.secret_key,
+    "REGRAFT_S3_REGION": "us-east-1",
+}
 
 
 @pytest.fixture(scope="module")
-def production(tmp_path_factory, tiny_model, postgres, redis_url, s3_endpoint):
+def database_url(postgres):
+    return postgres.new_database()
+
+
+@pytest.fixture(scope="module")
+def production(tmp_path_factory, tiny_model, database_url, redis_url, seaweed):
     """An API and a worker, started as an operator would."""
     folder = tmp_path_factory.mktemp("production")
+    seaweed.client.create_bucket(Bucket="regraft")
     registry = folder / "models.toml"
     registry.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
     with socket.socket() as probe:
@@ -55,10 +58,10 @@ def production(tmp_path_factory, tiny_model, postgres, redis_url, s3_endpoint):
         | KEYS
         | {
             "REGRAFT_DATA_DIR": str(folder),
-            "REGRAFT_DATABASE_URL": postgres.new_database(),
+            "REGRAFT_DATABASE_URL": database_url,
             "REGRAFT_BROKER_URL": redis_url,
             "REGRAFT_BLOB_URL": "s3://regraft/all",
-            "REGRAFT_S3_ENDPOINT_URL": s3_endpoint,
+            "REGRAFT_S3_ENDPOINT_URL": seaweed.endpoint,
             "REGRAFT_MODELS_FILE": str(registry),
             "REGRAFT_PORT": str(port),
             "REGRAFT_TORCH_THREADS": "1",
@@ -88,7 +91,7 @@ def production(tmp_path_factory, tiny_model, postgres, redis_url, s3_endpoint):
         assert process.wait(60) == 0, (folder / "worker.log").read_text()[-3000:]
 
 
-def test_a_job_runs_from_upload_to_model(production, s3_endpoint):
+def test_a_job_runs_from_upload_to_model(production, seaweed):
     server, _ = production
     client = server.client()
 
@@ -97,7 +100,7 @@ def test_a_job_runs_from_upload_to_model(production, s3_endpoint):
     assert job.status == "succeeded"
     assert client.files.content(job.result_files[0]).text.startswith("step,")
     assert [m["step"] for m in regraft.metrics(client, job.id)] == list(range(5))
-    keys = [o["Key"] for o in s3(s3_endpoint).list_objects_v2(Bucket="regraft")["Contents"]]
+    keys = [o["Key"] for o in seaweed.client.list_objects_v2(Bucket="regraft")["Contents"]]
     assert any(key.startswith("all/projects/") and key.endswith("adapter_model.safetensors") for key in keys)
 
 
@@ -109,11 +112,32 @@ def test_where_adapters_lie_is_not_told_to_tenants(production):
     assert all(c.adapter is None for c in client.fine_tuning.jobs.checkpoints.list(job.id))
 
 
-def s3(endpoint):
-    return boto3.client(
-        "s3",
-        endpoint_url=endpoint,
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
-        region_name="us-east-1",
+def test_a_file_in_parts_crosses_the_store_whole(production):
+    server, _ = production
+    client = server.client()
+    content = os.urandom(20 << 20)
+
+    upload = client.uploads.upload_file_chunked(
+        file=content,
+        filename="large.jsonl",
+        bytes=len(content),
+        mime_type="text/jsonl",
+        purpose="fine-tune",
+        part_size=9 << 20,
+        md5=hashlib.md5(content).hexdigest(),
     )
+
+    assert upload.status == "completed"
+    assert client.files.content(upload.file.id).read() == content
+
+
+def test_when_the_work_is_done_every_blob_has_a_row(production, database_url, seaweed):
+    """Of all that the tests above made, as if it were old, a sweep would remove nothing."""
+    database = Database(database_url)
+    store = S3Blobs("regraft", "all", client=seaweed.client)
+
+    orphaned = [batch for batch in orphans.find(database, store, older_than=time.time() + 60) if batch]
+    database.close()
+
+    assert orphaned == []
+    assert len(list(store.list("projects/"))) > 10

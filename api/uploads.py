@@ -1,0 +1,159 @@
+"""/v1/uploads: files too large for one request, in parts that may arrive in parallel."""
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Literal
+
+from anyio import to_thread
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from api.deps import CurrentProject, Parts, Service, Uow
+from api.files import ExpiresAfter, FileName, FileOut, last_segment
+from api.multipart import FormPart, at_most, form_of
+from api.wire import Body
+from core import uploads
+from core.errors import InvalidRequest
+from core.models import File, Upload, UploadPart
+
+log = logging.getLogger(__name__)
+
+router = APIRouter(prefix="/uploads", tags=["Uploads"])
+
+
+class UploadCreate(Body):
+    bytes: int = Field(ge=1)
+    filename: FileName
+    mime_type: str = Field(max_length=128, pattern=r"^[^\x00]*$")
+    purpose: Literal["fine-tune"]
+    expires_after: ExpiresAfter | None = None
+
+
+class UploadComplete(Body):
+    part_ids: Annotated[list[str], Field(min_length=1, max_length=uploads.MOST_PARTS)]
+    md5: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$")] | None = None
+
+
+class UploadOut(BaseModel):
+    id: str
+    object: Literal["upload"] = "upload"
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    status: Literal["pending", "completed", "cancelled", "expired"]
+    file: FileOut | None
+
+    @classmethod
+    def of(cls, upload: Upload, file: File | None = None) -> "UploadOut":
+        return cls(
+            id=upload.id,
+            bytes=upload.bytes,
+            created_at=upload.created_at,
+            expires_at=upload.expires_at,
+            filename=upload.filename,
+            purpose=upload.purpose,
+            status=upload.status,
+            file=FileOut.of(file) if file else None,
+        )
+
+
+class PartOut(BaseModel):
+    id: str
+    object: Literal["upload.part"] = "upload.part"
+    created_at: int
+    upload_id: str
+
+    @classmethod
+    def of(cls, part: UploadPart) -> "PartOut":
+        return cls(id=part.id, created_at=part.created_at, upload_id=part.upload_id)
+
+
+FORM = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string", "format": "binary"}},
+}
+
+
+@router.post("")
+def create_upload(body: UploadCreate, project: CurrentProject, service: Parts, uow: Uow) -> UploadOut:
+    """Announce a file that will arrive in parts. It has an hour."""
+    most = service.settings.max_multipart_bytes
+    if body.bytes > most:
+        message = f"An upload has at most {most} bytes, but this one was announced with {body.bytes}."
+        raise InvalidRequest(message, param="bytes", code="integer_above_max_value")
+    with uow() as work:
+        upload = uploads.create(
+            work.session,
+            project.id,
+            filename=last_segment(body.filename) or "upload",
+            purpose=body.purpose,
+            mime_type=body.mime_type,
+            size=body.bytes,
+            file_expires_after=body.expires_after.seconds if body.expires_after else None,
+        )
+    return UploadOut.of(upload)
+
+
+@router.post(
+    "/{upload_id}/parts",
+    openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": FORM}}}},
+)
+async def add_upload_part(
+    upload_id: str, request: Request, project: CurrentProject, service: Parts
+) -> PartOut:
+    """Add a part of at most 64 MB. Parts may be sent in any order and at the same time."""
+    add = partial(_add_part, service, project.id, upload_id, form_of(request))
+    return PartOut.of(await to_thread.run_sync(add, limiter=service.upload_threads))
+
+
+@router.post("/{upload_id}/complete")
+async def complete_upload(
+    upload_id: str, body: UploadComplete, project: CurrentProject, service: Parts
+) -> UploadOut:
+    """Put the parts together, in the order of `part_ids`, into a file."""
+    complete = partial(_complete, service, project.id, upload_id, body)
+    return await to_thread.run_sync(complete, limiter=service.upload_threads)
+
+
+@router.post("/{upload_id}/cancel")
+def cancel_upload(upload_id: str, project: CurrentProject, service: Parts, uow: Uow) -> UploadOut:
+    """Give the upload up. Its parts are deleted."""
+    with uow() as work:
+        upload = uploads.cancel(work.session, project.id, upload_id)
+    _discard_parts(service, upload_id)
+    return UploadOut.of(upload)
+
+
+def _add_part(service: Service, project_id: str, upload_id: str, form: Iterator[FormPart]) -> UploadPart:
+    with service.database.read() as session:  # before 64 MB arrive for nothing
+        uploads.check_open(uploads.get(session, project_id, upload_id))
+    for part in form:
+        if part.name != "data":
+            raise InvalidRequest(
+                f"Unknown parameter: '{part.name}'.", param=part.name, code="unknown_parameter"
+            )
+        chunks = at_most(uploads.MOST_PART_BYTES, part)
+        return uploads.add_part(service.database, service.blobs, project_id, upload_id, chunks)
+    raise InvalidRequest(
+        "Missing required parameter: 'data'.", param="data", code="missing_required_parameter"
+    )
+
+
+def _complete(service: Service, project_id: str, upload_id: str, body: UploadComplete) -> UploadOut:
+    upload, file = uploads.complete(
+        service.database, service.blobs, project_id, upload_id, part_ids=body.part_ids, md5=body.md5
+    )
+    _discard_parts(service, upload_id)
+    return UploadOut.of(upload, file)
+
+
+def _discard_parts(service: Service, upload_id: str) -> None:
+    try:
+        while uploads.discard_parts(service.database, service.blobs, upload_id=upload_id):
+            pass
+    except Exception:  # it is done, and says so; the reconciler tries again
+        log.exception("the parts of %s could not be deleted yet", upload_id)

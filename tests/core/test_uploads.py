@@ -1,0 +1,322 @@
+"""Files in parts: what is put together, who wins, and what a crash leaves."""
+
+import hashlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy import select, update
+
+from core import uploads
+from core.blobs import FolderBlobs
+from core.errors import InvalidRequest, UploadNotFound
+from core.models import File, Upload, UploadPart
+from tests import factories
+
+
+@pytest.fixture
+def blobs(tmp_path):
+    return FolderBlobs(tmp_path / "blobs")
+
+
+@pytest.fixture
+def house(database, blobs):
+    return House(database, blobs)
+
+
+class House:
+    def __init__(self, database, blobs):
+        self.database, self.blobs = database, blobs
+        with database.write() as session:
+            self.project = factories.project(session)
+
+    def begin(self, size, **fields):
+        with self.database.write() as session:
+            asked = {"filename": "a.jsonl", "purpose": "fine-tune", "mime_type": "text/jsonl"}
+            asked |= {"file_expires_after": None} | fields
+            return uploads.create(session, self.project.id, size=size, **asked).id
+
+    def add(self, upload_id, data):
+        return uploads.add_part(self.database, self.blobs, self.project.id, upload_id, [data]).id
+
+    def complete(self, upload_id, *part_ids, blobs=None, **more):
+        return uploads.complete(
+            self.database, blobs or self.blobs, self.project.id, upload_id, part_ids=part_ids, **more
+        )
+
+    def cancel(self, upload_id):
+        with self.database.write() as session:
+            return uploads.cancel(session, self.project.id, upload_id)
+
+    def change(self, upload_id, **values):
+        with self.database.write() as session:
+            session.execute(update(Upload).where(Upload.id == upload_id).values(**values))
+
+    def rows(self, table):
+        with self.database.read() as session:
+            return session.scalars(select(table)).all()
+
+    def keys(self, prefix="files"):
+        return list(self.blobs.list(f"projects/{self.project.id}/{prefix}/"))
+
+
+class Interrupting(FolderBlobs):
+    """Does something else in the middle of every put."""
+
+    def __init__(self, blobs, meanwhile):
+        self._objects, self._temp = blobs._objects, blobs._temp
+        self.meanwhile = meanwhile
+
+    def put_stream(self, key, chunks, *, if_absent=False):
+        info = super().put_stream(key, chunks, if_absent=if_absent)
+        self.meanwhile()
+        return info
+
+
+def test_the_parts_become_one_file_in_the_order_that_is_asked_for(house):
+    upload_id = house.begin(11)
+    world, hello = house.add(upload_id, b"world"), house.add(upload_id, b"hello ")
+
+    upload, file = house.complete(upload_id, hello, world)
+
+    assert (upload.status, upload.file_id) == ("completed", file.id)
+    assert house.blobs.read(file.blob_key) == b"hello world"
+    assert (file.bytes, file.sha256) == (11, hashlib.sha256(b"hello world").hexdigest())
+
+
+def test_a_part_that_was_sent_twice_may_be_left_out(house):
+    upload_id = house.begin(1)
+    first, _ = house.add(upload_id, b"a"), house.add(upload_id, b"a")
+
+    assert house.complete(upload_id, first)[1].bytes == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("twice", "is named twice"),
+        ("unknown", "has no part 'part_unknown'"),
+        ("another's", "has no part"),
+        ("short", "have 2 bytes, but the upload was announced with 4"),
+        ("md5", "not 00000000000000000000000000000000"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_and_can_be_put_right(house, name, message):
+    upload_id, other = house.begin(4), house.begin(2)
+    first, second, foreign = house.add(upload_id, b"ab"), house.add(upload_id, b"cd"), house.add(other, b"xy")
+    asked = {
+        "twice": [first, first],
+        "unknown": [first, "part_unknown"],
+        "another's": [first, foreign],
+        "short": [first],
+        "md5": [first, second],
+    }[name]
+
+    with pytest.raises(InvalidRequest, match=message):
+        house.complete(upload_id, *asked, md5="0" * 32 if name == "md5" else None)
+
+    assert house.keys() == []
+    right = hashlib.md5(b"abcd").hexdigest().upper()
+    assert house.complete(upload_id, first, second, md5=right)[0].status == "completed"
+
+
+def test_completing_twice_gives_the_same_file(house):
+    upload_id = house.begin(1)
+    part = house.add(upload_id, b"a")
+    _, file = house.complete(upload_id, part)
+    while uploads.discard_parts(house.database, house.blobs):
+        pass
+
+    assert house.complete(upload_id, part)[1].id == file.id
+    assert house.keys() == [file.blob_key]
+
+
+def test_of_many_who_complete_at_once_all_get_the_same_file(house):
+    upload_id = house.begin(1)
+    part = house.add(upload_id, b"a")
+    together = threading.Barrier(4)
+
+    def complete(_):
+        # All have read the parts before anybody is done.
+        return house.complete(upload_id, part, blobs=Interrupting(house.blobs, together.wait))[1].id
+
+    with ThreadPoolExecutor(4) as threads:
+        ids = set(threads.map(complete, range(4)))
+
+    [file] = house.rows(File)
+    assert ids == {file.id}
+    assert house.keys() == [file.blob_key]
+
+
+def test_who_is_late_because_the_parts_are_gone_gets_the_file_of_the_first(house):
+    upload_id = house.begin(1)
+    part = house.add(upload_id, b"a")
+
+    class Overtaken(FolderBlobs):
+        def open(self, key, **more):
+            house.complete(upload_id, part)
+            uploads.discard_parts(house.database, house.blobs)
+            return super().open(key, **more)
+
+    slow = Overtaken(house.blobs._objects.parent)
+    _, file = house.complete(upload_id, part, blobs=slow)
+
+    assert [file.id] == [one.id for one in house.rows(File)]
+
+
+@pytest.mark.parametrize("end", ["completed", "cancelled", "expired"])
+def test_an_upload_that_ended_takes_no_more_parts(house, end):
+    upload_id = house.begin(1)
+    part = house.add(upload_id, b"a")
+    finish(house, end, upload_id, part)
+
+    with pytest.raises(InvalidRequest, match=end) as refusal:
+        house.add(upload_id, b"b")
+
+    assert refusal.value.code == "invalid_upload_state"
+    assert len(house.keys("uploads")) == 1  # what was refused is not kept
+
+
+@pytest.mark.parametrize("end", ["cancelled", "expired"])
+def test_an_upload_that_ended_otherwise_cannot_be_completed(house, end):
+    upload_id = house.begin(1)
+    part = house.add(upload_id, b"a")
+    finish(house, end, upload_id, part)
+
+    with pytest.raises(InvalidRequest, match=end):
+        house.complete(upload_id, part)
+    assert house.keys() == []
+
+
+def finish(house, end, upload_id, part):
+    if end == "completed":
+        house.complete(upload_id, part)
+    elif end == "cancelled":
+        house.cancel(upload_id)
+    else:
+        house.change(upload_id, expires_at=int(time.time()))
+
+
+def test_an_upload_that_is_cancelled_while_a_part_arrives_does_not_get_it(house):
+    upload_id = house.begin(1)
+
+    def arriving():
+        yield b"a"
+        house.cancel(upload_id)
+
+    with pytest.raises(InvalidRequest, match="cancelled"):
+        uploads.add_part(house.database, house.blobs, house.project.id, upload_id, arriving())
+    assert (house.keys("uploads"), house.rows(UploadPart)) == ([], [])
+
+
+def test_an_upload_that_is_cancelled_while_it_is_put_together_makes_no_file(house):
+    upload_id = house.begin(1)
+    part = house.add(upload_id, b"a")
+
+    with pytest.raises(InvalidRequest, match="cancelled"):
+        house.complete(upload_id, part, blobs=Interrupting(house.blobs, lambda: house.cancel(upload_id)))
+    assert (house.keys(), house.rows(File)) == ([], [])
+
+
+def test_an_upload_does_not_expire_while_it_is_put_together(house):
+    upload_id = house.begin(1)
+    part = house.add(upload_id, b"a")
+    house.change(upload_id, expires_at=int(time.time()) + 5)
+    seen = []
+
+    def expire():
+        with house.database.write() as session:
+            seen.append(uploads.expire(session))
+            # It was given more than the five seconds that it had left.
+            seen.append(uploads.get(session, house.project.id, upload_id).expires_at > time.time() + 600)
+
+    house.complete(upload_id, part, blobs=Interrupting(house.blobs, expire))
+
+    assert seen == [0, True]
+
+
+def test_cancelling_twice_is_fine_and_cancelling_a_completed_one_is_not(house):
+    upload_id, done = house.begin(1), house.begin(1)
+    house.complete(done, house.add(done, b"a"))
+
+    assert [house.cancel(upload_id).status for _ in range(2)] == ["cancelled"] * 2
+    with pytest.raises(InvalidRequest, match="already completed"):
+        house.cancel(done)
+
+
+def test_a_crash_before_the_commit_leaves_the_upload_as_it_was(house):
+    upload_id = house.begin(1)
+    part = house.add(upload_id, b"a")
+
+    class Dies(BaseException):
+        pass
+
+    def die():
+        raise Dies
+
+    with pytest.raises(Dies):
+        house.complete(upload_id, part, blobs=Interrupting(house.blobs, die))
+
+    assert house.rows(File) == []
+    assert house.complete(upload_id, part)[1].bytes == 1
+
+
+def test_parts_go_when_the_upload_has_ended_and_not_before(house):
+    pending, ended = house.begin(1), house.begin(1)
+    house.add(pending, b"a"), house.add(ended, b"b")
+    house.cancel(ended)
+
+    assert uploads.discard_parts(house.database, house.blobs) == 1
+    assert uploads.discard_parts(house.database, house.blobs) == 0
+
+    [left] = house.rows(UploadPart)
+    assert (left.upload_id, house.keys("uploads")) == (pending, [left.blob_key])
+
+
+def test_only_late_uploads_expire(house):
+    late, early, done = house.begin(1), house.begin(1), house.begin(1)
+    house.complete(done, house.add(done, b"a"))
+    for upload_id in (late, done):
+        house.change(upload_id, expires_at=int(time.time()) - 1)
+
+    with house.database.write() as session:
+        assert uploads.expire(session) == 1
+
+    assert {row.id: row.status for row in house.rows(Upload)} == {
+        late: "expired",
+        early: "pending",
+        done: "completed",
+    }
+
+
+def test_an_upload_has_an_hour_and_its_file_the_time_that_was_asked_for(house):
+    upload_id = house.begin(1, file_expires_after=7200)
+
+    upload, file = house.complete(upload_id, house.add(upload_id, b"a"))
+
+    assert upload.created_at <= file.created_at <= file.expires_at - 7200
+    [row] = house.rows(Upload)
+    assert row.created_at + uploads.LIFETIME <= row.expires_at
+
+
+def test_there_is_an_end_to_parts_that_are_sent_again_and_again(house, monkeypatch):
+    monkeypatch.setattr(uploads, "MOST_PART_BYTES", 4)
+    upload_id = house.begin(4)
+    for _ in range(3):
+        house.add(upload_id, b"abcd")
+
+    with pytest.raises(InvalidRequest, match="announced with 4 bytes, and has received 12"):
+        house.add(upload_id, b"e")
+    monkeypatch.setattr(uploads, "MOST_PARTS", 3)
+    with pytest.raises(InvalidRequest, match="3 parts already"):
+        house.add(upload_id, b"e")
+
+
+def test_another_projects_upload_does_not_exist(house):
+    upload_id = house.begin(1)
+    with house.database.write() as session:
+        other = factories.project(session)
+
+    with house.database.read() as session, pytest.raises(UploadNotFound):
+        uploads.get(session, other.id, upload_id)
