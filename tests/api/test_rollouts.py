@@ -1,5 +1,6 @@
 import json
 
+from core import jobs
 from core.models import RolloutPage
 
 LINES = [{"output_text": "4", "score": 1.0}, {"output_text": "Zeile\u2028zwei", "score": None}]
@@ -38,3 +39,20 @@ def test_the_step_must_be_a_number_and_the_split_one_of_two(api, create_job):
     for params, param in (({}, "step"), ({"step": 2**31}, "step"), ({"step": 1, "split": "test"}, "split")):
         answer = api.get(url, params=params)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_the_attempts_at_a_job_say_when_from_where_and_how_they_ended(house, api, create_job):
+    job_id = create_job()["id"]
+    with house.database.write() as session:
+        jobs.claim_validation(session, owner="first", lease_seconds=60)
+        job = jobs.get(session, house.project.id, job_id)
+        jobs.validated(session, job)
+        claim = jobs.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
+        jobs.resumed_from(session, claim, 0)
+        jobs.crashed(session, job, reason="out of memory", max_failures=3)
+
+    attempts = api.get(f"/v1/regraft/jobs/{job_id}/attempts").json()["data"]
+
+    told = [(one["number"], one["kind"], one["outcome"], one["resumed_from_step"]) for one in attempts]
+    assert told == [(1, "validation", "validated", None), (2, "run", "crashed", 0)]
+    assert attempts[1]["reason"] == "out of memory"

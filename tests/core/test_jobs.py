@@ -708,3 +708,45 @@ def test_nobody_is_woken_for_work_that_is_taken_over_or_not_due(session, project
     factories.job(session, project, next_run_at=session.scalar(select(db_now())) + 60)
 
     assert jobs.to_wake(session, older_than=0) == []
+
+
+# Attempts
+
+
+def outcomes(session, job):
+    return [(one.kind, one.worker, one.outcome) for one in jobs.attempts(session, job.id)]
+
+
+def test_every_turn_at_a_job_is_an_attempt_with_an_outcome(session, project):
+    job = factories.job(session, project, status="validating_files", lease_owner=None, lease_expires_at=None)
+
+    jobs.claim_validation(session, owner="first", lease_seconds=60)
+    jobs.validated(session, job)
+    jobs.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
+    jobs.crashed(session, job, reason="out of memory", max_failures=3)
+    job.next_run_at = 0.0
+    jobs.claim(session, gpu_class="cpu", owner="third", lease_seconds=60)
+    jobs.release(session, job)
+    jobs.claim(session, gpu_class="cpu", owner="fourth", lease_seconds=60)
+    jobs.cancel(Work(session), job)
+
+    assert outcomes(session, job) == [
+        ("validation", "first", "validated"),
+        ("run", "second", "crashed"),
+        ("run", "third", "drained"),
+        ("run", "fourth", "cancelled"),
+    ]
+    assert all(one.started_at <= one.ended_at for one in jobs.attempts(session, job.id))
+    assert jobs.attempts(session, job.id)[1].reason == "out of memory"
+
+
+def test_a_validation_that_is_taken_over_ends_the_attempt_of_the_silent_one(session, project):
+    job = factories.job(session, project, status="validating_files", lease_owner=None, lease_expires_at=None)
+
+    jobs.claim_validation(session, owner="first", lease_seconds=-1)
+    jobs.claim_validation(session, owner="second", lease_seconds=60)
+
+    assert outcomes(session, job) == [
+        ("validation", "first", "expired"),
+        ("validation", "second", None),
+    ]

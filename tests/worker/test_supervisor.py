@@ -15,7 +15,7 @@ from core.db import Work
 from core.models import Job
 from core.settings import Settings
 from worker import process
-from worker.supervisor import Supervisor
+from worker.supervisor import Progress, Supervisor
 
 WAIT = (
     "import signal, sys; signal.signal(15, lambda *a: sys.exit(75)); print('up', flush=True); signal.pause()"
@@ -172,6 +172,33 @@ def test_a_child_that_does_not_drain_in_time_is_killed_and_its_job_waits(bench, 
 
     assert not alive(child.pids[0])
     assert (bench.job().status, bench.job().failures) == ("queued", 0)
+
+
+def test_a_run_that_gets_nowhere_is_killed_and_tried_again(bench, supervise):
+    supervisor, child = supervise("import signal; signal.pause()", hang_seconds=0.2)
+
+    assert supervisor.run_waiting() == 1
+
+    assert not alive(child.pids[0])
+    assert bench.job().failures == 1
+    assert "got nowhere for 0.2 s (REGRAFT_HANG_SECONDS)" in bench.events("warn")[-1]
+
+
+def test_progress_is_seen_by_our_own_clock_whatever_that_of_the_file_says(tmp_path):
+    now = [0.0]
+    file = tmp_path / "progress"
+    file.touch()
+    progress = Progress(file, lambda: now[0])
+
+    now[0] = 50.0
+    assert not progress.moved()
+    assert progress.still_for == 50.0
+    os.utime(file, (0, 0))  # half a century ago
+    assert progress.moved()
+    assert progress.still_for == 0.0
+    now[0] = 60.0
+    assert not progress.moved()
+    assert progress.still_for == 10.0
 
 
 def test_what_a_child_started_ends_with_it(bench, supervise, tmp_path):

@@ -1,0 +1,43 @@
+"""/v1/regraft/jobs/{id}/attempts: every worker's turn at a job."""
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from api.deps import CurrentProject, ReadSession
+from api.wire import Listing
+from core import jobs
+from core.models import Attempt
+
+router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
+
+
+class AttemptOut(BaseModel):
+    number: int
+    kind: str
+    started_at: float
+    ended_at: float | None
+    outcome: str | None  # null: it is under way
+    reason: str | None
+    resumed_from_step: (
+        int | None
+    )  # null: it did not get as far as looking for a checkpoint; 0: there was none
+
+    @classmethod
+    def of(cls, number: int, attempt: Attempt) -> "AttemptOut":
+        return cls(
+            number=number,
+            kind=attempt.kind,
+            started_at=attempt.started_at,
+            ended_at=attempt.ended_at,
+            outcome=attempt.outcome,
+            reason=attempt.reason,
+            resumed_from_step=attempt.resumed_from,
+        )
+
+
+@router.get("/{job_id}/attempts")
+def list_attempts(job_id: str, project: CurrentProject, session: ReadSession) -> Listing[AttemptOut]:
+    """When a job was worked on, from which checkpoint, and how each attempt ended; oldest first."""
+    job = jobs.get(session, project.id, job_id)
+    turns = jobs.attempts(session, job.id)
+    return Listing(data=[AttemptOut.of(number, one) for number, one in enumerate(turns, start=1)])
