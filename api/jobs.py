@@ -9,14 +9,15 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from api.deps import CurrentProject, Parts, ReadSession, Uow
+from api.deps import CurrentProject, Parts, ReadSession, Service, Uow
 from api.graders import refuse_unusable
 from api.wire import After, Body, EndedListing, Limit, Listing, Part, clamped, ends
-from core import events, files, jobs, tuned
+from core import budgets, events, files, jobs, tuned, usage
+from core.budgets import Price
 from core.errors import InvalidRequest
 from core.methods import NO_SAMPLER_OF_ITS_OWN, Hyperparameters
 from core.models import Checkpoint, Event, Job
-from core.registry import sampler_of
+from core.registry import BaseModelEntry, sampler_of
 from core.response_format import ResponseFormat
 from graders.spec import GIVE_STEPS, GraderSpec, dump, hide_secrets, parse_grader
 
@@ -64,6 +65,33 @@ class Method(Part):
     reinforcement: Reinforcement
 
 
+# A bound far from anybody's use, so that no sum of such numbers is infinite.
+Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+
+
+class Budget(Part):
+    """A cap on what a job may use: {"gpu_seconds"}, or {"amount", "currency"} at the service's price."""
+
+    gpu_seconds: Positive | None = None
+    amount: Positive | None = None
+    currency: Annotated[str, Field(max_length=3)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "Budget":
+        if (self.gpu_seconds is None) == (self.amount is None):
+            raise ValueError("give either gpu_seconds, or amount and currency")
+        if (self.amount is None) != (self.currency is None):
+            raise ValueError("amount and currency belong together")
+        return self
+
+    def stored(self, price: Price) -> dict[str, Any]:
+        return budgets.stored(self.model_dump(exclude_none=True), price)
+
+
+class BudgetChange(Body):
+    budget: Budget | None  # null removes it; left out would be a request that says nothing
+
+
 class JobCreate(Body):
     model: str
     training_file: str
@@ -74,6 +102,7 @@ class JobCreate(Body):
     seed: Annotated[int, Field(ge=0, le=2147483647)] | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     integrations: Unsupported = None
+    budget: Budget | None = None  # ours: extra_body={"budget": ...}
 
     @field_validator("validation_file")
     @classmethod
@@ -119,9 +148,13 @@ class JobOut(BaseModel):
     usage_metrics: dict[str, Any] | None
     shared_with_openai: Literal[False] = False
     eval_id: None = None
+    # Ours.
+    budget: dict[str, Any] | None
+    estimate: dict[str, Any] | None
 
     @classmethod
-    def of(cls, job: Job) -> "JobOut":
+    def of(cls, job: Job, price: Price) -> "JobOut":
+        """From the row alone: a list of a hundred jobs is one query."""
         asked = job.reinforcement
         shown = {
             "grader": hide_secrets(asked["grader"]),
@@ -149,7 +182,9 @@ class JobOut(BaseModel):
             integrations=[],
             metadata=job.metadata_,
             user_provided_suffix=job.suffix,
-            usage_metrics=job.usage,
+            usage_metrics=usage.shown(job, price),
+            budget=budgets.shown(job),
+            estimate=None if job.status in jobs.FINAL else usage.shown_estimate(job, price),
         )
 
 
@@ -200,12 +235,9 @@ class CheckpointOut(BaseModel):
 @router.post("")
 def create_job(body: JobCreate, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
     """Queue a reinforcement fine-tuning job."""
-    model = service.registry.get(body.model)
-    refuse_unusable(body.method.reinforcement.grader, service.backends, GRADER_PARAM)
-    advanced = body.method.reinforcement.hyperparameters.advanced
-    if advanced.off_policy_steps and sampler_of(model, service.settings.sampler) == "transformers":
-        where = "method.reinforcement.hyperparameters.advanced.off_policy_steps"
-        raise InvalidRequest(NO_SAMPLER_OF_ITS_OWN, param=where)
+    model = usable_model(body, service)
+    price = Price.of(service.settings)
+    budget = body.budget.stored(price) if body.budget else None
     with uow() as work:
         find = partial(files.get_dataset, work.session, project.id)
         job = jobs.create(
@@ -219,13 +251,19 @@ def create_job(body: JobCreate, project: CurrentProject, service: Parts, uow: Uo
             metadata=body.metadata,
             reinforcement=body.reinforcement(),
             gpu_class=model.gpu_class or service.settings.gpu_class,
+            budget=budget,
         )
-    return JobOut.of(job)
+    return JobOut.of(job, price)
 
 
 @router.get("")
 def list_jobs(
-    request: Request, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
+    request: Request,
+    project: CurrentProject,
+    session: ReadSession,
+    service: Parts,
+    after: After = None,
+    limit: Limit = 20,
 ) -> Listing[JobOut]:
     """List jobs, newest first; `metadata[k]=v` picks those that have it, `metadata=null` those with none."""
     query = request.query_params
@@ -237,40 +275,54 @@ def list_jobs(
         metadata={key[9:-1]: value for key, value in query.items() if re.fullmatch(r"metadata\[.+\]", key)},
         without_metadata=query.get("metadata") == "null",
     )
-    return Listing(data=[JobOut.of(job) for job in page.items], has_more=page.has_more)
+    price = Price.of(service.settings)
+    return Listing(data=[JobOut.of(job, price) for job in page.items], has_more=page.has_more)
 
 
 @router.get("/{job_id}")
-def retrieve_job(job_id: str, project: CurrentProject, session: ReadSession) -> JobOut:
+def retrieve_job(job_id: str, project: CurrentProject, session: ReadSession, service: Parts) -> JobOut:
     """Describe a job."""
-    return JobOut.of(jobs.get(session, project.id, job_id))
+    return JobOut.of(jobs.get(session, project.id, job_id), Price.of(service.settings))
 
 
 @router.post("/{job_id}/cancel")
-def cancel_job(job_id: str, project: CurrentProject, uow: Uow) -> JobOut:
+def cancel_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
     """Stop a job for good."""
     with uow() as work:
         job = jobs.get(work.session, project.id, job_id)
         jobs.cancel(work, job)
-    return JobOut.of(job)
+    return JobOut.of(job, Price.of(service.settings))
 
 
 @router.post("/{job_id}/pause")
-def pause_job(job_id: str, project: CurrentProject, uow: Uow) -> JobOut:
+def pause_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
     """Stop a job at its next checkpoint, to be resumed."""
     with uow() as work:
         job = jobs.get(work.session, project.id, job_id)
         jobs.pause(work, job)
-    return JobOut.of(job)
+    return JobOut.of(job, Price.of(service.settings))
 
 
 @router.post("/{job_id}/resume")
-def resume_job(job_id: str, project: CurrentProject, uow: Uow) -> JobOut:
+def resume_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
     """Go on with a paused job from its last checkpoint."""
     with uow() as work:
         job = jobs.get(work.session, project.id, job_id)
         jobs.resume(work, job)
-    return JobOut.of(job)
+    return JobOut.of(job, Price.of(service.settings))
+
+
+@router.post("/{job_id}/budget")
+def change_budget(
+    job_id: str, body: BudgetChange, project: CurrentProject, service: Parts, uow: Uow
+) -> JobOut:
+    """Give an unfinished job another cap, or none. A job that paused at its old one is resumed by `resume`."""
+    price = Price.of(service.settings)
+    budget = body.budget.stored(price) if body.budget else None
+    with uow() as work:
+        job = jobs.get(work.session, project.id, job_id)
+        jobs.set_budget(work, job, budget)
+    return JobOut.of(job, price)
 
 
 @router.get("/{job_id}/events")
@@ -300,6 +352,17 @@ def list_checkpoints(
     url = service.blobs.url if service.settings.embedded else lambda key: None
     data = [CheckpointOut.of(one, names.get(one.id), url(one.blob_prefix)) for one in page.items]
     return EndedListing(data=data, has_more=page.has_more, **ends(page))
+
+
+def usable_model(body: JobCreate, service: Service) -> BaseModelEntry:
+    """The model to train; refuses what this service cannot do with it."""
+    model = service.registry.get(body.model)
+    refuse_unusable(body.method.reinforcement.grader, service.backends, GRADER_PARAM)
+    advanced = body.method.reinforcement.hyperparameters.advanced
+    if advanced.off_policy_steps and sampler_of(model, service.settings.sampler) == "transformers":
+        where = "method.reinforcement.hyperparameters.advanced.off_policy_steps"
+        raise InvalidRequest(NO_SAMPLER_OF_ITS_OWN, param=where)
+    return model
 
 
 def shown_hyperparameters(asked: dict[str, Any], resolved: dict[str, Any] | None) -> dict[str, Any]:

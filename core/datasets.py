@@ -114,6 +114,11 @@ def read_rows(chunks: Iterable[bytes]) -> Iterator[Example | LineError]:
             yield from _row(number, line)
 
 
+def count_rows(chunks: Iterable[bytes]) -> int:
+    """How many lines are not blank; whether they are good rows is for `read_examples`. Holds one line at a time."""
+    return sum(line is None or bool(line.strip()) for _, line in _lines(chunks))
+
+
 class _Problems:
     """Keeps the first MAX_REPORTED errors and counts the lines of the others, however many there are."""
 

@@ -3,6 +3,7 @@
 ServiceError                    500 server_error
 ├── InvalidRequest              400 invalid_request_error; names the parameter
 │   └── InvalidJobState         400: the job is not in a state that allows this
+│       └── BudgetReached       400: it has used what it may
 ├── InvalidApiKey               401
 ├── NotFound                    404
 │   ├── FileNotFound
@@ -41,6 +42,13 @@ class InvalidRequest(ServiceError):
 class InvalidJobState(InvalidRequest):
     # 400, not 409: OpenAI's client retries a 409, and asking again cannot change the answer.
     code = "invalid_job_state"
+
+
+class BudgetReached(InvalidJobState):
+    code = "budget_reached"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="budget")
 
 
 class InvalidApiKey(ServiceError):

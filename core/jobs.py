@@ -20,7 +20,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, ScalarSelect, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
-from core import events, pages, queue
+from core import budgets, events, pages, queue, usage
 from core.db import Database, Work, db_now, json_text
 from core.errors import InvalidJobState, JobNotFound
 from core.models import Attempt, File, Job, Project, now
@@ -75,6 +75,7 @@ def create(
     metadata: dict[str, str] | None,
     reinforcement: dict[str, Any],
     gpu_class: str,
+    budget: dict[str, Any] | None = None,
 ) -> Job:
     """A new job with its first events; its files will be validated by whoever wakes up first."""
     job = Job(
@@ -88,6 +89,7 @@ def create(
         metadata_=metadata,
         reinforcement=reinforcement,
         gpu_class=gpu_class,
+        budget=budget,
         status="validating_files",
     )
     work.session.add(job)
@@ -156,9 +158,20 @@ def resume(work: Work, job: Job) -> None:
     _lock(work.session, job)
     if job.status != "paused":  # EDGES would let a running job be queued, too
         raise _refusal(job, "queued")
+    if job.budget is not None:
+        budgets.refuse_if_reached(job, usage.captured_gpu_seconds(work.session, job))
     _move(job, "queued")
     events.append(work.session, job.id, "Resuming fine-tuning job, moving job to queued state")
     work.wake(queue.RUN, queue.gpu_queue(job.gpu_class))
+
+
+def set_budget(work: Work, job: Job, budget: dict[str, Any] | None) -> None:
+    """Another cap (as `budgets.stored` makes it) or none, from the end of the present step on. Resumes nothing."""
+    _lock(work.session, job)
+    if job.status in FINAL:
+        raise _refusal(job, job.status)
+    job.budget = budget
+    events.append(work.session, job.id, budgets.changed(budget))
 
 
 # What workers do.
@@ -238,6 +251,16 @@ def resumed_from(session: Session, claim: Claim, step: int) -> None:
 def attempts(session: Session, job_id: str) -> Sequence[Attempt]:
     """Every worker's turn at the job, in order."""
     return session.scalars(select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch)).all()
+
+
+def pause_at_cap(session: Session, job: Job, message: str, data: dict[str, Any]) -> None:
+    """Have a running job pause at a checkpoint because it used what it may. Call it inside `fenced`.
+
+    Nothing happens to a job that is pausing already.
+    """
+    if job.status == "running":
+        _move(job, "pausing")
+        events.append(session, job.id, message, level="warn", data=data)
 
 
 # How a claim ends. Call these inside `fenced`.

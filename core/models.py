@@ -199,8 +199,10 @@ class Job(Table):
     fine_tuned_model: Mapped[str | None] = mapped_column(String(512), default=None)
     result_file: Mapped[str | None] = mapped_column(String(64), default=None)
     trained_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    # Sums over the recorded steps and, until the job ends, what its estimate is made of (core/usage.py).
     usage: Mapped[dict[str, Any] | None] = mapped_column(default=None)
-    # The cap after which the job pauses: {"gpu_seconds": 3600.0}. What counts against it are the recorded steps.
+    # The cap at which the job pauses (core/budgets.py): {"asked": as it was given, "gpu_seconds": 3600.0}. What counts
+    # against it are the recorded steps.
     budget: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
 
@@ -285,7 +287,7 @@ class Checkpoint(Table):
     step: Mapped[int] = mapped_column(Integer)
     epoch: Mapped[int] = mapped_column(Integer)
     blob_prefix: Mapped[str] = mapped_column(String(512))
-    # None: made for resuming only (no validation at this step), and replaced by the next one.
+    # None: not validated at this step. Made for resuming, and replaced by the next one unless a pause has named it.
     valid_reward: Mapped[float | None] = mapped_column(Double, default=None)
     metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)

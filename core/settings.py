@@ -72,6 +72,11 @@ class Settings(BaseSettings):
     # A micro-batch of training holds at most this many tokens (padding included).
     train_token_budget: int = Field(default=2048, ge=256)
 
+    # What a second of a GPU costs, and in which currency: without a price there are no costs to see and no budgets
+    # in money. An ISO 4217 code.
+    price_per_gpu_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$")
+
     @cached_property
     def database(self) -> str:
         """The SQLAlchemy URL; a plain postgresql:// gets the psycopg 3 driver we ship."""

@@ -29,12 +29,12 @@ def delete(session: Session, project_id: str, name: str) -> bool:
 
 
 def checkpoints(session: Session, job: Job, *, after: str | None = None, limit: int) -> Page[Checkpoint]:
-    """The kept ones, newest first: those that were validated, and the one that became the result.
+    """The kept ones, newest first: those that were validated, and those that have a name (the result, a pause's).
 
     The others are only there for resuming, and are replaced by the next one.
     """
-    result = select(TunedModel.checkpoint_id).where(TunedModel.name == job.fine_tuned_model)
-    kept = or_(Checkpoint.valid_reward.is_not(None), Checkpoint.id.in_(result))
+    named = select(TunedModel.checkpoint_id).where(TunedModel.job_id == job.id)
+    kept = or_(Checkpoint.valid_reward.is_not(None), Checkpoint.id.in_(named))
     statement = select(Checkpoint).where(Checkpoint.job_id == job.id, kept)
     return pages.newest_first(session, statement, Checkpoint, after=after, limit=limit)
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from sqlalchemy.orm import Session
 
 from core.jobs import HELD
-from core.models import File, Job, Organization, Project
+from core.models import File, Job, Organization, Project, StepMetric
 
 Row = TypeVar("Row")
 
@@ -47,6 +47,28 @@ def job(session: Session, project: Project, **fields: Any) -> Job:
         defaults |= {"epoch": 1, "lease_owner": "worker", "lease_expires_at": time.time() + 60}
     owner = {"project_id": project.id, "organization_id": project.organization_id}
     return _stored(session, Job(**owner | defaults | fields))
+
+
+def step(
+    session: Session,
+    job: Job,
+    number: int,
+    *,
+    seconds: float = 1.0,
+    eval: float = 0.0,
+    tokens: int = 8,
+    **more: Any,
+) -> StepMetric:
+    """A step that took `seconds`, `eval` of them for a validation, and sampled and learned from `tokens`."""
+    data = {
+        "step": number,
+        "sampled_tokens": tokens,
+        "trained_tokens": tokens,
+        "completion_tokens_mean": tokens / 8,
+        "timing": {"step": {"full_iteration": seconds, "eval": eval}},
+    }
+    row = StepMetric(job_id=job.id, step=number, epoch=job.epoch, data=data | more)
+    return session.merge(row)
 
 
 def _stored(session: Session, row: Row) -> Row:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from sqlalchemy import Select, delete, select
 from sqlalchemy.orm import Session
 
-from core import events, jobs
+from core import events, jobs, usage
 from core.blobs import BlobExists, BlobStore
 from core.db import Database
 from core.jobs import Claim
@@ -25,6 +25,8 @@ from worker.patience import Patience
 MANIFEST = "manifest.json"
 FORMAT = 1
 KEPT_BEST = 3
+# Marks, among its metrics, a checkpoint that somebody may be using since a pause.
+_FOR_PAUSE = "made_for_pause"
 
 
 class Savable(Protocol):
@@ -75,22 +77,34 @@ class Checkpoints:
             # A crash between step 0 and the first checkpoint leaves step 0 done; it stays.
             events.discard_steps_after(session, job.id, step)
             session.execute(delete(RolloutPage).where(RolloutPage.job_id == job.id, RolloutPage.step > step))
+            usage.recount(session, job)
         return step
 
     def save(
-        self, trainer: Savable, *, step: int, valid_reward: float | None, metrics: dict[str, Any]
+        self,
+        trainer: Savable,
+        *,
+        step: int,
+        valid_reward: float | None,
+        metrics: dict[str, Any],
+        for_pause: bool = False,
     ) -> None:
         """Store the trainer's state as the checkpoint of this step, and let go of those it replaces.
 
-        With a validation reward the checkpoint is a model of its own, `…:ckpt-step-N`; without one it serves
-        resuming only.
+        With a validation reward the checkpoint is a model of its own, `…:ckpt-step-N`, and so is the one that a
+        pause leaves behind; any other serves resuming only.
         """
-        released = self.patience(lambda: self._save(trainer, step, valid_reward, metrics))
+        released = self.patience(lambda: self._save(trainer, step, valid_reward, metrics, for_pause))
         for old in released:  # after the commit: a row must never point at what is gone
             self.patience(partial(self.blobs.delete_prefix, f"{old}/"))
 
     def _save(
-        self, trainer: Savable, step: int, valid_reward: float | None, metrics: dict[str, Any]
+        self,
+        trainer: Savable,
+        step: int,
+        valid_reward: float | None,
+        metrics: dict[str, Any],
+        for_pause: bool,
     ) -> list[str]:
         """Store it, unless that has been done; returns the prefixes of those that it replaces."""
         prefix = f"{job_prefix(self.job)}/attempts/{self.claim.epoch}/checkpoints/step-{step:06d}"
@@ -108,11 +122,11 @@ class Checkpoints:
                 epoch=self.claim.epoch,
                 blob_prefix=prefix,
                 valid_reward=valid_reward,
-                metrics=metrics,
+                metrics=metrics | ({_FOR_PAUSE: True} if for_pause else {}),
             )
             session.add(checkpoint)
             session.flush()
-            if valid_reward is not None:
+            if valid_reward is not None or for_pause:
                 name = f"{model_name(session, job)}:ckpt-step-{step}"
                 _publish(session, job, checkpoint, name)
                 events.append(session, job.id, f"Checkpoint created at step {step} with Snapshot ID: {name}")
@@ -194,12 +208,18 @@ def _of_job(job_id: str) -> Select[Checkpoint]:
 
 
 def _retire(session: Session, job: Job) -> list[str]:
-    """Delete the rows of checkpoints that are neither the newest nor among the best; return their prefixes."""
+    """Delete the rows of checkpoints that nobody needs any more; return their prefixes.
+
+    Kept are the newest, the best, and what pauses left behind until its name is deleted: a job that goes on must not
+    take away the model that was used while it paused.
+    """
     present: Sequence[Checkpoint] = session.scalars(_of_job(job.id)).all()
     newest = max(present, key=lambda one: one.step)
     measured = [one for one in present if one.valid_reward is not None]
     best = sorted(measured, key=lambda one: (-(one.valid_reward or 0.0), one.step))[:KEPT_BEST]
-    retired = [one for one in present if one is not newest and one not in best]
+    named = set(session.scalars(select(TunedModel.checkpoint_id).where(TunedModel.job_id == job.id)))
+    paused = [one for one in present if _FOR_PAUSE in one.metrics and one.id in named]
+    retired = [one for one in present if one is not newest and one not in best and one not in paused]
     for one in retired:
         session.execute(delete(TunedModel).where(TunedModel.checkpoint_id == one.id))
         session.delete(one)

@@ -1,7 +1,6 @@
 """What a run tells the world, in short transactions that a run which lost its job cannot make."""
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,9 +8,10 @@ from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
-from core import events, jobs
+from core import budgets, events, jobs, usage
 from core.blobs import BlobStore
 from core.db import Database
+from core.estimates import Ahead
 from core.jobs import Claim
 from core.methods import Resolved
 from core.models import Checkpoint, Job, RolloutPage, StepMetric
@@ -62,8 +62,8 @@ class Recorder:
 
         return self.patience(read)
 
-    def step(self, data: dict[str, Any], stored: Sequence[GradedStep], *, remaining_steps: int) -> bool:
-        """Record one finished step. Returns whether the user has asked the job to pause.
+    def step(self, data: dict[str, Any], stored: Sequence[GradedStep], *, ahead: Ahead) -> bool:
+        """Record one finished step. Returns whether the job is to pause: its user asked for it, or its budget does.
 
         Raises:
             LeaseLost: the job was cancelled or given to somebody else; nothing was recorded.
@@ -80,8 +80,11 @@ class Recorder:
                     session.merge(page)
                 events.record_step(session, self.claim, step, data)
                 events.append(session, job.id, metrics.message(data), type="metrics", data=data, step=step)
-                done = [row.data["timing"]["step"]["full_iteration"] for row in events.steps(session, job.id)]
-                job.estimated_finish = round(time.time() + remaining_steps * sum(done) / len(done))
+                usage.record(session, job, data, ahead)
+                spent = budgets.reached(job, job.gpu_seconds) if ahead.steps else None
+                if spent is not None:
+                    message = f"Pausing fine-tuning job at its budget: {spent.message}"
+                    jobs.pause_at_cap(session, job, message, spent.data)
             return job.status == "pausing"
 
         return self._write(write)

@@ -2,12 +2,11 @@
 
 import csv
 import io
-from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy.orm import Session
 
-from core import events
+from core import events, usage
 from core.blobs import BlobStore
 from core.db import Database
 from core.ids import new_id
@@ -94,24 +93,4 @@ def attach(session: Session, job: Job, file: File | None) -> None:
         return
     session.add(file)
     job.result_file = file.id
-    steps = [row.data for row in events.steps(session, job.id)]
-    job.trained_tokens = sum(step.get("trained_tokens", 0) for step in steps)
-    job.usage = {
-        "training_seconds": sum(step["timing"]["step"]["full_iteration"] for step in steps),
-        "sampled_tokens": sum(step.get("sampled_tokens", 0) for step in steps),
-        "trained_tokens": job.trained_tokens,
-        "model_grader_tokens": _judges_tokens(steps),
-    }
-
-
-def _judges_tokens(steps: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """What judges read and wrote over the whole job, by model."""
-    total: dict[str, dict[str, int]] = {}
-    for step in steps:
-        for model, counts in step.get("model_graders_token_usage", {}).items():
-            sums = total.setdefault(model, {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0})
-            for name, count in counts.items():
-                sums[name.split("_", 1)[1]] += (
-                    count  # train_prompt_tokens and eval_prompt_tokens are one here
-                )
-    return total
+    usage.settle(session, job)

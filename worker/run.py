@@ -19,6 +19,7 @@ from typing import Any
 from core import datasets, events, jobs, methods
 from core.blobs import BlobStore, blobs_of
 from core.db import Database
+from core.estimates import Ahead
 from core.jobs import Claim, LeaseLost
 from core.methods import Hyperparameters, Resolved
 from core.models import File, Job
@@ -80,8 +81,8 @@ class Run:
 
     async def train(self) -> Outcome:
         step = self.checkpoints.restore(self.trainer)
-        if step == 0 and not self.recorder.has_step(0):
-            await self.measure_base()
+        if step == 0 and not self.recorder.has_step(0) and await self.measure_base():
+            return Outcome.INTERRUPTED  # with nothing to checkpoint: it will start from the base again
         while step < self.settings.total_steps:
             step += 1
             ended = await self.step(step)
@@ -105,21 +106,22 @@ class Run:
         if early is not None and valid_P is None:
             valid_P = await self.validate(clock)
             data = self.measure(step, clock, groups_P, others_P, update, valid_P)
-        stop = self.record(data, groups_P, others_P, valid_P) or self.stop_requested()
+        pause = self.record(data, groups_P, others_P, valid_P, is_last=early is not None)
+        stop = pause or self.stop_requested()
         self.warn(step, groups_P)
         if valid_P is not None or stop:
             reward = metrics.mean_reward(valid_P) if valid_P is not None else None
-            self.checkpoints.save(self.trainer, step=step, valid_reward=reward, metrics=data)
+            self.checkpoints.save(self.trainer, step=step, valid_reward=reward, metrics=data, for_pause=pause)
         if early is not None:
             self.recorder.inform(early.message, {"step": step, **early.evidence})
             return Outcome.DONE
         return Outcome.INTERRUPTED if stop else None
 
-    async def measure_base(self) -> None:
-        """Step 0: how good the model is before it has learned anything."""
+    async def measure_base(self) -> bool:
+        """Step 0: how good the model is before it has learned anything. Returns whether the job is to pause."""
         clock = Clock()
         valid_P = await self.validate(clock)
-        self.record(self.measure(0, clock, [], [], None, valid_P), [], [], valid_P)
+        return self.record(self.measure(0, clock, [], [], None, valid_P), [], [], valid_P)
 
     async def validate(self, clock: Clock) -> list[Group]:
         await self.collector.sampler_is_free()
@@ -139,6 +141,12 @@ class Run:
 
     def is_measured(self, step: int) -> bool:
         return step % self.settings.eval_interval == 0 or step == self.settings.total_steps
+
+    def ahead(self, step: int) -> Ahead:
+        """What is left to do after this step."""
+        left = range(step + 1, self.settings.total_steps + 1)
+        validated = sum(map(self.is_measured, left))
+        return Ahead(len(left) - validated, validated, self.is_measured(step + 1))
 
     def measure(
         self,
@@ -167,11 +175,14 @@ class Run:
         train_P: Sequence[Group],
         others_P: Sequence[Group],
         valid_P: Sequence[Group] | None,
+        *,
+        is_last: bool = False,
     ) -> bool:
+        ahead = Ahead(0, 0, False) if is_last else self.ahead(data["step"])
         stored = [GradedStep("train", [*train_P, *others_P])] if train_P else []
         if valid_P is not None:
             stored.append(GradedStep("valid", valid_P))
-        return self.recorder.step(data, stored, remaining_steps=self.settings.total_steps - data["step"])
+        return self.recorder.step(data, stored, ahead=ahead)
 
     def warn(self, step: int, groups_P: Sequence[Group]) -> None:
         """Say at once what a user would otherwise find out after hours."""

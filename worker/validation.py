@@ -3,13 +3,16 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Any
 
-from core import datasets, events, jobs
+from core import datasets, estimates, events, jobs
 from core.blobs import BlobNotFound, BlobStore
 from core.datasets import Example, InvalidDataset
 from core.db import Database
 from core.jobs import Claim, LeaseLost
+from core.methods import Hyperparameters
 from core.models import File, Job
+from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends
 from graders.build import missing_item_paths
@@ -44,14 +47,14 @@ def validate_next(
     if claim is None:
         return None
     try:
-        return _validate(database, blobs, backends, claim)
+        return _validate(settings, database, blobs, backends, claim)
     except LeaseLost:
         log.info("%s was taken away while its files were validated", claim.job_id)
         return []
 
 
 def _validate(
-    database: Database, blobs: BlobStore, backends: Backends, claim: Claim
+    settings: Settings, database: Database, blobs: BlobStore, backends: Backends, claim: Claim
 ) -> list[tuple[str, str]]:
     with database.read() as session:
         job = session.query(Job).where(Job.id == claim.job_id).one()
@@ -60,7 +63,8 @@ def _validate(
         spec = parse_grader(job.reinforcement["grader"])
         backends.check(spec)  # the API did, but this machine may be configured differently
         rows = check_file(blobs, files.get(job.training_file), spec, "training_file", MAX_TRAINING_ROWS)
-        check_file(blobs, files.get(job.validation_file or ""), spec, "validation_file", MAX_VALIDATION_ROWS)
+        valid_file = files.get(job.validation_file or "")
+        valid_rows = check_file(blobs, valid_file, spec, "validation_file", MAX_VALIDATION_ROWS)
     except BadFile as bad:
         with jobs.fenced(database, claim) as (session, job):
             jobs.fail(session, job, code=f"invalid_{bad.param}", message=bad.message, param=bad.param)
@@ -72,11 +76,28 @@ def _validate(
         return []
     parse_json = job.reinforcement["response_format"] is not None
     doubt = asyncio.run(_doubt(backends, spec, rows[:DRY_RUN_ROWS], parse_json))
+    estimate = _estimate(settings, database, job, len(rows), len(valid_rows))
     with jobs.fenced(database, claim) as (session, job):
+        if estimate is not None:
+            job.usage = {"estimate": estimate}
         if doubt is not None:
             events.append(session, job.id, doubt, level="warn")
         wake = jobs.validated(session, job)
     return [wake]
+
+
+def _estimate(
+    settings: Settings, database: Database, job: Job, train_rows: int, valid_rows: int
+) -> dict[str, Any] | None:
+    """What the job will take, if others of its model have run here; the run's own steps will know better."""
+    entry = Registry.load(settings.models_file).models.get(job.model)
+    with database.read() as session:
+        past = estimates.history(session, model=job.model, gpu_class=job.gpu_class)
+    if entry is None or past is None:
+        return None
+    asked = Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
+    sizes = estimates.sizes(asked, rows=train_rows, context=entry.context)
+    return estimates.before_start(past, sizes, train_rows=train_rows, valid_rows=valid_rows)
 
 
 async def _doubt(

@@ -58,6 +58,8 @@ def test_a_new_job_has_every_key_of_openais(api, job_request):
         "usage_metrics": None,
         "shared_with_openai": False,
         "eval_id": None,
+        "budget": None,
+        "estimate": None,
     }
     assert job["id"].startswith("ftjob-")
 

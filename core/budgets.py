@@ -1,0 +1,134 @@
+"""A cap on what a job may use: seconds of its GPU, or money at the service's price for them.
+
+A job that reaches its cap pauses at a checkpoint. It is reached when the next step would pass it, by the mean of the
+last steps of its kind: a step cannot be paused half way, so waiting for the cap itself would always pass it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from core.errors import BudgetReached, InvalidRequest
+from core.models import Job
+from core.settings import Settings
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a GPU-second costs; None where the service has no price."""
+
+    per_gpu_second: float | None
+    currency: str
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Price":
+        return cls(settings.price_per_gpu_second, settings.currency)
+
+    def amount(self, gpu_seconds: float) -> dict[str, Any] | None:
+        """{"amount", "currency"} of so many GPU-seconds."""
+        if self.per_gpu_second is None:
+            return None
+        return {"amount": self._money(gpu_seconds, self.per_gpu_second), "currency": self.currency}
+
+    def range(self, gpu_seconds: Mapping[str, float]) -> dict[str, Any] | None:
+        """{"low", "expected", "high", "currency"} of such a range of GPU-seconds."""
+        price = self.per_gpu_second
+        if price is None:
+            return None
+        amounts = {name: self._money(seconds, price) for name, seconds in gpu_seconds.items()}
+        return amounts | {"currency": self.currency}
+
+    @staticmethod
+    def _money(gpu_seconds: float, price: float) -> float:
+        return round(gpu_seconds * price, 6)  # a step of a second may cost less than a cent
+
+
+def stored(asked: dict[str, Any], price: Price) -> dict[str, Any]:
+    """What Job.budget keeps: the cap as `asked` ({"gpu_seconds"} or {"amount", "currency"}), and in GPU-seconds.
+
+    The price of this moment decides; one that changes later does not move the cap.
+
+    Raises:
+        InvalidRequest: it is money, and the service has no price or another currency.
+    """
+    if "gpu_seconds" in asked:
+        return {"asked": asked, "gpu_seconds": float(asked["gpu_seconds"])}
+    if price.per_gpu_second is None:
+        raise InvalidRequest(
+            "'budget.amount' needs a price, and this service has none: whoever runs it can set "
+            "REGRAFT_PRICE_PER_GPU_SECOND. Give 'budget.gpu_seconds' instead.",
+            param="budget.amount",
+        )
+    if asked["currency"] != price.currency:
+        raise InvalidRequest(
+            f"'budget.currency' is {asked['currency']!r}, but this service counts in {price.currency!r} "
+            "(REGRAFT_CURRENCY).",
+            param="budget.currency",
+        )
+    gpu_seconds = asked["amount"] / price.per_gpu_second
+    if not math.isfinite(gpu_seconds):
+        raise InvalidRequest(
+            f"'budget.amount' is too large: at {price.per_gpu_second:g} {price.currency} a GPU-second it has no end.",
+            param="budget.amount",
+        )
+    return {"asked": asked, "gpu_seconds": gpu_seconds}
+
+
+def shown(job: Job) -> dict[str, Any] | None:
+    """What was asked, the cap, what is used and what remains, all in GPU-seconds; None without a cap."""
+    if job.budget is None:
+        return None
+    cap = job.budget["gpu_seconds"]
+    return job.budget | {
+        "used_gpu_seconds": job.gpu_seconds,
+        "remaining_gpu_seconds": max(0.0, cap - job.gpu_seconds),
+    }
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A cap that leaves no room for another step."""
+
+    message: str
+    data: dict[str, Any]
+
+
+def reached(job: Job, used: float) -> Reached | None:
+    """Why a job that used so many GPU-seconds may not do another step; None: it may."""
+    if job.budget is None:
+        return None
+    cap = job.budget["gpu_seconds"]
+    next_step = (job.usage or {}).get("next_step_gpu_seconds", 0.0)
+    if used < cap and used + next_step <= cap:
+        return None
+    message = f"{_number(used)} of {_words(job.budget)} are used"
+    if used < cap:
+        message += f", and the next step would take about {_number(next_step)} more"
+    data = {"used_gpu_seconds": used, "cap_gpu_seconds": cap, "next_step_gpu_seconds": next_step}
+    return Reached(message, data | {"asked": job.budget["asked"]})
+
+
+def refuse_if_reached(job: Job, used: float) -> None:
+    """BudgetReached if a job that used so many GPU-seconds would only be paused again."""
+    reason = reached(job, used)
+    if reason is not None:
+        raise BudgetReached(
+            f"The job is at its budget: {reason.message}. Raise or remove it first: "
+            f"POST /v1/fine_tuning/jobs/{job.id}/budget."
+        )
+
+
+def changed(budget: dict[str, Any] | None) -> str:
+    """The words of the event for a cap that was changed while the job is there."""
+    return "The budget was removed" if budget is None else f"The budget is now {_words(budget)}"
+
+
+def _words(budget: dict[str, Any]) -> str:
+    asked = budget["asked"]
+    money = f" ({asked['amount']:.15g} {asked['currency']})" if "amount" in asked else ""
+    return f"{_number(budget['gpu_seconds'])} GPU-seconds{money}"
+
+
+def _number(seconds: float) -> str:
+    return f"{seconds:.1f}".removesuffix(".0")

@@ -1,0 +1,147 @@
+"""What a job has used, summed on its row as its steps are recorded, and what its project used, day by day.
+
+A job counts the steps it still has: those that a resume throws away and does again count once. Its project counts
+every step that was really run.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import reduce
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from core import estimates, events
+from core.budgets import Price
+from core.estimates import Ahead, Pace, Range
+from core.models import Checkpoint, Job, ProjectUsage, StepMetric
+
+# A run has one GPU, its sampler included; on a CPU, the machine counts as one.
+GPUS_OF_A_RUN = 1
+SECONDS_A_DAY = 86400
+
+# What stands beside the sums in Job.usage and is nobody's usage.
+_BESIDE = frozenset({"pace", "estimate", "next_step_gpu_seconds"})
+
+
+def shown(job: Job, price: Price) -> dict[str, Any] | None:
+    """The sums as `usage_metrics` shows them, with their cost where there is a price; None before the first step."""
+    sums = _sums(job)
+    cost = price.amount(job.gpu_seconds) if sums else None
+    return sums | {"cost": cost} if sums and cost else sums
+
+
+def shown_estimate(job: Job, price: Price) -> dict[str, Any] | None:
+    """How much longer the job will take and what all of it will use, as ranges; None where nothing tells."""
+    estimate = (job.usage or {}).get("estimate")
+    return None if estimate is None else with_cost(estimate, job.gpu_seconds, price)
+
+
+def with_cost(estimate: dict[str, Any], used: float, price: Price) -> dict[str, Any]:
+    """An estimate of what remains, and what that comes to with the GPU-seconds that were used before."""
+    remaining: Range = estimate["remaining_seconds"]
+    in_all = {name: used + GPUS_OF_A_RUN * seconds for name, seconds in remaining.items()}
+    return estimate | {"total_gpu_seconds": in_all, "cost": price.range(in_all)}
+
+
+def record(session: Session, job: Job, step: dict[str, Any], ahead: Ahead) -> None:
+    """Count a step that was just recorded, with the estimate of what is `ahead` of it. Call it inside `fenced`."""
+    used = with_step(job.usage or {}, step)
+    pace = Pace(**used["pace"])
+    remaining = pace.remaining(ahead)
+    if remaining is not None:
+        used["estimate"] = {"remaining_seconds": remaining, "based_on": "this job's steps"}
+    elif "estimate" in used:
+        used["estimate"] = estimates.less(used["estimate"], step["timing"]["step"]["full_iteration"])
+    used["next_step_gpu_seconds"] = GPUS_OF_A_RUN * pace.next_step(ahead)
+    job.usage, job.gpu_seconds = used, used["gpu_seconds"]
+    job.estimated_finish = None
+    if "estimate" in used:
+        job.estimated_finish = round(time.time() + used["estimate"]["remaining_seconds"]["expected"])
+    add_usage(session, job.project_id, gpu_seconds=gpu_seconds(step), grader_tokens=_grader_tokens(step))
+
+
+def recount(session: Session, job: Job) -> None:
+    """Sum up the steps that the job has, after some were thrown away."""
+    kept = {name: job.usage[name] for name in _BESIDE - {"pace"} if job.usage and name in job.usage}
+    used = total([row.data for row in events.steps(session, job.id)])
+    job.usage = (kept | used) or None
+    job.gpu_seconds = used.get("gpu_seconds", 0.0)
+
+
+def settle(session: Session, job: Job) -> None:
+    """The sums that stay, of a job that ended."""
+    recount(session, job)
+    job.usage = _sums(job)
+    job.trained_tokens = (job.usage or {}).get("trained_tokens", 0)
+
+
+def total(steps: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The sums over some steps' metrics, in order; empty for none."""
+    return reduce(with_step, steps, {})
+
+
+def with_step(used: dict[str, Any], step: dict[str, Any]) -> dict[str, Any]:
+    """`used` and one more step, as a new value."""
+    return used | {
+        "training_seconds": used.get("training_seconds", 0.0) + step["timing"]["step"]["full_iteration"],
+        "gpu_seconds": used.get("gpu_seconds", 0.0) + gpu_seconds(step),
+        "sampled_tokens": used.get("sampled_tokens", 0) + step.get("sampled_tokens", 0),
+        "trained_tokens": used.get("trained_tokens", 0) + step.get("trained_tokens", 0),
+        "model_grader_tokens": _with_judges(used.get("model_grader_tokens", {}), step),
+        "pace": asdict(Pace(**used.get("pace", {})).after(step)),
+    }
+
+
+def gpu_seconds(step: dict[str, Any]) -> float:
+    seconds: float = step["timing"]["step"]["full_iteration"]
+    return GPUS_OF_A_RUN * seconds
+
+
+def captured_gpu_seconds(session: Session, job: Job) -> float:
+    """What the job will have used once it has resumed: its steps up to the newest checkpoint, the others are lost."""
+    newest = select(func.max(Checkpoint.step)).where(Checkpoint.job_id == job.id).scalar_subquery()
+    kept = (StepMetric.job_id == job.id) & (StepMetric.step <= func.coalesce(newest, 0))
+    return sum(gpu_seconds(step) for step in session.scalars(select(StepMetric.data).where(kept)))
+
+
+def add_usage(session: Session, project_id: str, *, gpu_seconds: float, grader_tokens: int) -> None:
+    """Add to what the project used today."""
+    day = int(time.time() // SECONDS_A_DAY)
+    values = {
+        "project_id": project_id,
+        "day": day,
+        "gpu_seconds": gpu_seconds,
+        "grader_tokens": grader_tokens,
+    }
+    # In one statement: two jobs of a project may both record the first step of the day.
+    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+    today = insert(ProjectUsage).values(values)
+    added = {
+        "gpu_seconds": ProjectUsage.gpu_seconds + today.excluded.gpu_seconds,
+        "grader_tokens": ProjectUsage.grader_tokens + today.excluded.grader_tokens,
+    }
+    session.execute(today.on_conflict_do_update(index_elements=["project_id", "day"], set_=added))
+
+
+def _sums(job: Job) -> dict[str, Any] | None:
+    return {name: value for name, value in (job.usage or {}).items() if name not in _BESIDE} or None
+
+
+def _with_judges(sums: dict[str, dict[str, int]], step: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """What judges read and wrote, by model; train_prompt_tokens and eval_prompt_tokens are one here."""
+    models = {model: dict(counts) for model, counts in sums.items()}
+    for model, counts in step.get("model_graders_token_usage", {}).items():
+        mine = models.setdefault(model, {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0})
+        for name, count in counts.items():
+            mine[name.split("_", 1)[1]] += count
+    return models
+
+
+def _grader_tokens(step: dict[str, Any]) -> int:
+    """Read and written; the cached ones are among those read."""
+    by_model = _with_judges({}, step).values()
+    return sum(counts["prompt_tokens"] + counts["completion_tokens"] for counts in by_model)

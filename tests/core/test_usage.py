@@ -1,0 +1,206 @@
+"""What a job and its project have used, and what a budget makes of it."""
+
+import pytest
+from sqlalchemy import select
+
+from core import budgets, jobs, usage
+from core.budgets import Price
+from core.db import Work
+from core.errors import BudgetReached, InvalidJobState, InvalidRequest
+from core.estimates import Ahead
+from core.models import Checkpoint, Event, ProjectUsage
+from tests import factories
+
+FREE, PAID = Price(None, "USD"), Price(0.01, "EUR")
+MANY = Ahead(plain=10, validated=0, next_is_validated=False)
+
+
+@pytest.fixture
+def session(database):
+    with database.write() as session:
+        yield session
+
+
+@pytest.fixture
+def job(session):
+    return factories.job(session, factories.project(session), status="running", started_at=1)
+
+
+def record(session, job, number, seconds=10.0, ahead=MANY, **more):
+    usage.record(session, job, factories.step(session, job, number, seconds=seconds, **more).data, ahead)
+
+
+class TestCounting:
+    def test_a_job_without_a_step_has_used_nothing_worth_showing(self, job):
+        assert usage.shown(job, PAID) is None
+        assert usage.shown_estimate(job, PAID) is None
+
+    def test_steps_are_summed_as_they_are_recorded(self, session, job):
+        judged = {"train_prompt_tokens": 5, "train_cached_tokens": 3, "train_completion_tokens": 1}
+        record(session, job, 1, tokens=40, model_graders_token_usage={"wise": judged})
+        record(session, job, 2, tokens=60, model_graders_token_usage={"wise": judged})
+
+        assert usage.shown(job, FREE) == {
+            "training_seconds": 20.0,
+            "gpu_seconds": 20.0,
+            "sampled_tokens": 100,
+            "trained_tokens": 100,
+            "model_grader_tokens": {
+                "wise": {"prompt_tokens": 10, "cached_tokens": 6, "completion_tokens": 2}
+            },
+        }
+        assert job.gpu_seconds == 20.0
+
+    def test_with_a_price_usage_and_estimate_have_a_cost(self, session, job):
+        record(session, job, 1)
+
+        assert usage.shown(job, PAID)["cost"] == {"amount": 0.1, "currency": "EUR"}
+        estimate = usage.shown_estimate(job, PAID)
+        assert estimate["remaining_seconds"] == {"low": 50.0, "expected": 100.0, "high": 150.0}
+        assert estimate["total_gpu_seconds"] == {"low": 60.0, "expected": 110.0, "high": 160.0}
+        assert estimate["cost"] == {"low": 0.6, "expected": 1.1, "high": 1.6, "currency": "EUR"}
+        assert usage.shown_estimate(job, FREE)["cost"] is None
+
+    def test_a_recount_is_what_was_counted_step_by_step(self, session, job):
+        for number in (1, 2, 3):
+            record(session, job, number, seconds=0.1 * number)
+        counted, seconds = job.usage, job.gpu_seconds
+
+        usage.recount(session, job)
+
+        assert (job.usage, job.gpu_seconds) == (counted, seconds)
+
+    def test_an_estimate_from_earlier_jobs_shrinks_by_the_first_validation(self, session, job):
+        job.usage = {"estimate": {"remaining_seconds": {"low": 5.0, "expected": 50.0, "high": 99.0}}}
+        record(session, job, 0, seconds=10.0)
+
+        estimate = usage.shown_estimate(job, FREE)
+        assert estimate["remaining_seconds"] == {"low": 0.0, "expected": 40.0, "high": 89.0}
+        assert estimate["total_gpu_seconds"]["expected"] == 50.0
+        assert job.estimated_finish is not None
+
+    def test_a_settled_job_keeps_its_sums_only(self, session, job):
+        record(session, job, 1, tokens=40)
+        usage.settle(session, job)
+
+        assert set(job.usage) == set(usage.shown(job, FREE))
+        assert job.trained_tokens == 40
+
+
+class TestOfAProject:
+    def test_it_adds_up_by_day(self, session, job):
+        for _ in range(2):
+            usage.add_usage(session, job.project_id, gpu_seconds=1.5, grader_tokens=7)
+
+        [row] = session.scalars(select(ProjectUsage)).all()
+        assert (row.project_id, row.gpu_seconds, row.grader_tokens) == (job.project_id, 3.0, 14)
+
+    def test_grader_tokens_are_those_read_and_written(self, session, job):
+        judged = {"train_prompt_tokens": 5, "train_cached_tokens": 3, "train_completion_tokens": 1}
+        record(session, job, 1, model_graders_token_usage={"wise": judged})
+
+        assert session.scalars(select(ProjectUsage.grader_tokens)).all() == [6]
+
+
+class TestCap:
+    def test_seconds_are_kept_as_they_are_and_money_is_turned_into_them(self):
+        assert budgets.stored({"gpu_seconds": 60.0}, FREE) == {
+            "asked": {"gpu_seconds": 60.0},
+            "gpu_seconds": 60.0,
+        }
+        money = {"amount": 12.5, "currency": "EUR"}
+        assert budgets.stored(money, PAID) == {"asked": money, "gpu_seconds": 1250.0}
+
+    def test_money_needs_a_price_and_its_currency(self):
+        with pytest.raises(InvalidRequest, match="REGRAFT_PRICE_PER_GPU_SECOND") as no_price:
+            budgets.stored({"amount": 1.0, "currency": "USD"}, FREE)
+        with pytest.raises(InvalidRequest, match="REGRAFT_CURRENCY") as other:
+            budgets.stored({"amount": 1.0, "currency": "USD"}, PAID)
+
+        assert (no_price.value.param, other.value.param) == ("budget.amount", "budget.currency")
+
+    def test_an_amount_without_end_is_refused(self):
+        with pytest.raises(InvalidRequest, match="too large"):
+            budgets.stored({"amount": 1e12, "currency": "EUR"}, Price(1e-300, "EUR"))
+
+    @pytest.mark.parametrize(
+        ("cap", "reached"), [(19.9, True), (20.0, True), (29.9, True), (30.0, False), (100.0, False)]
+    )
+    def test_it_is_reached_when_the_next_step_would_pass_it(self, session, job, cap, reached):
+        record(session, job, 1)
+        record(session, job, 2)
+        job.budget = budgets.stored({"gpu_seconds": cap}, FREE)
+
+        assert (budgets.reached(job, job.gpu_seconds) is not None) == reached
+
+    def test_without_a_cap_nothing_is_ever_reached(self, session, job):
+        record(session, job, 1, seconds=1e9)
+
+        assert budgets.reached(job, job.gpu_seconds) is None
+        assert budgets.shown(job) is None
+
+    def test_a_job_shows_what_it_may_what_it_has_used_and_what_remains(self, session, job):
+        record(session, job, 1)
+        job.budget = budgets.stored({"amount": 1.0, "currency": "EUR"}, PAID)
+
+        assert budgets.shown(job) == {
+            "asked": {"amount": 1.0, "currency": "EUR"},
+            "gpu_seconds": 100.0,
+            "used_gpu_seconds": 10.0,
+            "remaining_gpu_seconds": 90.0,
+        }
+
+
+class TestPausingAtTheCap:
+    def test_a_running_job_is_pausing_and_says_why_once(self, session, job):
+        for _ in range(2):
+            jobs.pause_at_cap(session, job, "enough", {"used": 1})
+
+        assert job.status == "pausing"
+        assert [(e.message, e.level, e.data) for e in session.scalars(select(Event))] == [
+            ("enough", "warn", {"used": 1})
+        ]
+
+    @pytest.fixture
+    def paused(self, session, job):
+        """At step 3 of 60 GPU-seconds, with a checkpoint, and no room for a fourth step."""
+        for number in (1, 2, 3):
+            record(session, job, number, seconds=18.0)
+        session.add(Checkpoint(job_id=job.id, step=3, epoch=1, blob_prefix="p"))
+        job.budget, job.status = budgets.stored({"gpu_seconds": 60.0}, FREE), "paused"
+        return job
+
+    def test_a_job_at_its_cap_is_not_resumed(self, session, paused):
+        with pytest.raises(BudgetReached, match="54 of 60 GPU-seconds are used") as refused:
+            jobs.resume(Work(session), paused)
+
+        assert refused.value.status_code == 400
+        assert f"/v1/fine_tuning/jobs/{paused.id}/budget" in refused.value.message
+        assert paused.status == "paused"
+
+    def test_with_a_higher_cap_or_none_it_is(self, session, paused):
+        jobs.set_budget(Work(session), paused, budgets.stored({"gpu_seconds": 90.0}, FREE))
+        jobs.resume(Work(session), paused)
+        assert paused.status == "queued"
+
+        jobs.set_budget(Work(session), paused, None)
+        assert list(session.scalars(select(Event.message))) == [
+            "The budget is now 90 GPU-seconds",
+            "Resuming fine-tuning job, moving job to queued state",
+            "The budget was removed",
+        ]
+
+    def test_steps_that_a_crash_lost_do_not_keep_it_from_going_on(self, session, paused):
+        """The step after the newest checkpoint will be done again, so it does not count twice."""
+        session.execute(Checkpoint.__table__.update().values(step=2))
+
+        jobs.resume(Work(session), paused)
+
+        assert paused.status == "queued"
+
+    @pytest.mark.parametrize("status", sorted(jobs.FINAL))
+    def test_a_job_that_ended_has_no_use_for_a_budget(self, session, job, status):
+        job.status = status
+
+        with pytest.raises(InvalidJobState, match="already"):
+            jobs.set_budget(Work(session), job, None)
