@@ -20,7 +20,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, ScalarSelect, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
-from core import events, pages, queue
+from core import events, pages, queue, webhooks
 from core.db import Database, Work, db_now, json_text
 from core.errors import InvalidJobState, JobNotFound
 from core.models import Attempt, File, Job, Project, now
@@ -158,6 +158,7 @@ def resume(work: Work, job: Job) -> None:
         raise _refusal(job, "queued")
     _move(job, "queued")
     events.append(work.session, job.id, "Resuming fine-tuning job, moving job to queued state")
+    webhooks.emit(job, webhooks.RESUMED)
     work.wake(queue.RUN, queue.gpu_queue(job.gpu_class))
 
 
@@ -398,6 +399,7 @@ def _move(job: Job, to: str) -> None:
         job.finished_at = now()
     if to == "queued":
         job.dispatched_at = 0.0  # nobody has been told of it yet
+    webhooks.status_changed(job)
 
 
 def _put_back(job: Job) -> None:

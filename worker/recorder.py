@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
-from core import events, jobs
+from core import events, jobs, webhooks
 from core.blobs import BlobStore
 from core.db import Database
 from core.jobs import Claim
@@ -82,6 +82,7 @@ class Recorder:
                 events.append(session, job.id, metrics.message(data), type="metrics", data=data, step=step)
                 done = [row.data["timing"]["step"]["full_iteration"] for row in events.steps(session, job.id)]
                 job.estimated_finish = round(time.time() + remaining_steps * sum(done) / len(done))
+                webhooks.emit_thresholds(job, data)
             return job.status == "pausing"
 
         return self._write(write)
