@@ -115,6 +115,8 @@ def _parsed(url: str) -> httpx.URL:
         raise Refused(f"it is no URL: {invalid}") from None
     if parsed.scheme not in ("https", "http") or not parsed.host:
         raise Refused("expected a URL that starts with https:// or http://")
+    if parsed.port is not None and not 0 < parsed.port < 65536:
+        raise Refused(f"it is no URL: there is no port {parsed.port}")
     if parsed.userinfo:
         raise Refused("it must not hold a user name or password; deliveries are signed")
     return parsed

@@ -159,10 +159,14 @@ def test_a_change_that_is_rolled_back_was_never_told_of(database):
         job = factories.job(session, project, status="running")
     claim = Claim(job.id, job.epoch, "worker")
 
-    with pytest.raises(RuntimeError), jobs.fenced(database, claim) as (session, held):
-        jobs.succeed(session, held, fine_tuned_model="ft:tiny")
-        assert len(deliveries(session)) == 1
-        raise RuntimeError("the blob store is gone")
+    def succeed_and_crash():
+        with jobs.fenced(database, claim) as (session, held):
+            jobs.succeed(session, held, fine_tuned_model="ft:tiny")
+            assert len(deliveries(session)) == 1
+            raise RuntimeError("the machine went away before the commit")
+
+    with pytest.raises(RuntimeError, match="went away"):
+        succeed_and_crash()
 
     with database.read() as session:
         assert deliveries(session) == []
