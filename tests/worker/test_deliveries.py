@@ -1,5 +1,7 @@
 """Getting webhooks to where they should go: retries, many workers, crashes, and giving up."""
 
+import asyncio
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -393,6 +395,42 @@ def test_a_database_that_is_away_for_a_moment_does_not_end_deliveries(database, 
         thread.join()
 
     assert len(receiver.received) == 1 and row(database).settled
+
+
+# Thresholds of a real run.
+
+
+def test_a_run_tells_of_each_threshold_once_though_it_repeats_the_step_that_reached_it(bench):
+    with bench.database.write() as session:
+        webhooks.create(
+            session,
+            bench.project,
+            name="hook",
+            url="https://hooks.example/",
+            event_types=[webhooks.THRESHOLD_REACHED, "fine_tuning.job.succeeded"],
+            thresholds={"share_of_steps": 0.3},
+        )
+    run = bench.run(n_epochs=2)
+    step = run.step
+
+    async def crash_at_four(number):
+        if number == 4:
+            raise RuntimeError("out of memory")
+        return await step(number)
+
+    run.step = crash_at_four
+    with pytest.raises(RuntimeError):
+        asyncio.run(run.train())
+    before = [json.loads(one.body)["data"] for one in rows(bench.database)]
+    bench.again()
+    resumed = bench.run(n_epochs=2)
+    asyncio.run(resumed.train())
+
+    repeated = [call.step for call in resumed.sampler.calls if call.group_size == 4]
+    assert before == [{"id": bench.claim.job_id, "threshold": "share_of_steps", "value": 0.375, "step": 3}]
+    assert 3 in repeated  # or this would prove nothing
+    told = [json.loads(one.body)["data"].get("threshold") for one in rows(bench.database)]
+    assert told == ["share_of_steps", None]
 
 
 # Forgetting.
