@@ -5,7 +5,19 @@ import re
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
-from api import attempts, errors, estimates, files, graders, health, jobs, models, rollouts, uploads
+from api import (
+    attempts,
+    errors,
+    estimates,
+    files,
+    graders,
+    health,
+    jobs,
+    models,
+    rollouts,
+    uploads,
+    webhooks,
+)
 from api.deps import Service
 from api.middleware import BodyLimit, RequestHeaders
 from api.wire import Error
@@ -42,7 +54,17 @@ def create_app(
     threads = CapacityLimiter(UPLOADS_AT_ONCE)
     app.state.service = Service(settings, database, blobs, registry, backends, send, threads)
     app.include_router(health.router)
-    for resource in (files, uploads, jobs, attempts, estimates, models, graders, rollouts):
+    for resource in (
+        files,
+        uploads,
+        jobs,
+        attempts,
+        estimates,
+        models,
+        graders,
+        rollouts,
+        webhooks,
+    ):
         app.include_router(resource.router, prefix="/v1")
     errors.add_handlers(app)
     app.add_middleware(

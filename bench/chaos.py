@@ -2,8 +2,9 @@
 
 First every job runs undisturbed. Then the same jobs again, and `--kills` times a run or a worker gets kill -9, in
 each phase equally often (validation, sampling, grading, update, checkpoint, upload). Then `--outages`: the broker
-restarts, and is gone for 60 s; the database is gone for 30 s; S3 answers 503 for 30 s and cuts uploads in half. At the end a sweep,
-and the count of what should not be: jobs lost, adapters that differ, steps told of twice, blobs without an owner.
+restarts, and is gone for 60 s; the database is gone for 30 s; S3 answers 503 for 30 s and cuts uploads in half. At
+the end a sweep, and the count of what should not be: jobs lost, adapters that differ, steps told of twice, blobs
+without an owner.
 
 The workers are regraft's own; only which phase a run is in, which decides when to kill it, is written down by a
 few wrappers (`--worker` and `--run` below).

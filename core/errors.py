@@ -9,7 +9,8 @@ ServiceError                    500 server_error
 │   ├── FileNotFound
 │   ├── JobNotFound
 │   ├── ModelNotFound           lists what there is
-│   └── UploadNotFound
+│   ├── UploadNotFound
+│   └── WebhookEndpointNotFound
 └── PayloadTooLarge             413
 """
 
@@ -83,6 +84,11 @@ class ModelNotFound(NotFound):
 class UploadNotFound(NotFound):
     def __init__(self, upload_id: str) -> None:
         super().__init__(f"No such Upload object: {upload_id}", param="upload_id")
+
+
+class WebhookEndpointNotFound(NotFound):
+    def __init__(self, endpoint_id: str) -> None:
+        super().__init__(f"No such webhook endpoint: {endpoint_id}", param="webhook_endpoint_id")
 
 
 class PayloadTooLarge(ServiceError):

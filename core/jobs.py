@@ -20,7 +20,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, ScalarSelect, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
-from core import budgets, events, pages, queue, usage
+from core import budgets, events, pages, queue, usage, webhooks
 from core.db import Database, Work, db_now, json_text
 from core.errors import InvalidJobState, JobNotFound
 from core.models import Attempt, File, Job, Project, now
@@ -162,6 +162,7 @@ def resume(work: Work, job: Job) -> None:
         budgets.refuse_if_reached(job, usage.captured_gpu_seconds(work.session, job))
     _move(job, "queued")
     events.append(work.session, job.id, "Resuming fine-tuning job, moving job to queued state")
+    webhooks.emit(job, webhooks.RESUMED)
     work.wake(queue.RUN, queue.gpu_queue(job.gpu_class))
 
 
@@ -421,6 +422,7 @@ def _move(job: Job, to: str) -> None:
         job.finished_at = now()
     if to == "queued":
         job.dispatched_at = 0.0  # nobody has been told of it yet
+    webhooks.status_changed(job)
 
 
 def _put_back(job: Job) -> None:

@@ -316,6 +316,8 @@ class WebhookEndpoint(Table):
     name: Mapped[str] = mapped_column(String(128))
     url: Mapped[str] = mapped_column(String(2048))
     event_types: Mapped[list[Any]]
+    # What fine_tuning.job.threshold_reached is sent for: {"full_valid_mean_reward": 0.8} (core/webhooks.py).
+    thresholds: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     # Not hashed: every delivery is signed with it.
     secret: Mapped[str] = mapped_column(String(128))
     old_secret: Mapped[str | None] = mapped_column(String(128), default=None)
@@ -332,6 +334,7 @@ class WebhookDelivery(Table):
     seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
     id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("wh_"))  # its webhook-id
     endpoint_id: Mapped[str] = mapped_column(String(64), index=True)
+    job_id: Mapped[str] = mapped_column(String(64))
     type: Mapped[str] = mapped_column(String(64))
     body: Mapped[str] = mapped_column(Text)  # the exact text that is signed and sent
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)

@@ -35,6 +35,10 @@ class Settings(BaseSettings):
     inference_url: str = ""
     inference_key: str = Field(default="", repr=False)
 
+    # Host names, comma separated, `*` for any run of characters: webhooks may go there although their addresses
+    # are private (docs/webhooks.md).
+    webhook_private_hosts: str = ""
+
     host: str = "127.0.0.1"
     port: int = 8000
     max_upload_bytes: int = 512 * 1024 * 1024
@@ -91,6 +95,10 @@ class Settings(BaseSettings):
     def model_cache(self) -> Path:
         """Where models that must be converted first (GGUF) are kept, so that it happens once."""
         return (self.data_dir / "models").resolve()
+
+    @cached_property
+    def private_hosts(self) -> tuple[str, ...]:
+        return tuple(name.strip().lower() for name in self.webhook_private_hosts.split(",") if name.strip())
 
     @cached_property
     def embedded(self) -> bool:

@@ -10,9 +10,11 @@ from collections.abc import Callable
 
 from core.blobs import BlobStore
 from core.db import Database, Send
+from core.outgoing import Outgoing
 from core.queue import DEFAULT_QUEUE, RUN, VALIDATE, gpu_queue, open_celery, sender
 from core.settings import Settings
 from graders.backends import Backends
+from worker.deliveries import Deliveries
 from worker.reconciler import Reconciler
 from worker.supervisor import Supervisor
 from worker.validation import validate_next
@@ -21,7 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkerService:
-    """Everything a machine that runs jobs does: tasks, supervisor, reconciler. `start` and `stop` are the whole use."""
+    """Everything a machine that runs jobs does: tasks, supervisor, reconciler, webhooks.
+
+    `start` and `stop` are the whole use.
+    """
 
     def __init__(self, settings: Settings, database: Database, blobs: BlobStore, backends: Backends) -> None:
         self.settings = settings
@@ -29,6 +34,7 @@ class WorkerService:
         self.send: Send = sender(self.celery)
         self.supervisor = Supervisor(settings, database, blobs)
         self.reconciler = Reconciler(settings, database, blobs, self.send)
+        self.deliveries = Deliveries(database, Outgoing(settings.private_hosts))
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._consumer = None
@@ -63,6 +69,7 @@ class WorkerService:
         )
         self._thread("celery", self._consume)
         self._thread("reconciler", lambda: self.reconciler.run_until(self._stopping))
+        self._thread("deliveries", lambda: self.deliveries.run_until(self._stopping))
         self.reconciler.run_once()
 
     def _consume(self) -> None:

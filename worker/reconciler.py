@@ -15,7 +15,7 @@ from core.db import Database, Send, db_now
 from core.jobs import FINAL
 from core.models import File, Job, StepMetric, now
 from core.settings import Settings
-from worker import results
+from worker import deliveries, results
 from worker.retention import Retention
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class Reconciler:
             self.missing_results,
             *self.retention.passes,
             self.deleted_files,
+            self.old_deliveries,
         ]
 
     def run_once(self) -> None:
@@ -137,3 +138,7 @@ class Reconciler:
             self.blobs.delete(file.blob_key)
             with self.database.write() as session:
                 session.delete(session.get_one(File, file.seq))
+
+    def old_deliveries(self) -> None:
+        """Webhooks that arrived, or were given up, a month ago."""
+        deliveries.remove_old(self.database)

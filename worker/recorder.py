@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
-from core import budgets, events, jobs, usage
+from core import budgets, events, jobs, usage, webhooks
 from core.blobs import BlobStore
 from core.db import Database
 from core.estimates import Ahead
@@ -81,6 +81,7 @@ class Recorder:
                 events.record_step(session, self.claim, step, data)
                 events.append(session, job.id, metrics.message(data), type="metrics", data=data, step=step)
                 usage.record(session, job, data, ahead)
+                webhooks.emit_thresholds(job, data)
                 spent = budgets.reached(job, job.gpu_seconds) if ahead.steps else None
                 if spent is not None:
                     message = f"Pausing fine-tuning job at its budget: {spent.message}"

@@ -1,0 +1,243 @@
+"""Where webhooks may go: to the public internet, wherever a name may point by now, and where the operator says."""
+
+import asyncio
+import datetime
+import socket
+import ssl
+import threading
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from core.outgoing import Outgoing, Refused, Unreachable
+from tests.hooks import Receiver
+
+
+def pointing_to(*addresses):
+    """A name server that gives these for every name."""
+    return lambda host: list(addresses)
+
+
+def post(outgoing, url, body=b"{}", **headers):
+    return asyncio.run(outgoing.post(url, body, headers))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "10.1.2.3",
+        "172.16.0.1",
+        "192.168.1.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "255.255.255.255",
+        "::1",
+        "::",
+        "fe80::1",
+        "fe80::1%eth0",
+        "fd00::1",
+        "ff02::1",
+        "::ffff:127.0.0.1",
+        "::ffff:169.254.169.254",
+        "2002:7f00:1::",
+        "64:ff9b::10.0.0.1",
+    ],
+)
+def test_a_name_with_an_address_that_is_not_public_is_refused(address):
+    for addresses in [(address,), ("8.8.8.8", address)]:
+        with pytest.raises(Refused, match="not on the public internet"):
+            Outgoing(resolve=pointing_to(*addresses)).check("https://hooks.example/x")
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"])
+def test_a_name_with_a_public_address_is_not(address):
+    Outgoing(resolve=pointing_to(address)).check("https://hooks.example/x")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://localhost/",
+        "http://127.1/",
+        "http://2130706433/",
+        "http://0x7f000001/",
+        "http://0177.0.0.1/",
+        "http://[::1]:8000/",
+        "http://[::ffff:7f00:1]/",
+    ],
+)
+def test_no_spelling_of_this_machine_gets_through(url):
+    with pytest.raises(Refused):
+        Outgoing().check(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("ftp://8.8.8.8/", "https://"),
+        ("8.8.8.8/hook", "https://"),
+        ("https:///hook", "https://"),
+        ("https://user:pass@8.8.8.8/", "password"),
+        ("https://8.8.8.8/a\nb", "no URL"),
+        ("https://8.8.8.8:99999/", "no URL"),
+        ("https://hooks.invalid/", "no address"),
+        (f"https://{'a' * 70}.example/", "no address|no URL"),
+    ],
+)
+def test_what_cannot_be_sent_to_is_refused_with_the_reason(url, why):
+    def resolve(host):
+        if host == "8.8.8.8":
+            return [host]
+        raise socket.gaierror("not known")
+
+    with pytest.raises(Refused, match=why):
+        Outgoing(resolve=resolve).check(url)
+
+
+def test_a_name_that_points_elsewhere_by_now_is_refused_when_it_is_used():
+    answers = [["8.8.8.8"], ["127.0.0.1"]]
+    with Receiver() as receiver:
+        outgoing = Outgoing(resolve=lambda host: answers.pop(0))
+        url = f"http://hooks.example:{receiver.port}/"
+        outgoing.check(url)
+
+        with pytest.raises(Refused):
+            post(outgoing, url)
+
+    assert receiver.received == []
+
+
+def test_the_connection_goes_to_the_address_that_was_checked():
+    asked = []
+
+    def resolve(host):
+        asked.append(host)
+        return ["127.0.0.1"]
+
+    with Receiver() as receiver:
+        outgoing = Outgoing(("hooks.internal",), resolve)
+        # Nobody but `resolve` knows this name: asking again would fail.
+        status = post(outgoing, f"http://hooks.internal:{receiver.port}/a?b=c")
+
+    [received] = receiver.received
+    assert (status, asked) == (200, ["hooks.internal"])
+    assert received.path == "/a?b=c"
+    assert received.headers["host"] == f"hooks.internal:{receiver.port}"
+
+
+def test_only_the_private_hosts_that_the_operator_names_are_let_through():
+    outgoing = Outgoing(("*.internal",), pointing_to("10.0.0.1"))
+
+    outgoing.check("http://hooks.internal/")
+    with pytest.raises(Refused):
+        outgoing.check("http://internal.example/")
+
+
+def test_the_next_address_is_tried_when_nobody_listens_at_the_first():
+    with Receiver() as receiver:
+        outgoing = Outgoing(("hooks.internal",), pointing_to("127.0.0.2", "127.0.0.1"))
+
+        assert post(outgoing, f"http://hooks.internal:{receiver.port}/") == 200
+
+
+def test_a_redirect_is_an_answer_and_is_not_followed():
+    with Receiver([302]) as receiver:
+        assert post(Outgoing(("127.0.0.1",)), receiver.url) == 302
+
+    assert [one.path for one in receiver.received] == ["/"]
+
+
+def test_nothing_but_what_it_was_given_is_sent_along(monkeypatch, tmp_path):
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+
+    with Receiver() as receiver:
+        post(Outgoing(("127.0.0.1",)), receiver.url, **{"webhook-id": "wh_1"})
+
+    [received] = receiver.received
+    assert "authorization" not in received.headers and "cookie" not in received.headers
+    assert received.headers["webhook-id"] == "wh_1"
+
+
+def test_who_does_not_answer_in_time_is_unreachable():
+    with Receiver([0]) as receiver, pytest.raises(Unreachable, match=r"no answer within 0\.2 seconds"):
+        post(Outgoing(("127.0.0.1",), timeout_s=0.2), receiver.url)
+
+    assert len(receiver.received) == 1
+
+
+def test_an_answer_that_trickles_in_does_not_take_longer_than_one_that_hangs():
+    done = threading.Event()
+
+    def trickle(listener):
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\n")
+            while not done.wait(0.02):
+                connection.sendall(b"x: y\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=trickle, args=[listener])
+        thread.start()
+        with pytest.raises(Unreachable, match="no answer within"):
+            post(Outgoing(("127.0.0.1",), timeout_s=0.3), f"http://127.0.0.1:{listener.getsockname()[1]}/")
+        done.set()
+        thread.join()
+
+
+def test_nobody_listening_is_unreachable():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+
+    with pytest.raises(Unreachable):
+        post(Outgoing(("127.0.0.1",)), url)
+
+
+@pytest.fixture
+def tls(tmp_path):
+    """A certificate for hooks.internal: the side that shows it, and the side that trusts it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "hooks.internal")])
+    today = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(today - datetime.timedelta(days=1))
+        .not_valid_after(today + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("hooks.internal")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    file = tmp_path / "hooks.pem"
+    file.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        + certificate.public_bytes(serialization.Encoding.PEM)
+    )
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(file)
+    return server, ssl.create_default_context(cafile=file)
+
+
+def test_https_asks_for_the_certificate_of_the_name_and_not_of_the_address(tls):
+    server, trusting = tls
+    with Receiver(tls=server) as receiver:
+        resolve = pointing_to("127.0.0.1")
+        outgoing = Outgoing(("*.internal",), resolve, lambda: trusting)
+
+        assert post(outgoing, f"https://hooks.internal:{receiver.port}/") == 200
+        with pytest.raises(Unreachable, match=r"(?i)certificate"):
+            post(outgoing, f"https://other.internal:{receiver.port}/")
+
+    assert len(receiver.received) == 1

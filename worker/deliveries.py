@@ -1,0 +1,187 @@
+"""Sends what core/webhooks.py has written down, until it arrives or 72 hours have passed.
+
+Any number of processes may do this at once. A delivery is taken by moving its next attempt beyond any time that
+this one can need, so a process that dies loses nothing: the next attempt is somebody else's, under the same id.
+"""
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, delete, select, update
+from sqlalchemy.orm import aliased
+
+from core import webhooks
+from core.db import Database, db_now
+from core.jobs import FINAL
+from core.models import Job, WebhookDelivery, WebhookEndpoint
+from core.outgoing import Outgoing, Refused, Unreachable
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 4
+POLL_SECONDS = 1.0
+# An attempt takes 10 seconds at most, and longer only where a name server does not answer.
+LEASE_SECONDS = 120.0
+FIRST_RETRY, LONGEST_RETRY = 5.0, 4 * 3600.0
+GIVE_UP_AFTER = 72 * 3600.0
+KEPT_SECONDS = 30 * 86400.0
+
+
+def back_off(attempts: int) -> float:
+    """Seconds to wait after that many failures: 5, 10, 20 and so on to four hours."""
+    return min(FIRST_RETRY * 2.0 ** min(attempts - 1, 20), LONGEST_RETRY)
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A delivery that is ours until `LEASE_SECONDS` after `at`. No endpoint: it was deleted."""
+
+    delivery: WebhookDelivery
+    endpoint: WebhookEndpoint | None
+    at: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The status of an answer, or why there is none."""
+
+    status: int | None = None
+    error: str | None = None
+
+    @property
+    def delivered(self) -> bool:
+        return self.status is not None and 200 <= self.status < 300
+
+
+class Deliveries:
+    """`clock` is Unix time, by default the database's, since many machines compare by it."""
+
+    def __init__(
+        self,
+        database: Database,
+        outgoing: Outgoing,
+        *,
+        clock: Callable[[], ColumnElement[float] | float] = db_now,
+        jitter: Callable[[], float] = lambda: random.uniform(0.75, 1.25),
+    ) -> None:
+        self.database = database
+        self.outgoing = outgoing
+        self.clock = clock
+        self.jitter = jitter
+
+    def run_until(self, stop: threading.Event) -> None:
+        """Send what is due, `AT_ONCE` at a time and one to an endpoint, so that one that hangs delays no other."""
+        busy: dict[Future[None], str] = {}
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="delivery") as pool:
+            while not stop.is_set():
+                try:
+                    while len(busy) < AT_ONCE and (claimed := self.claim(except_for=busy.values())):
+                        busy[pool.submit(self.deliver, claimed)] = claimed.delivery.endpoint_id
+                except Exception:
+                    log.exception("could not look for webhooks to deliver; trying again")
+                if not busy:
+                    stop.wait(POLL_SECONDS)
+                for done in wait(busy, POLL_SECONDS, FIRST_COMPLETED).done:
+                    del busy[done]
+                    if cause := done.exception():
+                        log.error("a webhook delivery failed; it is tried again", exc_info=cause)
+
+    def claim(self, *, except_for: Iterable[str] = ()) -> Claimed | None:
+        """Take the delivery that has been due for longest, passing over these endpoints. None: nothing is due."""
+        candidate = aliased(WebhookDelivery)
+        due = (
+            select(candidate.seq)
+            .where(
+                candidate.settled.is_(False),
+                candidate.next_attempt_at <= self.clock(),
+                candidate.endpoint_id.not_in(list(except_for)),
+            )
+            .order_by(candidate.next_attempt_at, candidate.seq)
+            .limit(1)
+        )
+        with self.database.read() as session:  # no write transaction, once a second, for nothing
+            if session.scalar(due) is None:
+                return None
+        take = (
+            update(WebhookDelivery)
+            .where(WebhookDelivery.seq == due.with_for_update(skip_locked=True).scalar_subquery())
+            .values(attempts=WebhookDelivery.attempts + 1, next_attempt_at=self.clock() + LEASE_SECONDS)
+            .returning(WebhookDelivery)
+            .execution_options(synchronize_session=False)
+        )
+        with self.database.write() as session:
+            delivery = session.scalar(take)
+            if delivery is None:
+                return None
+            of_it = WebhookEndpoint.id == delivery.endpoint_id
+            endpoint = session.scalar(select(WebhookEndpoint).where(of_it))
+        return Claimed(delivery, endpoint, delivery.next_attempt_at - LEASE_SECONDS)
+
+    def deliver(self, claimed: Claimed) -> None:
+        """One attempt, and what follows from it."""
+        self.settle(claimed, self.send(claimed))
+
+    def send(self, claimed: Claimed) -> Outcome:
+        """One attempt: the same body and id as ever, signed with the time of today."""
+        if claimed.endpoint is None:
+            return Outcome(error="the endpoint was deleted")
+        delivery = claimed.delivery
+        headers = webhooks.headers(claimed.endpoint, delivery.id, delivery.body, int(claimed.at))
+        try:
+            status = asyncio.run(self.outgoing.post(claimed.endpoint.url, delivery.body.encode(), headers))
+        except (Refused, Unreachable) as problem:
+            return Outcome(error=str(problem))
+        except Exception as surprise:  # without an outcome it would be tried for ever
+            log.exception("sending webhook %s failed", delivery.id)
+            return Outcome(error=repr(surprise))
+        return Outcome(status)
+
+    def settle(self, claimed: Claimed, outcome: Outcome) -> None:
+        """Done if it arrived; else the next attempt, the last one 72 hours after the event."""
+        delivery = claimed.delivery
+        error = outcome.error
+        if error is None and not outcome.delivered:
+            error = f"the endpoint answered {outcome.status}"
+        change = update(WebhookDelivery).where(WebhookDelivery.seq == delivery.seq)
+        change = change.values(last_status=outcome.status, last_error=error)
+        if outcome.delivered:
+            change = change.values(settled=True, delivered_at=int(claimed.at))
+        else:
+            # An attempt that took longer than its lease may find that another one has arrived meanwhile.
+            change = change.where(
+                WebhookDelivery.settled.is_(False), WebhookDelivery.attempts == delivery.attempts
+            )
+            end = delivery.created_at + GIVE_UP_AFTER
+            if claimed.endpoint is None or claimed.at >= end:
+                change = change.values(settled=True)
+                log.warning("gave up on webhook %s to %s: %s", delivery.id, delivery.endpoint_id, error)
+            else:
+                again = claimed.at + back_off(delivery.attempts) * self.jitter()
+                change = change.values(next_attempt_at=min(again, end))
+        with self.database.write() as session:
+            session.execute(change)
+
+
+def remove_old(database: Database, clock: Callable[[], ColumnElement[float] | float] = db_now) -> None:
+    """Forget what was settled 30 days ago, but not while its job is unfinished: a threshold is told of only once."""
+    finished = select(Job.seq).where(Job.id == WebhookDelivery.job_id, Job.status.in_(FINAL)).exists()
+    old = (
+        select(WebhookDelivery.seq)
+        .where(
+            WebhookDelivery.settled.is_(True),
+            WebhookDelivery.next_attempt_at < clock() - KEPT_SECONDS,  # the index knows this one
+            WebhookDelivery.created_at < clock() - KEPT_SECONDS,  # and deleted ones were never attempted
+            finished,
+        )
+        .limit(1000)
+    )
+    with database.read() as session:
+        seqs = session.scalars(old).all()
+    if seqs:
+        with database.write() as session:
+            session.execute(delete(WebhookDelivery).where(WebhookDelivery.seq.in_(seqs)))
