@@ -64,8 +64,19 @@ class SeaweedFS:
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._numbers = itertools.count()
         self._log = folder / "weed.log"
-        command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
-        command += [f"-s3.config={folder}/s3.json", "-volume.max=0", "-master.volumeSizeLimitMB=64"]
+        command = [
+            weed,
+            f"-logdir={folder}",
+            "server",
+            f"-dir={folder}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+        ]
+        command += ["-filer", "-s3", f"-s3.config={folder}/s3.json"]
+        # As many volumes as fit on the disk, and small ones: every bucket takes several.
+        command += ["-volume.max=0", "-master.volumeSizeLimitMB=64"]
+        # These would listen where they always do, and a second server would end at that; and one would call home.
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
         command += [f"-{name}={port}" for name, port in ports.items()]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)

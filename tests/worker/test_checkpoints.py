@@ -37,7 +37,7 @@ class Recording(FolderBlobs):
 @pytest.fixture
 def checkpoints(bench):
     blobs = Recording(bench.tmp_path / "blobs")
-    return Checkpoints(bench.database, blobs, bench.claim, bench.job(), bench.tmp_path)
+    return Checkpoints(bench.database, blobs, bench.claim, bench.job(), bench.tmp_path, bench.patience)
 
 
 def save(checkpoints, weights, step=2):

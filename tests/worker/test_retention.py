@@ -92,7 +92,7 @@ def add_file(bench, *, days_old, **columns):
 
 def reconcile(bench, **settings):
     Reconciler(
-        Settings(data_dir=bench.tmp_path, **settings), bench.database, bench.blobs, lambda *wake: None
+        Settings(data_dir=bench.tmp_path, **settings), bench.database, bench.blobs, lambda *wake: True
     ).run_once()
 
 
