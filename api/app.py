@@ -14,12 +14,14 @@ from api import (
     health,
     jobs,
     models,
+    organization,
     rollouts,
     uploads,
     webhooks,
 )
 from api.deps import Service
 from api.middleware import BodyLimit, RequestHeaders
+from api.rates import LocalRates, Rates
 from api.wire import Error
 from core.blobs import BlobStore
 from core.db import Database, Send
@@ -40,8 +42,12 @@ def create_app(
     registry: Registry,
     backends: Backends,
     send: Send,
+    rates: Rates | None = None,
 ) -> FastAPI:
-    """The application. It opens nothing and closes nothing: that is for whoever made its parts."""
+    """The application. It opens nothing and closes nothing: that is for whoever made its parts.
+
+    Without `rates`, requests are counted in this process.
+    """
     app = FastAPI(
         title="regraft",
         description="Reinforcement fine-tuning behind OpenAI's API.",
@@ -51,8 +57,8 @@ def create_app(
         # Takes the place of FastAPI's 422, which we never send.
         responses={"4XX": {"model": Error}},
     )
-    threads = CapacityLimiter(UPLOADS_AT_ONCE)
-    app.state.service = Service(settings, database, blobs, registry, backends, send, threads)
+    threads, rates = CapacityLimiter(UPLOADS_AT_ONCE), rates or LocalRates()
+    app.state.service = Service(settings, database, blobs, registry, backends, send, threads, rates)
     app.include_router(health.router)
     for resource in (
         files,
@@ -64,6 +70,7 @@ def create_app(
         graders,
         rollouts,
         webhooks,
+        organization,
     ):
         app.include_router(resource.router, prefix="/v1")
     errors.add_handlers(app)

@@ -1,5 +1,6 @@
 """What an endpoint can ask for: the parts of the service, whose request it is, and ways to the database."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -7,18 +8,23 @@ from functools import partial
 from typing import Annotated
 
 from anyio import CapacityLimiter
-from fastapi import Depends, Header, Request
+from fastapi import BackgroundTasks, Depends, Header, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy.orm import Session
 
-from core import keys
+from api.rates import Rates
+from core import keys, tenants
+from core.audit import Actor
 from core.blobs import BlobStore
 from core.db import Database, Send, Work, unit_of_work
-from core.errors import InvalidApiKey
-from core.models import Project
+from core.errors import InvalidApiKey, ProjectNotFound, RateLimited
+from core.keys import Scope
+from core.models import ApiKey, Project
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Service:
     send: Send
     # Uploads have threads of their own: slow clients must not take those that answer everybody else.
     upload_threads: CapacityLimiter
+    rates: Rates
 
 
 async def _service(request: Request) -> Service:
@@ -48,26 +55,29 @@ def _read_session(service: Parts) -> Iterator[Session]:
         yield session
 
 
-def _unit_of_work(service: Parts) -> Callable[[], AbstractContextManager[Work]]:
-    return partial(unit_of_work, service.database, service.send)
-
-
 # scope="function" ends a dependency before the answer is sent. The default ends it afterwards, where a slow
 # client keeps the connection busy, and where a commit that fails has already been answered with 200.
 ReadSession = Annotated[Session, Depends(_read_session, scope="function")]
-# For writing: `with uow() as work:` in the endpoint's body commits there.
-Uow = Annotated[Callable[[], AbstractContextManager[Work]], Depends(_unit_of_work, scope="function")]
 
 _bearer = HTTPBearer(auto_error=False, description="An API key of this service.")
 
 
-def _current_project(
+@dataclass(frozen=True)
+class Caller:
+    """Whose request it is."""
+
+    key: ApiKey
+    project: Project
+
+
+def _caller(
     request: Request,
     service: Parts,
+    background: BackgroundTasks,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
     organization: Annotated[str | None, Header(alias="OpenAI-Organization", include_in_schema=False)] = None,
     project: Annotated[str | None, Header(alias="OpenAI-Project", include_in_schema=False)] = None,
-) -> Project:
+) -> Caller:
     if credentials is None:
         raise InvalidApiKey(
             "You didn't provide an API key. You need to provide your API key in an Authorization header "
@@ -75,10 +85,7 @@ def _current_project(
         )
     # A session of its own: an upload holds its request open for minutes, and must not hold a connection.
     with service.database.read() as session:
-        found = keys.find_project(session, credentials.credentials)
-    if found is None:
-        hint = "You can get one from whoever runs this service."
-        raise InvalidApiKey(f"Incorrect API key provided: {_masked(credentials.credentials)}. {hint}")
+        key, found = keys.authenticate(session, credentials.credentials)
     if organization and organization != found.organization_id:
         message = "OpenAI-Organization header should match organization for API key."
         raise InvalidApiKey(message, code="mismatched_organization")
@@ -87,14 +94,75 @@ def _current_project(
             "OpenAI-Project header should match project for API key.", code="mismatched_project"
         )
     request.state.organization_id = found.organization_id  # for the openai-organization header
-    return found
+    _limit_rate(request, service, found)
+    if keys.use_is_news(key):
+        background.add_task(_note_use, service.database, key.id)  # when the answer is on its way
+    return Caller(key, found)
 
 
+def _limit_rate(request: Request, service: Service, project: Project) -> None:
+    per_minute = tenants.limits(project, service.settings.default_limits).requests_per_minute
+    if per_minute is None:
+        return
+    taken = service.rates.take(project.id, per_minute)
+    request.state.answer_headers = taken.headers()
+    if not taken.allowed:
+        raise RateLimited(per_minute=per_minute, retry_after=taken.retry_after)
+
+
+def _note_use(database: Database, key_id: str) -> None:
+    try:
+        with database.write() as session:
+            keys.note_use(session, key_id)
+    except Exception as cause:  # the request was answered; this is not worth an error of its own
+        log.warning("could not note the use of %s: %r", key_id, cause)
+
+
+CurrentCaller = Annotated[Caller, Depends(_caller)]
+
+
+def _needs(scope: Scope) -> Callable[[Caller], Project]:
+    def checked(caller: CurrentCaller) -> Project:
+        keys.require(caller.key, scope)
+        return caller.project
+
+    return checked
+
+
+def _current_project(request: Request, caller: CurrentCaller) -> Project:
+    keys.require(caller.key, "read" if request.method in ("GET", "HEAD") else "write")
+    return caller.project
+
+
+# The project of the request's key, which must have the scope that the request's method asks for.
 CurrentProject = Annotated[Project, Depends(_current_project)]
+# For a POST that changes and costs nothing.
+ReadProject = Annotated[Project, Depends(_needs("read"))]
+# For what only the administrator of a project may do.
+AdminProject = Annotated[Project, Depends(_needs("admin"))]
 
 
-def _masked(key: str) -> str:
-    """Enough to recognise one's own key, nothing to use: what is wrong here may be right elsewhere."""
-    if len(key) < 16:
-        return "*" * len(key)
-    return f"{key[:3]}{'*' * 8}{key[-4:]}"
+def _own_project(project_id: str, project: AdminProject) -> Project:
+    if project_id != project.id:
+        raise ProjectNotFound(project_id)
+    return project
+
+
+# The project that the path names as `project_id`, if it is the administrator's own.
+OwnProject = Annotated[Project, Depends(_own_project)]
+
+
+def _actor(request: Request, caller: CurrentCaller) -> Actor:
+    project = caller.project
+    return Actor(caller.key.id, project.organization_id, project.id, request.state.request_id)
+
+
+CurrentActor = Annotated[Actor, Depends(_actor)]
+
+
+def _unit_of_work(service: Parts, actor: CurrentActor) -> Callable[[], AbstractContextManager[Work]]:
+    return partial(unit_of_work, service.database, service.send, actor)
+
+
+# For writing, in the name of the request's key: `with uow() as work:` in the endpoint's body commits there.
+Uow = Annotated[Callable[[], AbstractContextManager[Work]], Depends(_unit_of_work, scope="function")]

@@ -32,8 +32,7 @@ def add_handlers(app: FastAPI) -> None:
 
 def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
-    headers = {"www-authenticate": "Bearer"} if error.status_code == 401 else None
-    return AsciiJSON(error.envelope(), status_code=error.status_code, headers=headers)
+    return AsciiJSON(error.envelope(), status_code=error.status_code, headers=dict(error.headers))
 
 
 def _invalid(request: Request, error: Exception) -> Response:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from api.deps import CurrentProject, Parts
+from api.deps import ReadProject, Parts
 from api.jobs import JobCreate, usable_model
 from core import datasets, estimates, files, usage
 from core.blobs import BlobNotFound, BlobStore
@@ -35,7 +35,7 @@ class EstimateOut(BaseModel):
 
 
 @router.post("")
-def estimate_job(body: JobCreate, project: CurrentProject, service: Parts) -> EstimateOut:
+def estimate_job(body: JobCreate, project: ReadProject, service: Parts) -> EstimateOut:
     """Estimate the job that this body would create. Nothing is created."""
     model = usable_model(body, service)
     price = Price.of(service.settings)

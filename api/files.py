@@ -1,7 +1,7 @@
 """/v1/files: uploads, streamed to the blob store while they arrive, and downloads."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -15,13 +15,18 @@ from api.deps import CurrentProject, Parts, ReadSession, Service, Uow
 from api.explain import explain
 from api.multipart import FormPart, at_most, form_of
 from api.wire import After, Deleted, EndedListing, Part, ends
-from core import files
+from core import files, tenants
 from core.blobs import BlobInfo, BlobNotFound
 from core.errors import FileNotFound, InvalidRequest
 from core.ids import new_id
+from core.limits import Limits
 from core.models import File, Project, now
 
 router = APIRouter(prefix="/files", tags=["Files"])
+
+
+# The other fields of the form, the lines between them and the headers of each: no more than this by any client.
+MOST_AROUND_A_FILE = 64 << 10
 
 
 class ExpiresAfter(Part):
@@ -81,9 +86,10 @@ FORM = {
 
 
 @router.post("", openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": FORM}}}})
-async def create_file(request: Request, project: CurrentProject, service: Parts) -> FileOut:
+async def create_file(request: Request, project: CurrentProject, service: Parts, uow: Uow) -> FileOut:
     """Upload a file."""
-    upload = partial(_upload, service, project, form_of(request))
+    declared = int(request.headers.get("content-length", "0"))
+    upload = partial(_upload, service, project, uow, declared, form_of(request))
     return FileOut.of(await to_thread.run_sync(upload, limiter=service.upload_threads))
 
 
@@ -115,7 +121,7 @@ def retrieve_file(file_id: str, project: CurrentProject, session: ReadSession) -
 def delete_file(file_id: str, project: CurrentProject, uow: Uow) -> Deleted:
     """Delete a file. A job that is already using it goes on."""
     with uow() as work:
-        files.delete(work.session, project.id, file_id)
+        files.delete(work, project.id, file_id)
     return Deleted(id=file_id, object="file")
 
 
@@ -137,12 +143,21 @@ def download_file(
     return StreamingResponse(chunks, media_type=media_type, headers=headers)
 
 
-def _upload(service: Service, project: Project, form: Iterator[FormPart]) -> File:
-    """Store the file first: fields may come after it. If then anything is wrong, remove it again."""
+def _upload(service: Service, project: Project, uow: Uow, declared: int, form: Iterator[FormPart]) -> File:
+    """Store the file first: fields may come after it. If then anything is wrong, remove it again.
+
+    `declared` is the length of the whole body, 0 if the client has not said.
+    """
+    limits = tenants.limits(project, service.settings.default_limits)
+    with service.database.read() as session:  # before any of it is stored
+        needed = max(1, declared - MOST_AROUND_A_FILE)
+        room = partial(
+            _room, service, project, limits, tenants.free_storage(session, project.id, limits, needed=needed)
+        )
     file_id = new_id("file-", 22)
     blob_key = f"projects/{project.id}/files/{file_id}"
     try:
-        sent, stored = _read(service, blob_key, form)
+        sent, stored = _read(service, blob_key, room, form)
         asked = _checked(sent)
         if stored is None or stored.size == 0:
             raise InvalidRequest("The file is empty.", param="file")
@@ -158,8 +173,9 @@ def _upload(service: Service, project: Project, form: Iterator[FormPart]) -> Fil
             created_at=created_at,
             expires_at=created_at + asked.expires_after.seconds if asked.expires_after else None,
         )
-        with service.database.write() as session:
-            session.add(file)
+        with uow() as work:
+            tenants.refuse_file_beyond(work.session, project.id, limits, file.bytes)
+            files.add(work, file)
     except BaseException:
         service.blobs.delete(blob_key)
         raise
@@ -167,7 +183,10 @@ def _upload(service: Service, project: Project, form: Iterator[FormPart]) -> Fil
 
 
 def _read(
-    service: Service, blob_key: str, form: Iterator[FormPart]
+    service: Service,
+    blob_key: str,
+    room: Callable[[Iterator[bytes]], Iterator[bytes]],
+    form: Iterator[FormPart],
 ) -> tuple[dict[str, Any], BlobInfo | None]:
     """The fields as one object, and what was stored of the file."""
     sent: dict[str, Any] = {}
@@ -180,7 +199,7 @@ def _read(
         else:
             sent["file"] = last_segment(part.filename or "") or "upload"
             most = service.settings.max_upload_bytes
-            stored = service.blobs.put_stream(blob_key, at_most(most, part))
+            stored = service.blobs.put_stream(blob_key, room(at_most(most, part)))
     return sent, stored
 
 
@@ -207,3 +226,16 @@ def _checked(sent: dict[str, Any]) -> FileCreate:
     except ValidationError as invalid:
         complaints = [error | {"loc": ("body", *error["loc"])} for error in invalid.errors()]
         raise explain(complaints, sent) from None
+
+
+def _room(
+    service: Service, project: Project, limits: Limits, free: int | None, chunks: Iterator[bytes]
+) -> Iterator[bytes]:
+    """The chunks, for as long as the project may store them; `free` bytes may be, for all we know."""
+    received = 0
+    for chunk in chunks:
+        received += len(chunk)
+        if free is not None and received > free:
+            with service.database.read() as session:
+                free = tenants.free_storage(session, project.id, limits, needed=received)
+        yield chunk

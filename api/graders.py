@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import BeforeValidator
 
-from api.deps import CurrentProject, Parts
+from api.deps import CurrentProject, Parts, ReadProject
 from api.wire import Body
 from core.errors import InvalidRequest
 from graders.backends import Backends
@@ -43,7 +43,7 @@ class GraderRun(Body):
 
 
 @router.post("/validate")
-def validate_grader(body: GraderValidate, project: CurrentProject, service: Parts) -> dict[str, Any]:
+def validate_grader(body: GraderValidate, project: ReadProject, service: Parts) -> dict[str, Any]:
     """Check a grader without running it; the answer has it as a job would keep it."""
     refuse_unusable(body.grader, service.backends)
     return {"grader": dump(body.grader, masked=True)}

@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
+from sqlalchemy.orm import Session
 
 from api.deps import CurrentProject, Parts, ReadSession, Service, Uow
 from api.graders import refuse_unusable
 from api.wire import After, Body, EndedListing, Limit, Listing, Part, clamped, ends
-from core import budgets, events, files, jobs, tuned, usage
+from core import budgets, events, files, jobs, tenants, tuned, usage, waiting
 from core.budgets import Price
 from core.errors import InvalidRequest
 from core.methods import NO_SAMPLER_OF_ITS_OWN, Hyperparameters
@@ -123,6 +124,13 @@ class JobCreate(Body):
         }
 
 
+class QueueOut(BaseModel):
+    """Where a waiting job stands in its line, from 1, and what it waits for."""
+
+    position: int
+    reason: str
+
+
 class JobOut(BaseModel):
     """Every key of OpenAI's job, always; null where there is nothing to say."""
 
@@ -146,6 +154,7 @@ class JobOut(BaseModel):
     metadata: dict[str, str] | None
     user_provided_suffix: str | None
     usage_metrics: dict[str, Any] | None
+    queue: QueueOut | None  # null: the job does not wait
     shared_with_openai: Literal[False] = False
     eval_id: None = None
     # Ours.
@@ -153,8 +162,8 @@ class JobOut(BaseModel):
     estimate: dict[str, Any] | None
 
     @classmethod
-    def of(cls, job: Job, price: Price) -> "JobOut":
-        """From the row alone: a list of a hundred jobs is one query."""
+    def of(cls, job: Job, price: Price, place: waiting.Place | None) -> "JobOut":
+        """From the row and its place in the queue alone: `shown` knows those of a hundred jobs by one query."""
         asked = job.reinforcement
         shown = {
             "grader": hide_secrets(asked["grader"]),
@@ -183,6 +192,7 @@ class JobOut(BaseModel):
             metadata=job.metadata_,
             user_provided_suffix=job.suffix,
             usage_metrics=usage.shown(job, price),
+            queue=None if place is None else QueueOut(position=place.position, reason=place.reason),
             budget=budgets.shown(job),
             estimate=None if job.status in jobs.FINAL else usage.shown_estimate(job, price),
         )
@@ -232,6 +242,13 @@ class CheckpointOut(BaseModel):
         )
 
 
+def shown(session: Session, service: Service, *some: Job) -> list[JobOut]:
+    """The jobs as their project sees them now; one query for all of them."""
+    places = waiting.places(session, some, service.settings.default_limits)
+    price = Price.of(service.settings)
+    return [JobOut.of(job, price, places.get(job.id)) for job in some]
+
+
 @router.post("")
 def create_job(body: JobCreate, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
     """Queue a reinforcement fine-tuning job."""
@@ -253,7 +270,9 @@ def create_job(body: JobCreate, project: CurrentProject, service: Parts, uow: Uo
             gpu_class=model.gpu_class or service.settings.gpu_class,
             budget=budget,
         )
-    return JobOut.of(job, price)
+        limits = tenants.limits(project, service.settings.default_limits)
+        tenants.refuse_job_beyond(work.session, project.id, limits)
+        return shown(work.session, service, job)[0]
 
 
 @router.get("")
@@ -275,14 +294,13 @@ def list_jobs(
         metadata={key[9:-1]: value for key, value in query.items() if re.fullmatch(r"metadata\[.+\]", key)},
         without_metadata=query.get("metadata") == "null",
     )
-    price = Price.of(service.settings)
-    return Listing(data=[JobOut.of(job, price) for job in page.items], has_more=page.has_more)
+    return Listing(data=shown(session, service, *page.items), has_more=page.has_more)
 
 
 @router.get("/{job_id}")
 def retrieve_job(job_id: str, project: CurrentProject, session: ReadSession, service: Parts) -> JobOut:
     """Describe a job."""
-    return JobOut.of(jobs.get(session, project.id, job_id), Price.of(service.settings))
+    return shown(session, service, jobs.get(session, project.id, job_id))[0]
 
 
 @router.post("/{job_id}/cancel")
@@ -291,7 +309,7 @@ def cancel_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -
     with uow() as work:
         job = jobs.get(work.session, project.id, job_id)
         jobs.cancel(work, job)
-    return JobOut.of(job, Price.of(service.settings))
+        return shown(work.session, service, job)[0]
 
 
 @router.post("/{job_id}/pause")
@@ -300,7 +318,7 @@ def pause_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) ->
     with uow() as work:
         job = jobs.get(work.session, project.id, job_id)
         jobs.pause(work, job)
-    return JobOut.of(job, Price.of(service.settings))
+        return shown(work.session, service, job)[0]
 
 
 @router.post("/{job_id}/resume")
@@ -309,7 +327,9 @@ def resume_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -
     with uow() as work:
         job = jobs.get(work.session, project.id, job_id)
         jobs.resume(work, job)
-    return JobOut.of(job, Price.of(service.settings))
+        limits = tenants.limits(project, service.settings.default_limits)
+        tenants.refuse_job_beyond(work.session, project.id, limits)
+        return shown(work.session, service, job)[0]
 
 
 @router.post("/{job_id}/budget")
@@ -317,12 +337,11 @@ def change_budget(
     job_id: str, body: BudgetChange, project: CurrentProject, service: Parts, uow: Uow
 ) -> JobOut:
     """Give an unfinished job another cap, or none. A job that paused at its old one is resumed by `resume`."""
-    price = Price.of(service.settings)
-    budget = body.budget.stored(price) if body.budget else None
+    budget = body.budget.stored(Price.of(service.settings)) if body.budget else None
     with uow() as work:
         job = jobs.get(work.session, project.id, job_id)
         jobs.set_budget(work, job, budget)
-    return JobOut.of(job, price)
+        return shown(work.session, service, job)[0]
 
 
 @router.get("/{job_id}/events")

@@ -33,6 +33,7 @@ class RequestHeaders:
         started = time.perf_counter()
         request_id = _request_id(Headers(scope=scope))
         state = scope.setdefault("state", {})
+        state["request_id"] = request_id
         answering = False
 
         async def send_with_headers(message: Message) -> None:
@@ -45,6 +46,7 @@ class RequestHeaders:
                 headers["openai-version"] = "2020-10-01"
                 if organization_id := state.get("organization_id"):
                     headers["openai-organization"] = organization_id
+                headers.update(state.get("answer_headers", {}))
             await send(message)
 
         try:

@@ -67,7 +67,7 @@ def delete_model(model: str, project: CurrentProject, service: Parts, uow: Uow) 
     if model in service.registry.models:
         raise InvalidRequest(f"'{model}' is a base model; only tuned models can be deleted.", param="model")
     with uow() as work:
-        if not tuned.delete(work.session, project.id, model):
+        if not tuned.delete(work, project.id, model):
             made = [other.name for other in tuned.models(work.session, project.id)]
             raise ModelNotFound(model, made)
     return Deleted(id=model, object="model")

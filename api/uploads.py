@@ -9,13 +9,14 @@ from anyio import to_thread
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from api.deps import CurrentProject, Parts, Service, Uow
+from api.deps import CurrentActor, CurrentProject, Parts, Service, Uow
 from api.files import ExpiresAfter, FileName, FileOut, last_segment
 from api.multipart import FormPart, at_most, form_of
 from api.wire import Body
-from core import uploads
+from core import tenants, uploads
+from core.audit import Actor
 from core.errors import InvalidRequest
-from core.models import File, Upload, UploadPart
+from core.models import File, Project, Upload, UploadPart
 
 log = logging.getLogger(__name__)
 
@@ -87,13 +88,14 @@ def create_upload(body: UploadCreate, project: CurrentProject, service: Parts, u
         raise InvalidRequest(message, param="bytes", code="integer_above_max_value")
     with uow() as work:
         upload = uploads.create(
-            work.session,
+            work,
             project.id,
             filename=last_segment(body.filename) or "upload",
             purpose=body.purpose,
             mime_type=body.mime_type,
             size=body.bytes,
             file_expires_after=body.expires_after.seconds if body.expires_after else None,
+            limits=tenants.limits(project, service.settings.default_limits),
         )
     return UploadOut.of(upload)
 
@@ -112,10 +114,10 @@ async def add_upload_part(
 
 @router.post("/{upload_id}/complete")
 async def complete_upload(
-    upload_id: str, body: UploadComplete, project: CurrentProject, service: Parts
+    upload_id: str, body: UploadComplete, project: CurrentProject, actor: CurrentActor, service: Parts
 ) -> UploadOut:
     """Put the parts together, in the order of `part_ids`, into a file."""
-    complete = partial(_complete, service, project.id, upload_id, body)
+    complete = partial(_complete, service, project, actor, upload_id, body)
     return await to_thread.run_sync(complete, limiter=service.upload_threads)
 
 
@@ -123,7 +125,7 @@ async def complete_upload(
 def cancel_upload(upload_id: str, project: CurrentProject, service: Parts, uow: Uow) -> UploadOut:
     """Give the upload up. Its parts are deleted."""
     with uow() as work:
-        upload = uploads.cancel(work.session, project.id, upload_id)
+        upload = uploads.cancel(work, project.id, upload_id)
     _discard_parts(service, upload_id)
     return UploadOut.of(upload)
 
@@ -143,9 +145,18 @@ def _add_part(service: Service, project_id: str, upload_id: str, form: Iterator[
     )
 
 
-def _complete(service: Service, project_id: str, upload_id: str, body: UploadComplete) -> UploadOut:
+def _complete(
+    service: Service, project: Project, actor: Actor, upload_id: str, body: UploadComplete
+) -> UploadOut:
     upload, file = uploads.complete(
-        service.database, service.blobs, project_id, upload_id, part_ids=body.part_ids, md5=body.md5
+        service.database,
+        service.blobs,
+        project.id,
+        upload_id,
+        part_ids=body.part_ids,
+        md5=body.md5,
+        actor=actor,
+        limits=tenants.limits(project, service.settings.default_limits),
     )
     _discard_parts(service, upload_id)
     return UploadOut.of(upload, file)

@@ -143,6 +143,8 @@ def create_webhook_endpoint(
             event_types=body.event_types,
             thresholds=body.thresholds.given() if body.thresholds else None,
         )
+        about = {"name": endpoint.name, "event_types": endpoint.event_types}
+        work.record("webhook_endpoint.created", endpoint.id, about)
     return WebhookEndpointWithSecret.of(endpoint)
 
 
@@ -174,6 +176,8 @@ def update_webhook_endpoint(
     with uow() as work:
         endpoint = webhooks.get(work.session, project.id, webhook_endpoint_id)
         webhooks.change(work.session, endpoint, body.changes())
+        # Which, and not to what: a URL often has a secret in it.
+        work.record("webhook_endpoint.updated", endpoint.id, {"changed": sorted(body.changes())})
     return WebhookEndpointOut.of(endpoint)
 
 
@@ -182,6 +186,7 @@ def delete_webhook_endpoint(webhook_endpoint_id: str, project: CurrentProject, u
     """Delete an endpoint, and with it what was still to be sent to it."""
     with uow() as work:
         webhooks.delete(work.session, webhooks.get(work.session, project.id, webhook_endpoint_id))
+        work.record("webhook_endpoint.deleted", webhook_endpoint_id)
     return Deleted(id=webhook_endpoint_id, object="webhook_endpoint.deleted")
 
 
@@ -194,6 +199,7 @@ def rotate_webhook_secret(
     with uow() as work:
         endpoint = webhooks.get(work.session, project.id, webhook_endpoint_id)
         webhooks.rotate_secret(endpoint, keep_old=keep_old)
+        work.record("webhook_endpoint.secret_rotated", endpoint.id, {"kept_for_24_hours": keep_old})
     return WebhookEndpointWithSecret.of(endpoint)
 
 

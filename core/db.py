@@ -14,6 +14,9 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
+from core import audit
+from core.audit import OPERATOR, Actor
+
 
 class db_now(FunctionElement[float]):
     """The database's clock in Unix seconds: leases of many machines are compared by one clock, not theirs."""
@@ -132,20 +135,25 @@ Send = Callable[[str, str], bool]
 
 @dataclass
 class Work:
-    """What one request or task does to the database, and whom it will wake once that is durable."""
+    """What one request or task does to the database, for whom, and whom it will wake once that is durable."""
 
     session: Session
+    actor: Actor = OPERATOR
     outbox: list[tuple[str, str]] = field(default_factory=list)
 
     def wake(self, task: str, queue: str) -> None:
         self.outbox.append((task, queue))
 
+    def record(self, action: str, target: str, data: dict[str, Any] | None = None) -> None:
+        """Into the audit log, in the same transaction; see core/audit.py."""
+        audit.record(self.session, actor=self.actor, action=action, target=target, data=data)
+
 
 @contextmanager
-def unit_of_work(database: Database, send: Send) -> Iterator[Work]:
+def unit_of_work(database: Database, send: Send, actor: Actor = OPERATOR) -> Iterator[Work]:
     """One transaction. Messages leave after the commit; an exception rolls back and sends nothing."""
     with database.write() as session:
-        work = Work(session)
+        work = Work(session, actor)
         yield work
     for task, queue in work.outbox:
         send(task, queue)

@@ -5,24 +5,34 @@ ServiceError                    500 server_error
 │   └── InvalidJobState         400: the job is not in a state that allows this
 │       └── BudgetReached       400: it has used what it may
 ├── InvalidApiKey               401
+├── InsufficientPermissions     403: the key's scope does not reach
 ├── NotFound                    404
 │   ├── FileNotFound
 │   ├── JobNotFound
 │   ├── ModelNotFound           lists what there is
 │   ├── UploadNotFound
-│   └── WebhookEndpointNotFound
-└── PayloadTooLarge             413
+│   ├── WebhookEndpointNotFound
+│   ├── OrganizationNotFound
+│   ├── ProjectNotFound
+│   └── KeyNotFound
+├── PayloadTooLarge             413
+├── QuotaExceeded               429: asking again does not help
+└── RateLimited                 429: asking again a little later does
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class ServiceError(Exception):
-    """The base: `message` is for people, `code` for programs, `param` is the dotted path of the field."""
+    """The base: `message` is for people, `code` for programs, `param` is the dotted path of the field.
+
+    `headers` are those of the answer that only this error has.
+    """
 
     status_code = 500
     type = "server_error"
     code: str | None = "internal_error"
+    headers: Mapping[str, str] = {}
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -54,6 +64,16 @@ class BudgetReached(InvalidJobState):
 
 class InvalidApiKey(ServiceError):
     status_code, type, code = 401, "invalid_request_error", "invalid_api_key"
+    headers = {"www-authenticate": "Bearer"}
+
+
+class InsufficientPermissions(ServiceError):
+    status_code, type, code = 403, "invalid_request_error", "insufficient_permissions"
+
+    def __init__(self, *, needed: str, scope: str) -> None:
+        super().__init__(
+            f"This request needs an API key with scope '{needed}', and the key that was sent has '{scope}'."
+        )
 
 
 class NotFound(ServiceError):
@@ -91,5 +111,41 @@ class WebhookEndpointNotFound(NotFound):
         super().__init__(f"No such webhook endpoint: {endpoint_id}", param="webhook_endpoint_id")
 
 
+class OrganizationNotFound(NotFound):
+    def __init__(self, organization_id: str) -> None:
+        super().__init__(f"No such organization: {organization_id}", param="organization_id")
+
+
+class ProjectNotFound(NotFound):
+    def __init__(self, project_id: str) -> None:
+        super().__init__(f"No such project: {project_id}", param="project_id")
+
+
+class KeyNotFound(NotFound):
+    def __init__(self, key_id: str) -> None:
+        super().__init__(f"No such API key: {key_id}", param="key_id")
+
+
 class PayloadTooLarge(ServiceError):
     status_code, type, code = 413, "invalid_request_error", "payload_too_large"
+
+
+class QuotaExceeded(ServiceError):
+    """The project has used up what it may; whoever runs the service can raise the limit."""
+
+    status_code, type, code = 429, "insufficient_quota", "insufficient_quota"
+    headers = {"x-should-retry": "false"}  # OpenAI's client would ask twice more
+
+    def __init__(self, limit: str, *, used: float, maximum: float, so: str) -> None:
+        """`limit` is its name in core/limits.py, `so` what can be done about it."""
+        super().__init__(f"The project's limit {limit} is {maximum:,}, and {used:,} are in use: {so}.")
+
+
+class RateLimited(ServiceError):
+    status_code, type, code = 429, "requests", "rate_limit_exceeded"
+
+    def __init__(self, *, per_minute: int, retry_after: int) -> None:
+        super().__init__(
+            f"The project's limit requests_per_minute is {per_minute}. Please try again in {retry_after} s."
+        )
+        self.headers = {"retry-after": str(retry_after)}

@@ -4,6 +4,7 @@ from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.orm import Session
 
 from core import pages
+from core.db import Work
 from core.errors import FileNotFound, InvalidRequest
 from core.jobs import FINAL
 from core.models import File, Job, now
@@ -49,9 +50,16 @@ def page(
     return read(session, statement, File, after=after, limit=limit)
 
 
-def delete(session: Session, project_id: str, file_id: str) -> None:
+def add(work: Work, file: File) -> None:
+    """Whose content is in the blob store already."""
+    work.session.add(file)
+    work.record("file.created", file.id, {"filename": file.filename, "bytes": file.bytes})
+
+
+def delete(work: Work, project_id: str, file_id: str) -> None:
     """Gone for its owner at once; the reconciler removes row and blob when no unfinished job needs them."""
-    get(session, project_id, file_id).deleted_at = now()
+    get(work.session, project_id, file_id).deleted_at = now()
+    work.record("file.deleted", file_id)
 
 
 def in_use() -> ColumnElement[bool]:

@@ -20,9 +20,10 @@ from typing import Any
 from sqlalchemy import ColumnElement, ScalarSelect, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
-from core import budgets, events, pages, queue, usage, webhooks
+from core import budgets, events, pages, queue, usage, waiting, webhooks
 from core.db import Database, Work, db_now, json_text
 from core.errors import InvalidJobState, JobNotFound
+from core.limits import NO_LIMITS, Limits
 from core.models import Attempt, File, Job, Project, now
 from core.pages import Page
 
@@ -99,6 +100,7 @@ def create(
     if validation_file:
         files += f" and validation file: {validation_file.id}"
     events.append(work.session, job.id, f"Validating {files}")
+    work.record("job.created", job.id, {"model": model, "training_file": training_file.id})
     work.wake(queue.VALIDATE, queue.DEFAULT_QUEUE)
     return job
 
@@ -138,6 +140,7 @@ def cancel(work: Work, job: Job) -> None:
     _end_attempt(work.session, job, "cancelled")
     job.epoch += 1
     events.append(work.session, job.id, "Fine-tuning job cancelled")
+    work.record("job.cancelled", job.id)
 
 
 def pause(work: Work, job: Job) -> None:
@@ -151,6 +154,7 @@ def pause(work: Work, job: Job) -> None:
     else:
         _move(job, "pausing")
         events.append(work.session, job.id, "Pausing fine-tuning job")
+    work.record("job.paused", job.id)
 
 
 def resume(work: Work, job: Job) -> None:
@@ -163,6 +167,7 @@ def resume(work: Work, job: Job) -> None:
     _move(job, "queued")
     events.append(work.session, job.id, "Resuming fine-tuning job, moving job to queued state")
     webhooks.emit(job, webhooks.RESUMED)
+    work.record("job.resumed", job.id)
     work.wake(queue.RUN, queue.gpu_queue(job.gpu_class))
 
 
@@ -173,20 +178,31 @@ def set_budget(work: Work, job: Job, budget: dict[str, Any] | None) -> None:
         raise _refusal(job, job.status)
     job.budget = budget
     events.append(work.session, job.id, budgets.changed(budget))
+    work.record("job.budget_changed", job.id, {"budget": budget})
 
 
 # What workers do.
 
 
-def claim(session: Session, *, gpu_class: str, owner: str, lease_seconds: float) -> Claim | None:
-    """Take the fairest waiting job of this class: the oldest of the project that has the fewest running.
+def claim(
+    session: Session, *, gpu_class: str, owner: str, lease_seconds: float, defaults: Limits = NO_LIMITS
+) -> Claim | None:
+    """Take the job of this class whose turn it is (core/waiting.py).
 
-    None: there is none. However many ask at once, each job is given to one of them.
+    None: there is none. However many ask at once, each job is given to one of them, and no project gets more than
+    its `running_jobs`; `defaults` holds for projects that have no limit of their own.
     """
-    # Status is set here and not by _move: choosing and taking must be one statement.
-    job = _take(session, _fairest(gpu_class), owner, lease_seconds, status="running")
-    if job is None:
-        return None
+    while True:
+        with session.begin_nested() as attempt:
+            # Status is set here and not by _move: choosing and taking must be one statement.
+            fairest = waiting.fairest(gpu_class, defaults)
+            job = _take(session, fairest, owner, lease_seconds, status="running")
+            if job is None:
+                return None
+            if not waiting.oversubscribed(session, job.project_id, defaults):
+                break
+            attempt.rollback()  # another worker was faster; now its claim can be seen
+    waiting.note_turn(session, job.project_id)
     _begin_attempt(session, job, "run")
     if job.started_at is None:
         job.started_at = now()
@@ -369,18 +385,18 @@ def give_time(session: Session, lease_seconds: float, message: str) -> int:
 
 def tell_waiting(session: Session, message: str) -> None:
     """An event for every job that waits for a worker."""
-    waiting = select(Job.id).where(or_(_runnable(Job), _unvalidated(Job))).order_by(Job.seq).limit(1000)
-    for job_id in session.scalars(waiting).all():
+    idle = select(Job.id).where(or_(waiting.runnable(Job), _unvalidated(Job))).order_by(Job.seq).limit(1000)
+    for job_id in session.scalars(idle).all():
         events.append(session, job_id, message, level="warn")
 
 
 def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
     """The (task, queue) pairs for which there is work that nobody was told of in the last `older_than` seconds."""
     candidate = aliased(Job)
-    waiting = (
+    untold = (
         select(candidate.seq)
         .where(
-            or_(_runnable(candidate), _unvalidated(candidate)),
+            or_(waiting.runnable(candidate), _unvalidated(candidate)),
             candidate.dispatched_at < db_now() - older_than,
         )
         .order_by(candidate.seq)
@@ -388,7 +404,7 @@ def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
     )
     stamp = (
         update(Job)
-        .where(Job.seq.in_(waiting))
+        .where(Job.seq.in_(untold))
         .values(dispatched_at=db_now())
         .returning(Job.status, Job.gpu_class)
         .execution_options(synchronize_session=False)
@@ -449,34 +465,9 @@ def _refusal(job: Job, to: str) -> InvalidJobState:
 # Choosing and taking.
 
 
-def _runnable(job: type[Job]) -> ColumnElement[bool]:
-    return (job.status == "queued") & (job.next_run_at <= db_now())
-
-
 def _unvalidated(job: type[Job]) -> ColumnElement[bool]:
     free = or_(job.lease_expires_at.is_(None), job.lease_expires_at < db_now())
     return (job.status == "validating_files") & (job.next_run_at <= db_now()) & free
-
-
-def _fairest(gpu_class: str) -> ScalarSelect[int]:
-    candidate, busy = aliased(Job), aliased(Job)
-    running = (
-        select(busy.project_id, func.count().label("jobs"))
-        .where(busy.status.in_(("running", "pausing")))
-        .group_by(busy.project_id)
-        .subquery()
-    )
-    return (
-        select(candidate.seq)
-        .outerjoin(running, running.c.project_id == candidate.project_id)
-        .where(_runnable(candidate), candidate.gpu_class == gpu_class)
-        .order_by(func.coalesce(running.c.jobs, 0), candidate.seq)
-        .limit(1)
-        # SKIP LOCKED: a row that another worker is just taking is passed over, not waited for. SQLite has no row
-        # locks and needs none, since a write transaction there is alone.
-        .with_for_update(of=candidate, skip_locked=True)
-        .scalar_subquery()
-    )
 
 
 def _take(

@@ -1,28 +1,151 @@
-"""API keys: made once, shown once, kept as a hash."""
+"""API keys: made once, shown once, kept as a hash; each may read, write or administer one project."""
 
 import hashlib
 import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from sqlalchemy import select
+from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
-from core.models import ApiKey, Organization, Project
+from core.audit import operator_of
+from core.db import Work
+from core.errors import InsufficientPermissions, InvalidApiKey, InvalidRequest, KeyNotFound
+from core.models import ApiKey, Organization, Project, now
+
+Scope = Literal["read", "write", "admin"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)  # each may do what those before it may
+
+# `last_used_at` is no more exact than this, so that reading does not become writing.
+USE_NOTED_EVERY = 60
+EXPIRED = "expired_api_key"
 
 
-def create_key(session: Session, project: Project, name: str) -> str:
-    """A new key of the project. Nothing can show it again: only its hash and last characters are stored."""
-    token = "rg-" + secrets.token_urlsafe(32)
-    session.add(ApiKey(project_id=project.id, name=name, sha256=_sha256(token), last4=token[-4:]))
-    session.flush()
-    return token
+@dataclass(frozen=True)
+class NewKey:
+    """A key and its text, which nothing can show again."""
+
+    key: ApiKey
+    token: str
 
 
-def find_project(session: Session, token: str) -> Project | None:
-    """The project whose key this is."""
-    mine = (
-        select(Project).join(ApiKey, ApiKey.project_id == Project.id).where(ApiKey.sha256 == _sha256(token))
+def create_key(
+    work: Work,
+    project: Project,
+    name: str,
+    *,
+    scope: Scope = "admin",
+    owner: str = "",
+    expires_at: int | None = None,
+) -> NewKey:
+    """A new key of the project. Only its hash and last characters are stored.
+
+    Args:
+        owner: The person it is made for.
+        expires_at: Unix seconds; None: never.
+    """
+    made = _new(work, project.id, name, scope=scope, owner=owner, expires_at=expires_at)
+    work.record("api_key.created", made.key.id, _described(made.key))
+    return made
+
+
+def rotate(work: Work, key: ApiKey, *, grace_hours: float = 0) -> NewKey:
+    """A new key in the place of this one, which dies at once or after `grace_hours`.
+
+    The new one has its name, scope and owner. If the old one was made for a time, the new one gets as long again.
+
+    Raises:
+        InvalidRequest: the old one has expired or was revoked.
+    """
+    if state(key) != "active":
+        raise InvalidRequest(f"The key {key.id} is {state(key)}; create a new one.", param="key_id")
+    lifetime = None if key.expires_at is None else key.expires_at - key.created_at
+    made = _new(
+        work,
+        key.project_id,
+        key.name,
+        scope=_scope(key),
+        owner=key.owner,
+        expires_at=None if lifetime is None else now() + lifetime,
     )
-    return session.scalar(mine)
+    if grace_hours > 0:
+        end = now() + round(grace_hours * 3600)
+        key.expires_at = end if key.expires_at is None else min(end, key.expires_at)
+    else:
+        key.revoked_at = now()
+    work.record("api_key.rotated", key.id, {"new_key": made.key.id, "old_until": key.expires_at or now()})
+    return made
+
+
+def revoke(work: Work, key: ApiKey) -> None:
+    """The next request with it is refused. A second time changes nothing."""
+    if key.revoked_at is None:
+        key.revoked_at = now()
+        work.record("api_key.revoked", key.id, {"name": key.name})
+
+
+def get(session: Session, key_id: str, project_id: str | None = None) -> ApiKey:
+    """The key, or KeyNotFound; with a project, another project's key does not exist either."""
+    key = session.get(ApiKey, key_id)
+    if key is None or project_id not in (None, key.project_id):
+        raise KeyNotFound(key_id)
+    return key
+
+
+def of_project(session: Session, project_id: str) -> Sequence[ApiKey]:
+    """All its keys, the dead ones too, newest first."""
+    mine = select(ApiKey).where(ApiKey.project_id == project_id)
+    return session.scalars(mine.order_by(ApiKey.created_at.desc(), ApiKey.id)).all()
+
+
+def state(key: ApiKey) -> Literal["active", "expired", "revoked"]:
+    if key.revoked_at is not None:
+        return "revoked"
+    return "active" if key.expires_at is None or key.expires_at > now() else "expired"
+
+
+def authenticate(session: Session, token: str) -> tuple[ApiKey, Project]:
+    """Whose key this is.
+
+    Raises:
+        InvalidApiKey: nobody's; or it has expired or was revoked, or its project is archived. Who has the whole
+            key may know which.
+    """
+    whose = (
+        select(ApiKey, Project)
+        .join(Project, Project.id == ApiKey.project_id)
+        .where(ApiKey.sha256 == _sha256(token))
+    )
+    found = session.execute(whose).one_or_none()
+    if found is None:
+        hint = "You can get one from whoever runs this service."
+        raise InvalidApiKey(f"Incorrect API key provided: {_masked(token)}. {hint}")
+    key, project = found
+    if state(key) == "revoked":
+        raise InvalidApiKey(f"The API key {_masked(token)} was revoked.")
+    if state(key) == "expired":
+        raise InvalidApiKey(f"The API key {_masked(token)} has expired.", code=EXPIRED)
+    if project.archived_at is not None:
+        raise InvalidApiKey(f"The project of the API key {_masked(token)} is archived.")
+    return key, project
+
+
+def require(key: ApiKey, needed: Scope) -> None:
+    """Raise InsufficientPermissions unless the key's scope reaches."""
+    if SCOPES.index(_scope(key)) < SCOPES.index(needed):
+        raise InsufficientPermissions(needed=needed, scope=key.scope)
+
+
+def use_is_news(key: ApiKey) -> bool:
+    """Whether `note_use` would change anything."""
+    return key.last_used_at is None or key.last_used_at <= now() - USE_NOTED_EVERY
+
+
+def note_use(session: Session, key_id: str) -> None:
+    """Remember that the key was used; at most once a minute, whoever asks."""
+    old = or_(ApiKey.last_used_at.is_(None), ApiKey.last_used_at <= now() - USE_NOTED_EVERY)
+    session.execute(update(ApiKey).where(ApiKey.id == key_id, old).values(last_used_at=now()))
 
 
 def bootstrap(session: Session) -> str | None:
@@ -35,9 +158,42 @@ def bootstrap(session: Session) -> str | None:
     project = Project(organization_id=organization.id, name="default")
     session.add(project)
     session.flush()
-    return create_key(session, project, "default")
+    return create_key(Work(session, operator_of(project)), project, "default").token
+
+
+def _new(
+    work: Work, project_id: str, name: str, *, scope: Scope, owner: str, expires_at: int | None
+) -> NewKey:
+    token = "rg-" + secrets.token_urlsafe(32)
+    key = ApiKey(
+        project_id=project_id,
+        name=name,
+        sha256=_sha256(token),
+        last4=token[-4:],
+        scope=scope,
+        owner=owner,
+        expires_at=expires_at,
+    )
+    work.session.add(key)
+    work.session.flush()
+    return NewKey(key, token)
+
+
+def _described(key: ApiKey) -> dict[str, str | int | None]:
+    return {"name": key.name, "scope": key.scope, "owner": key.owner, "expires_at": key.expires_at}
+
+
+def _scope(key: ApiKey) -> Scope:
+    return next(scope for scope in SCOPES if scope == key.scope)
 
 
 def _sha256(token: str) -> str:
     # No salt and no slow hash: the key is 256 random bits, which nobody can guess from its hash.
     return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _masked(key: str) -> str:
+    """Enough to recognise one's own key, nothing to use: what is wrong here may be right elsewhere."""
+    if len(key) < 16:
+        return "*" * len(key)
+    return f"{key[:3]}{'*' * 8}{key[-4:]}"

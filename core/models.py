@@ -54,8 +54,10 @@ class Project(Table):
     organization_id: Mapped[str] = mapped_column(ForeignKey("organizations.id"))
     name: Mapped[str] = mapped_column(String(64))
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
-    # What this project may use at most (core/tenants.py); a limit that is not there does not apply.
+    # What this project may use at most (core/limits.py); what is not there is the operator's default.
     limits: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # A number that grows with every job any project starts: among equals, whose turn was longest ago is next.
+    last_turn: Mapped[int] = mapped_column(BigInteger, default=0)
     archived_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from core.limits import NO_LIMITS, Limits
+
 Checksums = Literal["when_supported", "when_required"]
 
 
@@ -44,6 +46,8 @@ class Settings(BaseSettings):
     max_upload_bytes: int = 512 * 1024 * 1024
     # A file that arrives in parts (docs/storage.md).
     max_multipart_bytes: int = Field(default=8 << 30, ge=1, le=8 << 30)
+    # What a project may use at most where it has no limit of its own, as JSON: {"running_jobs": 2}.
+    default_limits: Limits = NO_LIMITS
 
     # After how many days a finished job's rollouts and unnamed checkpoints, and files, are deleted (docs/storage.md).
     keep_rollouts_days: float | None = Field(default=None, gt=0)

@@ -7,6 +7,7 @@ from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from core import pages
+from core.db import Work
 from core.models import Checkpoint, Job, TunedModel
 from core.pages import Page
 
@@ -22,10 +23,13 @@ def find(session: Session, project_id: str, name: str) -> TunedModel | None:
     return session.scalar(mine)
 
 
-def delete(session: Session, project_id: str, name: str) -> bool:
+def delete(work: Work, project_id: str, name: str) -> bool:
     """Take the name away; the checkpoint behind it stays. False: the project has no such model."""
     gone = delete_from(TunedModel).where(TunedModel.project_id == project_id, TunedModel.name == name)
-    return session.scalar(gone.returning(TunedModel.seq)) is not None
+    if work.session.scalar(gone.returning(TunedModel.seq)) is None:
+        return False
+    work.record("model.deleted", name)
+    return True
 
 
 def checkpoints(session: Session, job: Job, *, after: str | None = None, limit: int) -> Page[Checkpoint]:

@@ -16,10 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from sqlalchemy import Select, delete, func, select, update
 from sqlalchemy.orm import Session
 
+from core import files, tenants
+from core.audit import OPERATOR, Actor
 from core.blobs import BlobCorrupt, BlobNotFound, BlobStore
-from core.db import Database
+from core.db import Database, Work
 from core.errors import InvalidRequest, UploadNotFound
 from core.ids import new_id
+from core.limits import NO_LIMITS, Limits
 from core.models import File, Upload, UploadPart, now
 
 LIFETIME = 3600
@@ -30,7 +33,7 @@ MOST_PARTS = 10_000
 
 
 def create(
-    session: Session,
+    work: Work,
     project_id: str,
     *,
     filename: str,
@@ -38,8 +41,14 @@ def create(
     mime_type: str,
     size: int,
     file_expires_after: int | None,
+    limits: Limits = NO_LIMITS,
 ) -> Upload:
-    """A pending upload that will have `size` bytes in all; its file lives for `file_expires_after` seconds."""
+    """A pending upload that will have `size` bytes in all; its file lives for `file_expires_after` seconds.
+
+    Raises:
+        QuotaExceeded: there would be no room for it.
+    """
+    tenants.refuse_file_beyond(work.session, project_id, limits, size)
     created_at = now()
     upload = Upload(
         project_id=project_id,
@@ -51,8 +60,9 @@ def create(
         expires_at=created_at + LIFETIME,
         file_expires_after=file_expires_after,
     )
-    session.add(upload)
-    session.flush()
+    work.session.add(upload)
+    work.session.flush()
+    work.record("upload.created", upload.id, {"filename": filename, "bytes": size})
     return upload
 
 
@@ -107,6 +117,8 @@ def complete(
     *,
     part_ids: Sequence[str],
     md5: str | None = None,
+    actor: Actor = OPERATOR,
+    limits: Limits = NO_LIMITS,
 ) -> tuple[Upload, File | None]:
     """Put the parts together, in this order. Completing once more, even at the same time, gives the same answer.
 
@@ -115,6 +127,7 @@ def complete(
     Raises:
         UploadNotFound: the project has no such upload.
         InvalidRequest: the upload cannot be completed, or not with these parts. It stays as it was.
+        QuotaExceeded: the project's limit was lowered since the upload was announced. It stays, too.
     """
     with database.write() as session:
         upload = _locked(session, project_id, upload_id)
@@ -143,8 +156,10 @@ def complete(
                     created_at=created_at,
                     expires_at=None if lifetime is None else created_at + lifetime,
                 )
-                session.add(file)
                 upload.status, upload.file_id = "completed", file_id
+                session.flush()  # what was announced counts no more, and what has come counts instead
+                tenants.refuse_file_beyond(session, project_id, limits, file.bytes)
+                files.add(Work(session, actor), file)
                 return upload, file
             if upload.status != "completed":
                 check_open(upload)
@@ -164,12 +179,13 @@ def complete(
     return upload, first
 
 
-def cancel(session: Session, project_id: str, upload_id: str) -> Upload:
+def cancel(work: Work, project_id: str, upload_id: str) -> Upload:
     """No file will come of it. A second cancel changes nothing."""
-    upload = _locked(session, project_id, upload_id)
+    upload = _locked(work.session, project_id, upload_id)
     if upload.status != "cancelled":
         check_open(upload)
         upload.status = "cancelled"
+        work.record("upload.cancelled", upload.id)
     return upload
 
 

@@ -15,17 +15,17 @@ from types import FrameType
 import uvicorn
 
 from api.app import create_app
+from api.rates import open_rates
 from core import keys
 from core.blobs import BlobStore, blobs_of
 from core.db import Database, Send
 from core.migrate import upgrade
-from core.models import Organization, Project
 from core.queue import open_celery, sender
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
-from worker import retention
+from worker import admin, retention
 from worker.app import WorkerService
 from worker.backends import open_backends
 from worker.inference import InferenceServer, own_address
@@ -42,8 +42,7 @@ def main() -> int:
     commands.add_parser("api", help="the HTTP API alone (needs REGRAFT_BROKER_URL)")
     commands.add_parser("worker", help="a worker and its reconciler (needs REGRAFT_BROKER_URL)")
     commands.add_parser("migrate", help="bring the database to this version, and make the first key")
-    create_key = commands.add_parser("create-key", help="print a new API key of the default project")
-    create_key.add_argument("--name", default="cli")
+    admin.add_commands(commands)
     sweeping = commands.add_parser("sweep", help="delete blobs that nothing refers to (docs/storage.md)")
     sweeping.add_argument(
         "--older-than-hours", type=float, help="instead of REGRAFT_ORPHAN_HOURS; at least 1"
@@ -54,6 +53,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("kombu").setLevel(logging.WARNING)  # it reports each connection, twice
     settings = Settings()
+    if args.command == "admin":
+        prepare(settings)
+        return admin.run(args, settings)
     if args.command == "up":
         settings = own_address(settings)
     try:
@@ -77,8 +79,6 @@ def main() -> int:
         if not hours >= 1:
             parser.error("--older-than-hours must be at least 1: younger blobs may still get their row")
         sweep(settings, hours, dry_run=args.dry_run)
-    elif args.command == "create-key":
-        print(new_key(settings, args.name))
     return 0
 
 
@@ -112,7 +112,8 @@ def serve_api(
     settings: Settings, database: Database, blobs: BlobStore, backends: Backends, send: Send
 ) -> None:
     """Answer requests until a signal. Returns afterwards, so that the caller can put things away."""
-    app = create_app(settings, database, blobs, Registry.load(settings.models_file), backends, send)
+    registry, rates = Registry.load(settings.models_file), open_rates(settings.broker_url)
+    app = create_app(settings, database, blobs, registry, backends, send, rates)
     # uvicorn stops at a signal and then raises it once more; without a handler of ours that second one would
     # end the process before the worker has drained.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -161,17 +162,6 @@ def prepare(settings: Settings) -> None:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(key + "\n")
         print(f"Your API key is {key}\nIt is shown this once, and kept in {path}.", file=sys.stderr)
-
-
-def new_key(settings: Settings, name: str) -> str:
-    database = Database(settings.database)
-    try:
-        with database.write() as session:
-            project = session.query(Project).join(Organization).order_by(Project.created_at).first()
-            assert project is not None, "prepare() makes one"
-            return keys.create_key(session, project, name)
-    finally:
-        database.close()
 
 
 def sweep(settings: Settings, hours: float, *, dry_run: bool) -> None:

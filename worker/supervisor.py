@@ -81,6 +81,7 @@ class Supervisor:
                 gpu_class=self.settings.gpu_class,
                 owner=self.owner,
                 lease_seconds=self.settings.lease_seconds,
+                defaults=self.settings.default_limits,
             )
 
     def _run(self, claim: Claim) -> None:

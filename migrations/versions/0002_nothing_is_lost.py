@@ -148,11 +148,13 @@ def upgrade() -> None:
     op.add_column("events", sa.Column("step", sa.Integer(), nullable=True))
     op.add_column("events", sa.Column("superseded", sa.Boolean(), nullable=False, server_default=sa.false()))
     op.add_column("projects", sa.Column("limits", sa.JSON(), nullable=True))
+    op.add_column("projects", sa.Column("last_turn", sa.BigInteger(), nullable=False, server_default="0"))
     op.add_column("projects", sa.Column("archived_at", sa.BigInteger(), nullable=True))
 
 
 def downgrade() -> None:
     op.drop_column("projects", "archived_at")
+    op.drop_column("projects", "last_turn")
     op.drop_column("projects", "limits")
     op.drop_column("events", "superseded")
     op.drop_column("events", "step")

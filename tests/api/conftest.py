@@ -9,9 +9,13 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from api.app import create_app
-from core import keys
+from api.rates import LocalRates
+from core import keys, tenants
+from core.audit import operator_of
 from core.blobs import BlobStore, FolderBlobs
-from core.db import Database
+from core.db import Database, Work
+from core.keys import Scope
+from core.limits import Limits
 from core.migrate import upgrade
 from core.models import Organization, Project
 from core.registry import BaseModelEntry, Registry
@@ -25,6 +29,16 @@ MODELS = {
 
 
 @dataclass
+class Clock:
+    """Time that passes when a test says so."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
 class House:
     """A whole service but for the network, with two projects that must not know of each other."""
 
@@ -35,7 +49,23 @@ class House:
     key: str
     other_key: str
     folder: Path
+    clock: Clock
     sent: list[tuple[str, str]] = field(default_factory=list)
+
+    def limit(self, **limits: Any) -> None:
+        """From the next request on the first project may use no more than this."""
+        with self.database.write() as session:
+            tenants.set_limits(Work(session), session.get_one(Project, self.project.id), Limits(**limits))
+
+    def new_key(self, scope: Scope) -> str:
+        """Another key of the first project."""
+        with self.database.write() as session:
+            return keys.create_key(Work(session), self.project, scope, scope=scope).token
+
+    def key_id(self) -> str:
+        """Of the first project's first key."""
+        with self.database.read() as session:
+            return keys.authenticate(session, self.key)[0].id
 
     def client(self, key: str | None = None) -> TestClient:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -59,14 +89,20 @@ def house(migrated: Path, tmp_path: Path) -> Iterator[House]:
     with database.write() as session:
         key = keys.bootstrap(session)
         assert key is not None
-        project = keys.find_project(session, key)
-        assert project is not None
+        _, project = keys.authenticate(session, key)
         other_key = second_project(session)
     registry = Registry(models=MODELS)
+    clock = Clock()
     app = create_app(
-        settings, database, blobs, registry, Backends.none(), lambda *wake: sent.append(wake) is None
+        settings,
+        database,
+        blobs,
+        registry,
+        Backends.none(),
+        lambda *wake: sent.append(wake) is None,
+        LocalRates(clock),
     )
-    yield House(app, database, blobs, project, key, other_key, tmp_path, sent)
+    yield House(app, database, blobs, project, key, other_key, tmp_path, clock, sent)
     database.close()
 
 
@@ -77,7 +113,7 @@ def second_project(session: Any) -> str:
     project = Project(organization_id=organization.id, name="others")
     session.add(project)
     session.flush()
-    return keys.create_key(session, project, "theirs")
+    return keys.create_key(Work(session, operator_of(project)), project, "theirs").token
 
 
 @pytest.fixture

@@ -6,6 +6,16 @@ import pytest
 
 from core.models import RolloutPage, StepMetric, TunedModel
 
+UPLOAD = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune", "bytes": 2}
+ENDPOINT = {"name": "a", "url": "https://8.8.8.8/", "event_types": ["fine_tuning.job.succeeded"]}
+# What a route that takes a body must be sent to get as far as looking for the row.
+BODIES = {
+    "/v1/uploads/{upload_id}/complete": {"part_ids": ["part_1"]},
+    "/v1/fine_tuning/jobs/{job_id}/budget": {"budget": None},
+    "/v1/webhook_endpoints/{webhook_endpoint_id}": {"name": "b"},
+    "/v1/webhook_endpoints/{webhook_endpoint_id}/test": {"event_type": "fine_tuning.job.succeeded"},
+}
+
 
 @pytest.fixture
 def rows(house, api, create_job) -> dict[str, str]:
@@ -24,7 +34,15 @@ def rows(house, api, create_job) -> dict[str, str]:
         )
         model.checkpoint_id = "ftckpt_1"
         session.add(model)
-    return {"job_id": job["id"], "file_id": job["training_file"], "model": "ft:tiny:default::1"}
+    return {
+        "job_id": job["id"],
+        "file_id": job["training_file"],
+        "model": "ft:tiny:default::1",
+        "project_id": house.project.id,
+        "key_id": house.key_id(),
+        "webhook_endpoint_id": api.post("/v1/webhook_endpoints", json=ENDPOINT).json()["id"],
+        "upload_id": api.post("/v1/uploads", json=UPLOAD).json()["id"],
+    }
 
 
 def routes_with_an_id(house) -> list[tuple[str, str]]:
@@ -40,10 +58,11 @@ def test_what_belongs_to_another_does_not_exist(house, rows):
     theirs = house.client(house.other_key)
 
     answers = {
-        (method, path): theirs.request(method, fill(path, rows)) for method, path in routes_with_an_id(house)
+        (method, path): theirs.request(method, fill(path, rows), json=BODIES.get(path))
+        for method, path in routes_with_an_id(house)
     }
 
-    assert len(answers) >= 12
+    assert len(answers) >= 23
     assert {route: answer.status_code for route, answer in answers.items()} == dict.fromkeys(answers, 404)
 
 
@@ -52,10 +71,10 @@ def test_the_answer_is_the_same_as_for_what_never_was(house, rows):
 
     for method, path in routes_with_an_id(house):
         unknown = {name: "x" * len(value) for name, value in rows.items()}
-        foreign_answer = theirs.request(method, fill(path, rows)).text
+        foreign_answer = theirs.request(method, fill(path, rows), json=BODIES.get(path)).text
         for name, value in rows.items():
             foreign_answer = foreign_answer.replace(value, unknown[name])
-        assert foreign_answer == theirs.request(method, fill(path, unknown)).text
+        assert foreign_answer == theirs.request(method, fill(path, unknown), json=BODIES.get(path)).text
 
 
 def test_the_same_routes_work_for_the_owner(house, api, rows):
@@ -92,3 +111,21 @@ def test_anothers_files_cannot_be_trained_on(house, rows, job_request):
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "training_file")
     assert answer.json()["error"]["message"].startswith("No such File object")
+
+
+def test_a_key_of_another_project_is_not_found_under_ones_own(house, rows):
+    theirs = house.client(house.other_key)
+    mine = theirs.get("/v1/organization/audit_logs").json()["data"][0]["project"]["id"]
+    path = f"/v1/organization/projects/{mine}/api_keys/{rows['key_id']}"
+
+    answers = [theirs.get(path), theirs.delete(path), theirs.post(f"{path}/rotate")]
+
+    assert [answer.status_code for answer in answers] == [404] * 3
+    assert house.client(house.key).get("/v1/files").status_code == 200
+
+
+def test_the_log_and_the_keys_of_a_project_are_its_own(house, api, rows):
+    logged = house.client(house.other_key).get("/v1/organization/audit_logs").json()["data"]
+
+    assert [entry["type"] for entry in logged] == ["api_key.created"]
+    assert {entry["project"]["id"] for entry in logged} != {house.project.id}

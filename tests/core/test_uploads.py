@@ -10,6 +10,7 @@ from sqlalchemy import select, update
 
 from core import uploads
 from core.blobs import FolderBlobs
+from core.db import Work
 from core.errors import InvalidRequest, UploadNotFound
 from core.models import File, Upload, UploadPart
 from tests import factories
@@ -35,7 +36,7 @@ class House:
         with self.database.write() as session:
             asked = {"filename": "a.jsonl", "purpose": "fine-tune", "mime_type": "text/jsonl"}
             asked |= {"file_expires_after": None} | fields
-            return uploads.create(session, self.project.id, size=size, **asked).id
+            return uploads.create(Work(session), self.project.id, size=size, **asked).id
 
     def add(self, upload_id, data):
         return uploads.add_part(self.database, self.blobs, self.project.id, upload_id, [data]).id
@@ -47,7 +48,7 @@ class House:
 
     def cancel(self, upload_id):
         with self.database.write() as session:
-            return uploads.cancel(session, self.project.id, upload_id)
+            return uploads.cancel(Work(session), self.project.id, upload_id)
 
     def change(self, upload_id, **values):
         with self.database.write() as session:

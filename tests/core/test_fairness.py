@@ -1,0 +1,264 @@
+"""Whose turn it is, and that what waiting jobs are told about it comes true."""
+
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from threading import Barrier
+
+import pytest
+from sqlalchemy import event, select, text
+
+from core import jobs, tenants, waiting
+from core.db import Work, db_now
+from core.limits import Limits
+from core.models import Job
+from tests import factories
+
+
+@pytest.fixture
+def session(database):
+    with database.write() as session:
+        yield session
+
+
+def claim(session, **how):
+    return jobs.claim(session, **{"gpu_class": "cpu", "owner": "worker", "lease_seconds": 60} | how)
+
+
+def place(session, job, defaults=Limits()):
+    return waiting.places(session, [job], defaults)[job.id]
+
+
+def shown_order(session, defaults=Limits()):
+    """The ids of all queued jobs by the position they are told."""
+    queued = session.scalars(select(Job).where(Job.status == "queued")).all()
+    places = waiting.places(session, queued, defaults)
+    assert sorted(place.position for place in places.values()) == list(range(1, len(queued) + 1))
+    return sorted(places, key=lambda id: places[id].position)
+
+
+def queue_of(session, *, projects, each, mixed):
+    """So many jobs of each project: one project's after the other's, or in a random order."""
+    owners = [factories.project(session) for _ in range(projects)]
+    order = [owner for owner in owners for _ in range(each)]
+    if mixed:
+        Random(1).shuffle(order)
+    return {factories.job(session, owner).id: owner.id for owner in order}
+
+
+def finish(session, claim):
+    jobs.succeed(
+        session, session.scalars(select(Job).where(Job.id == claim.job_id)).one(), fine_tuned_model="m"
+    )
+
+
+@pytest.mark.parametrize(("slots", "each"), [(4, 20), (1, 3)])
+def test_two_hundred_jobs_of_ten_projects_start_in_the_order_they_were_told(session, slots, each):
+    owner_of = queue_of(session, projects=10, each=each, mixed=False)
+    promised = shown_order(session)
+
+    running, order = deque(), []
+    while len(order) < 10 * each:
+        if len(running) == slots:
+            finish(session, running.popleft())
+        running.append(claim(session))
+        order.append(running[-1].job_id)
+
+    assert order == promised
+    for first in range(0, 10 * each, 10):  # every project once in each round, however long its queue is
+        assert len({owner_of[id] for id in order[first : first + 10]}) == 10
+
+
+def test_positions_are_the_order_of_claims_whatever_runs_already(session):
+    owner_of = queue_of(session, projects=5, each=8, mixed=True)
+    random = Random(2)
+    for _ in range(9):
+        held = claim(session)
+        if random.random() < 0.5:
+            finish(session, held)
+    promised = shown_order(session)
+
+    claimed = [claim(session).job_id for _ in promised]
+
+    assert claimed == promised
+    assert len(Counter(owner_of[id] for id in claimed)) == 5
+
+
+def test_one_worker_goes_round_even_when_one_project_has_a_thousandfold_queue(session):
+    greedy, modest = factories.project(session), factories.project(session)
+    for _ in range(50):
+        factories.job(session, greedy)
+    urgent = factories.job(session, modest)
+
+    finish(session, claim(session))
+
+    assert claim(session).job_id == urgent.id
+
+
+def test_a_project_at_its_limit_is_passed_over(session):
+    limited, free = factories.project(session, limits={"running_jobs": 1}), factories.project(session)
+    for owner in (limited, limited, free, free, free):
+        factories.job(session, owner)
+    owners = dict(session.execute(select(Job.id, Job.project_id)).all())
+    promised = shown_order(session)
+
+    claimed = [held.job_id for held in iter(lambda: claim(session), None)]
+
+    assert [owners[id] == limited.id for id in claimed] == [True, False, False, False]
+    assert promised[:4] == claimed  # the last one cannot start now, and stands behind all that can
+
+
+def test_the_operators_default_limits_those_that_have_no_limit_of_their_own(session):
+    ordinary, special = factories.project(session), factories.project(session, limits={"running_jobs": 2})
+    for owner in (ordinary, special) * 3:
+        factories.job(session, owner)
+
+    claims = list(iter(lambda: claim(session, defaults=Limits(running_jobs=1)), None))
+
+    running = select(Job.project_id).where(Job.id.in_([held.job_id for held in claims]))
+    assert Counter(session.scalars(running)) == {ordinary.id: 1, special.id: 2}
+
+
+def test_a_limit_of_nothing_stops_a_project(session):
+    factories.job(session, factories.project(session, limits={"running_jobs": 0}))
+
+    assert claim(session) is None
+
+
+def test_workers_that_ask_at_once_do_not_exceed_a_limit_together(database):
+    with database.write() as session:
+        project = factories.project(session, limits={"running_jobs": 2})
+        for _ in range(12):
+            factories.job(session, project)
+    together = Barrier(6)
+
+    def ask(worker):
+        together.wait()
+        with database.write() as session:
+            return claim(session, owner=f"worker-{worker}")
+
+    with ThreadPoolExecutor(6) as threads:
+        claims = [held for held in threads.map(ask, range(6)) if held]
+
+    assert len(claims) == 2
+
+
+def test_a_claim_that_came_too_late_for_the_last_place_takes_nothing(postgres_database):
+    """The second worker chose before it could see the first one's claim; it finds out, and lets go."""
+    with postgres_database.write() as session:
+        project = factories.project(session, limits={"running_jobs": 1})
+        for _ in range(2):
+            factories.job(session, project)
+
+    with ThreadPoolExecutor(1) as thread:
+        with postgres_database.write() as first:
+            held = claim(first)
+
+            def second():
+                with postgres_database.write() as session:
+                    return claim(session)
+
+            late = thread.submit(second)
+            _until_somebody_waits(postgres_database)
+        assert held is not None
+        assert late.result(30) is None
+    with postgres_database.read() as session:
+        statuses = session.scalars(select(Job.status).order_by(Job.seq)).all()
+    assert statuses == ["running", "queued"]
+
+
+def _until_somebody_waits(database):
+    waits = text("select count(*) from pg_stat_activity where wait_event_type = 'Lock'")
+    for _ in range(100_000):
+        with database.read() as session:
+            if session.scalars(waits).one():
+                return
+    raise AssertionError("the second claim never waited for the first")
+
+
+# What a waiting job is told.
+
+
+def test_the_next_job_waits_for_a_worker_and_the_others_for_those_ahead(session):
+    project = factories.project(session)
+    first, second, third = (factories.job(session, project, gpu_class="h200") for _ in range(3))
+    factories.job(session, project, gpu_class="cpu")  # another line
+
+    assert place(session, first) == waiting.Place(1, "waiting for a free worker of class h200")
+    assert place(session, second).reason == "waiting for a free worker of class h200, 1 job is ahead"
+    assert place(session, third) == waiting.Place(
+        3, "waiting for a free worker of class h200, 2 jobs are ahead"
+    )
+
+
+def test_a_job_beyond_its_projects_limit_says_so(session):
+    project = factories.project(session, limits={"running_jobs": 1})
+    factories.job(session, project, status="running")
+    held_up = factories.job(session, project)
+
+    assert place(session, held_up).reason == "the project runs its maximum of 1 jobs"
+
+
+def test_a_job_that_will_be_beyond_the_limit_says_so_too(session):
+    project = factories.project(session)
+    _, second = factories.job(session, project), factories.job(session, project)
+
+    reason = place(session, second, Limits(running_jobs=1)).reason
+
+    assert reason == "the project will run its maximum of 1 jobs"
+
+
+def test_a_job_that_backs_off_says_until_when_and_stands_last(session):
+    project = factories.project(session)
+    late = session.scalar(select(db_now())) + 3600
+    backing_off = factories.job(session, project, next_run_at=late)
+    factories.job(session, project)
+
+    shown = place(session, backing_off)
+
+    assert shown.position == 2
+    assert shown.reason.startswith("backing off until 20")
+    assert shown.reason.endswith("+00:00 after an interruption")
+
+
+def test_a_job_waits_for_its_files_before_it_waits_for_a_worker(session):
+    project = factories.project(session)
+    factories.job(session, project)
+    factories.job(session, factories.project(session), status="validating_files")
+    free = {"status": "validating_files", "lease_owner": None, "lease_expires_at": None}
+    next_one = factories.job(session, project, **free)
+
+    reason = "waiting for its files to be validated, 1 job is ahead"
+    assert place(session, next_one) == waiting.Place(2, reason)
+
+
+def test_a_job_whose_files_are_being_validated_says_so(session):
+    job = factories.job(session, factories.project(session), status="validating_files")
+
+    assert place(session, job) == waiting.Place(1, "its files are being validated")
+
+
+@pytest.mark.parametrize("status", sorted(jobs.EDGES.keys() - set(waiting.WAITING)))
+def test_a_job_that_does_not_wait_has_no_place(session, status):
+    job = factories.job(session, factories.project(session), status=status)
+
+    assert waiting.places(session, [job]) == {}
+
+
+def test_a_hundred_jobs_cost_one_query(session):
+    project = factories.project(session)
+    many = [factories.job(session, project) for _ in range(100)]
+    statements = []
+    event.listen(session.get_bind(), "before_cursor_execute", lambda *about: statements.append(about[2]))
+
+    assert len(waiting.places(session, many)) == 100
+    assert len(statements) == 1
+
+
+def test_an_archived_project_waits_for_nothing(session):
+    project = factories.project(session)
+    factories.job(session, project)
+
+    tenants.archive_project(Work(session), project)
+
+    assert claim(session) is None
