@@ -1,17 +1,21 @@
 """Every answer that is not a success has the same shape, whoever noticed the mistake."""
 
 import json
+import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from sqlalchemy.exc import DataError
+from sqlalchemy.exc import DataError, DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from api.explain import explain
-from core.errors import InvalidRequest, ServiceError
+from core import db
+from core.errors import InvalidRequest, ServiceError, Unavailable
+
+log = logging.getLogger(__name__)
 
 
 class AsciiJSON(JSONResponse):
@@ -27,6 +31,7 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(DataError, _not_storable)
+    app.add_exception_handler(DBAPIError, _database_error)
     app.add_exception_handler(ClientDisconnect, _gone)
 
 
@@ -60,6 +65,16 @@ def _framework_error(request: Request, error: Exception) -> Response:
 def _not_storable(request: Request, error: Exception) -> Response:
     """PostgreSQL refuses what no check of ours did: a NUL character in an id, a number beyond 64 bits."""
     return _service_error(request, InvalidRequest("A value in the request cannot be stored or looked up."))
+
+
+def _database_error(request: Request, error: Exception) -> Response:
+    """A database that is away is not a crash of ours, and worth asking again for."""
+    if not db.is_away(error):
+        raise error
+    log.warning("the database does not answer: %s", error)
+    return _service_error(
+        request, Unavailable("The service cannot reach its database. Try again in a moment.")
+    )
 
 
 def _gone(request: Request, error: Exception) -> Response:

@@ -17,7 +17,8 @@ ServiceError                    500 server_error
 │   └── KeyNotFound
 ├── PayloadTooLarge             413
 ├── QuotaExceeded               429: asking again does not help
-└── RateLimited                 429: asking again a little later does
+├── RateLimited                 429: asking again a little later does
+└── Unavailable                 503: something the service stands on is away
 """
 
 from collections.abc import Iterable, Mapping
@@ -149,3 +150,8 @@ class RateLimited(ServiceError):
             f"The project's limit requests_per_minute is {per_minute}. Please try again in {retry_after} s."
         )
         self.headers = {"retry-after": str(retry_after)}
+
+
+class Unavailable(ServiceError):
+    status_code, code = 503, "unavailable"
+    headers = {"retry-after": "2"}

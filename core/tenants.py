@@ -139,6 +139,14 @@ def refuse_job_beyond(session: Session, project_id: str, limits: Limits) -> None
         if before >= limits.queued_jobs:
             so = "wait until one of them has started, or cancel one"
             raise QuotaExceeded("queued_jobs", used=before, maximum=limits.queued_jobs, so=so)
+    if (beyond := used_up(session, project_id, limits)) is not None:
+        raise beyond
+
+
+def used_up(session: Session, project_id: str, limits: Limits) -> QuotaExceeded | None:
+    """Which of the limits on GPU time and grader tokens the project has reached; None if it may go on."""
+    if limits.gpu_seconds_per_30_days is None and limits.grader_tokens_per_30_days is None:
+        return None
     used = usage_since(session, project_id)
     for name, amount, most in (
         ("gpu_seconds_per_30_days", used.gpu_seconds, limits.gpu_seconds_per_30_days),
@@ -146,7 +154,8 @@ def refuse_job_beyond(session: Session, project_id: str, limits: Limits) -> None
     ):
         if most is not None and amount >= most:
             so = "what was used 30 days ago is free again every day, or ask for more"
-            raise QuotaExceeded(name, used=round(amount, 1), maximum=most, so=so)
+            return QuotaExceeded(name, used=round(amount, 1), maximum=most, so=so)
+    return None
 
 
 def free_storage(session: Session, project_id: str, limits: Limits, *, needed: int = 1) -> int | None:

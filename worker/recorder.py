@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
-from core import budgets, events, jobs, usage, webhooks
+from core import budgets, events, jobs, tenants, usage, webhooks
 from core.blobs import BlobStore
 from core.db import Database
 from core.estimates import Ahead
 from core.jobs import Claim
+from core.limits import NO_LIMITS, Limits
 from core.methods import Resolved
-from core.models import Checkpoint, Job, RolloutPage, StepMetric
+from core.models import Checkpoint, Job, Project, RolloutPage, StepMetric
 from worker import grpo, metrics, results
 from worker.checkpoints import job_prefix, publish_best
 from worker.patience import Patience
@@ -33,13 +34,20 @@ class GradedStep:
 
 class Recorder:
     def __init__(
-        self, database: Database, blobs: BlobStore, claim: Claim, job: Job, patience: Patience
+        self,
+        database: Database,
+        blobs: BlobStore,
+        claim: Claim,
+        job: Job,
+        patience: Patience,
+        default_limits: Limits = NO_LIMITS,
     ) -> None:
         self.database = database
         self.blobs = blobs
         self.claim = claim
         self.job = job
         self.patience = patience
+        self.default_limits = default_limits
 
     def resolved(self, settings: Resolved, sampler: str) -> None:
         """Show on the job what "auto" became, and say what it is sampled with."""
@@ -73,22 +81,30 @@ class Recorder:
 
         def write(session: Session, job: Job) -> bool:
             recorded = session.get(StepMetric, (job.id, step))
-            if (
-                recorded is None or recorded.epoch != self.claim.epoch
-            ):  # else the connection broke after the commit
+            again = recorded is not None and recorded.epoch == self.claim.epoch
+            if not again:  # else it was committed, and the connection broke before we heard of it
                 for page in pages:
                     session.merge(page)
                 events.record_step(session, self.claim, step, data)
                 events.append(session, job.id, metrics.message(data), type="metrics", data=data, step=step)
                 usage.record(session, job, data, ahead)
                 webhooks.emit_thresholds(job, data)
-                spent = budgets.reached(job, job.gpu_seconds) if ahead.steps else None
-                if spent is not None:
-                    message = f"Pausing fine-tuning job at its budget: {spent.message}"
-                    jobs.pause_at_cap(session, job, message, spent.data)
+                if ahead.steps:
+                    self._pause_at_a_cap(session, job)
             return job.status == "pausing"
 
         return self._write(write)
+
+    def _pause_at_a_cap(self, session: Session, job: Job) -> None:
+        """The job's own budget, or what its project may use."""
+        if (spent := budgets.reached(job, job.gpu_seconds)) is not None:
+            message = f"Pausing fine-tuning job at its budget: {spent.message}"
+            jobs.pause_at_cap(session, job, message, spent.data)
+            return
+        limits = tenants.limits(session.get_one(Project, job.project_id), self.default_limits)
+        if (beyond := tenants.used_up(session, job.project_id, limits)) is not None:
+            message = f"Pausing fine-tuning job at a limit of its project: {beyond.message}"
+            jobs.pause_at_cap(session, job, message, {})
 
     def warn(self, message: str, data: dict[str, Any]) -> None:
         self._tell(message, data, level="warn")

@@ -328,7 +328,7 @@ def load(
     if checkpointed:
         policy.checkpoint_layers()
     held_to = stored_held_to(job.reinforcement["response_format"])
-    recorder = Recorder(database, blobs, claim, job, patience)
+    recorder = Recorder(database, blobs, claim, job, patience, settings.default_limits)
     recorder.resolved(resolved, f"{sampler} {sampler_version}")
     if checkpointed:
         recorder.inform(

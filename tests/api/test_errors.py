@@ -1,7 +1,10 @@
+import dataclasses
 import re
+import sqlite3
 
 import pytest
 from fastapi import APIRouter
+from sqlalchemy.exc import OperationalError
 
 from api.app import MOST_JSON_BYTES
 
@@ -137,3 +140,21 @@ def test_a_service_without_its_database_is_not_ready(house):
     (house.folder / "regraft.db").mkdir()
 
     assert "does not answer" in envelope(house.client().get("/readyz"), 503)["message"]
+
+
+def test_a_database_that_is_away_is_a_503_that_clients_ask_again(house, api):
+    class Away:
+        def read(self):
+            raise OperationalError("select 1", {}, sqlite3.OperationalError("unable to open database file"))
+
+        write = read
+
+    service = house.app.state.service
+    house.app.state.service = dataclasses.replace(service, database=Away())
+
+    answer = api.get("/v1/fine_tuning/jobs")
+
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "2"
+    assert answer.json()["error"]["code"] == "unavailable"
+    assert "database" in answer.json()["error"]["message"]

@@ -10,7 +10,7 @@ from core import budgets, events, jobs, tuned, usage
 from core.budgets import Price
 from core.db import Work
 from core.errors import BudgetReached
-from core.models import Checkpoint, Event, File, Job, ProjectUsage, TunedModel
+from core.models import Checkpoint, Event, File, Job, Project, ProjectUsage, TunedModel
 from core.settings import Settings
 from graders.backends import Backends
 from worker.run import Outcome
@@ -170,7 +170,7 @@ def test_the_model_of_a_pause_stays_until_its_name_is_deleted(bench, timed):
 
     with bench.database.write() as session:
         [name] = [m.name for m in session.query(TunedModel) if m.name.endswith("-3")]
-        assert tuned.delete(session, bench.project.id, name)
+        assert tuned.delete(Work(session), bench.project.id, name)
     change(bench, budget=None)
     resume(bench)
     train(timed())
@@ -333,3 +333,17 @@ class TestBeforeTheStart:
         job = validate(after_another=False)
 
         assert (job.status, job.usage) == ("queued", None)
+
+
+def test_a_job_pauses_when_its_project_has_used_what_it_may(bench, timed):
+    with bench.database.write() as session:
+        project = session.get_one(Project, bench.project.id)
+        project.limits = {"gpu_seconds_per_30_days": 40}
+
+    assert asyncio.run(timed().train()) is Outcome.INTERRUPTED
+
+    assert bench.job().status == "pausing"
+    assert [step["step"] for step in bench.steps()] == [0, 1, 2, 3]  # 5 + 10 + 15 + 10 seconds
+    assert "limit of its project" in bench.events("warn")[-1]
+    assert "gpu_seconds_per_30_days" in bench.events("warn")[-1]
+    assert [one.step for one in bench.checkpoints()] == [2, 3]
