@@ -6,7 +6,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from api.deps import ReadProject, Parts
+from api.deps import Parts, ReadProject
 from api.jobs import JobCreate, usable_model
 from core import datasets, estimates, files, usage
 from core.blobs import BlobNotFound, BlobStore
