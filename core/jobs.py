@@ -93,6 +93,7 @@ def create(
         budget=budget,
         status="validating_files",
     )
+    pages.keep_order(work.session, project.id)
     work.session.add(job)
     work.session.flush()  # gives it its id
     events.append(work.session, job.id, f"Created fine-tuning job: {job.id}")

@@ -1,9 +1,11 @@
 import re
+from dataclasses import replace
 
 import pytest
 from fastapi import APIRouter
 
 from api.app import MOST_JSON_BYTES
+from core.db import Database
 
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -131,9 +133,9 @@ def test_a_service_whose_tables_are_old_is_alive_and_not_ready(house):
     assert "migrations" in envelope(house.client().get("/readyz"), 503)["message"]
 
 
-def test_a_service_without_its_database_is_not_ready(house):
-    house.database.close()
-    (house.folder / "regraft.db").unlink()
-    (house.folder / "regraft.db").mkdir()
+@pytest.mark.parametrize("url", ["sqlite:///{folder}", "postgresql+psycopg://nobody@127.0.0.1:1/nothing"])
+def test_a_service_without_its_database_is_not_ready(house, url):
+    away = Database(url.format(folder=house.folder))
+    house.app.state.service = replace(house.app.state.service, database=away)
 
     assert "does not answer" in envelope(house.client().get("/readyz"), 503)["message"]
