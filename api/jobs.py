@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from sqlalchemy.orm import Session
 
 from api.deps import CurrentProject, Parts, ReadSession, Service, Uow
+from api.document import refusals
 from api.graders import refuse_unusable
 from api.idempotency import Once
 from api.wire import After, Body, EndedListing, Limit, Listing, Part, clamped, ends
@@ -252,7 +253,7 @@ def shown(session: Session, service: Service, *some: Job) -> list[JobOut]:
     return [JobOut.of(job, price, places.get(job.id)) for job in some]
 
 
-@router.post("", response_model=JobOut)
+@router.post("", response_model=JobOut, responses=refusals(404))
 def create_job(body: JobCreate, project: CurrentProject, service: Parts, once: Once) -> JobOut | JSONResponse:
     """Queue a reinforcement fine-tuning job."""
     model = usable_model(body, service)
@@ -309,7 +310,7 @@ def retrieve_job(job_id: str, project: CurrentProject, session: ReadSession, ser
     return shown(session, service, jobs.get(session, project.id, job_id))[0]
 
 
-@router.post("/{job_id}/cancel")
+@router.post("/{job_id}/cancel", responses=refusals(400))
 def cancel_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
     """Stop a job for good."""
     with uow() as work:
@@ -318,7 +319,7 @@ def cancel_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -
         return shown(work.session, service, job)[0]
 
 
-@router.post("/{job_id}/pause")
+@router.post("/{job_id}/pause", responses=refusals(400))
 def pause_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
     """Stop a job at its next checkpoint, to be resumed."""
     with uow() as work:
@@ -327,7 +328,7 @@ def pause_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) ->
         return shown(work.session, service, job)[0]
 
 
-@router.post("/{job_id}/resume")
+@router.post("/{job_id}/resume", responses=refusals(400))
 def resume_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
     """Go on with a paused job from its last checkpoint."""
     with uow() as work:

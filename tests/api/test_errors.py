@@ -113,10 +113,12 @@ def test_a_request_id_of_the_callers_is_kept_if_it_is_harmless(api):
     assert replaced.startswith("req_")
 
 
-def test_the_openapi_document_is_served_and_names_our_error(house):
+def test_the_openapi_document_is_served_and_names_our_errors(house):
     document = house.client().get("/openapi.json").json()
 
-    assert document["paths"][JOBS]["post"]["responses"].keys() == {"200", "4XX"}
+    responses = document["paths"][JOBS]["post"]["responses"]
+    assert responses.keys() == {"200", "400", "401", "404", "413"}
+    assert all("/Error'" in str(responses[status]) for status in responses if status != "200")
     assert "HTTPValidationError" not in document["components"]["schemas"]
 
 
