@@ -20,6 +20,7 @@ from api import (
     webhooks,
 )
 from api.deps import Service
+from api.document import Documented
 from api.middleware import BodyLimit, RequestHeaders
 from api.rates import LocalRates, Rates
 from api.wire import Error
@@ -48,13 +49,13 @@ def create_app(
 
     Without `rates`, requests are counted in this process.
     """
-    app = FastAPI(
+    app = Documented(
         title="regraft",
         description="Reinforcement fine-tuning behind OpenAI's API.",
         docs_url=None,  # the pages behind these two would load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        # Takes the place of FastAPI's 422, which we never send.
+        # Keeps FastAPI from documenting its 422, which we never send; the document then names each status.
         responses={"4XX": {"model": Error}},
     )
     threads, rates = CapacityLimiter(UPLOADS_AT_ONCE), rates or LocalRates()

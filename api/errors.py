@@ -64,6 +64,8 @@ def _framework_error(request: Request, error: Exception) -> Response:
 
 def _not_storable(request: Request, error: Exception) -> Response:
     """PostgreSQL refuses what no check of ours did: a NUL character in an id, a number beyond 64 bits."""
+    if "\0" in request.scope["path"]:  # of such an id SQLite says that nothing has it
+        return _framework_error(request, HTTPException(404))
     return _service_error(request, InvalidRequest("A value in the request cannot be stored or looked up."))
 
 

@@ -8,15 +8,17 @@ from urllib.parse import quote
 
 from anyio import to_thread
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
 
 from api.deps import CurrentProject, Parts, ReadSession, Service, Uow
 from api.explain import explain
+from api.idempotency import OnceOnly, OnceStreamed
 from api.multipart import FormPart, at_most, form_of
 from api.wire import After, Deleted, EndedListing, Part, ends
 from core import files, tenants
 from core.blobs import BlobInfo, BlobNotFound
+from core.db import Work
 from core.errors import FileNotFound, InvalidRequest
 from core.ids import new_id
 from core.limits import Limits
@@ -85,12 +87,18 @@ FORM = {
 }
 
 
-@router.post("", openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": FORM}}}})
-async def create_file(request: Request, project: CurrentProject, service: Parts, uow: Uow) -> FileOut:
+@router.post(
+    "",
+    response_model=FileOut,
+    openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": FORM}}, "required": True}},
+)
+async def create_file(
+    request: Request, project: CurrentProject, service: Parts, once: OnceStreamed
+) -> FileOut | JSONResponse:
     """Upload a file."""
     declared = int(request.headers.get("content-length", "0"))
-    upload = partial(_upload, service, project, uow, declared, form_of(request))
-    return FileOut.of(await to_thread.run_sync(upload, limiter=service.upload_threads))
+    upload = partial(_upload, service, project, once, declared, form_of(request))
+    return await to_thread.run_sync(upload, limiter=service.upload_threads)
 
 
 @router.get("")
@@ -143,7 +151,9 @@ def download_file(
     return StreamingResponse(chunks, media_type=media_type, headers=headers)
 
 
-def _upload(service: Service, project: Project, uow: Uow, declared: int, form: Iterator[FormPart]) -> File:
+def _upload(
+    service: Service, project: Project, once: OnceOnly, declared: int, form: Iterator[FormPart]
+) -> FileOut | JSONResponse:
     """Store the file first: fields may come after it. If then anything is wrong, remove it again.
 
     `declared` is the length of the whole body, 0 if the client has not said.
@@ -173,13 +183,19 @@ def _upload(service: Service, project: Project, uow: Uow, declared: int, form: I
             created_at=created_at,
             expires_at=created_at + asked.expires_after.seconds if asked.expires_after else None,
         )
-        with uow() as work:
+
+        def create(work: Work) -> FileOut:
             tenants.refuse_file_beyond(work.session, project.id, limits, file.bytes)
             files.add(work, file)
+            return FileOut.of(file)
+
+        answer = once.about(sent | {"sha256": stored.sha256})(create)
     except BaseException:
         service.blobs.delete(blob_key)
         raise
-    return file
+    if isinstance(answer, JSONResponse):  # the first upload is the file; this one was only needed to compare
+        service.blobs.delete(blob_key)
+    return answer
 
 
 def _read(

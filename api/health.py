@@ -7,6 +7,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from api.deps import Parts
+from api.document import refusals
 from core.db import Database
 from core.migrate import alembic_config
 
@@ -19,7 +20,7 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/readyz")
+@router.get("/readyz", responses=refusals(503))
 def readyz(service: Parts) -> dict[str, str]:
     """Requests can be served: the database answers, and its tables are those of this version."""
     try:

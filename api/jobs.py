@@ -6,15 +6,19 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 from sqlalchemy.orm import Session
 
 from api.deps import CurrentProject, Parts, ReadSession, Service, Uow
+from api.document import refusals
 from api.graders import refuse_unusable
+from api.idempotency import Once
 from api.wire import After, Body, EndedListing, Limit, Listing, Part, clamped, ends
 from core import budgets, events, files, jobs, tenants, tuned, usage, waiting
 from core.budgets import Price
+from core.db import Work
 from core.errors import InvalidRequest
 from core.methods import NO_SAMPLER_OF_ITS_OWN, Hyperparameters
 from core.models import Checkpoint, Event, Job
@@ -249,13 +253,14 @@ def shown(session: Session, service: Service, *some: Job) -> list[JobOut]:
     return [JobOut.of(job, price, places.get(job.id)) for job in some]
 
 
-@router.post("")
-def create_job(body: JobCreate, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
+@router.post("", response_model=JobOut, responses=refusals(404))
+def create_job(body: JobCreate, project: CurrentProject, service: Parts, once: Once) -> JobOut | JSONResponse:
     """Queue a reinforcement fine-tuning job."""
     model = usable_model(body, service)
     price = Price.of(service.settings)
     budget = body.budget.stored(price) if body.budget else None
-    with uow() as work:
+
+    def create(work: Work) -> JobOut:
         find = partial(files.get_dataset, work.session, project.id)
         job = jobs.create(
             work,
@@ -273,6 +278,8 @@ def create_job(body: JobCreate, project: CurrentProject, service: Parts, uow: Uo
         limits = tenants.limits(project, service.settings.default_limits)
         tenants.refuse_job_beyond(work.session, project.id, limits)
         return shown(work.session, service, job)[0]
+
+    return once(create)
 
 
 @router.get("")
@@ -303,7 +310,7 @@ def retrieve_job(job_id: str, project: CurrentProject, session: ReadSession, ser
     return shown(session, service, jobs.get(session, project.id, job_id))[0]
 
 
-@router.post("/{job_id}/cancel")
+@router.post("/{job_id}/cancel", responses=refusals(400))
 def cancel_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
     """Stop a job for good."""
     with uow() as work:
@@ -312,7 +319,7 @@ def cancel_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -
         return shown(work.session, service, job)[0]
 
 
-@router.post("/{job_id}/pause")
+@router.post("/{job_id}/pause", responses=refusals(400))
 def pause_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
     """Stop a job at its next checkpoint, to be resumed."""
     with uow() as work:
@@ -321,7 +328,7 @@ def pause_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) ->
         return shown(work.session, service, job)[0]
 
 
-@router.post("/{job_id}/resume")
+@router.post("/{job_id}/resume", responses=refusals(400))
 def resume_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
     """Go on with a paused job from its last checkpoint."""
     with uow() as work:

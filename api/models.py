@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from api.deps import CurrentProject, Parts, ReadSession, Uow
+from api.document import refusals
 from api.wire import Deleted, Listing
 from core import tuned
 from core.errors import InvalidRequest, ModelNotFound
@@ -61,7 +62,7 @@ def retrieve_model(model: str, project: CurrentProject, session: ReadSession, se
     return ModelOut.tuned(found, project)
 
 
-@router.delete("/{model:path}")
+@router.delete("/{model:path}", responses=refusals(400))
 def delete_model(model: str, project: CurrentProject, service: Parts, uow: Uow) -> Deleted:
     """Delete a tuned model. Its job and its checkpoints stay."""
     if model in service.registry.models:

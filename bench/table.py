@@ -17,6 +17,7 @@ BENCHES = (
     "merge_rounding",
     "swap",
     "api",
+    "queue",
     "graders",
     "grading_overlap",
     "overlap",
@@ -52,6 +53,8 @@ GOALS: dict[str, tuple[str, float]] = {
     "step_lengthened_by_waiting": ("<=", 0.05),
     # the service
     "last_page_over_first_page": ("<=", 1.5),
+    "p99_ratio": ("<=", 1.5),
+    "create_to_first_sample_seconds": ("<=", 2),
 }
 
 

@@ -51,8 +51,10 @@ def page(
 
 
 def add(work: Work, file: File) -> None:
-    """Whose content is in the blob store already."""
+    """Whose content is in the blob store already. It comes behind all that are in the project's list."""
+    pages.keep_order(work.session, file.project_id)
     work.session.add(file)
+    work.session.flush()
     work.record("file.created", file.id, {"filename": file.filename, "bytes": file.bytes})
 
 

@@ -93,6 +93,7 @@ def create(
         budget=budget,
         status="validating_files",
     )
+    pages.keep_order(work.session, project.id)
     work.session.add(job)
     work.session.flush()  # gives it its id
     events.append(work.session, job.id, f"Created fine-tuning job: {job.id}")
@@ -237,6 +238,7 @@ def heartbeat(session: Session, claim: Claim, lease_seconds: float, *, progress:
     renewal = (
         update(Job)
         .where(Job.id == claim.job_id, Job.epoch == claim.epoch, Job.status.in_(HELD))
+        .where(Job.lease_owner.is_not(None))  # see _let_go
         .values(lease_expires_at=db_now() + lease_seconds, **({"progress_at": db_now()} if progress else {}))
         .returning(Job.seq)
         .execution_options(synchronize_session=False)
@@ -255,7 +257,8 @@ def fenced(database: Database, claim: Claim) -> Iterator[tuple[Session, Job]]:
     """
     with database.write() as session:
         job = session.scalar(select(Job).where(Job.id == claim.job_id).with_for_update())
-        if job is None or job.epoch != claim.epoch or job.status not in HELD:
+        held = job is not None and job.status in HELD and job.lease_owner is not None
+        if job is None or not held or job.epoch != claim.epoch:
             raise LeaseLost(f"{claim.owner} no longer holds {claim.job_id} (epoch {claim.epoch})")
         yield session, job
 
@@ -450,6 +453,7 @@ def _put_back(job: Job) -> None:
 
 
 def _let_go(job: Job) -> None:
+    # A validation that was given back is over, too, though its job's status and epoch do not show it.
     job.lease_owner = job.lease_expires_at = None
     job.estimated_finish = None  # OpenAI's is null, too, unless the job runs
 

@@ -4,12 +4,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import ColumnExpressionArgument, Select
+from sqlalchemy import ColumnExpressionArgument, Select, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from core.errors import InvalidRequest
+from core.models import Project
 
 T = TypeVar("T")
+
+
+def keep_order(session: Session, project_id: str) -> None:
+    """Call it before adding a row to a project's list: what is added under it appears in the order of `seq`.
+
+    A sequence counts at the insert and rows appear at the commit, so without it PostgreSQL could show row 8, and 7 a
+    moment later: behind the cursor of whoever reads the list from its old end, or looks again for what is new. The
+    lock is the project's row, until the commit. Events need none: the row of their job is locked by whoever writes.
+    """
+    session.execute(
+        # NO KEY UPDATE: rows that merely refer to the project are inserted meanwhile.
+        select(Project.id).where(Project.id == project_id).with_for_update(key_share=True)
+    )
 
 
 @dataclass(frozen=True)

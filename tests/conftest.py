@@ -1,12 +1,17 @@
-"""Real servers that the tests start themselves, from packages."""
+"""Real servers that the tests start themselves, from packages, and databases of either kind."""
 
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
+from core.db import Database
+from core.migrate import upgrade
+from core.models import Table
 from tests.servers import Postgres, SeaweedFS
 
 
@@ -33,3 +38,37 @@ def seaweed() -> Iterator[SeaweedFS]:
             yield server
         finally:
             server.stop()
+
+
+@pytest.fixture(scope="session")
+def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("sqlite") / "migrated.db"
+    upgrade(f"sqlite:///{file}")
+    return file
+
+
+@pytest.fixture(scope="session")
+def migrated_postgres(postgres: Postgres) -> str:
+    url = postgres.new_database()
+    upgrade(url)
+    return url
+
+
+@pytest.fixture
+def sqlite_database(migrated_sqlite: Path, tmp_path: Path) -> Iterator[Database]:
+    file = shutil.copy(migrated_sqlite, tmp_path / "regraft.db")
+    database = Database(f"sqlite:///{file}")
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def postgres_database(migrated_postgres: str) -> Iterator[Database]:
+    database = Database(migrated_postgres)
+    yield database
+    database.close()
+    tables = ", ".join(table.name for table in Table.metadata.sorted_tables)
+    cleaner = Database(migrated_postgres)  # a test may have broken the other one
+    with cleaner.write() as session:
+        session.execute(text(f"truncate {tables} restart identity"))
+    cleaner.close()

@@ -17,6 +17,13 @@ import httpx
 from sqlalchemy import create_engine, text
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 class Postgres:
     """A PostgreSQL server of our own, and any number of databases in it."""
 

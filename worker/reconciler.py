@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from core import files, jobs
+from core import files, idempotency, jobs
 from core.blobs import BlobStore
 from core.db import Database, Send, db_now
 from core.jobs import FINAL
@@ -59,6 +59,7 @@ class Reconciler:
             *self.retention.passes,
             self.deleted_files,
             self.old_deliveries,
+            self.forgotten_answers,
         ]
 
     def run_once(self) -> None:
@@ -142,3 +143,8 @@ class Reconciler:
     def old_deliveries(self) -> None:
         """Webhooks that arrived, or were given up, a month ago."""
         deliveries.remove_old(self.database)
+
+    def forgotten_answers(self) -> None:
+        """An Idempotency-Key holds for a day."""
+        with self.database.write() as session:
+            idempotency.forget(session)

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from core import events, usage
+from core import events, pages, usage
 from core.blobs import BlobStore
 from core.db import Database
 from core.ids import new_id
@@ -91,6 +91,7 @@ def attach(session: Session, job: Job, file: File | None) -> None:
     """Make `file` the job's result file, and add up what its steps used."""
     if file is None or job.result_file is not None:
         return
+    pages.keep_order(session, file.project_id)
     session.add(file)
     job.result_file = file.id
     usage.settle(session, job)

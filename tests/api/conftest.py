@@ -1,5 +1,4 @@
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from core.blobs import BlobStore, FolderBlobs
 from core.db import Database, Work
 from core.keys import Scope
 from core.limits import Limits
-from core.migrate import upgrade
 from core.models import Organization, Project
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
@@ -72,19 +70,10 @@ class House:
         return TestClient(self.app, headers=headers, raise_server_exceptions=False)
 
 
-@pytest.fixture(scope="session")
-def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty database at the newest migration, made once and copied for each test."""
-    file = tmp_path_factory.mktemp("database") / "regraft.db"
-    upgrade(f"sqlite:///{file}")
-    return file
-
-
-@pytest.fixture
-def house(migrated: Path, tmp_path: Path) -> Iterator[House]:
-    shutil.copy(migrated, tmp_path / "regraft.db")
-    settings = Settings(data_dir=tmp_path, max_upload_bytes=1 << 20)
-    database, blobs = Database(settings.database), FolderBlobs(tmp_path / "blobs")
+def open_house(database: Database, folder: Path) -> House:
+    """Put it together around an empty, migrated database."""
+    settings = Settings(data_dir=folder, max_upload_bytes=1 << 20)
+    blobs = FolderBlobs(folder / "blobs")
     sent: list[tuple[str, str]] = []
     with database.write() as session:
         key = keys.bootstrap(session)
@@ -102,8 +91,13 @@ def house(migrated: Path, tmp_path: Path) -> Iterator[House]:
         lambda *wake: sent.append(wake) is None,
         LocalRates(clock),
     )
-    yield House(app, database, blobs, project, key, other_key, tmp_path, clock, sent)
-    database.close()
+    return House(app, database, blobs, project, key, other_key, folder, clock, sent)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def house(request: pytest.FixtureRequest, tmp_path: Path) -> House:
+    """On either kind of database."""
+    return open_house(request.getfixturevalue(f"{request.param}_database"), tmp_path)
 
 
 def second_project(session: Any) -> str:

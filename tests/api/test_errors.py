@@ -1,12 +1,13 @@
-import dataclasses
 import re
 import sqlite3
+from dataclasses import replace
 
 import pytest
 from fastapi import APIRouter
 from sqlalchemy.exc import OperationalError
 
 from api.app import MOST_JSON_BYTES
+from core.db import Database
 
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -114,10 +115,12 @@ def test_a_request_id_of_the_callers_is_kept_if_it_is_harmless(api):
     assert replaced.startswith("req_")
 
 
-def test_the_openapi_document_is_served_and_names_our_error(house):
+def test_the_openapi_document_is_served_and_names_our_errors(house):
     document = house.client().get("/openapi.json").json()
 
-    assert document["paths"][JOBS]["post"]["responses"].keys() == {"200", "4XX"}
+    responses = document["paths"][JOBS]["post"]["responses"]
+    assert responses.keys() == {"200", "400", "401", "404", "413"}
+    assert all("/Error'" in str(responses[status]) for status in responses if status != "200")
     assert "HTTPValidationError" not in document["components"]["schemas"]
 
 
@@ -134,10 +137,10 @@ def test_a_service_whose_tables_are_old_is_alive_and_not_ready(house):
     assert "migrations" in envelope(house.client().get("/readyz"), 503)["message"]
 
 
-def test_a_service_without_its_database_is_not_ready(house):
-    house.database.close()
-    (house.folder / "regraft.db").unlink()
-    (house.folder / "regraft.db").mkdir()
+@pytest.mark.parametrize("url", ["sqlite:///{folder}", "postgresql+psycopg://nobody@127.0.0.1:1/nothing"])
+def test_a_service_without_its_database_is_not_ready(house, url):
+    away = Database(url.format(folder=house.folder))
+    house.app.state.service = replace(house.app.state.service, database=away)
 
     assert "does not answer" in envelope(house.client().get("/readyz"), 503)["message"]
 
@@ -150,7 +153,7 @@ def test_a_database_that_is_away_is_a_503_that_clients_ask_again(house, api):
         write = read
 
     service = house.app.state.service
-    house.app.state.service = dataclasses.replace(service, database=Away())
+    house.app.state.service = replace(service, database=Away())
 
     answer = api.get("/v1/fine_tuning/jobs")
 

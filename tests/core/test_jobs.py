@@ -750,3 +750,16 @@ def test_a_validation_that_is_taken_over_ends_the_attempt_of_the_silent_one(sess
         ("validation", "first", "expired"),
         ("validation", "second", None),
     ]
+
+
+def test_a_validation_that_was_given_back_writes_no_more(database):
+    with database.write() as session:
+        factories.job(session, factories.project(session), status="validating_files", lease_expires_at=0.0)
+        ours = claim_validation(session)
+    with jobs.fenced(database, ours) as (session, job):
+        jobs.release(session, job)
+
+    with pytest.raises(LeaseLost), jobs.fenced(database, ours):
+        pass
+    with database.write() as session:
+        assert not jobs.heartbeat(session, ours, 60)

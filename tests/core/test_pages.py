@@ -1,9 +1,11 @@
 import re
 
 import pytest
-from sqlalchemy import event, select
+from sqlalchemy import event, select, text
+from sqlalchemy.exc import OperationalError
 
-from core.db import Database
+from core import files, jobs
+from core.db import Database, Work
 from core.errors import InvalidRequest
 from core.models import File, TunedModel
 from core.pages import newest_first, oldest_first
@@ -140,3 +142,76 @@ def explain(database: Database, read) -> str:
             lines += [str(row[-1]) for row in rows]
         connection.invalidate()  # with the settings made above
     return "\n".join(lines)
+
+
+# On PostgreSQL a sequence counts at the insert and a row appears at the commit: 8 may be there before 7.
+
+
+def test_a_list_read_newest_first_shows_what_was_there_once_however_others_commit(postgres_database):
+    """A row that appears late may be missed, as one that is added after the reading began; nothing else changes."""
+    database = postgres_database
+    with database.write() as session:
+        project = factories.project(session)
+        add_files(session, project, "a", "b", "c")
+    with database.write() as late:
+        factories.file(late, project, id="late")
+        with database.write() as session:
+            add_files(session, project, "d")
+        first = read_page(database, project, newest_first, after=None)
+    rest = read_page(database, project, newest_first, after=first[-1])
+
+    assert first + rest == ["d", "c", "b", "a"]
+    assert read_page(database, project, newest_first, after=None, limit=9) == ["d", "late", "c", "b", "a"]
+
+
+def test_without_a_lock_a_row_can_appear_behind_a_reader(postgres_database):
+    """Why `keep_order` is there: whoever reads on from the newest row that it knows never sees the late one."""
+    database = postgres_database
+    with database.write() as session:
+        project = factories.project(session)
+    with database.write() as late:
+        factories.file(late, project, id="late")
+        with database.write() as session:
+            add_files(session, project, "d")
+        seen = read_page(database, project, oldest_first, after=None)
+
+    assert seen == ["d"]
+    assert read_page(database, project, oldest_first, after="d") == []
+
+
+def test_files_and_jobs_of_a_project_appear_in_the_order_of_their_numbers(postgres_database):
+    """The second of two that are added at once waits for the commit of the first; another project does not."""
+    database = postgres_database
+    with database.write() as session:
+        project, other = factories.project(session), factories.project(session)
+        train = factories.file(session, project)
+        theirs = factories.file(session, other)
+
+    for hold in (add_file, add_job):
+        for add in (add_file, add_job):
+            with database.write() as first:
+                hold(first, project, train)
+                without_waiting(database, add, other, theirs)
+                with pytest.raises(OperationalError, match="lock timeout"):
+                    without_waiting(database, add, project, train)
+
+
+def without_waiting(database, add, project, train):
+    with database.write() as session:
+        session.execute(text("set local lock_timeout = '50ms'"))
+        add(session, project, train)
+
+
+def add_file(session, project, train):
+    columns = {"filename": "x", "purpose": "fine-tune", "bytes": 1, "sha256": "", "blob_key": "x"}
+    files.add(Work(session), File(project_id=project.id, **columns))
+
+
+def add_job(session, project, train):
+    asked = {"validation_file": None, "suffix": None, "seed": 1, "metadata": None, "reinforcement": {}}
+    jobs.create(Work(session), project=project, model="tiny", training_file=train, gpu_class="cpu", **asked)
+
+
+def read_page(database, project, read, *, after, limit=2):
+    with database.read() as session:
+        return ids(read(session, files_of(project), File, after=after, limit=limit))

@@ -15,7 +15,7 @@ from core import orphans
 from core.blobs import S3Blobs
 from core.db import Database
 from tests.e2e.conftest import ROOT, Server, wait_until_ready
-from tests.e2e.test_openai_client import create, method, wait
+from tests.e2e.test_openai_client import VALID, create, method, until, upload, wait
 from tests.servers import SeaweedFS
 
 
@@ -104,10 +104,49 @@ def test_a_job_runs_from_upload_to_model(production, seaweed):
     assert any(key.startswith("all/projects/") and key.endswith("adapter_model.safetensors") for key in keys)
 
 
+def test_a_job_is_paused_resumed_and_cancelled(production):
+    """The reconciler sleeps: each of these must itself wake or stop the worker, through Redis and PostgreSQL."""
+    server, _ = production
+    client = server.client()
+    job = create(client, method=method(n_epochs=50, batch_size=1))
+
+    def status():
+        return client.fine_tuning.jobs.retrieve(job.id).status
+
+    assert until(lambda: len(regraft.metrics(client, job.id)) > 2, 90)
+    assert client.fine_tuning.jobs.pause(job.id).status == "pausing"
+    assert until(lambda: status() == "paused", 90)
+    steps = len(regraft.metrics(client, job.id))
+
+    assert client.fine_tuning.jobs.resume(job.id).status == "queued"
+    assert until(lambda: len(regraft.metrics(client, job.id)) > steps, 90)
+    said = [event.message for event in client.fine_tuning.jobs.list_events(job.id, limit=100)]
+    assert said.count("Fine-tuning job paused") == said.count("Fine-tuning job resumed") == 1
+
+    assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+    steps = [metrics["step"] for metrics in regraft.metrics(client, job.id)]
+    assert steps == list(range(len(steps)))
+    after = wait(client, create(client, method=method(n_epochs=1)))
+    assert after.status == "succeeded", "the worker is free again"
+
+
+def test_a_request_under_a_key_is_answered_once(production):
+    server, _ = production
+    client = server.client()
+    keyed = {"extra_headers": {"Idempotency-Key": "one"}}
+    files = {"train": upload(client).id, "valid": upload(client, VALID).id}
+
+    first = create(client, **files, **keyed)
+    second = create(client, **files, **keyed)
+
+    assert second.id == first.id
+    client.fine_tuning.jobs.cancel(first.id)
+
+
 def test_where_adapters_lie_is_not_told_to_tenants(production):
     server, _ = production
     client = server.client()
-    [job] = client.fine_tuning.jobs.list()
+    job = next(job for job in client.fine_tuning.jobs.list() if job.status == "succeeded")
 
     assert all(c.adapter is None for c in client.fine_tuning.jobs.checkpoints.list(job.id))
 

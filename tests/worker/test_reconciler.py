@@ -8,7 +8,8 @@ from sqlalchemy.exc import OperationalError
 
 from core import jobs
 from core.db import Work
-from core.models import File, Job, now
+from core.idempotency import KEPT_SECONDS
+from core.models import File, IdempotentRequest, Job, now
 from core.settings import Settings
 from worker.reconciler import BROKER_AWAY, BROKER_BACK, Reconciler
 
@@ -85,6 +86,18 @@ def test_an_expired_file_goes_and_one_that_is_kept_stays(bench, reconciler):
     reconciler.run_once()
 
     assert list(bench.blobs.list("files/")) == ["files/kept"]
+
+
+def test_an_idempotency_key_is_forgotten_after_a_day(bench, reconciler):
+    with bench.database.write() as session:
+        for key, age in (("old", KEPT_SECONDS + 10), ("young", KEPT_SECONDS - 1000)):
+            row = {"fingerprint": "", "status_code": 200, "answer": {}, "created_at": now() - age}
+            session.add(IdempotentRequest(project_id=bench.project.id, key=key, **row))
+
+    reconciler.run_once()
+
+    with bench.database.read() as session:
+        assert [row.key for row in session.query(IdempotentRequest)] == ["young"]
 
 
 def test_a_pass_that_fails_does_not_stop_the_others(bench, reconciler, sent):

@@ -1,0 +1,184 @@
+"""One Idempotency-Key, one creation: whoever asks again gets the first answer, at the same moment or a day later."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy import func, select, update
+
+from core import idempotency
+from core.models import File, IdempotentRequest, Job
+
+JOBS, FILES = "/v1/fine_tuning/jobs", "/v1/files"
+
+
+def keyed(key="a-key"):
+    return {"Idempotency-Key": key}
+
+
+def upload(client, content=b"{}\n", *, key="a-key", name="train.jsonl", **fields):
+    data = {"purpose": "fine-tune"} | fields
+    return client.post(FILES, data=data, files={"file": (name, content)}, headers=keyed(key))
+
+
+def count(house, table):
+    with house.database.read() as session:
+        return session.scalar(select(func.count()).select_from(table))
+
+
+def test_the_same_request_gets_the_same_answer_and_creates_nothing(house, api, job_request):
+    request = job_request()
+    first = api.post(JOBS, json=request, headers=keyed())
+    sent = list(house.sent)
+
+    second = api.post(JOBS, json=request, headers=keyed())
+
+    assert (first.status_code, second.status_code) == (200, 200)
+    assert second.json() == first.json()
+    assert "idempotent-replayed" not in first.headers
+    assert second.headers["idempotent-replayed"] == "true"
+    assert count(house, Job) == 1
+    assert house.sent == sent
+
+
+def test_the_answer_is_the_first_one_whatever_became_of_the_job(api, job_request):
+    request = job_request()
+    first = api.post(JOBS, json=request, headers=keyed()).json()
+    api.post(f"{JOBS}/{first['id']}/cancel")
+
+    assert api.post(JOBS, json=request, headers=keyed()).json() == first
+
+
+def test_spaces_and_the_order_of_keys_do_not_make_another_request(api, job_request):
+    request = job_request()
+    first = api.post(JOBS, json=request, headers=keyed())
+
+    turned = api.post(JOBS, json=dict(reversed(request.items())), headers=keyed())
+
+    assert turned.json() == first.json()
+
+
+def test_another_request_under_the_same_key_is_refused(house, api, job_request):
+    request = job_request()
+    api.post(JOBS, json=request, headers=keyed())
+
+    answer = api.post(JOBS, json=request | {"seed": 5}, headers=keyed())
+
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("idempotency_key_reused", None)
+    assert count(house, Job) == 1
+
+
+def test_a_key_of_one_url_is_not_one_of_another(api, job_request):
+    request = job_request()
+    api.post(JOBS, json=request, headers=keyed())
+
+    assert upload(api).json()["error"]["code"] == "idempotency_key_reused"
+
+
+def test_without_a_key_everything_is_new(house, api, job_request):
+    request = job_request()
+
+    assert api.post(JOBS, json=request).json()["id"] != api.post(JOBS, json=request).json()["id"]
+
+
+def test_projects_do_not_share_keys(house, api):
+    mine, theirs = upload(api), upload(house.client(house.other_key))
+
+    assert theirs.status_code == 200
+    assert theirs.json()["id"] != mine.json()["id"]
+
+
+def test_a_refused_request_leaves_its_key_free(house, api, job_request):
+    request = job_request()
+    refused = api.post(JOBS, json=request | {"training_file": "file-nothing"}, headers=keyed())
+
+    answer = api.post(JOBS, json=request, headers=keyed())
+
+    assert (refused.status_code, answer.status_code) == (400, 200)
+    assert "idempotent-replayed" not in answer.headers
+
+
+def test_a_file_that_is_sent_again_is_stored_once(house, api):
+    first = upload(api)
+
+    second = upload(api)
+
+    assert second.json() == first.json()
+    assert second.headers["idempotent-replayed"] == "true"
+    assert count(house, File) == 1
+    assert len(list(house.blobs.list(""))) == 1
+    assert api.get(f"{FILES}/{first.json()['id']}/content").content == b"{}\n"
+
+
+@pytest.mark.parametrize(
+    "change", [{"content": b"[]\n"}, {"name": "other.jsonl"}, {"expires_after[anchor]": "created_at"}]
+)
+def test_another_file_under_the_same_key_is_refused_and_not_stored(house, api, change):
+    if "expires_after[anchor]" in change:
+        change = change | {"expires_after[seconds]": "3600"}
+    upload(api)
+
+    answer = upload(api, **change)
+
+    assert answer.json()["error"]["code"] == "idempotency_key_reused"
+    assert len(list(house.blobs.list(""))) == 1
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, b"\xff", b"a\tb"])
+def test_a_key_that_is_no_printable_text_is_refused(house, api, key):
+    answer = upload(api, key=key)
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Idempotency-Key")
+    assert count(house, File) == 0
+
+
+@pytest.mark.parametrize("key", ["x", "x" * 255, "a key ~ with 'quotes'"])
+def test_any_printable_text_is_a_key(api, key):
+    assert upload(api, key=key).status_code == 200
+
+
+@pytest.mark.parametrize("what", ["jobs", "files"])
+def test_of_many_at_once_one_creates_and_all_hear_of_it(house, api, job_request, what):
+    request = job_request()
+    before = count(house, File)
+
+    def ask(_):
+        client = house.client(house.key)
+        return upload(client) if what == "files" else client.post(JOBS, json=request, headers=keyed())
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(16)))
+
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    assert sum("idempotent-replayed" not in answer.headers for answer in answers) == 1
+    assert count(house, Job) + count(house, File) - before == 1
+
+
+def test_after_a_day_a_key_may_be_used_anew(house, api, job_request):
+    request = job_request()
+    first = api.post(JOBS, json=request, headers=keyed())
+    api.post(JOBS, json=request, headers=keyed("another"))
+    with house.database.write() as session:
+        old = update(IdempotentRequest).where(IdempotentRequest.key == "a-key")
+        session.execute(old.values(created_at=IdempotentRequest.created_at - idempotency.KEPT_SECONDS - 1))
+
+    with house.database.write() as session:
+        idempotency.forget(session)
+
+    assert count(house, IdempotentRequest) == 1
+    assert api.post(JOBS, json=request, headers=keyed()).json()["id"] != first.json()["id"]
+
+
+def test_what_is_kept_holds_no_secret_of_the_grader(house, api, job_request):
+    grader = {
+        "type": "endpoint",
+        "name": "mine",
+        "url": "https://graders.example/grade",
+        "headers": {"Authorization": "Bearer hunter2"},
+    }
+    api.post(JOBS, json=job_request({"grader": grader}), headers=keyed())
+
+    with house.database.read() as session:
+        assert "hunter2" not in str([row.answer for row in session.scalars(select(IdempotentRequest))])

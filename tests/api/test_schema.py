@@ -1,0 +1,136 @@
+"""The OpenAPI document tells the truth: whatever is sent, the answer is one that it describes, and no crash.
+
+What is sent is made from the document itself, valid and invalid, so every route in it is covered as it appears.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from api.app import MOST_JSON_BYTES, create_app
+from api.document import refusals_of
+from core.registry import Registry
+from core.settings import Settings
+from graders.backends import Backends
+from tests.api.conftest import GRADER
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+# The document needs none of the parts that requests need.
+DOCUMENT = create_app(
+    Settings(data_dir=Path()), None, None, Registry(models={}), Backends.none(), print
+).openapi()
+OPERATIONS = [(method, path) for path, found in DOCUMENT["paths"].items() for method in found]
+every_operation = pytest.mark.parametrize(
+    ("method", "path"), OPERATIONS, ids=[f"{method} {path}" for method, path in OPERATIONS]
+)
+
+
+@pytest.fixture
+def known(create_job):
+    """Values of what is there, by the names that paths, queries and bodies give them."""
+    job = create_job()
+    body = {name: job[name] for name in ("training_file", "validation_file", "method")}
+    return {
+        "job_id": job["id"],
+        "file_id": job["training_file"],
+        "model": "tiny",
+        "grader": GRADER,
+        "metadata": None,
+    } | body
+
+
+@every_operation
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_every_answer_is_as_documented(house, known, method, path, mode):
+    send_and_check(house, known, method, path, mode, examples=8)
+
+
+@pytest.mark.slow
+@every_operation
+@pytest.mark.parametrize("mode", GenerationMode)
+@pytest.mark.parametrize("house", ["postgres"], indirect=True)
+def test_every_answer_to_many_more_is_as_documented(house, known, method, path, mode):
+    send_and_check(house, known, method, path, mode, examples=30)
+
+
+def send_and_check(house, known, method, path, mode, *, examples):
+    """Every case as it was made, and again with what is there in it, so that more than the first check is met."""
+    schema = schemathesis.openapi.from_asgi("/openapi.json", house.app)
+    headers = {"Authorization": f"Bearer {house.key}"}
+    sent = 0
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=schema[path][method].as_strategy(mode))
+    def check(case):
+        nonlocal sent
+        sent += 1
+        case.call_and_validate(headers=headers, checks=CHECKS)
+        if method != "delete" and name_what_is_there(case, known):
+            case.call_and_validate(headers=headers, checks=CHECKS)
+
+    try:
+        check()
+    except Unsatisfiable:
+        assert mode is GenerationMode.NEGATIVE, "every operation can be used"
+    else:
+        assert sent
+
+
+@every_operation
+def test_every_refusal_that_all_such_routes_document_is_real(house, known, method, path):
+    """404 is in test_tenancy.py: it asks every route for ids that are not there."""
+    operation = DOCUMENT["paths"][path][method]
+    url = path.format_map({name: known.get(name, "x") for name in re.findall(r"{(\w+)}", path)})
+    big = b" " * (MOST_JSON_BYTES + 1)
+    for status in set(refusals_of(path, operation)) - {404}:
+        if status == 401:
+            answer = house.client().request(method, url)
+        elif status == 400:
+            query = {p["name"]: "\0" for p in operation.get("parameters", ()) if p["in"] == "query"}
+            answer = house.client(house.key).request(method, url, params=query, json=[])
+        else:
+            schema = operation["requestBody"]["content"].get("multipart/form-data", {}).get("schema", {})
+            names = [n for n, p in schema.get("properties", {}).items() if p.get("format") == "binary"]
+            how = {"files": dict.fromkeys(names, big)} if names else {"content": big}
+            answer = house.client(house.key).request(method, url, **how)
+
+        assert answer.status_code == status
+
+
+def test_an_id_with_a_nul_character_is_none_on_either_database(house):
+    answer = house.client(house.key).get("/v1/fine_tuning/jobs/ftjob-%00")
+
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "invalid_request_error")
+
+
+def name_what_is_there(case, known) -> bool:
+    """False: the case has no place for any of it."""
+    changed = False
+    for place in (case.path_parameters, case.query, case.body):
+        mine = {name: known[name] for name in place if name in known} if isinstance(place, dict) else {}
+        if mine:
+            place.update(mine)
+            changed = True
+    return changed
