@@ -447,7 +447,7 @@ def open_house(folder: Path) -> Iterator[House]:
             "REGRAFT_PORT": str(api_port),
             "REGRAFT_TORCH_THREADS": "1",
             "REGRAFT_RECONCILE_SECONDS": "0.5",
-            "REGRAFT_LEASE_SECONDS": "6",
+            "REGRAFT_LEASE_SECONDS": "12",
             # Three in a row are plenty for a job, but not for one that is shot at on purpose.
             "REGRAFT_MAX_FAILURES": "1000",
             PHASES_FOLDER: str(folder / "phases"),
