@@ -13,6 +13,7 @@ from api import (
     files,
     graders,
     health,
+    job_request,
     jobs,
     models,
     organization,
@@ -87,6 +88,7 @@ def create_app(
         organization,
         stream,
         checkpoints,
+        job_request,
     ):
         app.include_router(resource.router, prefix="/v1")
     errors.add_handlers(app)

@@ -54,9 +54,8 @@ def _tar(blobs: BlobStore, prefix: str, manifest: dict[str, Any]) -> Iterator[by
 
 def _tar_bytes(manifest: dict[str, Any]) -> int:
     sizes = {MANIFEST: len(_shown(manifest))} | {file["name"]: file["bytes"] for file in manifest["files"]}
-    return 2 * BLOCK + sum(
-        len(_header(name, size)) + size + len(_padding(size)) for name, size in sizes.items()
-    )
+    length: int = sum(len(_header(name, size)) + size + len(_padding(size)) for name, size in sizes.items())
+    return length + 2 * BLOCK
 
 
 def _shown(manifest: dict[str, Any]) -> bytes:
