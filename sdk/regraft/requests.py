@@ -7,13 +7,14 @@ of a .py with `def grade(sample, item)`, or of a .json, .toml or .yaml. Paths ar
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 FILES = ("training_file", "validation_file")
 OF_THE_METHOD = ("grader", "hyperparameters", "response_format")
+PATHS = [["training_file"], ["validation_file"], ["grader"]]
 MASK = "***"  # what a server shows in the place of a secret
 
 Source = str | Path | Mapping[str, Any]
@@ -35,14 +36,23 @@ class JobRequest:
         return self.body | dict(ids)
 
 
-def read_job(source: Source) -> JobRequest:
-    """Raise InvalidRequestFile for a file that is no job; whether the job makes sense is for the server to say."""
+def read_job(source: Source, changes: Sequence[str] = ()) -> JobRequest:
+    """A job, with `changes` such as "hyperparameters.n_epochs=2". Paths in these are relative to the working folder.
+
+    Raises:
+        InvalidRequestFile: it is no job. Whether the job makes sense is for the server to say.
+    """
     if isinstance(source, Mapping):
         fields, folder, name = dict(source), Path(), "the request"
     else:
         path = Path(source)
         fields, folder, name = read_table(path), path.parent, str(path)
-    body = _with_method(fields, folder, name)
+    body = _with_method(fields, name)
+    for change in changes:
+        set_path(body, change)
+    inside = body["method"].get("reinforcement", {})
+    if isinstance(inside.get("grader"), str | Path):
+        inside["grader"] = read_grader(folder / inside["grader"])
     uploads: dict[str, Path] = {}
     for field in FILES:
         value = body.get(field)
@@ -61,8 +71,10 @@ def read_grader(source: Source) -> dict[str, Any]:
         return {"type": "python", "name": path.stem, "source": _text(path)}
     spec = read_table(path)
     # A job file will do: its grader is meant.
-    inner = spec.get("grader")
-    return read_grader(_beside(inner, path.parent)) if inner is not None and "type" not in spec else spec
+    if "grader" in spec and "type" not in spec:
+        inner = spec["grader"]
+        return read_grader(path.parent / inner if isinstance(inner, str) else inner)
+    return spec
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -91,7 +103,7 @@ def set_path(body: dict[str, Any], assignment: str) -> None:
     try:
         value = json.loads(text)
     except ValueError:
-        value = text
+        value = Path(text).absolute() if keys in PATHS and not _is_id(text) else text
     if keys[0] in OF_THE_METHOD:
         keys = ["method", "reinforcement", *keys]
     table = body
@@ -114,7 +126,7 @@ def refuse_masked(body: Mapping[str, Any], path: str = "") -> None:
             raise InvalidRequestFile(message)
 
 
-def _with_method(fields: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
+def _with_method(fields: dict[str, Any], name: str) -> dict[str, Any]:
     body = {key: value for key, value in fields.items() if key not in OF_THE_METHOD}
     method = body.get("method", {"type": "reinforcement"})
     if not isinstance(method, dict):
@@ -125,14 +137,8 @@ def _with_method(fields: dict[str, Any], folder: Path, name: str) -> dict[str, A
             raise InvalidRequestFile(f"{name}: {key} stands at the top and in the method, too")
         if key in fields:
             inside[key] = fields[key]
-    if isinstance(inside.get("grader"), str | Path):
-        inside["grader"] = read_grader(_beside(inside["grader"], folder))
     kind = method.get("type", "reinforcement")
     return body | {"method": method | {"type": kind} | ({"reinforcement": inside} if inside else {})}
-
-
-def _beside(source: Any, folder: Path) -> Source:
-    return folder / source if isinstance(source, str | Path) else source
 
 
 def _is_id(value: str) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TextIO, overload
@@ -18,7 +18,7 @@ from openai.types.fine_tuning import FineTuningJob
 from regraft.display import Display
 from regraft.errors import JobFailed
 from regraft.jobs import FINAL
-from regraft.requests import Source, read_job, refuse_masked, set_path
+from regraft.requests import InvalidRequestFile, Source, read_grader, read_job, refuse_masked
 from regraft.types import JobEvent
 
 if TYPE_CHECKING:
@@ -91,16 +91,9 @@ class Jobs(OpenAIJobs):
 
     def prepare(self, request: Source, *, set: Sequence[str] = ()) -> dict[str, Any]:
         """The body that `submit` sends, its files uploaded: `client.preview` and `submit` both take it."""
-        job = read_job(request)
-        for assignment in set:
-            set_path(job.body, assignment)
-        files = self._client.files
+        job, files = read_job(request, set), self._client.files
         return job.with_ids(
-            {
-                field: files.create(file=path, purpose="fine-tune").id
-                for field, path in job.uploads.items()
-                if field not in job.body
-            }
+            {field: files.create(file=path, purpose="fine-tune").id for field, path in job.uploads.items()}
         )
 
     def clone(self, job_id: str, *, set: Sequence[str] = (), grader: Source | None = None) -> FineTuningJob:
@@ -189,14 +182,13 @@ class AsyncJobs(OpenAIAsyncJobs):
 
     async def prepare(self, request: Source, *, set: Sequence[str] = ()) -> dict[str, Any]:
         """As Jobs.prepare."""
-        job = read_job(request)
-        for assignment in set:
-            set_path(job.body, assignment)
-        ids = {}
-        for field, path in job.uploads.items():
-            if field not in job.body:
-                ids[field] = (await self._client.files.create(file=path, purpose="fine-tune")).id
-        return job.with_ids(ids)
+        job, files = read_job(request, set), self._client.files
+        return job.with_ids(
+            {
+                field: (await files.create(file=path, purpose="fine-tune")).id
+                for field, path in job.uploads.items()
+            }
+        )
 
     async def clone(
         self, job_id: str, *, set: Sequence[str] = (), grader: Source | None = None
@@ -266,17 +258,14 @@ def _once() -> Any:
     return {"headers": {"Idempotency-Key": str(uuid.uuid4())}}
 
 
-def _changed(asked: Mapping[str, Any], changes: Sequence[str], grader: Source | None) -> dict[str, Any]:
-    top = dict(asked)
+def _changed(asked: dict[str, Any], changes: Sequence[str], grader: Source | None) -> dict[str, Any]:
     if grader is not None:
-        method = dict(top["method"])
-        method["reinforcement"] = method["reinforcement"] | {"grader": grader}
-        top["method"] = method
-    body = read_job(top).body
-    for change in changes:
-        set_path(body, change)
-    refuse_masked(body)
-    return body
+        asked["method"]["reinforcement"]["grader"] = read_grader(grader)
+    job = read_job(asked, changes)
+    if job.uploads:
+        raise InvalidRequestFile("A clone has the files of its job; to train on others, submit a job file.")
+    refuse_masked(job.body)
+    return job.body
 
 
 def _framed(steps: Steps, frame: bool | None) -> Any:
