@@ -85,7 +85,6 @@ async def follow(
 ) -> AsyncIterator[bytes]:
     """`news`, which was read behind `after`, and then whatever comes, as server-sent events."""
     last, status, silence = after, "", 0.0
-    yield b"retry: 1000\n\n"
     while True:
         for event in news.events:
             last = event.id
@@ -100,7 +99,8 @@ async def follow(
         elif news.events:
             silence = 0.0
         elif silence >= KEEP_ALIVE_SECONDS:
-            yield b": still here\n\n"
+            # No empty line behind it: OpenAI's decoder would take that for the end of a message, an empty one.
+            yield b": still here\n"
             silence = 0.0
         if not news.has_more:
             await sleep(POLL_SECONDS)

@@ -8,6 +8,7 @@ of a .py with `def grade(sample, item)`, or of a .json, .toml or .yaml. Paths ar
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def read_job(source: Source, changes: Sequence[str] = ()) -> JobRequest:
         InvalidRequestFile: it is no job. Whether the job makes sense is for the server to say.
     """
     if isinstance(source, Mapping):
-        fields, folder, name = dict(source), Path(), "the request"
+        fields, folder, name = deepcopy(dict(source)), Path(), "the request"
     else:
         path = Path(source)
         fields, folder, name = read_table(path), path.parent, str(path)

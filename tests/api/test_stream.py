@@ -1,8 +1,9 @@
 import asyncio
 import json
 
-import pytest
+import httpx2
 from anyio import CapacityLimiter
+from openai import OpenAI, Stream
 
 from api.stream import KEEP_ALIVE_SECONDS, JobLog, follow
 from core import events, jobs
@@ -81,8 +82,8 @@ def test_an_event_of_another_job_is_no_place_to_go_on_from(api, house, create_jo
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
 
 
-class House:
-    """A clock that only runs in `sleep`, where `script` says what happens at which second."""
+class Clock:
+    """Time passes only in `sleep`, where `script` says what happens at which second."""
 
     def __init__(self, script) -> None:
         self.script, self.now = script, 0.0
@@ -97,7 +98,7 @@ def follow_to_the_end(house, job_id: str, script) -> str:
     async def collect() -> bytes:
         log = JobLog(house.database, house.project.id, job_id, CapacityLimiter(1))
         first = await log.read(None)
-        return b"".join([chunk async for chunk in follow(log, first, sleep=House(script).sleep)])
+        return b"".join([chunk async for chunk in follow(log, first, sleep=Clock(script).sleep)])
 
     return asyncio.run(collect()).decode()
 
@@ -123,6 +124,30 @@ def test_a_silent_job_keeps_its_connection_alive(house, create_job):
     text = follow_to_the_end(house, job_id, {2.5 * KEEP_ALIVE_SECONDS + 0.5: lambda: cancel(house, job_id)})
 
     assert text.count(": still here") == 2
+
+
+def test_openais_own_client_can_read_it_silence_and_all(house, create_job):
+    job_id = create_job()["id"]
+    script = {KEEP_ALIVE_SECONDS + 2: lambda: cancel(house, job_id)}
+
+    text = follow_to_the_end(house, job_id, script).encode()
+
+    assert b": still here" in text
+    with OpenAI(
+        api_key="k", base_url="http://none", http_client=httpx2.Client(transport=Says(text))
+    ) as client:
+        stream = client.get("/", cast_to=object, stream=True, stream_cls=Stream[object])
+        assert words(list(stream))[-2:] == ["Fine-tuning job cancelled", "cancelled"]
+
+
+class Says(httpx2.BaseTransport):
+    """Answers every request with the same stream."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=self.text)
 
 
 def test_more_events_than_a_page_are_all_sent_once_and_before_the_end(house, create_job):
@@ -155,8 +180,7 @@ def test_a_stream_that_ends_makes_room(api, house, create_job):
     assert house.app.state.service.streams.borrowed_tokens == 0
 
 
-@pytest.mark.parametrize("path", ["stream"])
-def test_between_two_looks_no_connection_is_held(house, create_job, path):
+def test_between_two_looks_no_connection_is_held(house, create_job):
     job_id = create_job()["id"]
     held: list[int] = []
 

@@ -68,7 +68,8 @@ class Cursor:
         self.failures += 1
         if self.failures > MOST_FAILURES:
             raise error or openai.OpenAIError(f"The stream of {self.job_id} ends before the job does.")
-        return float(min(2 ** (self.failures - 1), 30))
+        # At once the first time: most connections break because a proxy or a server was restarted.
+        return 0.0 if self.failures == 1 else float(min(2 ** (self.failures - 2), 30))
 
 
 def _passes(error: openai.APIError) -> bool:
