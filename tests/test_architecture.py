@@ -40,7 +40,7 @@ def test_imports_point_in_one_direction(package):
 
 
 def test_the_client_needs_only_what_it_is_installed_with():
-    """What a user installs has no server in it. `graders` is only named by a link to a file of it, which is relative."""
+    """What a user installs has no server in it: the server's rules that it ships are links, and need nothing else."""
     allowed = set(sys.stdlib_module_names) | {"regraft", "openai", "httpx2"}
     optional = {"pandas", "yaml"}
 

@@ -51,8 +51,8 @@ class Display:
 
     def _draw(self) -> None:
         width = shutil.get_terminal_size().columns - 1  # the last column would wrap in some terminals
-        line = self.progress.line(marks=self._marks)
-        if len(line) > width:
-            line = self.progress.line(bar=10, spark=0, marks=self._marks)
+        sizes = ((20, 24), (10, 12), (10, 0))
+        lines = [self.progress.line(bar=bar, spark=spark, marks=self._marks) for bar, spark in sizes]
+        line = next((line for line in lines if len(line) <= width), lines[-1])
         print(f"{CLEAR}{line[:width]}", end="", file=self.out, flush=True)
         self._drawn = True

@@ -17,7 +17,7 @@ _KEPT = ("seed", "metadata")
 _AUTO = {
     "batch_size": "8 prompts a step, or all of a smaller file",
     "n_epochs": "so many that there are about 20 steps, 10 at most",
-    "learning_rate_multiplier": "1: the rate itself depends on the size of the model, and is that of a LoRA adapter",
+    "learning_rate_multiplier": "1, on a rate for LoRA that depends on the size of the model",
     "compute_multiplier": "1, which is 8 answers a prompt",
     "eval_interval": "ten validations a run",
     "eval_samples": "one answer a row, greedy",
@@ -102,9 +102,13 @@ def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[s
     effort = hyperparameters.get("reasoning_effort")
     if effort not in (None, "default"):
         yield f"hyperparameters.reasoning_effort: {effort} is left out; the models here have no such setting."
-    for name, meaning in _AUTO.items():
-        if hyperparameters.get(name, "auto") in (None, "auto"):
-            yield f'hyperparameters.{name}: "auto" means here {meaning}. OpenAI does not say what it means there.'
+    automatic = [
+        f"{name} is {meaning}"
+        for name, meaning in _AUTO.items()
+        if hyperparameters.get(name, "auto") in (None, "auto")
+    ]
+    if automatic:
+        yield f'hyperparameters: OpenAI does not say what its "auto" is. Here {"; ".join(automatic)}.'
     if isinstance(hyperparameters.get("learning_rate_multiplier"), int | float):
         yield "hyperparameters.learning_rate_multiplier scales our own base rate, which is not OpenAI's."
     if params.get("integrations"):
