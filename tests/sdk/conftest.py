@@ -116,8 +116,7 @@ def house(migrated: Path, tmp_path: Path) -> Iterator[House]:
     with database.write() as session:
         key = keys.bootstrap(session)
         assert key is not None
-        project = keys.find_project(session, key)
-        assert project is not None
+        project = session.query(Project).one()
     registry = Registry(models={"tiny": BaseModelEntry(hub="regraft/tiny")})
     app = create_app(settings, database, blobs, registry, Backends.none(), lambda *wake: None)
     house = House(database, blobs, project, key)

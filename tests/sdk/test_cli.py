@@ -110,9 +110,38 @@ def test_a_job_is_created_from_a_file_and_steered(regraft, in_json, job_file):
     assert in_json("jobs", "show", job_id)["seed"] == 11
     assert in_json("jobs", "clone", job_id, "--set", "hyperparameters.n_epochs=2")["seed"] == 11
     assert [job["id"] for job in in_json("jobs", "list", "--limit", "5")][1] == job_id
+    assert "place 1, waiting for its files to be validated" in regraft("jobs", "show", job_id)[1]
     assert regraft("jobs", "pause", job_id)[0] == 2  # its files are still being validated
     assert regraft("jobs", "cancel", job_id)[1] == f"{job_id} is cancelled\n"
     assert regraft("jobs", "resume", job_id)[0] == 2
+
+
+def test_a_preview_creates_nothing(regraft, in_json, job_file):
+    code, out, _ = regraft("jobs", "create", "-f", str(job_file), "--preview")
+
+    assert code == 0
+    assert out.splitlines() == [
+        "4 rows to learn from, 4 to be tested on",
+        "3 steps: 3 epochs, 4 prompts a step, 8 answers a prompt",
+        "time and cost are not known: no job of this model has run here yet",
+    ]
+    assert in_json("jobs", "list") == []
+
+
+def test_what_is_known_of_time_and_cost_is_a_range():
+    from regraft.cli.commands import _estimate
+
+    size = {"training_rows": 1, "validation_rows": 1, "total_steps": 2, "n_epochs": 1, "batch_size": 1}
+    known = {
+        "remaining_seconds": {"low": 50.0, "expected": 90.0, "high": 7260.0},
+        "based_on": "20 steps of 1 earlier job",
+        "cost": {"low": 0.5, "expected": 1.0, "high": 20.0, "currency": "USD"},
+    }
+
+    assert _estimate(size | {"group_size": 8, "estimate": known}).splitlines()[2:] == [
+        "1 min 30 s, between 50 s and 2 h 01 min, from 20 steps of 1 earlier job",
+        "1.00, between 0.50 and 20.00 USD",
+    ]
 
 
 def test_a_job_is_shown_with_the_course_of_its_rewards(regraft, learned):

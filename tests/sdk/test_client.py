@@ -192,6 +192,14 @@ def test_a_server_that_cannot_estimate_is_told_apart(client, job_file):
         old.preview(job_file)
 
 
+def test_a_preview_says_how_large_a_job_would_be_and_creates_none(client, job_file):
+    estimate = client.preview(job_file)
+
+    assert (estimate.training_rows, estimate.validation_rows, estimate.n_epochs) == (4, 4, 3)
+    assert estimate.estimate is None and estimate.reason  # nothing has run here yet
+    assert list(client.jobs.list()) == []
+
+
 def test_the_async_client_can_do_the_same(house, make_async, job_file):
     async def use(client: AsyncRegraft) -> tuple[FineTuningJob, FineTuningJob, float]:
         async with client:

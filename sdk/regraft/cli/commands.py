@@ -339,6 +339,8 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         "files": f"{job.training_file}, {job.validation_file}",
         "seed": str(job.seed),
     }
+    if queue := getattr(job, "queue", None):
+        shown["queue"] = f"place {queue['position']}, {queue['reason']}"
     if job.error and job.error.message:
         shown["error"] = f"{job.error.message} ({job.error.code})"
     if steps:
@@ -373,10 +375,9 @@ def _estimate(estimate: dict[str, Any]) -> str:
         f"{duration(seconds['expected'])}, between {duration(seconds['low'])} and {duration(seconds['high'])}"
         + (f", from {known['based_on']}" if known.get("based_on") else "")
     )
-    for name in ("cost", "remaining_cost"):
-        if cost := known.get(name):
-            amounts = f"{cost['expected']:.2f}, between {cost['low']:.2f} and {cost['high']:.2f}"
-            lines.append(f"{amounts} {cost['currency']}")
+    if cost := known.get("cost"):
+        amounts = f"{cost['expected']:.2f}, between {cost['low']:.2f} and {cost['high']:.2f}"
+        lines.append(f"{amounts} {cost['currency']}")
     return "\n".join(lines)
 
 
