@@ -7,15 +7,18 @@ from fastapi import FastAPI
 
 from api import (
     attempts,
+    checkpoints,
     errors,
     estimates,
     files,
     graders,
     health,
+    job_request,
     jobs,
     models,
     organization,
     rollouts,
+    stream,
     uploads,
     webhooks,
 )
@@ -34,6 +37,7 @@ from graders.backends import Backends
 MOST_JSON_BYTES = 2 << 20
 UPLOADS_AT_ONCE = 32
 STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
+STREAMS_AT_ONCE, STREAM_READERS = 500, 4
 
 
 def create_app(
@@ -58,8 +62,18 @@ def create_app(
         # Keeps FastAPI from documenting its 422, which we never send; the document then names each status.
         responses={"4XX": {"model": Error}},
     )
-    threads, rates = CapacityLimiter(UPLOADS_AT_ONCE), rates or LocalRates()
-    app.state.service = Service(settings, database, blobs, registry, backends, send, threads, rates)
+    app.state.service = Service(
+        settings,
+        database,
+        blobs,
+        registry,
+        backends,
+        send,
+        upload_threads=CapacityLimiter(UPLOADS_AT_ONCE),
+        rates=rates or LocalRates(),
+        streams=CapacityLimiter(STREAMS_AT_ONCE),
+        stream_readers=CapacityLimiter(STREAM_READERS),
+    )
     app.include_router(health.router)
     for resource in (
         files,
@@ -72,6 +86,9 @@ def create_app(
         rollouts,
         webhooks,
         organization,
+        stream,
+        checkpoints,
+        job_request,
     ):
         app.include_router(resource.router, prefix="/v1")
     errors.add_handlers(app)

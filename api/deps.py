@@ -40,6 +40,9 @@ class Service:
     # Uploads have threads of their own: slow clients must not take those that answer everybody else.
     upload_threads: CapacityLimiter
     rates: Rates
+    # Those who follow a job have some as well: each asks the database once a second, through a few for all of them.
+    streams: CapacityLimiter
+    stream_readers: CapacityLimiter
 
 
 async def _service(request: Request) -> Service:

@@ -9,6 +9,7 @@ ServiceError                    500 server_error
 ├── NotFound                    404
 │   ├── FileNotFound
 │   ├── JobNotFound
+│   ├── CheckpointNotFound
 │   ├── ModelNotFound           lists what there is
 │   ├── UploadNotFound
 │   ├── WebhookEndpointNotFound
@@ -18,6 +19,7 @@ ServiceError                    500 server_error
 ├── PayloadTooLarge             413
 ├── QuotaExceeded               429: asking again does not help
 ├── RateLimited                 429: asking again a little later does
+├── TooManyStreams              429
 └── Unavailable                 503: something the service stands on is away
 """
 
@@ -94,6 +96,13 @@ class JobNotFound(NotFound):
         super().__init__(f"Could not find fine tune: {job_id}", param="fine_tune_id")
 
 
+class CheckpointNotFound(NotFound):
+    code = "checkpoint_not_found"
+
+    def __init__(self, job_id: str, checkpoint_id: str) -> None:
+        super().__init__(f"The job {job_id} has no checkpoint {checkpoint_id}", param="checkpoint_id")
+
+
 class ModelNotFound(NotFound):
     code = "model_not_found"
 
@@ -150,6 +159,14 @@ class RateLimited(ServiceError):
             f"The project's limit requests_per_minute is {per_minute}. Please try again in {retry_after} s."
         )
         self.headers = {"retry-after": str(retry_after)}
+
+
+class TooManyStreams(ServiceError):
+    status_code, type, code = 429, "requests", "rate_limit_exceeded"
+    headers = {"retry-after": "10"}
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"{most} jobs are being followed already. Ask again later, or read their /events.")
 
 
 class Unavailable(ServiceError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import Select, delete, select, update
 from sqlalchemy.orm import Session
 
 from core import pages
@@ -40,9 +40,14 @@ def append(
 
 def page(session: Session, job_id: str, *, after: str | None = None, limit: int) -> Page[Event]:
     """Newest first, without what was said of steps that had to be done again."""
-    said = select(Event).where(Event.job_id == job_id)
-    listed = said.where(Event.superseded.is_(False))
+    said, listed = _of_job(job_id)
     return pages.newest_first(session, listed, Event, after=after, limit=limit, cursors=said)
+
+
+def onwards(session: Session, job_id: str, *, after: str | None = None, limit: int) -> Page[Event]:
+    """The same log from its beginning, for who follows it: oldest first, behind the event `after`."""
+    said, listed = _of_job(job_id)
+    return pages.oldest_first(session, listed, Event, after=after, limit=limit, cursors=said)
 
 
 def record_step(session: Session, claim: Claim, step: int, data: dict[str, Any]) -> None:
@@ -65,6 +70,12 @@ def discard_steps_after(session: Session, job_id: str, step: int) -> None:
     session.execute(delete(StepMetric).where(StepMetric.job_id == job_id, StepMetric.step > step))
     told = update(Event).where(Event.job_id == job_id, Event.step > step).values(superseded=True)
     session.execute(told.execution_options(synchronize_session=False))
+
+
+def _of_job(job_id: str) -> tuple[Select[Event], Select[Event]]:
+    """All events of a job, which is what a cursor may name, and those of them that are shown."""
+    said = select(Event).where(Event.job_id == job_id)
+    return said, said.where(Event.superseded.is_(False))
 
 
 def _storable(text: str) -> str:

@@ -69,11 +69,13 @@ def oldest_first(
     after: str | None = None,
     limit: int,
     id_column: InstrumentedAttribute[str] | None = None,
+    cursors: Select[T] | None = None,
 ) -> Page[T]:
     """The same list read from its other end."""
     seq = table.seq
     if after is not None:
-        statement = statement.where(seq > _cursor(session, statement, table, after, id_column))
+        named = statement if cursors is None else cursors
+        statement = statement.where(seq > _cursor(session, named, table, after, id_column))
     return _first(session, statement.order_by(seq.asc()), limit)
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
+from sqlalchemy import Select, or_, select
 from sqlalchemy import delete as delete_from
-from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from core import pages
 from core.db import Work
+from core.errors import CheckpointNotFound
 from core.models import Checkpoint, Job, TunedModel
 from core.pages import Page
 
@@ -37,10 +38,21 @@ def checkpoints(session: Session, job: Job, *, after: str | None = None, limit: 
 
     The others are only there for resuming, and are replaced by the next one.
     """
+    return pages.newest_first(session, _kept(job), Checkpoint, after=after, limit=limit)
+
+
+def checkpoint(session: Session, job: Job, checkpoint_id: str) -> Checkpoint:
+    """One of the job's kept checkpoints, or CheckpointNotFound."""
+    found = session.scalar(_kept(job).where(Checkpoint.id == checkpoint_id))
+    if found is None:
+        raise CheckpointNotFound(job.id, checkpoint_id)
+    return found
+
+
+def _kept(job: Job) -> Select[Checkpoint]:
     named = select(TunedModel.checkpoint_id).where(TunedModel.job_id == job.id)
     kept = or_(Checkpoint.valid_reward.is_not(None), Checkpoint.id.in_(named))
-    statement = select(Checkpoint).where(Checkpoint.job_id == job.id, kept)
-    return pages.newest_first(session, statement, Checkpoint, after=after, limit=limit)
+    return select(Checkpoint).where(Checkpoint.job_id == job.id, kept)
 
 
 def names(session: Session, checkpoints: Sequence[Checkpoint]) -> Mapping[str, str]:

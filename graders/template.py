@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from graders.types import ErrorKind, Item, Sample
+from .types import ErrorKind, Item, Sample  # relative: the client ships this file in a package of its own
 
 Path = tuple[str | int, ...]
 """What follows the namespace: `item.tags[0]` has the path `("tags", 0)`."""

@@ -1,6 +1,7 @@
 """Who may import whom: worker -> core, graders; api -> core, graders; core and graders know nobody."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,18 @@ def test_imports_point_in_one_direction(package):
     assert not wrong
 
 
+def test_the_client_needs_only_what_it_is_installed_with():
+    """What a user installs has no server in it: the server's rules that it ships are links, and need nothing else."""
+    allowed = set(sys.stdlib_module_names) | {"regraft", "openai", "httpx2"}
+    optional = {"pandas", "yaml"}
+
+    wrong = {
+        f"{f.name}: {name}" for f in files_of("sdk") for name in imports(f) if name not in allowed | optional
+    }
+
+    assert not wrong
+
+
 @pytest.mark.parametrize("package", ["core", "graders", "api"])
 def test_only_the_worker_touches_the_heavy_libraries(package):
     wrong = {f"{f.name}: {name}" for f in files_of(package) for name in imports(f) if name in HEAVY}
@@ -48,7 +61,6 @@ def test_only_the_worker_touches_the_heavy_libraries(package):
 def test_the_server_process_starts_without_torch():
     """The parent of every run must stay free of torch and CUDA: it forks, and it has to start in a second."""
     import subprocess
-    import sys
 
     code = "import sys, worker.cli; print(sorted({'torch', 'transformers', 'peft'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

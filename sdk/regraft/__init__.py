@@ -1,11 +1,95 @@
-"""What OpenAI's client does not have a word for: follow a job live, and read its graded answers.
+"""Reinforcement fine-tuning with a regraft server.
 
-client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key=...)
-job = client.fine_tuning.jobs.create(...)
-regraft.show(client, job.id)                          # a live bar until the job ends
-for answer in regraft.rollouts(client, job.id, step=0, split="valid"): ...
+    from regraft import Regraft
+
+    client = Regraft()                                      # an openai.OpenAI, and more
+    job = client.jobs.submit("job.toml")                    # uploads what is a local file
+    job = client.jobs.wait(job.id, progress=True)           # a live bar, or plain lines in a pipe
+    client.checkpoints.download(job.id, to="adapter")
+
+Everything is imported when it is first used: `import regraft` takes a few milliseconds.
 """
 
-from regraft.jobs import FINAL, events, metrics, rollouts, show
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["FINAL", "events", "metrics", "rollouts", "show"]
+if TYPE_CHECKING:
+    from regraft._rules.datasets import InvalidDataset, LineError
+    from regraft.client import AsyncRegraft, Regraft
+    from regraft.config import NotConfigured
+    from regraft.errors import (
+        BudgetReached,
+        CheckpointNotFound,
+        DownloadCorrupt,
+        FileNotFound,
+        InsufficientPermissions,
+        InvalidApiKey,
+        InvalidGrader,
+        InvalidJobState,
+        JobFailed,
+        JobNotFound,
+        ModelNotFound,
+        NotSupportedByServer,
+        QuotaExceeded,
+        RateLimited,
+    )
+    from regraft.jobs import FINAL, events, metrics, rollouts, show
+    from regraft.requests import InvalidRequestFile
+    from regraft.types import Estimate, GraderTest, JobEvent, Rollout, StepMetrics
+
+_HOME = {
+    "regraft._rules.datasets": "InvalidDataset LineError",
+    "regraft.client": "AsyncRegraft Regraft",
+    "regraft.config": "NotConfigured",
+    "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound InsufficientPermissions "
+    "InvalidApiKey InvalidGrader InvalidJobState JobFailed JobNotFound ModelNotFound NotSupportedByServer "
+    "QuotaExceeded RateLimited",
+    "regraft.jobs": "FINAL events metrics rollouts show",
+    "regraft.requests": "InvalidRequestFile",
+    "regraft.types": "Estimate GraderTest JobEvent Rollout StepMetrics",
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'regraft' has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULE_OF)
+
+
+__all__ = [
+    "FINAL",
+    "AsyncRegraft",
+    "BudgetReached",
+    "CheckpointNotFound",
+    "DownloadCorrupt",
+    "Estimate",
+    "FileNotFound",
+    "GraderTest",
+    "InsufficientPermissions",
+    "InvalidApiKey",
+    "InvalidDataset",
+    "InvalidGrader",
+    "InvalidJobState",
+    "InvalidRequestFile",
+    "JobEvent",
+    "JobFailed",
+    "JobNotFound",
+    "LineError",
+    "ModelNotFound",
+    "NotConfigured",
+    "NotSupportedByServer",
+    "QuotaExceeded",
+    "RateLimited",
+    "Regraft",
+    "Rollout",
+    "StepMetrics",
+    "events",
+    "metrics",
+    "rollouts",
+    "show",
+]

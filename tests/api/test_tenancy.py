@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from core.models import RolloutPage, StepMetric, TunedModel
+from core.models import Checkpoint, RolloutPage, StepMetric, TunedModel
 
 UPLOAD = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune", "bytes": 2}
 ENDPOINT = {"name": "a", "url": "https://8.8.8.8/", "event_types": ["fine_tuning.job.succeeded"]}
@@ -21,6 +21,7 @@ BODIES = {
 def rows(house, api, create_job) -> dict[str, str]:
     """One row of everything that has an id, by the name the id has in a path."""
     job = create_job(metadata={"team": "a"})
+    api.post(f"/v1/fine_tuning/jobs/{job['id']}/cancel")  # or the stream of its events would have no end
     house.blobs.put_bytes("rollouts.jsonl", json.dumps({"score": 1.0}).encode())
     with house.database.write() as session:
         session.add(
@@ -34,6 +35,12 @@ def rows(house, api, create_job) -> dict[str, str]:
         )
         model.checkpoint_id = "ftckpt_1"
         session.add(model)
+        session.add(
+            Checkpoint(
+                id="ftckpt_1", job_id=job["id"], step=1, epoch=1, blob_prefix="checkpoint", valid_reward=1.0
+            )
+        )
+    house.blobs.put_bytes("checkpoint/manifest.json", json.dumps({"files": []}).encode())
     return {
         "job_id": job["id"],
         "file_id": job["training_file"],
@@ -42,6 +49,7 @@ def rows(house, api, create_job) -> dict[str, str]:
         "key_id": house.key_id(),
         "webhook_endpoint_id": api.post("/v1/webhook_endpoints", json=ENDPOINT).json()["id"],
         "upload_id": api.post("/v1/uploads", json=UPLOAD).json()["id"],
+        "checkpoint_id": "ftckpt_1",
     }
 
 

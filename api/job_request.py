@@ -1,0 +1,30 @@
+"""/v1/regraft/jobs/{id}/request: what to send to get the same job again."""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from api.deps import CurrentProject, ReadSession
+from core import jobs
+from graders.spec import hide_secrets
+
+router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
+
+
+@router.get("/{job_id}/request")
+def show_request(job_id: str, project: CurrentProject, session: ReadSession) -> dict[str, Any]:
+    """The body that creates this job again, "auto" where it had "auto"; what a grader's headers hold is masked."""
+    job = jobs.get(session, project.id, job_id)
+    asked = {name: value for name, value in job.reinforcement.items() if value is not None}
+    reinforcement = asked | {"grader": hide_secrets(asked["grader"])}
+    request = {
+        "model": job.model,
+        "training_file": job.training_file,
+        "validation_file": job.validation_file,
+        "suffix": job.suffix,
+        "seed": job.seed,
+        "metadata": job.metadata_,
+        "method": {"type": "reinforcement", "reinforcement": reinforcement},
+        "budget": {"gpu_seconds": job.budget["gpu_seconds"]} if job.budget else None,
+    }
+    return {name: value for name, value in request.items() if value is not None}

@@ -1,0 +1,123 @@
+"""/v1/regraft/jobs/{id}/stream: a job's events as they are written, as server-sent events.
+
+    id: ftevent-…                                        data: the event, as /events has it
+    event: status    data: {"object": "regraft.job.status", "id": "ftjob-…", "status": "running"}
+
+A status is sent at the beginning and whenever it has changed, behind the events that led to it, and has no id of
+its own. Behind a final one comes `data: [DONE]`, as in OpenAI's streams. Whoever was cut off sends the last id back
+as `Last-Event-ID`, as every EventSource does, and misses nothing.
+"""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from anyio import CapacityLimiter, sleep, to_thread
+from fastapi import APIRouter, Header
+from fastapi.responses import StreamingResponse
+
+from api.deps import CurrentProject, Parts
+from api.jobs import EventOut
+from core import events, jobs
+from core.db import Database
+from core.errors import TooManyStreams
+
+router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
+
+POLL_SECONDS = 1.0
+KEEP_ALIVE_SECONDS = 15.0  # proxies give up on a connection after a minute of silence
+PAGE = 100  # events held at once; the next ones are read when a client has taken these
+Sleep = Callable[[float], Awaitable[None]]
+
+
+@router.get("/{job_id}/stream", response_class=StreamingResponse)
+async def stream_events(
+    job_id: str,
+    project: CurrentProject,
+    service: Parts,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> StreamingResponse:
+    """Follow a job: all its events so far, then each as it is written, until the job ends."""
+    streams = service.streams
+    if streams.available_tokens < 1:
+        raise TooManyStreams(round(streams.total_tokens))
+    log = JobLog(service.database, project.id, job_id, service.stream_readers)
+    first = await log.read(last_event_id)  # here and not in the stream, where it is too late for a 404
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would collect it otherwise
+    chunks = _among(streams, follow(log, first, after=last_event_id))
+    return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
+
+
+@dataclass(frozen=True)
+class News:
+    """What was written behind an event, and the job's status when it was read."""
+
+    events: list[EventOut]
+    status: str
+    has_more: bool
+
+
+@dataclass(frozen=True)
+class JobLog:
+    """The log of one job, read in short sessions: between two of them a stream holds no connection and no thread."""
+
+    database: Database
+    project_id: str
+    job_id: str
+    readers: CapacityLimiter
+
+    async def read(self, after: str | None) -> News:
+        """Raise JobNotFound, or InvalidRequest for an `after` that is no event of this job."""
+        return await to_thread.run_sync(partial(self._read, after), limiter=self.readers)
+
+    def _read(self, after: str | None) -> News:
+        # One snapshot for both: a final status comes with all that led to it.
+        with self.database.read() as session:
+            job = jobs.get(session, self.project_id, self.job_id)
+            page = events.onwards(session, job.id, after=after, limit=PAGE)
+            return News([EventOut.of(event) for event in page.items], job.status, page.has_more)
+
+
+async def follow(
+    log: JobLog, news: News, *, after: str | None = None, sleep: Sleep = sleep
+) -> AsyncIterator[bytes]:
+    """`news`, which was read behind `after`, and then whatever comes, as server-sent events."""
+    last, status, silence = after, "", 0.0
+    while True:
+        for event in news.events:
+            last = event.id
+            yield f"id: {event.id}\ndata: {event.model_dump_json()}\n\n".encode()
+        if not news.has_more and news.status != status:
+            status = news.status
+            yield _status(log.job_id, status)
+            if status in jobs.FINAL:
+                yield b"data: [DONE]\n\n"
+                return
+            silence = 0.0
+        elif news.events:
+            silence = 0.0
+        elif silence >= KEEP_ALIVE_SECONDS:
+            # No empty line behind it: OpenAI's decoder would take that for the end of a message, an empty one.
+            yield b": still here\n"
+            silence = 0.0
+        if not news.has_more:
+            await sleep(POLL_SECONDS)
+            silence += POLL_SECONDS
+        news = await log.read(last)
+
+
+def _status(job_id: str, status: str) -> bytes:
+    data = json.dumps({"object": "regraft.job.status", "id": job_id, "status": status})
+    return f"event: status\ndata: {data}\n\n".encode()
+
+
+async def _among(streams: CapacityLimiter, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    stream = object()  # not the task: a stream that is thrown away is put away by another one
+    await streams.acquire_on_behalf_of(stream)
+    try:
+        async for chunk in chunks:
+            yield chunk
+    finally:
+        streams.release_on_behalf_of(stream)

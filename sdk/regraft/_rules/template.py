@@ -1,0 +1,1 @@
+../../../graders/template.py

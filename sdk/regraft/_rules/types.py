@@ -1,0 +1,1 @@
+../../../graders/types.py

@@ -1,0 +1,23 @@
+"""`regraft`, the command line."""
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; `regraft --help` lists them."""
+    from regraft.cli.parser import build
+
+    arguments = build().parse_args(argv)
+    if arguments.run == "completion":  # a shell may run this at every start
+        from regraft.cli.completion import script
+
+        print(script(build(), arguments.shell), end="")
+        return 0
+    from regraft.cli.commands import run
+
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,561 @@
+"""What each command does. Results go to stdout, all else to stderr."""
+
+import argparse
+import getpass
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import openai
+from openai.types.fine_tuning import FineTuningJob
+
+from regraft import config
+from regraft._rules.datasets import InvalidDataset
+from regraft.cli.output import duration, plain, print_json, print_json_line, say, shortened, table, when
+from regraft.client import Regraft
+from regraft.datasets import validate as validate_dataset
+from regraft.errors import DownloadCorrupt, JobFailed
+from regraft.jobs import FINAL
+from regraft.migrate import migrate as migrated
+from regraft.progress import Marks, marks_for, sparkline
+from regraft.requests import InvalidRequestFile, read_grader, read_table
+from regraft.resources.checkpoints import best
+
+DONE, NO, USAGE, NOT_FOUND, AUTH, UNREACHABLE, QUOTA, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
+BY_STATUS = {401: AUTH, 403: AUTH, 404: NOT_FOUND, 408: UNREACHABLE, 429: QUOTA}
+WIDE = 72
+
+
+class Refused(Exception):
+    """A command cannot be carried out as it was given."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command that the arguments name; whatever goes wrong becomes a line on stderr and an exit code."""
+    as_json = arguments.output == "json"
+    try:
+        code: int = COMMANDS[arguments.run](arguments)
+        sys.stdout.flush()
+        return code
+    except openai.APIStatusError as error:
+        message = error.message.removeprefix(f"Error code: {error.status_code} - ")
+        _complain(as_json, message, error.code, error.param, error.request_id)
+        return BY_STATUS.get(error.status_code, UNREACHABLE if error.status_code >= 500 else USAGE)
+    except openai.APIConnectionError as error:
+        why = f": {error.__cause__}" if error.__cause__ else ""
+        _complain(as_json, f"Cannot reach {error.request.url.copy_with(path='/')}{why}", "connection_error")
+        return UNREACHABLE
+    except JobFailed as failed:
+        _complain(as_json, str(failed), failed.code, failed.param)
+        return NO
+    except DownloadCorrupt as corrupt:
+        _complain(as_json, str(corrupt), "download_corrupt")
+        return UNREACHABLE
+    except config.NotConfigured as missing:
+        _complain(as_json, str(missing), "not_configured")
+        return AUTH
+    except (InvalidRequestFile, Refused, OSError) as wrong:
+        if isinstance(wrong, BrokenPipeError):  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return DONE
+        _complain(as_json, str(wrong), "invalid_command")
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _complain(
+    as_json: bool, message: str, code: str | None, param: str | None = None, request_id: str | None = None
+) -> None:
+    if as_json:
+        error = {"message": message, "code": code, "param": param, "request_id": request_id}
+        say(json.dumps({"error": error}, ensure_ascii=False))
+        return
+    details = ", ".join(part for part in (code, param, request_id) if part)
+    say(f"regraft: {message}{f' ({details})' if details else ''}")
+
+
+@cache
+def _client_for(environment: tuple[str | None, ...]) -> Regraft:
+    return Regraft()
+
+
+def _client() -> Regraft:
+    # Once a command. The environment is part of it so that a program that calls main() twice may change it.
+    names = ("REGRAFT_BASE_URL", "REGRAFT_API_KEY", "REGRAFT_CONFIG")
+    return _client_for(tuple(os.environ.get(name) for name in names))
+
+
+def _answer(arguments: argparse.Namespace, value: Any, text: Callable[[], str]) -> int:
+    if arguments.output == "json":
+        print_json(value)
+    else:
+        print(text())
+    return DONE
+
+
+# Account and files.
+
+
+def login(arguments: argparse.Namespace) -> int:
+    url = arguments.base_url or os.environ.get("REGRAFT_BASE_URL")
+    if url is None:
+        if not sys.stdin.isatty():
+            raise Refused("Say where the server is: --base-url URL, or REGRAFT_BASE_URL.")
+        url = input("Server [http://127.0.0.1:8000]: ").strip() or "http://127.0.0.1:8000"
+    # Never from the command line: others can read it there.
+    key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline()
+    key = key.strip() or os.environ.get("REGRAFT_API_KEY", "")
+    if not key:
+        raise Refused("There is no API key on stdin.")
+    chosen = config.Login(config.normal(url), key)
+    models = list(Regraft(base_url=chosen.base_url, api_key=key).models.list())
+    path = config.save(chosen)
+    shown = {"base_url": chosen.base_url, "config": str(path), "models": len(models)}
+    return _answer(
+        arguments, shown, lambda: f"Logged in to {chosen.base_url} ({len(models)} models); saved in {path}"
+    )
+
+
+def files_upload(arguments: argparse.Namespace) -> int:
+    made = []
+    for path in arguments.paths:
+        if not path.is_file():
+            raise Refused(f"There is no file {path}.")
+        made.append(_client().files.create(file=path, purpose="fine-tune"))
+    return _answer(arguments, made, lambda: _files(made))
+
+
+def files_list(arguments: argparse.Namespace) -> int:
+    listed = list(_client().files.list())
+    return _answer(arguments, listed, lambda: _files(listed))
+
+
+def files_show(arguments: argparse.Namespace) -> int:
+    file = _client().files.retrieve(arguments.file_id)
+    return _answer(arguments, file, lambda: _fields(file))
+
+
+def files_download(arguments: argparse.Namespace) -> int:
+    with _client().files.with_streaming_response.content(arguments.file_id) as content:
+        if arguments.to is None and arguments.output == "text":
+            for chunk in content.iter_bytes():
+                sys.stdout.buffer.write(chunk)
+            return DONE
+        if arguments.to is None:
+            raise Refused("--output json needs --to FILE: the contents are not JSON.")
+        content.stream_to_file(arguments.to)
+    size = arguments.to.stat().st_size
+    shown = {"id": arguments.file_id, "path": str(arguments.to), "bytes": size}
+    return _answer(arguments, shown, lambda: f"{arguments.to}: {size} bytes")
+
+
+def files_delete(arguments: argparse.Namespace) -> int:
+    gone = _client().files.delete(arguments.file_id)
+    return _answer(arguments, gone, lambda: f"Deleted {gone.id}")
+
+
+def _files(files: list[Any]) -> str:
+    rows = [[file.id, file.bytes, when(file.created_at), file.purpose, file.filename] for file in files]
+    return table(["id", "bytes", "created", "purpose", "name"], rows)
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    """All of the files, so that one run names all that is wrong."""
+    reports = [_validated(path, arguments) for path in arguments.files]
+    if arguments.output == "json":
+        print_json(reports)
+    else:
+        for report in reports:
+            if report["ok"]:
+                fields = f", each with {', '.join(report['fields'])}" if report["fields"] else ""
+                print(f"{report['file']}: {report['rows']} rows{fields}")
+                continue
+            for error in report["errors"]:
+                # As compilers say it, so that editors can jump there.
+                where = f":{error['line']}" if error["line"] else ""
+                print(
+                    f"{report['file']}{where}: {': '.join(filter(None, (error['path'], error['message'])))}"
+                )
+            if report["more"]:
+                print(f"{report['file']}: and {report['more']} more line(s) with problems")
+    return DONE if all(report["ok"] for report in reports) else NO
+
+
+def _validated(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    try:
+        good = validate_dataset(path, grader=arguments.grader, split=arguments.split)
+    except InvalidDataset as bad:
+        errors = [{"line": one.line, "path": one.path, "message": one.message} for one in bad.errors]
+        return {"file": str(path), "ok": False, "errors": errors, "more": bad.more}
+    return {"file": str(path), "ok": True, "rows": good.rows, "fields": list(good.fields)}
+
+
+# Graders.
+
+
+def graders_validate(arguments: argparse.Namespace) -> int:
+    asked = {"grader": read_grader(arguments.grader)}
+    # Not through the SDK's types: its union knows none of ours.
+    answer: Any = _client().post("/fine_tuning/alpha/graders/validate", body=asked, cast_to=object)
+    grader = answer["grader"]
+    return _answer(
+        arguments, answer, lambda: f"{grader['name']} ({grader['type']}) is a grader of this server"
+    )
+
+
+def graders_run(arguments: argparse.Namespace) -> int:
+    if (arguments.sample is None) == (arguments.cases is None):
+        raise Refused("Give either --sample TEXT or a JSONL file of cases.")
+    if arguments.cases is not None:
+        cases: Any = arguments.cases
+    else:
+        cases = [{**_item(arguments.item), "sample": arguments.sample}]
+    tests = _client().graders.test(arguments.grader, cases)
+    failed = sum(not test.passed for test in tests)
+    if arguments.output == "json":
+        print_json(tests)
+    else:
+        rows = [
+            [
+                test.line,
+                float(test.reward),
+                test.expect if test.expect is None else float(test.expect),
+                "ok" if test.passed else ", ".join(test.errors) or "not as expected",
+                shortened(test.reason, WIDE),
+            ]
+            for test in tests
+        ]
+        print(table(["line", "reward", "expect", "", "reason"], rows))
+        say(f"{len(tests) - failed} of {len(tests)} as they should be")
+    return NO if failed else DONE
+
+
+def _item(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        item = json.loads(text)
+    except ValueError as cause:
+        raise Refused(f"--item: {cause}") from cause
+    if not isinstance(item, dict):
+        raise Refused("--item must be a JSON object.")
+    return item
+
+
+# Jobs.
+
+
+def jobs_create(arguments: argparse.Namespace) -> int:
+    client = _client()
+    body = client.jobs.prepare(arguments.file, set=arguments.changes)
+    if arguments.preview:
+        estimate = client.preview(body)
+        return _answer(arguments, estimate, lambda: _estimate(plain(estimate)))
+    return _created(arguments, client.jobs.submit(body))
+
+
+def jobs_clone(arguments: argparse.Namespace) -> int:
+    job = _client().jobs.clone(arguments.job_id, set=arguments.changes, grader=arguments.grader)
+    return _created(arguments, job)
+
+
+def _created(arguments: argparse.Namespace, job: FineTuningJob) -> int:
+    if arguments.watch:
+        say(f"{job.id}: {job.model}")
+        return _watch(arguments, job.id)
+    return _answer(arguments, job, lambda: job.id)
+
+
+def jobs_list(arguments: argparse.Namespace) -> int:
+    listed: list[FineTuningJob] = []
+    for job in _client().fine_tuning.jobs.list(limit=min(max(arguments.limit, 1), 100)):
+        if len(listed) >= arguments.limit:
+            break
+        listed.append(job)
+    rows = [
+        [job.id, job.status, when(job.created_at), job.model, job.fine_tuned_model or "-"] for job in listed
+    ]
+    return _answer(
+        arguments, listed, lambda: table(["id", "status", "created", "model", "tuned model"], rows)
+    )
+
+
+def jobs_show(arguments: argparse.Namespace) -> int:
+    client = _client()
+    job = client.jobs.retrieve(arguments.job_id)
+    return _answer(arguments, job, lambda: _job(job, client.jobs.metrics(job.id, frame=False)))
+
+
+def jobs_watch(arguments: argparse.Namespace) -> int:
+    return _watch(arguments, arguments.job_id)
+
+
+def _watch(arguments: argparse.Namespace, job_id: str) -> int:
+    """In JSON every event is a document of its own, on one line, and the job is the last one."""
+    client = _client()
+    if arguments.output == "json":
+        for event in client.jobs.watch(job_id):
+            print_json_line(event)
+        job = client.jobs.retrieve(job_id)
+        print_json_line(job)
+        return NO if job.status in ("failed", "cancelled") else DONE
+    job = client.jobs.wait(job_id, progress=sys.stdout)
+    if job.status in FINAL:
+        print(job.fine_tuned_model)
+    else:
+        say(f"The job is {job.status}; `regraft jobs resume {job.id}` lets it go on.")
+    return DONE
+
+
+def jobs_pause(arguments: argparse.Namespace) -> int:
+    return _moved(arguments, _client().jobs.pause(arguments.job_id))
+
+
+def jobs_resume(arguments: argparse.Namespace) -> int:
+    return _moved(arguments, _client().jobs.resume(arguments.job_id))
+
+
+def jobs_cancel(arguments: argparse.Namespace) -> int:
+    return _moved(arguments, _client().jobs.cancel(arguments.job_id))
+
+
+def _moved(arguments: argparse.Namespace, job: FineTuningJob) -> int:
+    return _answer(arguments, job, lambda: f"{job.id} is {job.status}")
+
+
+def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
+    shown = {
+        "id": job.id,
+        "status": job.status,
+        "model": job.model,
+        "tuned model": job.fine_tuned_model or "-",
+        "created": when(job.created_at),
+        "finished": when(job.finished_at),
+        "files": f"{job.training_file}, {job.validation_file}",
+        "seed": str(job.seed),
+    }
+    if queue := getattr(job, "queue", None):
+        shown["queue"] = f"place {queue['position']}, {queue['reason']}"
+    if job.error and job.error.message:
+        shown["error"] = f"{job.error.message} ({job.error.code})"
+    if steps:
+        shown["step"] = f"{steps[-1]['step']} of {steps[-1]['total_steps']}"
+    marks = marks_for(sys.stdout.encoding)
+    for name, key in (("train reward", "train_mean_reward"), ("valid reward", "full_valid_mean_reward")):
+        values = [step[key] for step in steps if step.get(key) is not None]
+        if values:
+            shown[name] = _course(values, marks)
+    width = max(map(len, shown))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
+
+
+def _course(values: list[float], marks: Marks) -> str:
+    """`0.20 ▁▃▅█ 0.71`; of a single value only that."""
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    return f"{values[0]:.2f} {sparkline(values, 40, marks.blocks)} {values[-1]:.2f}"
+
+
+def _estimate(estimate: dict[str, Any]) -> str:
+    lines = [
+        f"{estimate['training_rows']} rows to learn from, {estimate['validation_rows']} to be tested on",
+        f"{estimate['total_steps']} steps: {estimate['n_epochs']} epochs, {estimate['batch_size']} prompts a step, "
+        f"{estimate['group_size']} answers a prompt",
+    ]
+    known = estimate.get("estimate")
+    if not known:
+        return "\n".join([*lines, f"time and cost are not known: {estimate.get('reason')}"])
+    seconds = known["remaining_seconds"]
+    lines.append(
+        f"{duration(seconds['expected'])}, between {duration(seconds['low'])} and {duration(seconds['high'])}"
+        + (f", from {known['based_on']}" if known.get("based_on") else "")
+    )
+    if cost := known.get("cost"):
+        amounts = f"{cost['expected']:.2f}, between {cost['low']:.2f} and {cost['high']:.2f}"
+        lines.append(f"{amounts} {cost['currency']}")
+    return "\n".join(lines)
+
+
+# What a job leaves.
+
+
+def rollouts(arguments: argparse.Namespace) -> int:
+    client = _client()
+    step = arguments.step
+    if step is None:
+        steps = client.jobs.metrics(arguments.job_id, frame=False)
+        key = "train_mean_reward" if arguments.split == "train" else "full_valid_mean_reward"
+        with_answers = [one["step"] for one in steps if one.get(key) is not None]
+        if not with_answers:
+            raise Refused(f"The job has no {arguments.split} answers yet.")
+        step = with_answers[-1]
+    answers = client.rollouts.list(arguments.job_id, step=step, split=arguments.split)
+    if arguments.worst:
+        # What could not be graded is not the worst, but nobody should miss it.
+        answers.sort(key=lambda one: (one.score is not None, one.score or 0.0))
+    if arguments.output == "json":
+        print_json(answers)
+        return DONE
+    shown = answers[: arguments.limit] if arguments.limit else answers
+    rows = [
+        [
+            one.line,
+            one.member,
+            one.score if one.score is None else float(one.score),
+            one.finish_reason,
+            shortened(one.output_text, WIDE),
+            shortened(one.reason, WIDE) if one.score is None else "",
+        ]
+        for one in shown
+    ]
+    print(table(["line", "member", "reward", "finish", "answer", ""], rows))
+    say(f"step {step}, {arguments.split}: {len(shown)} of {len(answers)} answers")
+    return DONE
+
+
+def checkpoints_list(arguments: argparse.Namespace) -> int:
+    listed = _client().checkpoints.list(arguments.job_id)
+
+    def text() -> str:
+        chosen = best(listed, arguments.job_id).id if listed else ""
+        rows = [
+            [
+                one.id,
+                one.step_number,
+                getattr(one.metrics, "full_valid_mean_reward", None),
+                "best" if one.id == chosen else "",
+                one.fine_tuned_model_checkpoint or "-",
+            ]
+            for one in listed
+        ]
+        return table(["id", "step", "valid reward", "", "model"], rows)
+
+    return _answer(arguments, listed, text)
+
+
+def checkpoints_download(arguments: argparse.Namespace) -> int:
+    folder = _client().checkpoints.download(arguments.job_id, arguments.checkpoint_id, to=arguments.to)
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    shown = {"folder": str(folder), "files": files}
+    return _answer(
+        arguments,
+        shown,
+        lambda: table(["bytes", "file"], [[size, folder / name] for name, size in files.items()]),
+    )
+
+
+# Models.
+
+
+def models_list(arguments: argparse.Namespace) -> int:
+    listed = list(_client().models.list())
+    rows = [[one.id, getattr(one, "parent", None) or "-", when(one.created or None)] for one in listed]
+    return _answer(arguments, listed, lambda: table(["id", "tuned from", "created"], rows))
+
+
+def models_delete(arguments: argparse.Namespace) -> int:
+    gone = _client().models.delete(arguments.model)
+    return _answer(arguments, gone, lambda: f"Deleted {gone.id}")
+
+
+def chat(arguments: argparse.Namespace) -> int:
+    messages: list[Any] = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    options: dict[str, Any] = {"model": arguments.model}
+    if arguments.temperature is not None:
+        options["temperature"] = arguments.temperature
+    if arguments.max_tokens is not None:
+        options["max_completion_tokens"] = arguments.max_tokens
+    for prompt in _prompts(arguments):
+        messages.append({"role": "user", "content": prompt})
+        if arguments.output == "json":
+            print_json(_client().chat.completions.create(messages=messages, **options))
+            return DONE
+        messages.append({"role": "assistant", "content": _spoken(messages, options)})
+    return DONE
+
+
+def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
+    if arguments.prompt is not None:
+        yield arguments.prompt
+    elif sys.stdin.isatty():
+        say("Ctrl-D ends the conversation.")
+        while True:
+            try:
+                prompt = input("> ")
+            except EOFError:
+                return
+            if prompt.strip():
+                yield prompt
+    else:
+        prompt = sys.stdin.read()
+        if not prompt.strip():
+            raise Refused("There is nothing to say: give a text, or something on stdin.")
+        yield prompt
+
+
+def _spoken(messages: list[Any], options: dict[str, Any]) -> str:
+    said = ""
+    with _client().chat.completions.create(messages=messages, stream=True, **options) as stream:
+        for chunk in stream:
+            piece = (chunk.choices[0].delta.content or "") if chunk.choices else ""
+            said += piece
+            print(piece, end="", flush=True)
+    print()
+    return said
+
+
+def migrate(arguments: argparse.Namespace) -> int:
+    if arguments.to.exists():
+        raise Refused(f"{arguments.to} is there already.")
+    result = migrated(read_table(arguments.job), model=arguments.model)
+    arguments.to.write_text(result.text, encoding="utf-8")
+    shown = {"file": str(arguments.to), "to_do": result.to_do, "differs": result.differs}
+
+    def text() -> str:
+        to_do = ["To do:", *(f"  - {one}" for one in result.to_do)] if result.to_do else []
+        differs = ["What differs:", *(f"  - {one}" for one in result.differs)]
+        return "\n".join([f"Wrote {arguments.to}", *to_do, *differs])
+
+    return _answer(arguments, shown, text)
+
+
+def _fields(value: Any) -> str:
+    shown = {key: one for key, one in plain(value).items() if one is not None}
+    width = max(map(len, shown))
+    return "\n".join(f"{key:<{width}}  {one}" for key, one in shown.items())
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    command.__name__: command
+    for command in (
+        login,
+        files_upload,
+        files_list,
+        files_show,
+        files_download,
+        files_delete,
+        validate,
+        graders_validate,
+        graders_run,
+        jobs_create,
+        jobs_clone,
+        jobs_list,
+        jobs_show,
+        jobs_watch,
+        jobs_pause,
+        jobs_resume,
+        jobs_cancel,
+        rollouts,
+        checkpoints_list,
+        checkpoints_download,
+        models_list,
+        models_delete,
+        chat,
+        migrate,
+    )
+}

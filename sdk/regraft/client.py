@@ -1,0 +1,145 @@
+"""`Regraft` is an `openai.OpenAI` for a regraft server, with what such a server can do beyond OpenAI's API."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+
+from regraft import config, datasets
+from regraft.datasets import Split, Summary
+from regraft.errors import NotSupportedByServer, named
+from regraft.requests import Source
+from regraft.resources.checkpoints import AsyncCheckpoints, Checkpoints
+from regraft.resources.graders import AsyncGraders, Graders
+from regraft.resources.jobs import AsyncJobs, Jobs
+from regraft.resources.rollouts import AsyncRollouts, Rollouts
+from regraft.types import Estimate
+
+ESTIMATE = "/regraft/estimate"
+
+
+class Datasets:
+    """Nothing here asks the server."""
+
+    def validate(self, file: str | Path, *, grader: Source | None = None, split: Split = "train") -> Summary:
+        """Check a JSONL file by the server's own rules; see regraft.datasets.validate."""
+        return datasets.validate(file, grader=grader, split=split)
+
+
+class Regraft(openai.OpenAI):
+    """OpenAI's client for a regraft server: all its resources, and `jobs`, `rollouts`, `checkpoints`, `graders`,
+    `datasets` and `preview`.
+
+    The server and the key are what is passed, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else what `regraft login`
+    saved. What the environment says of OpenAI's own service is not used: no key of theirs is sent here.
+    """
+
+    def __init__(
+        self, *, base_url: str | httpx2.URL | None = None, api_key: Any = None, **options: Any
+    ) -> None:
+        """The other options are openai.OpenAI's.
+
+        Raises:
+            NotConfigured: nothing says where the server is, or with which key.
+        """
+        super().__init__(**_where(base_url, api_key), **options)
+        _without_openais(self, options)
+
+    @cached_property
+    def jobs(self) -> Jobs:
+        return Jobs(self)
+
+    @cached_property
+    def rollouts(self) -> Rollouts:
+        return Rollouts(self)
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self)
+
+    @cached_property
+    def graders(self) -> Graders:
+        return Graders(self)
+
+    @cached_property
+    def datasets(self) -> Datasets:
+        return Datasets()
+
+    def preview(self, request: Source) -> Estimate:
+        """What a job would take: its size, and ranges of time and cost. Local files are uploaded; nothing is created.
+
+        Raises:
+            NotSupportedByServer: the server is too old to say.
+        """
+        try:
+            return self.post(ESTIMATE, body=self.jobs.prepare(request), cast_to=Estimate)
+        except NotSupportedByServer as old:
+            raise _cannot_estimate(old) from old
+
+    def _make_status_error(
+        self, err_msg: str, *, body: object, response: httpx2.Response
+    ) -> openai.APIStatusError:
+        error = super()._make_status_error(err_msg, body=body, response=response)
+        return named(error, err_msg, response)
+
+
+class AsyncRegraft(openai.AsyncOpenAI):
+    """As Regraft, to be awaited."""
+
+    def __init__(
+        self, *, base_url: str | httpx2.URL | None = None, api_key: Any = None, **options: Any
+    ) -> None:
+        super().__init__(**_where(base_url, api_key), **options)
+        _without_openais(self, options)
+
+    @cached_property
+    def jobs(self) -> AsyncJobs:
+        return AsyncJobs(self)
+
+    @cached_property
+    def rollouts(self) -> AsyncRollouts:
+        return AsyncRollouts(self)
+
+    @cached_property
+    def checkpoints(self) -> AsyncCheckpoints:
+        return AsyncCheckpoints(self)
+
+    @cached_property
+    def graders(self) -> AsyncGraders:
+        return AsyncGraders(self)
+
+    @cached_property
+    def datasets(self) -> Datasets:
+        return Datasets()
+
+    async def preview(self, request: Source) -> Estimate:
+        """As Regraft.preview."""
+        try:
+            return await self.post(ESTIMATE, body=await self.jobs.prepare(request), cast_to=Estimate)
+        except NotSupportedByServer as old:
+            raise _cannot_estimate(old) from old
+
+    def _make_status_error(
+        self, err_msg: str, *, body: object, response: httpx2.Response
+    ) -> openai.APIStatusError:
+        error = super()._make_status_error(err_msg, body=body, response=response)
+        return named(error, err_msg, response)
+
+
+def _where(base_url: str | httpx2.URL | None, api_key: Any) -> dict[str, Any]:
+    if callable(api_key) and base_url is not None:  # OpenAI's clients take a function that makes keys
+        return {"base_url": config.normal(str(base_url)), "api_key": api_key}
+    login = config.find(None if base_url is None else str(base_url), api_key)
+    return {"base_url": login.base_url, "api_key": login.api_key}
+
+
+def _without_openais(client: openai.OpenAI | openai.AsyncOpenAI, options: dict[str, Any]) -> None:
+    # OPENAI_ORG_ID and OPENAI_PROJECT_ID name what this server does not have, and it would refuse them.
+    client.organization, client.project = options.get("organization"), options.get("project")
+
+
+def _cannot_estimate(old: NotSupportedByServer) -> NotSupportedByServer:
+    message = "This server cannot estimate jobs: it is older than this version of regraft."
+    return NotSupportedByServer(message, response=old.response, body=old.body)

@@ -1,0 +1,93 @@
+"""Dataset files, checked on this machine by the server's own rules."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from regraft._rules import datasets as rules
+from regraft._rules.datasets import Example
+from regraft._rules.template import MissingPath, Template, TemplateSyntaxError, dotted, resolve
+from regraft.requests import Source, read_grader
+
+# OpenAI's limits, and the server's.
+MOST_ROWS: Mapping[str, int] = {"train": 50_000, "valid": 1_000}
+Split = Literal["train", "valid"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A file in which every row is good."""
+
+    path: Path
+    rows: int
+    fields: tuple[str, ...]  # what every row has and graders can read, `messages` left out
+
+
+def validate(file: str | Path, *, grader: Source | None = None, split: Split = "train") -> Summary:
+    """Check every row of a JSONL file, and with a `grader` that each has the fields its templates read.
+
+    No server is asked. What a python grader or an endpoint reads shows only when it runs.
+
+    Raises:
+        InvalidDataset: it names the first bad lines, in the server's words.
+    """
+    path = Path(file)
+    paths = item_paths(read_grader(grader)) if grader is not None else []
+
+    def lacks(row: Example) -> Iterator[str]:
+        for wanted in paths:
+            try:
+                resolve(row.item, wanted)
+            except MissingPath:
+                yield f"the grader reads {{{{{dotted('item', wanted)}}}}}, which this row does not have"
+
+    common: set[str] | None = None
+    examples = rules.read_examples(_chunks(path), check=lacks if paths else None, max_rows=MOST_ROWS[split])
+    for example in examples:
+        common = set(example.item) if common is None else common & set(example.item)
+    return Summary(path, len(examples), tuple(sorted((common or set()) - {"messages"})))
+
+
+def item_paths(spec: Mapping[str, Any]) -> list[tuple[str | int, ...]]:
+    """Every path that the templates of a grader's spec read from a row, each once.
+
+    A template that does not parse is left to the server, which says where it is wrong.
+    """
+    found: dict[tuple[str | int, ...], None] = {}
+    for text in _templates(spec):
+        try:
+            found |= dict.fromkeys(Template.parse(text).item_paths)
+        except TemplateSyntaxError:
+            continue
+    return list(found)
+
+
+def _templates(spec: Mapping[str, Any]) -> Iterator[str]:
+    graders = spec.get("graders")
+    subs = graders.values() if isinstance(graders, Mapping) else graders if isinstance(graders, list) else []
+    for sub in subs:
+        if isinstance(sub, Mapping):
+            yield from _templates(sub)
+    if spec.get("type") in ("python", "endpoint", "multi"):
+        return
+    for key in ("input", "reference"):
+        yield from _texts(spec.get(key))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The templates of an input: a text, or messages whose contents are texts or parts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
+    elif isinstance(value, Mapping):
+        for key in ("content", "text", "image_url", "input_audio", "data"):
+            yield from _texts(value.get(key))
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            yield chunk

@@ -1,0 +1,58 @@
+"""Shows a job's events as they come: one live line in a terminal, every event on a line of its own in a pipe."""
+
+import shutil
+from typing import TextIO
+
+from openai.types.fine_tuning import FineTuningJobEvent
+
+from regraft.progress import Progress, described, marks_for
+
+CLEAR = "\r\x1b[K"
+
+
+class Display:
+    """Call `event` and `status` as they come, and `close` at the end."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+        self.live = out.isatty()
+        self.progress = Progress()
+        self._marks = marks_for(out.encoding)
+        self._drawn = False
+
+    def event(self, event: FineTuningJobEvent) -> None:
+        if event.type == "metrics" and isinstance(event.data, dict):
+            self.progress.add(event.data)
+            if self.live:
+                self._draw()
+            else:
+                # Without what moves: lines are read by people later, and by grep.
+                total = event.data["total_steps"]
+                self._say("  ".join([f"step {event.data['step']}/{total}", *described(event.data)]))
+        elif event.level != "info":
+            self._say(f"{'warning' if event.level == 'warn' else event.level}: {event.message}")
+        elif not self.live:
+            self._say(event.message)
+
+    def status(self, status: str) -> None:
+        self.progress.status = status
+        if self.live:
+            self._draw()
+
+    def close(self) -> None:
+        if self._drawn:
+            print(file=self.out, flush=True)
+            self._drawn = False
+
+    def _say(self, line: str) -> None:
+        print(f"{CLEAR if self._drawn else ''}{line}", file=self.out, flush=True)
+        if self._drawn:
+            self._draw()
+
+    def _draw(self) -> None:
+        width = shutil.get_terminal_size().columns - 1  # the last column would wrap in some terminals
+        sizes = ((20, 24), (10, 12), (10, 0))
+        lines = [self.progress.line(bar=bar, spark=spark, marks=self._marks) for bar, spark in sizes]
+        line = next((line for line in lines if len(line) <= width), lines[-1])
+        print(f"{CLEAR}{line[:width]}", end="", file=self.out, flush=True)
+        self._drawn = True

@@ -1,0 +1,106 @@
+"""What a server refuses, by the code it gives. Every class is also the openai class of its status.
+
+    except regraft.JobNotFound        one kind of 404
+    except openai.NotFoundError       all of them, these included
+
+JobFailed and DownloadCorrupt are ours: no request was refused.
+"""
+
+from collections.abc import Mapping
+
+import httpx2
+import openai
+from openai.types.fine_tuning import FineTuningJob
+
+
+class InvalidApiKey(openai.AuthenticationError):
+    """The server does not know this key, or it is another project's."""
+
+
+class InsufficientPermissions(openai.PermissionDeniedError):
+    """The key's scope does not reach."""
+
+
+class JobNotFound(openai.NotFoundError): ...
+
+
+class FileNotFound(openai.NotFoundError): ...
+
+
+class CheckpointNotFound(openai.NotFoundError): ...
+
+
+class ModelNotFound(openai.NotFoundError): ...
+
+
+class NotSupportedByServer(openai.NotFoundError):
+    """This server has no such URL: it is older than this library, or no regraft server."""
+
+
+class InvalidJobState(openai.BadRequestError):
+    """The job is not in a state that allows this, as resuming one that has ended."""
+
+
+class BudgetReached(InvalidJobState):
+    """The job has used what it may."""
+
+
+class InvalidGrader(openai.BadRequestError):
+    """The server cannot use this grader; `param` is the path to the mistake."""
+
+
+class QuotaExceeded(openai.RateLimitError):
+    """The project has used what it may. Waiting does not help; whoever runs the server can raise the limit."""
+
+
+class RateLimited(openai.RateLimitError):
+    """Too many requests; a little later they are welcome."""
+
+
+class JobFailed(openai.OpenAIError):
+    """The job ended without a model: `job.status` is "failed" or "cancelled", `code` and `param` are the server's."""
+
+    def __init__(self, job: FineTuningJob) -> None:
+        self.job = job
+        error = job.error if job.status == "failed" else None
+        self.code = error.code if error else None
+        self.param = error.param if error else None
+        super().__init__(f"The job {job.id} {job.status}{': ' + error.message if error else ''}")
+
+
+class DownloadCorrupt(openai.OpenAIError):
+    """What arrived is not what the server has. Nothing of it was kept."""
+
+
+_BY_CODE: Mapping[str, type[openai.APIStatusError]] = {
+    "fine_tune_not_found": JobNotFound,
+    "checkpoint_not_found": CheckpointNotFound,
+    "model_not_found": ModelNotFound,
+    "unknown_url": NotSupportedByServer,
+    "invalid_job_state": InvalidJobState,
+    "budget_reached": BudgetReached,
+    "insufficient_quota": QuotaExceeded,
+    "rate_limit_exceeded": RateLimited,
+    "insufficient_permissions": InsufficientPermissions,
+    "invalid_api_key": InvalidApiKey,
+    "mismatched_organization": InvalidApiKey,
+    "mismatched_project": InvalidApiKey,
+}
+
+
+def named(error: openai.APIStatusError, message: str, response: httpx2.Response) -> openai.APIStatusError:
+    """`error` as the class of its code, or as it is where there is none."""
+    kind = _BY_CODE.get(error.code or "") or _by_param(error)
+    # A proxy may say anything: what is caught as openai's class must stay of that class.
+    if kind is None or not issubclass(kind, type(error)):
+        return error
+    return kind(message, response=response, body=error.body)
+
+
+def _by_param(error: openai.APIStatusError) -> type[openai.APIStatusError] | None:
+    if error.status_code == 404 and error.param == "id" and "/files/" in error.request.url.path:
+        return FileNotFound
+    param = (error.param or "").removeprefix("method.reinforcement.")
+    if error.status_code == 400 and (param == "grader" or param.startswith(("grader.", "grader["))):
+        return InvalidGrader
+    return None

@@ -1,0 +1,194 @@
+"""From an OpenAI reinforcement job to a job file of ours, and what differs."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from regraft.requests import InvalidRequestFile
+
+# Of a job object that was copied from OpenAI, what is not a parameter of it.
+_OF_THE_RESULT = frozenset(
+    "id object created_at finished_at estimated_finish fine_tuned_model organization_id status result_files "
+    "trained_tokens error usage_metrics shared_with_openai eval_id usage".split()
+)
+_KEPT = ("seed", "metadata")
+_AUTO = {
+    "batch_size": "8 prompts a step, or all of a smaller file",
+    "n_epochs": "so many that there are about 20 steps, 10 at most",
+    "learning_rate_multiplier": "1, on a rate for LoRA that depends on the size of the model",
+    "compute_multiplier": "1, which is 8 answers a prompt",
+    "eval_interval": "ten validations a run",
+    "eval_samples": "one answer a row, greedy",
+}
+_FILES = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
+NO_MODEL = "CHOOSE-ONE"
+
+
+@dataclass(frozen=True)
+class Migration:
+    """The text of a job file, and what differs: one sentence each, those that need a hand first."""
+
+    text: str
+    to_do: list[str]
+    differs: list[str]
+
+
+def migrate(params: Mapping[str, Any], *, model: str | None = None) -> Migration:
+    """What `fine_tuning.jobs.create` was called with, or the job it answered, as a job file.
+
+    Raises:
+        InvalidRequestFile: it is no reinforcement job.
+    """
+    method = params.get("method")
+    if not isinstance(method, Mapping) or method.get("type") != "reinforcement":
+        kind = method.get("type") if isinstance(method, Mapping) else "supervised"
+        raise InvalidRequestFile(
+            f"The job's method is {kind!r}; only 'reinforcement' jobs can be trained here."
+        )
+    inside = method.get("reinforcement")
+    if not isinstance(inside, Mapping) or not isinstance(inside.get("grader"), Mapping):
+        raise InvalidRequestFile("The job has no method.reinforcement.grader.")
+    to_do, differs = [*_to_do(params, inside, model)], [*_differs(params, inside)]
+    job = _job(params, inside, model)
+    comments = [f"# To do: {one}" for one in to_do]
+    return Migration("\n".join([*comments, *([""] if comments else []), toml(job)]), to_do, differs)
+
+
+def _job(params: Mapping[str, Any], inside: Mapping[str, Any], model: str | None) -> dict[str, Any]:
+    hyperparameters = {
+        name: value
+        for name, value in (inside.get("hyperparameters") or {}).items()
+        if value is not None and name != "reasoning_effort"
+    }
+    suffix = params.get("suffix") or params.get("user_provided_suffix")
+    job = {
+        "model": model or NO_MODEL,
+        **_FILES,
+        "suffix": _suffix(suffix) if suffix else None,
+        **{name: params.get(name) for name in _KEPT},
+        "hyperparameters": hyperparameters or None,
+        "response_format": inside.get("response_format"),
+        "grader": inside["grader"],
+    }
+    return {name: value for name, value in job.items() if value is not None}
+
+
+def _to_do(params: Mapping[str, Any], inside: Mapping[str, Any], model: str | None) -> Iterator[str]:
+    if model is None:
+        asked = params.get("model")
+        yield f"model: {asked} is OpenAI's. Choose one of `regraft models list`."
+    for field, name in _FILES.items():
+        if file := params.get(field):
+            yield f"{field}: {file} is at OpenAI. Download it as {name}: client.files.content({file!r})."
+        else:
+            yield f"{field}: there was none, and it is required here. Keep some rows apart as {name}."
+    for where, grader in _graders(inside["grader"], "grader"):
+        match grader.get("type"):
+            case "score_model" | "label_model":
+                yield (
+                    f"{where}.model: {grader.get('model')} must be a judge of this server; its operator names them "
+                    "(docs/graders.md)."
+                )
+            case "endpoint":
+                yield f"{where}: the server's operator has to allow its host, and its headers must be set again."
+            case "text_similarity" if grader.get("evaluation_metric") == "cosine":
+                yield f"{where}.evaluation_metric: cosine needs an embedding model and is not offered. Take another."
+
+
+def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[str]:
+    hyperparameters = inside.get("hyperparameters") or {}
+    effort = hyperparameters.get("reasoning_effort")
+    if effort not in (None, "default"):
+        yield f"hyperparameters.reasoning_effort: {effort} is left out; the models here have no such setting."
+    automatic = [
+        f"{name} is {meaning}"
+        for name, meaning in _AUTO.items()
+        if hyperparameters.get(name, "auto") in (None, "auto")
+    ]
+    if automatic:
+        yield f'hyperparameters: OpenAI does not say what its "auto" is. Here {"; ".join(automatic)}.'
+    if isinstance(hyperparameters.get("learning_rate_multiplier"), int | float):
+        yield "hyperparameters.learning_rate_multiplier scales our own base rate, which is not OpenAI's."
+    if params.get("integrations"):
+        kinds = ", ".join(str(one.get("type")) for one in params["integrations"] if isinstance(one, Mapping))
+        yield f"integrations: {kinds} left out; the metrics are in `client.jobs.metrics(job.id)`."
+    for name in ("tools", "max_episode_steps"):
+        if inside.get(name):
+            yield f"method.reinforcement.{name} is left out: answers are one message here, without tools."
+    suffix = params.get("suffix") or params.get("user_provided_suffix")
+    if suffix and _suffix(suffix) != suffix:
+        yield f"suffix: {suffix!r} became {_suffix(suffix)!r}; it may have letters, digits, _ and - here."
+    unknown = params.keys() - _OF_THE_RESULT - {
+        *_KEPT, *_FILES, "model", "method", "suffix", "user_provided_suffix", "integrations", "hyperparameters"
+    }  # fmt: skip
+    for name in sorted(unknown):
+        yield f"{name} is left out: it is not a parameter here."
+    for where, grader in _graders(inside["grader"], "grader"):
+        if grader.get("type") == "python":
+            yield f"{where}: python graders run on the server with the packages it has; try it with `graders run`."
+            break
+    yield "Rows may not have tools or images; `regraft validate train.jsonl --grader job.toml` finds them."
+    yield "An answer that cannot be graded is left out and reported; at OpenAI it counts as a bad one."
+    yield "The result file is plain CSV; OpenAI's is base64."
+
+
+def _graders(grader: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield where, grader
+    subs = grader.get("graders")
+    named = subs.items() if isinstance(subs, Mapping) else enumerate(subs if isinstance(subs, list) else [])
+    for key, sub in named:
+        if isinstance(sub, Mapping):
+            yield from _graders(sub, f"{where}.graders.{key}")
+
+
+def _suffix(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[:64]
+
+
+def toml(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
+    """A table as TOML: values first, then the tables in it. A null has no spelling there, and is left out."""
+    values = {key: one for key, one in table.items() if not _is_table(one) and one is not None}
+    tables = {key: one for key, one in table.items() if _is_table(one)}
+    lines = [f"{_key(key)} = {_value(one)}" for key, one in values.items()]
+    for key, one in tables.items():
+        where = (*path, key)
+        head = f"[{'.'.join(map(_key, where))}]"
+        below = toml(one, where)
+        # A table of nothing but tables needs no head of its own.
+        bare = bool(one) and all(_is_table(inner) for inner in one.values())
+        lines += ([""] if lines else []) + ([below] if bare else [head, below])
+    return "\n".join(line for line in lines).rstrip("\n") + ("\n" if not path else "")
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _basic(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items() if one is not None)
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(_value(one) for one in value if one is not None)}]"
+    return json.dumps(value)
+
+
+def _string(text: str) -> str:
+    # Code is to be read and edited, so it keeps its lines. A literal string has no escapes to get wrong.
+    readable = all(one.isprintable() or one in "\n\t" for one in text)
+    if "\n" in text and readable and "'''" not in text and not text.endswith("'"):
+        return f"'''\n{text}'''"
+    return _basic(text)
+
+
+def _basic(text: str) -> str:
+    # JSON's escapes are TOML's, but for halves of surrogate pairs, which ensure_ascii would make.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

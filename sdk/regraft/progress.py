@@ -1,0 +1,92 @@
+"""A run as one line: `running  step 3/12 ██████░░  ▁▃▅  train 0.41  valid 0.38  14.2 s`. Nothing here does any I/O."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=*%#"
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What bars are drawn with; `plain` is for terminals whose encoding has no blocks."""
+
+    full: str = "█"
+    empty: str = "░"
+    blocks: str = BLOCKS
+
+    @classmethod
+    def plain(cls) -> "Marks":
+        return cls("#", ".", ASCII_BLOCKS)
+
+
+def marks_for(encoding: str | None) -> Marks:
+    try:
+        (BLOCKS + "█░").encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return Marks.plain()
+    return Marks()
+
+
+@dataclass
+class Progress:
+    """What is known of a run from the events seen so far. A step that is done again replaces itself."""
+
+    status: str = ""
+    steps: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        step = metrics["step"]
+        # A run that goes on from a checkpoint does the steps behind it again: they are not done any more.
+        self.steps = {number: seen for number, seen in self.steps.items() if number < step}
+        self.steps[step] = metrics
+
+    @property
+    def rewards(self) -> list[float]:
+        """The training reward of every step that has one, in order."""
+        values = [seen.get("train_mean_reward") for seen in self.steps.values()]
+        return [value for value in values if value is not None]
+
+    def line(self, *, bar: int = 20, spark: int = 24, marks: Marks | None = None) -> str:
+        """All of it in one line; without `spark` there is no sparkline."""
+        marks = marks or Marks()
+        if not self.steps:
+            return self.status
+        last = self.steps[max(self.steps)]
+        step, total = last["step"], max(last["total_steps"], 1)
+        filled = round(bar * min(step / total, 1.0))
+        parts = [self.status] if self.status else []
+        width = len(str(total))
+        parts.append(f"step {step:>{width}}/{total} {marks.full * filled}{marks.empty * (bar - filled)}")
+        if spark and len(self.rewards) > 1:
+            parts.append(sparkline(self.rewards, spark, marks.blocks))
+        parts += described(last)
+        return "  ".join(parts)
+
+
+def described(metrics: Mapping[str, Any]) -> list[str]:
+    """The numbers of one step that a person wants to see."""
+    parts = []
+    for label, key in (("train", "train_mean_reward"), ("valid", "full_valid_mean_reward")):
+        if metrics.get(key) is not None:
+            parts.append(f"{label} {metrics[key]:.2f}")
+    if metrics.get("groups_mixed_share") is not None:
+        parts.append(f"groups with signal {metrics['groups_mixed_share']:.0%}")
+    seconds = ((metrics.get("timing") or {}).get("step") or {}).get("full_iteration")
+    if seconds is not None:
+        parts.append(f"{seconds:.1f} s")
+    return parts
+
+
+def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
+    """The values between their own least and largest; more than `width` of them are averaged together."""
+    if len(values) > width:
+        edges = [round(number * len(values) / width) for number in range(width + 1)]
+        values = [statistics.fmean(values[low:high]) for low, high in pairwise(edges)]
+    least, largest = min(values), max(values)
+    if largest == least:
+        return blocks[len(blocks) // 2] * len(values)
+    top = len(blocks) - 1
+    return "".join(blocks[round((value - least) / (largest - least) * top)] for value in values)

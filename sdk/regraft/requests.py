@@ -1,0 +1,178 @@
+"""What people write in files: a job, a grader. Read here, and put into the shape of the API.
+
+A job file has the fields of POST /fine_tuning/jobs, and `grader`, `hyperparameters` and `response_format` may stand
+at its top. `training_file` and `validation_file` are ids, or paths that are uploaded; `grader` is a table, or the path
+of a .py with `def grade(sample, item)`, or of a .json, .toml or .yaml. Paths are relative to the file they stand in.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILES = ("training_file", "validation_file")
+OF_THE_METHOD = ("grader", "hyperparameters", "response_format")
+PATHS = [["training_file"], ["validation_file"], ["grader"]]
+MASK = "***"  # what a server shows in the place of a secret
+
+Source = str | Path | Mapping[str, Any]
+"""A file, or what would be in it."""
+
+
+class InvalidRequestFile(ValueError):
+    """A file that cannot be read as what it should be; the message names it and the mistake."""
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """The body of POST /fine_tuning/jobs, but for the files that still have to be uploaded, by their field."""
+
+    body: dict[str, Any]
+    uploads: dict[str, Path]
+
+    def with_ids(self, ids: Mapping[str, str]) -> dict[str, Any]:
+        return self.body | dict(ids)
+
+
+def read_job(source: Source, changes: Sequence[str] = ()) -> JobRequest:
+    """A job, with `changes` such as "hyperparameters.n_epochs=2". Paths in these are relative to the working folder.
+
+    Raises:
+        InvalidRequestFile: it is no job. Whether the job makes sense is for the server to say.
+    """
+    if isinstance(source, Mapping):
+        fields, folder, name = deepcopy(dict(source)), Path(), "the request"
+    else:
+        path = Path(source)
+        fields, folder, name = read_table(path), path.parent, str(path)
+    body = _with_method(fields, name)
+    for change in changes:
+        set_path(body, change)
+    inside = body["method"].get("reinforcement", {})
+    if isinstance(inside.get("grader"), str | Path):
+        inside["grader"] = read_grader(folder / inside["grader"])
+    uploads: dict[str, Path] = {}
+    for field in FILES:
+        value = body.get(field)
+        if isinstance(value, Path) or (isinstance(value, str) and not _is_id(value)):
+            uploads[field] = _existing(folder / value, f"{name}: {field}")
+            del body[field]
+    return JobRequest(body, uploads)
+
+
+def read_grader(source: Source) -> dict[str, Any]:
+    """The spec of a grader: as it is, or from a .py, .json, .toml or .yaml file."""
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source)
+    if path.suffix == ".py":
+        return {"type": "python", "name": path.stem, "source": _text(path)}
+    spec = read_table(path)
+    # A job file will do: its grader is meant.
+    if "grader" in spec and "type" not in spec:
+        inner = spec["grader"]
+        return read_grader(path.parent / inner if isinstance(inner, str) else inner)
+    return spec
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A JSON, TOML or YAML file whose top is a table."""
+    text = _text(path)
+    try:
+        value = _parsers(path)(text)
+    except InvalidRequestFile:
+        raise
+    except Exception as cause:  # each parser has its own
+        raise InvalidRequestFile(f"{path}: {cause}") from cause
+    if not isinstance(value, dict):
+        raise InvalidRequestFile(f"{path}: expected a table of fields at the top")
+    return value
+
+
+def set_path(body: dict[str, Any], assignment: str) -> None:
+    """Carry out `hyperparameters.n_epochs=2`. Values are JSON, and text where they are not.
+
+    `grader`, `hyperparameters` and `response_format` are found inside the method.
+    """
+    name, equals, text = assignment.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        raise InvalidRequestFile(f"--set {assignment}: write it as field=value, such as seed=1")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = Path(text).absolute() if keys in PATHS and not _is_id(text) else text
+    if keys[0] in OF_THE_METHOD:
+        keys = ["method", "reinforcement", *keys]
+    table = body
+    for depth, key in enumerate(keys[:-1]):
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise InvalidRequestFile(f"--set {assignment}: {'.'.join(keys[: depth + 1])} is no table")
+    table[keys[-1]] = value
+
+
+def refuse_masked(body: Mapping[str, Any], path: str = "") -> None:
+    """A request that was read from a job has its secrets masked; sent like this, the masks would be the secrets."""
+    for key, value in body.items():
+        where = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping):
+            refuse_masked(value, where)
+        elif value == MASK:
+            where = where.removeprefix("method.reinforcement.")
+            message = f"The server does not show {where}: set it again, or give a grader."
+            raise InvalidRequestFile(message)
+
+
+def _with_method(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    body = {key: value for key, value in fields.items() if key not in OF_THE_METHOD}
+    method = body.get("method", {"type": "reinforcement"})
+    if not isinstance(method, dict):
+        raise InvalidRequestFile(f"{name}: method must be a table")
+    inside = dict(method.get("reinforcement") or {})
+    for key in OF_THE_METHOD:
+        if key in fields and key in inside:
+            raise InvalidRequestFile(f"{name}: {key} stands at the top and in the method, too")
+        if key in fields:
+            inside[key] = fields[key]
+    kind = method.get("type", "reinforcement")
+    return body | {"method": method | {"type": kind} | ({"reinforcement": inside} if inside else {})}
+
+
+def _is_id(value: str) -> bool:
+    return value.startswith("file-") and "." not in value and "/" not in value
+
+
+def _existing(path: Path, where: str) -> Path:
+    if not path.is_file():
+        raise InvalidRequestFile(f"{where}: there is no file {path}")
+    return path
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        reason = cause.strerror if isinstance(cause, OSError) else "it is not UTF-8"
+        raise InvalidRequestFile(f"{path}: {reason}") from cause
+
+
+def _parsers(path: Path) -> Any:
+    match path.suffix.lower():
+        case ".json":
+            return json.loads
+        case ".toml":
+            return tomllib.loads
+        case ".yaml" | ".yml":
+            try:
+                import yaml
+            except ImportError:
+                raise InvalidRequestFile(
+                    f"{path}: YAML files need `pip install pyyaml`; TOML and JSON files do not"
+                ) from None
+            return yaml.safe_load
+        case _:
+            raise InvalidRequestFile(f"{path}: expected a file that ends in .toml, .json or .yaml")

@@ -1,0 +1,156 @@
+"""client.checkpoints: what a job has made, to look at and to take home."""
+
+import asyncio
+import hashlib
+import json
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import openai
+from openai import AsyncStream, Stream
+from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
+
+from regraft.errors import DownloadCorrupt
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
+MANIFEST = "manifest.json"
+SILENCE_SECONDS = 60.0
+
+
+class Checkpoints:
+    def __init__(self, client: "OpenAI") -> None:
+        self._client = client
+
+    def list(self, job_id: str) -> list[FineTuningJobCheckpoint]:
+        """The kept checkpoints, newest first."""
+        return [*self._client.fine_tuning.jobs.checkpoints.list(job_id, limit=100)]
+
+    def download(self, job_id: str, checkpoint_id: str | None = None, *, to: str | Path) -> Path:
+        """Write the adapter in PEFT's format to the folder `to`, which must not exist, and return it.
+
+        Without a `checkpoint_id` it is the one with the highest validation reward. Every file is compared with the
+        manifest, and the folder appears when all of them are right.
+
+        Raises:
+            FileExistsError: `to` is there already.
+            DownloadCorrupt: a file is not what the server has.
+        """
+        target = _absent(Path(to))
+        chosen = checkpoint_id or best(self.list(job_id), job_id).id
+        with tempfile.TemporaryFile() as archive:
+            with self._client.get(
+                _path(job_id, chosen),
+                cast_to=object,
+                options=_PATIENT,
+                stream=True,
+                stream_cls=Stream[object],
+            ) as stream:
+                try:
+                    for chunk in stream.response.iter_bytes():
+                        archive.write(chunk)
+                except httpx2.RequestError as cause:
+                    raise openai.APIConnectionError(request=stream.response.request) from cause
+            archive.seek(0)
+            return unpack(archive, target)
+
+
+class AsyncCheckpoints:
+    def __init__(self, client: "AsyncOpenAI") -> None:
+        self._client = client
+
+    async def list(self, job_id: str) -> list[FineTuningJobCheckpoint]:
+        """As Checkpoints.list."""
+        return [one async for one in self._client.fine_tuning.jobs.checkpoints.list(job_id, limit=100)]
+
+    async def download(self, job_id: str, checkpoint_id: str | None = None, *, to: str | Path) -> Path:
+        """As Checkpoints.download."""
+        target = _absent(Path(to))
+        chosen = checkpoint_id or best(await self.list(job_id), job_id).id
+        with tempfile.TemporaryFile() as archive:
+            async with await self._client.get(
+                _path(job_id, chosen),
+                cast_to=object,
+                options=_PATIENT,
+                stream=True,
+                stream_cls=AsyncStream[object],
+            ) as stream:
+                try:
+                    async for chunk in stream.response.aiter_bytes():
+                        archive.write(chunk)
+                except httpx2.RequestError as cause:
+                    raise openai.APIConnectionError(request=stream.response.request) from cause
+            archive.seek(0)
+            return await asyncio.to_thread(unpack, archive, target)
+
+
+_PATIENT: Any = {"timeout": SILENCE_SECONDS}
+
+
+def best(checkpoints: Iterable[FineTuningJobCheckpoint], job_id: str) -> FineTuningJobCheckpoint:
+    """The one with the highest validation reward; of equals the earliest, as the server chooses."""
+    ordered = sorted(checkpoints, key=lambda one: (-_reward(one), one.step_number))
+    if not ordered:
+        raise FileNotFoundError(f"The job {job_id} has no checkpoint yet.")
+    return ordered[0]
+
+
+def _reward(checkpoint: FineTuningJobCheckpoint) -> float:
+    reward = getattr(checkpoint.metrics, "full_valid_mean_reward", None)
+    return float("-inf") if reward is None else float(reward)
+
+
+def unpack(archive: Any, target: Path) -> Path:
+    """The files of a server's tar, in a folder that is there only when all of them are right."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+        folder = Path(scratch, "files")
+        folder.mkdir()
+        try:
+            with tarfile.open(fileobj=archive) as tar:
+                for entry in tar:
+                    # Names of plain files in this folder: nothing that is sent may write anywhere else.
+                    if not entry.isfile() or "/" in entry.name or "\\" in entry.name or entry.name == "..":
+                        raise DownloadCorrupt(f"The archive holds {entry.name!r}, which is no plain file.")
+                    _copy(tar.extractfile(entry), folder / entry.name)
+        except tarfile.TarError as cause:
+            raise DownloadCorrupt(f"The archive cannot be read: {cause}") from cause
+        _compare(folder)
+        folder.rename(_absent(target))
+    return target
+
+
+def _compare(folder: Path) -> None:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        expected = {file["name"]: file["sha256"] for file in manifest["files"]}
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise DownloadCorrupt(f"The archive has no usable {MANIFEST}: {cause}") from cause
+    for name, sha256 in expected.items():
+        path = folder / name
+        if not path.is_file():
+            raise DownloadCorrupt(f"{name} is missing from the archive.")
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise DownloadCorrupt(f"{name} does not have the sha256 of the manifest.")
+
+
+def _copy(source: Any, target: Path) -> None:
+    with target.open("xb") as file:
+        while chunk := source.read(1 << 20):
+            file.write(chunk)
+
+
+def _absent(target: Path) -> Path:
+    if target.exists():
+        raise FileExistsError(f"{target} is there already.")
+    return target
+
+
+def _path(job_id: str, checkpoint_id: str) -> str:
+    return f"/regraft/jobs/{job_id}/checkpoints/{checkpoint_id}/download"

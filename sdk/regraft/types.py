@@ -1,0 +1,73 @@
+"""What the server sends beyond OpenAI's types. Keys that are not named here are kept, and are attributes as well."""
+
+from typing import Any
+
+from openai import BaseModel
+from openai.types.fine_tuning import FineTuningJobEvent
+
+
+class StepMetrics(BaseModel):
+    """One step of a run; step 0 is the validation of the base model."""
+
+    step: int
+    total_steps: int
+    train_mean_reward: float | None = None
+    full_valid_mean_reward: float | None = None  # None: no validation in this step
+    completion_tokens_mean: float | None = None
+    groups_mixed_share: float | None = None  # of all groups, those with different rewards
+    timing: dict[str, Any] | None = None
+
+
+class JobEvent(FineTuningJobEvent):
+    """A line of a job's log, or the metrics of a step."""
+
+    @property
+    def metrics(self) -> StepMetrics | None:
+        """The metrics of a step, of events of type "metrics"."""
+        if self.type != "metrics" or not isinstance(self.data, dict):
+            return None
+        return StepMetrics.construct(**self.data)
+
+
+class Rollout(BaseModel):
+    """One answer and its grade."""
+
+    step: int
+    split: str  # train | valid
+    line: int  # of the file
+    member: int  # of its group
+    messages: list[dict[str, Any]]
+    output_text: str
+    finish_reason: str
+    completion_tokens: int
+    score: float | None = None  # None: it could not be graded, and `reason` says why
+    reason: str = ""
+    output: str = ""  # what a python grader printed
+    sub_scores: dict[str, float | None] = {}
+    centred_reward: float | None = None
+
+
+class Estimate(BaseModel):
+    """What a job would take. `estimate` is None where nothing is known yet, and `reason` says why."""
+
+    model: str
+    training_rows: int
+    validation_rows: int
+    total_steps: int
+    n_epochs: int
+    batch_size: int
+    group_size: int
+    estimate: dict[str, Any] | None = None
+    reason: str | None = None
+
+
+class GraderTest(BaseModel):
+    """One row of a grader's test."""
+
+    line: int
+    reward: float
+    expect: float | None = None
+    passed: bool  # no error, and as expected where something was
+    reason: str = ""
+    errors: list[str] = []  # the flags that are up, such as "sample_parse_error"
+    sub_rewards: dict[str, float] = {}

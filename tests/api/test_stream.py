@@ -1,0 +1,192 @@
+import asyncio
+import json
+
+import httpx2
+from anyio import CapacityLimiter
+from openai import OpenAI, Stream
+
+from api.stream import KEEP_ALIVE_SECONDS, JobLog, follow
+from core import events, jobs
+from core.db import Work
+from core.models import Job
+
+
+def say(house, job_id: str, *messages: str) -> list[str]:
+    with house.database.write() as session:
+        return [events.append(session, job_id, message).id for message in messages]
+
+
+def cancel(house, job_id: str) -> None:
+    with house.database.write() as session:
+        jobs.cancel(Work(session), session.query(Job).where(Job.id == job_id).one())
+
+
+def parse(text: str) -> list[dict]:
+    """The data of every message in a stream; comments and the like are left out."""
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [{"done": True} if one == "[DONE]" else json.loads(one) for one in data]
+
+
+def words(messages: list[dict]) -> list[str]:
+    return [one.get("message") or one.get("status") or "done" for one in messages]
+
+
+def test_a_finished_job_is_told_from_its_first_event_to_its_end(api, house, create_job):
+    job_id = create_job()["id"]
+    say(house, job_id, "one", "two")
+    cancel(house, job_id)
+
+    answer = api.get(f"/v1/regraft/jobs/{job_id}/stream")
+
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert words(parse(answer.text))[2:] == ["one", "two", "Fine-tuning job cancelled", "cancelled", "done"]
+
+
+def test_an_event_is_sent_as_the_list_has_it_with_its_id(api, house, create_job):
+    job_id = create_job()["id"]
+    cancel(house, job_id)
+
+    answer = api.get(f"/v1/regraft/jobs/{job_id}/stream")
+
+    listed = api.get(f"/v1/fine_tuning/jobs/{job_id}/events").json()["data"]
+    assert parse(answer.text)[: len(listed)] == listed[::-1]
+    assert f"id: {listed[0]['id']}\n" in answer.text
+
+
+def test_who_was_cut_off_goes_on_behind_the_last_event_it_saw(api, house, create_job):
+    job_id = create_job()["id"]
+    one, _ = say(house, job_id, "one", "two")
+    cancel(house, job_id)
+
+    answer = api.get(f"/v1/regraft/jobs/{job_id}/stream", headers={"Last-Event-ID": one})
+
+    assert words(parse(answer.text)) == ["two", "Fine-tuning job cancelled", "cancelled", "done"]
+
+
+def test_it_can_have_seen_everything_but_the_end(api, house, create_job):
+    job_id = create_job()["id"]
+    cancel(house, job_id)
+    last = api.get(f"/v1/fine_tuning/jobs/{job_id}/events").json()["data"][0]["id"]
+
+    answer = api.get(f"/v1/regraft/jobs/{job_id}/stream", headers={"Last-Event-ID": last})
+
+    assert words(parse(answer.text)) == ["cancelled", "done"]
+
+
+def test_an_event_of_another_job_is_no_place_to_go_on_from(api, house, create_job):
+    job_id = create_job()["id"]
+    (other,) = say(house, create_job()["id"], "elsewhere")
+
+    answer = api.get(f"/v1/regraft/jobs/{job_id}/stream", headers={"Last-Event-ID": other})
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
+
+
+class Clock:
+    """Time passes only in `sleep`, where `script` says what happens at which second."""
+
+    def __init__(self, script) -> None:
+        self.script, self.now = script, 0.0
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if happens := self.script.get(self.now):
+            await asyncio.to_thread(happens)
+
+
+def follow_to_the_end(house, job_id: str, script) -> str:
+    async def collect() -> bytes:
+        log = JobLog(house.database, house.project.id, job_id, CapacityLimiter(1))
+        first = await log.read(None)
+        return b"".join([chunk async for chunk in follow(log, first, sleep=Clock(script).sleep)])
+
+    return asyncio.run(collect()).decode()
+
+
+def test_what_is_written_meanwhile_arrives_with_every_change_of_the_status(house, create_job):
+    job_id = create_job()["id"]
+
+    def run() -> None:
+        with house.database.write() as session:
+            session.query(Job).where(Job.id == job_id).one().status = "running"
+            events.append(session, job_id, "started")
+
+    script = {2.0: run, 4.0: lambda: say(house, job_id, "step"), 9.0: lambda: cancel(house, job_id)}
+    told = words(parse(follow_to_the_end(house, job_id, script)))
+
+    end = ["step", "Fine-tuning job cancelled", "cancelled", "done"]
+    assert told[2:] == ["validating_files", "started", "running", *end]
+
+
+def test_a_silent_job_keeps_its_connection_alive(house, create_job):
+    job_id = create_job()["id"]
+
+    text = follow_to_the_end(house, job_id, {2.5 * KEEP_ALIVE_SECONDS + 0.5: lambda: cancel(house, job_id)})
+
+    assert text.count(": still here") == 2
+
+
+def test_openais_own_client_can_read_it_silence_and_all(house, create_job):
+    job_id = create_job()["id"]
+    script = {KEEP_ALIVE_SECONDS + 2: lambda: cancel(house, job_id)}
+
+    text = follow_to_the_end(house, job_id, script).encode()
+
+    assert b": still here" in text
+    with OpenAI(
+        api_key="k", base_url="http://none", http_client=httpx2.Client(transport=Says(text))
+    ) as client:
+        stream = client.get("/", cast_to=object, stream=True, stream_cls=Stream[object])
+        assert words(list(stream))[-2:] == ["Fine-tuning job cancelled", "cancelled"]
+
+
+class Says(httpx2.BaseTransport):
+    """Answers every request with the same stream."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=self.text)
+
+
+def test_more_events_than_a_page_are_all_sent_once_and_before_the_end(house, create_job):
+    job_id = create_job()["id"]
+    say(house, job_id, *map(str, range(250)))
+    cancel(house, job_id)
+
+    told = words(parse(follow_to_the_end(house, job_id, {})))
+
+    assert told[2:-3] == [str(number) for number in range(250)]
+
+
+def test_no_more_are_followed_at_once_than_the_process_can(api, house, create_job):
+    job_id = create_job()["id"]
+    cancel(house, job_id)
+    house.app.state.service.streams.total_tokens = 0
+
+    answer = api.get(f"/v1/regraft/jobs/{job_id}/stream")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+
+
+def test_a_stream_that_ends_makes_room(api, house, create_job):
+    job_id = create_job()["id"]
+    cancel(house, job_id)
+
+    for _ in range(2):
+        assert api.get(f"/v1/regraft/jobs/{job_id}/stream").status_code == 200
+
+    assert house.app.state.service.streams.borrowed_tokens == 0
+
+
+def test_between_two_looks_no_connection_is_held(house, create_job):
+    job_id = create_job()["id"]
+    held: list[int] = []
+
+    def look() -> None:
+        held.append(house.database.engine.pool.checkedout())
+
+    follow_to_the_end(house, job_id, {1.0: look, 2.0: look, 3.0: lambda: cancel(house, job_id)})
+
+    assert held == [0, 0]

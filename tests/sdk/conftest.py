@@ -1,0 +1,212 @@
+"""The real service behind a real socket; what workers would write are rows that the tests write."""
+
+import hashlib
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from regraft import AsyncRegraft, Regraft
+
+from api.app import create_app
+from core import events, jobs, keys
+from core.blobs import FolderBlobs
+from core.db import Database, Work
+from core.migrate import upgrade
+from core.models import Checkpoint, Job, Project, RolloutPage, StepMetric
+from core.registry import BaseModelEntry, Registry
+from core.settings import Settings
+from graders.backends import Backends
+from tests import factories
+
+GRADER = {
+    "type": "string_check",
+    "name": "exact",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+ROWS = [{"messages": [{"role": "user", "content": f"{n} + 1?"}], "answer": str(n + 1)} for n in range(4)]
+
+
+@dataclass
+class House:
+    """The service, and what a worker does to it."""
+
+    database: Database
+    blobs: FolderBlobs
+    project: Project
+    key: str
+    port: int = 0
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def job(self, **fields: Any) -> str:
+        with self.database.write() as session:
+            asked = {"reinforcement": {"grader": GRADER, "hyperparameters": {"n_epochs": 1, "advanced": {}}}}
+            return factories.job(session, self.project, **asked | fields).id
+
+    def say(self, job_id: str, message: str, **more: Any) -> str:
+        with self.database.write() as session:
+            return events.append(session, job_id, message, **more).id
+
+    def step(self, job_id: str, step: int, total: int, reward: float, **more: Any) -> None:
+        data = {"step": step, "total_steps": total, "train_mean_reward": reward}
+        data |= {"timing": {"step": {"full_iteration": 1.5, "eval": 0.0}}, **more}
+        with self.database.write() as session:
+            session.add(StepMetric(job_id=job_id, step=step, epoch=1, data=data))
+            events.append(session, job_id, f"Step {step}/{total}", type="metrics", data=data)
+
+    def end(self, job_id: str, status: str, **fields: Any) -> None:
+        with self.database.write() as session:
+            job = session.query(Job).where(Job.id == job_id).one()
+            if status == "cancelled":
+                jobs.cancel(Work(session), job)
+                return
+            job.status = status
+            for name, value in fields.items():
+                setattr(job, name, value)
+            events.append(session, job_id, f"now {status}")
+
+    def rollouts(self, job_id: str, step: int, lines: list[dict[str, Any]]) -> None:
+        key = f"jobs/{job_id}/{step}.jsonl"
+        self.blobs.put_bytes(key, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        with self.database.write() as session:
+            page = RolloutPage(job_id=job_id, step=step, split="train", epoch=1, blob_key=key)
+            page.samples = len(lines)
+            session.add(page)
+
+    def checkpoint(self, job_id: str, step: int, reward: float, files: dict[str, bytes]) -> str:
+        prefix = f"projects/{self.project.id}/jobs/{job_id}/attempts/1/checkpoints/step-{step:06d}"
+        listed = []
+        for name, content in files.items():
+            self.blobs.put_bytes(f"{prefix}/{name}", content)
+            sha256 = hashlib.sha256(content).hexdigest()
+            listed.append({"name": name, "bytes": len(content), "sha256": sha256})
+        manifest = {"format": 1, "job": job_id, "step": step, "files": listed}
+        self.blobs.put_bytes(f"{prefix}/manifest.json", json.dumps(manifest).encode())
+        with self.database.write() as session:
+            row = Checkpoint(job_id=job_id, step=step, epoch=1, blob_prefix=prefix, valid_reward=reward)
+            row.metrics = {"full_valid_mean_reward": reward}
+            session.add(row)
+            session.flush()
+            return row.id
+
+
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("database") / "regraft.db"
+    upgrade(f"sqlite:///{file}")
+    return file
+
+
+@pytest.fixture
+def house(migrated: Path, tmp_path: Path) -> Iterator[House]:
+    shutil.copy(migrated, tmp_path / "regraft.db")
+    settings = Settings(data_dir=tmp_path)
+    database, blobs = Database(settings.database), FolderBlobs(tmp_path / "blobs")
+    with database.write() as session:
+        key = keys.bootstrap(session)
+        assert key is not None
+        project = session.query(Project).one()
+    registry = Registry(models={"tiny": BaseModelEntry(hub="regraft/tiny")})
+    app = create_app(settings, database, blobs, registry, Backends.none(), lambda *wake: None)
+    house = House(database, blobs, project, key)
+    with serving(app) as house.port:
+        yield house
+    database.close()
+
+
+class serving:
+    """An ASGI application on a port of its own, in a thread, for as long as the block runs."""
+
+    def __init__(self, app: Any) -> None:
+        self.server = uvicorn.Server(
+            uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, lifespan="off")
+        )
+        self.socket = socket.socket()
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+
+    def __enter__(self) -> int:
+        self.socket.bind(("127.0.0.1", 0))
+        self.socket.listen(64)  # from here on connections wait until the server takes them
+        self.thread.start()
+        return int(self.socket.getsockname()[1])
+
+    def __exit__(self, *error: object) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+
+
+@pytest.fixture
+def client(house: House) -> Iterator[Regraft]:
+    with Regraft(base_url=house.base_url, api_key=house.key, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def make_async(house: House) -> Any:
+    return lambda: AsyncRegraft(base_url=house.base_url, api_key=house.key, max_retries=0)
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    """A job in a folder with all that it names."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    for name in ("train", "valid"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "grader.json").write_text(json.dumps(GRADER))
+    (folder / "job.toml").write_text(
+        'model = "tiny"\ntraining_file = "train.jsonl"\nvalidation_file = "valid.jsonl"\nseed = 7\n'
+        'grader = "grader.json"\n[hyperparameters]\nn_epochs = 3\n'
+    )
+    return folder / "job.toml"
+
+
+class Proxy:
+    """Hands bytes on between a client and a server, and can cut every connection that is open."""
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.open: list[socket.socket] = []
+        self.connections = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        for end in self.open:
+            end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        self.open = []
+
+    def close(self) -> None:
+        self.listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self.listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self.target))
+            self.connections += 1
+            self.open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+        except OSError:
+            pass  # cut

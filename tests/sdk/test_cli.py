@@ -1,0 +1,445 @@
+import http.server
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from regraft.cli import main
+
+from tests.sdk.conftest import GRADER, ROWS
+
+SDK = Path(__file__).parents[2] / "sdk"
+
+
+@pytest.fixture
+def regraft(house, monkeypatch, capsys, tmp_path):
+    """Run the command line, logged in; returns its exit code, stdout and stderr."""
+    monkeypatch.setenv("REGRAFT_BASE_URL", house.base_url)
+    monkeypatch.setenv("REGRAFT_API_KEY", house.key)
+    monkeypatch.setenv("REGRAFT_CONFIG", str(tmp_path / "config.toml"))
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        try:
+            code = main(argv)
+        except SystemExit as exit:  # argparse
+            code = int(exit.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def in_json(regraft):
+    """The one document that a command prints."""
+
+    def run(*argv: str):
+        code, out, err = regraft(*argv, "--output", "json")
+        assert code == 0, err
+        return json.loads(out)
+
+    return run
+
+
+@pytest.fixture
+def learned(house):
+    """A job that is done, with rewards, answers and a checkpoint."""
+    job_id = house.job(status="running")
+    house.say(job_id, "Fine-tuning job started")
+    for step, reward in enumerate((0.25, 0.5, 0.75), start=1):
+        house.step(job_id, step, 3, reward)
+    answer = {"step": 3, "split": "train", "member": 0, "messages": [], "finish_reason": "stop"}
+    lines = [(1, "four", 1.0, ""), (2, "five\nsix", 0.0, ""), (3, "?", None, "the judge is asleep")]
+    house.rollouts(
+        job_id,
+        3,
+        [answer | {"line": n, "output_text": t, "score": s, "reason": r} for n, t, s, r in lines],
+    )
+    house.checkpoint(job_id, 3, 0.75, {"adapter_config.json": b"{}"})
+    house.end(job_id, "succeeded", fine_tuned_model="ft:tiny:default::1a2b3c4d", finished_at=1_700_000_000)
+    return job_id
+
+
+def test_files_are_uploaded_listed_shown_downloaded_and_deleted(regraft, in_json, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text("{}\n")
+
+    (made,) = in_json("files", "upload", str(path))
+    _, listed, _ = regraft("files", "list")
+    _, content, _ = regraft("files", "download", made["id"])
+    saved = in_json("files", "download", made["id"], "--to", str(tmp_path / "copy"))
+
+    assert re.search(rf"{made['id']} +3 +\d{{4}}-.* fine-tune +train\.jsonl", listed)
+    assert (content, saved["bytes"], (tmp_path / "copy").read_text()) == ("{}\n", 3, "{}\n")
+    assert in_json("files", "show", made["id"])["filename"] == "train.jsonl"
+    assert regraft("files", "delete", made["id"])[:2] == (0, f"Deleted {made['id']}\n")
+    assert regraft("files", "show", made["id"])[0] == 3
+
+
+def test_validate_names_lines_as_compilers_do(regraft, in_json, tmp_path):
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    bad.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n{"messages": 1}\n')
+    grader = tmp_path / "grader.json"
+    grader.write_text(json.dumps(GRADER))
+
+    code, out, _ = regraft("validate", str(good), str(bad), "--grader", str(grader))
+
+    assert code == 1
+    assert out.splitlines() == [
+        f"{good}: 4 rows, each with answer",
+        f"{bad}:1: the grader reads {{{{item.answer}}}}, which this row does not have",
+        f"{bad}:2: messages: must be a list of at least one message",
+    ]
+    assert in_json("validate", str(good)) == [
+        {"file": str(good), "ok": True, "rows": 4, "fields": ["answer"]}
+    ]
+
+
+def test_a_job_is_created_from_a_file_and_steered(regraft, in_json, job_file):
+    code, out, _ = regraft("jobs", "create", "-f", str(job_file), "--set", "seed=11")
+    job_id = out.strip()
+
+    assert code == 0
+    assert in_json("jobs", "show", job_id)["seed"] == 11
+    assert in_json("jobs", "clone", job_id, "--set", "hyperparameters.n_epochs=2")["seed"] == 11
+    assert [job["id"] for job in in_json("jobs", "list", "--limit", "5")][1] == job_id
+    assert "place 1, waiting for its files to be validated" in regraft("jobs", "show", job_id)[1]
+    assert regraft("jobs", "pause", job_id)[0] == 2  # its files are still being validated
+    assert regraft("jobs", "cancel", job_id)[1] == f"{job_id} is cancelled\n"
+    assert regraft("jobs", "resume", job_id)[0] == 2
+
+
+def test_a_preview_creates_nothing(regraft, in_json, job_file):
+    code, out, _ = regraft("jobs", "create", "-f", str(job_file), "--preview")
+
+    assert code == 0
+    assert out.splitlines() == [
+        "4 rows to learn from, 4 to be tested on",
+        "3 steps: 3 epochs, 4 prompts a step, 8 answers a prompt",
+        "time and cost are not known: no job of this model has run here yet",
+    ]
+    assert in_json("jobs", "list") == []
+
+
+def test_what_is_known_of_time_and_cost_is_a_range():
+    from regraft.cli.commands import _estimate
+
+    size = {"training_rows": 1, "validation_rows": 1, "total_steps": 2, "n_epochs": 1, "batch_size": 1}
+    known = {
+        "remaining_seconds": {"low": 50.0, "expected": 90.0, "high": 7260.0},
+        "based_on": "20 steps of 1 earlier job",
+        "cost": {"low": 0.5, "expected": 1.0, "high": 20.0, "currency": "USD"},
+    }
+
+    assert _estimate(size | {"group_size": 8, "estimate": known}).splitlines()[2:] == [
+        "1 min 30 s, between 50 s and 2 h 01 min, from 20 steps of 1 earlier job",
+        "1.00, between 0.50 and 20.00 USD",
+    ]
+
+
+def test_a_job_is_shown_with_the_course_of_its_rewards(regraft, learned):
+    _, out, _ = regraft("jobs", "show", learned)
+
+    lines = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
+    assert lines["status"] == "succeeded"
+    assert lines["step"] == "3 of 3"
+    assert lines["train reward"] == "0.25 ▁▅█ 0.75"
+    assert lines["finished"] == "2023-11-14 22:13"
+
+
+def test_watching_in_a_pipe_prints_lines_and_then_the_model(regraft, learned):
+    code, out, _ = regraft("jobs", "watch", learned)
+
+    assert code == 0
+    assert out.splitlines() == [
+        "Fine-tuning job started",
+        "step 1/3  train 0.25  1.5 s",
+        "step 2/3  train 0.50  1.5 s",
+        "step 3/3  train 0.75  1.5 s",
+        "now succeeded",
+        "ft:tiny:default::1a2b3c4d",
+    ]
+
+
+def test_watching_in_json_is_a_document_a_line_the_job_last(regraft, learned):
+    code, out, _ = regraft("jobs", "watch", learned, "--output", "json")
+
+    *told, job = map(json.loads, out.splitlines())
+    assert code == 0
+    assert [event["type"] for event in told] == ["message", "metrics", "metrics", "metrics", "message"]
+    assert (job["id"], job["status"]) == (learned, "succeeded")
+
+
+def test_a_job_that_failed_is_exit_code_1_with_the_servers_reason(regraft, house):
+    job_id = house.job(status="failed", error={"code": "invalid_grader", "message": "no", "param": None})
+
+    code, _, err = regraft("jobs", "watch", job_id)
+
+    assert (code, err) == (1, f"regraft: The job {job_id} failed: no (invalid_grader)\n")
+    assert regraft("jobs", "watch", job_id, "--output", "json")[0] == 1
+
+
+def test_answers_of_the_last_step_are_a_table(regraft, in_json, learned):
+    _, out, err = regraft("rollouts", learned, "--worst")
+
+    rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+    assert rows[1:] == [
+        ["3", "0", "-", "stop", "?", "the judge is asleep"],
+        ["2", "0", "0.000", "stop", "five six"],
+        ["1", "0", "1.000", "stop", "four"],
+    ]
+    assert err == "step 3, train: 3 of 3 answers\n"
+    assert [one["line"] for one in in_json("rollouts", learned, "--step", "3")] == [1, 2, 3]
+
+
+def test_checkpoints_are_listed_and_downloaded(regraft, in_json, learned, tmp_path):
+    _, out, _ = regraft("checkpoints", "list", learned)
+    made = in_json("checkpoints", "download", learned, "-o", str(tmp_path / "adapter"))
+
+    assert re.search(r"ftckpt_\w+ +3 +0\.750 +best +-", out)
+    assert sorted(made["files"]) == ["adapter_config.json", "manifest.json"]
+    assert regraft("checkpoints", "download", learned, "-o", str(tmp_path / "adapter"))[0] == 2
+
+
+def test_a_grader_is_validated_and_run(regraft, in_json, tmp_path):
+    grader, cases = tmp_path / "grader.json", tmp_path / "cases.jsonl"
+    grader.write_text(json.dumps(GRADER))
+    cases.write_text(
+        '{"sample": "4", "answer": "4", "expect": 1}\n{"sample": "5", "answer": "4", "expect": 1}\n'
+    )
+    one = ("graders", "run", "--grader", str(grader), "--sample", "4", "--item", '{"answer": "4"}')
+
+    code, out, err = regraft("graders", "run", "--grader", str(grader), str(cases))
+
+    assert (
+        regraft("graders", "validate", str(grader))[1] == "exact (string_check) is a grader of this server\n"
+    )
+    assert in_json(*one)[0]["reward"] == 1.0
+    assert code == 1
+    assert [line.split()[:4] for line in out.splitlines()[1:]] == [
+        ["1", "1.000", "1.000", "ok"],
+        ["2", "0.000", "1.000", "not"],
+    ]
+    assert err == "1 of 2 as they should be\n"
+
+
+def test_models(regraft, in_json):
+    assert [model["id"] for model in in_json("models", "list")] == ["tiny"]
+    assert regraft("models", "list")[1].splitlines()[1] == "tiny  -           -"
+    assert regraft("models", "delete", "tiny")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["jobs", "show", "ftjob-none"], 3, "Could not find fine tune: ftjob-none (fine_tune_not_found"),
+        (["jobs", "create", "-f", "none.toml"], 2, "none.toml: No such file or directory"),
+        (["jobs"], 2, "required: COMMAND"),
+        (["graders", "run", "--grader", "g.py"], 2, "Give either --sample TEXT"),
+        (["files", "upload", "none.jsonl"], 2, "There is no file none.jsonl"),
+    ],
+)
+def test_what_goes_wrong_has_a_line_and_a_code(regraft, argv, code, said):
+    got, out, err = regraft(*argv)
+
+    assert (got, out) == (code, "")
+    assert said in err
+
+
+def test_errors_are_json_too(regraft):
+    code, out, err = regraft("jobs", "show", "ftjob-none", "--output", "json")
+
+    error = json.loads(err)["error"]
+    assert (code, out) == (3, "")
+    assert (error["code"], error["param"]) == ("fine_tune_not_found", "fine_tune_id")
+    assert error["request_id"].startswith("req_")
+
+
+def test_who_is_refused_and_what_cannot_be_reached(regraft, monkeypatch):
+    monkeypatch.setenv("REGRAFT_API_KEY", "rg-wrong")
+    assert regraft("models", "list")[0] == 4
+    monkeypatch.setenv("REGRAFT_BASE_URL", "http://127.0.0.1:9")
+    code, _, err = regraft("models", "list")
+    assert (code, "Cannot reach http://127.0.0.1:9/" in err) == (5, True)
+    monkeypatch.delenv("REGRAFT_BASE_URL")
+    assert regraft("models", "list")[0] == 4
+
+
+def test_logging_in_tries_the_key_before_it_is_kept(regraft, house, monkeypatch, tmp_path):
+    import io
+
+    monkeypatch.delenv("REGRAFT_API_KEY")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("rg-wrong\n"))
+    assert regraft("login", "--base-url", house.base_url)[0] == 4
+    assert not (tmp_path / "config.toml").exists()
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{house.key}\n"))
+    code, out, _ = regraft("login", "--base-url", house.base_url.removesuffix("/v1"))
+    monkeypatch.delenv("REGRAFT_BASE_URL")
+
+    assert (code, "Logged in to" in out, house.key in out) == (0, True, False)
+    assert regraft("models", "list")[0] == 0
+
+
+class Speaker(http.server.BaseHTTPRequestHandler):
+    """A chat endpoint that says "Hello, <the last message>", in pieces when it is asked to."""
+
+    heard: list = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.heard.append(body)
+        pieces = ["Hello", ", ", body["messages"][-1]["content"]]
+        self.send_response(200)
+        if body.get("stream"):
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            chunks = [{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in pieces]
+            for chunk in [*chunks, {"choices": [], "usage": {}}]:
+                self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+        else:
+            answer = {"id": "c", "choices": [{"index": 0, "message": {"content": "".join(pieces)}}]}
+            self.send_header("content-type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def speaker(regraft, monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Speaker)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("REGRAFT_BASE_URL", f"http://127.0.0.1:{server.server_port}/v1")
+    Speaker.heard = []
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_chatting_streams_the_answer(regraft, in_json, speaker):
+    code, out, _ = regraft("chat", "ft:tiny", "you", "--system", "Be kind.", "--max-tokens", "9")
+
+    assert (code, out) == (0, "Hello, you\n")
+    assert Speaker.heard[0]["messages"][0] == {"role": "system", "content": "Be kind."}
+    assert Speaker.heard[0]["max_completion_tokens"] == 9
+    assert in_json("chat", "ft:tiny", "you")["choices"][0]["message"]["content"] == "Hello, you"
+
+
+def test_a_pipe_is_one_message(regraft, speaker, monkeypatch):
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("all of this"))
+
+    assert regraft("chat", "ft:tiny")[1] == "Hello, all of this\n"
+
+
+def command(house, *argv: str, **options):
+    environment = os.environ | {
+        "REGRAFT_BASE_URL": house.base_url,
+        "REGRAFT_API_KEY": house.key,
+        "PYTHONPATH": str(SDK),
+        "COLUMNS": "100",
+    }
+    return subprocess.Popen([sys.executable, "-m", "regraft", *argv], env=environment, **options)
+
+
+def test_in_a_terminal_there_is_a_live_line(house, learned):
+    primary, secondary = pty.openpty()
+    process = command(house, "jobs", "watch", learned, stdout=secondary, stderr=secondary, stdin=secondary)
+    os.close(secondary)
+    written = bytearray()
+    try:
+        while chunk := os.read(primary, 65536):
+            written += chunk
+    except OSError:
+        pass  # it is done
+    os.close(primary)
+
+    assert process.wait() == 0
+    shown = [line.split("\r\x1b[K")[-1] for line in written.decode().split("\r\n")]
+    assert shown == [
+        "succeeded  step 3/3 ████████████████████  ▁▅█  train 0.75  1.5 s",
+        "ft:tiny:default::1a2b3c4d",
+        "",
+    ]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(house, learned):
+    process = command(house, "jobs", "watch", learned, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+
+    assert process.wait() == 0
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+def test_help_and_completion_need_nothing_of_the_client():
+    code = (
+        "import sys\nfrom regraft.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit: pass\nmain(['completion', 'fish'])\n"
+        "print(sorted({'openai', 'pydantic', 'httpx2'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(SDK)},
+    )
+
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def completions(shell_script: str, words: list[str]) -> list[str]:
+    """What bash offers for the last of the words."""
+    quoted = " ".join(f"'{word}'" for word in words)
+    ask = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _regraft; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(
+        ["bash", "-c", f"{shell_script}\n{ask}"], capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_bash_completes_commands_options_and_choices(regraft):
+    script = regraft("completion", "bash")[1]
+
+    assert completions(script, ["regraft", "jo"]) == ["jobs"]
+    assert completions(script, ["regraft", "jobs", "c"]) == ["create", "cancel", "clone"]
+    assert completions(script, ["regraft", "jobs", "create", "-f", "job.toml", "--w"]) == ["--watch"]
+    assert completions(script, ["regraft", "completion", ""])[-3:] == ["bash", "zsh", "fish"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_the_other_shells_scripts_are_whole(regraft, shell):
+    script = regraft("completion", shell)[1]
+
+    assert "jobs" in script and "migrate-from-openai" in script
+    if shutil.which(shell):
+        done = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_command_has_its_function():
+    from regraft.cli.commands import COMMANDS
+    from regraft.cli.parser import build
+
+    def named(parser):
+        for action in parser._actions:
+            for sub in getattr(action, "choices", None) or {} if hasattr(action, "_choices_actions") else {}:
+                yield from named(action.choices[sub])
+        if run := parser.get_default("run"):
+            yield run
+
+    assert sorted(named(build())) == sorted([*COMMANDS, "completion"])

@@ -1,0 +1,247 @@
+import asyncio
+import json
+import sys
+
+import openai
+import pytest
+import regraft
+from openai.types.fine_tuning import FineTuningJob
+from regraft import AsyncRegraft, Regraft
+
+from tests.sdk.conftest import GRADER, ROWS
+
+
+def test_it_is_openais_client(house, client):
+    made = client.files.create(file=("train.jsonl", b"{}"), purpose="fine-tune")
+
+    assert isinstance(client, openai.OpenAI)
+    assert [file.id for file in client.files.list()] == [made.id]
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_a_copy_with_other_options_is_still_ours(client):
+    copy = client.with_options(timeout=3)
+
+    assert isinstance(copy, Regraft)
+    assert [model.id for model in copy.models.list()] == ["tiny"]
+
+
+def test_where_the_server_is_comes_from_the_environment(house, monkeypatch):
+    monkeypatch.setenv("REGRAFT_BASE_URL", house.base_url.removesuffix("/v1"))
+    monkeypatch.setenv("REGRAFT_API_KEY", house.key)
+
+    assert [model.id for model in Regraft().models.list()] == ["tiny"]
+
+
+def test_nothing_of_openais_own_service_is_used(house, monkeypatch, tmp_path):
+    monkeypatch.setenv("REGRAFT_CONFIG", str(tmp_path / "none.toml"))
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-theirs")
+    monkeypatch.setenv("OPENAI_BASE_URL", house.base_url)
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-theirs")
+    monkeypatch.setenv("OPENAI_PROJECT_ID", "proj_theirs")
+
+    with pytest.raises(regraft.NotConfigured, match="regraft login"):
+        Regraft()
+    with pytest.raises(regraft.NotConfigured, match="REGRAFT_API_KEY"):
+        Regraft(base_url=house.base_url)
+    assert list(Regraft(base_url=house.base_url, api_key=house.key).models.list())  # no foreign organization
+
+
+def test_a_saved_key_is_for_the_server_it_was_saved_for(house, monkeypatch, tmp_path):
+    monkeypatch.setenv("REGRAFT_CONFIG", str(tmp_path / "config.toml"))
+    path = regraft.config.save(regraft.config.Login(house.base_url, house.key))
+
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(Regraft().models.list())
+    with pytest.raises(regraft.NotConfigured, match="elsewhere"):
+        Regraft(base_url="http://elsewhere:8000")
+
+
+@pytest.mark.parametrize(
+    ("ask", "ours", "openais"),
+    [
+        (lambda c: c.jobs.retrieve("ftjob-none"), regraft.JobNotFound, openai.NotFoundError),
+        (lambda c: c.files.retrieve("file-none"), regraft.FileNotFound, openai.NotFoundError),
+        (lambda c: c.models.retrieve("none"), regraft.ModelNotFound, openai.NotFoundError),
+        (
+            lambda c: c.embeddings.create(input="", model=""),
+            regraft.NotSupportedByServer,
+            openai.NotFoundError,
+        ),
+        (
+            lambda c: c.graders.run(grader={"type": "none"}, model_sample=""),
+            regraft.InvalidGrader,
+            openai.BadRequestError,
+        ),
+        (
+            lambda c: c.with_options(api_key="rg-wrong").models.list(),
+            regraft.InvalidApiKey,
+            openai.AuthenticationError,
+        ),
+    ],
+)
+def test_errors_have_names_of_their_own_and_openais(client, ask, ours, openais):
+    with pytest.raises(ours) as caught:
+        ask(client)
+
+    assert isinstance(caught.value, openais)
+    assert caught.value.request_id.startswith("req_")
+
+
+def test_a_job_that_has_ended_cannot_be_resumed(house, client):
+    job_id = house.job(status="succeeded")
+
+    with pytest.raises(regraft.InvalidJobState, match="already completed"):
+        client.jobs.resume(job_id)
+
+
+def test_a_job_file_is_submitted_with_its_files_and_grader(client, job_file):
+    job = client.jobs.submit(job_file, set=["hyperparameters.n_epochs=2", "suffix=mine"])
+
+    shown = job.to_dict()["method"]["reinforcement"]
+    assert (job.model, job.seed, job.status) == ("tiny", 7, "validating_files")
+    assert (shown["grader"], shown["hyperparameters"]["n_epochs"]) == (GRADER, 2)
+    assert client.files.content(job.training_file).text == (job_file.parent / "train.jsonl").read_text()
+
+
+def test_a_clone_asks_for_what_was_asked_for(client, job_file):
+    job = client.jobs.submit(job_file)
+
+    clone = client.jobs.clone(job.id, set=["hyperparameters.batch_size=4", 'metadata={"try": "2"}'])
+
+    first, second = (one.to_dict()["method"]["reinforcement"] for one in (job, clone))
+    assert clone.id != job.id
+    assert (clone.training_file, clone.seed, clone.metadata) == (job.training_file, 7, {"try": "2"})
+    assert second["hyperparameters"] == first["hyperparameters"] | {"batch_size": 4}
+
+
+def test_a_clone_never_sends_a_mask_for_a_secret(house, client):
+    secret = {
+        "type": "endpoint",
+        "name": "e",
+        "url": "https://graders.example/",
+        "headers": {"key": "secret"},
+    }
+    job_id = house.job(reinforcement={"grader": secret, "hyperparameters": {}})
+
+    with pytest.raises(regraft.InvalidRequestFile, match=r"does not show grader\.headers\.key"):
+        client.jobs.clone(job_id)
+
+
+def test_metrics_are_rows_without_pandas(house, client):
+    job_id = house.job(status="running")
+    house.step(job_id, 1, 2, 0.25)
+
+    assert [step["train_mean_reward"] for step in client.jobs.metrics(job_id, frame=False)] == [0.25]
+
+
+def test_metrics_are_a_frame_where_pandas_is(house, client, monkeypatch):
+    """A stand-in for pandas: all that is asked of it."""
+
+    class Frame:
+        def __init__(self, rows):
+            self.rows, self.index = rows, None
+
+        def set_index(self, name):
+            self.index = [row[name] for row in self.rows]
+            return self
+
+    monkeypatch.setitem(sys.modules, "pandas", type("pandas", (), {"json_normalize": Frame}))
+    job_id = house.job(status="running")
+    house.step(job_id, 1, 2, 0.25)
+
+    assert client.jobs.metrics(job_id).index == [1]
+
+
+def test_rollouts_are_typed(house, client):
+    job_id = house.job(status="running")
+    answer = {"step": 1, "split": "train", "line": 3, "member": 0, "messages": [], "output_text": "4"}
+    house.rollouts(job_id, 1, [answer | {"finish_reason": "stop", "completion_tokens": 1, "score": None}])
+
+    (rollout,) = client.rollouts.list(job_id, step=1)
+
+    assert (rollout.line, rollout.output_text, rollout.score) == (3, "4", None)
+
+
+def test_a_grader_is_tested_with_what_is_expected_of_it(client, tmp_path):
+    cases = tmp_path / "cases.jsonl"
+    rows = [
+        {"sample": "4", "answer": "4", "expect": 1},
+        {"sample": "5", "answer": "4", "expect": 1},
+        {"sample": "5"},
+    ]
+    cases.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    right, wrong, broken = client.graders.test(GRADER, cases)
+
+    assert (right.passed, right.reward) == (True, 1.0)
+    assert (wrong.passed, wrong.reward, wrong.errors) == (False, 0.0, [])
+    assert (broken.passed, broken.errors, broken.line) == (False, ["invalid_variable_error"], 3)
+
+
+def test_a_server_that_cannot_estimate_is_told_apart(client, job_file):
+    class Old(Regraft):
+        """As a server without the URL answers."""
+
+        def post(self, path, **options):
+            return super().post("/regraft/none" if path == "/regraft/estimate" else path, **options)
+
+    old = Old(base_url=client.base_url, api_key=client.api_key)
+
+    with pytest.raises(regraft.NotSupportedByServer, match="older than"):
+        old.preview(job_file)
+
+
+def test_a_preview_says_how_large_a_job_would_be_and_creates_none(client, job_file):
+    estimate = client.preview(job_file)
+
+    assert (estimate.training_rows, estimate.validation_rows, estimate.n_epochs) == (4, 4, 3)
+    assert estimate.estimate is None and estimate.reason  # nothing has run here yet
+    assert list(client.jobs.list()) == []
+
+
+def test_the_async_client_can_do_the_same(house, make_async, job_file):
+    async def use(client: AsyncRegraft) -> tuple[FineTuningJob, FineTuningJob, float]:
+        async with client:
+            job = await client.jobs.submit(job_file, set=["seed=9"])
+            clone = await client.jobs.clone(job.id)
+            (test,) = await client.graders.test(GRADER, [{"sample": "4", "answer": "4"}])
+            with pytest.raises(regraft.JobNotFound):
+                await client.jobs.retrieve("ftjob-none")
+            return job, clone, test.reward
+
+    job, clone, reward = asyncio.run(use(make_async()))
+
+    assert (job.seed, clone.seed, clone.training_file) == (9, 9, job.training_file)
+    assert reward == 1.0
+
+
+def test_a_create_that_is_sent_again_says_so(house, job_file):
+    """The server needs the same key on both to make one job."""
+    keys = []
+
+    class Noting(Regraft):
+        def _prepare_request(self, request):
+            if request.url.path.endswith("/fine_tuning/jobs"):
+                keys.append(request.headers["idempotency-key"])
+
+    for _ in range(2):
+        Noting(base_url=house.base_url, api_key=house.key).jobs.submit(job_file)
+
+    assert len(set(keys)) == 2  # one each, made anew
+
+
+def test_importing_it_imports_nothing_heavy():
+    import subprocess
+
+    code = "import sys, regraft; print(sorted({'openai', 'pydantic', 'httpx2'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
+def test_everything_it_promises_is_there():
+    for name in regraft.__all__:
+        assert getattr(regraft, name) is not None
+    assert set(dir(regraft)) == set(regraft.__all__)
+    assert len(ROWS) == 4

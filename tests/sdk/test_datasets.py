@@ -1,0 +1,122 @@
+"""The same file gets the same words from the client and from the server."""
+
+import json
+
+import pytest
+import regraft
+from regraft import InvalidDataset, datasets
+from regraft._rules import datasets as shipped
+
+from core import datasets as core
+from core.blobs import FolderBlobs
+from core.models import File
+from graders.build import item_paths
+from graders.spec import parse_grader
+from tests.sdk.conftest import GRADER, ROWS
+from worker import validation
+
+BAD = b"""{"messages": [{"role": "user", "content": "hi"}]}
+{"messages": []}
+[1]
+
+{"messages": [{"role": "assistant", "content": 4}], "answer": NaN}
+{"messages": [{"role": "user", "content": "hi"}], "answer": "x"}
+"""
+JUDGE = {
+    "type": "score_model",
+    "name": "j",
+    "model": "m",
+    "input": [
+        {"role": "system", "content": "Compare {{item.a}} with {{ item.b[0].c }}."},
+        {"role": "user", "content": [{"type": "input_text", "text": "{{sample.output_text}} {{item.d}}"}]},
+        {"role": "user", "content": {"type": "input_image", "image_url": "{{item.e}}"}},
+    ],
+}
+GRADERS = [
+    GRADER,
+    JUDGE,
+    {
+        "type": "text_similarity",
+        "name": "t",
+        "input": "{{item.a}}",
+        "reference": "{{item.b}}",
+        "evaluation_metric": "bleu",
+    },
+    {"type": "math", "name": "m", "input": "{{sample.output_text}}", "reference": "{{item.solution}}"},
+    {"type": "format", "name": "f", "input": "{{item.prefix}}{{sample.output_text}}", "pattern": "a+"},
+    {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 1.0"},
+    {"type": "endpoint", "name": "e", "url": "https://graders.example/{{item.no}}"},
+    {
+        "type": "multi",
+        "name": "both",
+        "graders": {"exact": GRADER, "judge": JUDGE},
+        "calculate_output": "exact + judge",
+    },
+    {"type": "multi", "name": "list", "graders": [GRADER], "calculate_output": "exact"},
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content: bytes):
+        path = tmp_path / "train.jsonl"
+        path.write_bytes(content)
+        return path
+
+    return write
+
+
+def servers_words(path, tmp_path, grader) -> str:
+    """What a job with this file would fail with."""
+    blobs = FolderBlobs(tmp_path / "blobs")
+    blobs.put_file("file", path)
+    file = File(id="file-1", blob_key="file")
+    with pytest.raises(validation.BadFile) as bad:
+        validation.check_file(
+            blobs, file, parse_grader(grader), "training_file", validation.MAX_TRAINING_ROWS
+        )
+    return bad.value.message.removeprefix("Training file file-1: ")
+
+
+def test_a_bad_file_is_told_in_the_servers_words(write, tmp_path):
+    path = write(BAD)
+
+    with pytest.raises(InvalidDataset) as bad:
+        datasets.validate(path, grader=GRADER)
+
+    assert str(bad.value) == servers_words(path, tmp_path, GRADER)
+    assert [error.line for error in bad.value.errors] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("grader", GRADERS, ids=lambda grader: f"{grader['type']}-{grader['name']}")
+def test_what_a_grader_reads_is_found_without_the_server(grader):
+    assert datasets.item_paths(grader) == item_paths(parse_grader(json.loads(json.dumps(grader))))
+
+
+def test_a_good_file_is_summed_up(write):
+    summary = regraft.datasets.validate(write("".join(json.dumps(row) + "\n" for row in ROWS).encode()))
+
+    assert (summary.rows, summary.fields) == (4, ("answer",))
+
+
+def test_the_limits_are_the_servers():
+    assert dict(datasets.MOST_ROWS) == {
+        "train": validation.MAX_TRAINING_ROWS,
+        "valid": validation.MAX_VALIDATION_ROWS,
+    }
+
+
+def test_the_rules_are_the_servers_own_file():
+    """A link in the repository, which the wheel has as a file."""
+    from pathlib import Path
+
+    assert Path(shipped.__file__).read_bytes() == Path(core.__file__).read_bytes()
+    assert Path(shipped.__file__).resolve() == Path(core.__file__).resolve()
+
+
+def test_a_file_that_is_too_long_for_validation(write):
+    path = write(b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 1001)
+
+    with pytest.raises(InvalidDataset, match="line 1001: the file must have at most 1000 examples"):
+        datasets.validate(path, split="valid")
+    assert datasets.validate(path).rows == 1001

@@ -1,0 +1,46 @@
+"""What the documents show can be typed."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import regraft
+from regraft import Regraft
+from regraft.cli.parser import EXIT_CODES, build
+
+DOCS = Path(__file__).parents[2] / "docs"
+SHOWN = re.findall(r"^\$ (regraft .*)$", (DOCS / "cli.md").read_text(), flags=re.M)
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_a_command_that_is_shown_is_one(line):
+    words = shlex.split(re.split(r" [<>] ", line)[0])
+
+    assert build().parse_args(words[1:]).run
+
+
+def test_there_are_commands_of_every_group():
+    assert {line.split()[1] for line in SHOWN} >= {
+        "login", "files", "validate", "graders", "jobs", "rollouts", "checkpoints", "models", "migrate-from-openai",
+        "completion",
+    }  # fmt: skip
+
+
+def test_the_exit_codes_are_those_of_the_help():
+    text = (DOCS / "cli.md").read_text()
+
+    for code, meaning in re.findall(r"^ *(\d+)  (.*)$", EXIT_CODES, flags=re.M):
+        assert f"| {code} | {meaning} |" in text
+
+
+def test_what_the_librarys_document_names_exists():
+    text = (DOCS / "sdk.md").read_text()
+    client = Regraft(base_url="http://127.0.0.1:1", api_key="k")
+
+    named = re.findall(r"client\.(\w+)(?:\.(\w+))?\(", text)
+    assert len(named) > 8
+    for resource, method in named:
+        assert hasattr(getattr(client, resource), method) if method else hasattr(client, resource)
+    for error in re.findall(r"`([A-Z]\w+)`", text.split("## Errors")[1].split("## Without")[0]):
+        assert hasattr(regraft, error)

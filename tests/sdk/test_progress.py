@@ -1,0 +1,37 @@
+from regraft.progress import Marks, Progress, sparkline
+
+
+def step(number, reward, **more):
+    return {"step": number, "total_steps": 10, "train_mean_reward": reward, **more}
+
+
+def test_a_sparkline_goes_from_the_least_to_the_largest():
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert sparkline([0.2, 0.2], 10) == "▅▅"
+    assert sparkline([-3.0, 1.0], 10, Marks.plain().blocks) == "_#"
+
+
+def test_many_values_are_averaged_into_the_width():
+    assert sparkline([0.0] * 50 + [1.0] * 50, 4) == "▁▁██"
+    assert len(sparkline([float(n) for n in range(1000)], 24)) == 24
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_does_its_steps_again():
+    progress = Progress()
+    for metrics in (step(1, 0.1), step(2, 0.9), step(3, 0.9), step(2, 0.2)):
+        progress.add(metrics)
+
+    assert progress.rewards == [0.1, 0.2]
+    assert "step  2/10" in progress.line()
+
+
+def test_the_base_models_validation_is_no_training_reward():
+    progress = Progress(status="running")
+    progress.add({"step": 0, "total_steps": 10, "full_valid_mean_reward": 0.3})
+
+    assert progress.rewards == []
+    assert progress.line(bar=4) == "running  step  0/10 ░░░░  valid 0.30"
+
+
+def test_before_the_first_step_there_is_the_status():
+    assert Progress(status="queued").line() == "queued"

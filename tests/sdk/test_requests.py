@@ -1,0 +1,128 @@
+import json
+import sys
+
+import pytest
+from regraft.requests import InvalidRequestFile, read_grader, read_job, refuse_masked, set_path
+
+from tests.sdk.conftest import GRADER
+
+
+def test_paths_are_beside_the_file_and_ids_stay(job_file):
+    text = job_file.read_text().replace('"valid.jsonl"', '"file-abc"')
+    job_file.write_text(text)
+
+    job = read_job(job_file)
+
+    assert job.uploads == {"training_file": job_file.parent / "train.jsonl"}
+    assert job.body == {
+        "model": "tiny",
+        "seed": 7,
+        "validation_file": "file-abc",
+        "method": {
+            "type": "reinforcement",
+            "reinforcement": {"grader": GRADER, "hyperparameters": {"n_epochs": 3}},
+        },
+    }
+
+
+def test_what_is_set_on_the_command_line_is_beside_the_caller(job_file, tmp_path, monkeypatch):
+    (tmp_path / "other.jsonl").write_text("{}")
+    (tmp_path / "g.py").write_text("def grade(sample, item):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+
+    job = read_job(job_file, ["training_file=other.jsonl", "grader=g.py", "validation_file=file-x"])
+
+    assert job.uploads == {"training_file": tmp_path / "other.jsonl"}
+    assert job.body["method"]["reinforcement"]["grader"]["type"] == "python"
+    assert job.body["validation_file"] == "file-x"
+
+
+def test_openais_own_shape_is_taken_as_it_is():
+    asked = {
+        "model": "tiny",
+        "training_file": "file-a",
+        "validation_file": "file-b",
+        "method": {"type": "reinforcement", "reinforcement": {"grader": GRADER}},
+    }
+
+    assert read_job(asked).body == asked
+
+
+def test_the_callers_request_is_left_alone():
+    asked = {"training_file": "file-a", "hyperparameters": {"n_epochs": 1}}
+
+    read_job(asked, ["hyperparameters.n_epochs=2"])
+
+    assert asked["hyperparameters"] == {"n_epochs": 1}
+
+
+def test_yaml_is_read_where_pyyaml_is_and_named_where_it_is_not(tmp_path, monkeypatch):
+    pytest.importorskip("yaml")
+    path = tmp_path / "job.yaml"
+    path.write_text("model: tiny\nhyperparameters: {n_epochs: 2}\n")
+
+    assert read_job(path).body["model"] == "tiny"
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(InvalidRequestFile, match="pip install pyyaml"):
+        read_job(path)
+
+
+def test_a_grader_comes_from_code_a_spec_or_a_job_file(tmp_path, job_file):
+    code = tmp_path / "polite.py"
+    code.write_text("def grade(sample, item):\n    return 1.0\n")
+
+    assert read_grader(code) == {"type": "python", "name": "polite", "source": code.read_text()}
+    assert read_grader(job_file.parent / "grader.json") == GRADER
+    assert read_grader(job_file) == GRADER
+
+
+@pytest.mark.parametrize(
+    ("assignment", "problem"),
+    [
+        ("n_epochs", "field=value"),
+        ("=1", "field=value"),
+        ("model.name=1", "model is no table"),
+    ],
+)
+def test_a_change_that_makes_no_sense_is_refused(assignment, problem):
+    with pytest.raises(InvalidRequestFile, match=problem):
+        set_path({"model": "tiny"}, assignment)
+
+
+def test_values_are_json_or_text():
+    body: dict = {}
+    for assignment in ("seed=1", "suffix=desk", "metadata.team=a", 'response_format={"type": "json_schema"}'):
+        set_path(body, assignment)
+
+    assert body == {
+        "seed": 1,
+        "suffix": "desk",
+        "metadata": {"team": "a"},
+        "method": {"reinforcement": {"response_format": {"type": "json_schema"}}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("job.toml", "model = ", "job.toml: "),
+        ("job.json", "[1]", "expected a table"),
+        ("job.ini", "a=1", r"\.toml, \.json or \.yaml"),
+        ("job.toml", 'training_file = "none.jsonl"', "training_file: there is no file .*none.jsonl"),
+        ("job.toml", 'grader = "none.py"', r"none\.py: No such file"),
+        ("job.toml", "grader = {}\n[method.reinforcement]\ngrader = {}", "at the top and in the method"),
+    ],
+)
+def test_a_file_that_is_no_job_is_named_with_its_mistake(tmp_path, name, text, problem):
+    path = tmp_path / name
+    path.write_text(text)
+
+    with pytest.raises(InvalidRequestFile, match=problem):
+        read_job(path)
+
+
+def test_masks_are_found_wherever_they_are():
+    body = {"method": {"reinforcement": {"grader": {"graders": {"e": {"headers": {"key": "***"}}}}}}}
+
+    with pytest.raises(InvalidRequestFile, match=r"grader\.graders\.e\.headers\.key"):
+        refuse_masked(json.loads(json.dumps(body)))
