@@ -240,6 +240,13 @@ imagePullSecrets:
 {{- $wrong = append $wrong (printf "graders.judges: %s is a model of the registry; name the server that has those in inference.url" $name) -}}
 {{- end -}}
 {{- end -}}
+{{- range $name, $_ := $v.extraEnv -}}
+{{- if and (hasPrefix "REGRAFT_" $name) (ne $name "REGRAFT_PYTHON_GRADERS") -}}
+{{- $wrong = append $wrong (printf "extraEnv: %s is for settings, or for the value of the chart that has its own name" $name) -}}
+{{- else if has $name (list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" "AWS_SESSION_TOKEN") -}}
+{{- $wrong = append $wrong (printf "extraEnv: %s belongs into a Secret, named by objectStore.existingSecret" $name) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $v.ingress.enabled (not $v.ingress.host) -}}
 {{- $wrong = append $wrong "ingress.host: name the host that the Ingress answers to" -}}
 {{- end -}}
