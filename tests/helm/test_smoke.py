@@ -173,7 +173,7 @@ def test_every_probe_is_content_while_all_is_well(installed):
 def test_an_operator_makes_a_key_in_the_pod_of_the_api(installed):
     """The command that NOTES.txt tells."""
     kubelet, running = installed
-    api, process = running["api"]
+    api, _ = running["api"]
     made = subprocess.run(
         ["regraft-server", "create-key", "--name", "me"],
         env=kubelet.environment(api),
