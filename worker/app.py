@@ -14,6 +14,7 @@ from core.outgoing import Outgoing
 from core.queue import DEFAULT_QUEUE, RUN, VALIDATE, gpu_queue, open_celery, sender
 from core.settings import Settings
 from graders.backends import Backends
+from worker import alive
 from worker.deliveries import Deliveries
 from worker.reconciler import Reconciler
 from worker.supervisor import Supervisor
@@ -70,6 +71,9 @@ class WorkerService:
         self._thread("celery", self._consume)
         self._thread("reconciler", lambda: self.reconciler.run_until(self._stopping))
         self._thread("deliveries", lambda: self.deliveries.run_until(self._stopping))
+        at_work = tuple(self._threads)
+        file = alive.file_in(self.settings.data_dir)
+        self._thread("alive", lambda: alive.tell(file, at_work, self._stopping))
         self.reconciler.run_once()
 
     def _consume(self) -> None:

@@ -1,0 +1,27 @@
+# The API, the migrations and every other command that needs no torch. Built from the repository's root:
+#   docker build -f docker/api.Dockerfile -t regraft/api:0.1.0 .
+FROM python:3.11.14-slim-bookworm AS build
+WORKDIR /src
+COPY constraints constraints
+RUN python -m pip install --no-cache-dir -r constraints/uv.txt && python -m venv --without-pip /opt/regraft
+# First what changes seldom.
+COPY pyproject.toml ./
+RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python -c constraints/all.txt -r pyproject.toml --extra postgres --extra redis
+COPY README.md LICENSE ./
+COPY core core
+COPY graders graders
+COPY api api
+COPY worker worker
+COPY migrations migrations
+RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python --no-deps -c constraints/all.txt .
+
+FROM python:3.11.14-slim-bookworm
+RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp regraft && mkdir /data && chown regraft /data
+COPY --from=build /opt/regraft /opt/regraft
+ENV PATH=/opt/regraft/bin:$PATH PYTHONUNBUFFERED=1 REGRAFT_DATA_DIR=/data REGRAFT_HOST=0.0.0.0
+USER 10001:10001
+WORKDIR /tmp
+VOLUME /data
+EXPOSE 8000
+HEALTHCHECK --interval=15s --start-period=120s CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/healthz', timeout=5)"]
+CMD ["regraft-server", "api"]

@@ -1,0 +1,262 @@
+{{- define "regraft.name" -}}
+{{- if contains "regraft" .Release.Name -}}{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else -}}{{ printf "%s-regraft" (.Release.Name | trunc 32 | trimSuffix "-") }}
+{{- end -}}
+{{- end -}}
+
+{{/* Takes (dict "root" $ "component" "api"). */}}
+{{- define "regraft.selector" -}}
+app.kubernetes.io/name: regraft
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "regraft.labels" -}}
+{{ include "regraft.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end -}}
+
+{{/* Takes (dict "root" $ "image" "worker-gpu"). */}}
+{{- define "regraft.image" -}}
+{{- with .root.Values.image }}{{ .repository }}/{{ $.image }}:{{ .tag | default $.root.Chart.AppVersion }}{{ end -}}
+{{- end -}}
+
+{{- define "regraft.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .user }}
+runAsGroup: {{ .user }}
+fsGroup: {{ .user }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "regraft.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* What a number, a text or a limit looks like in an environment variable. Helm reads numbers from files as floats. */}}
+{{- define "regraft.text" -}}
+{{- if kindIs "float64" . -}}
+{{- if eq . (floor .) }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
+{{- else if or (kindIs "map" .) (kindIs "slice" .) -}}{{ toJson . }}
+{{- else -}}{{ . }}{{- end -}}
+{{- end -}}
+
+{{- define "regraft.databaseSecret" -}}
+{{- if .Values.bundled.postgresql.enabled -}}
+{name: {{ include "regraft.name" . }}-bundled, key: database-url}
+{{- else -}}
+{name: {{ .Values.database.existingSecret | quote }}, key: {{ .Values.database.secretKey | quote }}}
+{{- end -}}
+{{- end -}}
+
+{{- define "regraft.brokerSecret" -}}
+{{- if .Values.bundled.valkey.enabled -}}
+{name: {{ include "regraft.name" . }}-bundled, key: broker-url}
+{{- else -}}
+{name: {{ .Values.broker.existingSecret | quote }}, key: {{ .Values.broker.secretKey | quote }}}
+{{- end -}}
+{{- end -}}
+
+{{- define "regraft.databaseEnv" -}}
+- name: REGRAFT_DATA_DIR
+  value: /data
+- name: REGRAFT_DATABASE_URL
+  valueFrom:
+    secretKeyRef: {{ include "regraft.databaseSecret" . }}
+{{- end -}}
+
+{{/* The environment of the API and of a pool. Takes (dict "root" $ "gpuClass" "cpu"). */}}
+{{- define "regraft.env" -}}
+{{- $root := .root -}}
+{{- $v := .root.Values -}}
+{{ include "regraft.databaseEnv" $root }}
+- name: REGRAFT_BROKER_URL
+  valueFrom:
+    secretKeyRef: {{ include "regraft.brokerSecret" $root }}
+{{- $keys := $v.objectStore.existingSecret }}
+{{- if $v.bundled.seaweedfs.enabled }}
+{{- $keys = printf "%s-bundled" (include "regraft.name" $root) }}
+- name: REGRAFT_BLOB_URL
+  value: s3://regraft/all
+- name: REGRAFT_S3_ENDPOINT_URL
+  value: http://{{ include "regraft.name" $root }}-seaweedfs:8333
+- name: REGRAFT_S3_REGION
+  value: us-east-1
+{{- else }}
+- name: REGRAFT_BLOB_URL
+  value: {{ printf "s3://%s/%s" $v.objectStore.bucket $v.objectStore.prefix | trimSuffix "/" | quote }}
+{{- with $v.objectStore.endpointUrl }}
+- name: REGRAFT_S3_ENDPOINT_URL
+  value: {{ . | quote }}
+{{- end }}
+{{- with $v.objectStore.region }}
+- name: REGRAFT_S3_REGION
+  value: {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- if $keys }}
+{{- range list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" }}
+- name: {{ . }}
+  valueFrom:
+    secretKeyRef: {name: {{ $keys | quote }}, key: {{ . }}}
+{{- end }}
+{{- end }}
+- name: REGRAFT_GPU_CLASS
+  value: {{ .gpuClass | quote }}
+{{- if $v.models }}
+- name: REGRAFT_MODELS_FILE
+  value: /etc/regraft/models.toml
+{{- end }}
+{{- if or $v.graders.judges $v.graders.endpointHosts }}
+- name: REGRAFT_GRADERS_FILE
+  value: /etc/regraft/graders.toml
+{{- end }}
+{{- with $v.inference.url }}
+- name: REGRAFT_INFERENCE_URL
+  value: {{ . | quote }}
+{{- end }}
+{{- with $v.inference.existingSecret }}
+- name: REGRAFT_INFERENCE_KEY
+  valueFrom:
+    secretKeyRef: {name: {{ . | quote }}, key: {{ $v.inference.secretKey | quote }}}
+{{- end }}
+{{- range $name, $value := $v.settings }}
+- name: REGRAFT_{{ upper $name }}
+  value: {{ include "regraft.text" $value | quote }}
+{{- end }}
+{{- range $name, $value := $v.extraEnv }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* `envFrom`, `volumeMounts` and `volumes` that the API and every pool have. */}}
+{{- define "regraft.envFrom" -}}
+{{- with .Values.graders.existingSecret }}
+envFrom:
+  - secretRef: {name: {{ . | quote }}}
+{{- end }}
+{{- end -}}
+
+{{- define "regraft.mounts" -}}
+- {name: data, mountPath: /data}
+- {name: tmp, mountPath: /tmp}
+- {name: config, mountPath: /etc/regraft, readOnly: true}
+{{- end -}}
+
+{{- define "regraft.volumes" -}}
+- name: data
+  emptyDir: {sizeLimit: 1Gi}
+- name: config
+  configMap: {name: {{ include "regraft.name" . }}}
+{{- end -}}
+
+{{/* Pods start anew when the files they read at their start have changed. */}}
+{{- define "regraft.podAnnotations" -}}
+checksum/config: {{ include (print $.Template.BasePath "/configmap.yaml") . | sha256sum }}
+{{- end -}}
+
+{{- define "regraft.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* One worker needs this long to end: its drain, then a margin for what is around it. */}}
+{{- define "regraft.grace" -}}
+{{- add 30 (ceil (.Values.settings.drain_seconds | default 30)) -}}
+{{- end -}}
+
+{{/* Everything that the schema cannot see, because it spans values. All of it at once, so that one run tells it all. */}}
+{{- define "regraft.check" -}}
+{{- $wrong := list -}}
+{{- $v := .Values -}}
+{{- if not (or $v.database.existingSecret $v.bundled.postgresql.enabled) -}}
+{{- $wrong = append $wrong "database.existingSecret: name the Secret with the URL of your PostgreSQL, or set bundled.postgresql.enabled for a demo" -}}
+{{- end -}}
+{{- if not (or $v.broker.existingSecret $v.bundled.valkey.enabled) -}}
+{{- $wrong = append $wrong "broker.existingSecret: name the Secret with the URL of your Redis, or set bundled.valkey.enabled for a demo" -}}
+{{- end -}}
+{{- if not (or $v.objectStore.bucket $v.bundled.seaweedfs.enabled) -}}
+{{- $wrong = append $wrong "objectStore.bucket: name your bucket, or set bundled.seaweedfs.enabled for a demo" -}}
+{{- end -}}
+{{- if $v.networkPolicy.enabled -}}
+{{- $bundled := dict "database" $v.bundled.postgresql.enabled "broker" $v.bundled.valkey.enabled "objectStore" $v.bundled.seaweedfs.enabled -}}
+{{- range $name := list "database" "broker" "objectStore" -}}
+{{- if not (or (index $bundled $name) (index $v.networkPolicy $name).to) -}}
+{{- $wrong = append $wrong (printf "networkPolicy.%s.to: say where it is, as [{ipBlock: {cidr: …}}], or set networkPolicy.enabled to false" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $names := list -}}
+{{- $classes := list -}}
+{{- $permanent := false -}}
+{{- range $v.workers -}}
+{{- if has .name $names -}}
+{{- $wrong = append $wrong (printf "workers: two pools are named %s" .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
+{{- $classes = append $classes .gpuClass -}}
+{{- if hasKey . "autoscaling" -}}
+{{- if gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has an autoscaling.minReplicas above its maxReplicas" .name) -}}
+{{- end -}}
+{{- if hasKey . "replicas" -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has replicas and autoscaling; give one of them" .name) -}}
+{{- end -}}
+{{- if gt (int .autoscaling.minReplicas) 0 -}}{{- $permanent = true -}}{{- end -}}
+{{- else if gt (int (dig "replicas" 1 .)) 0 -}}
+{{- $permanent = true -}}
+{{- end -}}
+{{- end -}}
+{{- if not $permanent -}}
+{{- $wrong = append $wrong "workers: every pool may be at nothing, and then nobody validates files, sends webhooks or takes back the jobs of a lost worker; keep one pool with at least one replica (gpus: 0 and a gpuClass that no model has will do)" -}}
+{{- end -}}
+{{- range $name, $model := $v.models -}}
+{{- if and $model.gpuClass (not (has $model.gpuClass $classes)) -}}
+{{- $wrong = append $wrong (printf "models: %s wants the gpuClass %s, which no pool of workers serves" $name $model.gpuClass) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $model := $v.models -}}
+{{- if ne 1 (len (without (list $model.path $model.package $model.hub) nil "")) -}}
+{{- $wrong = append $wrong (printf "models: %s needs exactly one of path, package (with file) and hub" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $judge := $v.graders.judges -}}
+{{- if ne 1 (len (without (list $judge.model $judge.baseUrl) nil "")) -}}
+{{- $wrong = append $wrong (printf "graders.judges: %s needs either baseUrl or model" $name) -}}
+{{- end -}}
+{{- if and $judge.model (not $v.inference.url) -}}
+{{- $wrong = append $wrong (printf "graders.judges: %s is a model of the registry; name the server that has those in inference.url" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $_ := $v.extraEnv -}}
+{{- if and (hasPrefix "REGRAFT_" $name) (ne $name "REGRAFT_PYTHON_GRADERS") -}}
+{{- $wrong = append $wrong (printf "extraEnv: %s is for settings, or for the value of the chart that has its own name" $name) -}}
+{{- else if has $name (list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" "AWS_SESSION_TOKEN") -}}
+{{- $wrong = append $wrong (printf "extraEnv: %s belongs into a Secret, named by objectStore.existingSecret" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.ingress.enabled (not $v.ingress.host) -}}
+{{- $wrong = append $wrong "ingress.host: name the host that the Ingress answers to" -}}
+{{- end -}}
+{{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
+{{- $wrong = append $wrong "gateway.parentRefs: name the Gateway that the route belongs to" -}}
+{{- end -}}
+{{- if gt (int $v.api.autoscaling.minReplicas) (int $v.api.autoscaling.maxReplicas) -}}
+{{- $wrong = append $wrong "api.autoscaling.minReplicas: is above maxReplicas" -}}
+{{- end -}}
+{{- if $wrong -}}
+{{- fail (printf "\n\n  %s\n" (join "\n  " $wrong)) -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,181 @@
+"""The chart as Helm renders it, and the ways through what comes out."""
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+helm = pytest.importorskip(
+    "helm_python", reason="helm-python-sdk brings Helm; it has no wheel for this platform"
+)
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm/regraft"
+
+Manifest = dict[str, Any]
+WORKLOADS = ("Deployment", "StatefulSet", "Job")
+
+
+def merged(below: Any, above: Any) -> Any:
+    """As Helm merges values: maps by key, all else replaced."""
+    if isinstance(below, dict) and isinstance(above, dict):
+        return below | {key: merged(below.get(key), value) for key, value in above.items()}
+    return above
+
+
+def profile(name: str, **changes: Any) -> dict[str, Any]:
+    return merged(yaml.safe_load((CHART / f"values-{name}.yaml").read_text()), changes)
+
+
+POOL = {
+    "name": "a100",
+    "gpus": 1,
+    "gpuClass": "a100",
+    "gpuResource": "nvidia.com/mig-3g.40gb",
+    "replicas": 3,
+    "resources": {"requests": {"cpu": 4, "memory": "32Gi"}, "limits": {"cpu": 8, "memory": "48Gi"}},
+    "scratch": "50Gi",
+    "shm": "8Gi",
+    "priorityClassName": "training",
+    "runtimeClassName": "nvidia",
+    "kueueQueue": "research",
+}
+ANYWHERE_PUBLIC = {
+    "to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["10.0.0.0/8"]}}],
+    "ports": [{"port": 443}],
+}
+
+# What people run, and every branch of the templates at least once.
+VARIATIONS: dict[str, dict[str, Any]] = {
+    "demo": profile("cpu-demo"),
+    "production": profile("production"),
+    "demo without policies": profile("cpu-demo", networkPolicy={"enabled": False}),
+    "demo database, own bucket": profile(
+        "cpu-demo",
+        bundled={"seaweedfs": {"enabled": False}},
+        objectStore={"bucket": "mine", "prefix": "", "endpointUrl": "https://s3.example.com:9000"},
+        networkPolicy={"objectStore": {"to": [{"ipBlock": {"cidr": "10.1.2.3/32"}}], "port": 9000}},
+    ),
+    "own database, demo bucket": profile(
+        "production", bundled={"seaweedfs": {"enabled": True}, "valkey": {"enabled": True}}
+    ),
+    "a role instead of keys": profile(
+        "production",
+        objectStore={"existingSecret": ""},
+        worker={"serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/w"}}},
+        api={"serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/a"}}},
+    ),
+    "gateway": profile(
+        "production",
+        ingress={"enabled": False},
+        gateway={
+            "enabled": True,
+            "parentRefs": [{"name": "public", "namespace": "gateways"}],
+            "hostnames": ["regraft.example.com"],
+        },
+    ),
+    "every corner": profile(
+        "production",
+        image={"tag": "1.2.3", "pullSecrets": ["registry"]},
+        workers=[POOL, *profile("production")["workers"]],
+        cache={"existingClaim": "cache"},
+        extraEnv={"HF_HUB_OFFLINE": "1"},
+        graders={
+            "judges": {
+                "big": {
+                    "baseUrl": "https://judge.example.com/v1",
+                    "apiKeyEnv": "JUDGE_KEY",
+                    "servedAs": "j-70b",
+                },
+                "small": {
+                    "model": "Qwen3-4B",
+                    "explains": False,
+                    "maxConcurrency": 4,
+                    "requestsPerSecond": 2,
+                    "timeoutSeconds": 30.5,
+                },
+            },
+            "endpointHosts": ["*.graders.example.com"],
+            "existingSecret": "judge-keys",
+        },
+        inference={"url": "http://inference:8000/v1", "existingSecret": "inference"},
+        api={
+            "nodeSelector": {"pool": "web"},
+            "tolerations": [{"key": "web", "operator": "Exists"}],
+            "service": {"type": "LoadBalancer"},
+        },
+        networkPolicy={"workerEgress": [ANYWHERE_PUBLIC]},
+    ),
+}
+
+
+@functools.cache
+def _rendered(values: str, name: str) -> tuple[str, ...]:
+    chart = helm.Chart.load(CHART)
+    checked = json.loads(values)
+    chart.validate_schema(checked)  # as `helm install` does, and `render` alone does not
+    files = chart.render(checked, name=name, namespace="training")
+    return tuple(text for file, text in files.items() if file.endswith(".yaml"))
+
+
+def render(values: Mapping[str, Any], name: str = "regraft") -> list[Manifest]:
+    """Every manifest. Raises helm.HelmError for values that are refused."""
+    texts = _rendered(json.dumps(values), name)
+    return [one for text in texts for one in yaml.safe_load_all(text) if one]
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A workload and what it starts."""
+
+    owner: Manifest
+
+    @property
+    def name(self) -> str:
+        return f"{self.owner['kind']}/{self.owner['metadata']['name']}"
+
+    @property
+    def template(self) -> Manifest:
+        return self.owner["spec"]["template"]
+
+    @property
+    def spec(self) -> Manifest:
+        return self.template["spec"]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return self.template["metadata"]["labels"]
+
+    @property
+    def component(self) -> str:
+        return self.labels["app.kubernetes.io/component"]
+
+    @property
+    def containers(self) -> list[Manifest]:
+        return self.spec.get("initContainers", []) + self.spec["containers"]
+
+
+def pods(manifests: list[Manifest], component: str | None = None) -> list[Pod]:
+    found = [Pod(one) for one in manifests if one["kind"] in WORKLOADS]
+    return [pod for pod in found if component in (None, pod.component)]
+
+
+def of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:
+    return [one for one in manifests if one["kind"] == kind]
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every text in a manifest."""
+    if isinstance(value, dict):
+        for one in value.values():
+            yield from strings(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from strings(one)
+    elif isinstance(value, str):
+        yield value

@@ -1,0 +1,151 @@
+"""What no values can make the chart do."""
+
+import pytest
+
+from tests.helm.charts import VARIATIONS, of_kind, pods, profile, render, strings
+
+
+@pytest.fixture(params=VARIATIONS)
+def manifests(request):
+    return render(VARIATIONS[request.param])
+
+
+def test_no_container_has_rights(manifests):
+    for pod in pods(manifests):
+        security = pod.spec["securityContext"]
+        assert security["runAsNonRoot"] is True and security["runAsUser"] > 0, pod.name
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}, pod.name
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.spec.keys(), pod.name
+        assert not [volume for volume in pod.spec["volumes"] if "hostPath" in volume], pod.name
+        for container in pod.containers:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, pod.name
+
+
+def test_nothing_holds_a_token_of_kubernetes(manifests):
+    for pod in pods(manifests):
+        assert pod.spec["automountServiceAccountToken"] is False, pod.name
+    for account in of_kind(manifests, "ServiceAccount"):
+        assert account["automountServiceAccountToken"] is False
+    assert not [one for one in manifests if one["kind"].endswith(("Role", "RoleBinding"))]
+
+
+def test_every_container_says_what_it_needs_and_how_far_it_may_go(manifests):
+    for pod in pods(manifests):
+        for container in pod.containers:
+            for bound in ("requests", "limits"):
+                assert {"cpu", "memory"} <= container["resources"][bound].keys(), pod.name
+
+
+def test_every_container_that_stays_is_probed(manifests):
+    for pod in pods(manifests):
+        for container in pod.containers if pod.owner["kind"] != "Job" else ():
+            assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys(), pod.name
+
+
+def test_every_folder_in_a_pod_has_a_bound(manifests):
+    for pod in pods(manifests):
+        for volume in pod.spec["volumes"]:
+            assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}), f"{pod.name} {volume['name']}"
+
+
+def test_every_image_is_pinned(manifests):
+    for pod in pods(manifests):
+        for container in pod.containers:
+            name, _, tag = container["image"].rpartition(":")
+            assert name and tag not in ("", "latest") and "/" not in tag, container["image"]
+
+
+SECRET = ("KEY", "PASSWORD", "TOKEN", "SECRET", "DATABASE_URL", "BROKER_URL")
+
+
+def test_no_secret_is_written_into_a_pod(manifests):
+    seen = 0
+    for pod in pods(manifests):
+        for variable in (one for container in pod.containers for one in container.get("env", [])):
+            if any(word in variable["name"] for word in SECRET):
+                assert "value" not in variable, f"{pod.name} {variable['name']}"
+                seen += 1
+    assert seen >= 4
+
+
+def test_the_passwords_that_the_chart_makes_are_nowhere_but_in_their_secret():
+    manifests = render(profile("cpu-demo"))
+    [secret] = of_kind(manifests, "Secret")
+    made = [
+        secret["stringData"][key] for key in ("postgres-password", "valkey-password", "AWS_SECRET_ACCESS_KEY")
+    ]
+    elsewhere = [text for one in manifests if one is not secret for text in strings(one)]
+
+    assert all(len(password) == 32 for password in made) and len(set(made)) == 3
+    assert not [text for text in elsewhere for password in made if password in text]
+    assert secret["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_with_servers_of_your_own_the_chart_makes_no_secret():
+    assert of_kind(render(profile("production")), "Secret") == []
+
+
+def allowed(manifests, component):
+    """The one policy of a component's pods."""
+    [policy] = [
+        one
+        for one in of_kind(manifests, "NetworkPolicy")
+        if one["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == component
+    ]
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    return policy["spec"]
+
+
+@pytest.mark.parametrize("name", [name for name in VARIATIONS if "without policies" not in name])
+def test_every_pod_is_under_a_policy_that_names_whom_it_reaches(name):
+    manifests = render(VARIATIONS[name])
+    for component in {pod.component for pod in pods(manifests)}:
+        for rule in allowed(manifests, component)["egress"]:
+            assert rule.get("to"), f"{component} may reach everybody"
+            assert rule.get("ports"), f"{component} may use every port"
+
+
+def test_workers_where_graders_run_reach_database_broker_store_and_names_only():
+    policy = allowed(render(profile("cpu-demo")), "worker")
+
+    reached = [
+        (
+            peer["podSelector"]["matchLabels"].get("app.kubernetes.io/component", "dns"),
+            rule["ports"][0]["port"],
+        )
+        for rule in policy["egress"]
+        for peer in rule["to"]
+    ]
+    assert reached == [("dns", 53), ("postgresql", 5432), ("valkey", 6379), ("seaweedfs", 8333)]
+    assert policy["ingress"] == []
+
+
+def test_the_migration_reaches_the_database_only():
+    policy = allowed(render(profile("production")), "migrate")
+
+    assert [rule["ports"][0]["port"] for rule in policy["egress"]] == [53, 5432]
+
+
+def test_servers_of_the_demo_reach_nobody_and_are_reached_by_the_service_only():
+    manifests = render(profile("cpu-demo"))
+    for component in ("postgresql", "valkey", "seaweedfs"):
+        policy = allowed(manifests, component)
+        assert policy["egress"] == []
+        assert all(rule["from"] for rule in policy["ingress"])
+
+
+def test_what_production_lets_out_leads_to_no_private_address():
+    rules = allowed(render(profile("production")), "worker")["egress"]
+    wide = [
+        peer["ipBlock"]
+        for rule in rules
+        for peer in rule["to"]
+        if peer.get("ipBlock", {}).get("cidr") == "0.0.0.0/0"
+    ]
+
+    assert len(wide) == 1
+    assert {"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"} <= set(wide[0]["except"])

@@ -1,0 +1,181 @@
+"""What the chart starts is this service: its commands, its settings, its files, its tables."""
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from core.db import Database
+from core.migrate import upgrade
+from core.models import Job
+from core.registry import Registry
+from core.settings import Settings
+from graders.backends import Backends, Inference
+from helm.generate import OWN, settings_schema
+from tests import factories
+from tests.helm.charts import VARIATIONS, of_kind, pods, profile, render
+from worker import alive, cli
+
+
+def environment(pod, secrets="secret"):
+    """The environment of a pod's container, with the same word for all that comes from Secrets."""
+    return {one["name"]: one.get("value", secrets) for one in pod.containers[0]["env"]}
+
+
+@pytest.fixture(params=VARIATIONS)
+def ours(request):
+    manifests = render(VARIATIONS[request.param])
+    return [pod for name in ("api", "worker", "migrate") for pod in pods(manifests, name)]
+
+
+def test_every_variable_is_one_that_the_service_reads(ours):
+    for pod in ours:
+        names = [one["name"] for one in pod.containers[0]["env"]]
+        assert len(names) == len(set(names)), pod.name
+        unknown = {n for n in names if n.startswith("REGRAFT_")} - {
+            f"REGRAFT_{f.upper()}" for f in Settings.model_fields
+        }
+        assert not unknown, pod.name
+
+
+def test_the_service_takes_the_environment_as_it_is(ours, monkeypatch):
+    for pod in ours:
+        with monkeypatch.context() as patched:
+            for name in [one for one in os.environ if one.startswith("REGRAFT_")]:
+                patched.delenv(name)
+            for name, value in environment(pod).items():
+                patched.setenv(name, value)
+            assert Settings().data_dir.as_posix() == "/data"
+
+
+def example(schema):
+    """A value that the schema of one setting takes, as large as it may be: large numbers are where YAML goes wrong."""
+    if "enum" in schema:
+        return schema["enum"][-1]
+    if schema["type"] == "integer":
+        return schema.get("maximum", 123_456_789_012)
+    if schema["type"] == "number":
+        return 86400.5
+    if schema["type"] == "object":
+        return {}
+    return "EUR" if schema.get("pattern") == "^[A-Z]{3}$" else "text"
+
+
+def test_every_setting_can_be_given_and_arrives(monkeypatch):
+    known = settings_schema()["properties"]
+    given = {name: example(of) for name, of in known.items()}
+    for pod in pods(render(profile("cpu-demo", settings=given)), "worker"):
+        for name, value in environment(pod).items():
+            monkeypatch.setenv(name, value)
+    settings = Settings().model_dump(mode="json")
+
+    assert len(given) > 15
+    assert {name: settings[name] for name in given if given[name] != {}} == {
+        n: v for n, v in given.items() if v != {}
+    }
+    assert known.keys() | OWN == Settings.model_fields.keys()
+
+
+def test_every_command_is_one_of_the_service(ours, monkeypatch):
+    """Parsed by the program's own parser, which ends the process when it does not know a command."""
+    seen = []
+
+    def parsed(self, *rest):
+        seen.append(real(self, *rest))
+        raise KeyboardInterrupt
+
+    real = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    for pod in ours:
+        program, *arguments = pod.containers[0]["command"]
+        monkeypatch.setattr("sys.argv", [program, *arguments])
+        with pytest.raises(KeyboardInterrupt):
+            cli.main()
+
+        assert program == "regraft-server"
+        assert seen[-1].command == pod.component
+
+
+def test_the_api_listens_where_probes_and_service_look():
+    [api] = pods(render(profile("cpu-demo")), "api")
+    variables = environment(api)
+
+    assert variables["REGRAFT_HOST"] == "0.0.0.0"
+    assert variables["REGRAFT_PORT"] == str(api.containers[0]["ports"][0]["containerPort"])
+
+
+def test_the_probe_of_a_worker_looks_at_the_file_that_it_writes():
+    [worker] = pods(render(profile("cpu-demo")), "worker")
+    folder = environment(worker)["REGRAFT_DATA_DIR"]
+
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        command = worker.containers[0][probe]["exec"]["command"]
+        assert f'"{alive.file_in(Path(folder))}"' in command[-1]
+    assert 4 * alive.EVERY_SECONDS < 60
+
+
+def test_new_jobs_go_to_the_first_pool():
+    manifests = render(VARIATIONS["every corner"])
+    [api] = pods(manifests, "api")
+
+    assert environment(api)["REGRAFT_GPU_CLASS"] == VARIATIONS["every corner"]["workers"][0]["gpuClass"]
+    classes = {
+        p.labels["regraft.dev/pool"]: environment(p)["REGRAFT_GPU_CLASS"] for p in pods(manifests, "worker")
+    }
+    assert classes == {"a100": "a100", "h100": "h100", "h200": "h200", "keeper": "keeper"}
+
+
+def test_the_service_reads_the_models_and_judges_that_were_asked_for(tmp_path):
+    [config] = of_kind(render(VARIATIONS["every corner"]), "ConfigMap")
+    for name, content in config["data"].items():
+        (tmp_path / name).write_text(content)
+
+    registry = Registry.load(tmp_path / "models.toml")
+    backends = Backends.load(
+        tmp_path / "graders.toml", Inference("http://inference:8000/v1"), {"JUDGE_KEY": "secret"}
+    )
+
+    model = registry.get("Qwen3-14B")
+    assert (str(model.path), model.context, model.sampler, model.gpu_class) == (
+        "/models/Qwen3-14B",
+        8192,
+        "vllm",
+        "h200",
+    )
+    assert backends.judges["big"].base_url == "https://judge.example.com/v1"
+    assert backends.judges["small"].requests_per_second == 2.0
+    assert backends.judges["small"].timeout_s == 30.5
+    assert backends.endpoints is not None and backends.endpoints.hosts == ("*.graders.example.com",)
+
+
+def test_the_scaler_counts_waiting_and_running_jobs_of_its_class(postgres):
+    """KEDA's query, on the real tables."""
+    [scaler] = [
+        one
+        for one in of_kind(render(profile("production")), "ScaledObject")
+        if one["metadata"]["name"].endswith("h100")
+    ]
+    query = scaler["spec"]["triggers"][0]["metadata"]["query"]
+    url = postgres.new_database()
+    upgrade(url)
+    database = Database(url)
+    with database.write() as session:
+        project = factories.project(session)
+        for status, gpu_class in [
+            ("queued", "h100"),
+            ("running", "h100"),
+            ("pausing", "h100"),
+            ("queued", "h200"),
+            ("succeeded", "h100"),
+            ("paused", "h100"),
+            ("validating_files", "h100"),
+        ]:
+            factories.job(session, project, status=status, gpu_class=gpu_class)
+    with database.read() as session:
+        counted = session.scalar(text(query))
+    database.close()
+
+    assert counted == 3
+    assert Job.__tablename__ in query

@@ -1,0 +1,195 @@
+"""What the chart's containers run, run here: the rendered commands with the rendered environment, until a job is done.
+
+Instead of a cluster: volumes are folders of this machine, Secrets are those of servers that the tests start.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import ROOT, Server
+from tests.e2e.test_openai_client import create, method, wait
+from tests.e2e.test_production_size import redis_url as redis_url
+from tests.helm.charts import Pod, of_kind, pods, profile, render
+from tests.servers import SeaweedFS
+from tests.tiny import make_tiny_model
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Kubelet:
+    """As much of one as it takes to start a pod's container on this machine."""
+
+    folder: Path
+    secrets: Mapping[str, Mapping[str, str]]
+    files: Mapping[str, str]  # the ConfigMap
+    overrides: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self, pod: Pod) -> "subprocess.Popen[bytes]":
+        container = pod.containers[0]
+        (self.folder / pod.component / "tmp").mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{pod.component}.log").open("w") as log:
+            return subprocess.Popen(
+                container["command"], env=self.environment(pod), cwd=self.folder, stdout=log, stderr=log
+            )
+
+    def environment(self, pod: Pod) -> dict[str, str]:
+        """Only what the pod's image would have of its own, and what the manifest says."""
+        image = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        given = {one["name"]: self._value(one) for one in pod.containers[0]["env"]}
+        mapped = {name: self.path(pod, value) for name, value in given.items()}
+        return image | mapped | self.overrides
+
+    def _value(self, variable) -> str:
+        if "value" in variable:
+            return variable["value"]
+        reference = variable["valueFrom"]["secretKeyRef"]
+        return self.secrets[reference["name"]][reference["key"]]
+
+    def path(self, pod: Pod, text: str) -> str:
+        """With the folder that stands for a volume where the container's path was."""
+        mounts = sorted(
+            (one["mountPath"] for one in pod.containers[0]["volumeMounts"]), key=len, reverse=True
+        )
+        for mount in mounts:
+            here = self.folder / pod.component / mount.strip("/")
+            if mount == "/etc/regraft":
+                here.mkdir(parents=True, exist_ok=True)
+                for name, content in self.files.items():
+                    (here / name).write_text(content)
+            if text == mount or text.startswith(mount + "/"):
+                return str(here) + text[len(mount) :]
+        return text
+
+    def probe(self, pod: Pod, kind: str) -> bool:
+        """Whether the probe, done as the manifest says, is content."""
+        probe = pod.containers[0][kind]
+        if "httpGet" in probe:
+            url = f"http://127.0.0.1:{self.overrides['REGRAFT_PORT']}{probe['httpGet']['path']}"
+            try:
+                return httpx.get(url, timeout=5).status_code == 200
+            except httpx.TransportError:
+                return False
+        words = [one.replace('"/data', f'"{self.path(pod, "/data")}') for one in probe["exec"]["command"]]
+        return subprocess.run(words, env=self.environment(pod), stderr=subprocess.DEVNULL).returncode == 0
+
+    def wait_for(self, pod: Pod, kind: str, process: "subprocess.Popen[bytes]") -> None:
+        deadline = time.monotonic() + 120
+        while not self.probe(pod, kind):
+            log = (self.folder / f"{pod.component}.log").read_text()[-3000:]
+            assert process.poll() is None and time.monotonic() < deadline, log
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory, postgres, redis_url, seaweed):
+    """The production profile for one CPU pool: migrated by its hook, then API and worker, both ready."""
+    assert shutil.which("regraft-server", path=str(Path(sys.executable).parent)), (
+        "the program is not installed"
+    )
+    folder = tmp_path_factory.mktemp("pods")
+    model = make_tiny_model(tmp_path_factory.mktemp("tiny"))
+    values = profile(
+        "production",
+        workers=[
+            {
+                "name": "cpu",
+                "gpus": 0,
+                "gpuClass": "cpu",
+                "resources": profile("cpu-demo")["workers"][0]["resources"],
+            }
+        ],
+        objectStore={"bucket": seaweed.new_bucket(), "endpointUrl": seaweed.endpoint, "region": "us-east-1"},
+        # Long, so that only a message over the broker can be what gets the job going.
+        settings={"torch_threads": 1, "reconcile_seconds": 3600, "drain_seconds": 20},
+    )
+    values["models"] = {"tiny": {"path": str(model), "dtype": "float32", "context": 128}}
+    manifests = render(values)
+    [config] = of_kind(manifests, "ConfigMap")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    kubelet = Kubelet(
+        folder,
+        {
+            # Without the driver's name, as an operator would write it.
+            "regraft-database": {"url": postgres.new_database().replace("+psycopg", "")},
+            "regraft-broker": {"url": redis_url},
+            "regraft-s3": {
+                "AWS_ACCESS_KEY_ID": SeaweedFS.access_key,
+                "AWS_SECRET_ACCESS_KEY": SeaweedFS.secret_key,
+            },
+        },
+        config["data"],
+        # The one thing that differs from a pod: ports of this machine are shared.
+        {"REGRAFT_PORT": port},
+    )
+    [migrate], [api], [worker] = (pods(manifests, name) for name in ("migrate", "api", "worker"))
+    assert kubelet.start(migrate).wait(120) == 0, (folder / "migrate.log").read_text()
+    running = {pod.component: (pod, kubelet.start(pod)) for pod in (api, worker)}
+    try:
+        kubelet.wait_for(api, "readinessProbe", running["api"][1])
+        kubelet.wait_for(worker, "readinessProbe", running["worker"][1])
+        yield kubelet, running
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.wait()
+
+
+def server_of(kubelet: Kubelet, process) -> Server:
+    """The first key is where the migration has left it."""
+    return Server(process, int(kubelet.overrides["REGRAFT_PORT"]), kubelet.folder / "migrate/data")
+
+
+def test_a_job_is_done_by_what_the_chart_starts(installed, seaweed):
+    kubelet, running = installed
+    client = server_of(kubelet, running["api"][1]).client()
+
+    job = wait(client, create(client, method=method(n_epochs=1)))
+
+    assert job.status == "succeeded"
+    assert client.files.content(job.result_files[0]).text.startswith("step,")
+
+
+def test_every_probe_is_content_while_all_is_well(installed):
+    kubelet, running = installed
+    for pod, _ in running.values():
+        for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert kubelet.probe(pod, kind), f"{pod.name} {kind}"
+
+
+def test_an_operator_makes_a_key_in_the_pod_of_the_api(installed):
+    """The command that NOTES.txt tells."""
+    kubelet, running = installed
+    api, _ = running["api"]
+    made = subprocess.run(
+        ["regraft-server", "create-key", "--name", "me"],
+        env=kubelet.environment(api),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    port = kubelet.overrides["REGRAFT_PORT"]
+    headers = {"Authorization": f"Bearer {made.stdout.strip()}"}
+
+    assert httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).status_code == 200
+
+
+def test_pods_end_by_themselves_when_told_to(installed):
+    """Last: nothing runs afterwards."""
+    _, running = installed
+    for pod, process in reversed(running.values()):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(pod.spec["terminationGracePeriodSeconds"]) == 0, pod.name

@@ -1,0 +1,90 @@
+"""A wrong value is refused with its name and what would do."""
+
+import pytest
+
+from tests.helm.charts import CHART, helm, profile, render
+
+POOL = profile("cpu-demo")["workers"][0]
+
+WRONG_TYPE_OR_BOUND = {
+    "unknown": ({"imagee": {}}, "imagee"),
+    "unknown, deeper": ({"api": {"replica": 2}}, "'/api'.*replica"),
+    "text for a number": ({"api": {"replicas": "two"}}, "/api/replicas.*want integer"),
+    "a number below its bound": ({"api": {"replicas": 0}}, "/api/replicas.*minimum"),
+    "not one of the choices": ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy.*'IfNotPresent'"),
+    "a moving tag": ({"image": {"tag": "latest"}}, "/image/tag"),
+    "a server's moving tag": ({"bundled": {"valkey": {"image": "valkey/valkey"}}}, "/bundled/valkey/image"),
+    "no quantity": ({"cache": {"size": "20 GB"}}, "/cache/size"),
+    "a setting of that name": ({"settings": {"drain": 3}}, "'/settings'.*drain"),
+    "a setting's bound": ({"settings": {"drain_seconds": -1}}, "/settings/drain_seconds.*minimum"),
+    "a setting's type": ({"settings": {"max_failures": "many"}}, "/settings/max_failures.*want integer"),
+    "a setting's choices": ({"settings": {"sampler": "sglang"}}, "/settings/sampler.*'vllm'"),
+    "a setting that the chart makes": ({"settings": {"database_url": "x"}}, "'/settings'.*database_url"),
+    "a number as environment": ({"extraEnv": {"X": 1}}, "/extraEnv/X.*want string"),
+    "a model's field": ({"models": {"m": {"hub": "a/b", "dtype": "int4"}}}, "/models/m/dtype.*'bfloat16'"),
+    "a judge's address": ({"graders": {"judges": {"j": {"baseUrl": "judge"}}}}, "/graders/judges/j/baseUrl"),
+    "no pools": ({"workers": []}, "/workers"),
+    "a pool without limits": ({"workers": [POOL | {"resources": {"requests": {}}}]}, "/workers/0/resources.*limits"),
+    "two GPUs for one run": ({"workers": [POOL | {"gpus": 2}]}, "/workers/0/gpus"),
+    "a queue's name": ({"workers": [POOL | {"gpuClass": "H100 80GB"}]}, "/workers/0/gpuClass"),
+    "an open door": ({"networkPolicy": {"workerEgress": [{"ports": [{"port": 443}]}]}}, "workerEgress/0.*'to'"),
+    "no network": ({"networkPolicy": {"database": {"to": [{"ipBlock": {"cidr": "db"}}]}}}, "to/0/ipBlock/cidr"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_TYPE_OR_BOUND)
+def test_a_wrong_value_is_named(case):
+    changes, words = WRONG_TYPE_OR_BOUND[case]
+
+    with pytest.raises(helm.HelmError, match=f"(?s){words}"):
+        render(profile("cpu-demo", **changes))
+
+
+SCALED = {key: value for key, value in POOL.items() if key != "replicas"} | {
+    "autoscaling": {"minReplicas": 0, "maxReplicas": 2}
+}
+WRONG_TOGETHER = {
+    "no database": ({"bundled": {"postgresql": {"enabled": False}}}, "database.existingSecret: name the Secret"),
+    "no broker": ({"bundled": {"valkey": {"enabled": False}}}, "broker.existingSecret: name the Secret"),
+    "no bucket": ({"bundled": {"seaweedfs": {"enabled": False}}}, "objectStore.bucket: name your bucket"),
+    "a database nobody may reach": (
+        {"bundled": {"postgresql": {"enabled": False}}, "database": {"existingSecret": "db"}},
+        "networkPolicy.database.to: say where it is",
+    ),
+    "pools of one name": ({"workers": [POOL, POOL]}, "two pools are named cpu"),
+    "a model for nobody": ({"models": {"m": {"hub": "a/b", "gpuClass": "h100"}}}, "m wants the gpuClass h100"),
+    "a model from nowhere": ({"models": {"m": {"context": 512}}}, "models: m needs exactly one of path"),
+    "a model from two places": ({"models": {"m": {"hub": "a/b", "path": "/models/b"}}}, "m needs exactly one of"),
+    "a judge from nowhere": ({"graders": {"judges": {"j": {"explains": False}}}}, "j needs either baseUrl or model"),
+    "a judge that nobody serves": ({"graders": {"judges": {"j": {"model": "m"}}}}, "name the server .* inference.url"),
+    "nobody left to look after the rows": ({"workers": [SCALED]}, "keep one pool with at least one replica"),
+    "two words on how many": ({"workers": [SCALED | {"replicas": 1}]}, "replicas and autoscaling; give one of them"),
+    "upside down": (
+        {"workers": [POOL, SCALED | {"name": "b", "autoscaling": {"minReplicas": 3, "maxReplicas": 2}}]},
+        "the pool b has an autoscaling.minReplicas above",
+    ),
+    "a setting as other environment": ({"extraEnv": {"REGRAFT_PORT": "1"}}, "REGRAFT_PORT is for settings"),
+    "a secret in the open": ({"extraEnv": {"AWS_SECRET_ACCESS_KEY": "x"}}, "belongs into a Secret"),
+    "an entry for no host": ({"ingress": {"enabled": True}}, "ingress.host: name the host"),
+    "a route to no gateway": ({"gateway": {"enabled": True}}, "gateway.parentRefs: name the Gateway"),
+    "an API upside down": ({"api": {"autoscaling": {"minReplicas": 9}}}, "api.autoscaling.minReplicas"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_TOGETHER)
+def test_values_that_do_not_fit_together_are_named(case):
+    changes, words = WRONG_TOGETHER[case]
+
+    with pytest.raises(helm.HelmRenderError, match=words):
+        render(profile("cpu-demo", **changes))
+
+
+def test_everything_that_is_missing_is_told_at_once():
+    with pytest.raises(
+        helm.HelmRenderError, match=r"(?s)database\.existing.*broker\.existing.*objectStore\.bucket"
+    ):
+        render({})
+
+
+def test_the_values_of_the_chart_itself_follow_its_schema():
+    helm.Chart.load(CHART).validate_schema({})

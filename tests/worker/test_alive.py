@@ -1,0 +1,25 @@
+"""The file that tells a probe whether a worker is at work."""
+
+import threading
+
+from worker import alive
+
+
+def test_the_file_is_there_while_all_threads_work(tmp_path):
+    stop = threading.Event()
+    stop.set()
+
+    alive.tell(tmp_path / "alive", [threading.main_thread()], stop)
+
+    assert (tmp_path / "alive").exists()
+
+
+def test_a_thread_that_has_ended_is_not_covered_up(tmp_path, caplog):
+    ended = threading.Thread(target=lambda: None, name="reconciler")
+    ended.start()
+    ended.join()
+
+    alive.tell(tmp_path / "alive", [ended], threading.Event())
+
+    assert not (tmp_path / "alive").exists()
+    assert "reconciler" in caplog.text
