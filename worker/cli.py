@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -56,8 +57,9 @@ def main() -> int:
     if args.command == "admin":
         prepare(settings)
         return admin.run(args, settings)
+    listening = None
     if args.command == "up":
-        settings = own_address(settings)
+        settings, listening = own_address(settings)
     try:
         backends = open_backends(settings)
     except InvalidBackends as invalid:
@@ -68,7 +70,7 @@ def main() -> int:
     if args.command in ("up", "api", "worker"):
         log.info("%s", pool.described())
     if args.command == "up":
-        up(settings, backends)
+        up(settings, backends, listening)
     elif args.command == "api":
         send = sender(open_celery(settings.broker_url, settings.gpu_class))
         serve_api(settings, *open_stores(settings), backends, send)
@@ -82,9 +84,9 @@ def main() -> int:
     return 0
 
 
-def up(settings: Settings, backends: Backends) -> None:
+def up(settings: Settings, backends: Backends, listening: socket.socket | None) -> None:
     """API in the main thread, worker beside it. The first Ctrl-C drains and ends both."""
-    with sole_owner(settings), inference(settings, backends):
+    with sole_owner(settings), inference(listening):
         database, blobs = open_stores(settings)
         worker = WorkerService(settings, database, blobs, backends)
         worker.start()
@@ -130,12 +132,12 @@ def _already_stopping(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def inference(settings: Settings, backends: Backends) -> Iterator[None]:
-    """An inference process for as long as the service runs, if a judge needs one."""
-    if not backends.registry_models:
+def inference(listening: socket.socket | None) -> Iterator[None]:
+    """An inference process whenever somebody asks at this socket, for as long as the service runs."""
+    if listening is None:  # the operator has named one elsewhere
         yield
         return
-    server = InferenceServer(settings)
+    server = InferenceServer(listening)
     server.start()
     try:
         yield
