@@ -8,6 +8,7 @@ from anyio import CapacityLimiter
 from fastapi import FastAPI
 
 from api import (
+    archive,
     attempts,
     chat,
     errors,
@@ -82,6 +83,7 @@ def create_app(
         chat,
         graders,
         rollouts,
+        archive,
         webhooks,
         organization,
     ):

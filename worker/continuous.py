@@ -314,6 +314,10 @@ class ContinuousEngine:
         finally:
             row.left = True
 
+    @property
+    def lost(self) -> bool:
+        return not self._thread.is_alive()
+
     async def close(self) -> None:
         self._arrivals.put(None)
         await asyncio.to_thread(self._thread.join)

@@ -43,4 +43,9 @@ class Engine(Protocol):
         """The answer's tokens as they come. Whoever closes the iterator has no more computed for them."""
         ...
 
+    @property
+    def lost(self) -> bool:
+        """It has died, and another one has to take its place."""
+        ...
+
     async def close(self) -> None: ...

@@ -114,6 +114,9 @@ class Engines:
         return self._loading[name]
 
     async def _find(self, name: str) -> Loaded:
+        if (loaded := self._loaded.get(name)) is not None and loaded.engine.lost:
+            log.warning("the engine of %s has died and is started again", name)
+            await self._loaded.pop(name).engine.close()
         if name not in self._loaded:
             async with self._one_at_a_time:
                 self._loaded[name] = Loaded(await self._load(name))

@@ -135,6 +135,10 @@ class VllmEngine:
         finally:
             await outputs.aclose()  # has vLLM forget the request, if it has not ended
 
+    @property
+    def lost(self) -> bool:
+        return bool(self.vllm.errored)
+
     async def close(self) -> None:
         await asyncio.to_thread(self.vllm.shutdown)
         if self._nothing is not None:
