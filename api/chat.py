@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from starlette.types import Receive, Scope, Send
 
 from api.deps import CurrentProject, Parts
+from api.document import refusals
 from api.errors import AsciiJSON
 from api.wire import Body
 from core import tuned
@@ -187,7 +188,7 @@ def _described(
     return body.forwarded(Served(base_model=model.base_model, adapter=adapter))
 
 
-@router.post("")
+@router.post("", responses=refusals(404, 503))
 async def create_chat_completion(
     request: Request, described: Annotated[dict[str, Any], Depends(_described)], upstream: Inference
 ) -> Response:

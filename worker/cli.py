@@ -152,6 +152,8 @@ def serve_inference(settings: Settings, port: int, parser: argparse.ArgumentPars
         parser.error("set REGRAFT_INFERENCE_KEY, here and where the API runs, to a secret of your choice")
     from worker.serve import serve  # here, because it brings torch
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _already_stopping)  # as in serve_api
     listening = socket.create_server((settings.host, port), backlog=512)
     log.info("serving inference on http://%s:%d/v1", settings.host, listening.getsockname()[1])
     serve(settings, listening)

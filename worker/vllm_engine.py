@@ -140,7 +140,8 @@ class VllmEngine:
         return bool(self.vllm.errored)
 
     async def close(self) -> None:
-        await asyncio.to_thread(self.vllm.shutdown)
+        # Its processes take their time to end by themselves, and have nothing to put away: they are killed soon.
+        await asyncio.to_thread(self.vllm.shutdown, timeout=2.0)
         if self._nothing is not None:
             self._nothing.cleanup()
 

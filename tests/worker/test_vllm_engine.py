@@ -92,9 +92,10 @@ def server(folder):
 
 
 def descendants(pid):
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        yield int(child)
-        yield from descendants(int(child))
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):  # of each thread
+        for child in children.read_text().split():
+            yield int(child)
+            yield from descendants(int(child))
 
 
 def ask_all(url, wanted):
@@ -131,7 +132,7 @@ def expected(policy, text):
         )
         logprobs = policy.model(whole, use_cache=False).logits[0].log_softmax(-1)
     return [
-        (policy.text([token]), logprobs[ids.shape[1] - 1 + at, token].item())
+        (policy.tokenizer.decode([token]), logprobs[ids.shape[1] - 1 + at, token].item())
         for at, token in enumerate(whole[0, ids.shape[1] :].tolist())
         if token not in policy.stop_ids
     ]
