@@ -77,7 +77,10 @@ class Engines:
         Raises:
             Refused: there is no such model, no room for it, or it takes longer to load than a client should wait.
         """
-        loaded = await self._in_time(self._task(served.base_model), served.base_model)
+        name = served.base_model
+        loaded = await self._in_time(self._task(name), name)
+        while self._loaded.get(name) is not loaded:  # it made room for another before we came to hold it
+            loaded = await self._in_time(self._task(name), name)
         loaded.users += 1
         try:
             folder = None

@@ -88,7 +88,18 @@ def server(folder):
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0, (folder / "log").read_text()[-3000:]
     assert children, "vLLM ran in no process of its own: the next line would prove nothing"
-    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    deadline = time.monotonic() + 20  # the last of them ends when it notices that the others have
+    while left := [name for child in children if (name := command_of(child))]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def command_of(pid):
+    """ "" if it has ended, also if nobody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def descendants(pid):
