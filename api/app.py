@@ -1,12 +1,16 @@
 """The HTTP service, put together from parts that are passed in."""
 
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
 from api import (
+    archive,
     attempts,
+    chat,
     checkpoints,
     errors,
     estimates,
@@ -49,16 +53,24 @@ def create_app(
     send: Send,
     rates: Rates | None = None,
 ) -> FastAPI:
-    """The application. It opens nothing and closes nothing: that is for whoever made its parts.
+    """The application. The parts it is given are opened and closed by whoever made them.
 
     Without `rates`, requests are counted in this process.
     """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.upstream = chat.Upstream(settings)
+        async with app.state.upstream.client:
+            yield
+
     app = Documented(
         title="regraft",
         description="Reinforcement fine-tuning behind OpenAI's API.",
         docs_url=None,  # the pages behind these two would load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
+        lifespan=lifespan,
         # Keeps FastAPI from documenting its 422, which we never send; the document then names each status.
         responses={"4XX": {"model": Error}},
     )
@@ -82,8 +94,10 @@ def create_app(
         attempts,
         estimates,
         models,
+        chat,
         graders,
         rollouts,
+        archive,
         webhooks,
         organization,
         stream,

@@ -21,6 +21,7 @@ BENCHES = (
     "graders",
     "grading_overlap",
     "overlap",
+    "serve",
     "grpo_vs_trl",
 )
 # The slowest takes a few minutes on two cores that do nothing else.
@@ -55,6 +56,9 @@ GOALS: dict[str, tuple[str, float]] = {
     "last_page_over_first_page": ("<=", 1.5),
     "p99_ratio": ("<=", 1.5),
     "create_to_first_sample_seconds": ("<=", 2),
+    # serving
+    "throughput_ratio_32": (">=", 3),
+    "cold_adapter_seconds": ("<=", 2),
 }
 
 

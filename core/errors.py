@@ -20,7 +20,8 @@ ServiceError                    500 server_error
 ├── QuotaExceeded               429: asking again does not help
 ├── RateLimited                 429: asking again a little later does
 ├── TooManyStreams              429
-└── Unavailable                 503: something the service stands on is away
+├── Unavailable                 503: something the service stands on is away
+└── NotReady                    503: come back, after as many seconds as it says
 """
 
 from collections.abc import Iterable, Mapping
@@ -172,3 +173,12 @@ class TooManyStreams(ServiceError):
 class Unavailable(ServiceError):
     status_code, code = 503, "unavailable"
     headers = {"retry-after": "2"}
+
+
+class NotReady(ServiceError):
+    status_code, code = 503, "not_ready"
+
+    def __init__(self, message: str, *, retry_after: int | None = None, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        if retry_after is not None:
+            self.headers = {"retry-after": str(retry_after)}

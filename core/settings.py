@@ -33,9 +33,14 @@ class Settings(BaseSettings):
     # Judge models and the hosts endpoint graders may call (docs/graders.md); none without it.
     graders_file: Path | None = None
 
-    # Where chat completions of the registry's models are answered; `regraft-server up` starts that itself.
+    # Where chat completions of the registry's models are answered, up to and with /v1; `regraft-server up` starts that
+    # itself, and `regraft-server inference` is one.
     inference_url: str = ""
     inference_key: str = Field(default="", repr=False)
+    # After how long without a request the one that `up` started ends, to be started again by the next.
+    inference_idle_seconds: float = Field(default=300.0, gt=0)
+    # The highest rank of an adapter that vLLM serves; each of its slots is as large as that.
+    inference_max_lora_rank: int = Field(default=64, ge=1, le=512)
 
     # Host names, comma separated, `*` for any run of characters: webhooks may go there although their addresses
     # are private (docs/webhooks.md).

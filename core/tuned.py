@@ -24,6 +24,10 @@ def find(session: Session, project_id: str, name: str) -> TunedModel | None:
     return session.scalar(mine)
 
 
+def checkpoint_of(session: Session, model: TunedModel) -> Checkpoint | None:
+    return session.scalar(select(Checkpoint).where(Checkpoint.id == model.checkpoint_id))
+
+
 def delete(work: Work, project_id: str, name: str) -> bool:
     """Take the name away; the checkpoint behind it stays. False: the project has no such model."""
     gone = delete_from(TunedModel).where(TunedModel.project_id == project_id, TunedModel.name == name)

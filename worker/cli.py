@@ -5,11 +5,13 @@ import fcntl
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -28,6 +30,7 @@ from graders.sandbox import pool
 from worker import admin, retention
 from worker.app import WorkerService
 from worker.backends import open_backends
+from worker.export import export_to
 from worker.inference import InferenceServer, own_address
 
 log = logging.getLogger("regraft")
@@ -42,6 +45,13 @@ def main() -> int:
     commands.add_parser("api", help="the HTTP API alone (needs REGRAFT_BROKER_URL)")
     commands.add_parser("worker", help="a worker and its reconciler (needs REGRAFT_BROKER_URL)")
     commands.add_parser("migrate", help="bring the database to this version, and make the first key")
+    commands.add_parser(
+        "inference", help="the inference server alone (needs REGRAFT_INFERENCE_KEY)"
+    ).add_argument("--port", type=int, default=8100)
+    take_home = commands.add_parser("export", help="write a checkpoint as a folder")
+    take_home.add_argument("name", help="a checkpoint's id, a tuned model's name, or a job's id")
+    take_home.add_argument("-o", "--output", type=Path, required=True, help="an empty folder, or a new one")
+    take_home.add_argument("--merged", action="store_true", help="a whole model instead of an adapter")
     admin.add_commands(commands)
     sweeping = commands.add_parser("sweep", help="delete blobs that nothing refers to (docs/storage.md)")
     sweeping.add_argument(
@@ -53,11 +63,14 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("kombu").setLevel(logging.WARNING)  # it reports each connection, twice
     settings = Settings()
+    if args.command == "inference":
+        return serve_inference(settings, args.port, parser)
     if args.command == "admin":
         prepare(settings)
         return admin.run(args, settings)
+    listening = None
     if args.command == "up":
-        settings = own_address(settings)
+        settings, listening = own_address(settings)
     try:
         backends = open_backends(settings)
     except InvalidBackends as invalid:
@@ -68,7 +81,7 @@ def main() -> int:
     if args.command in ("up", "api", "worker"):
         log.info("%s", pool.described())
     if args.command == "up":
-        up(settings, backends)
+        up(settings, backends, listening)
     elif args.command == "api":
         send = sender(open_celery(settings.broker_url, settings.gpu_class))
         serve_api(settings, *open_stores(settings), backends, send)
@@ -79,12 +92,16 @@ def main() -> int:
         if not hours >= 1:
             parser.error("--older-than-hours must be at least 1: younger blobs may still get their row")
         sweep(settings, hours, dry_run=args.dry_run)
+    elif args.command == "export":
+        database, blobs = open_stores(settings)
+        export_to(settings, database, blobs, args.name, args.output, merged=args.merged)
+        print(args.output)
     return 0
 
 
-def up(settings: Settings, backends: Backends) -> None:
+def up(settings: Settings, backends: Backends, listening: socket.socket | None) -> None:
     """API in the main thread, worker beside it. The first Ctrl-C drains and ends both."""
-    with sole_owner(settings), inference(settings, backends):
+    with sole_owner(settings), inference(listening):
         database, blobs = open_stores(settings)
         worker = WorkerService(settings, database, blobs, backends)
         worker.start()
@@ -129,13 +146,27 @@ def _already_stopping(number: int, frame: FrameType | None) -> None:
     return None
 
 
+def serve_inference(settings: Settings, port: int, parser: argparse.ArgumentParser) -> int:
+    """Answer until SIGTERM, then finish what was begun. Needs the blob store and the registry, and no database."""
+    if not settings.inference_key:
+        parser.error("set REGRAFT_INFERENCE_KEY, here and where the API runs, to a secret of your choice")
+    from worker.serve import serve  # here, because it brings torch
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _already_stopping)  # as in serve_api
+    listening = socket.create_server((settings.host, port), backlog=512)
+    log.info("serving inference on http://%s:%d/v1", settings.host, listening.getsockname()[1])
+    serve(settings, listening)
+    return 0
+
+
 @contextmanager
-def inference(settings: Settings, backends: Backends) -> Iterator[None]:
-    """An inference process for as long as the service runs, if a judge needs one."""
-    if not backends.registry_models:
+def inference(listening: socket.socket | None) -> Iterator[None]:
+    """An inference process whenever somebody asks at this socket, for as long as the service runs."""
+    if listening is None:  # the operator has named one elsewhere
         yield
         return
-    server = InferenceServer(settings)
+    server = InferenceServer(listening)
     server.start()
     try:
         yield

@@ -19,14 +19,16 @@ from torch.nn.functional import linear
 class FrozenLinear:
     """x [..., in] -> [..., out] with a weight that never changes, and the gradient with respect to x only."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, *, trained: bool = True) -> None:
+        """`trained` is False where nobody will ask for the gradient: its copy of the weight is then not made."""
         self.layer = layer
         weight = layer.weight.detach()
         plain = weight.device.type == "cpu" and weight.dtype == torch.float32
         self.packed = plain and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         if self.packed:
             self._forward = torch.ops.mkldnn._reorder_linear_weight(weight)
-            self._backward = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
+            if trained:
+                self._backward = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self.packed or x.dtype != torch.float32:

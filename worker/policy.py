@@ -106,8 +106,10 @@ class Policy:
             )
         self.model.eval()
         lora.install(self.model)
-        # Otherwise PEFT would write this machine's path of the weights into the adapter people take home.
-        self.model.peft_config["default"].base_model_name_or_path = base.name
+        # What people take home names the base as the hub does, or as the registry: never by this machine's path.
+        self.model.peft_config["default"].base_model_name_or_path = (
+            base.source if isinstance(base.source, str) else base.name
+        )
         self.source = base.source
         self.tokenizer = base.tokenizer
         self.context = base.context
@@ -115,7 +117,7 @@ class Policy:
         self._decoder = getattr(causal, causal.base_model_prefix)
         self._head = causal.get_output_embeddings()
         self._frozen_head = lora.FrozenLinear(self._head)
-        self.stop_ids = _stop_ids(causal, base.tokenizer)
+        self.stop_ids = stop_ids(causal, base.tokenizer)
         self.refuse_unsupported()
 
     @property
@@ -191,8 +193,10 @@ class Policy:
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
     def save(self, folder: Path) -> None:
-        """Write the adapter as PEFT does: adapter_model.safetensors and adapter_config.json."""
+        """Write the adapter as PEFT does (adapter_model.safetensors and adapter_config.json), and its tokenizer."""
         self.model.save_pretrained(folder, save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card; core/export.py writes one
+        self.tokenizer.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
         """Take over a saved adapter of the same shape."""
@@ -240,8 +244,12 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, A
     )
 
 
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    configured = getattr(model.generation_config, "eos_token_id", None)
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    return stop_ids_of(getattr(model.generation_config, "eos_token_id", None), tokenizer)
+
+
+def stop_ids_of(configured: int | list[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end an answer: the model's own and the tokenizer's."""
     many = configured if isinstance(configured, list) else [configured]
     return frozenset(token for token in [*many, tokenizer.eos_token_id] if token is not None)
 

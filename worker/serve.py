@@ -1,199 +1,228 @@
-"""Chat completions of the registry's base models, for machines without vLLM: one model at a time, requests in batches.
+"""Chat completions of the registry's models and of adapters on them, in OpenAI's protocol, for the API and for judges.
 
-A process of its own, started by `regraft-server up` when the operator's graders ask a model of the registry. It
-speaks the part of OpenAI's protocol that judges need; what it does not know is refused.
+A process of its own: `regraft-server up` starts one when the first request comes, `regraft-server inference` is one.
+The API says which weights a model's name stands for (core/chat.py); a judge asks for a base model by its own name.
 """
 
 import argparse
 import asyncio
+import json
 import logging
 import secrets
+import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
 
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from core.blobs import open_blobs
+from core.chat import InternalChat, envelope
+from core.hangup import until_gone
 from core.registry import Registry
-from core.response_format import ResponseFormat, held_to
 from core.settings import Settings
 from worker import process
-from worker.samplers import Answer, Sampling
-from worker.types import Prompt, Rollout
+from worker.adapters import AdapterFolders
+from worker.answers import Answer, Piece
+from worker.engine import Ask, Engine, Token
+from worker.engines import Builder, Engines, Refused
 
 log = logging.getLogger(__name__)
 
-MAX_COMPLETION_TOKENS = 1024  # unless the request says otherwise
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-
-class PlainText(Strict):
-    type: Literal["text"]
-
-
-class ChatRequest(Strict):
-    model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Literal[1] | None = None
-    seed: int | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    response_format: Annotated[ResponseFormat | PlainText, Field(discriminator="type")] | None = None
-
-
-class Refused(Exception):
-    """The request cannot be answered; the message says why, `status` how HTTP does."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class Model(Protocol):
-    """A loaded model."""
-
-    context: int  # tokens of prompt and answer together
-
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
-
-    def answers(self, prompts: Sequence[Prompt], sampling: Sampling) -> Sequence[Answer]: ...
-
-
-@dataclass(frozen=True)
-class Seeded(Sampling):
-    """Each prompt, by its number, with the seed of its request: what else is in the batch changes nothing."""
-
-    seeds: tuple[int, ...] = ()
-
-    def seed(self, prompt: Prompt, member: int) -> int:
-        return self.seeds[prompt.line]
+DRAIN_SECONDS = 30
 
 
 @dataclass
-class Waiting:
-    model: str
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    seed: int
-    reply: asyncio.Future[Rollout] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+class Completion:
+    """The answers to one request, on a model that stays loaded until `close`."""
+
+    request: InternalChat
+    engine: Engine
+    asks: Sequence[Ask]
+    answers: Sequence[Answer]
+    held_open: AsyncExitStack
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+        """What each choice grows by, as it comes. Closing this ends all of them."""
+        arrived: asyncio.Queue[tuple[int, Token | Exception]] = asyncio.Queue()
+
+        async def write(number: int) -> None:
+            tokens = self.engine.generate(self.asks[number])
+            try:
+                async for token in tokens:
+                    arrived.put_nowait((number, token))
+            except Exception as cause:
+                arrived.put_nowait((number, cause))
+            finally:
+                await tokens.aclose()
+
+        writing = [asyncio.create_task(write(number)) for number in range(len(self.asks))]
+        try:
+            unfinished = len(self.asks)
+            while unfinished:
+                number, token = await arrived.get()
+                if isinstance(token, Exception):
+                    raise token
+                answer = self.answers[number]
+                if answer.finish_reason:
+                    continue  # a stop string has ended it; its task is on the way to hearing of that
+                yield number, answer.add(token)
+                if answer.finish_reason:
+                    unfinished -= 1
+                    writing[number].cancel()
+        finally:
+            for task in writing:
+                task.cancel()
+            await asyncio.gather(*writing, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self.held_open.aclose()
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        read, written = len(self.asks[0].prompt_ids), sum(answer.tokens for answer in self.answers)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "audio_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
+        }
 
 
-class Batcher:
-    """Answers whatever waits, all that can go together at once. Loads a model when it is first asked for."""
+async def begin(request: InternalChat, engines: Engines) -> Completion:
+    """Load what is asked for and read the request. Raise Refused if there can be no answer."""
+    from worker.policy import render
 
-    def __init__(self, load: Callable[[str], Model], *, most: int = 64) -> None:
-        self._load = load
-        self._most = most
-        self._name = ""
-        self._model: Model | None = None
-        self._lock = asyncio.Lock()  # one batch at a time; the model is used by nobody else
-        self._waiting: list[Waiting] = []
-        self._news = asyncio.Event()
-
-    async def complete(self, request: ChatRequest) -> tuple[int, Rollout]:
-        """The prompt's tokens and the answer. Raise Refused if there can be none."""
-        async with self._lock:
-            model = await asyncio.to_thread(self._loaded, request.model)
-            prompt_ids = tuple(model.render([message.model_dump() for message in request.messages]))
-        room = model.context - len(prompt_ids)
+    async with AsyncExitStack() as stack:
+        engine, adapter = await stack.enter_async_context(engines.open(request.served))
+        messages = [message.model_dump(exclude={"name", "refusal"}) for message in request.messages]
+        try:
+            prompt_ids = tuple(await asyncio.to_thread(render, engine.tokenizer, messages))
+        except (
+            Exception
+        ) as cause:  # a template is a program of the model's makers; it may refuse an order of roles
+            raise Refused(f"The model's chat template does not take these messages: {cause}") from cause
+        room = engine.context - len(prompt_ids)
         if room < 1:
             raise Refused(
-                f"the messages have {len(prompt_ids)} tokens; {request.model} takes {model.context}"
+                f"the messages have {len(prompt_ids)} tokens; {request.model} takes {engine.context}",
+                code="context_length_exceeded",
             )
-        limit = min(room, request.max_completion_tokens or MAX_COMPLETION_TOKENS)
-        sampling = Sampling(
-            group_size=1,
-            temperature=request.temperature,
-            max_completion_tokens=limit,
-            job_seed=0,
-            step=0,
-            held_to=_held_to(request),
-        )
-        seed = secrets.randbits(62) if request.seed is None else request.seed & (2**62 - 1)
-        waiting = Waiting(request.model, prompt_ids, sampling, seed)
-        self._waiting.append(waiting)
-        self._news.set()
-        return len(prompt_ids), await waiting.reply
-
-    async def serve(self) -> None:
-        """Until cancelled."""
-        while True:
-            await self._news.wait()
-            async with self._lock:
-                batch = self._next_batch()
-                if not batch:
-                    continue
-                try:
-                    rollouts = await asyncio.to_thread(self._answer, batch)
-                except Exception as cause:
-                    log.exception("a batch of %d failed", len(batch))
-                    for waiting in batch:
-                        if not waiting.reply.done():
-                            waiting.reply.set_exception(Refused(f"the model failed: {cause}", 500))
-                    continue
-            for waiting, rollout in zip(batch, rollouts, strict=True):
-                if not waiting.reply.done():  # its client may have gone
-                    waiting.reply.set_result(rollout)
-
-    def _next_batch(self) -> list[Waiting]:
-        self._waiting = [one for one in self._waiting if not one.reply.done()]
-        if not self._waiting:
-            self._news.clear()
-            return []
-        first = self._waiting[0]
-        batch = [one for one in self._waiting if (one.model, one.sampling) == (first.model, first.sampling)]
-        batch = batch[: self._most]
-        self._waiting = [one for one in self._waiting if one not in batch]
-        return batch
-
-    def _answer(self, batch: Sequence[Waiting]) -> list[Rollout]:
-        model = self._loaded(batch[0].model)
-        prompts = [Prompt(number, one.prompt_ids, {}) for number, one in enumerate(batch)]
-        shared = batch[0].sampling
-        seeded = Seeded(**vars(shared), seeds=tuple(one.seed for one in batch))
-        rollouts = {answer.prompt: answer.rollout for answer in model.answers(prompts, seeded)}
-        return [rollouts[number] for number in range(len(batch))]
-
-    def _loaded(self, name: str) -> Model:
-        if self._model is None or name != self._name:
-            self._model = None  # before the next one takes its room
-            self._model, self._name = self._load(name), name
-        return self._model
+        asks = [
+            Ask(
+                prompt_ids=prompt_ids,
+                adapter=adapter,
+                temperature=1.0 if request.temperature is None else request.temperature,
+                top_p=1.0 if request.top_p is None else request.top_p,
+                seed=_seed(request.seed, number),
+                max_tokens=min(room, request.most_tokens or room),
+                held_to=request.held_to,
+                top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            )
+            for number in range(request.n or 1)
+        ]
+        answers = [Answer(engine.tokenizer, engine.stop_ids, request.stops) for _ in asks]
+        return Completion(request, engine, asks, answers, stack.pop_all())
 
 
-def _held_to(request: ChatRequest) -> str:
-    wanted = request.response_format
-    return held_to(wanted.json_schema.schema_) if isinstance(wanted, ResponseFormat) else ""
+def _seed(asked: int | None, number: int) -> int:
+    if asked is None:
+        return secrets.randbits(62)
+    return int.from_bytes(sha256(f"{asked}/{number}".encode()).digest()[:8], "big") >> 2
 
 
-def create_app(load: Callable[[str], Model], key: str) -> FastAPI:
+async def whole(completion: Completion, frame: dict[str, Any]) -> dict[str, Any]:
+    """The answer in one piece."""
+    texts = ["" for _ in completion.answers]
+    logprobs: list[list[dict[str, Any]]] = [[] for _ in completion.answers]
+    async with aclosing(completion.pieces()) as pieces:
+        async for number, piece in pieces:
+            texts[number] += piece.text
+            logprobs[number] += piece.logprobs
+    choices: list[dict[str, Any]] = [
+        {
+            "index": number,
+            "message": {"role": "assistant", "content": texts[number], "refusal": None, "annotations": []},
+            "finish_reason": answer.finish_reason,
+            "logprobs": {"content": logprobs[number], "refusal": None}
+            if completion.request.logprobs
+            else None,
+        }
+        for number, answer in enumerate(completion.answers)
+    ]
+    return frame | {"object": "chat.completion", "choices": choices, "usage": completion.usage}
+
+
+async def streamed(completion: Completion, frame: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events."""
+    request = completion.request
+    wants_usage = bool(request.stream_options and request.stream_options.include_usage)
+    frame = frame | {"object": "chat.completion.chunk"} | ({"usage": None} if wants_usage else {})
+
+    def event(body: dict[str, Any]) -> bytes:
+        return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+    def chunk(number: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event(frame | {"choices": [choice]})
+
+    try:
+        for number in range(len(completion.answers)):
+            yield chunk(number, {"role": "assistant", "content": "", "refusal": None})
+        async with aclosing(completion.pieces()) as pieces:
+            async for number, piece in pieces:
+                if piece.text or piece.logprobs:
+                    logprobs = {"content": piece.logprobs, "refusal": None} if request.logprobs else None
+                    yield chunk(number, {"content": piece.text}, logprobs=logprobs)
+                if reason := completion.answers[number].finish_reason:
+                    yield chunk(number, {}, reason)
+        if wants_usage:
+            yield event(frame | {"choices": [], "usage": completion.usage})
+        yield b"data: [DONE]\n\n"
+    except Exception as cause:  # too late for a status
+        log.exception("an answer failed")
+        yield event(envelope(500, f"the model failed: {cause}"))
+
+
+class Stream(StreamingResponse):
+    """Server-sent events that end with their client, also with one that left before the first of them."""
+
+    def __init__(self, completion: Completion, frame: dict[str, Any]) -> None:
+        self.completion = completion
+        self.events = streamed(completion, frame)
+        super().__init__(self.events, media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.events.aclose()
+            await self.completion.close()
+
+
+def create_app(engines: Engines, key: str) -> FastAPI:
+    """The service. It answers /healthz to anybody and the rest to who has the key."""
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.batcher = Batcher(load)
-        serving = asyncio.create_task(app.state.batcher.serve())
         yield
-        serving.cancel()
+        await engines.close()
 
     app = FastAPI(title="regraft inference", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.last_use = time.monotonic()
 
     def checked(request: Request) -> None:
         sent = request.headers.get("authorization", "")
@@ -202,76 +231,92 @@ def create_app(load: Callable[[str], Model], key: str) -> FastAPI:
 
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> JSONResponse:
-        return _error(error.status, str(error))
+        headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
+        return JSONResponse(envelope(error.status, str(error), error.code), error.status, headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        return _error(400, f"{'.'.join(str(step) for step in first['loc'][1:])}: {first['msg']}")
+        where = ".".join(str(step) for step in first["loc"][1:])
+        return JSONResponse(envelope(400, f"{where}: {first['msg']}"), 400)
+
+    @app.get("/healthz")
+    async def healthy() -> dict[str, str]:
+        return {"status": "ok"}
 
     @app.post("/v1/chat/completions", dependencies=[Depends(checked)])
-    async def chat(body: ChatRequest) -> dict[str, Any]:
-        prompt_tokens, rollout = await app.state.batcher.complete(body)
-        completion_tokens = len(rollout.output_ids_T)
-        message = {"role": "assistant", "content": rollout.text, "refusal": None}
-        return {
+    async def chat(body: InternalChat, request: Request) -> Response:
+        app.state.last_use = time.monotonic()
+        completion = await until_gone(request.receive, begin(body, engines))
+        if completion is None:
+            return Response(status_code=499)
+        frame = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion",
             "created": int(time.time()),
             "model": body.model,
-            "choices": [
-                {"index": 0, "message": message, "finish_reason": rollout.finish_reason, "logprobs": None}
-            ],
-            "usage": {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": completion_tokens,
-                "total_tokens": prompt_tokens + completion_tokens,
-            },
+            "system_fingerprint": None,
         }
+        if body.stream:
+            return Stream(completion, frame)
+        try:
+            answer = await until_gone(request.receive, whole(completion, frame))
+        except Refused:
+            raise
+        except Exception as cause:
+            log.exception("an answer failed")
+            raise Refused(f"the model failed: {cause}", 500) from cause
+        finally:
+            await completion.close()
+            app.state.last_use = time.monotonic()
+        return Response(status_code=499) if answer is None else JSONResponse(answer)
 
     return app
 
 
-def _error(status: int, message: str) -> JSONResponse:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
-    return JSONResponse(body, status_code=status)
+def open_engines(settings: Settings) -> Engines:
+    from worker.samplers import vllm
+    from worker.transformers_engine import TransformersBuilder
+
+    builders: dict[str, Builder] = {"transformers": TransformersBuilder(settings)}
+    if vllm.installed():
+        from worker.vllm_engine import VllmBuilder
+
+        builders["vllm"] = VllmBuilder(settings)
+    blobs = open_blobs(settings.blobs, endpoint_url=settings.s3_endpoint_url)
+    folders = AdapterFolders(blobs, (settings.data_dir / "adapters").resolve())
+    return Engines(settings, Registry.load(settings.models_file), builders, folders)
 
 
-class TransformersModel:
-    """Implements Model with the sampler that training uses. Its adapter is new, and so changes nothing."""
+def serve(settings: Settings, listening: socket.socket, *, idle_seconds: float = 0.0) -> None:
+    """Answer on this socket until a signal, finishing what was begun; or until nobody has asked for `idle_seconds`."""
+    engines = open_engines(settings)
+    app = create_app(engines, settings.inference_key)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS)
+    server = uvicorn.Server(config)
 
-    def __init__(self, name: str, settings: Settings) -> None:
-        import torch
+    async def answer() -> None:
+        watching = asyncio.create_task(watch()) if idle_seconds else None
+        await server.serve(sockets=[listening])
+        if watching is not None:
+            watching.cancel()
 
-        from worker.policy import Policy, load_base
-        from worker.samplers.transformers import TransformersSampler
+    async def watch() -> None:
+        while not server.should_exit:
+            await asyncio.sleep(min(1.0, idle_seconds))
+            if not engines.busy and time.monotonic() - app.state.last_use > idle_seconds:
+                server.should_exit = True
 
-        registry = Registry.load(settings.models_file)
-        if name not in registry.models:
-            raise Refused(f"The model '{name}' does not exist.", 404)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        base = load_base(name, registry.get(name), settings.model_cache, device)
-        self.context = base.context
-        self.policy = Policy(base, rank=1, alpha=1, seed=0)
-        self.sampler = TransformersSampler(self.policy)
-
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return self.policy.render(messages)
-
-    def answers(self, prompts: Sequence[Prompt], sampling: Sampling) -> Sequence[Answer]:
-        return list(self.sampler.answers(prompts, sampling))
+    asyncio.run(answer())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m worker.serve")
-    parser.add_argument("port", type=int)
+    parser.add_argument("descriptor", type=int, help="the listening socket, as it was inherited")
     parser.add_argument("parent", type=int, help="process id of the server: this process dies with it")
     args = parser.parse_args()
     process.die_with_parent(args.parent)
     settings = Settings()
-    app = create_app(lambda name: TransformersModel(name, settings), settings.inference_key)
-    uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="warning")
+    serve(settings, socket.socket(fileno=args.descriptor), idle_seconds=settings.inference_idle_seconds)
 
 
 if __name__ == "__main__":

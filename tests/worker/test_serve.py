@@ -1,114 +1,200 @@
-"""Chat completions on this machine: what judges ask of them."""
+"""Chat completions as the inference server answers them: what the API and judges ask of it."""
 
+import asyncio
 import threading
 
 import pytest
-from openai import AuthenticationError, BadRequestError, NotFoundError, OpenAI
+from openai import (
+    APIStatusError,
+    AuthenticationError,
+    BadRequestError,
+    InternalServerError,
+    NotFoundError,
+    OpenAI,
+)
 from starlette.testclient import TestClient
+from transformers import AutoTokenizer
 
-from core.response_format import held_to
-from worker.samplers import Answer
-from worker.serve import Refused, create_app
-from worker.types import Rollout
+from core.blobs import FolderBlobs
+from core.registry import BaseModelEntry, Registry
+from core.settings import Settings
+from tests.tiny import make_byte_model
+from worker.adapters import AdapterFolders
+from worker.engine import Token
+from worker.engines import Engines
+from worker.serve import create_app
 
 USER = [{"role": "user", "content": "hello"}]
+END = 1
 
 
-class Echo:
-    """A model whose answer is its seed; it remembers what it was asked at once."""
+class Scripted:
+    """An engine that says `script`, a byte a token, and remembers what it was asked."""
 
-    context = 50
+    context, stop_ids = 50, frozenset({END})
 
-    def __init__(self):
-        self.batches = []
-        self.started, self.go = threading.Event(), threading.Event()
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.script = "hi"
+        self.asked, self.ended, self.lost = [], 0, False
+        self.failure = None
+
+    async def generate(self, ask):
+        self.asked.append(ask)
+        try:
+            ids = [*self.tokenizer.encode(self.script, add_special_tokens=False), END][: ask.max_tokens]
+            for place, id in enumerate(ids):
+                if self.failure:
+                    raise self.failure
+                last = place == len(ids) - 1
+                top = ((id, -0.5),) * (ask.top_logprobs or 0)
+                yield Token(id, last, None if ask.top_logprobs is None else -0.5, top)
+                await asyncio.sleep(0)
+        finally:
+            self.ended += 1
+
+    async def close(self):
+        self.lost = True
+
+
+class ScriptedBuilder:
+    """Implements worker.engines.Builder: room for `room` models, each of size 1."""
+
+    def __init__(self, tokenizer, room=1):
+        self.tokenizer, self.room, self.built = tokenizer, room, []
+        self.go = threading.Event()
         self.go.set()
 
-    def render(self, messages):
-        return [ord(letter) for message in messages for letter in message["content"]]
+    def bytes_needed(self, entry):
+        assert self.go.wait(10)
+        return 1
 
-    def answers(self, prompts, sampling):
-        self.started.set()
-        self.go.wait(10)
-        self.batches.append((len(prompts), sampling.held_to, sampling.temperature))
-        return [
-            Answer(n, 0, Rollout((1, 2), (0.0, 0.0), f"{sampling.seed(prompt, 0)}", "stop"))
-            for n, prompt in reversed(list(enumerate(prompts)))
-        ]
+    def bytes_free(self):
+        return self.room - sum(not engine.lost for engine in self.built)
+
+    async def build(self, name, entry):
+        self.built.append(Scripted(self.tokenizer))
+        return self.built[-1]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(make_byte_model(tmp_path_factory.mktemp("bytes")))
 
 
 @pytest.fixture
-def model():
-    return Echo()
+def builder(tokenizer):
+    return ScriptedBuilder(tokenizer)
 
 
 @pytest.fixture
-def client(model):
-    def load(name):
-        if name != "echo":
-            raise Refused(f"The model '{name}' does not exist.", 404)
-        return model
+def engines(builder, tmp_path):
+    registry = Registry(models={name: BaseModelEntry(hub=name) for name in ("a", "b")})
+    folders = AdapterFolders(FolderBlobs(tmp_path / "blobs"), tmp_path / "adapters")
+    return Engines(Settings(), registry, {"transformers": builder}, folders)
 
-    with TestClient(create_app(load, "key")) as web:
+
+@pytest.fixture
+def client(engines):
+    with TestClient(create_app(engines, "key")) as web:
         yield OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0)
 
 
+def say(client, model="a", **options):
+    return client.chat.completions.create(**{"model": model, "messages": USER} | options)
+
+
+def loaded(client, builder, script):
+    """The engine of model a, which from now on says this."""
+    say(client)
+    builder.built[-1].script = script
+    return builder.built[-1]
+
+
 def test_an_answer_is_a_chat_completion(client):
-    reply = client.chat.completions.create(model="echo", messages=USER, seed=7)
+    reply = say(client)
 
-    assert reply.choices[0].message.content == "7"
+    assert reply.choices[0].message.content == "hi"
     assert reply.choices[0].finish_reason == "stop"
-    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (5, 2, 7)
+    assert reply.usage.completion_tokens == 3
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + 3
 
 
-def test_what_comes_while_the_model_is_busy_is_answered_together(client, model):
-    model.go.clear()
-    said = {}
+def test_what_is_asked_for_reaches_the_engine(client, builder):
+    say(client, temperature=0.5, top_p=0.9, max_tokens=7, n=3, seed=4)
+    say(client, n=3, seed=4)
 
-    def ask(seed):
-        said[seed] = client.chat.completions.create(model="echo", messages=USER, seed=seed)
-
-    first = threading.Thread(target=ask, args=(0,))
-    first.start()
-    assert model.started.wait(10)
-    others = [threading.Thread(target=ask, args=(seed,)) for seed in range(1, 6)]
-    for thread in others:
-        thread.start()
-    model.go.set()
-    for thread in [first, *others]:
-        thread.join()
-
-    assert {seed: reply.choices[0].message.content for seed, reply in said.items()} == {
-        n: str(n) for n in range(6)
-    }
-    assert sum(size for size, _, _ in model.batches) == 6
-    assert len(model.batches) < 6
+    first, second = builder.built[0].asked[:3], builder.built[0].asked[3:]
+    assert {(ask.temperature, ask.top_p, ask.max_tokens) for ask in first} == {(0.5, 0.9, 7)}
+    assert len({ask.seed for ask in first}) == 3
+    assert [ask.seed for ask in first] == [ask.seed for ask in second]
 
 
-def test_requests_that_sample_differently_are_not_mixed(client, model):
-    client.chat.completions.create(model="echo", messages=USER, temperature=0)
-    client.chat.completions.create(
-        model="echo",
-        messages=USER,
-        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1]}}},
+def test_without_a_limit_an_answer_may_fill_the_context(client, builder):
+    reply = say(client)
+
+    assert builder.built[0].asked[0].max_tokens == 50 - reply.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_answer_before_it_and_the_work_with_it(client, builder, stream):
+    engine = loaded(client, builder, "one STOP two")
+    reply = say(client, stop=["STOP", "never"], stream=stream)
+    text = (
+        "".join(c.choices[0].delta.content or "" for c in reply)
+        if stream
+        else reply.choices[0].message.content
     )
 
-    assert model.batches == [(1, "", 0.0), (1, held_to({"enum": [1]}), 1.0)]
+    assert text == "one "
+    assert engine.ended == len(engine.asked) == 2
+
+
+def test_a_letter_of_several_tokens_is_streamed_whole(client, builder):
+    loaded(client, builder, "für 🌱")
+    pieces = [chunk.choices[0].delta.content for chunk in say(client, stream=True)]
+
+    assert "".join(piece or "" for piece in pieces) == "für 🌱"
+    assert not any("\ufffd" in (piece or "") for piece in pieces)
+
+
+def test_an_answer_cut_in_the_middle_of_a_letter_says_length(client, builder):
+    loaded(client, builder, "🌱")
+    reply = say(client, max_tokens=2)
+
+    assert reply.choices[0].finish_reason == "length"
+
+
+def test_log_probabilities_are_those_of_the_tokens_of_the_text(client, builder):
+    loaded(client, builder, "aü")
+    content = say(client, logprobs=True, top_logprobs=1).choices[0].logprobs.content
+
+    assert [entry.bytes for entry in content] == [[97], [0xC3], [0xBC]]
+    assert [entry.logprob for entry in content] == [-0.5] * 3
+    assert content[0].top_logprobs[0].token == "a"
+
+
+def test_a_stream_ends_with_its_usage_if_it_was_asked_for(client):
+    chunks = list(say(client, stream=True, n=2, stream_options={"include_usage": True}))
+
+    assert {choice.index for chunk in chunks for choice in chunk.choices} == {0, 1}
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 6
+    assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"n": 2}, "n: Extra inputs are not permitted"),
-        ({"top_p": 0.5}, "top_p"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": "x" * 50}]}, "50 tokens; echo takes 50"),
+        ({"top_logprobs": 2}, "'top_logprobs' needs 'logprobs'"),
+        ({"messages": [{"role": "user", "content": "x" * 50}]}, "tokens; a takes 50"),
         (
             {
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "vibes"}},
+                    "json_schema": {"name": "x", "schema": {"type": "v"}},
                 }
             },
             "schema",
@@ -117,22 +203,69 @@ def test_requests_that_sample_differently_are_not_mixed(client, model):
 )
 def test_what_cannot_be_answered_is_refused(client, fields, said):
     with pytest.raises(BadRequestError, match=said):
-        client.chat.completions.create(**{"model": "echo", "messages": USER} | fields)
+        say(client, **fields)
 
 
 def test_an_unknown_model_is_404_and_a_wrong_key_401(client):
     with pytest.raises(NotFoundError):
-        client.chat.completions.create(model="other", messages=USER)
+        say(client, "other")
     with pytest.raises(AuthenticationError):
-        client.with_options(api_key="wrong").chat.completions.create(model="echo", messages=USER)
+        say(client.with_options(api_key="wrong"))
 
 
-def test_a_model_that_fails_answers_500_and_goes_on(client, model, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(Echo, "answers", lambda self, prompts, sampling: 1 / 0)
-        with pytest.raises(Exception, match="the model failed: division by zero"):
-            client.chat.completions.create(model="echo", messages=USER)
+def test_a_model_that_fails_answers_500_and_goes_on(client, builder):
+    engine = loaded(client, builder, "hi")
+    engine.failure = ZeroDivisionError("division by zero")
+    with pytest.raises(InternalServerError, match="the model failed: division by zero"):
+        say(client)
+    with pytest.raises(Exception, match="the model failed"):
+        list(say(client, stream=True))
 
-    assert (
-        client.chat.completions.create(model="echo", messages=USER, seed=3).choices[0].message.content == "3"
-    )
+    engine.failure = None
+    assert say(client).choices[0].message.content == "hi"
+
+
+def test_the_model_that_was_not_used_the_longest_makes_room(client, builder):
+    for model in ("a", "a", "b"):
+        say(client, model)
+
+    assert [engine.lost for engine in builder.built] == [True, False]
+
+
+def test_a_model_that_answers_is_not_unloaded_and_others_are_told_to_come_back(client, builder):
+    stream = say(client, "a", stream=True)
+    with pytest.raises(APIStatusError) as busy:
+        say(client, "b")
+    assert busy.value.status_code == 503
+    assert busy.value.response.headers["retry-after"] == "10"
+
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "hi"
+    assert say(client, "b").choices[0].message.content == "hi"
+
+
+def test_an_engine_that_died_is_replaced(client, builder):
+    say(client)
+    builder.built[0].lost = True
+
+    assert say(client).choices[0].message.content == "hi"
+    assert len(builder.built) == 2
+
+
+def test_a_model_that_loads_for_long_is_503_with_retry_after_and_then_there(client, builder, engines):
+    engines.patience = 0.01
+    builder.go.clear()
+    with pytest.raises(APIStatusError) as loading:
+        say(client)
+    assert loading.value.status_code == 503
+    assert loading.value.response.headers["retry-after"] == "5"
+
+    engines.patience = 30
+    builder.go.set()
+    assert say(client).choices[0].message.content == "hi"
+    assert len(builder.built) == 1
+
+
+def test_an_adapter_that_is_gone_is_404(client):
+    adapter = {"prefix": "gone", "manifest_sha256": "0" * 64}
+    with pytest.raises(NotFoundError):
+        say(client, "ft:a", extra_body={"regraft": {"base_model": "a", "adapter": adapter}})

@@ -1,0 +1,30 @@
+"""/v1/regraft/checkpoints: take a checkpoint home."""
+
+from fastapi import APIRouter
+from fastapi.responses import StreamingResponse
+
+from api.deps import CurrentProject, Parts, ReadSession
+from core import export
+from core.blobs import BlobNotFound
+from core.errors import NotFound
+from graders.spec import hide_secrets
+
+router = APIRouter(prefix="/regraft/checkpoints", tags=["regraft"])
+
+
+@router.get("/{checkpoint_id}/archive", response_class=StreamingResponse)
+def download_checkpoint(
+    checkpoint_id: str, project: CurrentProject, session: ReadSession, service: Parts
+) -> StreamingResponse:
+    """The adapter in PEFT's format, its tokenizer, a model card and reproduce.json, as an uncompressed tar."""
+    checkpoint = export.of_project(session, project.id, checkpoint_id)
+    home = export.gather(session, service.blobs, service.registry, checkpoint, hide_secrets)
+    try:
+        chunks = home.tar(service.blobs)
+    except BlobNotFound:
+        raise NotFound(f"The files of checkpoint {checkpoint_id} are gone.", param="checkpoint_id") from None
+    headers = {
+        "content-length": str(home.tar_bytes),
+        "content-disposition": f'attachment; filename="{home.folder}.tar"',
+    }
+    return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)

@@ -1,0 +1,237 @@
+"""/v1/chat/completions: base models, and the project's tuned models and checkpoints.
+
+The API says which weights a name stands for, at this moment and in this project, and hands the request to the inference
+server. The answer's bytes go through as they come: what the client does not read is not asked for, and a client that
+leaves takes its request along.
+"""
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+import httpx
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BeforeValidator, ValidationInfo
+from pydantic_core import PydanticCustomError
+from starlette.types import Receive, Scope, Send
+
+from api.deps import CurrentProject, Parts
+from api.document import refusals
+from api.errors import AsciiJSON
+from api.wire import Body
+from core import tuned
+from core.blobs import BlobNotFound, BlobStore
+from core.chat import Adapter, Chat, Served
+from core.errors import ModelNotFound, NotReady, ServiceError
+from core.hangup import until_gone
+from core.models import Checkpoint
+from core.settings import Settings
+
+router = APIRouter(prefix="/chat/completions", tags=["Chat"])
+
+START_PATIENCE = 30.0  # in which the inference process has to be there; it takes about ten seconds to start
+RECENTLY = 30.0  # what answered so long ago is taken to be there still
+# Reading has the patience of OpenAI's client; the rest is about a server that is near.
+TIMEOUT = httpx.Timeout(connect=5.0, read=600.0, write=60.0, pool=None)
+MANIFESTS_REMEMBERED = 4096
+
+
+def _default_only(value: Any, info: ValidationInfo) -> None:
+    """Accept what asks for nothing; whoever asks for something must hear that it would not happen."""
+    if value not in (None, 0, [], {}, "auto", "none", "default"):
+        message = f"'{info.field_name}' is not supported by this server; leave it out."
+        raise PydanticCustomError("unsupported", "{message}", {"message": message})
+
+
+def _text_only(value: Any) -> None:
+    if value not in (None, ["text"]):
+        raise ValueError("this server writes text only")
+
+
+Unsupported = Annotated[None, BeforeValidator(_default_only)]
+
+
+class ChatCreate(Chat, Body):
+    """What OpenAI's client may send: honoured, refused by name, or without effect on the answer."""
+
+    model_config = Chat.model_config
+
+    frequency_penalty: Unsupported = None
+    presence_penalty: Unsupported = None
+    logit_bias: Unsupported = None
+    tools: Unsupported = None
+    tool_choice: Unsupported = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    reasoning_effort: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+    moderation: Unsupported = None
+    modalities: Annotated[None, BeforeValidator(_text_only)] = None
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    def forwarded(self, served: Served) -> dict[str, Any]:
+        """The request as the inference server takes it."""
+        asked = self.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(Chat.model_fields))
+        return asked | {"regraft": served.model_dump(mode="json")}
+
+
+class Upstream:
+    """The inference server, as one process of the API knows it. Belongs to one event loop."""
+
+    def __init__(self, settings: Settings, *, patience: float = START_PATIENCE) -> None:
+        self.url = settings.inference_url.rstrip("/")
+        self.patience = patience
+        self.client = httpx.AsyncClient(
+            headers={"authorization": f"Bearer {settings.inference_key}"},
+            timeout=TIMEOUT,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,  # a proxy for the world outside is not meant for the machine next door
+        )
+        self._heard_at = float("-inf")
+        self._manifests: OrderedDict[str, str] = OrderedDict()
+
+    async def send(self, body: dict[str, Any]) -> httpx.Response:
+        """The answer, of which only the head has been read.
+
+        Raises:
+            NotReady: the inference server is not there, or not yet.
+        """
+        if not self.url:
+            raise NotReady(
+                "This server has no inference server: its operator names one in REGRAFT_INFERENCE_URL.",
+                code="serving_not_configured",
+            )
+        await self._wait_until_there()
+        for last in (False, True):
+            request = self.client.build_request("POST", f"{self.url}/chat/completions", json=body)
+            try:
+                answer = await self.client.send(request, stream=True)
+            except httpx.TransportError as cause:
+                self._heard_at = float("-inf")
+                # A connection that was kept may have ended with an idle process; a new one finds its successor.
+                if last or isinstance(cause, httpx.TimeoutException):
+                    raise _not_there() from cause
+            else:
+                self._heard_at = time.monotonic()
+                return answer
+        raise AssertionError("the second try returns or raises")
+
+    async def _wait_until_there(self) -> None:
+        if time.monotonic() - self._heard_at < RECENTLY:
+            return
+        try:
+            answer = await self.client.get(f"{self.url.removesuffix('/v1')}/healthz", timeout=self.patience)
+        except httpx.TransportError as cause:
+            raise _not_there() from cause
+        if answer.status_code != 200:
+            raise _not_there()
+        self._heard_at = time.monotonic()
+
+    def adapter(self, blobs: BlobStore, checkpoint: Checkpoint) -> Adapter:
+        """Its weights by the hash of their manifest. A checkpoint that is made again is another row: it has another id.
+
+        Raises:
+            BlobNotFound: they are not in the blob store any more.
+        """
+        found = self._manifests.get(checkpoint.id)
+        if found is None:
+            manifest = blobs.read(f"{checkpoint.blob_prefix}/manifest.json")
+            found = self._manifests[checkpoint.id] = hashlib.sha256(manifest).hexdigest()
+            if len(self._manifests) > MANIFESTS_REMEMBERED:
+                self._manifests.popitem(last=False)
+        return Adapter(prefix=checkpoint.blob_prefix, manifest_sha256=found)
+
+
+def _not_there() -> NotReady:
+    return NotReady("The inference server is starting; ask again.", retry_after=5)
+
+
+async def _upstream(request: Request) -> Upstream:
+    upstream: Upstream = request.app.state.upstream
+    return upstream
+
+
+Inference = Annotated[Upstream, Depends(_upstream)]
+
+
+def _described(
+    body: ChatCreate, project: CurrentProject, service: Parts, upstream: Inference
+) -> dict[str, Any]:
+    """The request with the weights that its model stands for. In a thread: it asks the database and the blob store."""
+    if body.model in service.registry.models:
+        return body.forwarded(Served(base_model=body.model))
+    with service.database.read() as session:
+        model = tuned.find(session, project.id, body.model)
+        checkpoint = None if model is None else tuned.checkpoint_of(session, model)
+        if model is None or checkpoint is None:
+            made = [other.name for other in tuned.models(session, project.id)]
+            raise ModelNotFound(body.model, [*service.registry.models, *made])
+    try:
+        adapter = upstream.adapter(service.blobs, checkpoint)
+    except BlobNotFound:
+        raise ModelNotFound(body.model, service.registry.models) from None
+    return body.forwarded(Served(base_model=model.base_model, adapter=adapter))
+
+
+@router.post("", responses=refusals(404, 503))
+async def create_chat_completion(
+    request: Request, described: Annotated[dict[str, Any], Depends(_described)], upstream: Inference
+) -> Response:
+    """Answer a chat, in one piece or as server-sent events."""
+    answer = await until_gone(request.receive, upstream.send(described))
+    if answer is None:
+        return Response(status_code=499)
+    if answer.status_code == 200 and described.get("stream"):
+        return PassedOn(answer)
+    try:
+        content = await until_gone(request.receive, answer.aread())
+    except httpx.TransportError as cause:
+        raise ServiceError("The inference server broke off its answer.") from cause
+    finally:
+        await answer.aclose()
+    if content is None:
+        return Response(status_code=499)
+    if answer.status_code == 401:
+        raise ServiceError("The inference server does not take the key in REGRAFT_INFERENCE_KEY.")
+    kept = {name: answer.headers[name] for name in ("retry-after",) if name in answer.headers}
+    return Response(content, answer.status_code, kept, answer.headers.get("content-type"))
+
+
+class PassedOn(StreamingResponse):
+    """The bytes of another server's answer, read as fast as the client takes them; both end together."""
+
+    def __init__(self, answer: httpx.Response) -> None:
+        self.answer = answer
+        super().__init__(
+            _events(answer), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.answer.aclose()
+
+
+async def _events(answer: httpx.Response) -> AsyncGenerator[bytes, None]:
+    try:
+        async for part in answer.aiter_raw():
+            yield part
+    except httpx.TransportError:  # too late for a status; clients raise at an event that is an error
+        error = ServiceError("The inference server broke off its answer.")
+        yield b"data: " + AsciiJSON(error.envelope()).body + b"\n\n"

@@ -1,0 +1,116 @@
+"""A chat completion as it is asked for: what the API takes from users, and what it hands to the inference server."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from core.response_format import ResponseFormat, held_to
+
+MOST_CHOICES = 128
+NotEmpty = Annotated[str, Field(min_length=1)]
+Stop = NotEmpty | Annotated[list[NotEmpty], Field(max_length=4)] | None
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class TextPart(Part):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Part):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    # What an assistant's message has when it comes from an earlier answer of ours.
+    name: str | None = None
+    refusal: None = None
+
+
+class Text(Part):
+    type: Literal["text"]
+
+
+class AnyObject(Part):
+    type: Literal["json_object"]
+
+
+class StreamOptions(Part):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Chat(Part):
+    """The fields that change the answer. Everything else of OpenAI's API is accepted or refused in api/chat.py."""
+
+    model: str
+    messages: Annotated[list[Message], Field(min_length=1)]
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stop: Stop = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: Annotated[Text | AnyObject | ResponseFormat, Field(discriminator="type")] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> "Chat":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("'top_logprobs' needs 'logprobs' to be true")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("'stream_options' needs 'stream' to be true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("'max_tokens' and 'max_completion_tokens' are the same; give one of them")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def held_to(self) -> str:
+        """The schema that the answer is JSON of, as samplers take it; "" where it is free."""
+        wanted = self.response_format
+        if isinstance(wanted, ResponseFormat):
+            return held_to(wanted.json_schema.schema_)
+        return held_to({"type": "object"}) if isinstance(wanted, AnyObject) else ""
+
+
+class Adapter(Part):
+    """Which weights to put on the base model. The hash is the manifest's: new weights never have an old one."""
+
+    prefix: str
+    manifest_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Served(Part):
+    """What a model's name stands for. Without it the name is that of a base model."""
+
+    base_model: str
+    adapter: Adapter | None = None
+
+
+class InternalChat(Chat):
+    """What goes to the inference server."""
+
+    regraft: Served | None = None
+
+    @property
+    def served(self) -> Served:
+        return self.regraft or Served(base_model=self.model)
+
+
+def envelope(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,0 +1,278 @@
+"""A checkpoint as people take it home: the adapter, its tokenizer, a model card, and what would make it again."""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core import events, tuned
+from core.blobs import BlobCorrupt, BlobNotFound, BlobStore
+from core.errors import NotFound
+from core.models import Checkpoint, Event, File, Job, TunedModel
+from core.registry import Registry
+
+FORMAT = 1
+# Only the trainer can use its own state, and it is twice as large as the rest.
+STAYS = frozenset({"trainer.pt", "manifest.json"})
+HideSecrets = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file that lies in the blob store."""
+
+    name: str
+    key: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TakeHome:
+    """What a checkpoint's folder holds: files as they were trained, and texts that are written now."""
+
+    folder: str
+    files: Sequence[Stored]
+    texts: Mapping[str, bytes]
+
+    @property
+    def tar_bytes(self) -> int:
+        sizes = [file.bytes for file in self.files] + [len(text) for text in self.texts.values()]
+        return sum(512 + _rounded(size) for size in sizes) + 1024
+
+    def tar(self, blobs: BlobStore) -> Iterator[bytes]:
+        """An uncompressed tar, in pieces; it is never whole in memory.
+
+        Raises:
+            BlobNotFound: at once, if the first file is gone.
+            BlobCorrupt: at the end of a file whose bytes are not those that were stored.
+        """
+        return self._tar(blobs, [blobs.open(file.key) for file in self.files[:1]])
+
+    def _tar(self, blobs: BlobStore, opened: list[Iterator[bytes]]) -> Iterator[bytes]:
+        for file in self.files:
+            chunks = opened.pop() if opened else blobs.open(file.key)
+            yield self._header(file.name, file.bytes)
+            yield from verified(file, chunks)
+            yield bytes(_rounded(file.bytes) - file.bytes)
+        for name, text in self.texts.items():
+            yield self._header(name, len(text)) + text + bytes(_rounded(len(text)) - len(text))
+        yield bytes(1024)
+
+    def _header(self, name: str, size: int) -> bytes:
+        info = tarfile.TarInfo(f"{self.folder}/{name}")
+        info.size, info.mode = size, 0o644
+        return info.tobuf(tarfile.USTAR_FORMAT)
+
+    def write(self, blobs: BlobStore, folder: Path) -> None:
+        """The same as files of a folder, each checked against its hash."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in self.files:
+            blobs.download(file.key, folder / file.name, sha256=file.sha256)
+        for name, text in self.texts.items():
+            (folder / name).write_bytes(text)
+
+
+def verified(file: Stored, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+        yield chunk
+    if digest.hexdigest() != file.sha256:
+        raise BlobCorrupt(f"{file.key!r} does not have the sha256 it was stored with")
+
+
+def _rounded(size: int) -> int:
+    return -(-size // 512) * 512
+
+
+def find(session: Session, name: str) -> Checkpoint:
+    """By its own id, by the name of a model, or by the id of a job, which stands for its result.
+
+    Raises:
+        NotFound: there is none, or the job has none yet.
+    """
+    model = session.scalar(select(TunedModel).where(TunedModel.name == name))
+    if model is None and (job := session.scalar(select(Job).where(Job.id == name))) is not None:
+        model = session.scalar(select(TunedModel).where(TunedModel.name == job.fine_tuned_model))
+        if model is None:
+            raise NotFound(
+                f"Job {name} has no fine-tuned model (it is {job.status}); name one of its checkpoints."
+            )
+    found = session.scalar(
+        select(Checkpoint).where(Checkpoint.id == (model.checkpoint_id if model else name))
+    )
+    if found is None:
+        raise NotFound(f"There is no checkpoint, tuned model or job {name!r}.")
+    return found
+
+
+def base_model(session: Session, checkpoint: Checkpoint) -> str:
+    """The registry's id of what it was trained on."""
+    return session.scalars(select(Job.model).where(Job.id == checkpoint.job_id)).one()
+
+
+def of_project(session: Session, project_id: str, checkpoint_id: str) -> Checkpoint:
+    """Raise NotFound if the project has no such checkpoint."""
+    mine = select(Checkpoint).join(Job, Job.id == Checkpoint.job_id).where(Job.project_id == project_id)
+    found = session.scalar(mine.where(Checkpoint.id == checkpoint_id))
+    if found is None:
+        raise NotFound(f"No such checkpoint: {checkpoint_id}", param="checkpoint_id")
+    return found
+
+
+def gather(
+    session: Session, blobs: BlobStore, registry: Registry, checkpoint: Checkpoint, hide_secrets: HideSecrets
+) -> TakeHome:
+    """Everything about a checkpoint. `hide_secrets` is graders.spec's, which core does not know.
+
+    Raises:
+        NotFound: its files are gone.
+    """
+    try:
+        manifest = json.loads(blobs.read(f"{checkpoint.blob_prefix}/manifest.json"))
+    except BlobNotFound:
+        raise NotFound(f"The files of checkpoint {checkpoint.id} are gone.", param="checkpoint_id") from None
+    files = [
+        Stored(one["name"], f"{checkpoint.blob_prefix}/{one['name']}", one["bytes"], one["sha256"])
+        for one in manifest["files"]
+        if one["name"] not in STAYS
+    ]
+    job = session.scalars(select(Job).where(Job.id == checkpoint.job_id)).one()
+    recipe = _recipe(session, registry, job, checkpoint, files, hide_secrets)
+    rewards = [(row.step, row.data) for row in events.steps(session, job.id) if row.step <= checkpoint.step]
+    name = tuned.names(session, [checkpoint]).get(checkpoint.id, f"{job.id} at step {checkpoint.step}")
+    texts = {
+        "README.md": model_card(name, recipe, rewards).encode(),
+        "reproduce.json": (json.dumps(recipe, indent=2, ensure_ascii=False) + "\n").encode(),
+    }
+    return TakeHome(f"{job.id}-step-{checkpoint.step}", files, texts)
+
+
+def _recipe(
+    session: Session,
+    registry: Registry,
+    job: Job,
+    checkpoint: Checkpoint,
+    files: Sequence[Stored],
+    hide_secrets: HideSecrets,
+) -> dict[str, Any]:
+    """reproduce.json: `request` is what creates the job again, once the two files are uploaded."""
+    asked = job.reinforcement
+    grader = hide_secrets(asked["grader"])
+    reinforcement = {"grader": grader, "hyperparameters": asked["hyperparameters"]}
+    if asked.get("response_format"):
+        reinforcement["response_format"] = asked["response_format"]
+    request = {
+        "model": job.model,
+        "training_file": job.training_file,
+        "validation_file": job.validation_file,
+        "seed": job.seed,
+        "method": {"type": "reinforcement", "reinforcement": reinforcement},
+    }
+    if job.suffix:
+        request["suffix"] = job.suffix
+    sampled = (
+        select(Event)
+        .where(Event.job_id == job.id, Event.message.like("Sampling with %"))
+        .order_by(Event.seq.desc())
+    )
+    event = session.scalar(sampled.limit(1))
+    return {
+        "format": FORMAT,
+        "regraft": version("regraft-server"),
+        "job": job.id,
+        "request": request,
+        "data": {
+            "training_file": _file(session, job, job.training_file),
+            "validation_file": _file(session, job, job.validation_file),
+        },
+        "grader_sha256": _digest(grader),
+        "resolved_hyperparameters": job.resolved,
+        "base_model": _base(registry, job.model),
+        "sampler": event.data.get("sampler") if event else None,
+        "checkpoint": {
+            "id": checkpoint.id,
+            "step": checkpoint.step,
+            "valid_reward": checkpoint.valid_reward,
+            "files": [{"name": file.name, "bytes": file.bytes, "sha256": file.sha256} for file in files],
+        },
+    }
+
+
+def _file(session: Session, job: Job, file_id: str | None) -> dict[str, Any]:
+    """The row of a file that was deleted may be gone, and its hash with it."""
+    mine = select(File).where(File.id == file_id, File.project_id == job.project_id)
+    file = session.scalar(mine)
+    if file is None:
+        return {"id": file_id, "filename": None, "bytes": None, "sha256": None}
+    return {"id": file.id, "filename": file.filename, "bytes": file.bytes, "sha256": file.sha256}
+
+
+def _base(registry: Registry, name: str) -> dict[str, Any]:
+    """The registry's entry, without the path on the machine that has trained."""
+    entry = registry.models.get(name)
+    if entry is None:
+        return {"name": name}
+    shown = entry.model_dump(
+        mode="json", exclude_none=True, include={"package", "file", "hub", "dtype", "context"}
+    )
+    return {"name": name, **({"folder": entry.path.name} if entry.path else {}), **shown}
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+    """README.md, with the front matter that the Hugging Face hub reads."""
+    base = recipe["base_model"]
+    known = base.get("hub") or base["name"]
+    checkpoint, data = recipe["checkpoint"], recipe["data"]
+    card = io.StringIO()
+    front = ["base_model: " + json.dumps(known), "library_name: peft", "pipeline_tag: text-generation"]
+    card.write(
+        "---\n" + "\n".join([*front, "tags: [lora, regraft, reinforcement-fine-tuning]"]) + "\n---\n\n"
+    )
+    card.write(f"# {name}\n\n")
+    card.write(
+        f"A LoRA adapter for `{known}`, trained by reinforcement fine-tuning with regraft {recipe['regraft']} "
+        f"(job `{recipe['job']}`, step {checkpoint['step']}).\n\n"
+    )
+    card.write("```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n")
+    card.write(
+        f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{known}"), "THIS FOLDER")\n```\n\n'
+    )
+    card.write("## Rewards\n\nMean reward on the validation file; step 0 is the base model.\n\n")
+    card.write("| step | validation | training |\n|---|---|---|\n")
+    for step, metrics in steps:
+        if metrics.get("full_valid_mean_reward") is not None:
+            card.write(
+                f"| {step} | {_number(metrics['full_valid_mean_reward'])} "
+                f"| {_number(metrics.get('train_mean_reward'))} |\n"
+            )
+    card.write("\n## Data and grader\n\n| | sha256 |\n|---|---|\n")
+    for role, file in data.items():
+        card.write(
+            f"| {role} `{file['filename'] or file['id']}` | `{file['sha256'] or 'unknown: deleted'}` |\n"
+        )
+    card.write(f"| grader | `{recipe['grader_sha256']}` |\n\n")
+    card.write("## Hyperparameters\n\n| | |\n|---|---|\n")
+    card.write(f"| seed | {recipe['request']['seed']} |\n| sampler | {recipe['sampler'] or 'unknown'} |\n")
+    for key, value in (recipe["resolved_hyperparameters"] or {}).items():
+        card.write(f"| {key} | {value} |\n")
+    card.write("\n`reproduce.json` has the whole request, and the hash of every file here.\n")
+    return card.getvalue()
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

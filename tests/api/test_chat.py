@@ -1,0 +1,321 @@
+"""What the API makes of a chat completion, over a real connection to an inference server that does as it is told."""
+
+import asyncio
+import hashlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from api.app import create_app
+from core.models import Checkpoint, TunedModel
+from core.registry import Registry
+from core.settings import Settings
+from graders.backends import Backends
+from tests.api.conftest import MODELS
+
+NAME = "ft:tiny:acme::12345678"
+MANIFEST = b'{"files": []}'
+USER = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+
+
+@dataclass
+class Inference:
+    """An inference server: what it was asked, and what it answers."""
+
+    asked: list[dict] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    answer: Response | None = None
+    begun: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+    left: threading.Event = field(default_factory=threading.Event)
+    sent: int = 0
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.get("/healthz")
+        async def healthy() -> dict[str, str]:
+            return {"status": "ok"}
+
+        @app.post("/v1/chat/completions")
+        async def chat(request: Request) -> Response:
+            self.asked.append(await request.json())
+            self.keys.append(request.headers["authorization"])
+            self.begun.set()
+            if self.asked[-1].get("stream"):
+                return StreamingResponse(self.events(), media_type="text/event-stream")
+            if self.answer is None:
+                while (await request.receive())["type"] != "http.disconnect":
+                    pass
+                self.left.set()
+            return self.answer or Response()
+
+        return app
+
+    async def events(self):
+        from anyio import to_thread
+
+        try:
+            while self.sent < 10_000:
+                yield b"data: " + b"x" * 20_000 + b"\n\n"
+                self.sent += 1
+                await asyncio.sleep(0)  # as a real one does, which waits for its tokens
+                if self.sent == 3:
+                    await to_thread.run_sync(self.go.wait, 10)
+        finally:
+            self.left.set()
+
+
+def served(app: FastAPI) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def inference() -> Inference:
+    return Inference(answer=JSONResponse({"object": "chat.completion"}))
+
+
+@pytest.fixture
+def upstream(inference: Inference) -> Iterator[str]:
+    yield from served(inference.app())
+
+
+def api_over(house, url: str) -> FastAPI:
+    settings = Settings(data_dir=house.folder, inference_url=url and f"{url}/v1", inference_key="between us")
+    return create_app(
+        settings, house.database, house.blobs, Registry(models=MODELS), Backends.none(), lambda *wake: None
+    )
+
+
+@pytest.fixture
+def web(house, upstream: str) -> Iterator[httpx.Client]:
+    for url in served(api_over(house, upstream)):
+        with httpx.Client(base_url=f"{url}/v1", headers={"Authorization": f"Bearer {house.key}"}) as client:
+            yield client
+
+
+@pytest.fixture
+def tuned(house) -> str:
+    house.blobs.put_bytes("jobs/1/step-5/manifest.json", MANIFEST)
+    with house.database.write() as session:
+        checkpoint = Checkpoint(job_id="ftjob-1", step=5, epoch=1, blob_prefix="jobs/1/step-5")
+        session.add(checkpoint)
+        session.flush()
+        model = TunedModel(name=NAME, project_id=house.project.id, job_id="ftjob-1", base_model="tiny")
+        model.checkpoint_id = checkpoint.id
+        session.add(model)
+    return NAME
+
+
+def ask(web: httpx.Client, **fields) -> httpx.Response:
+    return web.post("/chat/completions", json=USER | fields)
+
+
+def test_a_base_model_is_asked_for_by_its_name(web, inference):
+    answer = ask(web, temperature=0, user="me", metadata={"k": "v"}, store=True)
+
+    assert (answer.status_code, answer.json()) == (200, {"object": "chat.completion"})
+    [asked] = inference.asked
+    assert asked == USER | {"temperature": 0.0, "regraft": {"base_model": "tiny", "adapter": None}}
+    assert inference.keys == ["Bearer between us"]
+
+
+def test_a_tuned_model_is_asked_for_by_the_hash_of_its_weights(web, inference, tuned):
+    ask(web, model=tuned)
+
+    adapter = {"prefix": "jobs/1/step-5", "manifest_sha256": hashlib.sha256(MANIFEST).hexdigest()}
+    assert inference.asked[0]["regraft"] == {"base_model": "tiny", "adapter": adapter}
+    assert inference.asked[0]["model"] == tuned
+
+
+def test_a_schema_reaches_the_inference_server_as_it_was_sent(web, inference):
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {"type": "boolean"}, "strict": True},
+    }
+    ask(web, response_format=wanted)
+
+    assert inference.asked[0]["response_format"] == wanted
+
+
+def test_a_model_of_another_project_does_not_exist(web, house, tuned):
+    answer = web.post(
+        "/chat/completions",
+        json=USER | {"model": tuned},
+        headers={"Authorization": f"Bearer {house.other_key}"},
+    )
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert tuned not in answer.json()["error"]["message"].split("Available:")[1]
+
+
+def test_a_deleted_model_is_not_served_any_more(web, inference, tuned):
+    assert ask(web, model=tuned).status_code == 200
+    web.delete(f"/models/{tuned}")
+
+    assert ask(web, model=tuned).status_code == 404
+    assert len(inference.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"temperature": 3}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+def test_what_would_not_be_honoured_is_refused_by_its_name(web, inference, fields, param):
+    answer = ask(web, **fields)
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert inference.asked == []
+
+
+def test_what_asks_for_nothing_is_accepted(web):
+    nothing = {
+        "tools": [],
+        "tool_choice": "none",
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "modalities": ["text"],
+    }
+
+    assert ask(web, **nothing, service_tier="auto", parallel_tool_calls=True).status_code == 200
+
+
+def test_an_error_of_the_inference_server_comes_through_with_its_retry_after(web, inference):
+    error = {"error": {"message": "loading", "type": "server_error", "param": None, "code": "loading"}}
+    inference.answer = JSONResponse(error, 503, {"retry-after": "7"})
+    answer = ask(web, stream=False)
+
+    assert (answer.status_code, answer.json(), answer.headers["retry-after"]) == (503, error, "7")
+
+
+def test_a_key_that_the_inference_server_does_not_take_is_not_the_callers_mistake(web, inference):
+    inference.answer = JSONResponse({}, 401)
+
+    assert ask(web).status_code == 500
+
+
+def test_without_an_inference_server_there_is_503_that_says_what_to_do(house):
+    for url in served(api_over(house, "")):
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json=USER, headers={"Authorization": f"Bearer {house.key}"}
+        )
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "serving_not_configured")
+    assert "REGRAFT_INFERENCE_URL" in answer.json()["error"]["message"]
+
+
+def test_an_inference_server_that_is_not_there_is_503_with_retry_after(house):
+    for url in served(api_over(house, "http://127.0.0.1:9")):
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json=USER, headers={"Authorization": f"Bearer {house.key}"}
+        )
+
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+
+
+def test_a_stream_comes_as_it_is_made(web, inference):
+    """The first events are here while the server has not made the fourth."""
+    with web.stream("POST", "/chat/completions", json=USER | {"stream": True}) as answer:
+        parts = answer.iter_raw()
+        first = next(parts)
+        made = inference.sent
+        inference.go.set()
+
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert first.startswith(b"data: x")
+    assert made <= 3
+
+
+def test_a_client_that_leaves_a_stream_ends_it_upstream(web, inference):
+    inference.go.set()
+    with web.stream("POST", "/chat/completions", json=USER | {"stream": True}) as answer:
+        next(answer.iter_raw())
+
+    assert inference.left.wait(10)
+    assert inference.sent < 10_000
+
+
+def test_a_client_that_leaves_before_its_answer_ends_it_upstream(house, upstream, inference):
+    inference.answer = None
+    for url in served(api_over(house, upstream)):
+        body = json.dumps(USER).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {house.key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as client:
+            client.sendall(head.encode() + body)
+            assert inference.begun.wait(10)
+        assert inference.left.wait(10)
+
+
+def test_a_client_that_does_not_read_holds_up_who_writes(web, inference):
+    """200 MB are on offer; what is made stays at what the buffers on the way hold."""
+    inference.go.set()
+    with web.stream("POST", "/chat/completions", json=USER | {"stream": True}) as answer:
+        parts = answer.iter_raw()  # kept: when it goes, the connection does
+        next(parts)
+        before = -1
+        while before != inference.sent:  # until nothing moves for a moment
+            before = inference.sent
+            assert not inference.left.wait(0.5)
+        stood_still_at = inference.sent
+
+    assert stood_still_at < 5_000
+
+
+def test_a_checkpoint_is_downloaded_as_a_tar_by_its_own_project_only(house, web, create_job):
+    import io
+    import tarfile
+
+    job_id = create_job()["id"]
+    weights = os.urandom(3000)
+    files = [
+        {"name": name, "bytes": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}
+        for name in ("adapter_model.safetensors", "trainer.pt")
+    ]
+    for file in files:
+        house.blobs.put_bytes(f"step-1/{file['name']}", weights)
+    house.blobs.put_bytes("step-1/manifest.json", json.dumps({"files": files}).encode())
+    with house.database.write() as session:
+        checkpoint = Checkpoint(job_id=job_id, step=1, epoch=1, blob_prefix="step-1", valid_reward=0.5)
+        session.add(checkpoint)
+        session.flush()
+        url = f"/regraft/checkpoints/{checkpoint.id}/archive"
+    answer = web.get(url)
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
+        found = {member.name: tar.extractfile(member).read() for member in tar}
+
+    folder = f"{job_id}-step-1"
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert set(found) == {
+        f"{folder}/{n}" for n in ("adapter_model.safetensors", "README.md", "reproduce.json")
+    }
+    assert found[f"{folder}/adapter_model.safetensors"] == weights
+    assert json.loads(found[f"{folder}/reproduce.json"])["checkpoint"]["valid_reward"] == 0.5
+    assert web.get(url, headers={"Authorization": f"Bearer {house.other_key}"}).status_code == 404

@@ -1,0 +1,254 @@
+"""Tuned models are called with the official client, against a live server that has trained them."""
+
+import asyncio
+import hashlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import regraft
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+
+from tests.e2e.conftest import ROOT, Server, jsonl, start_server
+from tests.tiny import make_byte_model
+
+USER = [{"role": "user", "content": "say it"}]
+GRADER = {
+    "type": "string_check",
+    "name": "says",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "ilike",
+}
+HYPERPARAMETERS = {
+    "batch_size": 4,
+    "n_epochs": 3,
+    "eval_interval": 1,
+    "advanced": {
+        "group_size": 16,
+        "learning_rate": 0.05,
+        "max_completion_tokens": 3,
+        "eval_temperature": 1.0,
+    },
+}
+ROWS = [
+    {"messages": [{"role": "user", "content": q}], "answer": "yes"}
+    for q in ("say yes", "say it", "tell me now")
+]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory, tiny_model):
+    folder = tmp_path_factory.mktemp("serving")
+    server = start_server(folder / "data", tiny_model, judge=make_byte_model(folder / "bytes"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(service: Server):
+    return service.client(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def job(client):
+    files = [client.files.create(file=(n, jsonl(ROWS)), purpose="fine-tune").id for n in ("train", "valid")]
+    method = {
+        "type": "reinforcement",
+        "reinforcement": {"grader": GRADER, "hyperparameters": HYPERPARAMETERS},
+    }
+    job = client.fine_tuning.jobs.create(
+        model="tiny", training_file=files[0], validation_file=files[1], seed=1, method=method
+    )
+    for _ in regraft.events(client, job.id, poll_seconds=0.2):
+        pass
+    done = client.fine_tuning.jobs.retrieve(job.id)
+    assert done.status == "succeeded", done.error
+    return done
+
+
+def say(client, model, **options):
+    asked = {"max_completion_tokens": 6, "temperature": 0, "logprobs": True} | options
+    return client.chat.completions.create(model=model, messages=USER, **asked)
+
+
+def distribution(completion):
+    return [token.logprob for token in completion.choices[0].logprobs.content]
+
+
+def test_base_model_tuned_model_and_every_checkpoint_answer_each_in_its_own_way(client, job):
+    names = [c.fine_tuned_model_checkpoint for c in client.fine_tuning.jobs.checkpoints.list(job.id)]
+    said = {name: say(client, name) for name in ("tiny", job.fine_tuned_model, *names)}
+
+    assert len(names) >= 2
+    assert len({tuple(distribution(said[name])) for name in ("tiny", *names)}) == len(names) + 1
+    assert distribution(said[job.fine_tuned_model]) in [distribution(said[name]) for name in names]
+    assert all(completion.model == name for name, completion in said.items())
+    assert {*said} <= {model.id for model in client.models.list()}
+
+
+def test_a_stream_says_the_same_as_one_piece(client, job):
+    options = {"n": 2, "temperature": 1, "seed": 3, "stop": ["salt"], "max_completion_tokens": 20}
+    whole = say(client, job.fine_tuned_model, **options)
+    texts, reasons, logprobs, chunks = ["", ""], [None, None], [], 0
+    for chunk in say(
+        client, job.fine_tuned_model, stream=True, stream_options={"include_usage": True}, **options
+    ):
+        for choice in chunk.choices:
+            chunks += 1
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason
+            logprobs += choice.logprobs.content if choice.logprobs and choice.index == 0 else []
+
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert [one.logprob for one in logprobs] == pytest.approx(distribution(whole), abs=1e-4)
+    assert chunk.usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks > 10
+
+
+class Verdict(BaseModel):
+    label: bool
+
+
+def test_a_pydantic_model_is_parsed(client):
+    parsed = client.chat.completions.parse(
+        model="judge", messages=USER, response_format=Verdict, max_tokens=60
+    )
+
+    assert isinstance(parsed.choices[0].message.parsed, Verdict)
+
+
+def test_a_pydantic_model_is_parsed_from_a_stream(client):
+    with client.chat.completions.stream(model="judge", messages=USER, response_format=Verdict) as stream:
+        kinds = [event.type for event in stream]
+        parsed = stream.get_final_completion().choices[0].message.parsed
+
+    assert isinstance(parsed, Verdict)
+    assert kinds.count("content.delta") > 1
+
+
+def test_many_at_once_get_what_each_would_get_alone(client, job):
+    models = ("tiny", job.fine_tuned_model)
+
+    def ask(number):
+        return say(client, models[number % 2], temperature=1, seed=number).choices[0].message.content
+
+    alone = [ask(number) for number in range(12)]
+    with ThreadPoolExecutor(12) as threads:
+        together = list(threads.map(ask, range(12)))
+
+    assert together == alone
+    assert len(set(alone)) > 4
+
+
+def test_the_async_client_leaves_a_stream_early_and_the_next_request_is_answered(service, job):
+    async def leave():
+        async with AsyncOpenAI(base_url=service.base_url, api_key=service.key) as client:
+            async with await client.chat.completions.create(
+                model=job.fine_tuned_model, messages=USER, stream=True, n=16
+            ) as stream:
+                async for _ in stream:
+                    break
+            return await client.chat.completions.create(model="tiny", messages=USER, max_tokens=2)
+
+    assert asyncio.run(leave()).usage.completion_tokens <= 2
+
+
+def test_the_next_request_starts_an_inference_process_that_has_died(client, service):
+    say(client, "tiny")
+    [pid] = [int(p.name) for p in Path("/proc").glob("[0-9]*") if serves(p, service)]
+    os.kill(pid, signal.SIGKILL)
+
+    assert say(client.with_options(max_retries=2), "tiny").choices
+
+
+def test_what_is_wrong_is_said_by_its_name(client):
+    with pytest.raises(openai.BadRequestError) as refused:
+        say(client, "tiny", tools=[{"type": "function", "function": {"name": "f"}}])
+    assert refused.value.param == "tools"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        say(client, "ft:tiny:others::12345678")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="takes 128"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "say " * 200}])
+
+
+def test_the_archive_of_a_checkpoint_loads_with_transformers_and_peft(
+    client, service, job, tiny_model, tmp_path
+):
+    """Its logits are those that the server reports, and its hashes those of what was uploaded."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    checkpoint = next(iter(client.fine_tuning.jobs.checkpoints.list(job.id)))
+    url = f"{service.base_url}/regraft/checkpoints/{checkpoint.id}/archive"
+    answer = httpx.get(url, headers={"authorization": f"Bearer {service.key}"})
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
+        tar.extractall(tmp_path, filter="data")
+    [folder] = tmp_path.iterdir()
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
+    ids = tokenizer.apply_chat_template(
+        USER, add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    logprobs = model(ids).logits[0, -1].log_softmax(-1)
+    said = say(client, checkpoint.fine_tuned_model_checkpoint, max_completion_tokens=1)
+    recipe = json.loads((folder / "reproduce.json").read_text())
+    assert logprobs.max().item() == pytest.approx(distribution(said)[0], abs=1e-4)
+    assert recipe["request"]["method"]["reinforcement"]["hyperparameters"]["n_epochs"] == 3
+    assert recipe["data"]["training_file"]["sha256"] == hashlib.sha256(jsonl(ROWS)).hexdigest()
+    assert recipe["data"]["training_file"]["sha256"] in (folder / "README.md").read_text()
+    assert not (folder / "trainer.pt").exists()
+
+
+def test_a_job_is_exported_as_a_merged_model(client, service, job, tmp_path):
+    """It is a plain model of transformers that answers as the adapter does."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    environment = os.environ | {
+        "REGRAFT_DATA_DIR": str(service.folder),
+        "REGRAFT_MODELS_FILE": str(service.folder / "models.toml"),
+    }
+    command = [sys.executable, "-m", "worker.cli", "export", job.id, "--merged", "-o", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer.apply_chat_template(
+        USER, add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    said = distribution(say(client, job.fine_tuned_model, max_completion_tokens=1))
+    assert model(ids).logits[0, -1].log_softmax(-1).max().item() == pytest.approx(said[0], abs=1e-4)
+
+
+def test_a_deleted_model_stops_at_once_and_its_checkpoint_goes_on(client, job):
+    checkpoint = next(iter(client.fine_tuning.jobs.checkpoints.list(job.id))).fine_tuned_model_checkpoint
+    say(client, job.fine_tuned_model)
+    client.models.delete(job.fine_tuned_model)
+
+    with pytest.raises(openai.NotFoundError):
+        say(client, job.fine_tuned_model)
+    assert say(client, checkpoint).choices
+
+
+def serves(process: Path, service: Server) -> bool:
+    try:
+        mine = f"REGRAFT_DATA_DIR={service.folder}".encode() in (process / "environ").read_bytes().split(
+            b"\0"
+        )
+        return mine and b"worker.serve" in (process / "cmdline").read_bytes()
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return False

@@ -1,0 +1,91 @@
+"""Adapters on disk: fetched once, checked, and never the wrong ones."""
+
+import hashlib
+import json
+import threading
+
+import pytest
+
+from core.blobs import FolderBlobs
+from core.chat import Adapter
+from worker.adapters import AdapterFolders, AdapterGone
+
+
+class CountingBlobs(FolderBlobs):
+    reads = 0
+
+    def open(self, key, **options):
+        self.reads += 1
+        return super().open(key, **options)
+
+
+@pytest.fixture
+def blobs(tmp_path):
+    return CountingBlobs(tmp_path / "blobs")
+
+
+@pytest.fixture
+def store(blobs):
+    def store(prefix, weights: bytes, damaged: bool = False) -> Adapter:
+        files = [
+            {"name": name, "sha256": hashlib.sha256(weights).hexdigest()}
+            for name in ("adapter_config.json", "adapter_model.safetensors", "trainer.pt")
+        ]
+        for file in files[:2]:
+            blobs.put_bytes(f"{prefix}/{file['name']}", b"damaged" if damaged else weights)
+        manifest = json.dumps({"files": files}).encode()
+        blobs.put_bytes(f"{prefix}/manifest.json", manifest)
+        return Adapter(prefix=prefix, manifest_sha256=hashlib.sha256(manifest).hexdigest())
+
+    return store
+
+
+def weights_in(folder):
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+def test_an_adapter_is_fetched_once_however_many_ask(blobs, store, tmp_path):
+    folders, adapter = AdapterFolders(blobs, tmp_path / "cache"), store("a", b"one")
+    threads = [threading.Thread(target=folders.folder, args=(adapter,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert weights_in(folders.folder(adapter)) == b"one"
+    assert blobs.reads == 3  # the manifest and two files; not what only the trainer needs
+
+
+def test_new_weights_under_an_old_prefix_are_another_adapter(blobs, store, tmp_path):
+    folders = AdapterFolders(blobs, tmp_path / "cache")
+    old = store("a", b"old")
+    folders.folder(old)
+    new = store("a", b"new")
+
+    assert weights_in(folders.folder(new)) == b"new"
+    assert weights_in(folders.folder(old)) == b"old"
+
+
+@pytest.mark.parametrize("what", ["overwritten", "damaged", "deleted"])
+def test_what_is_not_the_right_adapter_is_not_kept(blobs, store, tmp_path, what):
+    adapter = store("a", b"old", damaged=what == "damaged")
+    if what == "overwritten":
+        store("a", b"new")
+    if what == "deleted":
+        blobs.delete_prefix("a/")
+
+    with pytest.raises(AdapterGone):
+        AdapterFolders(blobs, tmp_path / "cache").folder(adapter)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_one_that_was_not_asked_for_the_longest_goes_first(blobs, store, tmp_path):
+    folders = AdapterFolders(blobs, tmp_path / "cache", kept=2)
+    a, b, c = (store(name, name.encode()) for name in "abc")
+    for adapter in (a, b, a, c):
+        folders.folder(adapter)
+
+    assert {folder.name for folder in (tmp_path / "cache").iterdir()} == {
+        a.manifest_sha256,
+        c.manifest_sha256,
+    }

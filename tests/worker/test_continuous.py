@@ -1,0 +1,195 @@
+"""The continuous batch over transformers: every row as if it were alone, with its own adapter."""
+
+import asyncio
+import contextlib
+import gc
+
+import pytest
+import torch
+
+from core.registry import BaseModelEntry
+from core.response_format import held_to
+from tests.tiny import make_byte_model
+from worker.continuous import ContinuousEngine, sample
+from worker.engine import Ask
+from worker.policy import load_base
+
+TEMPERATE = {"temperature": 1.0, "top_p": 1.0}
+
+
+def ask(length=4, adapter=None, **options):
+    defaults = {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "seed": 1,
+        "max_tokens": 12,
+        "held_to": "",
+        "top_logprobs": 3,
+    }
+    return Ask(prompt_ids=tuple(range(6, 6 + length)), adapter=adapter, **defaults | options)
+
+
+@pytest.fixture
+def make_engine(tiny_model):
+    engines = []
+
+    def make(folder=tiny_model, **options):
+        entry = BaseModelEntry(path=folder, dtype="float32", context=128)
+        engines.append(ContinuousEngine(load_base("tiny", entry, folder, "cpu"), **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        asyncio.run(engine.close())
+
+
+@pytest.fixture
+def adapters(make_policy, tmp_path):
+    """Two that have learned different things, each with the policy that it was saved from."""
+    policies = {tmp_path / str(seed): make_policy(moved=True, seed=seed) for seed in (1, 2)}
+    for folder, policy in policies.items():
+        policy.save(folder)
+    return policies
+
+
+def answer(engine, *asks):
+    async def one(ask):
+        return [token async for token in engine.generate(ask)]
+
+    async def everyone():
+        return await asyncio.gather(*map(one, asks))
+
+    return asyncio.run(everyone())
+
+
+def test_greedy_answers_of_mixed_adapters_are_those_of_transformers_own_generate(make_engine, adapters):
+    """Base model and two adapters in one batch, prompts of different lengths; logprobs are of a plain forward pass."""
+    folders = [None, *adapters]
+    asks = [ask(length, folders[length % 3]) for length in range(1, 25)]
+    engine = make_engine()
+    answers = answer(engine, *asks)
+
+    assert engine.steps < len(asks) * 12 / 3, "they were not answered together"
+    for asked, tokens in zip(asks, answers, strict=True):
+        policy = adapters[asked.adapter or folders[1]]
+        ids = torch.tensor([asked.prompt_ids])
+        with torch.no_grad(), contextlib.nullcontext() if asked.adapter else policy.as_base():
+            expected = policy.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=12,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            logprobs = (
+                policy.model(expected, use_cache=False).logits[0].log_softmax(-1)[ids.shape[1] - 1 : -1]
+            )
+        written = expected[0, ids.shape[1] :].tolist()
+        assert [token.id for token in tokens] == written
+        assert [token.logprob for token in tokens] == pytest.approx(
+            logprobs[range(len(written)), written].tolist(), abs=1e-4
+        )
+        assert [dict(token.top) for token in tokens] == [
+            pytest.approx(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), abs=1e-4)
+            for best in (row.topk(3) for row in logprobs)
+        ]
+
+
+def test_the_adapters_of_that_test_say_different_things(make_engine, adapters):
+    said = answer(make_engine(), *(ask(9, folder) for folder in (None, *adapters)))
+
+    assert len({tuple(token.id for token in tokens) for tokens in said}) == 3
+
+
+def test_an_answer_depends_on_its_seed_and_on_nothing_else_in_the_batch(make_engine, adapters):
+    asks = [ask(5, folder, seed=seed, **TEMPERATE) for seed in range(6) for folder in (None, *adapters)]
+    engine = make_engine()
+    together = answer(engine, *asks)
+    alone = [answer(engine, asked)[0] for asked in asks]
+
+    assert [[token.id for token in tokens] for tokens in together] == [[t.id for t in ts] for ts in alone]
+    assert len({tuple(token.id for token in tokens) for tokens in alone}) > 10
+
+
+def test_more_than_fit_wait_for_their_turn(make_engine):
+    answers = answer(make_engine(most_rows=3), *(ask(3, seed=seed, **TEMPERATE) for seed in range(10)))
+
+    assert all(tokens[-1].last for tokens in answers)
+
+
+def test_who_leaves_is_not_computed_for(make_engine):
+    engine = make_engine()
+
+    async def leave():
+        tokens = engine.generate(ask(max_tokens=100, seed=3, **TEMPERATE))
+        await anext(tokens)
+        await tokens.aclose()
+        others = [token async for token in engine.generate(ask(max_tokens=3))]
+        return others
+
+    assert asyncio.run(leave())[-1].last
+    assert engine.steps < 50
+
+
+def test_an_answer_is_held_to_its_own_schema_and_its_neighbours_to_none(make_engine, tmp_path):
+    engine = make_engine(make_byte_model(tmp_path / "bytes"))
+    schemas = [held_to({"enum": ["yes"]}), held_to({"type": "boolean"}), ""]
+    answers = answer(engine, *(ask(held_to=schema, max_tokens=40, **TEMPERATE) for schema in schemas))
+    said = [engine.tokenizer.decode([t.id for t in tokens], skip_special_tokens=True) for tokens in answers]
+
+    assert said[0] == '"yes"'
+    assert said[1] in ("true", "false")
+    assert said[2] not in ('"yes"', "true", "false")
+
+
+def test_a_failure_reaches_those_it_concerns_and_the_next_is_answered(make_engine, monkeypatch):
+    engine = make_engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model, "write", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            answer(engine, ask())
+
+    assert answer(engine, ask())[0][-1].last
+
+
+def test_an_adapter_under_a_new_name_is_read_anew(make_engine, make_policy, tmp_path):
+    """What was trained again lies in a folder of another name; nothing of the old one is used."""
+    engine = make_engine()
+    old, new = make_policy(moved=True, seed=1), make_policy(moved=True, seed=5)
+    old.save(tmp_path / "old")
+    before = answer(engine, ask(9, tmp_path / "old"))
+    new.save(tmp_path / "new")
+    after = answer(engine, ask(9, tmp_path / "new"), ask(9, tmp_path / "old"))
+
+    assert [t.logprob for t in after[0]] != pytest.approx([t.logprob for t in before[0]], abs=1e-2)
+    assert [t.logprob for t in after[1]] == pytest.approx([t.logprob for t in before[0]], abs=1e-4)
+
+
+def test_closing_an_engine_ends_its_thread_and_frees_its_weights(make_engine):
+    import weakref
+
+    engine = make_engine()
+    answer(engine, ask())
+    weights = weakref.ref(engine.model)
+    asyncio.run(engine.close())
+    assert engine.lost
+    engine.model = None
+    gc.collect()
+
+    assert weights() is None
+
+
+def test_top_p_keeps_the_likeliest_tokens_that_reach_it():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    draws = [number / 100 for number in range(100)]
+    chosen = [sample(logits, [ask(temperature=1.0, top_p=0.7)], [draw]).item() for draw in draws]
+
+    assert set(chosen) == {0, 1}
+    assert chosen.count(0) == pytest.approx(62, abs=2)
+
+
+def test_each_row_has_its_own_temperature():
+    logits = torch.tensor([[1.0, 0.9], [1.0, 0.9]])
+    asks = [ask(temperature=0.0), ask(temperature=1.0)]
+
+    assert sample(logits, asks, [0.99, 0.99]).tolist() == [0, 1]

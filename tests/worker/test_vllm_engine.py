@@ -1,0 +1,203 @@
+"""`regraft-server inference` with vLLM, really: a process, adapters from a blob store, requests side by side."""
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from core.blobs import FolderBlobs
+from core.registry import BaseModelEntry
+from tests.tiny import WORDS, make_tiny_model
+from worker.policy import Policy, load_base
+from worker.samplers.vllm import installed
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(installed() is None, reason="vLLM is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vllm")
+    make_tiny_model(folder / "model", head_dim=32)  # no kernel of vLLM's for a CPU takes 16
+    (folder / "models.toml").write_text('[models.tiny]\npath = "model"\ndtype = "float32"\ncontext = 128\n')
+    return folder
+
+
+def policy_of(folder, seed):
+    entry = BaseModelEntry(path=folder / "model", dtype="float32", context=128)
+    policy = Policy(load_base("tiny", entry, folder, "cpu"), rank=4, alpha=8, seed=seed)
+    torch.manual_seed(seed + 1)
+    for parameter in policy.trainable:
+        torch.nn.init.normal_(parameter, std=0.2)
+    return policy
+
+
+def publish(folder, policy, prefix):
+    """As worker/checkpoints.py does. Returns how the API names the weights."""
+    policy.save(folder / "scratch")
+    blobs, files = FolderBlobs(folder / "blobs"), []
+    for path in sorted((folder / "scratch").iterdir()):
+        info = blobs.put_file(f"{prefix}/{path.name}", path)
+        files.append({"name": path.name, "bytes": info.size, "sha256": info.sha256})
+    manifest = json.dumps({"files": files}).encode()
+    blobs.put_bytes(f"{prefix}/manifest.json", manifest)
+    return {"prefix": prefix, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "REGRAFT_DATA_DIR": str(folder),
+        "REGRAFT_MODELS_FILE": str(folder / "models.toml"),
+        "REGRAFT_INFERENCE_KEY": "key",
+        "REGRAFT_SAMPLER": "vllm",
+        "REGRAFT_KV_CACHE_GIB": "0.1",
+        "REGRAFT_TORCH_THREADS": "1",
+    }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, "-m", "worker.cli", "inference", "--port", str(port)]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            httpx.get(f"{url}/healthz").raise_for_status()
+            break
+        except httpx.TransportError:
+            assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.2)
+    yield url
+    children = list(descendants(process.pid))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0, (folder / "log").read_text()[-3000:]
+    assert children, "vLLM ran in no process of its own: the next line would prove nothing"
+    deadline = time.monotonic() + 20  # the last of them ends when it notices that the others have
+    while left := [name for child in children if (name := command_of(child))]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def command_of(pid):
+    """ "" if it has ended, also if nobody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def descendants(pid):
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):  # of each thread
+        for child in children.read_text().split():
+            yield int(child)
+            yield from descendants(int(child))
+
+
+def ask_all(url, wanted):
+    """Answers to (name, adapter, text) triples that are asked at once. A model that loads is asked for again."""
+
+    async def ask(client, model, adapter, text):
+        body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0}
+        body |= {"max_tokens": 10, "logprobs": True, "top_logprobs": 2}
+        body |= {"regraft": {"base_model": "tiny", "adapter": adapter}}
+        while True:
+            answer = await client.post(f"{url}/v1/chat/completions", json=body)
+            if answer.status_code != 503:
+                return answer.json()
+            assert answer.headers["retry-after"]
+
+    async def everyone():
+        headers = {"authorization": "Bearer key"}
+        async with httpx.AsyncClient(headers=headers, timeout=300) as client:
+            return await asyncio.gather(*(ask(client, *one) for one in wanted))
+
+    return asyncio.run(everyone())
+
+
+def expected(policy, text):
+    """The greedy answer's tokens and log-probabilities, of plain transformers and PEFT."""
+    ids = torch.tensor([policy.render([{"role": "user", "content": text}])])
+    with torch.no_grad():
+        whole = policy.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=10,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        logprobs = policy.model(whole, use_cache=False).logits[0].log_softmax(-1)
+    return [
+        (policy.tokenizer.decode([token]), logprobs[ids.shape[1] - 1 + at, token].item())
+        for at, token in enumerate(whole[0, ids.shape[1] :].tolist())
+        if token not in policy.stop_ids
+    ]
+
+
+def said(answer):
+    assert "choices" in answer, answer
+    return [(one["token"], one["logprob"]) for one in answer["choices"][0]["logprobs"]["content"]]
+
+
+def assert_same(answer, policy, text, base=False):
+    if base:
+        with policy.as_base():
+            right = expected(policy, text)
+    else:
+        right = expected(policy, text)
+    assert [token for token, _ in said(answer)] == [token for token, _ in right]
+    assert [value for _, value in said(answer)] == pytest.approx([value for _, value in right], abs=1e-3)
+
+
+def test_base_model_and_more_adapters_than_fit_at_once_each_give_their_own_answers(server, folder):
+    """Side by side, in batches that vLLM mixes as it likes; on a CPU a row without an adapter would get another's."""
+    policies = [policy_of(folder, seed) for seed in range(10)]
+    adapters = [publish(folder, policy, f"job/{number}") for number, policy in enumerate(policies)]
+    texts = [f"say {word}" for word in WORDS[6:18]]
+    wanted = [("tiny", None, text) for text in texts]
+    wanted += [("ft", adapters[n % 10], text) for n, text in enumerate(texts)]
+
+    answers = ask_all(server, wanted)
+
+    for answer, text in zip(answers[:12], texts, strict=True):
+        assert_same(answer, policies[0], text, base=True)
+    for number, (answer, text) in enumerate(zip(answers[12:], texts, strict=True)):
+        assert_same(answer, policies[number % 10], text)
+    first = {
+        tuple(token for token, _ in said(answer))
+        for answer in ask_all(server, [("ft", adapter, texts[0]) for adapter in adapters[:4]])
+    }
+    assert len(first) > 1, "the adapters all say the same: the test would prove nothing"
+
+
+def test_weights_that_were_trained_again_are_never_the_old_ones(server, folder):
+    """Same model name, same prefix, long prompt that the prefix cache knows."""
+    text = "say the word " * 12
+    for seed in (20, 21):
+        policy = policy_of(folder, seed)
+        adapter = publish(folder, policy, "job/again")
+        [answer] = ask_all(server, [("ft:same", adapter, text)])
+        assert_same(answer, policy, text)
+
+
+def test_an_adapter_of_too_high_a_rank_is_refused_with_what_to_do(server, folder):
+    entry = BaseModelEntry(path=folder / "model", dtype="float32", context=128)
+    policy = Policy(load_base("tiny", entry, folder, "cpu"), rank=128, alpha=8, seed=0)
+    [answer] = ask_all(server, [("ft", publish(folder, policy, "job/high"), "say it")])
+
+    assert "REGRAFT_INFERENCE_MAX_LORA_RANK" in answer["error"]["message"]

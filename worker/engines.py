@@ -1,0 +1,149 @@
+"""Which models are loaded: on demand, within the memory there is, the one that was not used the longest goes first."""
+
+import asyncio
+import gc
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from core.chat import Served
+from core.registry import BaseModelEntry, Registry, sampler_of
+from core.settings import Settings
+from worker.adapters import AdapterFolders, AdapterGone
+from worker.engine import Engine
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOAD_PATIENCE = 60.0  # then a client is told to come back; loading goes on
+
+
+class Refused(Exception):
+    """The request cannot be answered; the message says why, `status` how HTTP does."""
+
+    def __init__(
+        self, message: str, status: int = 400, *, code: str | None = None, retry_after: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.retry_after = status, code, retry_after
+
+
+class Builder(Protocol):
+    """Makes engines of one kind."""
+
+    def bytes_needed(self, entry: BaseModelEntry) -> int:
+        """Of the memory that `bytes_free` is about. Blocks."""
+        ...
+
+    def bytes_free(self) -> int: ...
+
+    async def build(self, name: str, entry: BaseModelEntry) -> Engine: ...
+
+
+@dataclass
+class Loaded:
+    engine: Engine
+    users: int = 0
+
+
+class Engines:
+    """The loaded base models, and their adapters' folders."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        builders: Mapping[str, Builder],
+        adapters: AdapterFolders,
+        *,
+        patience: float = LOAD_PATIENCE,
+    ) -> None:
+        """`builders` by the name of the sampler that a model has in the registry."""
+        self.settings, self.registry, self.builders, self.adapters = settings, registry, builders, adapters
+        self.patience = patience
+        self._loaded: OrderedDict[str, Loaded] = OrderedDict()
+        self._loading: dict[str, asyncio.Task[Loaded]] = {}
+        self._one_at_a_time = asyncio.Lock()  # or two would be promised the same memory
+
+    @asynccontextmanager
+    async def open(self, served: Served) -> AsyncIterator[tuple[Engine, Path | None]]:
+        """The model, which stays loaded as long as this is open, and the folder of its adapter.
+
+        Raises:
+            Refused: there is no such model, no room for it, or it takes longer to load than a client should wait.
+        """
+        name = served.base_model
+        loaded = await self._in_time(self._task(name), name)
+        while self._loaded.get(name) is not loaded:  # it made room for another before we came to hold it
+            loaded = await self._in_time(self._task(name), name)
+        loaded.users += 1
+        try:
+            folder = None
+            if served.adapter is not None:
+                wanted = asyncio.to_thread(self.adapters.folder, served.adapter)
+                folder = await self._in_time(asyncio.ensure_future(wanted), "the adapter")
+            yield loaded.engine, folder
+        finally:
+            loaded.users -= 1
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._loading) or any(loaded.users for loaded in self._loaded.values())
+
+    async def close(self) -> None:
+        for loaded in self._loaded.values():
+            await loaded.engine.close()
+        self._loaded.clear()
+
+    async def _in_time(self, task: "asyncio.Future[T]", what: str) -> T:
+        try:
+            return await asyncio.wait_for(asyncio.shield(task), self.patience)
+        except TimeoutError:
+            raise Refused(
+                f"{what} is still being loaded; ask again.", 503, code="loading", retry_after=5
+            ) from None
+        except AdapterGone as gone:
+            raise Refused(f"The model cannot be loaded: {gone}.", 404, code="model_not_found") from gone
+
+    def _task(self, name: str) -> "asyncio.Task[Loaded]":
+        if name not in self._loading:
+            task = self._loading[name] = asyncio.create_task(self._find(name))
+            task.add_done_callback(lambda done: self._loading.pop(name))
+        return self._loading[name]
+
+    async def _find(self, name: str) -> Loaded:
+        if (loaded := self._loaded.get(name)) is not None and loaded.engine.lost:
+            log.warning("the engine of %s has died and is started again", name)
+            await self._loaded.pop(name).engine.close()
+        if name not in self._loaded:
+            async with self._one_at_a_time:
+                self._loaded[name] = Loaded(await self._load(name))
+        self._loaded.move_to_end(name)
+        return self._loaded[name]
+
+    async def _load(self, name: str) -> Engine:
+        entry = self.registry.models.get(name)
+        if entry is None:
+            raise Refused(f"The model '{name}' does not exist.", 404, code="model_not_found")
+        builder = self.builders[sampler_of(entry, self.settings.sampler)]
+        needed = await asyncio.to_thread(builder.bytes_needed, entry)
+        await self._make_room(name, needed, builder)
+        log.info("loading %s", name)
+        return await builder.build(name, entry)
+
+    async def _make_room(self, name: str, needed: int, builder: Builder) -> None:
+        while (free := builder.bytes_free()) < needed:
+            idle = next((other for other, loaded in self._loaded.items() if not loaded.users), None)
+            if idle is None:
+                gib = f"{name} needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
+                if self._loaded:
+                    raise Refused(f"{gib} while other models answer.", 503, code="loading", retry_after=10)
+                raise Refused(f"{gib}.", 503, code="not_enough_memory")
+            log.info("unloading %s to make room for %s", idle, name)
+            await self._loaded.pop(idle).engine.close()
+            gc.collect()

@@ -1,0 +1,54 @@
+"""`regraft-server export`: a checkpoint as a folder, as an adapter or merged into the base model's weights."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from core import export
+from core.blobs import BlobStore
+from core.db import Database
+from core.errors import NotFound
+from core.registry import BaseModelEntry, Registry
+from core.settings import Settings
+from graders.spec import hide_secrets
+
+TEXTS = ("README.md", "reproduce.json")
+
+
+def export_to(
+    settings: Settings, database: Database, blobs: BlobStore, name: str, folder: Path, *, merged: bool
+) -> None:
+    """Write what `name` (a checkpoint, a model or a job) stands for into `folder`, or exit with the reason."""
+    if folder.exists() and any(folder.iterdir()):
+        sys.exit(f"{folder} is not empty.")
+    registry = Registry.load(settings.models_file)
+    try:
+        with database.read() as session:
+            checkpoint = export.find(session, name)
+            home = export.gather(session, blobs, registry, checkpoint, hide_secrets)
+            base_model = export.base_model(session, checkpoint)
+    except NotFound as unknown:
+        sys.exit(unknown.message)
+    if not merged:
+        home.write(blobs, folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="regraft-") as scratch:
+        home.write(blobs, Path(scratch))
+        merge(registry.get(base_model), settings.model_cache, Path(scratch), folder)
+
+
+def merge(entry: BaseModelEntry, cache: Path, adapter: Path, folder: Path) -> None:
+    """Write a whole model: base + scale * BA, added in float32 and rounded once to the base's own precision."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from worker.policy import DTYPES, source_of
+
+    source = source_of(entry, cache)
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    model.to(DTYPES[entry.dtype]).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    for name in TEXTS:
+        (folder / name).write_bytes((adapter / name).read_bytes())
