@@ -20,6 +20,10 @@ REFUSALS = {
 }
 
 
+# For the `openapi_extra` of a POST that any key may send, because it changes nothing.
+FOR_ANY_KEY: dict[str, Any] = {"x-key-scope": "read"}
+
+
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """For the `responses` of a route: it answers with one of these, in the shape of all errors."""
     return {status: {"model": Error, "description": REFUSALS[status]} for status in statuses}
@@ -32,21 +36,24 @@ class Documented(FastAPI):
         if self.openapi_schema is None:
             document = super().openapi()
             for path, operations in document["paths"].items():
-                for operation in operations.values():
-                    for status in refusals_of(path, operation):
+                for method, operation in operations.items():
+                    for status in refusals_of(method, path, operation):
                         operation["responses"].setdefault(str(status), _refusal(status))
                     operation["responses"].pop("4XX", None)  # see api/app.py
                     operation["responses"] = dict(sorted(operation["responses"].items()))
         return super().openapi()
 
 
-def refusals_of(path: str, operation: dict[str, Any]) -> Iterator[int]:
+def refusals_of(method: str, path: str, operation: dict[str, Any]) -> Iterator[int]:
     """The statuses that what an operation takes brings with it."""
     body = "requestBody" in operation
     if body or any(parameter["in"] != "path" for parameter in operation.get("parameters", ())):
         yield 400
     if "security" in operation:
         yield 401
+        yield 429
+        if method != "get" and operation.get("x-key-scope") != FOR_ANY_KEY["x-key-scope"]:
+            yield 403
     if "{" in path:
         yield 404
     if body:

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from api.deps import Parts, ReadProject
+from api.document import FOR_ANY_KEY, refusals
 from api.jobs import JobCreate, usable_model
 from core import datasets, estimates, files, usage
 from core.blobs import BlobNotFound, BlobStore
@@ -34,7 +35,7 @@ class EstimateOut(BaseModel):
     reason: str | None  # why there is no estimate
 
 
-@router.post("")
+@router.post("", responses=refusals(404), openapi_extra=FOR_ANY_KEY)
 def estimate_job(body: JobCreate, project: ReadProject, service: Parts) -> EstimateOut:
     """Estimate the job that this body would create. Nothing is created."""
     model = usable_model(body, service)

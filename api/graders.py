@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from pydantic import BeforeValidator
 
 from api.deps import CurrentProject, Parts, ReadProject
+from api.document import FOR_ANY_KEY
 from api.wire import Body
 from core.errors import InvalidRequest
 from graders.backends import Backends
@@ -42,7 +43,7 @@ class GraderRun(Body):
     trace_id: str | None = None  # sent to endpoints, so that their logs can be found again
 
 
-@router.post("/validate")
+@router.post("/validate", openapi_extra=FOR_ANY_KEY)
 def validate_grader(body: GraderValidate, project: ReadProject, service: Parts) -> dict[str, Any]:
     """Check a grader without running it; the answer has it as a job would keep it."""
     refuse_unusable(body.grader, service.backends)

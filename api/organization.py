@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from api.deps import AdminProject, OwnProject, Parts, ReadSession, Uow
+from api.document import refusals
 from api.wire import After, Body, Deleted, EndedListing, Limit, Listing, clamped, ends
 from core import audit, keys, tenants
 from core.audit import OPERATOR
@@ -13,7 +14,8 @@ from core.keys import NewKey, Scope
 from core.limits import Limits
 from core.models import ApiKey, AuditEntry, now
 
-router = APIRouter(prefix="/organization", tags=["Organization"])
+# 403 also for reading: all of it is for administrators.
+router = APIRouter(prefix="/organization", tags=["Organization"], responses=refusals(403))
 KEYS = "/projects/{project_id}/api_keys"
 
 Text = Annotated[str, Field(max_length=128, pattern=r"^[^\x00]*$")]

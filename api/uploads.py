@@ -7,14 +7,17 @@ from typing import Annotated, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from api.deps import CurrentActor, CurrentProject, Parts, Service, Uow
 from api.files import ExpiresAfter, FileName, FileOut, last_segment
+from api.idempotency import Once
 from api.multipart import FormPart, at_most, form_of
 from api.wire import Body
 from core import tenants, uploads
 from core.audit import Actor
+from core.db import Work
 from core.errors import InvalidRequest
 from core.models import File, Project, Upload, UploadPart
 
@@ -79,14 +82,17 @@ FORM = {
 }
 
 
-@router.post("")
-def create_upload(body: UploadCreate, project: CurrentProject, service: Parts, uow: Uow) -> UploadOut:
+@router.post("", response_model=UploadOut)
+def create_upload(
+    body: UploadCreate, project: CurrentProject, service: Parts, once: Once
+) -> UploadOut | JSONResponse:
     """Announce a file that will arrive in parts. It has an hour."""
     most = service.settings.max_multipart_bytes
     if body.bytes > most:
         message = f"An upload has at most {most} bytes, but this one was announced with {body.bytes}."
         raise InvalidRequest(message, param="bytes", code="integer_above_max_value")
-    with uow() as work:
+
+    def create(work: Work) -> UploadOut:
         upload = uploads.create(
             work,
             project.id,
@@ -97,12 +103,15 @@ def create_upload(body: UploadCreate, project: CurrentProject, service: Parts, u
             file_expires_after=body.expires_after.seconds if body.expires_after else None,
             limits=tenants.limits(project, service.settings.default_limits),
         )
-    return UploadOut.of(upload)
+        work.session.flush()  # gives it its id and its times
+        return UploadOut.of(upload)
+
+    return once(create)
 
 
 @router.post(
     "/{upload_id}/parts",
-    openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": FORM}}}},
+    openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": FORM}}, "required": True}},
 )
 async def add_upload_part(
     upload_id: str, request: Request, project: CurrentProject, service: Parts

@@ -119,7 +119,7 @@ def test_the_openapi_document_is_served_and_names_our_errors(house):
     document = house.client().get("/openapi.json").json()
 
     responses = document["paths"][JOBS]["post"]["responses"]
-    assert responses.keys() == {"200", "400", "401", "404", "413"}
+    assert responses.keys() == {"200", "400", "401", "403", "404", "413", "429"}
     assert all("/Error'" in str(responses[status]) for status in responses if status != "200")
     assert "HTTPValidationError" not in document["components"]["schemas"]
 

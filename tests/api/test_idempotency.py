@@ -40,6 +40,23 @@ def test_the_same_request_gets_the_same_answer_and_creates_nothing(house, api, j
     assert house.sent == sent
 
 
+def test_an_upload_is_announced_once(api):
+    asked = {"bytes": 5, "filename": "train.jsonl", "mime_type": "text/jsonl", "purpose": "fine-tune"}
+    first = api.post("/v1/uploads", json=asked, headers=keyed())
+
+    second = api.post("/v1/uploads", json=asked, headers=keyed())
+
+    assert (first.status_code, second.json()) == (200, first.json())
+    assert second.headers["idempotent-replayed"] == "true"
+
+
+@pytest.mark.parametrize("path", ["/v1/webhook_endpoints", "/v1/organization/projects/{project_id}/api_keys"])
+def test_what_answers_with_a_secret_takes_no_key(house, path):
+    parameters = house.app.openapi()["paths"][path]["post"].get("parameters", [])
+
+    assert "Idempotency-Key" not in [parameter["name"] for parameter in parameters]
+
+
 def test_the_answer_is_the_first_one_whatever_became_of_the_job(api, job_request):
     request = job_request()
     first = api.post(JOBS, json=request, headers=keyed()).json()
