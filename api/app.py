@@ -11,7 +11,6 @@ from api import (
     archive,
     attempts,
     chat,
-    checkpoints,
     errors,
     estimates,
     files,
@@ -101,7 +100,6 @@ def create_app(
         webhooks,
         organization,
         stream,
-        checkpoints,
         job_request,
     ):
         app.include_router(resource.router, prefix="/v1")

@@ -100,8 +100,8 @@ class JobNotFound(NotFound):
 class CheckpointNotFound(NotFound):
     code = "checkpoint_not_found"
 
-    def __init__(self, job_id: str, checkpoint_id: str) -> None:
-        super().__init__(f"The job {job_id} has no checkpoint {checkpoint_id}", param="checkpoint_id")
+    def __init__(self, checkpoint_id: str) -> None:
+        super().__init__(f"No such checkpoint: {checkpoint_id}", param="checkpoint_id")
 
 
 class ModelNotFound(NotFound):

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from core import events, tuned
 from core.blobs import BlobCorrupt, BlobNotFound, BlobStore
-from core.errors import NotFound
+from core.errors import CheckpointNotFound, NotFound
 from core.models import Checkpoint, Event, File, Job, TunedModel
 from core.registry import Registry
 
@@ -125,7 +125,7 @@ def of_project(session: Session, project_id: str, checkpoint_id: str) -> Checkpo
     mine = select(Checkpoint).join(Job, Job.id == Checkpoint.job_id).where(Job.project_id == project_id)
     found = session.scalar(mine.where(Checkpoint.id == checkpoint_id))
     if found is None:
-        raise NotFound(f"No such checkpoint: {checkpoint_id}", param="checkpoint_id")
+        raise CheckpointNotFound(checkpoint_id)
     return found
 
 

@@ -8,7 +8,6 @@ from sqlalchemy.orm import Session
 
 from core import pages
 from core.db import Work
-from core.errors import CheckpointNotFound
 from core.models import Checkpoint, Job, TunedModel
 from core.pages import Page
 
@@ -43,14 +42,6 @@ def checkpoints(session: Session, job: Job, *, after: str | None = None, limit: 
     The others are only there for resuming, and are replaced by the next one.
     """
     return pages.newest_first(session, _kept(job), Checkpoint, after=after, limit=limit)
-
-
-def checkpoint(session: Session, job: Job, checkpoint_id: str) -> Checkpoint:
-    """One of the job's kept checkpoints, or CheckpointNotFound."""
-    found = session.scalar(_kept(job).where(Checkpoint.id == checkpoint_id))
-    if found is None:
-        raise CheckpointNotFound(job.id, checkpoint_id)
-    return found
 
 
 def _kept(job: Job) -> Select[Checkpoint]:

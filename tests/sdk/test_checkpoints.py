@@ -32,7 +32,7 @@ def test_the_best_one_is_downloaded_unless_another_is_asked_for(client, job_id, 
     assert {name: (best / name).read_bytes() for name in FILES} == FILES
     assert (best / "step").read_bytes() == b"2"
     assert (asked / "step").read_bytes() == b"3"
-    assert json.loads((best / "manifest.json").read_text())["step"] == 2
+    assert json.loads((best / "reproduce.json").read_text())["checkpoint"]["step"] == 2
 
 
 def test_the_async_client_downloads_it_too(make_async, job_id, tmp_path):
@@ -87,7 +87,10 @@ def archive(files, manifest=None):
     listed = [
         {"name": name, "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()
     ]
-    files = {"manifest.json": json.dumps(manifest or {"files": listed}).encode()} | files
+    checkpoint = {"checkpoint": manifest or {"files": listed}}
+    files = {"job-step-1/reproduce.json": json.dumps(checkpoint).encode()} | {
+        f"job-step-1/{name}": content for name, content in files.items()
+    }
     with tarfile.open(fileobj=out, mode="w") as tar:
         for name, content in files.items():
             entry = tarfile.TarInfo(name)
@@ -103,7 +106,7 @@ def archive(files, manifest=None):
         (archive({"a": b"1"}, {"files": [{"name": "a", "sha256": "0" * 64}]}), "a does not have the sha256"),
         (archive({}, {"files": [{"name": "a", "sha256": "0" * 64}]}), "a is missing"),
         (archive({"../escaped": b"1"}), "no plain file"),
-        (archive({"a": b"1"}, {"wrong": 1}), "no usable manifest"),
+        (archive({"a": b"1"}, {"wrong": 1}), "no usable reproduce.json"),
         (io.BytesIO(b"not a tar at all"), "cannot be read"),
     ],
 )

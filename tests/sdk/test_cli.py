@@ -204,7 +204,7 @@ def test_checkpoints_are_listed_and_downloaded(regraft, in_json, learned, tmp_pa
     made = in_json("checkpoints", "download", learned, "-o", str(tmp_path / "adapter"))
 
     assert re.search(r"ftckpt_\w+ +3 +0\.750 +best +-", out)
-    assert sorted(made["files"]) == ["adapter_config.json", "manifest.json"]
+    assert sorted(made["files"]) == ["README.md", "adapter_config.json", "reproduce.json"]
     assert regraft("checkpoints", "download", learned, "-o", str(tmp_path / "adapter"))[0] == 2
 
 

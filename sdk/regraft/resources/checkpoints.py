@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import re
 import tarfile
 import tempfile
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from regraft.errors import DownloadCorrupt
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
-MANIFEST = "manifest.json"
+MANIFEST = "reproduce.json"
 SILENCE_SECONDS = 60.0
 
 
@@ -34,8 +35,9 @@ class Checkpoints:
     def download(self, job_id: str, checkpoint_id: str | None = None, *, to: str | Path) -> Path:
         """Write the adapter in PEFT's format to the folder `to`, which must not exist, and return it.
 
-        Without a `checkpoint_id` it is the one with the highest validation reward. Every file is compared with the
-        manifest, and the folder appears when all of them are right.
+        Beside it are its tokenizer, a model card and reproduce.json, which says what it was made from. Without a
+        `checkpoint_id` it is the one with the highest validation reward. Every file is compared with its hash in
+        reproduce.json, and the folder appears when all of them are right.
 
         Raises:
             FileExistsError: `to` is there already.
@@ -45,7 +47,7 @@ class Checkpoints:
         chosen = checkpoint_id or best(self.list(job_id), job_id).id
         with tempfile.TemporaryFile() as archive:
             with self._client.get(
-                _path(job_id, chosen),
+                _path(chosen),
                 cast_to=object,
                 options=_PATIENT,
                 stream=True,
@@ -74,7 +76,7 @@ class AsyncCheckpoints:
         chosen = checkpoint_id or best(await self.list(job_id), job_id).id
         with tempfile.TemporaryFile() as archive:
             async with await self._client.get(
-                _path(job_id, chosen),
+                _path(chosen),
                 cast_to=object,
                 options=_PATIENT,
                 stream=True,
@@ -114,10 +116,11 @@ def unpack(archive: Any, target: Path) -> Path:
         try:
             with tarfile.open(fileobj=archive) as tar:
                 for entry in tar:
-                    # Names of plain files in this folder: nothing that is sent may write anywhere else.
-                    if not entry.isfile() or "/" in entry.name or "\\" in entry.name or entry.name == "..":
+                    # Plain files of the archive's one folder: nothing that is sent may write anywhere else.
+                    name = re.fullmatch(r"[^/\\]+/([^/\\]+)", entry.name)
+                    if not entry.isfile() or name is None or name[1] == "..":
                         raise DownloadCorrupt(f"The archive holds {entry.name!r}, which is no plain file.")
-                    _copy(tar.extractfile(entry), folder / entry.name)
+                    _copy(tar.extractfile(entry), folder / name[1])
         except tarfile.TarError as cause:
             raise DownloadCorrupt(f"The archive cannot be read: {cause}") from cause
         _compare(folder)
@@ -128,7 +131,7 @@ def unpack(archive: Any, target: Path) -> Path:
 def _compare(folder: Path) -> None:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        expected = {file["name"]: file["sha256"] for file in manifest["files"]}
+        expected = {file["name"]: file["sha256"] for file in manifest["checkpoint"]["files"]}
     except (OSError, ValueError, KeyError, TypeError) as cause:
         raise DownloadCorrupt(f"The archive has no usable {MANIFEST}: {cause}") from cause
     for name, sha256 in expected.items():
@@ -137,7 +140,7 @@ def _compare(folder: Path) -> None:
             raise DownloadCorrupt(f"{name} is missing from the archive.")
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                raise DownloadCorrupt(f"{name} does not have the sha256 of the manifest.")
+                raise DownloadCorrupt(f"{name} does not have the sha256 that {MANIFEST} names.")
 
 
 def _copy(source: Any, target: Path) -> None:
@@ -152,5 +155,5 @@ def _absent(target: Path) -> Path:
     return target
 
 
-def _path(job_id: str, checkpoint_id: str) -> str:
-    return f"/regraft/jobs/{job_id}/checkpoints/{checkpoint_id}/download"
+def _path(checkpoint_id: str) -> str:
+    return f"/regraft/checkpoints/{checkpoint_id}/archive"
