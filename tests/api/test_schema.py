@@ -42,11 +42,12 @@ every_operation = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def known(create_job):
+def known(house, create_job):
     """Values of what is there, by the names that paths, queries and bodies give them."""
     job = create_job()
     body = {name: job[name] for name in ("training_file", "validation_file", "method")}
     return {
+        "project_id": house.project.id,
         "job_id": job["id"],
         "file_id": job["training_file"],
         "model": "tiny",
@@ -56,17 +57,17 @@ def known(create_job):
 
 
 @every_operation
-@pytest.mark.parametrize("mode", GenerationMode)
-def test_every_answer_is_as_documented(house, known, method, path, mode):
-    send_and_check(house, known, method, path, mode, examples=8)
+@pytest.mark.parametrize("house", ["postgres"], indirect=True)  # it is the stricter one
+def test_every_answer_is_as_documented(house, known, method, path):
+    for mode in GenerationMode:
+        send_and_check(house, known, method, path, mode, examples=5)
 
 
 @pytest.mark.slow
 @every_operation
-@pytest.mark.parametrize("mode", GenerationMode)
-@pytest.mark.parametrize("house", ["postgres"], indirect=True)
-def test_every_answer_to_many_more_is_as_documented(house, known, method, path, mode):
-    send_and_check(house, known, method, path, mode, examples=30)
+def test_every_answer_to_many_more_is_as_documented(house, known, method, path):
+    for mode in GenerationMode:
+        send_and_check(house, known, method, path, mode, examples=30)
 
 
 def send_and_check(house, known, method, path, mode, *, examples):
@@ -99,12 +100,15 @@ def send_and_check(house, known, method, path, mode, *, examples):
 
 
 @every_operation
+@pytest.mark.parametrize("house", ["sqlite"], indirect=True)
 def test_every_refusal_that_all_such_routes_document_is_real(house, known, method, path):
     """404 is in test_tenancy.py: it asks every route for ids that are not there."""
     operation = DOCUMENT["paths"][path][method]
     url = path.format_map({name: known.get(name, "x") for name in re.findall(r"{(\w+)}", path)})
-    big = b" " * (MOST_JSON_BYTES + 1)
-    for status in set(refusals_of(method, path, operation)) - {404}:
+    refused = set(refusals_of(method, path, operation)) - {404}
+    if "multipart/form-data" in operation.get("requestBody", {}).get("content", {}):
+        refused -= {400, 413}  # read while it arrives: test_files.py and test_uploads.py
+    for status in refused:
         if status == 401:
             answer = house.client().request(method, url)
         elif status == 403:
@@ -117,10 +121,7 @@ def test_every_refusal_that_all_such_routes_document_is_real(house, known, metho
             query = {p["name"]: "\0" for p in operation.get("parameters", ()) if p["in"] == "query"}
             answer = house.client(house.key).request(method, url, params=query, json=[])
         else:
-            schema = operation["requestBody"]["content"].get("multipart/form-data", {}).get("schema", {})
-            names = [n for n, p in schema.get("properties", {}).items() if p.get("format") == "binary"]
-            how = {"files": dict.fromkeys(names, big)} if names else {"content": big}
-            answer = house.client(house.key).request(method, url, **how)
+            answer = house.client(house.key).request(method, url, content=b" " * (MOST_JSON_BYTES + 1))
 
         assert answer.status_code == status
 
