@@ -59,9 +59,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.upstream = chat.Upstream(settings)
-        async with app.state.upstream.client:
-            yield
+        yield
+        await app.state.upstream.close()
 
     app = Documented(
         title="regraft",
@@ -85,6 +84,7 @@ def create_app(
         streams=CapacityLimiter(STREAMS_AT_ONCE),
         stream_readers=CapacityLimiter(STREAM_READERS),
     )
+    app.state.upstream = chat.Upstream(settings)
     app.include_router(health.router)
     for resource in (
         files,

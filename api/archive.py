@@ -1,5 +1,7 @@
 """/v1/regraft/checkpoints: take a checkpoint home."""
 
+from typing import Any
+
 from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 
@@ -12,7 +14,12 @@ from graders.spec import hide_secrets
 router = APIRouter(prefix="/regraft/checkpoints", tags=["regraft"])
 
 
-@router.get("/{checkpoint_id}/archive", response_class=StreamingResponse)
+ARCHIVE: dict[int | str, dict[str, Any]] = {
+    200: {"description": "An uncompressed tar.", "content": {"application/x-tar": {}}}
+}
+
+
+@router.get("/{checkpoint_id}/archive", response_class=StreamingResponse, responses=ARCHIVE)
 def download_checkpoint(
     checkpoint_id: str, project: CurrentProject, session: ReadSession, service: Parts
 ) -> StreamingResponse:

@@ -25,7 +25,7 @@ from api.wire import Body
 from core import tuned
 from core.blobs import BlobNotFound, BlobStore
 from core.chat import Adapter, Chat, Served
-from core.errors import ModelNotFound, NotReady, ServiceError
+from core.errors import InvalidRequest, ModelNotFound, NotReady, ServiceError
 from core.hangup import until_gone
 from core.models import Checkpoint
 from core.settings import Settings
@@ -96,23 +96,40 @@ class Upstream:
     def __init__(self, settings: Settings, *, patience: float = START_PATIENCE) -> None:
         self.url = settings.inference_url.rstrip("/")
         self.patience = patience
-        self.client = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {settings.inference_key}"},
+        self.headers = {"authorization": f"Bearer {settings.inference_key}"}
+        self._heard_at = float("-inf")
+        self._manifests: OrderedDict[str, str] = OrderedDict()
+        self._client: httpx.AsyncClient | None = None
+
+    @property
+    def client(self) -> httpx.AsyncClient:
+        """Made when it is first used, in the event loop that it then belongs to."""
+        if self._client is None:
+            self._client = self._connected()
+        return self._client
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    def _connected(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            headers=self.headers,
             timeout=TIMEOUT,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,  # a proxy for the world outside is not meant for the machine next door
         )
-        self._heard_at = float("-inf")
-        self._manifests: OrderedDict[str, str] = OrderedDict()
 
     async def send(self, body: dict[str, Any]) -> httpx.Response:
         """The answer, of which only the head has been read.
 
         Raises:
+            InvalidRequest: this installation has none.
             NotReady: the inference server is not there, or not yet.
         """
         if not self.url:
-            raise NotReady(
+            raise InvalidRequest(
                 "This server has no inference server: its operator names one in REGRAFT_INFERENCE_URL.",
                 code="serving_not_configured",
             )
@@ -188,7 +205,12 @@ def _described(
     return body.forwarded(Served(base_model=model.base_model, adapter=adapter))
 
 
-@router.post("", responses=refusals(404, 503))
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "A chat completion, or its chunks.", "content": {"text/event-stream": {}}}
+}
+
+
+@router.post("", responses=ANSWERS | refusals(404, 503))
 async def create_chat_completion(
     request: Request, described: Annotated[dict[str, Any], Depends(_described)], upstream: Inference
 ) -> Response:

@@ -219,13 +219,13 @@ def test_a_key_that_the_inference_server_does_not_take_is_not_the_callers_mistak
     assert ask(web).status_code == 500
 
 
-def test_without_an_inference_server_there_is_503_that_says_what_to_do(house):
+def test_without_an_inference_server_the_refusal_says_what_to_do(house):
     for url in served(api_over(house, "")):
         answer = httpx.post(
             f"{url}/v1/chat/completions", json=USER, headers={"Authorization": f"Bearer {house.key}"}
         )
 
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "serving_not_configured")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "serving_not_configured")
     assert "REGRAFT_INFERENCE_URL" in answer.json()["error"]["message"]
 
 
