@@ -175,7 +175,7 @@ def test_an_operator_makes_a_key_in_the_pod_of_the_api(installed):
     kubelet, running = installed
     api, _ = running["api"]
     made = subprocess.run(
-        ["regraft-server", "create-key", "--name", "me"],
+        ["regraft-server", "admin", "key", "create", "--name", "me", "--json"],
         env=kubelet.environment(api),
         capture_output=True,
         text=True,
