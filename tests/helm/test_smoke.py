@@ -3,6 +3,7 @@
 Instead of a cluster: volumes are folders of this machine, Secrets are those of servers that the tests start.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -182,7 +183,7 @@ def test_an_operator_makes_a_key_in_the_pod_of_the_api(installed):
         check=True,
     )
     port = kubelet.overrides["REGRAFT_PORT"]
-    headers = {"Authorization": f"Bearer {made.stdout.strip()}"}
+    headers = {"Authorization": f"Bearer {json.loads(made.stdout)['key']}"}
 
     assert httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).status_code == 200
 
