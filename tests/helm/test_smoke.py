@@ -3,7 +3,6 @@
 Instead of a cluster: volumes are folders of this machine, Secrets are those of servers that the tests start.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -169,23 +168,6 @@ def test_every_probe_is_content_while_all_is_well(installed):
     for pod, _ in running.values():
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert kubelet.probe(pod, kind), f"{pod.name} {kind}"
-
-
-def test_an_operator_makes_a_key_in_the_pod_of_the_api(installed):
-    """The command that NOTES.txt tells."""
-    kubelet, running = installed
-    api, _ = running["api"]
-    made = subprocess.run(
-        ["regraft-server", "admin", "key", "create", "--name", "me", "--json"],
-        env=kubelet.environment(api),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    port = kubelet.overrides["REGRAFT_PORT"]
-    headers = {"Authorization": f"Bearer {json.loads(made.stdout)['key']}"}
-
-    assert httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).status_code == 200
 
 
 def test_pods_end_by_themselves_when_told_to(installed):

@@ -1,6 +1,6 @@
 {{- define "regraft.name" -}}
-{{- if contains "regraft" .Release.Name -}}{{ .Release.Name | trunc 40 | trimSuffix "-" }}
-{{- else -}}{{ printf "%s-regraft" (.Release.Name | trunc 32 | trimSuffix "-") }}
+{{- if contains "regraft" .Release.Name -}}{{ .Release.Name | trunc 34 | trimSuffix "-" }}
+{{- else -}}{{ printf "%s-regraft" (.Release.Name | trunc 26 | trimSuffix "-") }}
 {{- end -}}
 {{- end -}}
 
