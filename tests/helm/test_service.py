@@ -28,7 +28,7 @@ def environment(pod, secrets="secret"):
 @pytest.fixture(params=VARIATIONS)
 def ours(request):
     manifests = render(VARIATIONS[request.param])
-    return [pod for name in ("api", "worker", "migrate") for pod in pods(manifests, name)]
+    return [pod for name in ("api", "worker", "migrate", "inference") for pod in pods(manifests, name)]
 
 
 def test_every_variable_is_one_that_the_service_reads(ours):
