@@ -12,7 +12,7 @@ INSTALLER ?= uv
 # SAMPLER=vllm samples the demo with vLLM, whatever the model's entry says.
 SAMPLER ?= registry
 
-.PHONY: demo test check format bench setup help
+.PHONY: demo test check format bench chart chart-docs setup help
 
 help:    ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -34,6 +34,12 @@ format: setup    ## Rewrite the files as `make check` wants them
 
 bench: $(VENV)/.bench    ## Every claim of speed, side by side with what it is compared to, in one table with the goals
 	$(BIN)/python -m bench.table
+
+chart: setup    ## Render the Helm chart with all its profiles and check what comes out
+	$(BIN)/python -m pytest tests/helm -m "not slow"
+
+chart-docs: setup    ## Write the chart's table of values and its schema anew, from values.yaml and core/settings.py
+	$(BIN)/python helm/generate.py
 
 setup: $(VENV)/.ready
 

@@ -66,7 +66,7 @@ class SeaweedFS:
         names = [
             f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")
         ]
-        ports = dict(zip(names, _free_ports(len(names)), strict=True))
+        ports = dict(zip(names, free_ports(len(names)), strict=True))
         self.port = ports["s3.port"]
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._numbers = itertools.count()
@@ -123,7 +123,7 @@ class SeaweedFS:
         self._process.wait()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with ExitStack() as open_together:  # or the same one would be free twice
         probes = [open_together.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [probe.getsockname()[1] for probe in probes]

@@ -23,7 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from core.blobs import open_blobs
+from core.blobs import blobs_of
 from core.chat import InternalChat, envelope
 from core.hangup import until_gone
 from core.registry import Registry
@@ -282,7 +282,7 @@ def open_engines(settings: Settings) -> Engines:
         from worker.vllm_engine import VllmBuilder
 
         builders["vllm"] = VllmBuilder(settings)
-    blobs = open_blobs(settings.blobs, endpoint_url=settings.s3_endpoint_url)
+    blobs = blobs_of(settings)
     folders = AdapterFolders(blobs, (settings.data_dir / "adapters").resolve())
     return Engines(settings, Registry.load(settings.models_file), builders, folders)
 

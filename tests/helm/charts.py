@@ -103,7 +103,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
             "endpointHosts": ["*.graders.example.com"],
             "existingSecret": "judge-keys",
         },
-        inference={"url": "http://inference:8000/v1", "existingSecret": "inference"},
+        inference={"enabled": False, "url": "http://inference:8000/v1", "existingSecret": "inference"},
         api={
             "nodeSelector": {"pool": "web"},
             "tolerations": [{"key": "web", "operator": "Exists"}],

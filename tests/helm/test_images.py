@@ -85,7 +85,9 @@ def test_the_api_installs_and_starts_by_the_commands_of_its_image(tmp_path):
                 else:
                     shutil.copy(ROOT / name, source / target)
         elif word == "RUN" and "/opt/regraft" in rest:
-            command = rest.replace("/opt/regraft", str(prefix)).replace(" --no-cache ", " ")
+            command = rest.replace("/opt/regraft", str(prefix)).replace(
+                " --no-cache --compile-bytecode ", " "
+            )
             # uv, and with it the first command, is what the tests' own environment has been made with.
             command = re.sub(r"^python -m pip install \S+ -r \S+ && python", sys.executable, command)
             subprocess.run(command, shell=True, check=True, cwd=source, env=_environment())

@@ -120,7 +120,13 @@ def test_workers_where_graders_run_reach_database_broker_store_and_names_only():
         for rule in policy["egress"]
         for peer in rule["to"]
     ]
-    assert reached == [("dns", 53), ("postgresql", 5432), ("valkey", 6379), ("seaweedfs", 8333)]
+    assert reached == [
+        ("dns", 53),
+        ("postgresql", 5432),
+        ("valkey", 6379),
+        ("inference", 8100),
+        ("seaweedfs", 8333),
+    ]
     assert policy["ingress"] == []
 
 

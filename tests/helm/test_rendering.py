@@ -6,7 +6,7 @@ import json
 import jsonschema
 import pytest
 
-from tests.helm.charts import CHART, VARIATIONS, Pod, helm, of_kind, pods, profile, render
+from tests.helm.charts import CHART, POOL, VARIATIONS, Pod, helm, of_kind, pods, profile, render
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="it brings Kubernetes' schemas")
 
@@ -101,8 +101,11 @@ def test_lint_has_nothing_to_say(name):
 
 
 def test_names_are_unique_and_short_enough_for_labels():
-    for name in ("regraft", "a-release-with-a-name-as-long-as-helm-lets-it-be-53ch"):
-        manifests = render(VARIATIONS["every corner"], name=name)
+    longest = POOL | {"name": "a-pool-with-20-chars"}
+    every = VARIATIONS["every corner"]
+    values = every | {"workers": [*every["workers"], longest]}
+    for name in ("regraft", "a-release-with-a-name-as-long-as-helm-lets-it-be-53ch", "regraft" * 7):
+        manifests = render(values, name=name)
         names = [(one["kind"], one["metadata"]["name"]) for one in manifests]
 
         assert len(names) == len(set(names))

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from core.settings import Settings
 from graders.backends import Backends, Inference
 from helm.generate import OWN, settings_schema
 from tests import factories
-from tests.helm.charts import VARIATIONS, of_kind, pods, profile, render
+from tests.helm.charts import ROOT, VARIATIONS, of_kind, pods, profile, render
 from worker import alive, cli
 
 
@@ -27,7 +28,7 @@ def environment(pod, secrets="secret"):
 @pytest.fixture(params=VARIATIONS)
 def ours(request):
     manifests = render(VARIATIONS[request.param])
-    return [pod for name in ("api", "worker", "migrate") for pod in pods(manifests, name)]
+    return [pod for name in ("api", "worker", "migrate", "inference") for pod in pods(manifests, name)]
 
 
 def test_every_variable_is_one_that_the_service_reads(ours):
@@ -59,7 +60,7 @@ def example(schema):
     if schema["type"] == "number":
         return 86400.5
     if schema["type"] == "object":
-        return {}
+        return {name: example(of) for name, of in schema["properties"].items()}
     return "EUR" if schema.get("pattern") == "^[A-Z]{3}$" else "text"
 
 
@@ -72,30 +73,46 @@ def test_every_setting_can_be_given_and_arrives(monkeypatch):
     settings = Settings().model_dump(mode="json")
 
     assert len(given) > 15
-    assert {name: settings[name] for name in given if given[name] != {}} == {
-        n: v for n, v in given.items() if v != {}
-    }
+    assert {name: settings[name] for name in given} == given
     assert known.keys() | OWN == Settings.model_fields.keys()
 
 
-def test_every_command_is_one_of_the_service(ours, monkeypatch):
-    """Parsed by the program's own parser, which ends the process when it does not know a command."""
-    seen = []
+@pytest.fixture
+def parse(monkeypatch):
+    """A command line as the program's own parser reads it, which ends the process when it does not know it."""
 
-    def parsed(self, *rest):
-        seen.append(real(self, *rest))
-        raise KeyboardInterrupt
+    class Parsed(Exception):
+        pass
+
+    def stop(self, *rest):
+        raise Parsed(real(self, *rest))
+
+    def parse(words):
+        monkeypatch.setattr("sys.argv", words)
+        with pytest.raises(Parsed) as parsed:
+            cli.main()
+        return parsed.value.args[0]
 
     real = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
-    for pod in ours:
-        program, *arguments = pod.containers[0]["command"]
-        monkeypatch.setattr("sys.argv", [program, *arguments])
-        with pytest.raises(KeyboardInterrupt):
-            cli.main()
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    return parse
 
-        assert program == "regraft-server"
-        assert seen[-1].command == pod.component
+
+def test_every_command_is_one_of_the_service(ours, parse):
+    for pod in ours:
+        words = pod.containers[0]["command"]
+
+        assert words[0] == "regraft-server"
+        assert parse(words).command == pod.component
+
+
+@pytest.mark.parametrize("file", ["helm/regraft/templates/NOTES.txt", "docs/kubernetes.md"])
+def test_what_operators_are_told_to_type_are_commands_of_the_service(file, parse):
+    lines = re.findall(r"-- (regraft-server .*)", (ROOT / file).read_text())
+
+    assert lines
+    for line in lines:
+        assert parse(line.split()).command == "admin"
 
 
 def test_the_api_listens_where_probes_and_service_look():

@@ -6,12 +6,11 @@ Instead of a cluster: volumes are folders of this machine, Secrets are those of 
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -21,7 +20,7 @@ from tests.e2e.conftest import ROOT, Server
 from tests.e2e.test_openai_client import create, method, wait
 from tests.e2e.test_production_size import redis_url as redis_url
 from tests.helm.charts import Pod, of_kind, pods, profile, render
-from tests.servers import SeaweedFS
+from tests.servers import SeaweedFS, free_ports
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -34,14 +33,15 @@ class Kubelet:
     folder: Path
     secrets: Mapping[str, Mapping[str, str]]
     files: Mapping[str, str]  # the ConfigMap
-    overrides: Mapping[str, str] = field(default_factory=dict)
+    ports: Mapping[str, int]  # by component: those of this machine are shared, so they differ from the pods'
 
     def start(self, pod: Pod) -> "subprocess.Popen[bytes]":
-        container = pod.containers[0]
+        own = {"8100": str(self.ports["inference"])}
+        command = [own.get(word, word) for word in pod.containers[0]["command"]]
         (self.folder / pod.component / "tmp").mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{pod.component}.log").open("w") as log:
             return subprocess.Popen(
-                container["command"], env=self.environment(pod), cwd=self.folder, stdout=log, stderr=log
+                command, env=self.environment(pod), cwd=self.folder, stdout=log, stderr=log
             )
 
     def environment(self, pod: Pod) -> dict[str, str]:
@@ -49,7 +49,11 @@ class Kubelet:
         image = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         given = {one["name"]: self._value(one) for one in pod.containers[0]["env"]}
         mapped = {name: self.path(pod, value) for name, value in given.items()}
-        return image | mapped | self.overrides
+        return image | mapped | self._here()
+
+    def _here(self) -> dict[str, str]:
+        inference = f"http://127.0.0.1:{self.ports['inference']}/v1"  # instead of the Service's name
+        return {"REGRAFT_PORT": str(self.ports["api"]), "REGRAFT_INFERENCE_URL": inference}
 
     def _value(self, variable) -> str:
         if "value" in variable:
@@ -76,7 +80,7 @@ class Kubelet:
         """Whether the probe, done as the manifest says, is content."""
         probe = pod.containers[0][kind]
         if "httpGet" in probe:
-            url = f"http://127.0.0.1:{self.overrides['REGRAFT_PORT']}{probe['httpGet']['path']}"
+            url = f"http://127.0.0.1:{self.ports[pod.component]}{probe['httpGet']['path']}"
             try:
                 return httpx.get(url, timeout=5).status_code == 200
             except httpx.TransportError:
@@ -117,27 +121,25 @@ def installed(tmp_path_factory, postgres, redis_url, seaweed):
     values["models"] = {"tiny": {"path": str(model), "dtype": "float32", "context": 128}}
     manifests = render(values)
     [config] = of_kind(manifests, "ConfigMap")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     kubelet = Kubelet(
         folder,
         {
             # Without the driver's name, as an operator would write it.
             "regraft-database": {"url": postgres.new_database().replace("+psycopg", "")},
             "regraft-broker": {"url": redis_url},
+            "regraft-inference": {"key": "a-key-of-our-choice"},
             "regraft-s3": {
                 "AWS_ACCESS_KEY_ID": SeaweedFS.access_key,
                 "AWS_SECRET_ACCESS_KEY": SeaweedFS.secret_key,
             },
         },
         config["data"],
-        # The one thing that differs from a pod: ports of this machine are shared.
-        {"REGRAFT_PORT": port},
+        dict(zip(("api", "inference"), free_ports(2), strict=True)),
     )
-    [migrate], [api], [worker] = (pods(manifests, name) for name in ("migrate", "api", "worker"))
+    names = ("migrate", "api", "worker", "inference")
+    [migrate], [api], [worker], [inference] = (pods(manifests, name) for name in names)
     assert kubelet.start(migrate).wait(120) == 0, (folder / "migrate.log").read_text()
-    running = {pod.component: (pod, kubelet.start(pod)) for pod in (api, worker)}
+    running = {pod.component: (pod, kubelet.start(pod)) for pod in (api, worker, inference)}
     try:
         kubelet.wait_for(api, "readinessProbe", running["api"][1])
         kubelet.wait_for(worker, "readinessProbe", running["worker"][1])
@@ -150,7 +152,7 @@ def installed(tmp_path_factory, postgres, redis_url, seaweed):
 
 def server_of(kubelet: Kubelet, process) -> Server:
     """The first key is where the migration has left it."""
-    return Server(process, int(kubelet.overrides["REGRAFT_PORT"]), kubelet.folder / "migrate/data")
+    return Server(process, kubelet.ports["api"], kubelet.folder / "migrate/data")
 
 
 def test_a_job_is_done_by_what_the_chart_starts(installed, seaweed):
@@ -163,28 +165,25 @@ def test_a_job_is_done_by_what_the_chart_starts(installed, seaweed):
     assert client.files.content(job.result_files[0]).text.startswith("step,")
 
 
+def test_the_tuned_model_answers_through_the_api(installed):
+    kubelet, running = installed
+    kubelet.wait_for(running["inference"][0], "readinessProbe", running["inference"][1])
+    client = server_of(kubelet, running["api"][1]).client(max_retries=5)
+    [job] = client.fine_tuning.jobs.list()
+
+    answer = client.chat.completions.create(
+        model=job.fine_tuned_model, messages=[{"role": "user", "content": "say it"}], max_completion_tokens=3
+    )
+
+    assert answer.choices[0].message.content
+    assert answer.model == job.fine_tuned_model
+
+
 def test_every_probe_is_content_while_all_is_well(installed):
     kubelet, running = installed
     for pod, _ in running.values():
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert kubelet.probe(pod, kind), f"{pod.name} {kind}"
-
-
-def test_an_operator_makes_a_key_in_the_pod_of_the_api(installed):
-    """The command that NOTES.txt tells."""
-    kubelet, running = installed
-    api, _ = running["api"]
-    made = subprocess.run(
-        ["regraft-server", "create-key", "--name", "me"],
-        env=kubelet.environment(api),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    port = kubelet.overrides["REGRAFT_PORT"]
-    headers = {"Authorization": f"Bearer {made.stdout.strip()}"}
-
-    assert httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).status_code == 200
 
 
 def test_pods_end_by_themselves_when_told_to(installed):

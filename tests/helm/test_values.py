@@ -56,7 +56,10 @@ WRONG_TOGETHER = {
     "a model from nowhere": ({"models": {"m": {"context": 512}}}, "models: m needs exactly one of path"),
     "a model from two places": ({"models": {"m": {"hub": "a/b", "path": "/models/b"}}}, "m needs exactly one of"),
     "a judge from nowhere": ({"graders": {"judges": {"j": {"explains": False}}}}, "j needs either baseUrl or model"),
-    "a judge that nobody serves": ({"graders": {"judges": {"j": {"model": "m"}}}}, "name the server .* inference.url"),
+    "a judge that nobody serves": (
+        {"graders": {"judges": {"j": {"model": "m"}}}, "inference": {"enabled": False}},
+        "name the server .* inference.url",
+    ),
     "nobody left to look after the rows": ({"workers": [SCALED]}, "keep one pool with at least one replica"),
     "two words on how many": ({"workers": [SCALED | {"replicas": 1}]}, "replicas and autoscaling; give one of them"),
     "upside down": (
@@ -65,6 +68,7 @@ WRONG_TOGETHER = {
     ),
     "a setting as other environment": ({"extraEnv": {"REGRAFT_PORT": "1"}}, "REGRAFT_PORT is for settings"),
     "a secret in the open": ({"extraEnv": {"AWS_SECRET_ACCESS_KEY": "x"}}, "belongs into a Secret"),
+    "two servers of models": ({"inference": {"url": "http://other/v1"}}, "give it or inference.enabled"),
     "an entry for no host": ({"ingress": {"enabled": True}}, "ingress.host: name the host"),
     "a route to no gateway": ({"gateway": {"enabled": True}}, "gateway.parentRefs: name the Gateway"),
     "an API upside down": ({"api": {"autoscaling": {"minReplicas": 9}}}, "api.autoscaling.minReplicas"),

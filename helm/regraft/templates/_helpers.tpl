@@ -1,6 +1,6 @@
 {{- define "regraft.name" -}}
-{{- if contains "regraft" .Release.Name -}}{{ .Release.Name | trunc 40 | trimSuffix "-" }}
-{{- else -}}{{ printf "%s-regraft" (.Release.Name | trunc 32 | trimSuffix "-") }}
+{{- if contains "regraft" .Release.Name -}}{{ .Release.Name | trunc 34 | trimSuffix "-" }}
+{{- else -}}{{ printf "%s-regraft" (.Release.Name | trunc 26 | trimSuffix "-") }}
 {{- end -}}
 {{- end -}}
 
@@ -72,24 +72,47 @@ capabilities:
     secretKeyRef: {{ include "regraft.databaseSecret" . }}
 {{- end -}}
 
+{{- define "regraft.inferenceSecret" -}}
+{{- if .Values.inference.existingSecret -}}
+{name: {{ .Values.inference.existingSecret | quote }}, key: {{ .Values.inference.secretKey | quote }}}
+{{- else -}}
+{name: {{ include "regraft.name" . }}-bundled, key: inference-key}
+{{- end -}}
+{{- end -}}
+
 {{/* The environment of the API and of a pool. Takes (dict "root" $ "gpuClass" "cpu"). */}}
 {{- define "regraft.env" -}}
-{{- $root := .root -}}
 {{- $v := .root.Values -}}
-{{ include "regraft.databaseEnv" $root }}
+{{ include "regraft.databaseEnv" .root }}
 - name: REGRAFT_BROKER_URL
   valueFrom:
-    secretKeyRef: {{ include "regraft.brokerSecret" $root }}
-{{- $keys := $v.objectStore.existingSecret }}
-{{- if $v.bundled.seaweedfs.enabled }}
-{{- $keys = printf "%s-bundled" (include "regraft.name" $root) }}
+    secretKeyRef: {{ include "regraft.brokerSecret" .root }}
+- name: REGRAFT_GPU_CLASS
+  value: {{ .gpuClass | quote }}
+{{- if or $v.graders.judges $v.graders.endpointHosts }}
+- name: REGRAFT_GRADERS_FILE
+  value: /etc/regraft/graders.toml
+{{- end }}
+{{- if or $v.inference.enabled $v.inference.url }}
+- name: REGRAFT_INFERENCE_URL
+  value: {{ $v.inference.url | default (printf "http://%s-inference:8100/v1" (include "regraft.name" .root)) | quote }}
+{{- end }}
+{{ include "regraft.commonEnv" .root }}
+{{- end -}}
+
+{{/* What inference has, too: the store, the models, the settings. */}}
+{{- define "regraft.commonEnv" -}}
+{{- $v := .Values -}}
+{{- $keys := $v.objectStore.existingSecret -}}
+{{- if $v.bundled.seaweedfs.enabled -}}
+{{- $keys = printf "%s-bundled" (include "regraft.name" .) -}}
 - name: REGRAFT_BLOB_URL
   value: s3://regraft/all
 - name: REGRAFT_S3_ENDPOINT_URL
-  value: http://{{ include "regraft.name" $root }}-seaweedfs:8333
+  value: http://{{ include "regraft.name" . }}-seaweedfs:8333
 - name: REGRAFT_S3_REGION
   value: us-east-1
-{{- else }}
+{{- else -}}
 - name: REGRAFT_BLOB_URL
   value: {{ printf "s3://%s/%s" $v.objectStore.bucket $v.objectStore.prefix | trimSuffix "/" | quote }}
 {{- with $v.objectStore.endpointUrl }}
@@ -108,24 +131,14 @@ capabilities:
     secretKeyRef: {name: {{ $keys | quote }}, key: {{ . }}}
 {{- end }}
 {{- end }}
-- name: REGRAFT_GPU_CLASS
-  value: {{ .gpuClass | quote }}
 {{- if $v.models }}
 - name: REGRAFT_MODELS_FILE
   value: /etc/regraft/models.toml
 {{- end }}
-{{- if or $v.graders.judges $v.graders.endpointHosts }}
-- name: REGRAFT_GRADERS_FILE
-  value: /etc/regraft/graders.toml
-{{- end }}
-{{- with $v.inference.url }}
-- name: REGRAFT_INFERENCE_URL
-  value: {{ . | quote }}
-{{- end }}
-{{- with $v.inference.existingSecret }}
+{{- if or $v.inference.enabled $v.inference.existingSecret }}
 - name: REGRAFT_INFERENCE_KEY
   valueFrom:
-    secretKeyRef: {name: {{ . | quote }}, key: {{ $v.inference.secretKey | quote }}}
+    secretKeyRef: {{ include "regraft.inferenceSecret" . }}
 {{- end }}
 {{- range $name, $value := $v.settings }}
 - name: REGRAFT_{{ upper $name }}
@@ -156,6 +169,29 @@ envFrom:
   emptyDir: {sizeLimit: 1Gi}
 - name: config
   configMap: {name: {{ include "regraft.name" . }}}
+{{- end -}}
+
+{{/* What loads models has besides. */}}
+{{- define "regraft.modelMounts" -}}
+- {name: cache, mountPath: /data/models, subPath: converted}
+- {name: cache, mountPath: /cache/huggingface, subPath: huggingface}
+- {name: shm, mountPath: /dev/shm}
+{{- if .Values.weights.existingClaim }}
+- {name: weights, mountPath: /models, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "regraft.modelVolumes" -}}
+- name: cache
+  {{- if .Values.cache.existingClaim }}
+  persistentVolumeClaim: {claimName: {{ .Values.cache.existingClaim | quote }}}
+  {{- else }}
+  emptyDir: {sizeLimit: {{ .Values.cache.size }}}
+  {{- end }}
+{{- with .Values.weights.existingClaim }}
+- name: weights
+  persistentVolumeClaim: {claimName: {{ . | quote }}, readOnly: true}
+{{- end }}
 {{- end -}}
 
 {{/* Pods start anew when the files they read at their start have changed. */}}
@@ -236,9 +272,15 @@ imagePullSecrets:
 {{- if ne 1 (len (without (list $judge.model $judge.baseUrl) nil "")) -}}
 {{- $wrong = append $wrong (printf "graders.judges: %s needs either baseUrl or model" $name) -}}
 {{- end -}}
-{{- if and $judge.model (not $v.inference.url) -}}
-{{- $wrong = append $wrong (printf "graders.judges: %s is a model of the registry; name the server that has those in inference.url" $name) -}}
+{{- if and $judge.model (not $v.inference.url) (not $v.inference.enabled) -}}
+{{- $wrong = append $wrong (printf "graders.judges: %s is a model of the registry; set inference.enabled, or name the server that has those in inference.url" $name) -}}
 {{- end -}}
+{{- end -}}
+{{- if and $v.inference.enabled $v.inference.url -}}
+{{- $wrong = append $wrong "inference.url: is for a server other than the chart's; give it or inference.enabled" -}}
+{{- end -}}
+{{- if and $v.inference.enabled (not (or $v.inference.existingSecret $v.bundled.postgresql.enabled $v.bundled.valkey.enabled $v.bundled.seaweedfs.enabled)) -}}
+{{- $wrong = append $wrong "inference.existingSecret: name the Secret with a key of your choice, which API and workers show it" -}}
 {{- end -}}
 {{- range $name, $_ := $v.extraEnv -}}
 {{- if and (hasPrefix "REGRAFT_" $name) (ne $name "REGRAFT_PYTHON_GRADERS") -}}
