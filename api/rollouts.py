@@ -146,7 +146,7 @@ def _parquet(service: Service, pages: Sequence[RolloutPage], wanted: Wanted) -> 
     """The file, on disk and without a name: it is gone when it is closed. Written a row group at a time."""
     file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 - whoever sends it closes it
     try:
-        with pq.ParquetWriter(file, rollouts.SCHEMA, compression="zstd") as writer:
+        with pq.ParquetWriter(file, rollouts.SCHEMA, **rollouts.FORMAT) as writer:
             for table in rollouts.found_tables(service.blobs, pages, wanted):
                 writer.write_table(table)
     except BaseException:

@@ -116,7 +116,7 @@ def models(session: Session, job: Job, steps: Iterable[int]) -> Mapping[int, str
         # A checkpoint may be the job's result as well. Names with a step sort last, and the last one stays.
         .order_by(TunedModel.name.contains(":ckpt-step-"))
     )
-    return dict(session.execute(named).tuples().all())
+    return {row.step: row.name for row in session.execute(named)}
 
 
 @dataclass(frozen=True)

@@ -129,11 +129,21 @@ class Wanted:
 # Writing.
 
 
+# Most pages hold few samples of little text, so what the format itself takes counts: this is half of the usual.
+FORMAT = {
+    "compression": "zstd",
+    "store_schema": False,  # Arrow's copy of what Parquet says as well
+    "use_dictionary": ["split", "messages", "item", "finish_reason", "reason", "error"],
+    "write_statistics": ["step", "line", "score", "advantage"],
+}
+
+
 def encode(rows: Sequence[Row], total: int) -> bytes:
-    """The samples as a Parquet file, which also says of how many they are."""
-    schema = SCHEMA.with_metadata({"total": str(total)})
+    """The samples as a Parquet file, whose metadata says of how many they are."""
     sink = pa.BufferOutputStream()
-    pq.write_table(_table(rows, schema), sink, row_group_size=ROWS_AT_ONCE, compression="zstd")
+    with pq.ParquetWriter(sink, SCHEMA, **FORMAT) as writer:
+        writer.write_table(_table(rows, SCHEMA), row_group_size=ROWS_AT_ONCE)
+        writer.add_key_value_metadata({"total": str(total)})
     data: bytes = sink.getvalue().to_pybytes()
     return data
 
@@ -154,12 +164,23 @@ def fitted(groups: Sequence[Sequence[Row]], *, most_samples: int, most_bytes: in
     drawn = random.Random(seed).sample(range(len(groups)), len(groups))
     while drawn and sum(len(groups[number]) for number in drawn) > most_samples:
         drawn.pop()
-    while True:
-        rows = [row for number in sorted(drawn) for row in groups[number]]
-        data = encode(rows, total)
-        if not drawn or len(data) <= most_bytes:
-            return Fitted(data, len(rows), total)
-        drawn = drawn[: min(len(drawn) - 1, len(drawn) * max(0, most_bytes) // len(data))]
+
+    def page(count: int) -> Fitted:
+        rows = [row for number in sorted(drawn[:count]) for row in groups[number]]
+        return Fitted(encode(rows, total), len(rows), total)
+
+    best = page(len(drawn))
+    if len(best.data) <= most_bytes:
+        return best
+    best, fits, too_many = page(0), 0, len(drawn)
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        tried = page(middle)
+        if len(tried.data) <= most_bytes:
+            best, fits = tried, middle
+        else:
+            too_many = middle
+    return best
 
 
 def bytes_before(session: Session, job_id: str, step: int) -> int:
@@ -288,12 +309,12 @@ def _parquet(path: Path, keep: Keep | None, descending: bool) -> Iterator[pa.Tab
         numbers = range(file.num_row_groups)
         for number in reversed(numbers) if descending else numbers:
             if keep is None:
-                yield file.read_row_group(number).replace_schema_metadata(None)
+                yield file.read_row_group(number)
                 continue
             looked_at = file.read_row_group(number, columns=_FILTERED).to_pylist(maps_as_pydicts="strict")
             places = [place for place, row in enumerate(looked_at) if keep(row)]
             if places:  # else the texts of this row group are never read
-                yield file.read_row_group(number).take(places).replace_schema_metadata(None)
+                yield file.read_row_group(number).take(places)
 
 
 def _older(path: Path, page: RolloutPage, keep: Keep | None) -> Iterator[pa.Table]:
