@@ -11,6 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALLER ?= uv
 # SAMPLER=vllm samples the demo with vLLM, whatever the model's entry says.
 SAMPLER ?= registry
+# Files of tests are dealt out to this many processes.
+TEST_PROCESSES ?= 2
 
 .PHONY: demo test check format bench chart chart-docs setup help
 
@@ -21,7 +23,7 @@ demo: setup    ## Train a real model on this machine, from a dataset to a better
 	REGRAFT_SAMPLER=$(SAMPLER) $(BIN)/python examples/demo.py
 
 test: setup    ## All tests, on SQLite and PostgreSQL, memory:// and Redis, a folder and S3
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 check: setup    ## Format, lint, types
 	$(BIN)/ruff format --check .

@@ -16,7 +16,7 @@ from api.document import refusals
 from api.graders import refuse_unusable
 from api.idempotency import Once
 from api.wire import After, Body, EndedListing, Limit, Listing, Part, clamped, ends
-from core import budgets, events, files, jobs, tenants, tuned, usage, waiting
+from core import budgets, evals, events, files, jobs, tenants, tuned, usage, waiting
 from core.budgets import Price
 from core.db import Work
 from core.errors import InvalidRequest
@@ -160,7 +160,7 @@ class JobOut(BaseModel):
     usage_metrics: dict[str, Any] | None
     queue: QueueOut | None  # null: the job does not wait
     shared_with_openai: Literal[False] = False
-    eval_id: None = None
+    eval_id: str  # what its validations are found under; empty until the first one
     # Ours.
     budget: dict[str, Any] | None
     estimate: dict[str, Any] | None
@@ -197,6 +197,7 @@ class JobOut(BaseModel):
             user_provided_suffix=job.suffix,
             usage_metrics=usage.shown(job, price),
             queue=None if place is None else QueueOut(position=place.position, reason=place.reason),
+            eval_id=evals.eval_id(job.id),
             budget=budgets.shown(job),
             estimate=None if job.status in jobs.FINAL else usage.shown_estimate(job, price),
         )

@@ -12,10 +12,12 @@ ServiceError                    500 server_error
 │   ├── CheckpointNotFound
 │   ├── ModelNotFound           lists what there is
 │   ├── UploadNotFound
+│   ├── EvalNotFound            an eval, a run or an output item
 │   ├── WebhookEndpointNotFound
 │   ├── OrganizationNotFound
 │   ├── ProjectNotFound
 │   └── KeyNotFound
+├── MadeByJobs                  405: it can be read, and not made or changed
 ├── PayloadTooLarge             413
 ├── QuotaExceeded               429: asking again does not help
 ├── RateLimited                 429: asking again a little later does
@@ -117,6 +119,12 @@ class UploadNotFound(NotFound):
         super().__init__(f"No such Upload object: {upload_id}", param="upload_id")
 
 
+class EvalNotFound(NotFound):
+    def __init__(self, what: str, its_id: str) -> None:
+        """`what` it is (eval, run, output_item), which also names the parameter."""
+        super().__init__(f"No such {what.replace('_', ' ')}: {its_id}", param=f"{what}_id")
+
+
 class WebhookEndpointNotFound(NotFound):
     def __init__(self, endpoint_id: str) -> None:
         super().__init__(f"No such webhook endpoint: {endpoint_id}", param="webhook_endpoint_id")
@@ -135,6 +143,17 @@ class ProjectNotFound(NotFound):
 class KeyNotFound(NotFound):
     def __init__(self, key_id: str) -> None:
         super().__init__(f"No such API key: {key_id}", param="key_id")
+
+
+class MadeByJobs(ServiceError):
+    status_code, type, code = 405, "invalid_request_error", "method_not_supported"
+    headers = {"allow": "GET"}
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Evals can only be read here: each fine-tuning job makes one, with a run for every validation. "
+            "Create a job with POST /v1/fine_tuning/jobs and find its eval in 'eval_id'."
+        )
 
 
 class PayloadTooLarge(ServiceError):

@@ -266,7 +266,7 @@ class StepMetric(Table):
 
 
 class RolloutPage(Table):
-    """Where the graded samples of one step lie: a JSONL blob, one line a sample."""
+    """Where the graded samples of one step lie: a Parquet blob (core/rollouts.py), or JSON lines if it is old."""
 
     __tablename__ = "rollout_pages"
     job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -275,6 +275,11 @@ class RolloutPage(Table):
     epoch: Mapped[int] = mapped_column(Integer)
     blob_key: Mapped[str] = mapped_column(String(512))
     samples: Mapped[int] = mapped_column(Integer)
+    # How many there were, before some were left out for the sake of the quota. 0: an older version wrote all of them.
+    total: Mapped[int] = mapped_column(Integer, default=0)
+    bytes: Mapped[int] = mapped_column(BigInteger, default=0)
+    # Of a validation: what its eval run says of all samples (core/evals.py).
+    summary: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
 

@@ -58,6 +58,10 @@ class Settings(BaseSettings):
     keep_rollouts_days: float | None = Field(default=None, gt=0)
     keep_checkpoints_days: float | None = Field(default=None, gt=0)
     keep_files_days: float | None = Field(default=None, gt=0)
+    # What a job's stored samples may take, and how many of one step's training or validation are stored at most; of
+    # more, whole groups are drawn (docs/rollouts.md).
+    rollout_bytes_per_job: int = Field(default=1 << 30, ge=0)
+    rollouts_per_step: int = Field(default=10_000, ge=0)
     # How old a blob must be to be deleted when no row refers to it: older than any upload takes.
     orphan_hours: float = Field(default=24.0, ge=1)
 

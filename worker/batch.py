@@ -10,6 +10,7 @@ A prompt of 256 tokens with eight answers of 16 is 376 tokens this way and 2,168
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ def share_of(group: Group, settings: Resolved, decode: Decode) -> Share:
     counted = [
         (rollout, advantages_T)
         for (rollout, reward), advantages_T in zip(_pairs(group), advantages_GT, strict=True)
-        if reward is not None and not (settings.overlong == "mask" and rollout.finish_reason == "length")
+        if _counts(rollout, reward, settings)
     ]
     answers = tuple(
         Answer(
@@ -77,6 +78,54 @@ def divisors(shares: Sequence[Share], settings: Resolved) -> tuple[float, float]
         return whole, 1.0
     assert settings.std is not None
     return whole, grpo.batch_deviation([share.rewards_N for share in shares], settings.std) or 1.0
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one answer was worth to its step."""
+
+    advantage: float | None  # of its first token, for outcomes of all; None: it was not learned from
+    steps_J: tuple[float, ...]  # under process supervision: of the tokens of each step
+
+
+def lessons(groups_P: Sequence[Group], settings: Resolved) -> list[list[Lesson]]:
+    """What a step took from its groups, all of them, for each answer: `share_of` and `divisors` for people to read."""
+    scale, std = settings.advantage_scale, settings.std
+    if settings.supervision == "outcome":
+        rewards_PG = [[_shaped(*pair, settings) for pair in _pairs(group)] for group in groups_P]
+        steps_PGJ: list[list[tuple[float, ...]]] = [[()] * len(group.rollouts_G) for group in groups_P]
+        first_PG = grpo.advantages(rewards_PG, scale, std)
+    else:
+        rewards_PGJ = [
+            [[step.score for step in grade.steps] for grade in group.grades_G] for group in groups_P
+        ]
+        normalised_PGJ = grpo.step_advantages(rewards_PGJ, scale, std)
+        # DeepSeekMath's eq. 5 at each step's first token: what its step and all after it are worth.
+        steps_PGJ = [
+            [tuple(accumulate(reversed(r)))[::-1] for r in rewards_GJ] for rewards_GJ in normalised_PGJ
+        ]
+        first_PG = [[steps_J[0] if steps_J else 0.0 for steps_J in steps_GJ] for steps_GJ in steps_PGJ]
+    return [
+        _lessons(group, first_G, steps_GJ, settings)
+        for group, first_G, steps_GJ in zip(groups_P, first_PG, steps_PGJ, strict=True)
+    ]
+
+
+def _lessons(
+    group: Group, first_G: Sequence[float], steps_GJ: Sequence[tuple[float, ...]], settings: Resolved
+) -> list[Lesson]:
+    return [
+        Lesson(
+            first if _counts(*pair, settings) and (settings.kl > 0 or first or any(steps_J)) else None,
+            steps_J,
+        )
+        for pair, first, steps_J in zip(_pairs(group), first_G, steps_GJ, strict=True)
+    ]
+
+
+def _counts(rollout: Rollout, reward: float | None, settings: Resolved) -> bool:
+    """Whether an answer is in the loss; `overlong` may keep one out that is in its group's baseline."""
+    return reward is not None and not (settings.overlong == "mask" and rollout.finish_reason == "length")
 
 
 def _advantages(

@@ -1,14 +1,14 @@
 """What a run tells the world, in short transactions that a run which lost its job cannot make."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
-from core import budgets, events, jobs, tenants, usage, webhooks
+from core import budgets, evals, events, jobs, rollouts, tenants, usage, webhooks
 from core.blobs import BlobStore
 from core.db import Database
 from core.estimates import Ahead
@@ -16,20 +16,21 @@ from core.jobs import Claim
 from core.limits import NO_LIMITS, Limits
 from core.methods import Resolved
 from core.models import Checkpoint, Job, Project, RolloutPage, StepMetric
-from worker import grpo, metrics, results
+from core.rollouts import Row
+from worker import metrics, results
 from worker.checkpoints import job_prefix, publish_best
 from worker.patience import Patience
-from worker.types import Group
+from worker.rollouts import GradedStep, rows_of
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class GradedStep:
-    """One split of one step, ready to be stored."""
+class Quota:
+    """What is stored of a job's samples: bytes in all, and samples of one step's training or validation."""
 
-    split: str  # train | valid
-    groups_P: Sequence[Group]
+    bytes_per_job: int = 1 << 30
+    samples_per_page: int = 10_000
 
 
 class Recorder:
@@ -41,6 +42,7 @@ class Recorder:
         job: Job,
         patience: Patience,
         default_limits: Limits = NO_LIMITS,
+        quota: Quota = Quota(),
     ) -> None:
         self.database = database
         self.blobs = blobs
@@ -48,6 +50,7 @@ class Recorder:
         self.job = job
         self.patience = patience
         self.default_limits = default_limits
+        self.quota = quota
 
     def resolved(self, settings: Resolved, sampler: str) -> None:
         """Show on the job what "auto" became, and say what it is sampled with."""
@@ -77,7 +80,7 @@ class Recorder:
             LeaseLost: the job was cancelled or given to somebody else; nothing was recorded.
         """
         step = data["step"]
-        pages = [self.patience(partial(self._write_page, step, one)) for one in stored]
+        pages = self._write_pages(step, stored, ahead)
 
         def write(session: Session, job: Job) -> bool:
             recorded = session.get(StepMetric, (job.id, step))
@@ -146,39 +149,44 @@ class Recorder:
 
         return self.patience(once)
 
-    def _write_page(self, step: int, graded: GradedStep) -> RolloutPage:
-        lines = [json.dumps(sample, ensure_ascii=False) for sample in _samples(step, graded)]
-        key = f"{job_prefix(self.job)}/attempts/{self.claim.epoch}/rollouts/{graded.split}-{step:06d}.jsonl"
-        self.blobs.put_bytes(key, "".join(line + "\n" for line in lines).encode())
-        return RolloutPage(
+    def _write_pages(self, step: int, stored: Sequence[GradedStep], ahead: Ahead) -> list[RolloutPage]:
+        """The step's pages. Each may take an equal share of what is left of the quota, so that the last steps of a
+        long job are shown as well as the first ones; what a page leaves is for those after it."""
+
+        def used_before() -> int:
+            with self.database.read() as session:
+                return rollouts.bytes_before(session, self.job.id, step)
+
+        left = self.quota.bytes_per_job - self.patience(used_before)
+        to_come = len(stored) + ahead.plain + 2 * ahead.validated
+        pages: list[RolloutPage] = []
+        for graded in stored:
+            page, data = self._page(step, graded, left // to_come)
+            self.patience(partial(self.blobs.put_bytes, page.blob_key, data))
+            pages.append(page)
+            left, to_come = left - page.bytes, to_come - 1
+        return pages
+
+    def _page(self, step: int, graded: GradedStep, most_bytes: int) -> tuple[RolloutPage, bytes]:
+        groups = rows_of(step, graded)
+        # Of validations the same prompts are left out each time, so that they can be compared.
+        seed = f"{self.job.seed}/{step if graded.split == 'train' else 'valid'}"
+        fitted = rollouts.fitted(
+            groups, most_samples=self.quota.samples_per_page, most_bytes=most_bytes, seed=seed
+        )
+        key = f"{job_prefix(self.job)}/attempts/{self.claim.epoch}/rollouts/{graded.split}-{step:06d}.parquet"
+        page = RolloutPage(
             job_id=self.job.id,
             step=step,
             split=graded.split,
             epoch=self.claim.epoch,
             blob_key=key,
-            samples=len(lines),
+            samples=fitted.samples,
+            total=fitted.total,
+            bytes=len(fitted.data),
+            summary=self._summary(groups) if graded.split == "valid" else None,
         )
+        return page, fitted.data
 
-
-def _samples(step: int, graded: GradedStep) -> list[dict[str, Any]]:
-    return [
-        {
-            "step": step,
-            "split": graded.split,
-            "line": group.prompt.line,
-            "member": member,
-            "messages": group.prompt.item["messages"],
-            "output_text": rollout.text,
-            "completion_tokens": len(rollout.output_ids_T),
-            "finish_reason": rollout.finish_reason,
-            "score": grade.score,
-            "reason": grade.reason,
-            "output": grade.output,
-            "sub_scores": {name: sub.score for name, sub in grade.sub_grades.items()},
-            "centred_reward": centred,
-        }
-        for group in graded.groups_P
-        for member, (rollout, grade, centred) in enumerate(
-            zip(group.rollouts_G, group.grades_G, grpo.centred(group.rewards_G), strict=True)
-        )
-    ]
+    def _summary(self, groups: list[list[Row]]) -> dict[str, Any]:
+        return evals.summary(chain.from_iterable(groups), evals.criteria(self.job.reinforcement["grader"]))

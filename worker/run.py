@@ -36,8 +36,9 @@ from worker.collect import Collector
 from worker.data import PromptStream, PromptTooLong, tokenize
 from worker.patience import Patience
 from worker.progress import Beat, WatchedGrader, WatchedSampler, WatchedTrainer, beats_into
-from worker.recorder import GradedStep, Recorder
+from worker.recorder import Quota, Recorder
 from worker.rewards import Rewards
+from worker.rollouts import GradedStep
 from worker.samplers import Sampler, Sampling
 from worker.trainer import Trainer
 from worker.types import Group, Prompt, UpdateMetrics
@@ -179,7 +180,9 @@ class Run:
         is_last: bool = False,
     ) -> bool:
         ahead = Ahead(0, 0, False) if is_last else self.ahead(data["step"])
-        stored = [GradedStep("train", [*train_P, *others_P])] if train_P else []
+        stored: list[GradedStep] = []
+        if train_P:
+            stored.append(GradedStep("train", [*train_P, *others_P], self.settings, own=len(train_P)))
         if valid_P is not None:
             stored.append(GradedStep("valid", valid_P))
         return self.recorder.step(data, stored, ahead=ahead)
@@ -328,7 +331,8 @@ def load(
     if checkpointed:
         policy.checkpoint_layers()
     held_to = stored_held_to(job.reinforcement["response_format"])
-    recorder = Recorder(database, blobs, claim, job, patience, settings.default_limits)
+    quota = Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step)
+    recorder = Recorder(database, blobs, claim, job, patience, settings.default_limits, quota)
     recorder.resolved(resolved, f"{sampler} {sampler_version}")
     if checkpointed:
         recorder.inform(

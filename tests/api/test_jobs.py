@@ -58,7 +58,7 @@ def test_a_new_job_has_every_key_of_openais(api, job_request):
         "usage_metrics": None,
         "queue": {"position": 1, "reason": "waiting for its files to be validated"},
         "shared_with_openai": False,
-        "eval_id": None,
+        "eval_id": job["id"].replace("ftjob-", "eval_"),
         "budget": None,
         "estimate": None,
     }

@@ -1,44 +1,306 @@
+"""/v1/regraft/jobs/{id}/rollouts, over pages as the worker writes them and as earlier versions did."""
+
+import io
 import json
 
-from core import jobs
+import pyarrow.parquet as pq
+import pytest
+
+from core import jobs, rollouts
 from core.models import RolloutPage
 
-LINES = [{"output_text": "4", "score": 1.0}, {"output_text": "Zeile\u2028zwei", "score": None}]
+OLD = [
+    {"line": 1, "member": 0, "messages": [], "output_text": "4", "score": 1.0, "sub_scores": {}},
+    {
+        "line": 1,
+        "member": 1,
+        "messages": [],
+        "output_text": "Zeile\u2028zwei",
+        "score": None,
+        "sub_scores": {},
+    },
+    {"line": 2, "member": 0, "messages": [], "output_text": "5", "score": 0.0, "sub_scores": {}},
+]
 
 
-def store(house, job_id: str, **where) -> None:
-    key = f"jobs/{job_id}/rollouts.jsonl"
-    house.blobs.put_bytes(
-        key, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in LINES).encode()
+def row(step, split, group, member, **fields):
+    """A sample whose score is a tenth of its member's number; the last of a group of four was cut off, ungraded."""
+    cut = member == 3
+    defaults = {
+        "step": step,
+        "split": split,
+        "group": group,
+        "member": member,
+        "line": group + 1,
+        "messages": json.dumps([{"role": "user", "content": "2+2?"}]),
+        "item": json.dumps({"answer": "4"}),
+        "output_text": f"answer {step} {group} {member}",
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "finish_reason": "length" if cut else "stop",
+        "score": None if cut else member / 10,
+        "reason": "cut off" if cut else "",
+        "error": "other_error" if cut else None,
+        "output": "",
+        "sub_scores": {"close": 1 - member / 10},
+        "sub_reasons": {"close": "near"},
+        "sub_errors": {},
+        "sub_outputs": {},
+        "centred_reward": 0.0,
+        "advantage": None if cut else member / 10 - 0.1,
+        "trained": not cut,
+        "replacement": False,
+        "steps": [],
+    }
+    return defaults | fields
+
+
+def store(house, job_id, step, split="train", groups=2, total=None, rows=None, **fields):
+    rows = rows or [row(step, split, group, member) for group in range(groups) for member in range(4)]
+    key = f"projects/p/jobs/{job_id}/{split}-{step:06d}.parquet"
+    house.blobs.put_bytes(key, rollouts.encode(rows, total or len(rows)))
+    page = RolloutPage(
+        job_id=job_id,
+        step=step,
+        split=split,
+        epoch=1,
+        blob_key=key,
+        samples=len(rows),
+        total=total or len(rows),
     )
+    for name, value in fields.items():
+        setattr(page, name, value)
     with house.database.write() as session:
-        session.add(RolloutPage(job_id=job_id, epoch=1, blob_key=key, samples=2, **where))
+        session.add(page)
 
 
-def test_every_sample_of_a_step_is_shown(api, house, create_job):
+def store_old(house, job_id, step, split="train"):
+    key = f"projects/p/jobs/{job_id}/{split}-{step:06d}.jsonl"
+    house.blobs.put_bytes(key, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in OLD).encode())
+    with house.database.write() as session:
+        session.add(RolloutPage(job_id=job_id, step=step, split=split, epoch=1, blob_key=key, samples=3))
+
+
+@pytest.fixture
+def job_id(house, create_job):
+    """A job with three steps of eight samples, and a validation of four before and after."""
     job_id = create_job()["id"]
-    store(house, job_id, step=3, split="train")
+    for step in (1, 2, 3):
+        store(house, job_id, step)
+    for step in (0, 3):
+        store(house, job_id, step, "valid", groups=1)
+    return job_id
 
-    answer = api.get(f"/v1/regraft/jobs/{job_id}/rollouts", params={"step": 3})
 
-    assert answer.json() == {"object": "list", "data": LINES, "has_more": False}
+@pytest.fixture
+def listed(api, job_id):
+    def listed(**params):
+        answer = api.get(f"/v1/regraft/jobs/{job_id}/rollouts", params=params)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    return listed
 
 
-def test_a_step_without_samples_is_a_404(api, house, create_job):
-    job_id = create_job()["id"]
-    store(house, job_id, step=3, split="train")
+def ids(answer):
+    return [one["id"] for one in answer["data"]]
 
-    for params in ({"step": 4}, {"step": 3, "split": "valid"}):
+
+def test_every_sample_of_a_step_comes_at_once(listed):
+    answer = listed(step=3)
+
+    assert ids(answer) == [f"rollout_3_t_{group}_{member}" for group in (0, 1) for member in range(4)]
+    assert (answer["has_more"], answer["total"], answer["stored"]) == (False, 8, 8)
+
+
+def test_a_sample_shows_what_it_was_asked_said_and_was_worth(listed):
+    third = listed(step=3)["data"][2]
+
+    assert third == row(3, "train", 0, 2) | {
+        "id": "rollout_3_t_0_2",
+        "messages": [{"role": "user", "content": "2+2?"}],
+        "item": {"answer": "4"},
+    }
+
+
+def test_without_a_step_all_come_in_order(listed):
+    answer = listed(limit=1000)
+
+    assert len(answer["data"]) == 32
+    assert [(one["step"], one["split"]) for one in answer["data"][::4]] == [
+        (0, "valid"),
+        (1, "train"),
+        (1, "train"),
+        (2, "train"),
+        (2, "train"),
+        (3, "train"),
+        (3, "train"),
+        (3, "valid"),
+    ]
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+@pytest.mark.parametrize("limit", [1, 3, 8, 50])
+@pytest.mark.parametrize("filters", [{}, {"min_score": 0.1}, {"step_from": 2, "split": "train"}])
+def test_pages_put_together_are_the_whole(listed, order, limit, filters):
+    whole = ids(listed(limit=1000, **filters))
+    seen, params = [], {}
+    for _ in range(40):
+        answer = listed(limit=limit, order=order, **filters, **params)
+        seen += ids(answer)
+        if not answer["has_more"]:
+            break
+        params = {"after": seen[-1]}
+
+    assert len(whole) >= 16
+    assert seen == (whole if order == "asc" else whole[::-1])
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ({"line": 2}, [4, 5, 6, 7]),
+        ({"min_score": 0.1}, [1, 2, 5, 6]),
+        ({"max_score": 0.1}, [0, 1, 4, 5]),
+        ({"min_score": 0.1, "max_score": 0.1}, [1, 5]),
+        ({"graded": "true"}, [0, 1, 2, 4, 5, 6]),
+        ({"graded": "false"}, [3, 7]),
+        ({"finish_reason": "length"}, [3, 7]),
+        ({"error": "other_error", "line": 1}, [3]),
+        ({"error": "sample_parse_error"}, []),
+        ({"grader": "close", "max_score": 0.85}, [2, 3, 6, 7]),
+        ({"grader": "close", "graded": "true"}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"grader": "nobody"}, []),
+    ],
+)
+def test_filters_let_through_what_they_say(listed, filters, expected):
+    everything = ids(listed(step=1))
+
+    assert ids(listed(step=1, **filters)) == [everything[place] for place in expected]
+
+
+def test_steps_can_be_bounded(listed):
+    answer = listed(step_from=2, step_to=3, split="train")
+
+    assert {one["step"] for one in answer["data"]} == {2, 3}
+    assert (answer["total"], answer["stored"]) == (16, 16)
+
+
+def test_a_hundred_come_at_a_time_unless_more_are_asked_for(house, listed, job_id):
+    store(house, job_id, 4, groups=300)
+
+    assert len(listed(step_from=4)["data"]) == 100
+    assert len(listed(step_from=4, limit=100_000)["data"]) == 1000
+    assert len(listed(step=4)["data"]) == 1200  # one step comes whole, as it always did
+
+
+def test_a_filter_finds_what_is_far_down_in_a_long_page(house, listed, job_id):
+    """Beyond the first row group, in both directions."""
+    store(house, job_id, 4, groups=300)
+
+    for order in ("asc", "desc"):
+        assert ids(listed(step_from=4, line=251, order=order)) == [
+            f"rollout_4_t_250_{member}" for member in (range(4) if order == "asc" else range(3, -1, -1))
+        ]
+
+
+def test_it_is_told_how_many_were_left_out(house, listed, job_id):
+    store(house, job_id, 5, total=80)
+
+    assert {key: listed(step=5)[key] for key in ("total", "stored")} == {"total": 80, "stored": 8}
+
+
+def test_pages_of_earlier_versions_are_read(house, api, listed, job_id):
+    store_old(house, job_id, 7)
+
+    answer = listed(step=7)
+
+    assert ids(answer) == ["rollout_7_t_0_0", "rollout_7_t_0_1", "rollout_7_t_1_0"]
+    assert [one["output_text"] for one in answer["data"]] == [one["output_text"] for one in OLD]
+    assert answer["data"][0]["messages"] == []
+    assert (answer["total"], answer["stored"]) == (3, 3)
+    assert ids(listed(step=7, min_score=0.5)) == ["rollout_7_t_0_0"]
+    assert ids(listed(step_from=7, after="rollout_7_t_0_0")) == ids(answer)[1:]
+
+
+def test_a_step_without_samples_is_a_404(api, job_id):
+    for params in ({"step": 4}, {"step": 1, "split": "valid"}):
         answer = api.get(f"/v1/regraft/jobs/{job_id}/rollouts", params=params)
         assert (answer.status_code, answer.json()["error"]["param"]) == (404, "step")
 
 
-def test_the_step_must_be_a_number_and_the_split_one_of_two(api, create_job):
-    url = f"/v1/regraft/jobs/{create_job()['id']}/rollouts"
+def test_a_step_whose_samples_retention_has_taken_is_a_404_and_others_are_listed(house, api, listed, job_id):
+    house.blobs.delete(f"projects/p/jobs/{job_id}/train-000002.parquet")
 
-    for params, param in (({}, "step"), ({"step": 2**31}, "step"), ({"step": 1, "split": "test"}, "split")):
-        answer = api.get(url, params=params)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert api.get(f"/v1/regraft/jobs/{job_id}/rollouts", params={"step": 2}).status_code == 404
+    assert {one["step"] for one in listed(split="train")["data"]} == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"step": -1}, "step"),
+        ({"step": 10**10}, "step"),
+        ({"step": 1, "split": "test"}, "split"),
+        ({"step": 1, "step_to": 2}, "step"),
+        ({"after": "file-123"}, "after"),
+        ({"min_score": "nan"}, "min_score"),
+        ({"order": "best"}, "order"),
+        ({"limit": "many"}, "limit"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(api, job_id, params, param):
+    answer = api.get(f"/v1/regraft/jobs/{job_id}/rollouts", params=params)
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_download_has_what_the_list_has(api, listed, job_id):
+    url = f"/v1/regraft/jobs/{job_id}/rollouts/download"
+
+    answer = api.get(url, params={"graded": "true"})
+
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert lines == listed(graded="true", limit=1000)["data"]
+    assert len(lines) == 24
+    assert answer.headers["content-disposition"] == f'attachment; filename="{job_id}-rollouts.jsonl"'
+
+
+def test_a_parquet_download_is_one_file_of_all_pages(house, api, job_id):
+    store_old(house, job_id, 7)
+
+    answer = api.get(
+        f"/v1/regraft/jobs/{job_id}/rollouts/download", params={"format": "parquet", "split": "train"}
+    )
+
+    table = pq.read_table(io.BytesIO(answer.content))
+    assert table.schema == rollouts.SCHEMA
+    assert table["step"].to_pylist() == [1] * 8 + [2] * 8 + [3] * 8 + [7] * 3
+    assert int(answer.headers["content-length"]) == len(answer.content)
+
+
+def test_a_parquet_download_of_nothing_is_still_a_table(api, job_id):
+    answer = api.get(
+        f"/v1/regraft/jobs/{job_id}/rollouts/download", params={"format": "parquet", "error": "none such"}
+    )
+
+    assert pq.read_table(io.BytesIO(answer.content)).num_rows == 0
+
+
+def test_a_job_without_samples_has_an_empty_list(api, create_job):
+    answer = api.get(f"/v1/regraft/jobs/{create_job()['id']}/rollouts")
+
+    assert answer.json() == {"object": "list", "data": [], "has_more": False, "total": 0, "stored": 0}
+
+
+def test_only_the_pages_that_are_needed_are_fetched(house, api, listed, job_id, monkeypatch):
+    fetched = []
+    download = house.blobs.download
+    monkeypatch.setattr(house.blobs, "download", lambda key, path: (fetched.append(key), download(key, path)))
+
+    listed(limit=3, split="train")
+
+    assert [key.rsplit("/", 1)[1] for key in fetched] == ["train-000001.parquet"]
 
 
 def test_the_attempts_at_a_job_say_when_from_where_and_how_they_ended(house, api, create_job):

@@ -24,11 +24,12 @@ def rows(house, api, create_job) -> dict[str, str]:
     api.post(f"/v1/fine_tuning/jobs/{job['id']}/cancel")  # or the stream of its events would have no end
     house.blobs.put_bytes("rollouts.jsonl", json.dumps({"score": 1.0}).encode())
     with house.database.write() as session:
-        session.add(
-            RolloutPage(
-                job_id=job["id"], step=1, split="train", epoch=1, blob_key="rollouts.jsonl", samples=1
+        for split in ("train", "valid"):
+            session.add(
+                RolloutPage(
+                    job_id=job["id"], step=1, split=split, epoch=1, blob_key="rollouts.jsonl", samples=1
+                )
             )
-        )
         session.add(StepMetric(job_id=job["id"], step=1, epoch=1, data={}))
         model = TunedModel(
             name="ft:tiny:default::1", project_id=house.project.id, job_id=job["id"], base_model="tiny"
@@ -41,8 +42,12 @@ def rows(house, api, create_job) -> dict[str, str]:
             )
         )
     house.blobs.put_bytes("checkpoint/manifest.json", json.dumps({"files": []}).encode())
+    secret = job["id"].removeprefix("ftjob-")
     return {
         "job_id": job["id"],
+        "eval_id": f"eval_{secret}",
+        "run_id": f"evalrun_{secret}_1",
+        "output_item_id": f"outputitem_{secret}_1_0_0",
         "file_id": job["training_file"],
         "model": "ft:tiny:default::1",
         "project_id": house.project.id,
@@ -70,7 +75,7 @@ def test_what_belongs_to_another_does_not_exist(house, rows):
         for method, path in routes_with_an_id(house)
     }
 
-    assert len(answers) >= 23
+    assert len(answers) >= 29
     assert {route: answer.status_code for route, answer in answers.items()} == dict.fromkeys(answers, 404)
 
 
@@ -95,7 +100,7 @@ def test_the_same_routes_work_for_the_owner(house, api, rows):
 
 
 @pytest.mark.parametrize(
-    "url", ["/v1/files", "/v1/fine_tuning/jobs", "/v1/fine_tuning/jobs?metadata[team]=a"]
+    "url", ["/v1/files", "/v1/evals", "/v1/fine_tuning/jobs", "/v1/fine_tuning/jobs?metadata[team]=a"]
 )
 def test_lists_hold_nothing_of_anothers(house, rows, url):
     assert house.client(house.other_key).get(url).json()["data"] == []

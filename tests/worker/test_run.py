@@ -308,16 +308,6 @@ def test_every_epoch_sees_every_row_once_in_an_order_of_its_own(bench):
     assert first != second
 
 
-def test_stored_samples_carry_what_a_user_wants_to_see(bench):
-    bench.train()
-
-    with bench.database.read() as session:
-        page = session.query(RolloutPage).where(RolloutPage.step == 1, RolloutPage.split == "train").one()
-    lines = [json.loads(line) for line in bench.blobs.read(page.blob_key).splitlines()]
-    assert len(lines) == page.samples == 8
-    assert lines[0].keys() >= {"line", "output_text", "score", "reason", "finish_reason", "centred_reward"}
-
-
 def test_numbers_that_are_none_are_stored_as_null(bench):
     """A skipped update has a loss that is not a number; JSON has no word for it and PostgreSQL refuses it."""
     run = bench.run()
