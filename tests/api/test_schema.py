@@ -35,7 +35,10 @@ CHECKS = [
 DOCUMENT = create_app(
     Settings(data_dir=Path()), None, None, Registry(models={}), Backends.none(), print
 ).openapi()
-OPERATIONS = [(method, path) for path, found in DOCUMENT["paths"].items() for method in found]
+ENDLESS = "/v1/regraft/jobs/{job_id}/stream"  # for as long as the job lasts: test_stream.py
+OPERATIONS = [
+    (method, path) for path, found in DOCUMENT["paths"].items() for method in found if path != ENDLESS
+]
 every_operation = pytest.mark.parametrize(
     ("method", "path"), OPERATIONS, ids=[f"{method} {path}" for method, path in OPERATIONS]
 )

@@ -141,6 +141,7 @@ def test_a_pause_changes_nothing_of_what_is_learned(bench, timed):
     for limit in (1000.0, 44.0):
         cap(bench, limit)
         change(bench, status="running", finished_at=None, result_file=None, usage=None, fine_tuned_model=None)
+        change(bench, lease_owner=bench.claim.owner)
         with bench.database.write() as session:
             session.query(Checkpoint).delete()
             session.query(TunedModel).delete()
