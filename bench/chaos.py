@@ -499,9 +499,8 @@ def work() -> None:
 
     def with_phases(self: Any, *args: Any) -> None:
         started(self, *args)
-        self.supervisor.command = lambda claim, progress: [
-            sys.executable, "-m", "bench.chaos", "--run",
-            claim.job_id, str(claim.epoch), str(os.getpid()), str(progress),
+        self.supervisor.command = lambda progress: [
+            sys.executable, "-m", "bench.chaos", "--run", str(os.getpid()), str(progress),
         ]  # fmt: skip
 
     app.WorkerService.__init__ = with_phases  # type: ignore[method-assign]

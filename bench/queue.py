@@ -25,8 +25,8 @@ from tests.e2e.test_openai_client import TRAIN, VALID, create, method, upload, w
 from tests.tiny import make_tiny_model
 
 JOBS = 5
-# After a job's end, its process is still putting itself away, and the worker waits for that.
-IDLE_AFTER = 5.0
+# After a job's end, its process is still putting itself away, and then the next one gets ready beforehand.
+IDLE_AFTER = 20.0
 LOOK_EVERY = 0.005
 # What the run's process imports before it can do anything; see worker/run.py.
 IMPORTS = "import worker.run, torch, transformers, worker.policy, worker.trainer, worker.samplers.choice"

@@ -44,6 +44,7 @@ class WorkerService:
     def _register(self, database: Database, blobs: BlobStore, backends: Backends) -> None:
         def run_next() -> None:
             self.supervisor.run_waiting()
+            self.supervisor.keep_spare()
 
         def validate_files() -> None:
             # One wake-up may stand for many jobs, so look until there are none.
@@ -74,6 +75,7 @@ class WorkerService:
         at_work = tuple(self._threads)
         file = alive.file_in(self.settings.data_dir)
         self._thread("alive", lambda: alive.tell(file, at_work, self._stopping))
+        self.supervisor.keep_spare()
         self.reconciler.run_once()
 
     def _consume(self) -> None:

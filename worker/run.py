@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -368,11 +369,25 @@ def read_data(
     return datasets.read_examples(blobs.open(train)), datasets.read_examples(blobs.open(valid))
 
 
+def get_ready() -> None:
+    """Import what `load` will need. It takes seconds, and a spare child has done it before there is a job."""
+    for name in (
+        "peft",
+        "torch",
+        "transformers",
+        "worker.policy",
+        "worker.samplers.choice",
+        "worker.trainer",
+    ):
+        import_module(name)
+
+
 def main() -> int:
-    """Run one claimed job in this process. The exit status is the whole answer to the supervisor."""
+    """Run one claimed job in this process: the one that stdin names, `job_id epoch`, once that is known.
+
+    The exit status is the whole answer to the supervisor.
+    """
     parser = argparse.ArgumentParser(prog="python -m worker.run")
-    parser.add_argument("job_id")
-    parser.add_argument("epoch", type=int)
     parser.add_argument("parent", type=int, help="process id of the supervisor: this run dies with it")
     parser.add_argument("progress", type=Path, help="the file to touch whenever the run got somewhere")
     args = parser.parse_args()
@@ -387,10 +402,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
 
+    get_ready()
     settings = Settings()
     database = Database(settings.database)
     blobs = blobs_of(settings)
-    claim = Claim(args.job_id, args.epoch, "run")
+    job_id, epoch = sys.stdin.readline().split()
+    claim = Claim(job_id, int(epoch), "run")
     try:
         with TemporaryDirectory(prefix="regraft-") as scratch:
             beat = beats_into(args.progress)

@@ -32,13 +32,12 @@ from worker.patience import Patience
 
 log = logging.getLogger(__name__)
 
-Command = Callable[[Claim, Path], Sequence[str]]
+Command = Callable[[Path], Sequence[str]]
 
 
-def run_command(claim: Claim, progress: Path) -> Sequence[str]:
+def run_command(progress: Path) -> Sequence[str]:
     """The child of one attempt: worker/run.py, which touches the file `progress` whenever it got somewhere."""
-    run = [sys.executable, "-m", "worker.run", claim.job_id, str(claim.epoch)]
-    return [*run, str(os.getpid()), str(progress)]
+    return [sys.executable, "-m", "worker.run", str(os.getpid()), str(progress)]
 
 
 class Supervisor:
@@ -54,9 +53,28 @@ class Supervisor:
         self.owner = f"{socket.gethostname()}/{os.getpid()}"
         self._slot = threading.Lock()
         self._stopping = threading.Event()
+        self._spare: Child | None = None
+        self._spare_lock = threading.Lock()
 
     def stop(self) -> None:
         self._stopping.set()
+        if (spare := self._take_spare()) is not None:
+            spare.end()
+
+    def keep_spare(self) -> None:
+        """Have a child wait for the next job: what it imports takes longer than all else up to a first sample.
+
+        Only while no job runs; the memory is the job's then. Call it in a thread that lasts: on Linux a child dies
+        with the thread that has started it (PR_SET_PDEATHSIG).
+        """
+        with self._spare_lock:
+            if self._spare is None and not self._slot.locked() and not self._stopping.is_set():
+                self._spare = Child(self.command)
+
+    def _take_spare(self) -> "Child | None":
+        with self._spare_lock:
+            spare, self._spare = self._spare, None
+            return spare
 
     def run_waiting(self) -> int:
         """Claim and run jobs until none waits. Returns how many; 0 at once when the slot is taken.
@@ -86,15 +104,16 @@ class Supervisor:
 
     def _run(self, claim: Claim) -> None:
         log.info("running %s, epoch %d", claim.job_id, claim.epoch)
-        # A group of its own: Ctrl-C in a terminal reaches us only, and a kill reaches the child's children too.
-        with tempfile.TemporaryFile() as words, tempfile.NamedTemporaryFile() as progress:
-            watched = Progress(Path(progress.name))
-            child = subprocess.Popen(self.command(claim, watched.path), stderr=words, start_new_session=True)
-            try:
-                status = self._watch(child, claim, watched)
-            finally:
-                _kill(child)
-            self._finish(claim, status, _last_words(words))
+        child = self._take_spare()
+        if child is not None and not child.is_alive():  # it may have met the kernel's out-of-memory killer
+            child.end()
+            child = None
+        child = child or Child(self.command)
+        try:
+            status = self._watch(child.process, claim, child.run(claim))
+        finally:
+            last_words = child.end()
+        self._finish(claim, status, last_words)
 
     def _watch(self, child: subprocess.Popen[bytes], claim: Claim, progress: "Progress") -> int:
         """Wait for the child's exit status, renewing the lease.
@@ -107,7 +126,9 @@ class Supervisor:
         since_heartbeat = 0.0
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return child.wait(timeout=pause)
+                status = child.wait(timeout=pause)
+                # It had not come to its own handler yet.
+                return process.DRAINED if draining and status == -signal.SIGTERM else status
             since_heartbeat += pause
             renew = since_heartbeat >= self.settings.lease_seconds / 4
             if renew:
@@ -170,6 +191,39 @@ class Supervisor:
                 f"{last_words}"
             ).strip()
         return f"the run exited with status {status}. {last_words}".strip()
+
+
+class Child:
+    """A process of worker/run.py, which gets ready and then waits to be told which job it is to run."""
+
+    def __init__(self, command: Command) -> None:
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes both
+        self._progress = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        # A group of its own: Ctrl-C in a terminal reaches us only, and a kill reaches the child's children too.
+        self.process = subprocess.Popen(
+            command(Path(self._progress.name)),
+            stdin=subprocess.PIPE,
+            stderr=self._words,
+            start_new_session=True,
+        )
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def run(self, claim: Claim) -> "Progress":
+        """Tell it of its job. One that has died meanwhile tells by its exit status."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
+            stdin.write(f"{claim.job_id} {claim.epoch}\n".encode())
+        return Progress(Path(self._progress.name))
+
+    def end(self) -> str:
+        """Kill it and whatever it started, if all have not ended already. Its last words."""
+        _kill(self.process)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        with self._progress, self._words:
+            return _last_words(self._words)
 
 
 class Progress:
