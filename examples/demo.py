@@ -1,7 +1,7 @@
 """make demo: from a dataset to a better adapter, on this machine, through OpenAI's own client.
 
 Starts the service on its embedded default (SQLite, a folder, no broker), trains SmolLM2-135M-Instruct to send
-a library's visitors to the right desk, and shows what it learned on questions it was not trained on.
+a library's visitors to the right desk, shows what it learned on questions it was not trained on, and asks it one more.
 """
 
 import argparse
@@ -43,6 +43,7 @@ HYPERPARAMETERS = {
     "eval_interval": 6,
     "advanced": {"group_size": 8, "max_completion_tokens": 8},
 }
+ONE_MORE = "Somebody else needs the book that I have had for too long. What do I owe?"
 
 
 def main() -> int:
@@ -97,6 +98,15 @@ def train_and_show(client: OpenAI, folder: Path, start: float) -> int:
         print(f"  {question}")
         for when, answer in (("before", old), ("after ", new)):
             print(f"    {when}  {answer['score']:.2f}  {answer['output_text']!r}")
+
+    print(f"\nOne more, through /v1/chat/completions\n\n  {ONE_MORE}")
+    messages = [*before[0]["messages"][:-1], {"role": "user", "content": ONE_MORE}]
+    for when, model in (("before", job.model), ("after ", job.fine_tuned_model)):
+        said = client.chat.completions.create(
+            model=model, messages=messages, temperature=0, max_completion_tokens=8
+        )
+        print(f"    {when}  {said.choices[0].message.content!r}")
+
     summary = {
         "base_reward": base_reward,
         "tuned_reward": tuned_reward,
