@@ -32,6 +32,7 @@ from worker.app import WorkerService
 from worker.backends import open_backends
 from worker.export import export_to
 from worker.inference import InferenceServer, own_address
+from worker.sinks.choice import problem as sinks_problem
 
 log = logging.getLogger("regraft")
 
@@ -77,6 +78,8 @@ def main() -> int:
         parser.error(str(invalid))
     if args.command in ("api", "worker") and settings.embedded:
         parser.error("memory:// lives inside one process: use `up`, or set REGRAFT_BROKER_URL=redis://…")
+    if args.command in ("up", "worker") and (problem := sinks_problem(settings)) is not None:
+        parser.error(problem)
     prepare(settings)
     if args.command in ("up", "api", "worker"):
         log.info("%s", pool.described())
