@@ -147,13 +147,15 @@ def test_a_service_that_fails_is_told_once_and_gets_everything_when_it_is_back()
 def test_a_service_that_never_answers_stops_no_run(bench):
     """It hangs in its first call, for ever, and the job succeeds with all its steps."""
     hung, run = Hung(), bench.run()
-    run.feeds = feeds_for(hung, close_seconds=0.0)
+    told: list[str] = []
+    run.feeds = feeds_for(hung, told, close_seconds=0.0)
 
     with closed_at_the_end(run.feeds):
         train(run)
 
     assert bench.job().status == "succeeded"
     assert len(bench.steps()) == 5
+    assert told == ["TimeoutError: there was no answer before the run ended"]
     assert feed.left_behind()
     hung.freed.set()
 

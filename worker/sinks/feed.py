@@ -74,6 +74,8 @@ class Feed:
 
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._complain(TimeoutError("there was no answer before the run ended"))
 
     def _carry(self) -> None:
         try:
@@ -113,7 +115,7 @@ class Feed:
             return
         self._told = True
         try:
-            self._tell(f"{type(cause).__name__}: {cause}")
+            self._tell(f"{type(cause).__name__}: {cause}".removesuffix(": "))
         except Exception as untold:  # the job is no longer ours, or the database is away
             log.warning("nobody could be told: %r", untold)
 
