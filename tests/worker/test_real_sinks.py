@@ -1,4 +1,4 @@
-"""The sinks on the libraries themselves, where they are installed: what is written is read back with their own readers."""
+"""The sinks on the libraries themselves, where they are installed: what is written is read back."""
 
 import json
 import struct

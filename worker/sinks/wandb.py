@@ -20,7 +20,19 @@ class WandbSink:
         import wandb
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
+        try:
+            self._run = self._init(card)
+        except Exception:
+            # Its helper process holds on to a run that it could not begin, and would refuse the next try for it.
+            wandb.teardown()
+            raise
+        # 0 of a new run, and of a resumed one the step behind its last.
+        return self._run.step - 1 if self._run.resumed else None
+
+    def _init(self, card: Card) -> Any:
+        import wandb
+
+        return wandb.init(
             project=card.project,
             entity=card.entity,
             name=card.name,
@@ -45,8 +57,6 @@ class WandbSink:
                 init_timeout=INIT_SECONDS,
             ),
         )
-        # 0 of a new run, and of a resumed one the step behind its last.
-        return self._run.step - 1 if self._run.resumed else None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
