@@ -18,6 +18,7 @@ import uvicorn
 
 from api.app import create_app
 from api.rates import open_rates
+from api.shutdown import Server
 from core import keys
 from core.blobs import BlobStore, blobs_of
 from core.db import Database, Send
@@ -142,7 +143,7 @@ def serve_api(
         app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5
     )
     log.info("serving http://%s:%d/v1", settings.host, settings.port)
-    uvicorn.Server(config).run()
+    Server(config, app.state.service.shutdown).run()
 
 
 def _already_stopping(number: int, frame: FrameType | None) -> None:
