@@ -59,7 +59,7 @@ class WandbSink:
         )
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log(dict(metrics), step=step, commit=True)
 
     def finish(self, ended: Ended) -> None:
         if ended == "interrupted":
