@@ -30,6 +30,7 @@ from api.deps import Service
 from api.document import Documented
 from api.middleware import BodyLimit, RequestHeaders
 from api.rates import LocalRates, Rates
+from api.shutdown import Shutdown
 from api.wire import Error
 from core.blobs import BlobStore
 from core.db import Database, Send
@@ -84,6 +85,7 @@ def create_app(
         rates=rates or LocalRates(),
         streams=CapacityLimiter(STREAMS_AT_ONCE),
         stream_readers=CapacityLimiter(STREAM_READERS),
+        shutdown=Shutdown(),
     )
     app.state.upstream = chat.Upstream(settings)
     app.include_router(health.router)

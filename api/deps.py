@@ -13,6 +13,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy.orm import Session
 
 from api.rates import Rates
+from api.shutdown import Shutdown
 from core import keys, tenants
 from core.audit import Actor
 from core.blobs import BlobStore
@@ -43,6 +44,7 @@ class Service:
     # Those who follow a job have some as well: each asks the database once a second, through a few for all of them.
     streams: CapacityLimiter
     stream_readers: CapacityLimiter
+    shutdown: Shutdown
 
 
 async def _service(request: Request) -> Service:

@@ -158,14 +158,14 @@ def _path(complaint: Complaint, sent: Any) -> str:
     if where != "body":
         return ".".join(map(str, loc))
     path, here = "", sent
-    for step in loc:
+    for depth, step in enumerate(loc, 1):
         if isinstance(here, list) and isinstance(step, int):
             path += f"[{step}]"
             here = here[step]
         elif isinstance(here, Mapping) and step in here:
             path += f".{step}"
             here = here[step]
-        elif isinstance(here, Mapping) and complaint["type"] == "missing":
+        elif isinstance(here, Mapping) and complaint["type"] == "missing" and depth == len(loc):
             path += f".{step}"
     return path.removeprefix(".")
 

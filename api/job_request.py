@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from api.deps import CurrentProject, ReadSession
-from core import jobs
+from core import integrations, jobs
 from graders.spec import hide_secrets
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
@@ -15,7 +15,7 @@ router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 def show_request(job_id: str, project: CurrentProject, session: ReadSession) -> dict[str, Any]:
     """The body that creates this job again, "auto" where it had "auto"; what a grader's headers hold is masked."""
     job = jobs.get(session, project.id, job_id)
-    asked = {name: value for name, value in job.reinforcement.items() if value is not None}
+    asked = {name: value for name, value in integrations.of_method(job).items() if value is not None}
     reinforcement = asked | {"grader": hide_secrets(asked["grader"])}
     request = {
         "model": job.model,
@@ -24,6 +24,7 @@ def show_request(job_id: str, project: CurrentProject, session: ReadSession) -> 
         "suffix": job.suffix,
         "seed": job.seed,
         "metadata": job.metadata_,
+        "integrations": integrations.asked(job) or None,
         "method": {"type": "reinforcement", "reinforcement": reinforcement},
         "budget": {"gpu_seconds": job.budget["gpu_seconds"]} if job.budget else None,
     }

@@ -8,15 +8,16 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic_core import PydanticKnownError
 from sqlalchemy.orm import Session
 
 from api.deps import CurrentProject, Parts, ReadSession, Service, Uow
 from api.document import refusals
 from api.graders import refuse_unusable
 from api.idempotency import Once
+from api.integrations import Integrations, stored
 from api.wire import After, Body, EndedListing, Limit, Listing, Part, clamped, ends
-from core import budgets, evals, events, files, jobs, tenants, tuned, usage, waiting
+from core import budgets, evals, events, files, integrations, jobs, tenants, tuned, usage, waiting
 from core.budgets import Price
 from core.db import Work
 from core.errors import InvalidRequest
@@ -29,20 +30,12 @@ from graders.spec import GIVE_STEPS, GraderSpec, dump, hide_secrets, parse_grade
 router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
 
 
-def _nothing(value: Any, info: ValidationInfo) -> None:
-    """Accept what means "not wanted"; whoever does want it must hear that it would not happen."""
-    if value not in (None, []):
-        message = f"'{info.field_name}' is not supported by this version; leave it out."
-        raise PydanticCustomError("unsupported", "{message}", {"message": message})
-
-
 def _required(value: Any) -> Any:
     if value is None:
         raise PydanticKnownError("missing")
     return value
 
 
-Unsupported = Annotated[None, BeforeValidator(_nothing)]
 GRADER_PARAM = "method.reinforcement.grader"
 Checked = BeforeValidator(partial(parse_grader, param=GRADER_PARAM))
 NoNul = r"^[^\x00]*$"  # PostgreSQL could store it, but not search for it
@@ -106,7 +99,7 @@ class JobCreate(Body):
     suffix: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")] | None = None
     seed: Annotated[int, Field(ge=0, le=2147483647)] | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
-    integrations: Unsupported = None
+    integrations: Integrations | None = None
     budget: Budget | None = None  # ours: extra_body={"budget": ...}
 
     @field_validator("validation_file")
@@ -168,7 +161,7 @@ class JobOut(BaseModel):
     @classmethod
     def of(cls, job: Job, price: Price, place: waiting.Place | None) -> "JobOut":
         """From the row and its place in the queue alone: `shown` knows those of a hundred jobs by one query."""
-        asked = job.reinforcement
+        asked = integrations.of_method(job)
         shown = {
             "grader": hide_secrets(asked["grader"]),
             "hyperparameters": shown_hyperparameters(asked["hyperparameters"], job.resolved),
@@ -192,7 +185,7 @@ class JobOut(BaseModel):
                 "type": "reinforcement",
                 "reinforcement": asked | shown,
             },
-            integrations=[],
+            integrations=integrations.shown(job),
             metadata=job.metadata_,
             user_provided_suffix=job.suffix,
             usage_metrics=usage.shown(job, price),
@@ -260,6 +253,7 @@ def create_job(body: JobCreate, project: CurrentProject, service: Parts, once: O
     model = usable_model(body, service)
     price = Price.of(service.settings)
     budget = body.budget.stored(price) if body.budget else None
+    places = stored(body.integrations, service.settings.enabled_integrations)
 
     def create(work: Work) -> JobOut:
         find = partial(files.get_dataset, work.session, project.id)
@@ -272,7 +266,7 @@ def create_job(body: JobCreate, project: CurrentProject, service: Parts, once: O
             suffix=body.suffix,
             seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
             metadata=body.metadata,
-            reinforcement=body.reinforcement(),
+            reinforcement=integrations.kept(body.reinforcement(), places),
             gpu_class=model.gpu_class or service.settings.gpu_class,
             budget=budget,
         )

@@ -5,21 +5,22 @@
 
 A status is sent at the beginning and whenever it has changed, behind the events that led to it, and has no id of
 its own. Behind a final one comes `data: [DONE]`, as in OpenAI's streams. Whoever was cut off sends the last id back
-as `Last-Event-ID`, as every EventSource does, and misses nothing.
+as `Last-Event-ID`, as every EventSource does, and misses nothing. A server that ends cuts everybody off.
 """
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from anyio import CapacityLimiter, sleep, to_thread
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 
 from api.deps import CurrentProject, Parts
 from api.jobs import EventOut
+from api.shutdown import Shutdown
 from core import events, jobs
 from core.db import Database
 from core.errors import TooManyStreams
@@ -29,7 +30,6 @@ router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 POLL_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15.0  # proxies give up on a connection after a minute of silence
 PAGE = 100  # events held at once; the next ones are read when a client has taken these
-Sleep = Callable[[float], Awaitable[None]]
 
 
 @router.get("/{job_id}/stream", response_class=StreamingResponse)
@@ -46,7 +46,7 @@ async def stream_events(
     log = JobLog(service.database, project.id, job_id, service.stream_readers)
     first = await log.read(last_event_id)  # here and not in the stream, where it is too late for a 404
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would collect it otherwise
-    chunks = _among(streams, follow(log, first, after=last_event_id))
+    chunks = _among(streams, follow(log, first, service.shutdown, after=last_event_id))
     return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
 
 
@@ -81,9 +81,9 @@ class JobLog:
 
 
 async def follow(
-    log: JobLog, news: News, *, after: str | None = None, sleep: Sleep = sleep
+    log: JobLog, news: News, shutdown: Shutdown, *, after: str | None = None
 ) -> AsyncIterator[bytes]:
-    """`news`, which was read behind `after`, and then whatever comes, as server-sent events."""
+    """`news`, which was read behind `after`, and then whatever comes, as server-sent events, until the server ends."""
     last, status, silence = after, "", 0.0
     while True:
         for event in news.events:
@@ -103,8 +103,10 @@ async def follow(
             yield b": still here\n"
             silence = 0.0
         if not news.has_more:
-            await sleep(POLL_SECONDS)
+            await shutdown.sleep(POLL_SECONDS)
             silence += POLL_SECONDS
+        if shutdown.begun:
+            return
         news = await log.read(last)
 
 

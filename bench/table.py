@@ -22,6 +22,7 @@ BENCHES = (
     "grading_overlap",
     "overlap",
     "serve",
+    "sdk",
     "grpo_vs_trl",
 )
 # The slowest takes a few minutes on two cores that do nothing else.
@@ -59,6 +60,9 @@ GOALS: dict[str, tuple[str, float]] = {
     # serving
     "throughput_ratio_32": (">=", 3),
     "cold_adapter_seconds": ("<=", 2),
+    # the client
+    "import_ms": ("<=", 300),
+    "help_ms": ("<=", 400),
 }
 
 

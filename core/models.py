@@ -187,7 +187,8 @@ class Job(Table):
     suffix: Mapped[str | None] = mapped_column(String(64), default=None)
     seed: Mapped[int] = mapped_column(BigInteger)
     metadata_: Mapped[dict[str, Any] | None] = mapped_column("metadata", default=None)
-    # method.reinforcement, normalised: grader, hyperparameters (with their "auto"), response_format.
+    # method.reinforcement, normalised: grader, hyperparameters (with their "auto"), response_format. Beside them what
+    # core/integrations.py keeps there.
     reinforcement: Mapped[dict[str, Any]]
 
     # What became of it.

@@ -46,6 +46,11 @@ class Settings(BaseSettings):
     # are private (docs/webhooks.md).
     webhook_private_hosts: str = ""
 
+    # Where jobs may send their metrics besides, comma separated: wandb, mlflow, trackio (docs/integrations.md).
+    integrations: str = Field(
+        default="", pattern=r"^( *(wandb|mlflow|trackio) *(, *(wandb|mlflow|trackio) *)*)?$"
+    )
+
     host: str = "127.0.0.1"
     port: int = 8000
     max_upload_bytes: int = 512 * 1024 * 1024
@@ -112,6 +117,10 @@ class Settings(BaseSettings):
     @cached_property
     def private_hosts(self) -> tuple[str, ...]:
         return tuple(name.strip().lower() for name in self.webhook_private_hosts.split(",") if name.strip())
+
+    @cached_property
+    def enabled_integrations(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name.strip() for name in self.integrations.split(",") if name.strip()))
 
     @cached_property
     def embedded(self) -> bool:

@@ -2,13 +2,15 @@
 
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from graders.types import ErrorKind, Grade, Item, Sample
 from worker import grpo
 from worker.samplers import Answer, Sampling
+from worker.sinks import Card, Ended
 from worker.trainer import Trainer
 from worker.types import Group, Prompt, Rollout, UpdateMetrics
 
@@ -126,3 +128,32 @@ class NeverGrades:
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
         return Grade(None, "no opinion", ErrorKind.other_error)
+
+
+class Notebook:
+    """A sink on paper. `last`: the step that it has already; `failures`: calls that fail before one succeeds."""
+
+    def __init__(self, *, last: int | None = None, failures: int = 0) -> None:
+        self.last = last
+        self.failures = failures
+        self.answered = threading.Event()
+        self.pages: list[tuple[str, str | int]] = []
+        self.metrics: dict[int, dict[str, float]] = {}
+
+    def start(self, card: Card) -> int | None:
+        self._write("start", card.job_id)
+        return self.last
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._write("step", step)
+        self.metrics[step] = dict(metrics)
+
+    def finish(self, ended: Ended) -> None:
+        self._write("finish", ended)
+
+    def _write(self, what: str, which: str | int) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("no route")
+        self.pages.append((what, which))
+        self.answered.set()

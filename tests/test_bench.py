@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bench import gpu, table
+from bench import gpu, sdk, table
 
 
 def test_the_gpu_bench_runs_small_on_a_cpu(monkeypatch, tmp_path, capsys):
@@ -55,3 +55,15 @@ def test_the_last_line_is_what_counts():
     program = 'print(\'noise\'); print(\'{"bench": "a", "figures": {"b": 2}}\')'
 
     assert table.run([sys.executable, "-c", program]) == {"b": 2}
+
+
+def test_the_bench_of_the_client_runs_small(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sdk", "--rounds", "1"])
+    monkeypatch.setattr(sdk, "KINDS", dict.fromkeys(sdk.KINDS, "pass") | {"help": sdk.HELP})
+
+    sdk.main()
+
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["bench"] == "sdk"
+    assert found["figures"].keys() >= {"import_ms", "help_ms"}
+    assert all(value > 0 for value in found["figures"].values())

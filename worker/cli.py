@@ -18,6 +18,7 @@ import uvicorn
 
 from api.app import create_app
 from api.rates import open_rates
+from api.shutdown import Server
 from core import keys
 from core.blobs import BlobStore, blobs_of
 from core.db import Database, Send
@@ -32,6 +33,7 @@ from worker.app import WorkerService
 from worker.backends import open_backends
 from worker.export import export_to
 from worker.inference import InferenceServer, own_address
+from worker.sinks.choice import problem as sinks_problem
 
 log = logging.getLogger("regraft")
 
@@ -77,6 +79,8 @@ def main() -> int:
         parser.error(str(invalid))
     if args.command in ("api", "worker") and settings.embedded:
         parser.error("memory:// lives inside one process: use `up`, or set REGRAFT_BROKER_URL=redis://…")
+    if args.command in ("up", "worker") and (problem := sinks_problem(settings)) is not None:
+        parser.error(problem)
     prepare(settings)
     if args.command in ("up", "api", "worker"):
         log.info("%s", pool.described())
@@ -139,7 +143,7 @@ def serve_api(
         app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5
     )
     log.info("serving http://%s:%d/v1", settings.host, settings.port)
-    uvicorn.Server(config).run()
+    Server(config, app.state.service.shutdown).run()
 
 
 def _already_stopping(number: int, frame: FrameType | None) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy.orm import Session
@@ -42,7 +43,7 @@ _COLUMNS = {
 
 def to_csv(steps: list[dict[str, Any]]) -> bytes:
     """Metrics of the steps, in order, as CSV with a header. What a step did not measure is blank."""
-    rows = [_row(step) for step in steps]
+    rows = [row(step) for step in steps]
     # Per-grader columns differ between steps with and without a validation, so the header is their union.
     header = list(dict.fromkeys(column for row in rows for column in row))
     buffer = io.StringIO()
@@ -52,7 +53,8 @@ def to_csv(steps: list[dict[str, Any]]) -> bytes:
     return buffer.getvalue().encode()
 
 
-def _row(data: dict[str, Any]) -> dict[str, Any]:
+def row(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The step as a row of the file: column -> value, None for what was not measured."""
     row = {"step": data["step"]} | {column: _dig(data, path) for column, path in _COLUMNS.items()}
     for section in ("scores", "errors", "usage", "timing"):
         for grader in data.get(section, {}).get("graders", []):

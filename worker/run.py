@@ -7,9 +7,11 @@ seconds. Below it, `main` is the entry of the child process that the supervisor 
 import argparse
 import asyncio
 import enum
+import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -41,6 +43,8 @@ from worker.recorder import Quota, Recorder
 from worker.rewards import Rewards
 from worker.rollouts import GradedStep
 from worker.samplers import Sampler, Sampling
+from worker.sinks.choice import feeds_of
+from worker.sinks.feed import Feeds, left_behind
 from worker.trainer import Trainer
 from worker.types import Group, Prompt, UpdateMetrics
 
@@ -68,6 +72,7 @@ class Run:
     # The job fails when more than half of the grades of this many steps in a row do.
     failing_steps: int = 3
     held_to: str = ""  # the schema that answers are JSON of (core/response_format.py)
+    feeds: Feeds = field(default_factory=Feeds)  # who else gets the metrics
     collector: Collector = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +88,7 @@ class Run:
 
     async def train(self) -> Outcome:
         step = self.checkpoints.restore(self.trainer)
+        self.feeds.start(self.recorder.steps(before=step + 1))
         if step == 0 and not self.recorder.has_step(0) and await self.measure_base():
             return Outcome.INTERRUPTED  # with nothing to checkpoint: it will start from the base again
         while step < self.settings.total_steps:
@@ -186,7 +192,9 @@ class Run:
             stored.append(GradedStep("train", [*train_P, *others_P], self.settings, own=len(train_P)))
         if valid_P is not None:
             stored.append(GradedStep("valid", valid_P))
-        return self.recorder.step(data, stored, ahead=ahead)
+        pause = self.recorder.step(data, stored, ahead=ahead)
+        self.feeds.put(data)
+        return pause
 
     def warn(self, step: int, groups_P: Sequence[Group]) -> None:
         """Say at once what a user would otherwise find out after hours."""
@@ -213,6 +221,8 @@ class Run:
             raise UserMistake(
                 "invalid_grader", "Not one validation answer could be graded, so there is no best model."
             )
+        # Before the job's last status: once it has that, nobody holds it, and this process may be ended.
+        self.feeds.close("succeeded")
         self.recorder.succeed(best)
 
 
@@ -241,9 +251,27 @@ async def attempt(
         async with open_backends(settings).open(spec) as grader:
             watched = WatchedGrader(grader, beat)
             run = load(settings, database, blobs, claim, job, spec, watched, scratch, stop, beat, patience)
-            return await run.train()
+            with closed_at_the_end(run.feeds):
+                return await run.train()
     except InvalidGrader as refused:
         raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
+
+
+@contextmanager
+def closed_at_the_end(feeds: Feeds) -> Iterator[None]:
+    """Tell the services how the attempt ended, if it has not told them."""
+    try:
+        yield
+    except LeaseLost:
+        feeds.abandon()
+        raise
+    except UserMistake:
+        feeds.close("failed")
+        raise
+    except BaseException:
+        feeds.close("interrupted")
+        raise
+    feeds.close("interrupted")
 
 
 def read_job(database: Database, claim: Claim) -> Job:
@@ -355,6 +383,7 @@ def load(
         stop_requested=stop,
         failing_steps=settings.failing_steps,
         held_to=held_to,
+        feeds=feeds_of(job, resolved, settings, recorder.warn),
     )
 
 
@@ -427,4 +456,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if left_behind():
+        sys.stderr.flush()
+        os._exit(status)  # and no library of a service finishes what it had begun
+    sys.exit(status)

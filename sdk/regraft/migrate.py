@@ -68,11 +68,20 @@ def _job(params: Mapping[str, Any], inside: Mapping[str, Any], model: str | None
         **_FILES,
         "suffix": _suffix(suffix) if suffix else None,
         **{name: params.get(name) for name in _KEPT},
+        "integrations": [*_wandb(params)] or None,
         "hyperparameters": hyperparameters or None,
         "response_format": inside.get("response_format"),
         "grader": inside["grader"],
     }
     return {name: value for name, value in job.items() if value is not None}
+
+
+def _wandb(params: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The job's integrations, which are all of this kind, without what OpenAI's answer adds to them."""
+    for one in params.get("integrations") or []:
+        if isinstance(one, Mapping) and isinstance(place := one.get("wandb"), Mapping):
+            asked = {name: value for name, value in place.items() if name != "run_id" and value is not None}
+            yield {"type": "wandb", "wandb": asked}
 
 
 def _to_do(params: Mapping[str, Any], inside: Mapping[str, Any], model: str | None) -> Iterator[str]:
@@ -111,9 +120,8 @@ def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[s
         yield f'hyperparameters: OpenAI does not say what its "auto" is. Here {"; ".join(automatic)}.'
     if isinstance(hyperparameters.get("learning_rate_multiplier"), int | float):
         yield "hyperparameters.learning_rate_multiplier scales our own base rate, which is not OpenAI's."
-    if params.get("integrations"):
-        kinds = ", ".join(str(one.get("type")) for one in params["integrations"] if isinstance(one, Mapping))
-        yield f"integrations: {kinds} left out; the metrics are in `client.jobs.metrics(job.id)`."
+    if [*_wandb(params)]:
+        yield "integrations: W&B runs are written with the account of the server's operator, who has to enable that."
     for name in ("tools", "max_episode_steps"):
         if inside.get(name):
             yield f"method.reinforcement.{name} is left out: answers are one message here, without tools."

@@ -164,7 +164,31 @@ REFUSED = {
     ),
     "metadata with a number in it": ({"metadata": {"k": 1}}, "metadata.k", "invalid_type"),
     "metadata with a NUL": ({"metadata": {"k": "\0"}}, "metadata.k", "invalid_value"),
-    "an integration": ({"integrations": [{"type": "wandb"}]}, "integrations", "invalid_value"),
+    "an integration of nobody's": (
+        {"integrations": [{"type": "neptune"}]},
+        "integrations[0]",
+        "invalid_value",
+    ),
+    "an integration without its object": (
+        {"integrations": [{"type": "wandb"}]},
+        "integrations[0].wandb",
+        "missing_required_parameter",
+    ),
+    "an integration with an address": (
+        {"integrations": [{"type": "mlflow", "mlflow": {"project": "p", "url": "http://10.0.0.1"}}]},
+        "integrations[0].mlflow.url",
+        "unknown_parameter",
+    ),
+    "an integration into another folder": (
+        {"integrations": [{"type": "trackio", "trackio": {"project": "../p"}}]},
+        "integrations[0].trackio.project",
+        "invalid_value",
+    ),
+    "an integration twice": (
+        {"integrations": [{"type": "wandb", "wandb": {"project": p}} for p in "ab"]},
+        "integrations",
+        "invalid_value",
+    ),
     "an unknown key": ({"test_file": "file-x"}, "test_file", "unknown_parameter"),
     "the deprecated hyperparameters": ({"hyperparameters": {}}, "hyperparameters", "unknown_parameter"),
     "no validation file": ({"validation_file": None}, "validation_file", "missing_required_parameter"),

@@ -1,10 +1,14 @@
 import asyncio
 import json
+import socket
+import threading
 
 import httpx2
+import uvicorn
 from anyio import CapacityLimiter
 from openai import OpenAI, Stream
 
+from api.shutdown import Server, Shutdown
 from api.stream import KEEP_ALIVE_SECONDS, JobLog, follow
 from core import events, jobs
 from core.db import Work
@@ -82,10 +86,11 @@ def test_an_event_of_another_job_is_no_place_to_go_on_from(api, house, create_jo
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
 
 
-class Clock:
+class Clock(Shutdown):
     """Time passes only in `sleep`, where `script` says what happens at which second."""
 
     def __init__(self, script) -> None:
+        super().__init__()
         self.script, self.now = script, 0.0
 
     async def sleep(self, seconds: float) -> None:
@@ -98,7 +103,7 @@ def follow_to_the_end(house, job_id: str, script) -> str:
     async def collect() -> bytes:
         log = JobLog(house.database, house.project.id, job_id, CapacityLimiter(1))
         first = await log.read(None)
-        return b"".join([chunk async for chunk in follow(log, first, sleep=Clock(script).sleep)])
+        return b"".join([chunk async for chunk in follow(log, first, Clock(script))])
 
     return asyncio.run(collect()).decode()
 
@@ -190,3 +195,37 @@ def test_between_two_looks_no_connection_is_held(house, create_job):
     follow_to_the_end(house, job_id, {1.0: look, 2.0: look, 3.0: lambda: cancel(house, job_id)})
 
     assert held == [0, 0]
+
+
+def test_a_sleep_is_over_when_the_server_ends():
+    async def wake() -> None:
+        shutdown = Shutdown()
+        sleeping = asyncio.create_task(shutdown.sleep(3600))
+        await asyncio.sleep(0)
+        shutdown.begin()
+        await asyncio.wait_for(sleeping, 10)
+        await asyncio.wait_for(shutdown.sleep(3600), 10)
+
+    asyncio.run(wake())
+
+
+def test_an_open_stream_does_not_keep_the_server(house, create_job):
+    """It would wait for a minute here, and the job has no end at all."""
+    job_id = create_job()["id"]
+    config = uvicorn.Config(house.app, log_level="critical", timeout_graceful_shutdown=60, lifespan="off")
+    server = Server(config, house.app.state.service.shutdown)
+    listening = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/regraft/jobs/{job_id}/stream"
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+
+    with httpx2.stream("GET", url, headers={"Authorization": f"Bearer {house.key}"}, timeout=20) as answer:
+        lines = answer.iter_lines()
+        told = [next(lines) for _ in range(9)]
+        server.should_exit = True
+        rest = list(lines)
+    thread.join(20)
+
+    assert "event: status" in told
+    assert "data: [DONE]" not in rest
+    assert not thread.is_alive()

@@ -34,7 +34,9 @@ OPENAIS = {
     "status": "succeeded",
     "user_provided_suffix": "my desk!",
     "metadata": {"team": "a b"},
-    "integrations": [{"type": "wandb", "wandb": {"project": "p"}}],
+    "integrations": [
+        {"type": "wandb", "wandb": {"project": "p", "entity": None, "tags": ["a"], "run_id": "ftjob-Q"}}
+    ],
     "method": {
         "type": "reinforcement",
         "reinforcement": {
@@ -72,6 +74,8 @@ def test_the_job_file_is_a_job_here(tmp_path):
     assert created.method.reinforcement.hyperparameters.batch_size == 16
     assert (created.model, created.seed, created.suffix) == ("tiny", 42, "my-desk")
     assert created.metadata == {"team": "a b"}
+    [only] = created.integrations
+    assert only.model_dump(exclude_none=True) == {"type": "wandb", "wandb": {"project": "p", "tags": ["a"]}}
 
 
 def test_python_keeps_its_lines():
@@ -98,7 +102,7 @@ def test_it_says_what_differs():
         "reasoning_effort: medium",
         "n_epochs is so many",
         "learning_rate_multiplier scales",
-        "wandb",
+        "W&B runs are written",
         "tools is left out",
         "'my desk!' became 'my-desk'",
         "grader.graders.py: python",

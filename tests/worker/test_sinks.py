@@ -1,0 +1,293 @@
+"""Where metrics are sent besides: what a service gets of a run, and that no service can harm one."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+
+from core.methods import Hyperparameters, resolve
+from core.models import Job
+from core.settings import Settings
+from tests.fakes import Notebook
+from worker import results
+from worker.run import UserMistake, closed_at_the_end
+from worker.sinks import Card, choice, feed
+from worker.sinks.feed import Feed, Feeds, flat
+
+CARD = Card("ftjob-1", "colours", "ftjob-1", None, (), {"model": "tiny"})
+DATA = {
+    "step": 2,
+    "total_steps": 4,
+    "train_mean_reward": 0.5,
+    "kl": None,
+    "grad_norm": float("inf"),
+    "scores": {"graders": [{"name": "exact", "type": "string_check", "train_reward_mean": 0.25}]},
+    "timing": {"step": {"sampling": 1.5}},
+}
+
+
+def feeds_for(sink, told=None, close_seconds=30.0) -> Feeds:
+    """`told`: a list that gets what the job's user hears."""
+    tell = (lambda what: None) if told is None else told.append
+    return Feeds([Feed(sink, CARD, tell, first_pause=0.0)], close_seconds=close_seconds)
+
+
+def steps(*numbers):
+    return [{"step": number} for number in numbers]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(monkeypatch):
+    monkeypatch.setattr(feed, "_LEFT_BEHIND", [])
+
+
+# What is sent.
+
+
+def test_a_run_is_opened_fed_and_finished_in_order(bench):
+    book, run = Notebook(), bench.run()
+    run.feeds = feeds_for(book)
+
+    with closed_at_the_end(run.feeds):
+        train(run)
+
+    assert book.pages == [("start", "ftjob-1"), *(("step", n) for n in range(5)), ("finish", "succeeded")]
+    assert not feed.left_behind()
+
+
+def test_metrics_have_the_names_of_the_listing_and_of_the_result_file(bench):
+    book, run = Notebook(), bench.run()
+    run.feeds = feeds_for(book)
+
+    train(run)
+
+    recorded = bench.steps()[2]
+    columns = results.row(recorded)
+    assert book.metrics[2]["train_mean_reward"] == recorded["train_mean_reward"]
+    assert book.metrics[2]["sampling_duration"] == columns["sampling_duration"]
+    assert set(book.metrics[2]) == {
+        name for name, value in {**recorded, **columns}.items() if isinstance(value, int | float)
+    }
+
+
+def test_what_was_not_measured_or_is_no_number_is_left_out():
+    assert flat(DATA) == {
+        "step": 2,
+        "total_steps": 4,
+        "train_mean_reward": 0.5,
+        "scores/graders/string_check/exact/train_reward_mean": 0.25,
+        "sampling_duration": 1.5,
+    }
+
+
+def test_a_run_that_resumes_sends_what_is_missing_and_nothing_twice():
+    """Of the steps before the checkpoint the service has 0 to 2; 3 was recorded here and lost on its way."""
+    book = Notebook(last=2)
+    feeds = feeds_for(book)
+
+    feeds.start(steps(0, 1, 2, 3))
+    feeds.put({"step": 4})
+    feeds.close("succeeded")
+
+    assert [page for page in book.pages if page[0] == "step"] == [("step", 3), ("step", 4)]
+
+
+def test_an_attempt_that_another_one_goes_on_with_is_interrupted(bench):
+    book, run = Notebook(), bench.run(stop_requested=lambda: True)
+    run.feeds = feeds_for(book)
+
+    with closed_at_the_end(run.feeds):
+        train(run)
+
+    assert book.pages[-1] == ("finish", "interrupted")
+
+
+def test_a_mistake_of_the_user_ends_the_run_there_as_failed():
+    book = Notebook()
+    feeds = feeds_for(book)
+    feeds.start([])
+
+    with pytest.raises(UserMistake), closed_at_the_end(feeds):
+        raise UserMistake("grader_failed", "no")
+
+    assert book.pages[-1] == ("finish", "failed")
+
+
+def test_a_job_that_is_somebody_elses_is_not_ended_for_them(bench):
+    book, run = Notebook(), bench.run()
+    run.feeds = feeds_for(book)
+    bench.again()
+
+    with pytest.raises(Exception, match="no longer holds"), closed_at_the_end(run.feeds):
+        train(run)
+
+    assert "finish" not in dict(book.pages)
+    assert feed.left_behind()
+
+
+# What cannot go wrong.
+
+
+def test_a_service_that_fails_is_told_once_and_gets_everything_when_it_is_back():
+    told: list[str] = []
+    book = Notebook(failures=3)
+    feeds = feeds_for(book, told)
+
+    feeds.start([])
+    for data in steps(1, 2):
+        feeds.put(data)
+    book.answered.wait(30)
+    feeds.close("succeeded")
+
+    assert told == ["ConnectionError: no route"]
+    assert [page for page in book.pages if page[0] == "step"] == [("step", 1), ("step", 2)]
+
+
+def test_a_service_that_never_answers_stops_no_run(bench):
+    """It hangs in its first call, for ever, and the job succeeds with all its steps."""
+    hung, run = Hung(), bench.run()
+    told: list[str] = []
+    run.feeds = feeds_for(hung, told, close_seconds=0.0)
+
+    with closed_at_the_end(run.feeds):
+        train(run)
+
+    assert bench.job().status == "succeeded"
+    assert len(bench.steps()) == 5
+    assert told == ["TimeoutError: there was no answer before the run ended"]
+    assert feed.left_behind()
+    hung.freed.set()
+
+
+def test_one_that_fails_to_the_end_is_given_up():
+    told: list[str] = []
+    feeds = feeds_for(Notebook(failures=10**9), told)
+
+    feeds.start(steps(0))
+    feeds.close("succeeded")
+
+    assert feed.left_behind()
+    assert len(told) == 1
+
+
+def test_what_waits_is_bounded(monkeypatch):
+    monkeypatch.setattr(feed, "MOST_WAITING", 2)
+    book = Notebook(last=0)
+    feeds = feeds_for(book)
+
+    for data in steps(1, 2, 3):
+        feeds.put(data)
+    feeds.start([])
+    feeds.close("succeeded")
+
+    assert book.pages == [("start", "ftjob-1"), ("step", 1), ("step", 2), ("finish", "succeeded")]
+
+
+def test_who_cannot_be_told_does_not_end_the_thread():
+    def deaf(what: str) -> None:
+        raise RuntimeError("the job is no longer ours")
+
+    book = Notebook(failures=1)
+    feeds = Feeds([Feed(book, CARD, deaf, first_pause=0.0)])
+
+    feeds.start([])
+    book.answered.wait(30)
+    feeds.close("failed")
+
+    assert book.pages[-1] == ("finish", "failed")
+
+
+class Hung:
+    """Accepts connections and says nothing."""
+
+    def __init__(self) -> None:
+        self.freed = threading.Event()
+
+    def start(self, card):
+        self.freed.wait()
+
+    def step(self, step, metrics):
+        raise AssertionError("it was never opened")
+
+    finish = step
+
+
+# Which ones.
+
+
+def job(*integrations) -> Job:
+    return Job(
+        id="ftjob-1",
+        model="tiny",
+        training_file="file-a",
+        seed=3,
+        reinforcement={"grader": {"type": "string_check"}, "integrations": list(integrations)},
+    )
+
+
+WANDB = {"type": "wandb", "wandb": {"project": "colours", "name": None, "tags": ["a"], "entity": "acme"}}
+RESOLVED = resolve(Hyperparameters(), rows=8, parameters=1000, context=128)
+ON = Settings(integrations="wandb, mlflow,trackio")
+
+
+def test_a_job_has_the_sinks_that_it_asks_for():
+    made = []
+
+    feeds = choice.feeds_of(job(WANDB), RESOLVED, ON, lambda *_: None, lambda kind, _: made.append(kind))
+
+    [only] = feeds.feeds
+    assert made == ["wandb"]
+    assert replace(only.card, config={}) == Card("ftjob-1", "colours", "ftjob-1", "acme", ("a",), {})
+    assert (only.card.config["batch_size"], only.card.config["grader"]) == (8, "string_check")
+
+
+def test_a_worker_on_which_it_is_not_enabled_says_so_and_goes_on():
+    said = []
+
+    feeds = choice.feeds_of(
+        job(WANDB), RESOLVED, Settings(), lambda message, data: said.append((message, data))
+    )
+
+    assert feeds.feeds == []
+    assert said[0][0].startswith("Weights & Biases is not enabled on the worker")
+    assert said[0][1] == {"integration": "wandb"}
+
+
+def test_a_failure_is_a_warning_that_names_the_service_and_keeps_its_secrets(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    said: list[str] = []
+    [only] = choice.feeds_of(
+        job(WANDB), RESOLVED, ON, lambda message, data: said.append(message), lambda *_: Notebook()
+    ).feeds
+
+    only._tell("Refused: https://me:pw@host/x with 0123456789abcdef\nTraceback")
+
+    assert said[0].startswith("Weights & Biases does not take this job's metrics. The run goes on")
+    assert said[0].endswith("Refused: https://***@host/x with ***")
+
+
+@pytest.mark.parametrize(
+    ("integrations", "environment", "installed", "says"),
+    [
+        ("wandb", {"WANDB_API_KEY": "k"}, False, "pip install 'regraft-server[wandb]'"),
+        ("wandb", {}, True, "set WANDB_API_KEY"),
+        ("mlflow", {}, True, "set MLFLOW_TRACKING_URI"),
+        ("wandb", {"WANDB_MODE": "offline"}, True, None),
+        ("wandb,trackio", {"WANDB_API_KEY": "k"}, True, None),
+        ("", {}, False, None),
+    ],
+)
+def test_a_worker_says_what_is_missing_before_it_starts(integrations, environment, installed, says):
+    found = choice.problem(Settings(integrations=integrations), environment, lambda package: installed)
+
+    assert (found is None) if says is None else says in found
+
+
+def test_only_services_that_there_are_can_be_enabled():
+    with pytest.raises(ValueError, match="integrations"):
+        Settings(integrations="wandb,neptune")
+
+
+def train(run) -> None:
+    asyncio.run(run.train())
