@@ -21,6 +21,7 @@ from api import (
     jobs,
     models,
     organization,
+    preview,
     rollouts,
     stream,
     uploads,
@@ -84,6 +85,7 @@ def create_app(
         rates=rates or LocalRates(),
         streams=CapacityLimiter(STREAMS_AT_ONCE),
         stream_readers=CapacityLimiter(STREAM_READERS),
+        previews=CapacityLimiter(preview.PREVIEWS_AT_ONCE),
     )
     app.state.upstream = chat.Upstream(settings)
     app.include_router(health.router)
@@ -93,6 +95,7 @@ def create_app(
         jobs,
         attempts,
         estimates,
+        preview,
         models,
         chat,
         graders,

@@ -43,6 +43,8 @@ class Service:
     # Those who follow a job have some as well: each asks the database once a second, through a few for all of them.
     streams: CapacityLimiter
     stream_readers: CapacityLimiter
+    # Each keeps the inference server busy with dozens of answers, and then a thread with its grader.
+    previews: CapacityLimiter
 
 
 async def _service(request: Request) -> Service:
