@@ -279,61 +279,53 @@ def test_what_judges_read_and_write_counts_and_ends_with_the_projects_limit(hous
     assert (refused["code"], len(model.sampled)) == ("insufficient_quota", 4)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
+def test_what_no_job_could_be_or_is_too_much_is_refused_before_anything_is_sampled(web, model, body):
+    asked = body()
+
+    for fields, param in (
         ({"rows": 0}, "rows"),
         ({"rows": 33}, "rows"),
         ({"samples": 1}, "samples"),
         ({"rows": 32, "samples": 32}, None),
         ({"budget": {"amount": 5.0, "currency": "EUR"}}, "budget.amount"),
         ({"training_file": "file-none"}, "training_file"),
-    ],
-)
-def test_what_no_job_could_be_or_is_too_much_is_refused_before_anything_is_sampled(
-    web, model, body, fields, param
-):
-    assert error(web.post(PREVIEW, json=body() | fields), 400)["param"] == param
+    ):
+        assert error(web.post(PREVIEW, json=asked | fields), 400)["param"] == param
     assert model.asked == []
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
+def test_a_bad_row_is_named(web, model, body, upload):
+    asked, user = body(), {"role": "user", "content": "x"}
+
+    for row, named in (
         ({"messages": []}, "line 2"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "line 2: the grader reads {{item.answer}}"),
+        ({"messages": [user]}, "line 2: the grader reads {{item.answer}}"),
         (
-            {
-                "messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "x"}],
-                "answer": "y",
-            },
+            {"messages": [{"role": "tool", "content": "x"}, user], "answer": "y"},
             "line 2 cannot be previewed: messages.0.role",
         ),
-    ],
-)
-def test_a_bad_row_is_named(web, model, body, row, says):
-    refused = error(web.post(PREVIEW, json=body(rows=[ROWS[0], row])), 400)
-
-    assert refused["param"] == "training_file"
-    assert says in refused["message"]
+    ):
+        file = upload(jsonl([ROWS[0], row]))
+        refused = error(web.post(PREVIEW, json=asked | {"training_file": file}), 400)
+        assert refused["param"] == "training_file"
+        assert named in refused["message"]
     assert model.asked == []
 
 
-@pytest.mark.parametrize(
-    ("answer", "status", "code"),
-    [
+def test_what_the_inference_server_refuses_is_told(web, model, body):
+    asked = body()
+
+    for answer, status, code in (
         (refuses(400, "too long", "context_length_exceeded"), 400, "context_length_exceeded"),
         (refuses(503, "tiny is still being loaded", "loading", **{"retry-after": "5"}), 503, "loading"),
         (refuses(500, "the model failed"), 500, "internal_error"),
-    ],
-)
-def test_what_the_inference_server_refuses_is_told(web, model, body, answer, status, code):
-    model.answer = lambda asked: answer
-    refused = web.post(PREVIEW, json=body())
-
-    assert error(refused, status)["code"] == code
-    assert refused.headers.get("retry-after") == answer.headers.get("retry-after")
-    assert len(model.asked) == 1
+    ):
+        model.asked.clear()
+        model.answer = lambda asked, answer=answer: answer
+        refused = web.post(PREVIEW, json=asked)
+        assert error(refused, status)["code"] == code
+        assert refused.headers.get("retry-after") == answer.headers.get("retry-after")
+        assert len(model.asked) == 1
 
 
 def test_an_error_among_many_answers_is_the_previews(web, model, body):
