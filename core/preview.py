@@ -180,7 +180,7 @@ def advise(made: Report, group_size: int, longest: int, room: int) -> tuple[Verd
     [mine] = [one for one in made.signal if one.group_size == group_size]
     verdict, advice = _by_signal(made, mine)
     notes = []
-    if made.cut_off > OFTEN_CUT_OFF * made.answers and verdict != "cut_off":
+    if made.cut_off > OFTEN_CUT_OFF * made.answers:
         notes.append(f"{made.cut_off} answers are cut off at {longest} tokens.")
     if failed:
         notes.append(f"{failed} answers could not be graded: {made.grading.reasons[0]}")
@@ -195,33 +195,33 @@ def _by_signal(made: Report, mine: Signal) -> tuple[Verdict, str]:
     share = mine.share["expected"]
     if share >= ENOUGH:
         return "good", "there is something to learn."
-    if share >= HARDLY:
-        largest = max((one for one in made.signal if not one.at_least), key=lambda one: one.share["expected"])
-        better = f"In groups of {largest.group_size} it is {_percent(largest.share['expected'])}. "
-        return "little_signal", (
-            "most of the job would be spent on answers that teach nothing. "
-            + (better if largest.share["expected"] > share else "")
-            + "Raise group_size, set resample_prompts, or replace the prompts that are always or never solved."
-        )
+    kind, advice = _by_difficulty(made)
+    if share < HARDLY:
+        return kind, f"there is next to nothing to learn. {advice}"
+    largest = max((one for one in made.signal if not one.at_least), key=lambda one: one.share["expected"])
+    larger = f"In groups of {largest.group_size} it would be {_percent(largest.share['expected'])}. "
+    return "little_signal", (
+        "most of the job would be spent on answers that teach nothing. "
+        + (larger if largest.share["expected"] > share else "")
+        + advice
+    )
+
+
+def _by_difficulty(made: Report) -> tuple[Verdict, str]:
+    """Why the answers to a prompt are worth the same, and what to do about it."""
     passing = made.passed / (made.answers - made.grading.failed)
     if passing >= ALWAYS:
-        return (
-            "too_easy",
-            "there is next to nothing left to learn. Take harder prompts, or a stricter grader.",
-        )
+        return "too_easy", "Take harder prompts, or a stricter grader."
     if made.cut_off > made.answers / 2:
-        return "cut_off", (
-            f"{made.cut_off} answers were cut off before their end. Raise max_completion_tokens, or ask for shorter "
-            "answers in the prompt."
-        )
+        return "cut_off", "Raise max_completion_tokens, or ask for shorter answers in the prompt."
     if passing <= NEVER:
         return "too_hard", (
-            "hardly any group has signal. Make the task easier, put an example into the prompt, let the grader give "
-            "credit for parts of an answer, or take a larger model."
+            "Make the task easier, put an example into the prompt, let the grader give credit for parts of an answer, "
+            "or take a larger model."
         )
     return "uneven", (
-        "prompts are solved always or never, so their answers agree. Take prompts in between, or let the grader tell "
-        "better answers from worse ones."
+        "Prompts are solved always or never: take those in between, or let the grader tell better answers from worse "
+        "ones."
     )
 
 
