@@ -148,9 +148,12 @@ async def preview_job(
 
 async def _previewed(prepared: Prepared, service: Service, upstream: Upstream) -> PreviewOut:
     # One token first, so that loading the model is not taken for the speed of sampling.
-    await _complete(upstream, prepared.chats[0] | {"max_completion_tokens": 1})
+    await _complete(upstream, prepared.chats[0] | {"max_completion_tokens": 1}, prepared.rows[0])
     started = time.perf_counter()
-    completions = await _all([partial(_complete, upstream, chat) for chat in prepared.chats])
+    rows = [row for row in prepared.rows for _ in range(prepared.body.samples)]
+    completions = await _all(
+        [partial(_complete, upstream, chat, row) for chat, row in zip(prepared.chats, rows, strict=True)]
+    )
     seconds = time.perf_counter() - started
     grades, tokens = await asyncio.to_thread(_graded, prepared, service, completions)
 
@@ -243,11 +246,11 @@ async def _all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     return [task.result() for task in running]
 
 
-async def _complete(upstream: Upstream, chat: dict[str, Any]) -> Completion:
+async def _complete(upstream: Upstream, chat: dict[str, Any], row: Example) -> Completion:
     answer = await upstream.send(chat)
     await whole(answer)
     if answer.status_code != 200:
-        raise _refusal(answer.status_code, answer.json()["error"], answer.headers.get("retry-after"))
+        raise _refusal(row, answer.status_code, answer.json()["error"], answer.headers.get("retry-after"))
     said: dict[str, Any] = answer.json()
     [choice] = said["choices"]
     return Completion(
@@ -258,13 +261,15 @@ async def _complete(upstream: Upstream, chat: dict[str, Any]) -> Completion:
     )
 
 
-def _refusal(status: int, error: dict[str, Any], retry_after: str | None) -> ServiceError:
+def _refusal(row: Example, status: int, error: dict[str, Any], retry_after: str | None) -> ServiceError:
     """The inference server's error as ours. What it says of a chat, it says of a row of the file."""
     message, code = error["message"], error["code"]
     if status == 503:
         return NotReady(message, retry_after=int(retry_after) if retry_after else None, code=code)
+    if code == "model_not_found":
+        return InvalidRequest(f"The inference server: {message}", param="model", code=code)
     if status < 500:
-        return InvalidRequest(message, param="training_file", code=code)
+        return InvalidRequest(f"line {row.line}: {message}", param="training_file", code=code)
     return ServiceError(message)
 
 

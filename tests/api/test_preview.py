@@ -315,15 +315,27 @@ def test_a_bad_row_is_named(web, model, body, upload):
 def test_what_the_inference_server_refuses_is_told(web, model, body):
     asked = body()
 
-    for answer, status, code in (
-        (refuses(400, "too long", "context_length_exceeded"), 400, "context_length_exceeded"),
-        (refuses(503, "tiny is still being loaded", "loading", **{"retry-after": "5"}), 503, "loading"),
-        (refuses(500, "the model failed"), 500, "internal_error"),
+    for answer, status, code, message in (
+        (
+            refuses(400, "too long", "context_length_exceeded"),
+            400,
+            "context_length_exceeded",
+            "line 1: too long",
+        ),
+        (
+            refuses(404, "none such", "model_not_found"),
+            400,
+            "model_not_found",
+            "The inference server: none such",
+        ),
+        (refuses(503, "still loading", "loading", **{"retry-after": "5"}), 503, "loading", "still loading"),
+        (refuses(500, "the model failed"), 500, "internal_error", "the model failed"),
     ):
         model.asked.clear()
         model.answer = lambda asked, answer=answer: answer
-        refused = web.post(PREVIEW, json=asked)
+        refused = web.post(PREVIEW, json=asked | {"rows": 12})
         assert error(refused, status)["code"] == code
+        assert refused.json()["error"]["message"] == message
         assert refused.headers.get("retry-after") == answer.headers.get("retry-after")
         assert len(model.asked) == 1
 
@@ -378,3 +390,14 @@ def test_no_more_than_a_few_run_at_once(house, inference, model, body, monkeypat
     assert error(refused, 503)["code"] == "not_ready"
     assert refused.headers["retry-after"] == "10"
     assert [answer.status_code for answer in answers] == [200, 200]
+
+
+def test_one_that_takes_too_long_is_refused_in_a_way_that_no_client_repeats(web, model, body, monkeypatch):
+    monkeypatch.setattr(endpoint, "LONGEST_S", 0.2)
+    model.go.clear()
+
+    refused = error(web.post(PREVIEW, json=body()), 400)
+
+    model.go.set()
+    assert refused["code"] == "preview_too_slow"
+    assert "fewer rows or samples" in refused["message"]
