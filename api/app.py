@@ -21,6 +21,7 @@ from api import (
     jobs,
     models,
     organization,
+    preview,
     rollouts,
     stream,
     uploads,
@@ -86,6 +87,7 @@ def create_app(
         streams=CapacityLimiter(STREAMS_AT_ONCE),
         stream_readers=CapacityLimiter(STREAM_READERS),
         shutdown=Shutdown(),
+        previews=CapacityLimiter(preview.PREVIEWS_AT_ONCE),
     )
     app.state.upstream = chat.Upstream(settings)
     app.include_router(health.router)
@@ -95,6 +97,7 @@ def create_app(
         jobs,
         attempts,
         estimates,
+        preview,
         models,
         chat,
         graders,

@@ -220,18 +220,28 @@ async def create_chat_completion(
         return Response(status_code=499)
     if answer.status_code == 200 and described.get("stream"):
         return PassedOn(answer)
+    content = await until_gone(request.receive, whole(answer))
+    if content is None:
+        return Response(status_code=499)
+    kept = {name: answer.headers[name] for name in ("retry-after",) if name in answer.headers}
+    return Response(content, answer.status_code, kept, answer.headers.get("content-type"))
+
+
+async def whole(answer: httpx.Response) -> bytes:
+    """The body of an answer, which is then closed.
+
+    Raises:
+        ServiceError: it breaks off, or the inference server does not know the API.
+    """
     try:
-        content = await until_gone(request.receive, answer.aread())
+        content = await answer.aread()
     except httpx.TransportError as cause:
         raise ServiceError("The inference server broke off its answer.") from cause
     finally:
         await answer.aclose()
-    if content is None:
-        return Response(status_code=499)
     if answer.status_code == 401:
         raise ServiceError("The inference server does not take the key in REGRAFT_INFERENCE_KEY.")
-    kept = {name: answer.headers[name] for name in ("retry-after",) if name in answer.headers}
-    return Response(content, answer.status_code, kept, answer.headers.get("content-type"))
+    return content
 
 
 class PassedOn(StreamingResponse):

@@ -45,6 +45,8 @@ class Service:
     streams: CapacityLimiter
     stream_readers: CapacityLimiter
     shutdown: Shutdown
+    # Each keeps the inference server busy with dozens of answers, and then a thread with its grader.
+    previews: CapacityLimiter
 
 
 async def _service(request: Request) -> Service:

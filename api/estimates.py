@@ -1,27 +1,31 @@
 """/v1/regraft/estimate: what a job would take, before there is one."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from api.deps import Parts, ReadProject
+from api.deps import Parts, ReadProject, Service
 from api.document import FOR_ANY_KEY, refusals
 from api.jobs import JobCreate, usable_model
 from core import datasets, estimates, files, usage
 from core.blobs import BlobNotFound, BlobStore
 from core.budgets import Price
 from core.errors import InvalidRequest
-from core.models import File
+from core.estimates import History
+from core.methods import Resolved
+from core.models import File, Project
+from core.registry import BaseModelEntry
 
 router = APIRouter(prefix="/regraft/estimate", tags=["regraft"])
 
 
-class EstimateOut(BaseModel):
+class Size(BaseModel):
     """The size of the job with every "auto" replaced, and ranges of what it will take."""
 
-    object: Literal["regraft.estimate"] = "regraft.estimate"
     model: str
     gpu_class: str
     training_rows: int
@@ -35,9 +39,57 @@ class EstimateOut(BaseModel):
     reason: str | None  # why there is no estimate
 
 
+class EstimateOut(Size):
+    object: Literal["regraft.estimate"] = "regraft.estimate"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job that would be accepted, how large it is, and what is known of its like."""
+
+    name: str
+    model: BaseModelEntry
+    gpu_class: str
+    training: File
+    train_rows: int
+    valid_rows: int
+    settings: Resolved
+    past: History | None
+    price: Price
+
+    def size(self) -> dict[str, Any]:
+        """The fields of Size but for the estimate."""
+        return {
+            "model": self.name,
+            "gpu_class": self.gpu_class,
+            "training_rows": self.train_rows,
+            "validation_rows": self.valid_rows,
+            "n_epochs": self.settings.n_epochs,
+            "batch_size": self.settings.batch_size,
+            "group_size": self.settings.group_size,
+            "max_completion_tokens": self.settings.max_completion_tokens,
+            "total_steps": self.settings.total_steps,
+        }
+
+    def estimate(self, of: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """What `of` makes of the history and the size, with its cost."""
+        rows = {"train_rows": self.train_rows, "valid_rows": self.valid_rows}
+        return usage.with_cost(of(self.past, self.settings, **rows), 0.0, self.price)
+
+
 @router.post("", responses=refusals(404), openapi_extra=FOR_ANY_KEY)
 def estimate_job(body: JobCreate, project: ReadProject, service: Parts) -> EstimateOut:
     """Estimate the job that this body would create. Nothing is created."""
+    job = asked(body, project, service)
+    return EstimateOut(
+        **job.size(),
+        estimate=None if job.past is None else job.estimate(estimates.before_start),
+        reason=estimates.NO_HISTORY if job.past is None else None,
+    )
+
+
+def asked(body: JobCreate, project: Project, service: Service) -> Asked:
+    """Read what the job would be made of; refuses what creating it would refuse."""
     model = usable_model(body, service)
     price = Price.of(service.settings)
     if body.budget:
@@ -51,24 +103,17 @@ def estimate_job(body: JobCreate, project: ReadProject, service: Parts) -> Estim
     # The files are read without holding a connection: they may be large.
     train_rows = _rows(service.blobs, training, "training_file")
     valid_rows = _rows(service.blobs, validation, "validation_file")
-    asked = body.method.reinforcement.hyperparameters
-    sizes = estimates.sizes(asked, rows=train_rows, context=model.context)
-    estimate: dict[str, Any] | None = None
-    if past is not None:
-        ahead = estimates.before_start(past, sizes, train_rows=train_rows, valid_rows=valid_rows)
-        estimate = usage.with_cost(ahead, 0.0, price)
-    return EstimateOut(
-        model=body.model,
+    hyperparameters = body.method.reinforcement.hyperparameters
+    return Asked(
+        name=body.model,
+        model=model,
         gpu_class=gpu_class,
-        training_rows=train_rows,
-        validation_rows=valid_rows,
-        n_epochs=sizes.n_epochs,
-        batch_size=sizes.batch_size,
-        group_size=sizes.group_size,
-        max_completion_tokens=sizes.max_completion_tokens,
-        total_steps=sizes.total_steps,
-        estimate=estimate,
-        reason=None if past else estimates.NO_HISTORY,
+        training=training,
+        train_rows=train_rows,
+        valid_rows=valid_rows,
+        settings=estimates.sizes(hyperparameters, rows=train_rows, context=model.context),
+        past=past,
+        price=price,
     )
 
 

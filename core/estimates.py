@@ -21,6 +21,8 @@ RECENT_STEPS = 10
 # Of earlier jobs: speed changes with versions and settings, so what is long ago says little.
 HISTORY_JOBS, HISTORY_STEPS = 10, 200
 NO_HISTORY = "no job of this model has run here yet"
+# Seconds of a job for each second of its sampling: all else takes none, as long, or three times as long.
+LEARNING = {"low": 1.0, "expected": 2.0, "high": 4.0}
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,34 @@ def before_start(past: History, settings: Resolved, *, train_rows: int, valid_ro
     seconds = past.seconds(settings, train_rows=train_rows, valid_rows=valid_rows)
     jobs = "1 earlier job" if past.jobs == 1 else f"{past.jobs} earlier jobs"
     return {"remaining_seconds": seconds, "based_on": f"{len(past.tokens_per_second)} steps of {jobs}"}
+
+
+def after_preview(
+    past: History | None,
+    settings: Resolved,
+    *,
+    lengths: Sequence[float],
+    tokens_per_second: float,
+    train_rows: int,
+    valid_rows: int,
+) -> dict[str, Any]:
+    """The estimate of a job of which a preview has sampled answers, of these many tokens at that speed.
+
+    The lengths are the preview's own. So is the speed where no job of this model has run; what learning takes beside
+    sampling is then a guess, as LEARNING has it.
+    """
+    if past is not None:
+        known = before_start(
+            replace(past, answer_tokens=list(lengths)), settings, train_rows=train_rows, valid_rows=valid_rows
+        )
+        return known | {"based_on": f"the preview's answers and {known['based_on']}"}
+    measured = History(0, [tokens_per_second], list(lengths))
+    sampling = measured.seconds(settings, train_rows=train_rows, valid_rows=valid_rows)
+    seconds = {name: LEARNING[name] * value for name, value in sampling.items()}
+    return {
+        "remaining_seconds": seconds,
+        "based_on": f"the preview's answers and their speed, as {NO_HISTORY}",
+    }
 
 
 def less(estimate: dict[str, Any], seconds: float) -> dict[str, Any]:

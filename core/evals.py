@@ -140,12 +140,15 @@ class Criterion:
 
 def criteria(grader: Mapping[str, Any]) -> list[Criterion]:
     """The job's grader, and behind it the parts of a multi grader."""
-    whole = Criterion(grader.get("name", ""), grader.get("type", ""), _threshold(grader), grader)
+    whole = Criterion(grader.get("name", ""), grader.get("type", ""), pass_threshold(grader), grader)
     parts = grader.get("graders", {})
-    return [whole, *(Criterion(key, sub["type"], _threshold(sub), sub, key) for key, sub in parts.items())]
+    return [
+        whole,
+        *(Criterion(key, sub["type"], pass_threshold(sub), sub, key) for key, sub in parts.items()),
+    ]
 
 
-def _threshold(grader: Mapping[str, Any]) -> float:
+def pass_threshold(grader: Mapping[str, Any]) -> float:
     """`pass_threshold`, or else the middle of what a judge may give, or one half."""
     if grader.get("pass_threshold") is not None:
         return float(grader["pass_threshold"])

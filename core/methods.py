@@ -76,6 +76,8 @@ class Advanced(Value):
     stop_after_silent_steps: int = Field(default=0, ge=0)
     stop_above_kl: float = Field(default=0.0, ge=0)  # nats a token
     stop_below_entropy: float = Field(default=0.0, ge=0)  # nats a token
+    # A gate: the job fails if in its first step a smaller share of the groups has signal.
+    fail_below_signal: float = Field(default=0.0, ge=0, le=1)
     updates_per_batch: int = Field(
         default=1, ge=1, le=16
     )  # passes over the same answers, an optimizer step each
@@ -213,6 +215,7 @@ class Resolved(Value):
     stop_after_silent_steps: int
     stop_above_kl: float
     stop_below_entropy: float
+    fail_below_signal: float
     clip_low: float | None
     clip_high: float | None
     cispo_cap: float | None
@@ -290,6 +293,7 @@ def resolve(
         stop_after_silent_steps=advanced.stop_after_silent_steps,
         stop_above_kl=advanced.stop_above_kl,
         stop_below_entropy=advanced.stop_below_entropy,
+        fail_below_signal=advanced.fail_below_signal,
         clip_low=_or(advanced.clip_low, low),
         clip_high=_or(advanced.clip_high, high),
         cispo_cap=_or(advanced.cispo_cap, 5.0) if advanced.loss == "cispo" else None,

@@ -117,6 +117,7 @@ class Run:
         pause = self.record(data, groups_P, others_P, valid_P, is_last=early is not None)
         stop = pause or self.stop_requested()
         self.warn(step, groups_P)
+        self.gate(data)
         if valid_P is not None or stop:
             reward = metrics.mean_reward(valid_P) if valid_P is not None else None
             self.checkpoints.save(self.trainer, step=step, valid_reward=reward, metrics=data, for_pause=pause)
@@ -214,6 +215,17 @@ class Run:
             silent = stopping.in_a_row(steps, lambda one: one.get("groups_mixed_share") == 0.0)
             if silent in (1, 5, 25):  # not every step: a warning has to stay news
                 self.recorder.warn(silence, {"step": step, "steps_in_a_row": silent})
+
+    def gate(self, data: dict[str, Any]) -> None:
+        """Fail a job that asked for it and has too little to learn from, after its first step and no checkpoint."""
+        share, bound = data["groups_mixed_share"], self.settings.fail_below_signal
+        if data["step"] == 1 and share < bound:
+            raise UserMistake(
+                "no_signal",
+                f"In the first step {share:.0%} of the groups had signal, less than fail_below_signal ({bound:.0%}). A "
+                "preview (POST /v1/regraft/preview) says what to do about it.",
+                "method.reinforcement.hyperparameters.advanced.fail_below_signal",
+            )
 
     def finish(self) -> None:
         best = self.checkpoints.best()

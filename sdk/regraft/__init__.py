@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from regraft.jobs import FINAL, events, metrics, rollouts, show
     from regraft.requests import InvalidRequestFile
-    from regraft.types import Estimate, GraderTest, JobEvent, Rollout, StepMetrics
+    from regraft.types import Estimate, GraderTest, JobEvent, Preview, Rollout, StepMetrics
 
 _HOME = {
     "regraft._rules.datasets": "InvalidDataset LineError",
@@ -46,7 +46,7 @@ _HOME = {
     "QuotaExceeded RateLimited",
     "regraft.jobs": "FINAL events metrics rollouts show",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobEvent Rollout StepMetrics",
+    "regraft.types": "Estimate GraderTest JobEvent Preview Rollout StepMetrics",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -83,6 +83,7 @@ __all__ = [
     "ModelNotFound",
     "NotConfigured",
     "NotSupportedByServer",
+    "Preview",
     "QuotaExceeded",
     "RateLimited",
     "Regraft",

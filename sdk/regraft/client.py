@@ -15,9 +15,11 @@ from regraft.resources.checkpoints import AsyncCheckpoints, Checkpoints
 from regraft.resources.graders import AsyncGraders, Graders
 from regraft.resources.jobs import AsyncJobs, Jobs
 from regraft.resources.rollouts import AsyncRollouts, Rollouts
-from regraft.types import Estimate
+from regraft.types import Estimate, Preview
 
-ESTIMATE = "/regraft/estimate"
+ESTIMATE, PREVIEW = "/regraft/estimate", "/regraft/preview"
+# More than the server takes before it gives up: a preview that is asked for twice is paid for twice.
+PREVIEW_SECONDS = 660.0
 
 
 class Datasets:
@@ -30,7 +32,7 @@ class Datasets:
 
 class Regraft(openai.OpenAI):
     """OpenAI's client for a regraft server: all its resources, and `jobs`, `rollouts`, `checkpoints`, `graders`,
-    `datasets` and `preview`.
+    `datasets`, `estimate` and `preview`.
 
     The server and the key are what is passed, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else what `regraft login`
     saved. What the environment says of OpenAI's own service is not used: no key of theirs is sent here.
@@ -67,7 +69,7 @@ class Regraft(openai.OpenAI):
     def datasets(self) -> Datasets:
         return Datasets()
 
-    def preview(self, request: Source) -> Estimate:
+    def estimate(self, request: Source) -> Estimate:
         """What a job would take: its size, and ranges of time and cost. Local files are uploaded; nothing is created.
 
         Raises:
@@ -76,7 +78,22 @@ class Regraft(openai.OpenAI):
         try:
             return self.post(ESTIMATE, body=self.jobs.prepare(request), cast_to=Estimate)
         except NotSupportedByServer as old:
-            raise _cannot_estimate(old) from old
+            raise _too_old("estimate", old) from old
+
+    def preview(self, request: Source, *, rows: int | None = None, samples: int | None = None) -> Preview:
+        """What the base model makes of a few rows of a job: how many answers pass, whether there is something to learn,
+        and what it would take. Local files are uploaded; nothing is created.
+
+        The server answers `samples` times to each of `rows`, 8 and 8 unless given.
+
+        Raises:
+            NotSupportedByServer: the server is too old to try.
+        """
+        body = _with_sizes(self.jobs.prepare(request), rows, samples)
+        try:
+            return self.post(PREVIEW, body=body, cast_to=Preview, options={"timeout": PREVIEW_SECONDS})
+        except NotSupportedByServer as old:
+            raise _too_old("preview", old) from old
 
     def _make_status_error(
         self, err_msg: str, *, body: object, response: httpx2.Response
@@ -114,12 +131,22 @@ class AsyncRegraft(openai.AsyncOpenAI):
     def datasets(self) -> Datasets:
         return Datasets()
 
-    async def preview(self, request: Source) -> Estimate:
-        """As Regraft.preview."""
+    async def estimate(self, request: Source) -> Estimate:
+        """As Regraft.estimate."""
         try:
             return await self.post(ESTIMATE, body=await self.jobs.prepare(request), cast_to=Estimate)
         except NotSupportedByServer as old:
-            raise _cannot_estimate(old) from old
+            raise _too_old("estimate", old) from old
+
+    async def preview(
+        self, request: Source, *, rows: int | None = None, samples: int | None = None
+    ) -> Preview:
+        """As Regraft.preview."""
+        body = _with_sizes(await self.jobs.prepare(request), rows, samples)
+        try:
+            return await self.post(PREVIEW, body=body, cast_to=Preview, options={"timeout": PREVIEW_SECONDS})
+        except NotSupportedByServer as old:
+            raise _too_old("preview", old) from old
 
     def _make_status_error(
         self, err_msg: str, *, body: object, response: httpx2.Response
@@ -140,6 +167,11 @@ def _without_openais(client: openai.OpenAI | openai.AsyncOpenAI, options: dict[s
     client.organization, client.project = options.get("organization"), options.get("project")
 
 
-def _cannot_estimate(old: NotSupportedByServer) -> NotSupportedByServer:
-    message = "This server cannot estimate jobs: it is older than this version of regraft."
+def _with_sizes(body: dict[str, Any], rows: int | None, samples: int | None) -> dict[str, Any]:
+    sizes = {"rows": rows, "samples": samples}
+    return body | {name: size for name, size in sizes.items() if size is not None}
+
+
+def _too_old(what: str, old: NotSupportedByServer) -> NotSupportedByServer:
+    message = f"This server cannot {what} jobs: it is older than this version of regraft."
     return NotSupportedByServer(message, response=old.response, body=old.body)

@@ -61,6 +61,74 @@ class Estimate(BaseModel):
     reason: str | None = None
 
 
+class Share(BaseModel):
+    """From 0 to 1, and between what it plausibly is, with 95 % confidence."""
+
+    low: float
+    expected: float
+    high: float
+
+
+class Signal(BaseModel):
+    """The share of groups of one size whose rewards would differ, so that something is learned from them."""
+
+    group_size: int
+    share: Share
+    at_least: bool  # there were fewer samples than that, so it may be more
+
+
+class Spread(BaseModel):
+    """Of tokens or seconds."""
+
+    mean: float
+    p90: float
+    max: float
+
+
+class Grading(BaseModel):
+    """How the grader did; seconds are of one answer, tokens those of judges."""
+
+    failed: int
+    reasons: list[str]
+    seconds: Spread
+    tokens: int
+
+
+class Sampling(BaseModel):
+    """How fast the inference server answered."""
+
+    seconds: float
+    tokens_per_second: float
+
+
+class PreviewedPrompt(BaseModel):
+    """A row that was tried; a reward is None where the answer could not be graded."""
+
+    line: int  # of the file
+    tokens: int
+    rewards: list[float | None]
+    answer: str  # the first one
+
+
+class Preview(Estimate):
+    """What the base model made of a few rows of a job, beside what the job would take."""
+
+    prompts: list[PreviewedPrompt]
+    answers: int
+    passed: int
+    pass_threshold: float
+    pass_rate: Share | None = None  # of the graded answers; None: there is none
+    mean_reward: float | None = None
+    signal: list[Signal]
+    prompt_tokens: Spread
+    completion_tokens: Spread
+    cut_off: int  # answers that were as long as they may be
+    grading: Grading
+    sampling: Sampling
+    verdict: str  # "good", "too_hard", ...: docs/preview.md has all of them
+    recommendation: str
+
+
 class GraderTest(BaseModel):
     """One row of a grader's test."""
 

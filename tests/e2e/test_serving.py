@@ -127,6 +127,30 @@ def test_a_stream_says_the_same_as_one_piece(client, job):
     assert chunks > 10
 
 
+def test_a_preview_tries_the_rows_of_a_job_with_the_base_model(service, job):
+    """Sampled as the job's first step was, in the same template, up to the same length, and judged alike."""
+    body = {
+        "model": "tiny",
+        "training_file": job.training_file,
+        "validation_file": job.validation_file,
+        "grader": GRADER,
+        "hyperparameters": HYPERPARAMETERS,
+        "seed": 1,
+    }
+    with regraft.Regraft(base_url=service.base_url, api_key=service.key, timeout=120) as client:
+        first, again = (client.preview(body, samples=16) for _ in range(2))
+        step = client.jobs.metrics(job.id, frame=False)[1]
+
+    assert [(one.line, one.tokens) for one in first.prompts] == [(1, 4), (2, 4), (3, 5)]
+    assert (first.answers, first.completion_tokens.max, first.grading.failed) == (48, 3, 0)
+    assert first.cut_off > 0.5 * first.answers and step["truncated_share"] > 0.5
+    assert first.pass_rate.low <= step["train_mean_reward"] <= first.pass_rate.high
+    assert [one.rewards for one in again.prompts] == [one.rewards for one in first.prompts]
+    assert len({one.answer for one in first.prompts}) > 1
+    assert "steps of 1 earlier job" in first.estimate["based_on"]
+    assert first.recommendation.startswith(f"{first.passed} of 48 answers pass")
+
+
 class Verdict(BaseModel):
     label: bool
 

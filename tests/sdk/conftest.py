@@ -1,6 +1,7 @@
 """The real service behind a real socket; what workers would write are rows that the tests write."""
 
 import hashlib
+import itertools
 import json
 import shutil
 import socket
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 import uvicorn
+from fastapi import FastAPI, Request
 from regraft import AsyncRegraft, Regraft
 
 from api.app import create_app
+from api.chat import Upstream
 from core import events, jobs, keys
 from core.blobs import FolderBlobs
 from core.db import Database, Work
@@ -43,6 +46,7 @@ class House:
     blobs: FolderBlobs
     project: Project
     key: str
+    upstream: Upstream
     port: int = 0
 
     @property
@@ -111,7 +115,7 @@ def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def house(migrated: Path, tmp_path: Path) -> Iterator[House]:
     shutil.copy(migrated, tmp_path / "regraft.db")
-    settings = Settings(data_dir=tmp_path)
+    settings = Settings(data_dir=tmp_path, inference_key="between us")
     database, blobs = Database(settings.database), FolderBlobs(tmp_path / "blobs")
     with database.write() as session:
         key = keys.bootstrap(session)
@@ -119,7 +123,7 @@ def house(migrated: Path, tmp_path: Path) -> Iterator[House]:
         project = session.query(Project).one()
     registry = Registry(models={"tiny": BaseModelEntry(hub="regraft/tiny")})
     app = create_app(settings, database, blobs, registry, Backends.none(), lambda *wake: None)
-    house = House(database, blobs, project, key)
+    house = House(database, blobs, project, key, app.state.upstream)
     with serving(app) as house.port:
         yield house
     database.close()
@@ -144,6 +148,28 @@ class serving:
     def __exit__(self, *error: object) -> None:
         self.server.should_exit = True
         self.thread.join()
+
+
+@pytest.fixture
+def model(house: House) -> Iterator[None]:
+    """From now on the house has an inference server. Every second of its answers is right."""
+    app = FastAPI()
+    turns = itertools.count()
+
+    @app.get("/healthz")
+    async def healthy() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> dict[str, Any]:
+        number = int((await request.json())["messages"][0]["content"].split()[0])
+        text = str(number + 1) if next(turns) % 2 else "no"
+        choice = {"index": 0, "message": {"content": text}, "finish_reason": "stop"}
+        return {"choices": [choice], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
+
+    with serving(app) as port:
+        house.upstream.url = f"http://127.0.0.1:{port}/v1"
+        yield
 
 
 @pytest.fixture

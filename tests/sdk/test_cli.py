@@ -116,8 +116,8 @@ def test_a_job_is_created_from_a_file_and_steered(regraft, in_json, job_file):
     assert regraft("jobs", "resume", job_id)[0] == 2
 
 
-def test_a_preview_creates_nothing(regraft, in_json, job_file):
-    code, out, _ = regraft("jobs", "create", "-f", str(job_file), "--preview")
+def test_an_estimate_creates_nothing(regraft, in_json, job_file):
+    code, out, _ = regraft("jobs", "create", "-f", str(job_file), "--estimate")
 
     assert code == 0
     assert out.splitlines() == [
@@ -126,6 +126,65 @@ def test_a_preview_creates_nothing(regraft, in_json, job_file):
         "time and cost are not known: no job of this model has run here yet",
     ]
     assert in_json("jobs", "list") == []
+
+
+def test_a_preview_in_a_pipe_creates_nothing(regraft, in_json, job_file, model):
+    asked = ("jobs", "create", "-f", str(job_file), "--preview", "--rows", "2", "--samples", "2")
+    code, out, err = regraft(*asked)
+
+    assert (code, err) == (0, "Nothing was created; with --yes the job is.\n"), err
+    lines = out.splitlines()
+    assert lines[0] == "2 rows tried, 4 answers"
+    assert lines[1].startswith("2 pass (reward 0.5 or more): 50 %, between ")
+    assert lines[2] == "answers a prompt  groups with signal"
+    assert lines[3].startswith("2                 100 %, between ")
+    assert lines[5].startswith("8 (the job's)     at least 100 %, between ")
+    assert "3 tokens an answer, at most 3; 0 cut off at 512" in lines
+    assert "4 rows to learn from, 4 to be tested on" in lines
+    assert any("from the preview's answers and their speed" in line for line in lines)
+    assert lines[-1].startswith("2 of 4 answers pass, and at least 100 % of the groups of 8 have signal: ")
+    found = in_json(*asked)
+    assert (found["preview"]["verdict"], found["job"]) == ("good", None)
+    assert in_json("jobs", "list") == []
+
+
+def test_yes_creates_the_job_after_the_preview(regraft, in_json, job_file, model):
+    asked = ("jobs", "create", "-f", str(job_file), "--preview", "--yes", "--rows", "2", "--samples", "2")
+    code, out, err = regraft(*asked)
+    found = in_json(*asked)
+
+    assert code == 0
+    assert err.startswith("2 rows tried, 4 answers\n")
+    assert [job["id"] for job in in_json("jobs", "list")] == [found["job"]["id"], out.strip()]
+
+
+@pytest.mark.parametrize(("said", "created"), [(b"y\n", 1), (b"\n", 0)])
+def test_in_a_terminal_a_preview_asks(house, client, job_file, model, said, created):
+    primary, secondary = pty.openpty()
+    ends = {"stdout": secondary, "stderr": secondary, "stdin": secondary}
+    process = command(house, "jobs", "create", "-f", str(job_file), "--preview", **ends)
+    os.close(secondary)
+    written = b""
+    while not written.endswith(b"Create the job? [y/N] "):
+        written += os.read(primary, 65536)
+    os.write(primary, said)
+
+    assert process.wait() == 0
+    os.close(primary)
+    assert b"groups with signal" in written
+    assert len(list(client.jobs.list())) == created
+
+
+def test_what_belongs_to_a_preview_is_refused_without_one(regraft, job_file):
+    code, _, err = regraft("jobs", "create", "-f", str(job_file), "--yes")
+
+    assert (code, "belong to --preview" in err) == (2, True)
+
+
+def test_a_preview_without_an_inference_server_says_what_is_missing(regraft, job_file):
+    code, _, err = regraft("jobs", "create", "-f", str(job_file), "--preview")
+
+    assert (code, "REGRAFT_INFERENCE_URL" in err) == (2, True)
 
 
 def test_what_is_known_of_time_and_cost_is_a_range():

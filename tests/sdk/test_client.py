@@ -179,24 +179,41 @@ def test_a_grader_is_tested_with_what_is_expected_of_it(client, tmp_path):
     assert (broken.passed, broken.errors, broken.line) == (False, ["invalid_variable_error"], 3)
 
 
-def test_a_server_that_cannot_estimate_is_told_apart(client, job_file):
+def test_a_server_that_is_too_old_is_told_apart(client, job_file):
     class Old(Regraft):
         """As a server without the URL answers."""
 
         def post(self, path, **options):
-            return super().post("/regraft/none" if path == "/regraft/estimate" else path, **options)
+            return super().post("/regraft/none" if path.startswith("/regraft/") else path, **options)
 
     old = Old(base_url=client.base_url, api_key=client.api_key)
 
-    with pytest.raises(regraft.NotSupportedByServer, match="older than"):
+    with pytest.raises(regraft.NotSupportedByServer, match="cannot estimate jobs: it is older than"):
+        old.estimate(job_file)
+    with pytest.raises(regraft.NotSupportedByServer, match="cannot preview jobs: it is older than"):
         old.preview(job_file)
 
 
-def test_a_preview_says_how_large_a_job_would_be_and_creates_none(client, job_file):
-    estimate = client.preview(job_file)
+def test_an_estimate_says_how_large_a_job_would_be_and_creates_none(client, job_file):
+    estimate = client.estimate(job_file)
 
     assert (estimate.training_rows, estimate.validation_rows, estimate.n_epochs) == (4, 4, 3)
     assert estimate.estimate is None and estimate.reason  # nothing has run here yet
+    assert list(client.jobs.list()) == []
+
+
+def test_a_preview_has_the_models_answers_and_creates_none(client, make_async, job_file, model):
+    async def use(client: AsyncRegraft) -> regraft.Preview:
+        async with client:
+            return await client.preview(job_file, rows=2, samples=2)
+
+    for preview in (client.preview(job_file, rows=2, samples=2), asyncio.run(use(make_async()))):
+        assert (preview.answers, preview.passed, preview.training_rows) == (4, 2, 4)
+        assert preview.pass_rate.low < preview.pass_rate.expected == 0.5 < preview.pass_rate.high
+        assert sorted(preview.prompts[0].rewards) == [0.0, 1.0]
+        assert [one.group_size for one in preview.signal if not one.at_least] == [2]
+        assert preview.verdict == "good" and preview.recommendation
+    assert client.preview(job_file).answers == 32  # all four rows, eight samples each
     assert list(client.jobs.list()) == []
 
 

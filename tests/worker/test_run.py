@@ -431,6 +431,25 @@ class TestStoppingEarly:
 
         assert len(bench.steps()) == 5
 
+    def test_a_job_that_asked_for_a_gate_fails_after_its_first_step_without_signal(self, bench):
+        with pytest.raises(
+            UserMistake, match=r"0% of the groups had signal, less than fail_below_signal \(25%\)"
+        ) as failed:
+            bench.train(SameForAll(0.5), n_epochs=10, eval_interval=1, advanced={"fail_below_signal": 0.25})
+
+        assert failed.value.code == "no_signal"
+        assert [step["step"] for step in bench.steps()] == [0, 1]
+        assert bench.checkpoints() == []
+
+    def test_the_gate_is_open_where_there_is_enough_signal_and_later_steps_may_have_less(self, bench):
+        advanced = {"group_size": 8, "fail_below_signal": 0.5}
+
+        job = bench.train(skill=Skill(0.5), n_epochs=3, advanced=advanced)
+
+        assert job.status == "succeeded"
+        assert bench.steps()[1]["groups_mixed_share"] >= 0.5
+        assert bench.steps()[-1]["groups_mixed_share"] < 0.5
+
     def test_the_last_policy_is_validated_and_kept_where_it_stops_between_validations(self, bench):
         bench.train(n_epochs=10, eval_interval=40, advanced={"group_size": 4, "stop_above_kl": 0.001})
 

@@ -251,11 +251,36 @@ def _item(text: str | None) -> dict[str, Any]:
 
 
 def jobs_create(arguments: argparse.Namespace) -> int:
+    if not arguments.preview and (arguments.yes or arguments.rows or arguments.samples):
+        raise Refused("--rows, --samples and --yes belong to --preview.")
     client = _client()
     body = client.jobs.prepare(arguments.file, set=arguments.changes)
-    if arguments.preview:
-        estimate = client.preview(body)
+    if arguments.estimate:
+        estimate = client.estimate(body)
         return _answer(arguments, estimate, lambda: _estimate(plain(estimate)))
+    if arguments.preview:
+        return _previewed(arguments, client, body)
+    return _created(arguments, client.jobs.submit(body))
+
+
+def _previewed(arguments: argparse.Namespace, client: Regraft, body: dict[str, Any]) -> int:
+    """Show the preview, and create the job if --yes or a person at the terminal says so."""
+    preview = client.preview(body, rows=arguments.rows, samples=arguments.samples)
+    if arguments.output == "json":
+        if arguments.yes and arguments.watch:
+            print_json_line(preview)
+            return _watch(arguments, client.jobs.submit(body).id)
+        print_json({"preview": preview, "job": client.jobs.submit(body) if arguments.yes else None})
+        return DONE
+    if arguments.yes:
+        say(_preview(plain(preview)))  # what a script reads from stdout is the job's id
+    else:
+        print(_preview(plain(preview)))
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            say("Nothing was created; with --yes the job is.")
+            return DONE
+        if input("Create the job? [y/N] ").strip().lower() not in ("y", "yes"):
+            return DONE
     return _created(arguments, client.jobs.submit(body))
 
 
@@ -379,6 +404,39 @@ def _estimate(estimate: dict[str, Any]) -> str:
         amounts = f"{cost['expected']:.2f}, between {cost['low']:.2f} and {cost['high']:.2f}"
         lines.append(f"{amounts} {cost['currency']}")
     return "\n".join(lines)
+
+
+def _preview(preview: dict[str, Any]) -> str:
+    """What was found, what the job would take, and at the end what to do."""
+    lines = [f"{len(preview['prompts'])} rows tried, {preview['answers']} answers"]
+    if rate := preview["pass_rate"]:
+        lines.append(
+            f"{preview['passed']} pass (reward {preview['pass_threshold']:g} or more): {_between(rate)}; "
+            f"mean reward {preview['mean_reward']:.2f}"
+        )
+    groups = [
+        [
+            str(one["group_size"]) + (" (the job's)" if one["group_size"] == preview["group_size"] else ""),
+            ("at least " if one["at_least"] else "") + _between(one["share"]),
+        ]
+        for one in preview["signal"]
+    ]
+    lines.append(table(["answers a prompt", "groups with signal"], groups))
+    tokens, room = preview["completion_tokens"], preview["max_completion_tokens"]
+    lines.append(
+        f"{tokens['mean']:.0f} tokens an answer, at most {tokens['max']:.0f}; {preview['cut_off']} cut off at {room}"
+    )
+    grading = preview["grading"]
+    lines.append(
+        f"{grading['failed']} could not be graded; a grade takes {grading['seconds']['mean']:.3f} s"
+        + (f" and {grading['tokens']} tokens of judges were used" if grading["tokens"] else "")
+    )
+    return "\n".join([*lines, "", _estimate(preview), "", preview["recommendation"]])
+
+
+def _between(share: dict[str, float]) -> str:
+    expected, low, high = (f"{100 * share[name]:.0f} %" for name in ("expected", "low", "high"))
+    return f"{expected}, between {low} and {high}"
 
 
 # What a job leaves.

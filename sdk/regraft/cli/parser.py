@@ -124,7 +124,16 @@ def _jobs(top: Commands) -> None:
     )
     create.add_argument("-f", "--file", type=Path, required=True, metavar="JOB", help=".toml, .json or .yaml")
     _set(create)
-    create.add_argument("--preview", action="store_true", help="only say what it would take")
+    first = create.add_mutually_exclusive_group()
+    first.add_argument("--estimate", action="store_true", help="only say what it would take")
+    first.add_argument(
+        "--preview",
+        action="store_true",
+        help="let the base model try a few rows first, and ask; in a pipe nothing is created without --yes",
+    )
+    create.add_argument("--rows", type=int, metavar="N", help="how many rows a preview tries (8)")
+    create.add_argument("--samples", type=int, metavar="N", help="how many answers to each (8)")
+    create.add_argument("--yes", action="store_true", help="create it after the preview without asking")
     create.add_argument("--watch", action="store_true", help="follow it to its end")
     listing = jobs.add("list", "list jobs, newest first", "jobs_list")
     listing.add_argument("--limit", type=int, default=20, metavar="N")

@@ -91,7 +91,7 @@ class Jobs(OpenAIJobs):
         return self._create(self.prepare(request, set=set))
 
     def prepare(self, request: Source, *, set: Sequence[str] = ()) -> dict[str, Any]:
-        """The body that `submit` sends, its files uploaded: `client.preview` and `submit` both take it."""
+        """The body that `submit` sends, its files uploaded; `client.estimate` and `client.preview` take it, too."""
         job, files = read_job(request, set), self._client.files
         return job.with_ids(
             {field: files.create(file=path, purpose="fine-tune").id for field, path in job.uploads.items()}

@@ -1,0 +1,318 @@
+"""/v1/regraft/preview: what the base model makes of a few rows, before a job is paid for."""
+
+import asyncio
+import hashlib
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+from anyio import WouldBlock
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+from pydantic import Field, ValidationError, model_validator
+
+from api import estimates as sizes
+from api.chat import Inference, Upstream, whole
+from api.deps import CurrentProject, Parts, Service
+from api.document import refusals
+from api.estimates import Asked, Size
+from api.graders import TIMEOUT_S
+from api.jobs import JobCreate
+from core import datasets, estimates, evals, preview, tenants, usage
+from core.blobs import BlobStore
+from core.chat import Chat, Served
+from core.datasets import Example, LineError
+from core.errors import InvalidRequest, NotReady, ServiceError
+from core.estimates import Range
+from core.hangup import until_gone
+from core.models import File
+from core.preview import Answer, Grading, Prompt, Sampling, ShownPrompt, Signal, Spread, Verdict
+from graders.build import missing_item_paths
+from graders.run import grade_all
+from graders.spec import dump
+from graders.types import Grade, Sample, TokenUsage, summed
+
+router = APIRouter(prefix="/regraft/preview", tags=["regraft"])
+
+MOST_ANSWERS = 512
+REQUESTS_AT_ONCE = 64
+PREVIEWS_AT_ONCE = 4  # in one process; each holds a thread while it grades
+LONGEST_S = 540.0  # OpenAI's client gives up after 600
+
+T = TypeVar("T")
+
+
+class PreviewCreate(JobCreate):
+    """The body that would create the job, and how much of it to try."""
+
+    rows: Annotated[int, Field(ge=1, le=32)] = 8
+    samples: Annotated[int, Field(ge=2, le=32)] = 8  # of each row
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "PreviewCreate":
+        if self.rows * self.samples > MOST_ANSWERS:
+            raise ValueError(f"rows x samples may be at most {MOST_ANSWERS}")
+        return self
+
+
+class PreviewOut(Size):
+    """The job's size and estimate as of /v1/regraft/estimate, the latter with the lengths that were measured; and what
+    the answers to a few rows came to. core/preview.py says what each number is."""
+
+    object: Literal["regraft.preview"] = "regraft.preview"
+    prompts: list[ShownPrompt]
+    answers: int
+    passed: int
+    pass_threshold: float
+    pass_rate: Range | None
+    mean_reward: float | None
+    signal: list[Signal]
+    prompt_tokens: Spread
+    completion_tokens: Spread
+    cut_off: int
+    grading: Grading
+    sampling: Sampling
+    verdict: Verdict
+    recommendation: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A preview that nothing speaks against, and the requests to the inference server that it takes."""
+
+    body: PreviewCreate
+    project_id: str
+    asked: Asked
+    rows: Sequence[Example]
+    chats: Sequence[dict[str, Any]]  # `samples` for each row
+
+
+@dataclass(frozen=True)
+class Completion:
+    text: str
+    cut_off: bool
+    prompt_tokens: int
+    tokens: int
+
+
+def _prepared(body: PreviewCreate, project: CurrentProject, service: Parts) -> Prepared:
+    """In a thread: it asks the database and reads files."""
+    with service.database.read() as session:
+        limits = tenants.limits(project, service.settings.default_limits)
+        if (beyond := tenants.used_up(session, project.id, limits)) is not None:
+            raise beyond
+    asked = sizes.asked(body, project, service)
+    rows = _some_rows(service.blobs, asked.training, body.rows, body.seed or 0)
+    spec = body.method.reinforcement.grader
+    for row in rows:
+        if missing := missing_item_paths(spec, row.item):
+            raise InvalidRequest(
+                f"line {row.line}: the grader reads {{{{{missing[0]}}}}}, which this row does not have",
+                param="training_file",
+            )
+    chats = [_chat(body, asked, row, member) for row in rows for member in range(body.samples)]
+    return Prepared(body, project.id, asked, rows, chats)
+
+
+@router.post("", response_model=PreviewOut, responses=refusals(404, 503))
+async def preview_job(
+    request: Request,
+    prepared: Annotated[Prepared, Depends(_prepared)],
+    service: Parts,
+    upstream: Inference,
+) -> PreviewOut | Response:
+    """Try the job's prompts, sampling and grader on a few rows with the base model. Nothing is created.
+
+    The answers are sampled as the job would, by the inference server, and judged by the job's grader: what judges read
+    and wrote counts towards the project's limit.
+    """
+    try:
+        service.previews.acquire_nowait()
+    except WouldBlock:
+        raise NotReady("Other previews are still running; ask again.", retry_after=10) from None
+    try:
+        async with asyncio.timeout(LONGEST_S):
+            made = await until_gone(request.receive, _previewed(prepared, service, upstream))
+    except TimeoutError:
+        raise InvalidRequest(
+            f"The preview took longer than {LONGEST_S:.0f} s. Ask for fewer rows or samples, or for shorter answers.",
+            code="preview_too_slow",
+        ) from None
+    finally:
+        service.previews.release()
+    return Response(status_code=499) if made is None else made
+
+
+async def _previewed(prepared: Prepared, service: Service, upstream: Upstream) -> PreviewOut:
+    # One token first, so that loading the model is not taken for the speed of sampling.
+    await _complete(upstream, prepared.chats[0] | {"max_completion_tokens": 1}, prepared.rows[0])
+    started = time.perf_counter()
+    rows = [row for row in prepared.rows for _ in range(prepared.body.samples)]
+    completions = await _all(
+        [partial(_complete, upstream, chat, row) for chat, row in zip(prepared.chats, rows, strict=True)]
+    )
+    seconds = time.perf_counter() - started
+    grades, tokens = await asyncio.to_thread(_graded, prepared, service, completions)
+
+    size, samples = prepared.asked.settings, prepared.body.samples
+    judged = [_answer(*pair, size.supervision == "process") for pair in zip(completions, grades, strict=True)]
+    prompts = [
+        Prompt(row.line, completions[first].prompt_tokens, tuple(judged[first : first + samples]))
+        for row, first in zip(prepared.rows, range(0, len(judged), samples), strict=True)
+    ]
+    report = preview.report(
+        prompts,
+        group_size=size.group_size,
+        max_completion_tokens=size.max_completion_tokens,
+        context=prepared.asked.model.context,
+        pass_threshold=evals.pass_threshold(dump(prepared.body.method.reinforcement.grader)),
+        sampling_seconds=seconds,
+        grader_tokens=tokens,
+    )
+    estimate = prepared.asked.estimate(
+        partial(
+            estimates.after_preview,
+            lengths=preview.mean_lengths(prompts),
+            tokens_per_second=report.sampling.tokens_per_second,
+        )
+    )
+    return PreviewOut(**prepared.asked.size(), **vars(report), estimate=estimate, reason=None)
+
+
+def _some_rows(blobs: BlobStore, file: File, count: int, seed: int) -> list[Example]:
+    """So many rows, or all there are, every row as likely as any other; one is held in memory for each that is chosen.
+
+    Raises:
+        InvalidRequest: a line of the file is no row.
+    """
+    chosen: list[Example] = []
+    draw = random.Random(f"{seed}/preview")
+    for number, row in enumerate(datasets.read_rows(blobs.open(file.blob_key))):
+        if isinstance(row, LineError):
+            raise InvalidRequest(f"{file.id}: {row}", param="training_file")
+        if number < count:
+            chosen.append(row)
+        elif (place := draw.randrange(number + 1)) < count:
+            chosen[place] = row
+    return sorted(chosen, key=lambda row: row.line)
+
+
+def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[str, Any]:
+    """The request for one answer, sampled as the job would."""
+    digest = hashlib.sha256(f"{body.seed or 0}/preview/{row.line}/{member}".encode()).digest()
+    try:
+        chat = Chat.model_validate(
+            {
+                "model": body.model,
+                # What a message weighs is for its own loss, which a job does not have.
+                "messages": [
+                    {key: value for key, value in message.items() if key != "weight"}
+                    for message in row.messages
+                ],
+                "temperature": asked.settings.temperature,
+                "max_completion_tokens": asked.settings.max_completion_tokens,
+                "response_format": body.method.reinforcement.response_format,
+                "seed": int.from_bytes(digest[:8], "big") >> 2,
+            }
+        )
+    except ValidationError as invalid:
+        first = invalid.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(
+            f"line {row.line} cannot be previewed: {where}: {first['msg']}", param="training_file"
+        ) from None
+    served = Served(base_model=body.model)
+    return chat.model_dump(mode="json", by_alias=True, exclude_none=True) | {
+        "regraft": served.model_dump(mode="json")
+    }
+
+
+async def _all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """What they return, in order; the first error ends all of them."""
+    slots = asyncio.Semaphore(REQUESTS_AT_ONCE)
+
+    async def one(call: Callable[[], Awaitable[T]]) -> T:
+        async with slots:
+            return await call()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one(call)) for call in calls]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in running]
+
+
+async def _complete(upstream: Upstream, chat: dict[str, Any], row: Example) -> Completion:
+    answer = await upstream.send(chat)
+    await whole(answer)
+    if answer.status_code != 200:
+        raise _refusal(row, answer.status_code, answer.json()["error"], answer.headers.get("retry-after"))
+    said: dict[str, Any] = answer.json()
+    [choice] = said["choices"]
+    return Completion(
+        text=choice["message"]["content"],
+        cut_off=choice["finish_reason"] == "length",
+        prompt_tokens=said["usage"]["prompt_tokens"],
+        tokens=said["usage"]["completion_tokens"],
+    )
+
+
+def _refusal(row: Example, status: int, error: dict[str, Any], retry_after: str | None) -> ServiceError:
+    """The inference server's error as ours. What it says of a chat, it says of a row of the file."""
+    message, code = error["message"], error["code"]
+    if status == 503:
+        return NotReady(message, retry_after=int(retry_after) if retry_after else None, code=code)
+    if code == "model_not_found":
+        return InvalidRequest(f"The inference server: {message}", param="model", code=code)
+    if status < 500:
+        return InvalidRequest(f"line {row.line}: {message}", param="training_file", code=code)
+    return ServiceError(message)
+
+
+def _graded(
+    prepared: Prepared, service: Service, completions: Sequence[Completion]
+) -> tuple[list[Grade], int]:
+    """The grades, and the tokens of judges, which are counted even when nobody waits for the answer any more.
+
+    In a thread and not in the server's event loop, which a grader that computes for a second would stop.
+    """
+    reinforcement = prepared.body.method.reinforcement
+    parse_json = reinforcement.response_format is not None
+    items = [row.item for row in prepared.rows for _ in range(prepared.body.samples)]
+    pairs = [
+        (Sample.from_text(one.text, "length" if one.cut_off else "stop", parse_json), item)
+        for one, item in zip(completions, items, strict=True)
+    ]
+
+    async def grade() -> list[Grade]:
+        async with service.backends.open(reinforcement.grader) as grader:
+            return await grade_all(grader, pairs, timeout_s=TIMEOUT_S)
+
+    grades = asyncio.run(grade())
+    used = sum(summed(grade.usage for grade in grades).values(), TokenUsage())
+    tokens = used.prompt_tokens + used.completion_tokens
+    if tokens:
+        with service.database.write() as session:
+            usage.add_usage(session, prepared.project_id, gpu_seconds=0.0, grader_tokens=tokens)
+    return grades, tokens
+
+
+def _answer(completion: Completion, grade: Grade, by_steps: bool) -> Answer:
+    score, reason, taught = grade.score, grade.reason, tuple(step.score for step in grade.steps)
+    if score is not None and not by_steps:
+        taught = (score,)
+    elif score is not None and not taught:
+        score, reason = None, "supervision is 'process' and the grader gave no steps for this answer"
+    return Answer(
+        text=completion.text,
+        tokens=completion.tokens,
+        cut_off=completion.cut_off,
+        score=score,
+        reason=reason,
+        grading_seconds=grade.seconds,
+        taught=() if score is None else taught,
+    )
