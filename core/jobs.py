@@ -45,6 +45,7 @@ FINAL = frozenset(status for status, further in EDGES.items() if not further)
 HELD = frozenset({"validating_files", "running", "pausing"})
 
 STARTED, RESUMED = "Fine-tuning job started", "Fine-tuning job resumed"
+RESUMING = "Resuming fine-tuning job, moving job to queued state"
 LONGEST_BACK_OFF = 60.0
 
 
@@ -166,7 +167,7 @@ def resume(work: Work, job: Job) -> None:
     if job.budget is not None:
         budgets.refuse_if_reached(job, usage.captured_gpu_seconds(work.session, job))
     _move(job, "queued")
-    events.append(work.session, job.id, "Resuming fine-tuning job, moving job to queued state")
+    events.append(work.session, job.id, RESUMING)
     webhooks.emit(job, webhooks.RESUMED)
     work.record("job.resumed", job.id)
     work.wake(queue.RUN, queue.gpu_queue(job.gpu_class))

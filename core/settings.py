@@ -53,6 +53,8 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    # Where Prometheus reads (docs/observability.md), without a key, so not the API's port; 0: nowhere.
+    metrics_port: int = Field(default=0, ge=0, le=65535)
     max_upload_bytes: int = 512 * 1024 * 1024
     # A file that arrives in parts (docs/storage.md).
     max_multipart_bytes: int = Field(default=8 << 30, ge=1, le=8 << 30)
