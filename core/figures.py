@@ -110,7 +110,7 @@ def _attempts(session: Session) -> Metric:
     )
     count = select(Attempt.kind, Attempt.outcome, func.count()).where(Attempt.outcome.is_not(None))
     for kind, outcome, attempts in session.execute(count.group_by(Attempt.kind, Attempt.outcome)):
-        family.add_metric([kind, outcome], attempts)
+        family.add_metric([kind, str(outcome)], attempts)
     return family
 
 

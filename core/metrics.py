@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric
 
 log = logging.getLogger(__name__)
 
-disable_created_metrics()  # a second series for each counter, which nobody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, which nobody reads
 
 # What this process counts as it goes. Not the library's own registry: vLLM writes into that one.
 COUNTED = CollectorRegistry()
@@ -41,7 +41,7 @@ def served(host: str, port: int, collectors: Iterable[Collector] = ()) -> Iterat
         return
     registry = CollectorRegistry(auto_describe=False)
     for one in (COUNTED, *collectors):
-        registry.register(one)  # type: ignore[arg-type]  # anything that collects
+        registry.register(one)
     for kind in (ProcessCollector, PlatformCollector, GCCollector):
         kind(registry=registry)
     server, thread = start_http_server(port, host, registry)

@@ -73,7 +73,7 @@ def runnable(job: type[Job]) -> ColumnElement[bool]:
     return (job.status == "queued") & (job.next_run_at <= db_now())
 
 
-def startable(defaults: Limits = NO_LIMITS) -> Select[tuple[int]]:
+def startable(defaults: Limits = NO_LIMITS) -> Select[int]:
     """The `seq` of every job that a free worker of its class would take now, in no order."""
     running, limit = _running(), _running_limit(defaults)
     return (

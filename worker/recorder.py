@@ -17,7 +17,7 @@ from core.limits import NO_LIMITS, Limits
 from core.methods import Resolved
 from core.models import Checkpoint, Job, Project, RolloutPage, StepMetric
 from core.rollouts import Row
-from worker import metrics, results
+from worker import metrics, observed, results
 from worker.checkpoints import job_prefix, publish_best
 from worker.patience import Patience
 from worker.rollouts import GradedStep, rows_of
@@ -96,7 +96,9 @@ class Recorder:
                     self._pause_at_a_cap(session, job)
             return job.status == "pausing"
 
-        return self._write(write)
+        pause = self._write(write)
+        observed.recorded(data)
+        return pause
 
     def _pause_at_a_cap(self, session: Session, job: Job) -> None:
         """The job's own budget, or what its project may use."""

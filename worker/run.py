@@ -31,12 +31,13 @@ from core.response_format import stored_held_to
 from core.settings import Settings
 from graders.spec import GraderSpec, InvalidGrader, parse_grader
 from graders.types import Grader
-from worker import metrics, process, stopping
+from worker import metrics, observed, process, stopping
 from worker.backends import open_backends
 from worker.checkpoints import Checkpoints
 from worker.clock import Clock
 from worker.collect import Collector
 from worker.data import PromptStream, PromptTooLong, tokenize
+from worker.observed import ObservedGrader, ObservedSampler
 from worker.patience import Patience
 from worker.progress import Beat, WatchedGrader, WatchedSampler, WatchedTrainer, beats_into
 from worker.recorder import Quota, Recorder
@@ -249,7 +250,7 @@ async def attempt(
     try:
         spec = parse_grader(job.reinforcement["grader"])
         async with open_backends(settings).open(spec) as grader:
-            watched = WatchedGrader(grader, beat)
+            watched = ObservedGrader(WatchedGrader(grader, beat), spec)
             run = load(settings, database, blobs, claim, job, spec, watched, scratch, stop, beat, patience)
             with closed_at_the_end(run.feeds):
                 return await run.train()
@@ -373,7 +374,7 @@ def load(
         spec=spec,
         train_prompts=PromptStream(train, batch_size=resolved.batch_size, seed=job.seed),
         valid_prompts=valid,
-        sampler=WatchedSampler(choice.build(sampler, policy, settings, recorder), beat),
+        sampler=ObservedSampler(WatchedSampler(choice.build(sampler, policy, settings, recorder), beat)),
         rewards=Rewards(grader, parse_json=bool(held_to)),
         trainer=WatchedTrainer(
             PeftTrainer(policy, resolved, token_budget=settings.train_token_budget, held_to=held_to), beat
@@ -438,7 +439,8 @@ def main() -> int:
     job_id, epoch = sys.stdin.readline().split()
     claim = Claim(job_id, int(epoch), "run")
     try:
-        with TemporaryDirectory(prefix="regraft-") as scratch:
+        figures = observed.written_to(process.figures_of(args.progress))
+        with TemporaryDirectory(prefix="regraft-") as scratch, figures:
             beat = beats_into(args.progress)
             outcome = asyncio.run(
                 attempt(settings, database, blobs, claim, Path(scratch), lambda: stopping, beat)

@@ -29,6 +29,7 @@ from core.models import Job
 from core.settings import Settings
 from worker import process
 from worker.patience import Patience
+from worker.telemetry import Runs
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Supervisor:
         self.blobs = blobs
         self.command = command
         self.owner = f"{socket.gethostname()}/{os.getpid()}"
+        self.runs = Runs(settings.gpu_class)
         self._slot = threading.Lock()
         self._stopping = threading.Event()
         self._spare: Child | None = None
@@ -109,10 +111,11 @@ class Supervisor:
             child.end()
             child = None
         child = child or Child(self.command)
-        try:
-            status = self._watch(child.process, claim, child.run(claim))
-        finally:
-            last_words = child.end()
+        with self.runs.following(child.figures):
+            try:
+                status = self._watch(child.process, claim, child.run(claim))
+            finally:
+                last_words = child.end()
         self._finish(claim, status, last_words)
 
     def _watch(self, child: subprocess.Popen[bytes], claim: Claim, progress: "Progress") -> int:
@@ -206,6 +209,10 @@ class Child:
             stderr=self._words,
             start_new_session=True,
         )
+
+    @property
+    def figures(self) -> Path:
+        return process.figures_of(Path(self._progress.name))
 
     def is_alive(self) -> bool:
         return self.process.poll() is None

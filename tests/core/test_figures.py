@@ -1,6 +1,7 @@
 """What the rows say of the service, for Prometheus."""
 
 import time
+import urllib.error
 import urllib.request
 
 import pytest
@@ -77,7 +78,10 @@ def test_a_queue_is_as_old_as_the_job_that_waits_longest(database, project):
 
     assert figures["regraft_queue_length", "cpu"] == 2
     assert figures["regraft_queue_oldest_seconds", "cpu"] == pytest.approx(300, abs=5)
-    assert (figures["regraft_queue_length", "h200"], figures["regraft_queue_oldest_seconds", "h200"]) == (0, 0)
+    assert (figures["regraft_queue_length", "h200"], figures["regraft_queue_oldest_seconds", "h200"]) == (
+        0,
+        0,
+    )
 
 
 def test_a_job_that_its_own_project_holds_back_is_nobodys_delay(database, project):
@@ -150,11 +154,11 @@ def test_a_scrape_succeeds_without_the_database_and_says_so():
 
 def test_prometheus_reads_them_at_a_port_of_their_own(sqlite_database):
     port = free_port()
-    with served("127.0.0.1", port, [ServiceFigures(sqlite_database)]):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-            text = answer.read().decode()
+    address, figures = f"http://127.0.0.1:{port}/metrics", [ServiceFigures(sqlite_database)]
+    with served("127.0.0.1", port, figures), urllib.request.urlopen(address) as answer:
+        text = answer.read().decode()
 
     assert "regraft_database_up 1.0" in text
     assert "process_resident_memory_bytes" in text
-    with pytest.raises(OSError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics")
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        urllib.request.urlopen(address)
