@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from sqlalchemy import func, select
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 # However often it is asked: the database is read once in this time.
 FRESH_SECONDS = 10.0
+KINDS = ("validation", "run")
+OUTCOMES = ("validated", "succeeded", "failed", "cancelled", "paused", "drained", "crashed", "expired")
 
 
 class ServiceFigures:
@@ -50,7 +53,6 @@ class ServiceFigures:
             return self._read
 
     def _figures(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("regraft_database_up", "1 if the database answered.")
         figures: list[Metric] = []
         try:
             with self.database.read() as session:
@@ -62,8 +64,9 @@ class ServiceFigures:
                 ]
         except SQLAlchemyError as cause:
             log.warning("no figures from the database: %s", type(cause).__name__)
-        up.add_metric([], float(bool(figures)))
-        yield up
+        yield GaugeMetricFamily(
+            "regraft_database_up", "1 if the database answered.", value=float(bool(figures))
+        )
         yield from figures
 
 
@@ -109,8 +112,12 @@ def _attempts(session: Session) -> Metric:
         "regraft_attempts", "Turns of workers at jobs that have ended.", labels=["kind", "outcome"]
     )
     count = select(Attempt.kind, Attempt.outcome, func.count()).where(Attempt.outcome.is_not(None))
-    for kind, outcome, attempts in session.execute(count.group_by(Attempt.kind, Attempt.outcome)):
-        family.add_metric([kind, str(outcome)], attempts)
+    # 0 from the start: a series that begins at 1 has not grown, says Prometheus.
+    attempts: dict[tuple[str, str | None], int] = dict.fromkeys(product(KINDS, OUTCOMES), 0)
+    for kind, outcome, number in session.execute(count.group_by(Attempt.kind, Attempt.outcome)):
+        attempts[kind, outcome] = number
+    for (kind, outcome), number in attempts.items():
+        family.add_metric([kind, str(outcome)], number)
     return family
 
 
@@ -118,10 +125,5 @@ def _webhooks(session: Session) -> Iterator[Metric]:
     waits = WebhookDelivery.settled.is_(False)
     failed = func.count(WebhookDelivery.last_error)  # of those that have one
     count, failing = session.execute(select(func.count(), failed).where(waits)).one()
-    for name, help, value in (
-        ("regraft_webhooks_waiting", "Webhooks that have not arrived yet.", count),
-        ("regraft_webhooks_failing", "Those of them whose last attempt failed.", failing),
-    ):
-        family = GaugeMetricFamily(name, help)
-        family.add_metric([], value)
-        yield family
+    yield GaugeMetricFamily("regraft_webhooks_waiting", "Webhooks that have not arrived yet.", value=count)
+    yield GaugeMetricFamily("regraft_webhooks_failing", "Those whose last attempt failed.", value=failing)

@@ -188,7 +188,7 @@ def inference(listening: socket.socket | None) -> Iterator[None]:
 
 def measured(settings: Settings, *figures: Collector) -> AbstractContextManager[None]:
     """For Prometheus to read meanwhile, where a port is set for it."""
-    return metrics.served(settings.host, settings.metrics_port, [*figures, Sandbox("service")])
+    return metrics.served(settings.host, settings.metrics_port, [*figures, Sandbox("regraft_sandbox")])
 
 
 def open_stores(settings: Settings) -> tuple[Database, BlobStore]:

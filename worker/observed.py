@@ -21,7 +21,7 @@ from worker.types import Prompt
 
 WRITE_SECONDS = 5.0
 COUNTED = CollectorRegistry(auto_describe=False)
-COUNTED.register(Sandbox("run"))
+COUNTED.register(Sandbox("regraft_run_sandbox"))
 STEP_SECONDS = Histogram(
     "regraft_step_seconds",
     "How long a step took: in each phase beyond those before it, and in all.",

@@ -22,6 +22,10 @@ WEBHOOK_ATTEMPTS = prometheus.Counter(
     ("result",),
     registry=COUNTED,
 )
+for _result in ("delivered", "failed", "given_up"):
+    WEBHOOK_ATTEMPTS.labels(
+        _result
+    )  # 0 from the start: a series that begins at 1 has not grown, says Prometheus
 PASS_FAILURES = prometheus.Counter(
     "regraft_reconciler_failures",
     "Passes of the reconciler that failed; each is tried again.",
@@ -91,21 +95,19 @@ def _counts(family: Metric) -> Counts:
 
 
 class Sandbox:
-    """How busy the python graders of this process are; `process` tells a run from the service beside it."""
+    """How busy the python graders of this process are. What they are called begins with `name`."""
 
-    def __init__(self, process: str) -> None:
-        self.process = process
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def collect(self) -> Iterable[Metric]:
         load = pool.shared().load()
         for name, help, value in (
-            ("regraft_sandbox_slots", "Python graders that can grade at the same time.", load.slots),
-            ("regraft_sandbox_grades", "Python grades under way, those that wait for a slot included.", load.grades),
-            ("regraft_sandbox_processes", "Processes kept for python graders.", load.processes),
-        ):  # fmt: skip
-            family = GaugeMetricFamily(name, help, labels=["process"])
-            family.add_metric([self.process], value)
-            yield family
+            ("slots", "Python graders that can grade at the same time.", load.slots),
+            ("grades", "Python grades under way, those that wait for a slot included.", load.grades),
+            ("processes", "Processes kept for python graders.", load.processes),
+        ):
+            yield GaugeMetricFamily(f"{self.name}_{name}", help, value=value)
 
 
 class Gpus:

@@ -200,8 +200,4 @@ def test_python_grades_under_way_are_counted_until_they_end():
     finally:
         sandbox.close()
     assert sandbox.load().grades == 0
-    assert {series[0] for series in read(Sandbox("run"))} == {
-        "regraft_sandbox_slots",
-        "regraft_sandbox_grades",
-        "regraft_sandbox_processes",
-    }
+    assert {series[0] for series in read(Sandbox("its"))} == {"its_slots", "its_grades", "its_processes"}
