@@ -1,12 +1,17 @@
 """How long requests take, by route: plain ASGI, as in api/middleware.py, and outside of all that is there."""
 
+import logging
 import time
 
 from prometheus_client import Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from core import logs
 from core.metrics import COUNTED
 
+log = logging.getLogger(__name__)
+
+PROBES = frozenset({"/healthz", "/readyz"})
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 REQUESTS = Histogram(
     "regraft_http_request_seconds",
@@ -31,13 +36,17 @@ class Measured:
 
         async def timed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                seconds = time.perf_counter() - started
-                REQUESTS.labels(route_of(scope), method_of(scope), f"{message['status'] // 100}xx").observe(
-                    seconds
-                )
+                self._tell(scope, message["status"], time.perf_counter() - started)
             await send(message)
 
         await self.app(scope, receive, timed)
+
+    def _tell(self, scope: Scope, status: int, seconds: float) -> None:
+        route = route_of(scope)
+        REQUESTS.labels(route, method_of(scope), f"{status // 100}xx").observe(seconds)
+        if route not in PROBES:
+            fields = logs.extra(route=route, status=status, ms=round(1000 * seconds))
+            log.info("%s %s", scope["method"], scope["path"], extra=fields)
 
 
 def route_of(scope: Scope) -> str:

@@ -53,6 +53,8 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    # json: one object a line, with request, job and step ids; also a line for each request (docs/observability.md).
+    log_format: Literal["text", "json"] = "text"
     # Where Prometheus reads (docs/observability.md), without a key, so not the API's port; 0: nowhere.
     metrics_port: int = Field(default=0, ge=0, le=65535)
     max_upload_bytes: int = 512 * 1024 * 1024

@@ -19,7 +19,7 @@ import uvicorn
 from api.app import create_app
 from api.rates import open_rates
 from api.shutdown import Server
-from core import keys, metrics
+from core import keys, logs, metrics
 from core.blobs import BlobStore, blobs_of
 from core.db import Database, Send
 from core.figures import ServiceFigures
@@ -65,9 +65,8 @@ def main() -> int:
     sweeping.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     args = parser.parse_args()
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("kombu").setLevel(logging.WARNING)  # it reports each connection, twice
     settings = Settings()
+    logs.configure([logs.handler(settings.log_format)], requests=settings.log_format == "json")
     if args.command == "inference":
         return serve_inference(settings, args.port, parser)
     if args.command == "admin":
@@ -148,7 +147,12 @@ def serve_api(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _already_stopping)
     config = uvicorn.Config(
-        app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,  # ours
+        log_level="warning",
+        timeout_graceful_shutdown=5,
     )
     log.info("serving http://%s:%d/v1", settings.host, settings.port)
     Server(config, app.state.service.shutdown).run()

@@ -13,6 +13,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, write_to_textfile
 
+from core import logs
 from graders.spec import GraderSpec, MultiSpec
 from graders.types import Grade, Grader, Item, Sample
 from worker.samplers import Answer, Sampler, Sampling
@@ -81,6 +82,13 @@ def recorded(data: Mapping[str, Any]) -> None:
             REWARD.labels(split).set(data[key])
     if "groups_mixed_share" in data:
         MIXED.set(data["groups_mixed_share"])
+
+
+@contextmanager
+def step(number: int) -> Iterator[None]:
+    """What happens meanwhile belongs to this step of the job."""
+    with logs.bound(step=number):
+        yield
 
 
 class ObservedSampler:

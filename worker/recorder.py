@@ -1,5 +1,6 @@
 """What a run tells the world, in short transactions that a run which lost its job cannot make."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,8 @@ from worker import metrics, observed, results
 from worker.checkpoints import job_prefix, publish_best
 from worker.patience import Patience
 from worker.rollouts import GradedStep, rows_of
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -98,6 +101,7 @@ class Recorder:
 
         pause = self._write(write)
         observed.recorded(data)
+        log.info("%s", metrics.message(data))
         return pause
 
     def _pause_at_a_cap(self, session: Session, job: Job) -> None:

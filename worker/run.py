@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from core import datasets, events, jobs, methods
+from core import datasets, events, jobs, logs, methods
 from core.blobs import BlobStore, blobs_of
 from core.db import Database
 from core.estimates import Ahead
@@ -94,7 +94,8 @@ class Run:
             return Outcome.INTERRUPTED  # with nothing to checkpoint: it will start from the base again
         while step < self.settings.total_steps:
             step += 1
-            ended = await self.step(step)
+            with observed.step(step):
+                ended = await self.step(step)
             if ended is Outcome.DONE:
                 break
             if ended is Outcome.INTERRUPTED and step < self.settings.total_steps:
@@ -128,9 +129,10 @@ class Run:
 
     async def measure_base(self) -> bool:
         """Step 0: how good the model is before it has learned anything. Returns whether the job is to pause."""
-        clock = Clock()
-        valid_P = await self.validate(clock)
-        return self.record(self.measure(0, clock, [], [], None, valid_P), [], [], valid_P)
+        with observed.step(0):
+            clock = Clock()
+            valid_P = await self.validate(clock)
+            return self.record(self.measure(0, clock, [], [], None, valid_P), [], [], valid_P)
 
     async def validate(self, clock: Clock) -> list[Group]:
         await self.collector.sampler_is_free()
@@ -438,9 +440,12 @@ def main() -> int:
     blobs = blobs_of(settings)
     job_id, epoch = sys.stdin.readline().split()
     claim = Claim(job_id, int(epoch), "run")
+    # Once for the operator, beside what the supervisor says, and once for the job's own log.
+    logs.configure([logs.handler(settings.log_format, sys.stdout), logs.handler("text", sys.stderr)])
     try:
         figures = observed.written_to(process.figures_of(args.progress))
-        with TemporaryDirectory(prefix="regraft-") as scratch, figures:
+        said_of = logs.bound(job_id=claim.job_id, attempt=claim.epoch)
+        with TemporaryDirectory(prefix="regraft-") as scratch, figures, said_of:
             beat = beats_into(args.progress)
             outcome = asyncio.run(
                 attempt(settings, database, blobs, claim, Path(scratch), lambda: stopping, beat)

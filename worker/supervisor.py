@@ -21,7 +21,7 @@ from typing import IO
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from core import jobs
+from core import jobs, logs
 from core.blobs import BlobStore
 from core.db import Database
 from core.jobs import Claim, LeaseLost
@@ -105,6 +105,10 @@ class Supervisor:
             )
 
     def _run(self, claim: Claim) -> None:
+        with logs.bound(job_id=claim.job_id, attempt=claim.epoch):
+            self._run_child(claim)
+
+    def _run_child(self, claim: Claim) -> None:
         log.info("running %s, epoch %d", claim.job_id, claim.epoch)
         child = self._take_spare()
         if child is not None and not child.is_alive():  # it may have met the kernel's out-of-memory killer

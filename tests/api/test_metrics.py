@@ -1,8 +1,13 @@
 """What the API tells Prometheus of its requests."""
 
+import io
+import json
+import logging
+
 import pytest
 from prometheus_client.samples import Sample
 
+from core import logs
 from core.metrics import COUNTED
 
 
@@ -62,3 +67,19 @@ def test_a_crash_counts_as_a_5xx(house):
 def test_metrics_are_not_where_users_are(api):
     assert api.get("/metrics").status_code == 404
     assert "/metrics" not in api.get("/openapi.json").json()["paths"]
+
+
+def test_each_request_has_a_line_with_its_id_and_probes_have_none(api, caplog):
+    caplog.set_level("INFO", logger="api.metrics")
+    stream = io.StringIO()
+    handler = logs.handler("json", stream)
+    logging.getLogger("api.metrics").addHandler(handler)
+    try:
+        api.get("/healthz")
+        api.get("/v1/files/file-1", headers={"x-request-id": "mine"})
+    finally:
+        logging.getLogger("api.metrics").removeHandler(handler)
+
+    [line] = map(json.loads, stream.getvalue().splitlines())
+    assert line["message"] == "GET /v1/files/file-1"
+    assert (line["request_id"], line["status"], line["route"]) == ("mine", 404, "/v1/files/{file_id}")
