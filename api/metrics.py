@@ -4,9 +4,10 @@ import logging
 import time
 
 from prometheus_client import Histogram
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from core import logs
+from core import logs, tracing
 from core.metrics import COUNTED
 
 log = logging.getLogger(__name__)
@@ -39,10 +40,12 @@ class Measured:
                 self._tell(scope, message["status"], time.perf_counter() - started)
             await send(message)
 
-        await self.app(scope, receive, timed)
+        with tracing.request(scope["method"], Headers(scope=scope)):
+            await self.app(scope, receive, timed)
 
     def _tell(self, scope: Scope, status: int, seconds: float) -> None:
         route = route_of(scope)
+        tracing.answered(scope["method"], route, status, scope.get("state", {}).get("request_id", ""))
         REQUESTS.labels(route, method_of(scope), f"{status // 100}xx").observe(seconds)
         if route not in PROBES:
             fields = logs.extra(route=route, status=status, ms=round(1000 * seconds))

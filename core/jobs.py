@@ -20,7 +20,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, ScalarSelect, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
-from core import budgets, events, pages, queue, usage, waiting, webhooks
+from core import budgets, events, pages, queue, tracing, usage, waiting, webhooks
 from core.db import Database, Work, db_now, json_text
 from core.errors import InvalidJobState, JobNotFound
 from core.limits import NO_LIMITS, Limits
@@ -103,6 +103,7 @@ def create(
         files += f" and validation file: {validation_file.id}"
     events.append(work.session, job.id, f"Validating {files}")
     work.record("job.created", job.id, {"model": model, "training_file": training_file.id})
+    tracing.job_created(job.id)
     work.wake(queue.VALIDATE, queue.DEFAULT_QUEUE)
     return job
 

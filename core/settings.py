@@ -55,6 +55,8 @@ class Settings(BaseSettings):
     port: int = 8000
     # json: one object a line, with request, job and step ids; also a line for each request (docs/observability.md).
     log_format: Literal["text", "json"] = "text"
+    # Where traces go, by OTLP over HTTP: http://collector:4318. Needs regraft-server[otel]; none without it.
+    otlp_endpoint: str = Field(default="", pattern=r"^(https?://.+)?$")
     # Where Prometheus reads (docs/observability.md), without a key, so not the API's port; 0: nowhere.
     metrics_port: int = Field(default=0, ge=0, le=65535)
     max_upload_bytes: int = 512 * 1024 * 1024

@@ -19,7 +19,7 @@ import uvicorn
 from api.app import create_app
 from api.rates import open_rates
 from api.shutdown import Server
-from core import keys, logs, metrics
+from core import keys, logs, metrics, tracing
 from core.blobs import BlobStore, blobs_of
 from core.db import Database, Send
 from core.figures import ServiceFigures
@@ -146,6 +146,7 @@ def serve_api(
     # end the process before the worker has drained.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _already_stopping)
+    traced = tracing.exported(settings.otlp_endpoint, "regraft-api")
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -155,7 +156,8 @@ def serve_api(
         timeout_graceful_shutdown=5,
     )
     log.info("serving http://%s:%d/v1", settings.host, settings.port)
-    Server(config, app.state.service.shutdown).run()
+    with traced:
+        Server(config, app.state.service.shutdown).run()
 
 
 def _already_stopping(number: int, frame: FrameType | None) -> None:

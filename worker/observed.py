@@ -13,9 +13,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, write_to_textfile
 
-from core import logs
+from core import logs, tracing
+from core.jobs import Claim
 from graders.spec import GraderSpec, MultiSpec
 from graders.types import Grade, Grader, Item, Sample
+from worker import process
 from worker.samplers import Answer, Sampler, Sampling
 from worker.telemetry import Sandbox
 from worker.types import Prompt
@@ -72,6 +74,18 @@ def written_to(path: Path) -> Iterator[None]:
         write_to_textfile(str(path), COUNTED)
 
 
+@contextmanager
+def attempt(claim: Claim, progress: Path, otlp_endpoint: str) -> Iterator[None]:
+    """What happens meanwhile is this attempt at the job: in its figures, its log and its trace."""
+    with (
+        written_to(process.figures_of(progress)),
+        logs.bound(job_id=claim.job_id, attempt=claim.epoch),
+        tracing.exported(otlp_endpoint, "regraft-run"),
+        tracing.attempt(claim.job_id, claim.epoch),
+    ):
+        yield
+
+
 def recorded(data: Mapping[str, Any]) -> None:
     """Count a finished step by the `data` of its event."""
     for phase, seconds in data["timing"]["step"].items():
@@ -87,7 +101,7 @@ def recorded(data: Mapping[str, Any]) -> None:
 @contextmanager
 def step(number: int) -> Iterator[None]:
     """What happens meanwhile belongs to this step of the job."""
-    with logs.bound(step=number):
+    with logs.bound(step=number), tracing.span("step", **{"regraft.step": number}):
         yield
 
 
@@ -116,7 +130,8 @@ class ObservedGrader:
     async def grade(self, sample: Sample, item: Item) -> Grade:
         started = time.perf_counter()
         try:
-            grade = await self._grader.grade(sample, item)
+            with tracing.span("grade", **{"regraft.grader_type": self.type}):
+                grade = await self._grader.grade(sample, item)
         except Exception:
             self._count(self.type, "raised", time.perf_counter() - started)
             raise

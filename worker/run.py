@@ -443,9 +443,8 @@ def main() -> int:
     # Once for the operator, beside what the supervisor says, and once for the job's own log.
     logs.configure([logs.handler(settings.log_format, sys.stdout), logs.handler("text", sys.stderr)])
     try:
-        figures = observed.written_to(process.figures_of(args.progress))
-        said_of = logs.bound(job_id=claim.job_id, attempt=claim.epoch)
-        with TemporaryDirectory(prefix="regraft-") as scratch, figures, said_of:
+        watched = observed.attempt(claim, args.progress, settings.otlp_endpoint)
+        with TemporaryDirectory(prefix="regraft-") as scratch, watched:
             beat = beats_into(args.progress)
             outcome = asyncio.run(
                 attempt(settings, database, blobs, claim, Path(scratch), lambda: stopping, beat)
