@@ -21,7 +21,7 @@ from typing import IO
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from core import jobs, logs
+from core import joblogs, jobs, logs
 from core.blobs import BlobStore
 from core.db import Database
 from core.jobs import Claim, LeaseLost
@@ -32,6 +32,9 @@ from worker.patience import Patience
 from worker.telemetry import Runs
 
 log = logging.getLogger(__name__)
+
+# What is shown of a run that crashed, in characters; all of it is in its log.
+LAST_WORDS = 2000
 
 Command = Callable[[Path], Sequence[str]]
 
@@ -119,8 +122,20 @@ class Supervisor:
             try:
                 status = self._watch(child.process, claim, child.run(claim))
             finally:
-                last_words = child.end()
-        self._finish(claim, status, last_words)
+                said = child.end()
+        self._finish(claim, status, said[-LAST_WORDS:])
+        self._keep(claim, said)
+
+    def _keep(self, claim: Claim, said: str) -> None:
+        """Put the run's log where its job's owner can read it (core/joblogs.py). It is not worth waiting for."""
+        if not said:
+            return
+        try:
+            with self.database.read() as session:
+                project_id = session.scalars(select(Job.project_id).where(Job.id == claim.job_id)).one()
+            self.blobs.put_bytes(joblogs.key(project_id, claim.job_id, claim.epoch), said.encode())
+        except Exception as cause:  # whatever a store raises
+            log.warning("the log of %s is lost: %r", claim.job_id, cause)
 
     def _watch(self, child: subprocess.Popen[bytes], claim: Claim, progress: "Progress") -> int:
         """Wait for the child's exit status, renewing the lease.
@@ -229,12 +244,12 @@ class Child:
         return Progress(Path(self._progress.name))
 
     def end(self) -> str:
-        """Kill it and whatever it started, if all have not ended already. Its last words."""
+        """Kill it and whatever it started, if all have not ended already. What it has said, the end of it if long."""
         _kill(self.process)
         assert self.process.stdin is not None
         self.process.stdin.close()
         with self._progress, self._words:
-            return _last_words(self._words)
+            return _end_of(self._words)
 
 
 class Progress:
@@ -267,7 +282,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _last_words(stderr: IO[bytes], limit: int = 2000) -> str:
+def _end_of(stderr: IO[bytes]) -> str:
     stderr.seek(0, os.SEEK_END)
-    stderr.seek(max(0, stderr.tell() - limit))
+    stderr.seek(max(0, stderr.tell() - joblogs.MOST_BYTES))
     return stderr.read().decode(errors="replace")
