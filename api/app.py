@@ -29,6 +29,7 @@ from api import (
 )
 from api.deps import Service
 from api.document import Documented
+from api.metrics import Measured
 from api.middleware import BodyLimit, RequestHeaders
 from api.rates import LocalRates, Rates
 from api.shutdown import Shutdown
@@ -117,5 +118,6 @@ def create_app(
         streamed=STREAMED,
         most_drained=settings.max_upload_bytes,
     )
-    app.add_middleware(RequestHeaders)  # the last one added is the outermost
+    app.add_middleware(RequestHeaders)
+    app.add_middleware(Measured)  # the last one added is the outermost
     return app

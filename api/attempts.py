@@ -1,11 +1,14 @@
-"""/v1/regraft/jobs/{id}/attempts: every worker's turn at a job."""
+"""/v1/regraft/jobs/{id}/attempts and /logs: every worker's turn at a job, and what was said there."""
+
+from typing import Any
 
 from fastapi import APIRouter
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from api.deps import CurrentProject, ReadSession
+from api.deps import CurrentProject, Parts, ReadSession
 from api.wire import Listing
-from core import jobs
+from core import joblogs, jobs
 from core.models import Attempt
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
@@ -41,3 +44,16 @@ def list_attempts(job_id: str, project: CurrentProject, session: ReadSession) ->
     job = jobs.get(session, project.id, job_id)
     turns = jobs.attempts(session, job.id)
     return Listing(data=[AttemptOut.of(number, one) for number, one in enumerate(turns, start=1)])
+
+
+LOGS: dict[int | str, dict[str, Any]] = {200: {"description": "Plain text.", "content": {"text/plain": {}}}}
+
+
+@router.get("/{job_id}/logs", response_class=StreamingResponse, responses=LOGS)
+def read_logs(
+    job_id: str, project: CurrentProject, session: ReadSession, service: Parts
+) -> StreamingResponse:
+    """What the job's runs have logged, oldest first, as text: the last 256 KiB of each attempt that has ended."""
+    job = jobs.get(session, project.id, job_id)
+    said = joblogs.read(service.blobs, project.id, jobs.attempts(session, job.id))
+    return StreamingResponse(said, media_type="text/plain; charset=utf-8")

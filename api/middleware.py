@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from core import logs
 from core.errors import ServiceError
 
 log = logging.getLogger(__name__)
@@ -50,9 +51,11 @@ class RequestHeaders:
             await send(message)
 
         try:
-            await self.app(scope, receive, send_with_headers)
+            with logs.bound(request_id=request_id):
+                await self.app(scope, receive, send_with_headers)
         except Exception:
-            log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
+            said = logs.extra(request_id=request_id)
+            log.exception("request failed: %s %s", scope["method"], scope["path"], extra=said)
             if answering:
                 raise  # too late for another answer: the server cuts the connection, and the client notices
             message = (

@@ -20,7 +20,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, ScalarSelect, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
-from core import budgets, events, pages, queue, usage, waiting, webhooks
+from core import budgets, events, pages, queue, tracing, usage, waiting, webhooks
 from core.db import Database, Work, db_now, json_text
 from core.errors import InvalidJobState, JobNotFound
 from core.limits import NO_LIMITS, Limits
@@ -45,6 +45,7 @@ FINAL = frozenset(status for status, further in EDGES.items() if not further)
 HELD = frozenset({"validating_files", "running", "pausing"})
 
 STARTED, RESUMED = "Fine-tuning job started", "Fine-tuning job resumed"
+RESUMING = "Resuming fine-tuning job, moving job to queued state"
 LONGEST_BACK_OFF = 60.0
 
 
@@ -102,6 +103,7 @@ def create(
         files += f" and validation file: {validation_file.id}"
     events.append(work.session, job.id, f"Validating {files}")
     work.record("job.created", job.id, {"model": model, "training_file": training_file.id})
+    tracing.job_created(job.id)
     work.wake(queue.VALIDATE, queue.DEFAULT_QUEUE)
     return job
 
@@ -166,7 +168,7 @@ def resume(work: Work, job: Job) -> None:
     if job.budget is not None:
         budgets.refuse_if_reached(job, usage.captured_gpu_seconds(work.session, job))
     _move(job, "queued")
-    events.append(work.session, job.id, "Resuming fine-tuning job, moving job to queued state")
+    events.append(work.session, job.id, RESUMING)
     webhooks.emit(job, webhooks.RESUMED)
     work.record("job.resumed", job.id)
     work.wake(queue.RUN, queue.gpu_queue(job.gpu_class))

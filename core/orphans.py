@@ -13,7 +13,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 from core.blobs import BlobEntry, BlobStore, batched
 from core.db import Database
 from core.jobs import HELD
-from core.models import Checkpoint, File, Job, RolloutPage, UploadPart
+from core.models import Attempt, Checkpoint, File, Job, RolloutPage, UploadPart
 
 ROOT = "projects/"
 # Blobs that are compared with the rows at a time.
@@ -21,6 +21,7 @@ BATCH = 500
 
 _OF_FILE = re.compile(r"projects/[^/]+/files/(?P<id>[^/]+)")
 _OF_PART = re.compile(r"projects/[^/]+/uploads/[^/]+/(?P<id>[^/]+)")
+_OF_LOG = re.compile(r"projects/[^/]+/jobs/(?P<job>[^/]+)/attempts/(?P<epoch>\d+)/log\.txt")
 _OF_ATTEMPT = re.compile(r"projects/[^/]+/jobs/(?P<attempt>(?P<job>[^/]+)/attempts/\d+)/")
 
 
@@ -53,6 +54,8 @@ def _explained(session: Session, keys: Sequence[str]) -> set[str]:
     parts = {found["id"] for key in keys if (found := _OF_PART.fullmatch(key))}
     attempts = {key: found for key in keys if (found := _OF_ATTEMPT.match(key))}
     jobs = {found["job"] for found in attempts.values()}
+    turns = session.execute(select(Attempt.job_id, Attempt.epoch).where(Attempt.job_id.in_(jobs))).all()
+    ended = {(job_id, str(epoch)) for job_id, epoch in turns}
     held = session.execute(select(Job.id, Job.epoch).where(Job.id.in_(jobs), Job.status.in_(HELD)))
     at_work = {f"{job_id}/attempts/{epoch}" for job_id, epoch in held}
     known = {
@@ -62,6 +65,9 @@ def _explained(session: Session, keys: Sequence[str]) -> set[str]:
         *session.scalars(select(Checkpoint.blob_prefix).where(Checkpoint.job_id.in_(jobs))),
     }
     busy = {key for key, found in attempts.items() if found["attempt"] in at_work}
+    busy |= {
+        key for key in keys if (found := _OF_LOG.fullmatch(key)) and (found["job"], found["epoch"]) in ended
+    }
     return busy | {key for key in keys if _names(key) & known}
 
 

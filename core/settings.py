@@ -53,6 +53,12 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    # json: one object a line, with request, job and step ids; also a line for each request (docs/observability.md).
+    log_format: Literal["text", "json"] = "text"
+    # Where traces go, by OTLP over HTTP: http://collector:4318. Needs regraft-server[otel]; none without it.
+    otlp_endpoint: str = Field(default="", pattern=r"^(https?://.+)?$")
+    # Where Prometheus reads (docs/observability.md), without a key, so not the API's port; 0: nowhere.
+    metrics_port: int = Field(default=0, ge=0, le=65535)
     max_upload_bytes: int = 512 * 1024 * 1024
     # A file that arrives in parts (docs/storage.md).
     max_multipart_bytes: int = Field(default=8 << 30, ge=1, le=8 << 30)

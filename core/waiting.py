@@ -21,6 +21,7 @@ from sqlalchemy import (
     Integer,
     Row,
     ScalarSelect,
+    Select,
     Subquery,
     and_,
     case,
@@ -70,6 +71,17 @@ def fairest(gpu_class: str, defaults: Limits = NO_LIMITS) -> ScalarSelect[int]:
 
 def runnable(job: type[Job]) -> ColumnElement[bool]:
     return (job.status == "queued") & (job.next_run_at <= db_now())
+
+
+def startable(defaults: Limits = NO_LIMITS) -> Select[int]:
+    """The `seq` of every job that a free worker of its class would take now, in no order."""
+    running, limit = _running(), _running_limit(defaults)
+    return (
+        select(Job.seq)
+        .join(Project, Project.id == Job.project_id)
+        .outerjoin(running, running.c.project_id == Job.project_id)
+        .where(runnable(Job), or_(limit.is_(None), func.coalesce(running.c.jobs, 0) < limit))
+    )
 
 
 def oversubscribed(session: Session, project_id: str, defaults: Limits) -> bool:

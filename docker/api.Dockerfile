@@ -6,7 +6,7 @@ COPY constraints constraints
 RUN python -m pip install --no-cache-dir -r constraints/uv.txt && python -m venv --without-pip /opt/regraft
 # First what changes seldom.
 COPY pyproject.toml ./
-RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python -c constraints/all.txt -r pyproject.toml --extra postgres --extra redis
+RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python -c constraints/all.txt -r pyproject.toml --extra postgres --extra redis --extra otel
 COPY README.md LICENSE ./
 COPY core core
 COPY graders graders

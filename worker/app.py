@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from core.blobs import BlobStore
 from core.db import Database, Send
+from core.metrics import Collector
 from core.outgoing import Outgoing
 from core.queue import DEFAULT_QUEUE, RUN, VALIDATE, gpu_queue, open_celery, sender
 from core.settings import Settings
@@ -18,6 +19,7 @@ from worker import alive
 from worker.deliveries import Deliveries
 from worker.reconciler import Reconciler
 from worker.supervisor import Supervisor
+from worker.telemetry import Gpus
 from worker.validation import validate_next
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class WorkerService:
         self.supervisor = Supervisor(settings, database, blobs)
         self.reconciler = Reconciler(settings, database, blobs, self.send)
         self.deliveries = Deliveries(database, Outgoing(settings.private_hosts))
+        self.figures: tuple[Collector, ...] = (self.supervisor.runs, Gpus())
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._consumer = None

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -19,9 +19,11 @@ import uvicorn
 from api.app import create_app
 from api.rates import open_rates
 from api.shutdown import Server
-from core import keys
+from core import keys, logs, metrics, tracing
 from core.blobs import BlobStore, blobs_of
 from core.db import Database, Send
+from core.figures import ServiceFigures
+from core.metrics import Collector
 from core.migrate import upgrade
 from core.queue import open_celery, sender
 from core.registry import Registry
@@ -34,6 +36,7 @@ from worker.backends import open_backends
 from worker.export import export_to
 from worker.inference import InferenceServer, own_address
 from worker.sinks.choice import problem as sinks_problem
+from worker.telemetry import Sandbox
 
 log = logging.getLogger("regraft")
 
@@ -62,9 +65,8 @@ def main() -> int:
     sweeping.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     args = parser.parse_args()
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("kombu").setLevel(logging.WARNING)  # it reports each connection, twice
     settings = Settings()
+    logs.configure([logs.handler(settings.log_format)], requests=settings.log_format == "json")
     if args.command == "inference":
         return serve_inference(settings, args.port, parser)
     if args.command == "admin":
@@ -88,7 +90,9 @@ def main() -> int:
         up(settings, backends, listening)
     elif args.command == "api":
         send = sender(open_celery(settings.broker_url, settings.gpu_class))
-        serve_api(settings, *open_stores(settings), backends, send)
+        database, blobs = open_stores(settings)
+        with measured(settings, ServiceFigures(database, settings.default_limits)):
+            serve_api(settings, database, blobs, backends, send)
     elif args.command == "worker":
         work(settings, backends)
     elif args.command == "sweep":
@@ -109,8 +113,10 @@ def up(settings: Settings, backends: Backends, listening: socket.socket | None) 
         database, blobs = open_stores(settings)
         worker = WorkerService(settings, database, blobs, backends)
         worker.start()
+        service = ServiceFigures(database, settings.default_limits)
         try:
-            serve_api(settings, database, blobs, backends, worker.send)
+            with measured(settings, service, *worker.figures):
+                serve_api(settings, database, blobs, backends, worker.send)
         finally:
             worker.stop()
             database.close()
@@ -124,7 +130,8 @@ def work(settings: Settings, backends: Backends) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.set())
     worker.start()
-    stopping.wait()
+    with measured(settings, *worker.figures):
+        stopping.wait()
     worker.stop()
     database.close()
 
@@ -139,11 +146,18 @@ def serve_api(
     # end the process before the worker has drained.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _already_stopping)
+    traced = tracing.exported(settings.otlp_endpoint, "regraft-api")
     config = uvicorn.Config(
-        app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,  # ours
+        log_level="warning",
+        timeout_graceful_shutdown=5,
     )
     log.info("serving http://%s:%d/v1", settings.host, settings.port)
-    Server(config, app.state.service.shutdown).run()
+    with traced:
+        Server(config, app.state.service.shutdown).run()
 
 
 def _already_stopping(number: int, frame: FrameType | None) -> None:
@@ -176,6 +190,11 @@ def inference(listening: socket.socket | None) -> Iterator[None]:
         yield
     finally:
         server.stop()
+
+
+def measured(settings: Settings, *figures: Collector) -> AbstractContextManager[None]:
+    """For Prometheus to read meanwhile, where a port is set for it."""
+    return metrics.served(settings.host, settings.metrics_port, [*figures, Sandbox("regraft_sandbox")])
 
 
 def open_stores(settings: Settings) -> tuple[Database, BlobStore]:

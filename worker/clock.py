@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from core import tracing
+
 
 class Clock:
     """`with clock("sampling"): ...` adds to that phase; `seconds` has the sums."""
@@ -14,5 +16,6 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with tracing.span(phase):
+            yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start

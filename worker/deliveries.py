@@ -20,6 +20,7 @@ from core.db import Database, db_now
 from core.jobs import FINAL
 from core.models import Job, WebhookDelivery, WebhookEndpoint
 from core.outgoing import Outgoing, Refused, Unreachable
+from worker.telemetry import WEBHOOK_ATTEMPTS
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ class Deliveries:
             error = f"the endpoint answered {outcome.status}"
         change = update(WebhookDelivery).where(WebhookDelivery.seq == delivery.seq)
         change = change.values(last_status=outcome.status, last_error=error)
+        result = "delivered"
         if outcome.delivered:
             change = change.values(settled=True, delivered_at=int(claimed.at))
         else:
@@ -158,13 +160,14 @@ class Deliveries:
             )
             end = delivery.created_at + GIVE_UP_AFTER
             if claimed.endpoint is None or claimed.at >= end:
-                change = change.values(settled=True)
+                result, change = "given_up", change.values(settled=True)
                 log.warning("gave up on webhook %s to %s: %s", delivery.id, delivery.endpoint_id, error)
             else:
                 again = claimed.at + back_off(delivery.attempts) * self.jitter()
-                change = change.values(next_attempt_at=min(again, end))
+                result, change = "failed", change.values(next_attempt_at=min(again, end))
         with self.database.write() as session:
             session.execute(change)
+        WEBHOOK_ATTEMPTS.labels(result).inc()
 
 
 def remove_old(database: Database, clock: Callable[[], ColumnElement[float] | float] = db_now) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 DONE = 0
 DRAINED = 75  # EX_TEMPFAIL: checkpointed, to be queued again at no cost
@@ -13,6 +14,11 @@ USER_MISTAKE = 78  # EX_CONFIG: the job has failed for good, and says why
 # Anything else is the infrastructure's fault: the supervisor queues the job again, a limited number of times.
 
 _PR_SET_PDEATHSIG = 1
+
+
+def figures_of(progress: Path) -> Path:
+    """Where a run writes what it counts (worker/observed.py): beside the file by which it shows its progress."""
+    return progress.with_name(f"{progress.name}.prom")
 
 
 def die_with_parent(parent: int) -> None:

@@ -17,6 +17,7 @@ from core.models import File, Job, StepMetric, now
 from core.settings import Settings
 from worker import deliveries, results
 from worker.retention import Retention
+from worker.telemetry import PASS_FAILURES
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Reconciler:
             try:
                 one()
             except Exception:
+                PASS_FAILURES.labels(one.__name__).inc()
                 log.exception("the reconciler's pass %s failed; it is tried again", one.__name__)
 
     def run_until(self, stop: threading.Event) -> None:

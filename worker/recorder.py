@@ -1,5 +1,6 @@
 """What a run tells the world, in short transactions that a run which lost its job cannot make."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +18,12 @@ from core.limits import NO_LIMITS, Limits
 from core.methods import Resolved
 from core.models import Checkpoint, Job, Project, RolloutPage, StepMetric
 from core.rollouts import Row
-from worker import metrics, results
+from worker import metrics, observed, results
 from worker.checkpoints import job_prefix, publish_best
 from worker.patience import Patience
 from worker.rollouts import GradedStep, rows_of
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -96,7 +99,10 @@ class Recorder:
                     self._pause_at_a_cap(session, job)
             return job.status == "pausing"
 
-        return self._write(write)
+        pause = self._write(write)
+        observed.recorded(data)
+        log.info("%s", metrics.message(data))
+        return pause
 
     def _pause_at_a_cap(self, session: Session, job: Job) -> None:
         """The job's own budget, or what its project may use."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from core import datasets, events, jobs, methods
+from core import datasets, events, jobs, logs, methods
 from core.blobs import BlobStore, blobs_of
 from core.db import Database
 from core.estimates import Ahead
@@ -31,12 +31,13 @@ from core.response_format import stored_held_to
 from core.settings import Settings
 from graders.spec import GraderSpec, InvalidGrader, parse_grader
 from graders.types import Grader
-from worker import metrics, process, stopping
+from worker import metrics, observed, process, stopping
 from worker.backends import open_backends
 from worker.checkpoints import Checkpoints
 from worker.clock import Clock
 from worker.collect import Collector
 from worker.data import PromptStream, PromptTooLong, tokenize
+from worker.observed import ObservedGrader, ObservedSampler
 from worker.patience import Patience
 from worker.progress import Beat, WatchedGrader, WatchedSampler, WatchedTrainer, beats_into
 from worker.recorder import Quota, Recorder
@@ -93,7 +94,8 @@ class Run:
             return Outcome.INTERRUPTED  # with nothing to checkpoint: it will start from the base again
         while step < self.settings.total_steps:
             step += 1
-            ended = await self.step(step)
+            with observed.step(step):
+                ended = await self.step(step)
             if ended is Outcome.DONE:
                 break
             if ended is Outcome.INTERRUPTED and step < self.settings.total_steps:
@@ -128,9 +130,10 @@ class Run:
 
     async def measure_base(self) -> bool:
         """Step 0: how good the model is before it has learned anything. Returns whether the job is to pause."""
-        clock = Clock()
-        valid_P = await self.validate(clock)
-        return self.record(self.measure(0, clock, [], [], None, valid_P), [], [], valid_P)
+        with observed.step(0):
+            clock = Clock()
+            valid_P = await self.validate(clock)
+            return self.record(self.measure(0, clock, [], [], None, valid_P), [], [], valid_P)
 
     async def validate(self, clock: Clock) -> list[Group]:
         await self.collector.sampler_is_free()
@@ -261,7 +264,7 @@ async def attempt(
     try:
         spec = parse_grader(job.reinforcement["grader"])
         async with open_backends(settings).open(spec) as grader:
-            watched = WatchedGrader(grader, beat)
+            watched = ObservedGrader(WatchedGrader(grader, beat), spec)
             run = load(settings, database, blobs, claim, job, spec, watched, scratch, stop, beat, patience)
             with closed_at_the_end(run.feeds):
                 return await run.train()
@@ -385,7 +388,7 @@ def load(
         spec=spec,
         train_prompts=PromptStream(train, batch_size=resolved.batch_size, seed=job.seed),
         valid_prompts=valid,
-        sampler=WatchedSampler(choice.build(sampler, policy, settings, recorder), beat),
+        sampler=ObservedSampler(WatchedSampler(choice.build(sampler, policy, settings, recorder), beat)),
         rewards=Rewards(grader, parse_json=bool(held_to)),
         trainer=WatchedTrainer(
             PeftTrainer(policy, resolved, token_budget=settings.train_token_budget, held_to=held_to), beat
@@ -449,8 +452,11 @@ def main() -> int:
     blobs = blobs_of(settings)
     job_id, epoch = sys.stdin.readline().split()
     claim = Claim(job_id, int(epoch), "run")
+    # Once for the operator, beside what the supervisor says, and once for the job's own log.
+    logs.configure([logs.handler(settings.log_format, sys.stdout), logs.handler("text", sys.stderr)])
     try:
-        with TemporaryDirectory(prefix="regraft-") as scratch:
+        watched = observed.attempt(claim, args.progress, settings.otlp_endpoint)
+        with TemporaryDirectory(prefix="regraft-") as scratch, watched:
             beat = beats_into(args.progress)
             outcome = asyncio.run(
                 attempt(settings, database, blobs, claim, Path(scratch), lambda: stopping, beat)

@@ -21,7 +21,7 @@ from typing import IO
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from core import jobs
+from core import joblogs, jobs, logs
 from core.blobs import BlobStore
 from core.db import Database
 from core.jobs import Claim, LeaseLost
@@ -29,8 +29,12 @@ from core.models import Job
 from core.settings import Settings
 from worker import process
 from worker.patience import Patience
+from worker.telemetry import Runs
 
 log = logging.getLogger(__name__)
+
+# What is shown of a run that crashed, in characters; all of it is in its log.
+LAST_WORDS = 2000
 
 Command = Callable[[Path], Sequence[str]]
 
@@ -51,6 +55,7 @@ class Supervisor:
         self.blobs = blobs
         self.command = command
         self.owner = f"{socket.gethostname()}/{os.getpid()}"
+        self.runs = Runs(settings.gpu_class)
         self._slot = threading.Lock()
         self._stopping = threading.Event()
         self._spare: Child | None = None
@@ -103,17 +108,34 @@ class Supervisor:
             )
 
     def _run(self, claim: Claim) -> None:
+        with logs.bound(job_id=claim.job_id, attempt=claim.epoch):
+            self._run_child(claim)
+
+    def _run_child(self, claim: Claim) -> None:
         log.info("running %s, epoch %d", claim.job_id, claim.epoch)
         child = self._take_spare()
         if child is not None and not child.is_alive():  # it may have met the kernel's out-of-memory killer
             child.end()
             child = None
         child = child or Child(self.command)
+        with self.runs.following(child.figures):
+            try:
+                status = self._watch(child.process, claim, child.run(claim))
+            finally:
+                said = child.end()
+        self._finish(claim, status, said[-LAST_WORDS:])
+        self._keep(claim, said)
+
+    def _keep(self, claim: Claim, said: str) -> None:
+        """Put the run's log where its job's owner can read it (core/joblogs.py). It is not worth waiting for."""
+        if not said:
+            return
         try:
-            status = self._watch(child.process, claim, child.run(claim))
-        finally:
-            last_words = child.end()
-        self._finish(claim, status, last_words)
+            with self.database.read() as session:
+                project_id = session.scalars(select(Job.project_id).where(Job.id == claim.job_id)).one()
+            self.blobs.put_bytes(joblogs.key(project_id, claim.job_id, claim.epoch), said.encode())
+        except Exception as cause:  # whatever a store raises
+            log.warning("the log of %s is lost: %r", claim.job_id, cause)
 
     def _watch(self, child: subprocess.Popen[bytes], claim: Claim, progress: "Progress") -> int:
         """Wait for the child's exit status, renewing the lease.
@@ -207,6 +229,10 @@ class Child:
             start_new_session=True,
         )
 
+    @property
+    def figures(self) -> Path:
+        return process.figures_of(Path(self._progress.name))
+
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
@@ -218,12 +244,12 @@ class Child:
         return Progress(Path(self._progress.name))
 
     def end(self) -> str:
-        """Kill it and whatever it started, if all have not ended already. Its last words."""
+        """Kill it and whatever it started, if all have not ended already. What it has said, the end of it if long."""
         _kill(self.process)
         assert self.process.stdin is not None
         self.process.stdin.close()
         with self._progress, self._words:
-            return _last_words(self._words)
+            return _end_of(self._words)
 
 
 class Progress:
@@ -256,7 +282,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _last_words(stderr: IO[bytes], limit: int = 2000) -> str:
+def _end_of(stderr: IO[bytes]) -> str:
     stderr.seek(0, os.SEEK_END)
-    stderr.seek(max(0, stderr.tell() - limit))
+    stderr.seek(max(0, stderr.tell() - joblogs.MOST_BYTES))
     return stderr.read().decode(errors="replace")

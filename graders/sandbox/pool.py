@@ -175,6 +175,15 @@ class Zygote:
         return bytes(data)
 
 
+@dataclass(frozen=True)
+class Load:
+    """`slots` grades can be made at a time; `grades` are under way or wait for that; `processes` are kept for them."""
+
+    slots: int
+    grades: int
+    processes: int
+
+
 class Pool:
     """Grades by any number of sources, one per core at a time. Idle zygotes stay warm, the oldest make room."""
 
@@ -193,11 +202,25 @@ class Pool:
         self._idle: list[tuple[str, Zygote]] = []  # longest idle first
         self._all: set[Zygote] = set()
         self._lock = threading.Lock()
+        self._under_way = 0
         self._closed = False
 
     def submit(self, source: str, sample: Mapping[str, Any], item: Mapping[str, Any]) -> Future[Outcome]:
         """A grade to come. It fails with SandboxUnavailable or SandboxFailed, never with the grader's error."""
-        return self._threads.submit(self._grade, source, sample, item)
+        grade = self._threads.submit(self._grade, source, sample, item)
+        with self._lock:
+            self._under_way += 1
+        grade.add_done_callback(self._done)
+        return grade
+
+    def _done(self, grade: Future[Outcome]) -> None:
+        with self._lock:
+            self._under_way -= 1
+
+    def load(self) -> Load:
+        """How busy it is at this moment."""
+        with self._lock:
+            return Load(self.size, self._under_way, len(self._all))
 
     def layers(self) -> dict[str, str]:
         """Start one zygote and tell of each layer whether it holds: "", or why not."""

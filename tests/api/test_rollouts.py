@@ -6,7 +6,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from core import jobs, rollouts
+from core import joblogs, jobs, rollouts
 from core.models import RolloutPage
 
 OLD = [
@@ -318,3 +318,31 @@ def test_the_attempts_at_a_job_say_when_from_where_and_how_they_ended(house, api
     told = [(one["number"], one["kind"], one["outcome"], one["resumed_from_step"]) for one in attempts]
     assert told == [(1, "validation", "validated", None), (2, "run", "crashed", 0)]
     assert attempts[1]["reason"] == "out of memory"
+
+
+def test_the_logs_of_runs_can_be_read_when_these_have_ended(house, api, create_job):
+    job_id = create_job()["id"]
+    with house.database.write() as session:
+        jobs.claim_validation(session, owner="first", lease_seconds=60)
+        job = jobs.get(session, house.project.id, job_id)
+        jobs.validated(session, job)
+        for ended in ("crashed", "expired", None):
+            job.next_run_at = 0.0
+            session.flush()
+            claim = jobs.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
+            if ended:
+                jobs.crashed(session, job, reason="out of memory", max_failures=3, outcome=ended)
+            if ended == "crashed":
+                key = joblogs.key(house.project.id, job_id, claim.epoch)
+                house.blobs.put_bytes(key, "Schritt für Schritt\n".encode())
+
+    answer = api.get(f"/v1/regraft/jobs/{job_id}/logs")
+
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+    assert answer.text.splitlines() == [
+        "--- attempt 2: crashed",
+        "Schritt für Schritt",
+        "--- attempt 3: expired",
+        "(no log: it wrote nothing, or its machine was lost)",
+        "--- attempt 4: under way; its log is here when it has ended",
+    ]

@@ -111,6 +111,18 @@ VARIATIONS: dict[str, dict[str, Any]] = {
         },
         networkPolicy={"workerEgress": [ANYWHERE_PUBLIC]},
     ),
+    "watched": profile(
+        "production",
+        metrics={
+            "enabled": True,
+            "port": 9200,
+            "labels": {"release": "prometheus"},
+            "monitors": {"enabled": True, "interval": "15s"},
+            "rules": {"enabled": True},
+            "dashboard": {"enabled": True},
+        },
+    ),
+    "measured": profile("cpu-demo", metrics={"enabled": True}),
 }
 
 

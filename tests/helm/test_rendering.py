@@ -27,6 +27,28 @@ _TRIGGER = {
         },
     },
 }
+
+
+def _monitor(endpoints):
+    """Both kinds of monitor differ in this name only."""
+    endpoint = {
+        "type": "object",
+        "required": ["port", "interval"],
+        "additionalProperties": False,
+        "properties": {"port": {"type": "string"}, "interval": {"type": "string"}},
+    }
+    return {
+        "type": "object",
+        "required": ["selector", endpoints],
+        "additionalProperties": False,
+        "properties": {
+            "selector": {"type": "object", "required": ["matchLabels"]},
+            "podTargetLabels": {"type": "array", "items": {"type": "string"}},
+            endpoints: {"type": "array", "minItems": 1, "items": endpoint},
+        },
+    }
+
+
 CUSTOM = {
     ("keda.sh/v1alpha1", "ScaledObject"): {
         "type": "object",
@@ -52,6 +74,14 @@ CUSTOM = {
                 "items": {"type": "object", "required": ["parameter", "name", "key"]},
             }
         },
+    },
+    ("monitoring.coreos.com/v1", "ServiceMonitor"): _monitor("endpoints"),
+    ("monitoring.coreos.com/v1", "PodMonitor"): _monitor("podMetricsEndpoints"),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): {
+        "type": "object",
+        "required": ["groups"],
+        "additionalProperties": False,
+        "properties": {"groups": {"type": "array", "minItems": 1, "items": {"required": ["name", "rules"]}}},
     },
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): {
         "type": "object",
@@ -148,7 +178,7 @@ def test_every_volume_that_is_mounted_is_there(manifests):
 
 
 def test_the_files_that_pods_mount_are_in_the_config_map(manifests):
-    [config] = of_kind(manifests, "ConfigMap")
+    [config] = [one for one in of_kind(manifests, "ConfigMap") if "models.toml" in one["data"]]
     for pod in pods(manifests, "worker") + pods(manifests, "api"):
         [volume] = [one for one in pod.spec["volumes"] if one["name"] == "config"]
         assert volume["configMap"]["name"] == config["metadata"]["name"]

@@ -10,7 +10,7 @@ import threading
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from core import jobs
+from core import joblogs, jobs
 from core.db import Work
 from core.models import Job
 from core.settings import Settings
@@ -69,6 +69,31 @@ def test_a_drained_run_is_queued_again_at_no_cost(bench, supervise):
 
     job = bench.job()
     assert (job.status, job.failures) == ("queued", 0)
+
+
+def test_what_a_run_said_is_kept_for_its_job_and_the_end_of_it_told_of_a_crash(bench, supervise):
+    supervisor, _ = supervise("import sys; sys.stderr.write('a' * 300_000 + 'b' * 1000); sys.exit(1)")
+
+    supervisor.run_waiting()
+
+    job = bench.job()
+    log = bench.blobs.read(joblogs.key(job.project_id, job.id, job.epoch)).decode()
+    assert len(log) == joblogs.MOST_BYTES and log.endswith("ab" + "b" * 999)
+    [told] = bench.events("warn")
+    assert told.endswith("a" * 1000 + "b" * 1000) and len(told) < 2200
+
+
+class NoStore:
+    def put_bytes(self, key, data):
+        raise OSError("no space left")
+
+
+def test_a_log_that_cannot_be_kept_harms_nobody(bench, supervise):
+    supervisor, _ = supervise("import sys; sys.exit('the cause')")
+    supervisor.blobs = NoStore()
+
+    assert supervisor.run_waiting() == 1
+    assert "the cause" in bench.events("warn")[-1]
 
 
 def test_a_crash_is_counted_and_tried_again_later_with_its_last_words(bench, supervise):

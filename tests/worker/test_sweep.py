@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from core import jobs, orphans
+from core import joblogs, jobs, orphans
 from core.blobs import FolderBlobs, S3Blobs
 from core.models import File, RolloutPage, Upload, UploadPart
 from core.settings import Settings
@@ -51,6 +51,16 @@ def test_all_that_attempts_and_processes_can_leave_behind_is_found(bench, base):
 
     assert swept(bench) == sorted(lost)
     assert list(bench.blobs.list("")) == []
+
+
+def test_the_log_of_an_attempt_stays_as_long_as_the_attempt(bench, base):
+    job = f"{base}/jobs/{bench.claim.job_id}/attempts"
+    bench.train()
+    kept = put(bench, joblogs.key(bench.project.id, bench.claim.job_id, bench.claim.epoch))
+    others = [put(bench, f"{job}/99/log.txt"), put(bench, f"{job}/{bench.claim.epoch}/other.txt")]
+
+    assert swept(bench) == sorted(others)
+    assert kept in bench.blobs.list("")
 
 
 def test_after_a_whole_run_there_is_nothing_to_sweep(bench):

@@ -89,6 +89,10 @@ capabilities:
     secretKeyRef: {{ include "regraft.brokerSecret" .root }}
 - name: REGRAFT_GPU_CLASS
   value: {{ .gpuClass | quote }}
+{{- if $v.metrics.enabled }}
+- name: REGRAFT_METRICS_PORT
+  value: {{ $v.metrics.port | quote }}
+{{- end }}
 {{- if or $v.graders.judges $v.graders.endpointHosts }}
 - name: REGRAFT_GRADERS_FILE
   value: /etc/regraft/graders.toml
@@ -98,6 +102,12 @@ capabilities:
   value: {{ $v.inference.url | default (printf "http://%s-inference:8100/v1" (include "regraft.name" .root)) | quote }}
 {{- end }}
 {{ include "regraft.commonEnv" .root }}
+{{- end -}}
+
+{{- define "regraft.metricsPort" -}}
+{{- if .Values.metrics.enabled -}}
+- {name: metrics, containerPort: {{ .Values.metrics.port }}}
+{{- end -}}
 {{- end -}}
 
 {{/* What inference has, too: the store, the models, the settings. */}}
@@ -291,6 +301,16 @@ imagePullSecrets:
 {{- end -}}
 {{- if and $v.ingress.enabled (not $v.ingress.host) -}}
 {{- $wrong = append $wrong "ingress.host: name the host that the Ingress answers to" -}}
+{{- end -}}
+{{- if not $v.metrics.enabled -}}
+{{- range $name := list "monitors" "rules" "dashboard" -}}
+{{- if (index $v.metrics $name).enabled -}}
+{{- $wrong = append $wrong (printf "metrics.%s.enabled: there is nothing to see without metrics.enabled" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if has (int $v.metrics.port) (list 8000) -}}
+{{- $wrong = append $wrong "metrics.port: is the API's own" -}}
 {{- end -}}
 {{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
 {{- $wrong = append $wrong "gateway.parentRefs: name the Gateway that the route belongs to" -}}

@@ -1,0 +1,79 @@
+"""Log lines that say what they are about: the request, the job, its attempt, its step.
+
+    with logs.bound(job_id=job.id):
+        ...  # every line from here has it, whoever writes it
+
+As text the fields stand behind the message; as JSON a line is one object and they are among its keys.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import IO, Any, Literal
+
+Format = Literal["text", "json"]
+
+_bound: ContextVar[Mapping[str, Any]] = ContextVar("fields", default=MappingProxyType({}))
+
+# They report each message, each connection, each request that they make.
+TALKATIVE = ("kombu", "httpx", "httpcore")
+
+
+@contextmanager
+def bound(**fields: Any) -> Iterator[None]:
+    """Say these of every line meanwhile, in this thread or task and those that it starts."""
+    token = _bound.set({**_bound.get(), **fields})
+    try:
+        yield
+    finally:
+        _bound.reset(token)
+
+
+def extra(**fields: Any) -> dict[str, Any]:
+    """The same for a single line: `log.info("…", extra=logs.extra(status=200))`."""
+    return {"fields": fields}
+
+
+class Text(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        said = " ".join(f"{name}={value}" for name, value in _fields(record).items())
+        return super().formatMessage(record) + (f" [{said}]" if said else "")
+
+
+class Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps({**line, **_fields(record), **line}, default=str)  # the first gives the order
+
+
+def handler(format: Format, stream: IO[str] | None = None) -> logging.Handler:
+    """Writes to standard error unless told where."""
+    writes = logging.StreamHandler(stream)
+    writes.setFormatter(Json() if format == "json" else Text())
+    return writes
+
+
+def configure(handlers: Sequence[logging.Handler], *, requests: bool = False) -> None:
+    """Have everything logged from INFO on; with `requests` also a line for each that the API has answered."""
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+    for name in TALKATIVE:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("api.metrics").setLevel(logging.INFO if requests else logging.WARNING)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return {**_bound.get(), **getattr(record, "fields", {})}

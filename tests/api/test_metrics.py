@@ -1,0 +1,85 @@
+"""What the API tells Prometheus of its requests."""
+
+import io
+import json
+import logging
+
+import pytest
+from prometheus_client.samples import Sample
+
+from core import logs
+from core.metrics import COUNTED
+
+
+def counts(**labels: str) -> list[Sample]:
+    """The numbers of requests whose labels are these, and whatever else."""
+    return [
+        sample
+        for family in COUNTED.collect()
+        for sample in family.samples
+        if sample.name == "regraft_http_request_seconds_count" and labels.items() <= sample.labels.items()
+    ]
+
+
+def total(**labels: str) -> float:
+    return sum(sample.value for sample in counts(**labels))
+
+
+@pytest.fixture
+def house(request, tmp_path, sqlite_database):
+    from tests.api.conftest import open_house
+
+    return open_house(sqlite_database, tmp_path)
+
+
+def test_requests_are_counted_by_the_template_of_their_route(api, create_job):
+    route = {"route": "/v1/fine_tuning/jobs/{job_id}", "method": "GET", "status": "2xx"}
+    before, jobs = total(**route), [create_job()["id"] for _ in range(2)]
+
+    for job_id in jobs:
+        assert api.get(f"/v1/fine_tuning/jobs/{job_id}").status_code == 200
+
+    assert total(**route) == before + 2
+    assert len(counts(**route)) == 1
+
+
+def test_no_label_holds_what_a_caller_chose(api):
+    api.get("/nowhere/secret-path")
+    api.get("/v1/files/secret-file")
+    api.request("SECRETVERB", "/v1/files")
+
+    assert total(route="none", status="4xx") >= 1
+    assert total(route="/v1/files/{file_id}", status="4xx") >= 1
+    assert total(method="other") >= 1
+    said = {value for sample in counts() for value in sample.labels.values()}
+    assert not [value for value in said if "secret" in value.lower()]
+
+
+def test_a_crash_counts_as_a_5xx(house):
+    crashed = {"route": "/readyz", "status": "5xx"}
+    before = total(**crashed)
+    house.app.state.service = None
+
+    assert house.client().get("/readyz").status_code == 500
+    assert total(**crashed) == before + 1
+
+
+def test_metrics_are_not_where_users_are(api):
+    assert api.get("/metrics").status_code == 404
+    assert "/metrics" not in api.get("/openapi.json").json()["paths"]
+
+
+def test_each_request_has_a_line_with_its_id_and_probes_have_none(api, caplog):
+    caplog.set_level("INFO", logger="api.metrics")
+    stream = io.StringIO()
+    handler = logs.handler("json", stream)
+    logging.getLogger("api.metrics").addHandler(handler)
+    try:
+        api.get("/healthz")
+        api.get("/v1/files/file-1", headers={"x-request-id": "mine"})
+    finally:
+        logging.getLogger("api.metrics").removeHandler(handler)
+
+    [line] = map(json.loads, stream.getvalue().splitlines())
+    assert line["message"] == "GET /v1/files/file-1"
+    assert (line["request_id"], line["status"], line["route"]) == ("mine", 404, "/v1/files/{file_id}")

@@ -1,0 +1,164 @@
+"""What the rows say of the service, for Prometheus."""
+
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from core import events, jobs
+from core.db import Database, Work
+from core.figures import FRESH_SECONDS, ServiceFigures
+from core.limits import Limits
+from core.metrics import served
+from core.models import Attempt, WebhookDelivery
+from tests import factories
+from tests.servers import free_port
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request) -> Database:
+    return request.getfixturevalue(f"{request.param}_database")
+
+
+@pytest.fixture
+def project(database):
+    with database.write() as session:
+        return factories.project(session)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def read(figures):
+    """The values by name and labels' values, without the label names."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in figures.collect()
+        for sample in family.samples
+    }
+
+
+def waits(session, project, *, since: float, **fields):
+    """A queued job whose validation ended so many seconds ago."""
+    at = time.time() - since
+    job = factories.job(session, project, **{"created_at": int(at) - 1} | fields)
+    ended = {"kind": "validation", "worker": "w", "started_at": at - 1, "ended_at": at}
+    session.add(Attempt(job_id=job.id, epoch=job.epoch, outcome="validated", **ended))
+    session.flush()
+    return job
+
+
+def test_jobs_are_counted_by_status_and_class(database, project):
+    with database.write() as session:
+        for status in ("running", "running", "failed"):
+            factories.job(session, project, status=status)
+        waits(session, project, since=5, gpu_class="h200")
+
+    figures = read(ServiceFigures(database))
+
+    assert figures["regraft_jobs", "running", "cpu"] == 2
+    assert figures["regraft_jobs", "failed", "cpu"] == 1
+    assert figures["regraft_jobs", "queued", "h200"] == 1
+    assert figures["regraft_database_up",] == 1
+
+
+def test_a_queue_is_as_old_as_the_job_that_waits_longest(database, project):
+    with database.write() as session:
+        waits(session, project, since=300)
+        waits(session, project, since=20)
+        factories.job(session, project, status="succeeded", gpu_class="h200")
+
+    figures = read(ServiceFigures(database))
+
+    assert figures["regraft_queue_length", "cpu"] == 2
+    assert figures["regraft_queue_oldest_seconds", "cpu"] == pytest.approx(300, abs=5)
+    assert (figures["regraft_queue_length", "h200"], figures["regraft_queue_oldest_seconds", "h200"]) == (
+        0,
+        0,
+    )
+
+
+def test_a_job_that_its_own_project_holds_back_is_nobodys_delay(database, project):
+    """More workers would not start it: it is no reason to wake an operator."""
+    with database.write() as session:
+        factories.job(session, project, status="running")
+        waits(session, project, since=3000)
+        waits(session, factories.project(session), since=60, next_run_at=time.time() + 30)
+
+    figures = read(ServiceFigures(database, Limits(running_jobs=1)))
+
+    assert figures["regraft_queue_length", "cpu"] == 0
+    assert figures["regraft_jobs", "queued", "cpu"] == 2
+
+
+def test_time_that_a_job_was_paused_is_no_time_in_the_queue(database, project):
+    with database.write() as session:
+        job = waits(session, project, since=86400, status="paused")
+        jobs.resume(Work(session), job)
+        events.append(session, job.id, "something else")
+
+    assert read(ServiceFigures(database))["regraft_queue_oldest_seconds", "cpu"] < 5
+
+
+def test_lost_workers_are_counted_for_good(database, project):
+    with database.write() as session:
+        job = waits(session, project, since=1)
+        claim = jobs.claim(session, gpu_class="cpu", owner="w", lease_seconds=-1)
+        assert claim is not None and claim.job_id == job.id
+        jobs.expire_leases(session, max_failures=3)
+
+    figures = read(ServiceFigures(database))
+
+    assert figures["regraft_attempts_total", "run", "expired"] == 1
+    assert figures["regraft_attempts_total", "validation", "validated"] == 1
+
+
+def test_webhooks_that_do_not_arrive_are_told_from_those_that_wait(database, project):
+    sent = {"endpoint_id": "whep_1", "job_id": "ftjob-1", "type": "t", "body": "{}"}
+    with database.write() as session:
+        session.add(WebhookDelivery(**sent))
+        session.add(WebhookDelivery(**sent, attempts=2, last_error="refused"))
+        session.add(WebhookDelivery(**sent, attempts=9, last_error="refused", settled=True))
+
+    figures = read(ServiceFigures(database))
+
+    assert (figures["regraft_webhooks_waiting",], figures["regraft_webhooks_failing",]) == (2, 1)
+
+
+def test_the_database_is_asked_no_more_often_than_it_must(database, project):
+    clock = Clock()
+    figures = ServiceFigures(database, clock=clock)
+    read(figures)
+    with database.write() as session:
+        factories.job(session, project)
+
+    assert ("regraft_jobs", "queued", "cpu") not in read(figures)
+    clock.now += FRESH_SECONDS
+    assert read(figures)["regraft_jobs", "queued", "cpu"] == 1
+
+
+class Away:
+    def read(self):
+        raise OperationalError("select", {}, Exception("connection refused"))
+
+
+def test_a_scrape_succeeds_without_the_database_and_says_so():
+    assert read(ServiceFigures(Away())) == {("regraft_database_up",): 0}
+
+
+def test_prometheus_reads_them_at_a_port_of_their_own(sqlite_database):
+    port = free_port()
+    address, figures = f"http://127.0.0.1:{port}/metrics", [ServiceFigures(sqlite_database)]
+    with served("127.0.0.1", port, figures), urllib.request.urlopen(address) as answer:
+        text = answer.read().decode()
+
+    assert "regraft_database_up 1.0" in text
+    assert "process_resident_memory_bytes" in text
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        urllib.request.urlopen(address)

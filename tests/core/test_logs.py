@@ -1,0 +1,64 @@
+"""What a log line says beside its message."""
+
+import asyncio
+import io
+import json
+import logging
+
+import pytest
+
+from core import logs
+
+
+@pytest.fixture
+def written(request):
+    """What was logged as text and as JSON, to a logger of the test's own."""
+    log, streams = logging.getLogger(f"test.{request.node.name}"), {}
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    for format in ("text", "json"):
+        streams[format] = io.StringIO()
+        log.addHandler(logs.handler(format, streams[format]))
+    return log, streams
+
+
+def test_every_line_says_what_it_is_about_until_that_is_over(written):
+    log, streams = written
+    with logs.bound(job_id="ftjob-1", attempt=2), logs.bound(step=3):
+        log.warning("slow\nindeed", extra=logs.extra(seconds=1.5))
+    log.info("over")
+
+    said, after = map(json.loads, streams["json"].getvalue().splitlines())
+    assert said.items() >= {"job_id": "ftjob-1", "attempt": 2, "step": 3, "seconds": 1.5}.items()
+    assert (said["level"], said["message"]) == ("warning", "slow\nindeed")
+    assert said["time"].endswith("+00:00")
+    assert after.keys() == {"time", "level", "logger", "message"}
+    assert "slow\nindeed [job_id=ftjob-1 attempt=2 step=3 seconds=1.5]\n" in streams["text"].getvalue()
+    assert streams["text"].getvalue().endswith(": over\n")
+
+
+def test_threads_and_tasks_that_are_started_meanwhile_belong_to_it(written):
+    log, streams = written
+
+    async def one(number):
+        with logs.bound(step=number):
+            await asyncio.sleep(0)
+            await asyncio.to_thread(log.info, "in a thread")
+
+    async def both():
+        await asyncio.gather(one(1), one(2))
+
+    asyncio.run(both())
+
+    assert sorted(json.loads(line)["step"] for line in streams["json"].getvalue().splitlines()) == [1, 2]
+
+
+def test_an_exception_is_part_of_its_line(written):
+    log, streams = written
+    try:
+        raise ValueError("what went wrong")
+    except ValueError:
+        log.exception("failed")
+
+    [line] = streams["json"].getvalue().splitlines()
+    assert "ValueError: what went wrong" in json.loads(line)["exception"]

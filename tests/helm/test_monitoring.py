@@ -1,0 +1,154 @@
+"""What Prometheus and Grafana get from the chart: it leads to pods that can be scraped and to numbers that exist."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from api import metrics as _requests  # noqa: F401 - it makes the API's
+from core.figures import ServiceFigures
+from core.metrics import COUNTED
+from tests import factories
+from tests.helm.charts import CHART, VARIATIONS, of_kind, pods, profile, render
+from tests.helm.test_policy import allowed
+from tests.helm.test_service import environment
+from worker import observed
+from worker.telemetry import Gpus, Runs, Sandbox
+
+RULES = CHART / "files/rules.yaml"
+DASHBOARD = CHART / "files/dashboard.json"
+# What the library itself, or Prometheus, brings.
+OTHERS = {"process_resident_memory_bytes"}
+
+
+@pytest.fixture
+def watched():
+    return render(VARIATIONS["watched"])
+
+
+class TwoGpus(Gpus):
+    def _ask(self) -> str:
+        return "0, 1, 2, 3\n1, 1, 2, 3"
+
+
+@pytest.fixture
+def exported(sqlite_database):
+    """Every metric of API, workers and runs, by the names that it has in expressions."""
+    with sqlite_database.write() as session:
+        factories.job(session, factories.project(session))
+    collectors = [COUNTED, observed.COUNTED, ServiceFigures(sqlite_database), TwoGpus(), Runs("cpu")]
+    ends = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
+    return {
+        family.name + end
+        for collector in [*collectors, Sandbox("regraft_sandbox")]
+        for family in collector.collect()
+        for end in ends[family.type]
+    }
+
+
+def expressions():
+    rules = [rule["expr"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return rules, [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
+def test_alerts_and_panels_ask_for_nothing_but_what_is_exported(exported):
+    rules, panels = expressions()
+    asked = {name for one in [*rules, *panels] for name in re.findall(r"\b(?:regraft|process)_\w+", one)}
+
+    assert len(rules) > 8 and len(panels) > 20
+    assert asked - OTHERS - exported == set()
+
+
+def test_the_dashboard_shows_everything_that_is_exported(exported):
+    _, panels = expressions()
+    shown = set(re.findall(r"\bregraft_\w+", " ".join(panels)))
+    families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in exported}
+
+    assert families - {re.sub(r"_(bucket|count|sum)$", "", name) for name in shown} == set()
+
+
+def test_the_chart_ships_the_files_as_they_are(watched):
+    [rule] = of_kind(watched, "PrometheusRule")
+    [dashboard] = [one for one in of_kind(watched, "ConfigMap") if "regraft.json" in one["data"]]
+
+    assert rule["spec"] == yaml.safe_load(RULES.read_text())
+    assert json.loads(dashboard["data"]["regraft.json"]) == json.loads(DASHBOARD.read_text())
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_monitors_lead_to_a_port_at_which_the_service_listens(watched):
+    [monitor], [pod_monitor] = of_kind(watched, "ServiceMonitor"), of_kind(watched, "PodMonitor")
+    [service] = [
+        one
+        for one in of_kind(watched, "Service")
+        if monitor["spec"]["selector"]["matchLabels"].items() <= one["metadata"]["labels"].items()
+    ]
+    apis = [pod for pod in pods(watched) if service["spec"]["selector"].items() <= pod.labels.items()]
+    workers = [
+        pod
+        for pod in pods(watched)
+        if pod_monitor["spec"]["selector"]["matchLabels"].items() <= pod.labels.items()
+    ]
+
+    assert [pod.component for pod in apis] == ["api"]
+    assert {pod.component for pod in workers} == {"worker"} and len(workers) == 3
+    for pod in apis + workers:
+        [port] = [one for one in pod.containers[0]["ports"] if one["name"] == "metrics"]
+        variables = environment(pod)
+        assert str(port["containerPort"]) == variables["REGRAFT_METRICS_PORT"] == "9200"
+        assert variables["REGRAFT_HOST"] == "0.0.0.0"
+    for one in (monitor, pod_monitor, *of_kind(watched, "PrometheusRule")):
+        assert one["metadata"]["labels"]["release"] == "prometheus"
+
+
+@pytest.mark.parametrize("component", ["api", "worker"])
+def test_prometheus_is_let_in_and_nobody_else(watched, component):
+    [rule] = [one for one in allowed(watched, component)["ingress"] if one["ports"][0]["port"] == 9200]
+
+    assert rule["from"] == [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    ]
+
+
+def test_by_default_there_is_no_such_port():
+    manifests = render(profile("production"))
+
+    assert not [one for one in manifests if one["apiVersion"].startswith("monitoring.coreos.com")]
+    for pod in pods(manifests, "api") + pods(manifests, "worker"):
+        assert "REGRAFT_METRICS_PORT" not in environment(pod)
+        assert "metrics" not in [port["name"] for port in pod.containers[0].get("ports", [])]
+
+
+PROMTOOL = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool comes with Prometheus (apt-get install prometheus)"
+)
+
+
+def promtool(*words, **options):
+    done = subprocess.run(["promtool", *words], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@PROMTOOL
+def test_promtool_takes_the_alerts_and_every_expression_of_the_dashboard(tmp_path):
+    assert "11 rules found" in promtool("check", "rules", str(RULES))
+
+    panels = []
+    for one in expressions()[1]:
+        for variable, value in (("$__rate_interval", "2m"), ("$namespace", ".*"), ("$gpu_class", ".*")):
+            one = one.replace(variable, value)
+        panels.append(one)
+    recorded = [{"record": f"panel:{n}", "expr": one} for n, one in enumerate(panels)]
+    file = tmp_path / "panels.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}))
+    assert f"{len(panels)} rules found" in promtool("check", "rules", str(file))
+
+
+@PROMTOOL
+def test_alerts_fire_when_they_should_and_not_before():
+    promtool("test", "rules", "tests/helm/alerts.yaml", cwd=CHART.parents[1])
