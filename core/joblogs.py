@@ -26,4 +26,4 @@ def read(blobs: BlobStore, project_id: str, attempts: Sequence[Attempt]) -> Iter
             try:
                 yield blobs.read(key(project_id, attempt.job_id, attempt.epoch))
             except BlobNotFound:
-                yield b"(no log: it wrote nothing, or its machine was lost)\n"
+                yield b"(no log: it wrote nothing, its machine was lost, or it has ended only just now)\n"
