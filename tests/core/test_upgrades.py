@@ -216,7 +216,9 @@ def stored(url, rows):
         for name, values in rows.items():
             columns = [tables[name].c[column] for column in values[0]]
             primary = [column for column in columns if column.primary_key]
-            found[name] = [dict(row._mapping) for row in connection.execute(select(*columns).order_by(*primary))]
+            found[name] = [
+                dict(row._mapping) for row in connection.execute(select(*columns).order_by(*primary))
+            ]
     return found
 
 
