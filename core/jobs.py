@@ -195,10 +195,13 @@ def claim(
     """
     while True:
         with session.begin_nested() as attempt:
-            # Status is set here and not by _move: choosing and taking must be one statement.
-            fairest = waiting.fairest(gpu_class, defaults)
-            job = _take(session, fairest, owner, lease_seconds, status="running")
-            if job is None:
+            # Status is set here and not by _move: choosing a job and taking it must be one statement.
+            for project_id in waiting.turns(session, gpu_class, defaults):
+                oldest = waiting.oldest(project_id, gpu_class)
+                job = _take(session, oldest, owner, lease_seconds, status="running")
+                if job is not None:
+                    break
+            else:
                 return None
             if not waiting.oversubscribed(session, job.project_id, defaults):
                 break
@@ -470,8 +473,9 @@ def _refusal(job: Job, to: str) -> InvalidJobState:
 
 
 def _unvalidated(job: type[Job]) -> ColumnElement[bool]:
-    free = or_(job.lease_expires_at.is_(None), job.lease_expires_at < db_now())
-    return (job.status == "validating_files") & (job.next_run_at <= db_now()) & free
+    now = select(db_now()).scalar_subquery()  # read once, and not for each row
+    free = or_(job.lease_expires_at.is_(None), job.lease_expires_at < now)
+    return (job.status == "validating_files") & (job.next_run_at <= now) & free
 
 
 def _take(
