@@ -397,20 +397,28 @@ def tell_waiting(session: Session, message: str) -> None:
 
 
 def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
-    """The (task, queue) pairs for which there is work that nobody was told of in the last `older_than` seconds."""
-    candidate = aliased(Job)
+    """The (task, queue) pairs for which there is work, and nobody was told so in the last `older_than` seconds.
+
+    Whoever is told takes job after job until none waits. So it is noted on one job of each project and class, the
+    newest, which waits longest: noting it on ten thousand every few seconds is a load, and tells nobody more.
+    """
+    long_ago = select(db_now() - older_than).scalar_subquery()
     untold = (
+        select(func.max(Job.seq))
+        .where(or_(waiting.runnable(Job), _unvalidated(Job)))
+        .group_by(Job.status, Job.gpu_class, Job.project_id)
+        .having(func.max(Job.dispatched_at) < long_ago)
+    )
+    candidate = aliased(Job)
+    # Compared again on the row that was locked: another reconciler may have been faster.
+    newest = (
         select(candidate.seq)
-        .where(
-            or_(waiting.runnable(candidate), _unvalidated(candidate)),
-            candidate.dispatched_at < db_now() - older_than,
-        )
-        .order_by(candidate.seq)
+        .where(candidate.seq.in_(untold), candidate.dispatched_at < long_ago)
         .with_for_update(skip_locked=True)
     )
     stamp = (
         update(Job)
-        .where(Job.seq.in_(untold))
+        .where(Job.seq.in_(newest))
         .values(dispatched_at=db_now())
         .returning(Job.status, Job.gpu_class)
         .execution_options(synchronize_session=False)
