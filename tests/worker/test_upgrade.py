@@ -10,11 +10,18 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from sqlalchemy import select
 
 from core.methods import Hyperparameters, kept, resolve
-from core.models import Checkpoint
+from core.models import Checkpoint, File, Job
+from core.settings import Settings
+from graders.spec import parse_grader
+from tests.fakes import ExactGrader
 from worker.checkpoints import FORMAT, Checkpoints, UnknownFormat
+from worker.run import load
 from worker.trainer import PeftTrainer
+
+GRADER = {"type": "string_check", "name": "g", "input": "a", "reference": "b", "operation": "eq"}
 
 STEP = 6
 # In the order of the optimizer's state. The tiny model's sizes; a rank of 4.
@@ -241,3 +248,38 @@ def test_a_hyperparameter_that_is_gone_is_forgotten():
 
 def test_a_job_that_begins_now_has_what_this_version_chooses():
     assert kept(automatic(lora_rank=64), None) == automatic(lora_rank=64)
+
+
+def test_a_run_that_is_loaded_again_has_the_hyperparameters_of_the_first(bench, tiny_model, tmp_path):
+    registry = tmp_path / "models.toml"
+    registry.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
+    bench.blobs.put_bytes(
+        "files/rows", b'{"messages": [{"role": "user", "content": "say yes"}], "answer": "yes"}\n'
+    )
+    with bench.database.write() as session:
+        about = {"filename": "a", "purpose": "fine-tune", "bytes": 1, "sha256": "", "blob_key": "files/rows"}
+        for name in ("file-a", "file-b"):
+            session.add(File(id=name, project_id=bench.project.id, **about))
+        job = session.scalars(select(Job)).one()
+        job.resolved = {"lora_rank": 2, "total_steps": 77}
+
+    settings = Settings(models_file=registry, data_dir=tmp_path)
+    run = load(
+        settings,
+        bench.database,
+        bench.blobs,
+        bench.claim,
+        bench.job(),
+        parse_grader(GRADER),
+        ExactGrader(),
+        tmp_path,
+        lambda: False,
+        lambda: None,
+        bench.patience,
+    )
+
+    assert (run.settings.lora_rank, run.settings.total_steps) == (2, 77)
+    assert (bench.job().resolved["lora_rank"], bench.job().resolved["group_size"]) == (
+        2,
+        run.settings.group_size,
+    )
