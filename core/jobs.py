@@ -11,7 +11,7 @@ Who works on a job holds a `Claim`: the epoch the row had when the job was taken
 lease moves the row's epoch on, so a worker that has not heard yet fails the comparison and writes nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -197,10 +197,13 @@ def claim(
     """
     while True:
         with session.begin_nested() as attempt:
-            # Status is set here and not by _move: choosing and taking must be one statement.
-            fairest = waiting.fairest(gpu_class, defaults)
-            job = _take(session, fairest, owner, lease_seconds, status="running")
-            if job is None:
+            # Status is set here and not by _move: choosing a job and taking it must be one statement.
+            for project_id in waiting.turns(session, gpu_class, defaults):
+                oldest = waiting.oldest(project_id, gpu_class)
+                job = _take(session, oldest, owner, lease_seconds, status="running")
+                if job is not None:
+                    break
+            else:
                 return None
             if not waiting.oversubscribed(session, job.project_id, defaults):
                 break
@@ -396,25 +399,45 @@ def tell_waiting(session: Session, message: str) -> None:
 
 
 def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
-    """The (task, queue) pairs for which there is work that nobody was told of in the last `older_than` seconds."""
-    candidate = aliased(Job)
+    """The (task, queue) pairs for which there is work, and nobody was told so in the last `older_than` seconds.
+
+    Whoever is told takes job after job until none waits. So it is noted on one job of each project and class, the
+    newest, which waits longest: noting it on ten thousand every few seconds is a load, and tells nobody more.
+    """
+    told: set[tuple[str, str]] = set()
+    for status, free in (("queued", waiting.runnable), ("validating_files", _unvalidated)):
+        classes = session.scalars(select(waiting.each(Job.gpu_class, Job.status == status).c.value)).all()
+        for gpu_class in classes:
+            if gpu_class is not None and _tell(session, status, gpu_class, free, older_than):
+                told.add(_wake_up(status, gpu_class))
+    return sorted(told)
+
+
+def _tell(
+    session: Session,
+    status: str,
+    gpu_class: str,
+    free: Callable[[type[Job]], ColumnElement[bool]],
+    older_than: float,
+) -> bool:
+    """Note on the newest free job of each project that somebody is told of it now. False: all were told already."""
+    line = waiting.each(Job.project_id, Job.status == status, Job.gpu_class == gpu_class)
+    one, candidate = aliased(Job), aliased(Job)
+    newest = (
+        select(one.seq)
+        .where(one.project_id == line.c.value, one.gpu_class == gpu_class, free(one))
+        .order_by(one.seq.desc())
+        .limit(1)
+        .scalar_subquery()
+    )
     untold = (
         select(candidate.seq)
-        .where(
-            or_(waiting.runnable(candidate), _unvalidated(candidate)),
-            candidate.dispatched_at < db_now() - older_than,
-        )
-        .order_by(candidate.seq)
+        .where(candidate.seq.in_(select(newest).select_from(line)))
+        .where(candidate.dispatched_at < db_now() - older_than)
         .with_for_update(skip_locked=True)
     )
-    stamp = (
-        update(Job)
-        .where(Job.seq.in_(untold))
-        .values(dispatched_at=db_now())
-        .returning(Job.status, Job.gpu_class)
-        .execution_options(synchronize_session=False)
-    )
-    return sorted({_wake_up(status, gpu_class) for status, gpu_class in session.execute(stamp)})
+    stamp = update(Job).where(Job.seq.in_(untold)).values(dispatched_at=db_now()).returning(Job.seq)
+    return bool(session.scalars(stamp.execution_options(synchronize_session=False)).all())
 
 
 def _wake_up(status: str, gpu_class: str) -> tuple[str, str]:
@@ -472,8 +495,9 @@ def _refusal(job: Job, to: str) -> InvalidJobState:
 
 
 def _unvalidated(job: type[Job]) -> ColumnElement[bool]:
-    free = or_(job.lease_expires_at.is_(None), job.lease_expires_at < db_now())
-    return (job.status == "validating_files") & (job.next_run_at <= db_now()) & free
+    now = select(db_now()).scalar_subquery()  # read once, and not for each row
+    free = or_(job.lease_expires_at.is_(None), job.lease_expires_at < now)
+    return (job.status == "validating_files") & (job.next_run_at <= now) & free
 
 
 def _take(

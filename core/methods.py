@@ -1,6 +1,7 @@
 """What a user may ask of training, as types that refuse what they do not know. "auto" is resolved here only."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -305,6 +306,16 @@ def resolve(
         max_grad_norm=advanced.max_grad_norm,
         warmup_steps=advanced.warmup_steps,
     )
+
+
+def kept(resolved: Resolved, first: Mapping[str, Any] | None) -> Resolved:
+    """The hyperparameters of a job that was begun with `first`, which is None for one that begins now.
+
+    It goes on with those, though this version of the code might choose others for "auto": the shape of its adapter and
+    the count of its steps depend on them. What that version did not know yet is taken from `resolved`.
+    """
+    known = {name: value for name, value in (first or {}).items() if name in Resolved.model_fields}
+    return Resolved.model_validate(resolved.model_dump() | known)
 
 
 def _or(value: Any, automatic: Any) -> Any:

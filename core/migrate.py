@@ -9,21 +9,48 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, make_url, text
 
 from core.db import open_engine
 
+log = logging.getLogger(__name__)
+
 # Any number, as long as no other program locks the same one in this database.
 LOCK_KEY = 0x7265_6772_6166_74  # "regraft"
+# A change of a table waits for whoever reads it, such as a pg_dump, and all others wait behind the change. It gives
+# up before they notice, and whoever started it tries again.
+LOCK_PATIENCE = "5s"
 
 
 def upgrade(database_url: str) -> None:
     """Apply the migrations that are missing, all of them or none. Any number of processes may call it at once.
 
-    The first does the work while the others wait, and then find nothing left to do.
+    The first does the work while the others wait, and then find nothing left to do. So does a version that finds the
+    schema of a later one, which it can use (docs/operations.md): it starts again beside its successor, or instead.
     """
     with migrating(database_url) as connection:
+        if is_later(connection):
+            log.warning("the database is of a later version of regraft; its schema is used as it is")
+            return
         command.upgrade(alembic_config(connection), "head")
+
+
+def is_ready(connection: Connection) -> bool:
+    """Whether this version can work on the schema: it is its own, or that of a later version."""
+    ours = ScriptDirectory.from_config(alembic_config(connection)).get_heads()
+    return set(_current(connection)) == set(ours) or is_later(connection)
+
+
+def is_later(connection: Connection) -> bool:
+    """Whether a migration was applied that this version has never heard of."""
+    known = {one.revision for one in ScriptDirectory.from_config(alembic_config(connection)).walk_revisions()}
+    return not known.issuperset(_current(connection))
+
+
+def _current(connection: Connection) -> tuple[str, ...]:
+    return MigrationContext.configure(connection).get_current_heads()
 
 
 @contextmanager
@@ -38,6 +65,7 @@ def migrating(database_url: str) -> Iterator[Connection]:
         with _transaction(database_url) as connection:
             # The lock of the transaction, not of the session: a session from a pool may outlive its user.
             connection.execute(text("select pg_advisory_xact_lock(:key)"), {"key": LOCK_KEY})
+            connection.execute(text(f"set local lock_timeout = '{LOCK_PATIENCE}'"))
             yield connection
 
 

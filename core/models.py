@@ -171,7 +171,8 @@ class Job(Table):
     __tablename__ = "jobs"
     __table_args__ = (
         Index(None, "project_id", "seq"),
-        Index(None, "status", "gpu_class"),
+        # The first two: all that wait or run. All four: the oldest job of each project (core/waiting.py).
+        Index(None, "status", "gpu_class", "project_id", "seq"),
         Index(None, "status", "lease_expires_at"),
     )
     seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)

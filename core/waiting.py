@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import (
+    CTE,
     ColumnElement,
     Integer,
     Row,
@@ -32,7 +33,7 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from core.db import db_now, json_text
 from core.limits import NO_LIMITS, Limits
@@ -50,27 +51,49 @@ class Place:
     reason: str
 
 
-def fairest(gpu_class: str, defaults: Limits = NO_LIMITS) -> ScalarSelect[int]:
-    """The `seq` of the job that a free worker of this class should take; locks its row."""
-    candidate = aliased(Job)
+def turns(session: Session, gpu_class: str, defaults: Limits = NO_LIMITS) -> Sequence[str]:
+    """The projects that have a job of this class to start now and may run another, first the one whose turn it is.
+
+    Looks at one job of each, by the index: with ten thousand jobs in the line it costs what it does with ten.
+    """
+    line = each(Job.project_id, Job.status == "queued", Job.gpu_class == gpu_class)
     running, limit = _running(), _running_limit(defaults)
     count = func.coalesce(running.c.jobs, 0)
-    return (
-        select(candidate.seq)
-        .join(Project, Project.id == candidate.project_id)
-        .outerjoin(running, running.c.project_id == candidate.project_id)
-        .where(runnable(candidate), candidate.gpu_class == gpu_class, or_(limit.is_(None), count < limit))
-        .order_by(count, Project.last_turn, candidate.seq)
-        .limit(1)
-        # SKIP LOCKED: a row that another worker is just taking is passed over, not waited for. SQLite has no row
-        # locks and needs none, since a write transaction there is alone.
-        .with_for_update(of=candidate, skip_locked=True)
-        .scalar_subquery()
+    their_oldest = _oldest(aliased(Job), line.c.value, gpu_class).scalar_subquery()
+    ready = select(line.c.value.label("project_id"), their_oldest.label("seq")).subquery()
+    order = (
+        select(ready.c.project_id)
+        .join(Project, Project.id == ready.c.project_id)
+        .outerjoin(running, running.c.project_id == ready.c.project_id)
+        .where(ready.c.seq.is_not(None), or_(limit.is_(None), count < limit))
+        .order_by(count, Project.last_turn, ready.c.seq)
     )
+    return session.scalars(order).all()
+
+
+def oldest(project_id: str, gpu_class: str) -> ScalarSelect[int]:
+    """The `seq` of the project's job of this class that has waited longest and may start; locks its row."""
+    # SKIP LOCKED: a row that another worker is just taking is passed over, not waited for. SQLite has no row
+    # locks and needs none, since a write transaction there is alone.
+    candidate = aliased(Job)
+    return _oldest(candidate, project_id, gpu_class).with_for_update(skip_locked=True).scalar_subquery()
+
+
+def each(column: InstrumentedAttribute[str], *where: ColumnElement[bool]) -> CTE:
+    """The different values of a column of jobs, in `value`, and a NULL: a look into an index for each of them."""
+    values = select(func.min(column).label("value")).where(*where).cte(recursive=True)
+    after = select(func.min(column)).where(*where, column > values.c.value).scalar_subquery()
+    return values.union_all(select(after).where(values.c.value.is_not(None)))
+
+
+def _oldest(job: type[Job], project_id: ColumnElement[str] | str, gpu_class: str) -> Select[int]:
+    its_own = (job.project_id == project_id) & (job.gpu_class == gpu_class)
+    return select(job.seq).where(runnable(job), its_own).order_by(job.seq).limit(1)
 
 
 def runnable(job: type[Job]) -> ColumnElement[bool]:
-    return (job.status == "queued") & (job.next_run_at <= db_now())
+    # In a query of its own the clock is read once, and not for each of ten thousand rows.
+    return (job.status == "queued") & (job.next_run_at <= select(db_now()).scalar_subquery())
 
 
 def startable(defaults: Limits = NO_LIMITS) -> Select[int]:

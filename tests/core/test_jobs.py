@@ -702,6 +702,22 @@ def test_a_job_that_is_put_back_is_announced_without_waiting_for_the_last_time_t
     assert jobs.to_wake(session, older_than=30) == [WAKE_CPU]
 
 
+def test_what_is_noted_for_a_long_line_is_one_row_of_it(session, project):
+    waiting = [factories.job(session, project) for _ in range(5)]
+    jobs.to_wake(session, older_than=30)
+
+    session.expire_all()
+    assert [job.dispatched_at > 0 for job in waiting] == [False] * 4 + [True]
+
+
+def test_a_project_whose_jobs_must_wait_does_not_keep_anothers_from_being_announced(session, project):
+    factories.job(session, project)
+    jobs.to_wake(session, older_than=30)
+    factories.job(session, factories.project(session))
+
+    assert jobs.to_wake(session, older_than=30) == [WAKE_CPU]
+
+
 def test_nobody_is_woken_for_work_that_is_taken_over_or_not_due(session, project):
     for status in EDGES.keys() - {"queued"}:
         factories.job(session, project, status=status)

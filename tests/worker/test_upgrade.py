@@ -1,0 +1,285 @@
+"""A job that was begun by another version of the code goes on under this one, or says why it cannot.
+
+What the other version left is written out here, file by file, so that it does not change with the code that writes it.
+"""
+
+import hashlib
+import io
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from sqlalchemy import select
+
+from core.methods import Hyperparameters, kept, resolve
+from core.models import Checkpoint, File, Job
+from core.settings import Settings
+from graders.spec import parse_grader
+from tests.fakes import ExactGrader
+from worker.checkpoints import FORMAT, Checkpoints, UnknownFormat
+from worker.run import load
+from worker.trainer import PeftTrainer
+
+GRADER = {"type": "string_check", "name": "g", "input": "a", "reference": "b", "operation": "eq"}
+
+STEP = 6
+# In the order of the optimizer's state. The tiny model's sizes; a rank of 4.
+SHAPES = {
+    "self_attn.q_proj": (64, 64),
+    "self_attn.k_proj": (64, 32),
+    "self_attn.v_proj": (64, 32),
+    "self_attn.o_proj": (64, 64),
+    "mlp.gate_proj": (64, 128),
+    "mlp.up_proj": (64, 128),
+    "mlp.down_proj": (128, 64),
+}
+ADAPTER = {
+    f"base_model.model.model.layers.{layer}.{module}.lora_{half}.weight": shape
+    for layer in range(2)
+    for module, (inner, outer) in SHAPES.items()
+    for half, shape in (("A", (4, inner)), ("B", (outer, 4)))
+}
+CONFIG = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 4,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "target_modules": [module.rpartition(".")[2] for module in SHAPES],
+}
+GROUP = {
+    "lr": 0.001,
+    "betas": (0.9, 0.95),
+    "eps": 1e-08,
+    "weight_decay": 0.0,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+    "params": list(range(len(ADAPTER))),
+}
+# What `jobs.resolved` held when format 1 was current.
+RESOLVED = {
+    "batch_size": 4,
+    "learning_rate": 0.0005,
+    "n_epochs": 3,
+    "total_steps": 30,
+    "eval_interval": 3,
+    "eval_samples": 1,
+    "eval_temperature": 0.0,
+    "loss": "grpo",
+    "advantage_scale": "group",
+    "std": "population",
+    "supervision": "outcome",
+    "group_size": 6,
+    "lora_rank": 4,
+    "lora_alpha": 8,
+    "temperature": 1.0,
+    "max_completion_tokens": 64,
+    "overlong": "score",
+    "overlong_buffer": None,
+    "updates_per_batch": 1,
+    "overlap": False,
+    "resample_prompts": 0,
+    "off_policy_steps": 0,
+    "stop_after_flat_evals": 0,
+    "stop_after_silent_steps": 0,
+    "stop_above_kl": 0.0,
+    "stop_below_entropy": 0.0,
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "cispo_cap": None,
+    "importance": "truncate",
+    "importance_cap": 2.0,
+    "kl": 0.0,
+    "kl_estimator": None,
+    "reference_refresh_steps": 0,
+    "max_grad_norm": 1.0,
+    "warmup_steps": 0,
+}
+
+
+def rng():
+    return torch.Generator().manual_seed(7).get_state()
+
+
+def format_1(folder):
+    """The files of a checkpoint of format 1: each tensor is full of a number of its own."""
+    save_file(
+        {name: torch.full(shape, 0.01 * n) for n, (name, shape) in enumerate(ADAPTER.items())},
+        folder / "adapter_model.safetensors",
+    )
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG))
+    moments = {
+        n: {
+            "step": torch.tensor(5.0),
+            "exp_avg": torch.full(shape, 0.1 * n),
+            "exp_avg_sq": torch.full(shape, 0.2 * n),
+        }
+        for n, shape in enumerate(ADAPTER.values())
+    }
+    state = {
+        "optimizer": {"state": moments, "param_groups": [GROUP]},
+        "steps_taken": 5,
+        "reference": [torch.full(shape, 0.3) for shape in ADAPTER.values()],
+        "torch_rng": rng(),
+    }
+    torch.save(state, folder / "trainer.pt")
+
+
+@pytest.fixture
+def left(bench, tmp_path):
+    """Puts what another version left at step 6 into the store, with a manifest of this `format`."""
+
+    def left(format=1, **more):
+        folder, prefix = tmp_path / "left", "projects/p/jobs/j/attempts/1/checkpoints/step-000006"
+        folder.mkdir()
+        format_1(folder)
+        files = []
+        for path in sorted(folder.iterdir()):
+            bench.blobs.put_file(f"{prefix}/{path.name}", path)
+            content = path.read_bytes()
+            digest = hashlib.sha256(content).hexdigest()
+            files.append({"name": path.name, "bytes": len(content), "sha256": digest})
+        manifest = {
+            "format": format,
+            "job": "j",
+            "base_model": "tiny",
+            "step": STEP,
+            "epoch": 1,
+            "files": files,
+        }
+        bench.blobs.put_bytes(f"{prefix}/manifest.json", json.dumps(manifest | more).encode())
+        row = {"job_id": bench.claim.job_id, "step": STEP, "epoch": 1, "blob_prefix": prefix}
+        with bench.database.write() as session:
+            session.add(Checkpoint(**row))
+
+    return left
+
+
+@pytest.fixture
+def checkpoints(bench):
+    return Checkpoints(bench.database, bench.blobs, bench.claim, bench.job(), bench.tmp_path, bench.patience)
+
+
+@pytest.fixture
+def trainer(make_policy):
+    settings = kept(resolve(Hyperparameters(), rows=40, parameters=1000, context=128), RESOLVED)
+    return PeftTrainer(make_policy(), settings, token_budget=512)
+
+
+def full_of(tensors, number):
+    return all(bool((tensor == torch.full_like(tensor, number(n))).all()) for n, tensor in enumerate(tensors))
+
+
+def test_a_checkpoint_of_format_1_is_continued_to_the_last_bit(left, checkpoints, trainer):
+    """Whoever changes what a checkpoint holds must still read this one; then raise FORMAT."""
+    left()
+
+    assert checkpoints.restore(trainer) == STEP
+
+    assert full_of(trainer.policy.trainable, lambda n: 0.01 * n)
+    moments = [trainer.optimizer.state[parameter] for parameter in trainer.policy.trainable]
+    assert full_of([one["exp_avg"] for one in moments], lambda n: 0.1 * n)
+    assert full_of([one["exp_avg_sq"] for one in moments], lambda n: 0.2 * n)
+    assert {one["step"].item() for one in moments} == {5.0}
+    assert trainer.steps_taken == 5
+    assert full_of(trainer.reference, lambda n: 0.3)
+    assert torch.equal(torch.get_rng_state(), rng())
+
+
+def test_a_manifest_may_say_more_than_this_version_knows(left, checkpoints, trainer):
+    left(colour="red")
+
+    assert checkpoints.restore(trainer) == STEP
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_before_anything_is_touched(
+    bench, left, checkpoints, trainer
+):
+    left(format=FORMAT + 1)
+    said = bench.events()
+
+    with pytest.raises(UnknownFormat, match=f"has format {FORMAT + 1}.*reads formats up to {FORMAT}"):
+        checkpoints.restore(trainer)
+
+    assert trainer.steps_taken == 0
+    assert bench.events() == said
+
+
+def test_the_format_that_is_written_is_the_one_that_is_said(bench, checkpoints, trainer):
+    checkpoints.save(trainer, step=1, valid_reward=None, metrics={})
+
+    [row] = bench.checkpoints()
+    manifest = json.loads(bench.blobs.read(f"{row.blob_prefix}/manifest.json"))
+    assert manifest["format"] == FORMAT == 1, "add a test with what the format before looked like"
+    assert {"trainer.pt", "adapter_model.safetensors"} <= {file["name"] for file in manifest["files"]}
+    content = bench.blobs.read(f"{row.blob_prefix}/trainer.pt")
+    written = torch.load(io.BytesIO(content), weights_only=True)
+    assert written.keys() == {"optimizer", "steps_taken", "reference", "torch_rng"}
+
+
+# The hyperparameters.
+
+
+def automatic(**changes):
+    return resolve(Hyperparameters(), rows=8, parameters=1000, context=128).model_copy(update=changes)
+
+
+def test_a_job_keeps_the_hyperparameters_that_it_was_begun_with():
+    """A version that chooses another rank, or another number of steps, must not do so in the middle of a job."""
+    assert kept(automatic(lora_rank=64, total_steps=7), RESOLVED).model_dump() == RESOLVED
+
+
+def test_a_hyperparameter_that_is_new_has_its_automatic_value():
+    older = {name: value for name, value in RESOLVED.items() if name != "warmup_steps"}
+
+    assert kept(automatic(warmup_steps=3), older).warmup_steps == 3
+
+
+def test_a_hyperparameter_that_is_gone_is_forgotten():
+    assert kept(automatic(), RESOLVED | {"colour": "red"}).model_dump() == RESOLVED
+
+
+def test_a_job_that_begins_now_has_what_this_version_chooses():
+    assert kept(automatic(lora_rank=64), None) == automatic(lora_rank=64)
+
+
+def test_a_run_that_is_loaded_again_has_the_hyperparameters_of_the_first(bench, tiny_model, tmp_path):
+    registry = tmp_path / "models.toml"
+    registry.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
+    bench.blobs.put_bytes(
+        "files/rows", b'{"messages": [{"role": "user", "content": "say yes"}], "answer": "yes"}\n'
+    )
+    with bench.database.write() as session:
+        about = {"filename": "a", "purpose": "fine-tune", "bytes": 1, "sha256": "", "blob_key": "files/rows"}
+        for name in ("file-a", "file-b"):
+            session.add(File(id=name, project_id=bench.project.id, **about))
+        job = session.scalars(select(Job)).one()
+        job.resolved = {"lora_rank": 2, "total_steps": 77}
+
+    settings = Settings(models_file=registry, data_dir=tmp_path)
+    run = load(
+        settings,
+        bench.database,
+        bench.blobs,
+        bench.claim,
+        bench.job(),
+        parse_grader(GRADER),
+        ExactGrader(),
+        tmp_path,
+        lambda: False,
+        lambda: None,
+        bench.patience,
+    )
+
+    assert (run.settings.lora_rank, run.settings.total_steps) == (2, 77)
+    assert (bench.job().resolved["lora_rank"], bench.job().resolved["group_size"]) == (
+        2,
+        run.settings.group_size,
+    )
