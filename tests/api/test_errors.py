@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from sqlalchemy.exc import OperationalError
 
 from api.app import MOST_JSON_BYTES
+from core import logs
 from core.db import Database
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -86,7 +87,8 @@ def test_a_crash_tells_the_request_id_and_nothing_else(house, caplog):
     assert error["type"] == "server_error"
     assert "hunter2" not in answer.text
     assert answer.headers["x-request-id"] in error["message"]
-    assert answer.headers["x-request-id"] in caplog.text
+    [record] = [record for record in caplog.records if "failed" in record.message]
+    assert f"[request_id={answer.headers['x-request-id']}]" in logs.Text().format(record)
 
 
 def test_a_query_parameter_of_the_wrong_type(api):

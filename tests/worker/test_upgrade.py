@@ -76,6 +76,7 @@ RESOLVED = {
     "advantage_scale": "group",
     "std": "population",
     "supervision": "outcome",
+    "fail_below_signal": 0.0,
     "group_size": 6,
     "lora_rank": 4,
     "lora_alpha": 8,
