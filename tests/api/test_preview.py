@@ -58,14 +58,15 @@ class Model:
 
         @app.post("/v1/chat/completions")
         async def chat(request: Request) -> Response:
-            self.asked.append(await request.json())
+            asked = await request.json()
+            self.asked.append(asked)
             self.begun.set()
             if self.hangs:
                 while (await request.receive())["type"] != "http.disconnect":
                     pass
                 self.left.set()
             await asyncio.to_thread(self.go.wait, 10)
-            return self.answer(self.asked[-1])
+            return self.answer(asked)
 
         return app
 
