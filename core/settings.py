@@ -2,10 +2,10 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from core.limits import NO_LIMITS, Limits
 
@@ -105,6 +105,14 @@ class Settings(BaseSettings):
     price_per_gpu_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$")
 
+    @model_validator(mode="after")
+    def _has_a_key_for_inference(self) -> Self:
+        if self.inference_url and not self.inference_key:
+            raise ValueError(
+                "REGRAFT_INFERENCE_URL needs REGRAFT_INFERENCE_KEY, the secret of the inference server there"
+            )
+        return self
+
     @cached_property
     def database(self) -> str:
         """The SQLAlchemy URL; a plain postgresql:// gets the psycopg 3 driver we ship."""
@@ -132,3 +140,17 @@ class Settings(BaseSettings):
     def embedded(self) -> bool:
         """Everything in one process, the worker a thread of the server."""
         return self.broker_url.startswith("memory://")
+
+
+def problems(invalid: ValidationError | SettingsError) -> str:
+    """What is wrong with the environment, by the names of its variables."""
+    if isinstance(invalid, SettingsError):
+        return f"{invalid}: {invalid.__cause__}"
+    return "; ".join(
+        f"{_variable(*error['loc'])}: {error['msg']}" if error["loc"] else str(error["ctx"]["error"])
+        for error in invalid.errors(include_url=False)
+    )
+
+
+def _variable(field: str | int, *inside: str | int) -> str:
+    return ".".join(map(str, (f"REGRAFT_{str(field).upper()}", *inside)))

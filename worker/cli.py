@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from api.app import create_app
 from api.rates import open_rates
@@ -27,7 +29,7 @@ from core.metrics import Collector
 from core.migrate import upgrade
 from core.queue import open_celery, sender
 from core.registry import Registry
-from core.settings import Settings
+from core.settings import Settings, problems
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
 from worker import admin, retention
@@ -65,7 +67,10 @@ def main() -> int:
     sweeping.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     args = parser.parse_args()
 
-    settings = Settings()
+    try:
+        settings = Settings()
+    except (ValidationError, SettingsError) as invalid:
+        parser.error(problems(invalid))
     logs.configure([logs.handler(settings.log_format)], requests=settings.log_format == "json")
     if args.command == "inference":
         return serve_inference(settings, args.port, parser)
