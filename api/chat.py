@@ -22,7 +22,7 @@ from api.deps import CurrentProject, Parts
 from api.document import refusals
 from api.errors import AsciiJSON
 from api.wire import Body
-from core import tuned
+from core import tracing, tuned
 from core.blobs import BlobNotFound, BlobStore
 from core.chat import Adapter, Chat, Served
 from core.errors import InvalidRequest, ModelNotFound, NotReady, ServiceError
@@ -135,7 +135,8 @@ class Upstream:
             )
         await self._wait_until_there()
         for last in (False, True):
-            request = self.client.build_request("POST", f"{self.url}/chat/completions", json=body)
+            url = f"{self.url}/chat/completions"
+            request = self.client.build_request("POST", url, json=body, headers=tracing.outgoing())
             try:
                 answer = await self.client.send(request, stream=True)
             except httpx.TransportError as cause:

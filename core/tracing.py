@@ -84,7 +84,7 @@ def request(method: str, headers: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-def answered(method: str, route: str, status: int, request_id: str) -> None:
+def answered(method: str, route: str, status: int, request_id: str = "") -> None:
     """What the request that is under way turned out to be."""
     if _tracer is None:
         return
@@ -93,15 +93,22 @@ def answered(method: str, route: str, status: int, request_id: str) -> None:
     current = _current()
     current.update_name(f"{method} {route}")
     current.set_attributes(
-        {
-            "http.request.method": method,
-            "http.route": route,
-            "http.response.status_code": status,
-            "regraft.request_id": request_id,
-        }
+        {"http.request.method": method, "http.route": route, "http.response.status_code": status}
     )
+    if request_id:
+        current.set_attribute("regraft.request_id", request_id)
     if status >= 500:
         current.set_status(Status(StatusCode.ERROR))
+
+
+def outgoing() -> dict[str, str]:
+    """The headers by which another server's part of this trace finds it."""
+    headers: dict[str, str] = {}
+    if _tracer is not None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        TraceContextTextMapPropagator().inject(headers)
+    return headers
 
 
 def job_created(job_id: str) -> None:

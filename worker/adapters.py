@@ -14,6 +14,7 @@ from pathlib import Path
 
 from core.blobs import BlobCorrupt, BlobNotFound, BlobStore
 from core.chat import Adapter
+from worker.answering import loading
 
 MANIFEST = "manifest.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_config.json")
@@ -45,7 +46,8 @@ class AdapterFolders:
             fetching = self._fetching.setdefault(target.name, threading.Lock())
         with fetching:  # who comes second waits for the first one's download
             if not target.exists():
-                self._fetch(adapter, target)
+                with loading("adapter"):
+                    self._fetch(adapter, target)
                 self._evict()
         os.utime(target)
         return target

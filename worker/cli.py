@@ -38,7 +38,7 @@ from worker.backends import open_backends
 from worker.export import export_to
 from worker.inference import InferenceServer, own_address
 from worker.sinks.choice import problem as sinks_problem
-from worker.telemetry import Sandbox
+from worker.telemetry import Gpus, Sandbox
 
 log = logging.getLogger("regraft")
 
@@ -179,7 +179,11 @@ def serve_inference(settings: Settings, port: int, parser: argparse.ArgumentPars
         signal.signal(number, _already_stopping)  # as in serve_api
     listening = socket.create_server((settings.host, port), backlog=512)
     log.info("serving inference on http://%s:%d/v1", settings.host, listening.getsockname()[1])
-    serve(settings, listening)
+    with (
+        metrics.served(settings.host, settings.metrics_port, [Gpus()]),
+        tracing.exported(settings.otlp_endpoint, "regraft-inference"),
+    ):
+        serve(settings, listening)
     return 0
 
 

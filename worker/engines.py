@@ -14,6 +14,7 @@ from core.chat import Served
 from core.registry import BaseModelEntry, Registry, sampler_of
 from core.settings import Settings
 from worker.adapters import AdapterFolders, AdapterGone
+from worker.answering import loading
 from worker.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,8 @@ class Engines:
         needed = await asyncio.to_thread(builder.bytes_needed, entry)
         await self._make_room(name, needed, builder)
         log.info("loading %s", name)
-        return await builder.build(name, entry)
+        with loading("model"):
+            return await builder.build(name, entry)
 
     async def _make_room(self, name: str, needed: int, builder: Builder) -> None:
         while (free := builder.bytes_free()) < needed:

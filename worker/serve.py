@@ -23,13 +23,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from core import tracing
 from core.blobs import blobs_of
 from core.chat import InternalChat, envelope
 from core.hangup import until_gone
 from core.registry import Registry
 from core.settings import Settings
-from worker import process
+from worker import answering, process
 from worker.adapters import AdapterFolders
+from worker.answering import Tally
 from worker.answers import Answer, Piece
 from worker.engine import Ask, Engine, Token
 from worker.engines import Builder, Engines, Refused
@@ -37,6 +39,7 @@ from worker.engines import Builder, Engines, Refused
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 30
+ROUTE = "/v1/chat/completions"
 
 
 @dataclass
@@ -47,7 +50,9 @@ class Completion:
     engine: Engine
     asks: Sequence[Ask]
     answers: Sequence[Answer]
+    tally: Tally
     held_open: AsyncExitStack
+    failed: bool = False
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """What each choice grows by, as it comes. Closing this ends all of them."""
@@ -69,7 +74,9 @@ class Completion:
             while unfinished:
                 number, token = await arrived.get()
                 if isinstance(token, Exception):
+                    self.failed = True
                     raise token
+                self.tally.wrote()
                 answer = self.answers[number]
                 if answer.finish_reason:
                     continue  # a stop string has ended it; its task is on the way to hearing of that
@@ -84,6 +91,8 @@ class Completion:
 
     async def close(self) -> None:
         await self.held_open.aclose()
+        whole = all(answer.finish_reason for answer in self.answers)
+        self.tally.ended("failed" if self.failed else "answered" if whole else "left")
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -106,6 +115,7 @@ async def begin(request: InternalChat, engines: Engines) -> Completion:
     """Load what is asked for and read the request. Raise Refused if there can be no answer."""
     from worker.policy import render
 
+    arrived = time.perf_counter()
     async with AsyncExitStack() as stack:
         engine, adapter = await stack.enter_async_context(engines.open(request.served))
         messages = [message.model_dump(exclude={"name", "refusal"}) for message in request.messages]
@@ -135,7 +145,8 @@ async def begin(request: InternalChat, engines: Engines) -> Completion:
             for number in range(request.n or 1)
         ]
         answers = [Answer(engine.tokenizer, engine.stop_ids, request.stops) for _ in asks]
-        return Completion(request, engine, asks, answers, stack.pop_all())
+        tally = Tally(arrived, request.served.base_model, len(prompt_ids), len(asks))
+        return Completion(request, engine, asks, answers, tally, stack.pop_all())
 
 
 def _seed(asked: int | None, number: int) -> int:
@@ -229,11 +240,6 @@ def create_app(engines: Engines, key: str) -> FastAPI:
         if not secrets.compare_digest(sent.encode(), f"Bearer {key}".encode()):
             raise HTTPException(401, "Incorrect API key provided.")
 
-    @app.exception_handler(Refused)
-    async def refused(request: Request, error: Refused) -> JSONResponse:
-        headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
-        return JSONResponse(envelope(error.status, str(error), error.code), error.status, headers)
-
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
@@ -244,11 +250,26 @@ def create_app(engines: Engines, key: str) -> FastAPI:
     async def healthy() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.post("/v1/chat/completions", dependencies=[Depends(checked)])
+    @app.post(ROUTE, dependencies=[Depends(checked)])
     async def chat(body: InternalChat, request: Request) -> Response:
+        with tracing.request("POST", request.headers):
+            try:
+                answer = await answered(body, request)
+            except Refused as error:
+                headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
+                answer = JSONResponse(envelope(error.status, str(error), error.code), error.status, headers)
+            tracing.answered("POST", ROUTE, answer.status_code)
+            return answer
+
+    async def answered(body: InternalChat, request: Request) -> Response:
         app.state.last_use = time.monotonic()
-        completion = await until_gone(request.receive, begin(body, engines))
+        try:
+            completion = await until_gone(request.receive, begin(body, engines))
+        except Exception as cause:
+            answering.refused(cause.status if isinstance(cause, Refused) else 500)
+            raise
         if completion is None:
+            answering.left()
             return Response(status_code=499)
         frame = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",

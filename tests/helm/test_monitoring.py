@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from tests import factories
 from tests.helm.charts import CHART, VARIATIONS, of_kind, pods, profile, render
 from tests.helm.test_policy import allowed
 from tests.helm.test_service import environment
-from worker import observed
+from worker import answering, observed
 from worker.telemetry import Gpus, Runs, Sandbox
 
 RULES = CHART / "files/rules.yaml"
@@ -39,6 +40,7 @@ def exported(sqlite_database):
     """Every metric of API, workers and runs, by the names that it has in expressions."""
     with sqlite_database.write() as session:
         factories.job(session, factories.project(session))
+    answering.Tally(0.0, "tiny", prompt_tokens=1, answers=1).ended("answered")
     collectors = [COUNTED, observed.COUNTED, ServiceFigures(sqlite_database), TwoGpus(), Runs("cpu")]
     ends = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
     return {
@@ -81,31 +83,32 @@ def test_the_chart_ships_the_files_as_they_are(watched):
 
 
 def test_monitors_lead_to_a_port_at_which_the_service_listens(watched):
-    [monitor], [pod_monitor] = of_kind(watched, "ServiceMonitor"), of_kind(watched, "PodMonitor")
+    [monitor], pod_monitors = of_kind(watched, "ServiceMonitor"), of_kind(watched, "PodMonitor")
     [service] = [
         one
         for one in of_kind(watched, "Service")
         if monitor["spec"]["selector"]["matchLabels"].items() <= one["metadata"]["labels"].items()
     ]
     apis = [pod for pod in pods(watched) if service["spec"]["selector"].items() <= pod.labels.items()]
-    workers = [
+    others = [
         pod
         for pod in pods(watched)
-        if pod_monitor["spec"]["selector"]["matchLabels"].items() <= pod.labels.items()
+        for one in pod_monitors
+        if one["spec"]["selector"]["matchLabels"].items() <= pod.labels.items()
     ]
 
     assert [pod.component for pod in apis] == ["api"]
-    assert {pod.component for pod in workers} == {"worker"} and len(workers) == 3
-    for pod in apis + workers:
+    assert Counter(pod.component for pod in others) == {"worker": 3, "inference": 1}
+    for pod in apis + others:
         [port] = [one for one in pod.containers[0]["ports"] if one["name"] == "metrics"]
         variables = environment(pod)
         assert str(port["containerPort"]) == variables["REGRAFT_METRICS_PORT"] == "9200"
         assert variables["REGRAFT_HOST"] == "0.0.0.0"
-    for one in (monitor, pod_monitor, *of_kind(watched, "PrometheusRule")):
+    for one in (monitor, *pod_monitors, *of_kind(watched, "PrometheusRule")):
         assert one["metadata"]["labels"]["release"] == "prometheus"
 
 
-@pytest.mark.parametrize("component", ["api", "worker"])
+@pytest.mark.parametrize("component", ["api", "worker", "inference"])
 def test_prometheus_is_let_in_and_nobody_else(watched, component):
     [rule] = [one for one in allowed(watched, component)["ingress"] if one["ports"][0]["port"] == 9200]
 
@@ -118,7 +121,7 @@ def test_by_default_there_is_no_such_port():
     manifests = render(profile("production"))
 
     assert not [one for one in manifests if one["apiVersion"].startswith("monitoring.coreos.com")]
-    for pod in pods(manifests, "api") + pods(manifests, "worker"):
+    for pod in pods(manifests, "api") + pods(manifests, "worker") + pods(manifests, "inference"):
         assert "REGRAFT_METRICS_PORT" not in environment(pod)
         assert "metrics" not in [port["name"] for port in pod.containers[0].get("ports", [])]
 
@@ -136,7 +139,7 @@ def promtool(*words, **options):
 
 @PROMTOOL
 def test_promtool_takes_the_alerts_and_every_expression_of_the_dashboard(tmp_path):
-    assert "11 rules found" in promtool("check", "rules", str(RULES))
+    assert "12 rules found" in promtool("check", "rules", str(RULES))
 
     panels = []
     for one in expressions()[1]:

@@ -68,6 +68,10 @@ WRONG_TOGETHER = {
     ),
     "a setting as other environment": ({"extraEnv": {"REGRAFT_PORT": "1"}}, "REGRAFT_PORT is for settings"),
     "a secret in the open": ({"extraEnv": {"AWS_SECRET_ACCESS_KEY": "x"}}, "belongs into a Secret"),
+    "a server of models without its key": (
+        {"inference": {"enabled": False, "url": "http://other/v1", "existingSecret": ""}},
+        "inference.existingSecret: name the Secret with the key of the server",
+    ),
     "two servers of models": ({"inference": {"url": "http://other/v1"}}, "give it or inference.enabled"),
     "an entry for no host": ({"ingress": {"enabled": True}}, "ingress.host: name the host"),
     "a route to no gateway": ({"gateway": {"enabled": True}}, "gateway.parentRefs: name the Gateway"),

@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 from transformers import AutoTokenizer
 
 from core.blobs import FolderBlobs
+from core.metrics import COUNTED
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
 from tests.tiny import make_byte_model
@@ -269,3 +270,41 @@ def test_an_adapter_that_is_gone_is_404(client):
     adapter = {"prefix": "gone", "manifest_sha256": "0" * 64}
     with pytest.raises(NotFoundError):
         say(client, "ft:a", extra_body={"regraft": {"base_model": "a", "adapter": adapter}})
+
+
+def counted(name, **labels):
+    return COUNTED.get_sample_value(f"regraft_inference_{name}", labels) or 0.0
+
+
+def test_requests_are_counted_by_what_came_of_them(client, builder):
+    results = ("answered", "refused", "not_ready", "failed", "left")
+    before = {result: counted("requests_total", result=result) for result in results}
+    engine = loaded(client, builder, "hi")
+    list(say(client, stream=True))
+    with pytest.raises(BadRequestError):
+        say(client, messages=[{"role": "user", "content": "x" * 100}])
+    with say(client, stream=True), pytest.raises(APIStatusError):  # and hangs up
+        say(client, "b")
+    engine.failure = ZeroDivisionError("division by zero")
+    with pytest.raises(InternalServerError):
+        say(client)
+
+    found = {result: counted("requests_total", result=result) - before[result] for result in results}
+    assert found == {"answered": 2, "refused": 1, "not_ready": 1, "failed": 1, "left": 1}
+    assert counted("answers") == 0
+
+
+def test_tokens_are_counted_by_the_base_model_and_the_first_one_is_timed(client):
+    def figures():
+        tokens = [counted("tokens_total", model="a", kind=kind) for kind in ("prompt", "completion")]
+        return [*tokens, counted("first_token_seconds_count"), counted("load_seconds_count", what="model")]
+
+    before = figures()
+    usage = say(client, n=2).usage
+
+    assert [now - then for now, then in zip(figures(), before, strict=True)] == [
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        1,
+        1,
+    ]

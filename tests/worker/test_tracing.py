@@ -73,6 +73,20 @@ def test_a_grade_is_part_of_its_step_and_so_are_the_phases(collector, bench):
     assert len({span.context.trace_id for span in collector.get_finished_spans()}) == 1
 
 
+def test_another_server_goes_on_in_the_same_trace(collector):
+    with tracing.exported("", "test", collector):
+        with tracing.request("POST", {}):
+            headers = tracing.outgoing()
+            tracing.answered("POST", "/v1/chat/completions", 200, "req_1")
+        with tracing.request("POST", headers):
+            tracing.answered("POST", "/v1/chat/completions", 503)
+
+    ours, theirs = of(collector, "POST /v1/chat/completions")
+    assert theirs.parent.span_id == ours.context.span_id
+    assert theirs.context.trace_id == ours.context.trace_id
+    assert not theirs.status.is_ok
+
+
 def test_nothing_is_imported_or_recorded_without_an_endpoint():
     code = (
         "import sys; from core import tracing\n"

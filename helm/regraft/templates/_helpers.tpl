@@ -89,10 +89,6 @@ capabilities:
     secretKeyRef: {{ include "regraft.brokerSecret" .root }}
 - name: REGRAFT_GPU_CLASS
   value: {{ .gpuClass | quote }}
-{{- if $v.metrics.enabled }}
-- name: REGRAFT_METRICS_PORT
-  value: {{ $v.metrics.port | quote }}
-{{- end }}
 {{- if or $v.graders.judges $v.graders.endpointHosts }}
 - name: REGRAFT_GRADERS_FILE
   value: /etc/regraft/graders.toml
@@ -113,6 +109,10 @@ capabilities:
 {{/* What inference has, too: the store, the models, the settings. */}}
 {{- define "regraft.commonEnv" -}}
 {{- $v := .Values -}}
+{{- if $v.metrics.enabled -}}
+- name: REGRAFT_METRICS_PORT
+  value: {{ $v.metrics.port | quote }}
+{{ end -}}
 {{- $keys := $v.objectStore.existingSecret -}}
 {{- if $v.bundled.seaweedfs.enabled -}}
 {{- $keys = printf "%s-bundled" (include "regraft.name" .) -}}
@@ -289,6 +289,9 @@ imagePullSecrets:
 {{- if and $v.inference.enabled $v.inference.url -}}
 {{- $wrong = append $wrong "inference.url: is for a server other than the chart's; give it or inference.enabled" -}}
 {{- end -}}
+{{- if and $v.inference.url (not $v.inference.existingSecret) -}}
+{{- $wrong = append $wrong "inference.existingSecret: name the Secret with the key of the server in inference.url" -}}
+{{- end -}}
 {{- if and $v.inference.enabled (not (or $v.inference.existingSecret $v.bundled.postgresql.enabled $v.bundled.valkey.enabled $v.bundled.seaweedfs.enabled)) -}}
 {{- $wrong = append $wrong "inference.existingSecret: name the Secret with a key of your choice, which API and workers show it" -}}
 {{- end -}}
@@ -309,8 +312,8 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- if has (int $v.metrics.port) (list 8000) -}}
-{{- $wrong = append $wrong "metrics.port: is the API's own" -}}
+{{- if has (int $v.metrics.port) (list 8000 8100) -}}
+{{- $wrong = append $wrong (printf "metrics.port: is %s own" (ternary "the API's" "inference's" (eq (int $v.metrics.port) 8000))) -}}
 {{- end -}}
 {{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
 {{- $wrong = append $wrong "gateway.parentRefs: name the Gateway that the route belongs to" -}}
