@@ -20,12 +20,23 @@ class TextPart(Part):
     text: str
 
 
+# What an assistant's message has besides when it is an earlier answer of ours, sent back by OpenAI's client.
+SENT_BACK = ("annotations", "audio", "function_call", "tool_calls")
+
+
 class Message(Part):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
-    # What an assistant's message has when it comes from an earlier answer of ours.
     name: str | None = None
     refusal: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_was_sent_back(cls, message: Any) -> Any:
+        if not isinstance(message, dict) or message.get("role") != "assistant":
+            return message
+        empty = {name for name in SENT_BACK if not message.get(name)}
+        return {name: value for name, value in message.items() if name not in {*empty, "parsed"}}
 
 
 class Text(Part):

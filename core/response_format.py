@@ -12,6 +12,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+class SchemaTooLarge(ValueError):
+    """An answer came to a place where the schema allows more than llguidance follows."""
+
+
 def held_to(schema: Mapping[str, Any]) -> str:
     """The schema as samplers take it."""
     return json.dumps({**schema, "x-guidance": _COMPACT})

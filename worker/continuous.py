@@ -10,7 +10,8 @@ import queue
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -390,7 +391,8 @@ class ContinuousEngine:
         read.take(prompt_of)
         for row in chosen:
             if row.ask.held_to:
-                row.held = Held(self.model.vocabulary, row.ask.held_to, 1)
+                with self._own_fault(row):
+                    row.held = Held(self.model.vocabulary, row.ask.held_to, 1)
         if cache is None:
             cache = read
         else:
@@ -418,13 +420,15 @@ class ContinuousEngine:
             logits_RV = logits_RV.clone()
             for at, row in enumerate(rows):
                 if row.held is not None:
-                    logits_RV[at] = row.held.masked(logits_RV[at : at + 1], [0])[0]
+                    with self._own_fault(row):
+                        logits_RV[at] = row.held.masked(logits_RV[at : at + 1], [0])[0]
         chosen = sample(logits_RV, [row.ask for row in rows], [_draw(row.dice) for row in rows])
         found = logprobs(free, [row.ask for row in rows], chosen)
         news: dict[asyncio.AbstractEventLoop, list[tuple[Row, Token]]] = {}
         for row, token_id, (logprob, top) in zip(rows, chosen.tolist(), found, strict=True):
-            if row.held is not None:
-                row.held.take([0], [token_id])
+            if row.held is not None and not row.left:
+                with self._own_fault(row):
+                    row.held.take([0], [token_id])
             row.newest, row.written = token_id, row.written + 1
             last = token_id in self.stop_ids or row.written == row.ask.max_tokens
             row.left = row.left or last
@@ -433,6 +437,15 @@ class ContinuousEngine:
             # One call for all of them: each wakes the loop up.
             loop.call_soon_threadsafe(_hand_on, tokens)
         self._drop(lambda row: row.left)
+
+    @contextmanager
+    def _own_fault(self, row: Row) -> Iterator[None]:
+        """What goes wrong with its schema ends this answer alone, and not those that are written beside it."""
+        try:
+            yield
+        except Exception as cause:
+            row.left = True
+            row.loop.call_soon_threadsafe(row.tokens.put_nowait, cause)
 
     def _drop(self, gone: Callable[[Row], bool]) -> None:
         stay = [at for at, row in enumerate(self._rows) if not gone(row)]

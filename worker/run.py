@@ -27,7 +27,7 @@ from core.jobs import Claim, LeaseLost
 from core.methods import Hyperparameters, Resolved
 from core.models import File, Job
 from core.registry import Registry
-from core.response_format import stored_held_to
+from core.response_format import SchemaTooLarge, stored_held_to
 from core.settings import Settings
 from graders.spec import GraderSpec, InvalidGrader, parse_grader
 from graders.types import Grader
@@ -267,9 +267,16 @@ async def attempt(
             watched = ObservedGrader(WatchedGrader(grader, beat), spec)
             run = load(settings, database, blobs, claim, job, spec, watched, scratch, stop, beat, patience)
             with closed_at_the_end(run.feeds):
-                return await run.train()
+                return await trained(run)
     except InvalidGrader as refused:
         raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
+
+
+async def trained(run: Run) -> Outcome:
+    try:
+        return await run.train()
+    except SchemaTooLarge as cause:
+        raise UserMistake("schema_too_large", str(cause), "method.reinforcement.response_format") from cause
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from core.blobs import blobs_of
 from core.chat import InternalChat, envelope
 from core.hangup import until_gone
 from core.registry import Registry
+from core.response_format import SchemaTooLarge
 from core.settings import Settings
 from worker import answering, process
 from worker.adapters import AdapterFolders
@@ -121,9 +122,7 @@ async def begin(request: InternalChat, engines: Engines) -> Completion:
         messages = [message.model_dump(exclude={"name", "refusal"}) for message in request.messages]
         try:
             prompt_ids = tuple(await asyncio.to_thread(render, engine.tokenizer, messages))
-        except (
-            Exception
-        ) as cause:  # a template is a program of the model's makers; it may refuse an order of roles
+        except Exception as cause:  # a template is a program of its makers; it may refuse an order of roles
             raise Refused(f"The model's chat template does not take these messages: {cause}") from cause
         room = engine.context - len(prompt_ids)
         if room < 1:
@@ -203,6 +202,8 @@ async def streamed(completion: Completion, frame: dict[str, Any]) -> AsyncGenera
         if wants_usage:
             yield event(frame | {"choices": [], "usage": completion.usage})
         yield b"data: [DONE]\n\n"
+    except SchemaTooLarge as cause:
+        yield event(envelope(400, f"response_format: {cause}"))
     except Exception as cause:  # too late for a status
         log.exception("an answer failed")
         yield event(envelope(500, f"the model failed: {cause}"))
@@ -222,6 +223,7 @@ class Stream(StreamingResponse):
         finally:
             await self.events.aclose()
             await self.completion.close()
+            scope["app"].state.last_use = time.monotonic()
 
 
 def create_app(engines: Engines, key: str) -> FastAPI:
@@ -265,9 +267,13 @@ def create_app(engines: Engines, key: str) -> FastAPI:
         app.state.last_use = time.monotonic()
         try:
             completion = await until_gone(request.receive, begin(body, engines))
-        except Exception as cause:
-            answering.refused(cause.status if isinstance(cause, Refused) else 500)
+        except Refused as cause:
+            answering.refused(cause.status)
             raise
+        except Exception as cause:
+            log.exception("%s cannot be loaded", body.served.base_model)
+            answering.refused(500)
+            raise Refused(f"the model cannot be loaded: {cause}", 500) from cause
         if completion is None:
             answering.left()
             return Response(status_code=499)
@@ -281,8 +287,8 @@ def create_app(engines: Engines, key: str) -> FastAPI:
             return Stream(completion, frame)
         try:
             answer = await until_gone(request.receive, whole(completion, frame))
-        except Refused:
-            raise
+        except SchemaTooLarge as cause:
+            raise Refused(f"response_format: {cause}") from cause
         except Exception as cause:
             log.exception("an answer failed")
             raise Refused(f"the model failed: {cause}", 500) from cause

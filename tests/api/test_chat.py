@@ -193,6 +193,25 @@ def test_what_would_not_be_honoured_is_refused_by_its_name(web, inference, field
     assert inference.asked == []
 
 
+def test_an_earlier_answer_is_sent_back_as_openais_client_has_it(web, inference):
+    earlier = {"role": "assistant", "content": "[1]", "refusal": None}
+    empty = {"annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    question = {"role": "user", "content": "and?"}
+
+    answer = ask(web, messages=[earlier | empty | {"parsed": [1]}, question])
+
+    assert answer.status_code == 200
+    assert inference.asked[0]["messages"] == [{"role": "assistant", "content": "[1]"}, question]
+
+
+def test_what_an_earlier_answer_called_is_refused(web):
+    earlier = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+
+    answer = ask(web, messages=[earlier, {"role": "user", "content": "and?"}])
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].tool_calls")
+
+
 def test_what_asks_for_nothing_is_accepted(web):
     nothing = {
         "tools": [],

@@ -163,6 +163,20 @@ def test_a_pydantic_model_is_parsed(client):
     assert isinstance(parsed.choices[0].message.parsed, Verdict)
 
 
+def test_a_conversation_goes_on_with_the_clients_own_messages(client):
+    messages: list = [{"role": "user", "content": "yes or no?"}]
+    for _ in range(2):
+        reply = client.chat.completions.parse(
+            model="judge", messages=messages, response_format=Verdict, max_tokens=60
+        )
+        messages += [reply.choices[0].message, {"role": "user", "content": "again?"}]
+    plain = client.chat.completions.create(model="judge", messages=messages, max_tokens=4)
+    messages += [plain.choices[0].message, messages[0]]
+    last = client.chat.completions.create(model="judge", messages=messages, max_tokens=4)
+
+    assert last.usage.prompt_tokens > plain.usage.prompt_tokens
+
+
 def test_a_pydantic_model_is_parsed_from_a_stream(client):
     with client.chat.completions.stream(model="judge", messages=USER, response_format=Verdict) as stream:
         kinds = [event.type for event in stream]

@@ -8,12 +8,25 @@ import pytest
 import torch
 
 from core.registry import BaseModelEntry
-from core.response_format import held_to
+from core.response_format import SchemaTooLarge, held_to
 from tests.tiny import make_byte_model
 from worker.continuous import ContinuousEngine, sample
 from worker.engine import Ask
 from worker.policy import load_base
 
+# Of which llguidance cannot follow all: each of the branches is open when an answer begins.
+TOO_LARGE = {
+    "anyOf": [
+        {
+            "type": "array",
+            "items": {
+                "type": "array",
+                "items": {"type": "array", "items": {"type": "string", "pattern": f"^x{{{n}}}y*$"}},
+            },
+        }
+        for n in range(299)
+    ]
+}
 TEMPERATE = {"temperature": 1.0, "top_p": 1.0}
 
 
@@ -140,6 +153,19 @@ def test_an_answer_is_held_to_its_own_schema_and_its_neighbours_to_none(make_eng
     assert said[0] == '"yes"'
     assert said[1] in ("true", "false")
     assert said[2] not in ('"yes"', "true", "false")
+
+
+def test_a_schema_that_allows_too_much_at_once_ends_its_own_answer_alone(make_engine, tmp_path):
+    engine = make_engine(make_byte_model(tmp_path / "bytes"))
+
+    async def beside():
+        other = engine.generate(ask(max_tokens=60, **TEMPERATE))
+        first = await anext(other)
+        with pytest.raises(SchemaTooLarge, match="max is 2000"):
+            [token async for token in engine.generate(ask(held_to=held_to(TOO_LARGE), max_tokens=60))]
+        return [first, *[token async for token in other]]
+
+    assert asyncio.run(beside())[-1].last
 
 
 def test_a_failure_reaches_those_it_concerns_and_the_next_is_answered(make_engine, monkeypatch):

@@ -12,10 +12,11 @@ from core import jobs
 from core.db import Work
 from core.jobs import LeaseLost
 from core.models import File, RolloutPage, TunedModel
+from core.response_format import SchemaTooLarge
 from graders.types import Grade, StepScore
-from tests.fakes import EveryFourthFails, ExactGrader, Halves, NeverGrades, SameForAll, Skill
+from tests.fakes import EveryFourthFails, ExactGrader, GuessingSampler, Halves, NeverGrades, SameForAll, Skill
 from worker.clock import Clock
-from worker.run import Outcome, UserMistake
+from worker.run import Outcome, UserMistake, trained
 from worker.types import UpdateMetrics
 
 
@@ -80,6 +81,20 @@ def test_a_grader_that_fails_most_answers_step_after_step_fails_the_job(bench):
     assert failed.value.code == "grader_failed"
     assert "no opinion" in failed.value.message
     assert [s["step"] for s in bench.steps()] == [0, 1, 2, 3]
+
+
+def test_a_schema_that_cannot_be_followed_fails_the_job_for_good(bench):
+    class TooLarge(GuessingSampler):
+        def sample(self, prompts_P, sampling):
+            raise SchemaTooLarge("The schema allows too much at once.")
+
+    run = bench.run()
+    run.sampler = TooLarge(Skill())
+    with pytest.raises(UserMistake, match="allows too much") as failed:
+        asyncio.run(trained(run))
+
+    assert failed.value.code == "schema_too_large"
+    assert failed.value.param == "method.reinforcement.response_format"
 
 
 def test_a_short_job_that_was_never_graded_has_no_best_model(bench):

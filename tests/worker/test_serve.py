@@ -3,6 +3,7 @@
 import asyncio
 import threading
 
+import openai
 import pytest
 from openai import (
     APIStatusError,
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer
 from core.blobs import FolderBlobs
 from core.metrics import COUNTED
 from core.registry import BaseModelEntry, Registry
+from core.response_format import SchemaTooLarge
 from core.settings import Settings
 from tests.tiny import make_byte_model
 from worker.adapters import AdapterFolders
@@ -224,6 +226,27 @@ def test_a_model_that_fails_answers_500_and_goes_on(client, builder):
 
     engine.failure = None
     assert say(client).choices[0].message.content == "hi"
+
+
+def test_a_model_that_cannot_be_loaded_answers_500_with_the_reason(client, builder, caplog):
+    async def build(name, entry):
+        raise OSError("no such file: model.safetensors")
+
+    builder.build = build
+    with pytest.raises(InternalServerError, match=r"cannot be loaded: no such file: model\.safetensors"):
+        say(client)
+
+    assert "a cannot be loaded" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_allows_too_much_is_the_askers_mistake(client, builder, stream):
+    loaded(client, builder, "hi").failure = SchemaTooLarge("The schema allows too much")
+
+    with pytest.raises(openai.APIError, match="response_format: The schema allows too much") as refused:
+        list(say(client, stream=stream))
+
+    assert stream or refused.value.status_code == 400
 
 
 def test_the_model_that_was_not_used_the_longest_makes_room(client, builder):

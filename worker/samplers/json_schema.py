@@ -13,7 +13,7 @@ from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from core.response_format import grammar
+from core.response_format import SchemaTooLarge, grammar
 
 
 class UnsupportedTokenizer(ValueError):
@@ -36,7 +36,11 @@ class Vocabulary:
         return LLMatcher(self.tokenizer, grammar(held_to))
 
     def allowed(self, held_to: str, ids_T: Sequence[int]) -> Tensor:
-        """Bits [T, words] of the tokens that could have stood in place of each of these, 32 to a word (int32)."""
+        """Bits [T, words] of the tokens that could have stood in place of each of these, 32 to a word (int32).
+
+        Raises:
+            SchemaTooLarge: as the sampler did, or should have.
+        """
         words = allocate_token_bitmask(len(ids_T), self.size)
         matcher = self.start(held_to)
         for t, token in enumerate(ids_T):
@@ -54,14 +58,19 @@ class Held:
         self._size = vocabulary.size
 
     def masked(self, logits_RV: Tensor, row_R: Sequence[int]) -> Tensor:
-        """The logits of the live rows with every token that must not come next at -inf."""
+        """The logits of the live rows with every token that must not come next at -inf.
+
+        Raises:
+            SchemaTooLarge: for one of them, that cannot be said.
+        """
         words = allocate_token_bitmask(len(row_R), self._size)
         for at, row in enumerate(row_R):
             fill_next_token_bitmask(self._matchers[row], words, at)
+            _check(self._matchers[row])
         return masked(logits_RV, words.to(logits_RV.device))
 
     def take(self, row_R: Sequence[int], token_R: Sequence[int]) -> None:
-        """Each row has gone on by a token."""
+        """Each row has gone on by a token that `masked` left it. Raises SchemaTooLarge."""
         for row, token in zip(row_R, token_R, strict=True):
             _take(self._matchers[row], token)
 
@@ -75,4 +84,11 @@ def masked(logits: Tensor, words: Tensor) -> Tensor:
 
 def _take(matcher: LLMatcher, token: int) -> None:
     taken = matcher.consume_token(token)
-    assert taken, matcher.get_error()
+    _check(matcher)
+    assert taken, "a token that the mask does not allow"
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        reason = matcher.get_error().strip().split("\n")[0]
+        raise SchemaTooLarge(f"The schema allows too much at once in one place of an answer ({reason}).")
