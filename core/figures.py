@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from itertools import product
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 # However often it is asked: the database is read once in this time.
 FRESH_SECONDS = 10.0
+# Less than Prometheus waits for all figures together (10 s), so that it hears of a database that says nothing at all.
+PATIENCE_SECONDS = 3.0
 KINDS = ("validation", "run")
 OUTCOMES = ("validated", "succeeded", "failed", "cancelled", "paused", "drained", "crashed", "expired")
 
@@ -36,21 +39,39 @@ class ServiceFigures:
         database: Database,
         defaults: Limits = NO_LIMITS,
         clock: Callable[[], float] = time.monotonic,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         self.database = database
         self.defaults = defaults
+        self.patience = patience
         self._clock = clock
         self._lock = threading.Lock()
-        self._read_at: float | None = None
-        self._read: list[Metric] = []
+        self._begun_at: float | None = None
+        self._reading: Future[list[Metric]] | None = None
 
     def collect(self) -> Iterable[Metric]:
         """Only `regraft_database_up` 0 while the database is away: old numbers would look like news."""
+        reading = self._latest()
+        try:
+            return reading.result(self.patience)
+        except TimeoutError:
+            log.warning("no figures from the database: it is silent")
+            return [_up(False)]
+
+    def _latest(self) -> "Future[list[Metric]]":
         with self._lock:
             now = self._clock()
-            if self._read_at is None or now - self._read_at >= FRESH_SECONDS:
-                self._read, self._read_at = list(self._figures()), now
-            return self._read
+            stale = self._begun_at is None or now - self._begun_at >= FRESH_SECONDS
+            if self._reading is None or (stale and self._reading.done()):
+                self._reading, self._begun_at = Future(), now
+                threading.Thread(target=self._read, args=[self._reading], daemon=True).start()
+            return self._reading
+
+    def _read(self, reading: "Future[list[Metric]]") -> None:
+        try:
+            reading.set_result(list(self._figures()))
+        except BaseException as cause:
+            reading.set_exception(cause)
 
     def _figures(self) -> Iterator[Metric]:
         figures: list[Metric] = []
@@ -64,10 +85,12 @@ class ServiceFigures:
                 ]
         except SQLAlchemyError as cause:
             log.warning("no figures from the database: %s", type(cause).__name__)
-        yield GaugeMetricFamily(
-            "regraft_database_up", "1 if the database answered.", value=float(bool(figures))
-        )
+        yield _up(bool(figures))
         yield from figures
+
+
+def _up(answered: bool) -> Metric:
+    return GaugeMetricFamily("regraft_database_up", "1 if the database answered.", value=float(answered))
 
 
 def _jobs(session: Session) -> Metric:

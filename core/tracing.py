@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.sdk.trace.sampling import Sampler
     from opentelemetry.trace import Span, SpanContext, Tracer
 
 _tracer: "Tracer | None" = None
+_sampler: "Sampler | None" = None
 # The ids of the next span, where they are not drawn.
 _ids: ContextVar[tuple[int, int] | None] = ContextVar("ids", default=None)
 
@@ -26,7 +28,7 @@ def exported(endpoint: str, service: str, exporter: "SpanExporter | None" = None
 
     Sampling, headers and the like are OpenTelemetry's own variables: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS.
     """
-    global _tracer
+    global _tracer, _sampler
     if not endpoint and exporter is None:
         yield
         return
@@ -52,11 +54,11 @@ def exported(endpoint: str, service: str, exporter: "SpanExporter | None" = None
     provider = TracerProvider(resource=resource, id_generator=Ids())
     sender = exporter or OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
     provider.add_span_processor(BatchSpanProcessor(sender))
-    _tracer = provider.get_tracer("regraft")
+    _tracer, _sampler = provider.get_tracer("regraft"), provider.sampler
     try:
         yield
     finally:
-        _tracer = None
+        _tracer = _sampler = None
         provider.shutdown()
 
 
@@ -149,8 +151,13 @@ def _current() -> "Span":
 
 
 def _root(job_id: str) -> "SpanContext":
+    from opentelemetry.sdk.trace.sampling import Decision
     from opentelemetry.trace import SpanContext, TraceFlags
 
+    assert _sampler is not None, "asked only between the lines of `exported`"
     digest = hashlib.sha256(job_id.encode()).digest()
     trace_id, span_id = int.from_bytes(digest[:16]), int.from_bytes(digest[16:24])
-    return SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    # Whether the job is among those that are sampled, decided here as where it was created: by its id.
+    chosen = _sampler.should_sample(None, trace_id, "job").decision is Decision.RECORD_AND_SAMPLE
+    flags = TraceFlags(TraceFlags.SAMPLED if chosen else TraceFlags.DEFAULT)
+    return SpanContext(trace_id, span_id, is_remote=True, trace_flags=flags)

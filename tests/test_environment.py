@@ -2,10 +2,14 @@
 
 import re
 import subprocess
+import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,6 +32,32 @@ def test_every_requirement_is_pinned_by_name_and_version_alone():
 
     assert len(pins) > 50
     assert [pin for pin in pins if not re.fullmatch(r"[a-z0-9_.-]+==[0-9a-z.]+(\s*;.*)?", pin)] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "extras"),
+    [
+        ("all.txt", ("train", "vllm", "postgres", "redis", "wandb", "mlflow", "trackio", "otel", "dev")),
+        ("gpu.txt", ("train", "postgres", "redis", "otel")),  # its image installs the service without looking
+    ],
+)
+def test_the_pins_are_all_that_the_service_asks_for(file, extras):
+    pins = dict(
+        line.split(";")[0].strip().split("==")
+        for line in (ROOT / "constraints" / file).read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *chain(*(project["optional-dependencies"][name] for name in extras))]
+    requirements = [Requirement(one) for one in asked]
+
+    assert len(requirements) > 20
+    unmet = [
+        str(one)
+        for one in requirements
+        if (version := pins.get(canonicalize_name(one.name))) is None or version not in one.specifier
+    ]
+    assert unmet == []
 
 
 def test_no_committed_file_names_a_folder_of_some_machine():

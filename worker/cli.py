@@ -137,7 +137,7 @@ def work(settings: Settings, backends: Backends) -> None:
     worker.start()
     with measured(settings, *worker.figures):
         stopping.wait()
-    worker.stop()
+        worker.stop()  # within: how a run ends is told, too
     database.close()
 
 

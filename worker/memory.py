@@ -163,7 +163,9 @@ def available(
     free = int(lines["MemAvailable"].split()[0]) * 1024
     limit, used = cgroup / "memory.max", cgroup / "memory.current"
     if limit.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int(used.read_text()))
+        # What was read from files is counted as used, and given back when somebody needs the room.
+        kept = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        free = min(free, int(most) - int(used.read_text()) + int(kept["inactive_file"]))
     return free
 
 

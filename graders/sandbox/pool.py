@@ -184,6 +184,17 @@ class Load:
     processes: int
 
 
+def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Those that this process may use: a container sees all of its node's, and is held to a share of their time."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = cgroup / "cpu.max"
+    if limit.exists():
+        quota, period = limit.read_text().split()
+        if quota != "max":
+            usable = min(usable, math.ceil(int(quota) / int(period)))
+    return max(1, usable)
+
+
 class Pool:
     """Grades by any number of sources, one per core at a time. Idle zygotes stay warm, the oldest make room."""
 
@@ -195,7 +206,7 @@ class Pool:
         without: Iterable[str] = (),
     ) -> None:
         self.limits, self.insecure, self.without = limits or Limits(), insecure, tuple(without)
-        self.size = size or os.cpu_count() or 1
+        self.size = size or cores()
         # Its threads also start the zygotes: these die with the thread that started them, and threads of a
         # web server come and go.
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="sandbox")

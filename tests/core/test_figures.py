@@ -1,8 +1,10 @@
 """What the rows say of the service, for Prometheus."""
 
+import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -150,6 +152,26 @@ class Away:
 
 def test_a_scrape_succeeds_without_the_database_and_says_so():
     assert read(ServiceFigures(Away())) == {("regraft_database_up",): 0}
+
+
+def test_a_database_that_says_nothing_does_not_keep_prometheus_waiting():
+    speaks, asked = threading.Event(), []
+
+    class Silent:
+        @contextmanager
+        def read(self):
+            asked.append(1)
+            speaks.wait(10)
+            raise OperationalError("", None, Exception("too late"))
+            yield
+
+    clock = Clock()
+    figures = ServiceFigures(Silent(), clock=clock, patience=0.01)
+    for _ in range(2):
+        assert read(figures) == {("regraft_database_up",): 0}
+        clock.now += FRESH_SECONDS
+    assert len(asked) == 1, "nothing more is asked while there is no answer"
+    speaks.set()
 
 
 def test_prometheus_reads_them_at_a_port_of_their_own(sqlite_database):

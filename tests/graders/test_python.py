@@ -12,7 +12,7 @@ import pytest
 from graders.build import build, missing_item_paths
 from graders.python import PythonGrader
 from graders.run import grade_all
-from graders.sandbox.pool import Limits, Pool, SandboxFailed, SandboxUnavailable, missing_layers, probe
+from graders.sandbox.pool import Limits, Pool, SandboxFailed, SandboxUnavailable, cores, missing_layers, probe
 from graders.sandbox.syscalls import TABLES, grader_filter
 from graders.sandbox.zygote import Watch
 from graders.spec import InvalidGrader, dump, parse_grader
@@ -288,6 +288,16 @@ def test_positional_only_parameters_are_fine():
 # the sandbox
 
 
+@pytest.mark.parametrize(
+    ("limit", "most"), [("max 100000", 1 << 20), ("100000 100000", 1), ("150000 100000", 2)]
+)
+def test_as_many_grades_go_on_as_the_container_has_cores(tmp_path, limit, most):
+    assert cores(tmp_path) == len(os.sched_getaffinity(0))
+    (tmp_path / "cpu.max").write_text(limit + "\n")
+
+    assert cores(tmp_path) == min(most, len(os.sched_getaffinity(0)))
+
+
 @pytest.mark.parametrize("layer", ["no_new_privs", "seccomp", "rlimits"])
 def test_without_a_layer_python_graders_are_refused_by_its_name(layer):
     pool = Pool(without=[layer], size=1)
@@ -347,7 +357,8 @@ def test_why_the_kernel_ended_a_grade_shows_in_the_processor_time_it_used(used_s
 def test_a_zygote_killed_from_outside_fails_one_grade_and_is_replaced(pool):
     source = returns("1") + "# killed\n"
     pool.submit(source, {}, {}).result()
-    victim = next(zygote for _, zygote in pool._idle if zygote.served == 1)
+    _, victim = pool._idle[-1]
+    assert victim.served == 1
     os.kill(victim.process.pid, signal.SIGKILL)
 
     with pytest.raises(SandboxFailed):

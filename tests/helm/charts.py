@@ -104,6 +104,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
             "existingSecret": "judge-keys",
         },
         inference={"enabled": False, "url": "http://inference:8000/v1", "existingSecret": "inference"},
+        weights={"hubSecret": "hub"},
         api={
             "nodeSelector": {"pool": "web"},
             "tolerations": [{"key": "web", "operator": "Exists"}],

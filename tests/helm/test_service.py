@@ -197,3 +197,14 @@ def test_the_scaler_counts_waiting_and_running_jobs_of_its_class(postgres):
 
     assert counted == 3
     assert Job.__tablename__ in query
+
+
+@pytest.mark.parametrize("component", ["api", "worker", "migrate", "inference"])
+def test_the_hubs_token_is_known_to_what_loads_models_and_to_nobody_else(component):
+    values = profile("production", weights={"hubSecret": "hub"}, extraEnv={"PGSSLMODE": "verify-full"})
+    for pod in pods(render(values), component):
+        given = {one["name"]: one for one in pod.containers[0]["env"]}
+        token = given.get("HF_TOKEN", {}).get("valueFrom", {}).get("secretKeyRef")
+
+        assert token == ({"name": "hub", "key": "HF_TOKEN"} if component in ("worker", "inference") else None)
+        assert given["PGSSLMODE"]["value"] == "verify-full"

@@ -73,7 +73,8 @@ def test_what_is_free_is_the_least_of_machine_and_container(tmp_path):
     meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
     assert memory.available("cpu", meminfo, tmp_path) == 4000 * 1024
 
-    (tmp_path / "memory.current").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("1500000\n")
+    (tmp_path / "memory.stat").write_text("anon 900000\ninactive_file 500000\nactive_file 100000\n")
     for limit, free in (("max", 4000 * 1024), ("3000000", 2_000_000), ("900000000", 4000 * 1024)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         assert memory.available("cpu", meminfo, tmp_path) == free

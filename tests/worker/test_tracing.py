@@ -73,6 +73,19 @@ def test_a_grade_is_part_of_its_step_and_so_are_the_phases(collector, bench):
     assert len({span.context.trace_id for span in collector.get_finished_spans()}) == 1
 
 
+@pytest.mark.parametrize("share", ["0", "1"])
+def test_a_job_is_sampled_as_a_whole_or_not_at_all(collector, monkeypatch, share):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", share)
+    with tracing.exported("", "test", collector):
+        with tracing.request("POST", {}):
+            tracing.job_created("ftjob-1")
+        with tracing.attempt("ftjob-1", 1), tracing.span("step"):
+            pass
+
+    assert len(collector.get_finished_spans()) == 4 * int(share)
+
+
 def test_another_server_goes_on_in_the_same_trace(collector):
     with tracing.exported("", "test", collector):
         with tracing.request("POST", {}):

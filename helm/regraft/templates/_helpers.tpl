@@ -182,6 +182,14 @@ envFrom:
 {{- end -}}
 
 {{/* What loads models has besides. */}}
+{{- define "regraft.hubToken" -}}
+{{- with .Values.weights.hubSecret -}}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef: {name: {{ . | quote }}, key: HF_TOKEN}
+{{- end -}}
+{{- end -}}
+
 {{- define "regraft.modelMounts" -}}
 - {name: cache, mountPath: /data/models, subPath: converted}
 - {name: cache, mountPath: /cache/huggingface, subPath: huggingface}
