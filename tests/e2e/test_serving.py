@@ -164,17 +164,16 @@ def test_a_pydantic_model_is_parsed(client):
 
 
 def test_a_conversation_goes_on_with_the_clients_own_messages(client):
-    messages: list = [{"role": "user", "content": "yes or no?"}]
-    for _ in range(2):
-        reply = client.chat.completions.parse(
-            model="judge", messages=messages, response_format=Verdict, max_tokens=60
-        )
-        messages += [reply.choices[0].message, {"role": "user", "content": "again?"}]
-    plain = client.chat.completions.create(model="judge", messages=messages, max_tokens=4)
-    messages += [plain.choices[0].message, messages[0]]
-    last = client.chat.completions.create(model="judge", messages=messages, max_tokens=4)
+    messages: list = [*USER]
+    first = client.chat.completions.parse(
+        model="judge", messages=messages, response_format=Verdict, max_tokens=60
+    )
+    messages += [first.choices[0].message, *USER]
+    second = client.chat.completions.create(model="judge", messages=messages, max_tokens=4)
+    messages += [second.choices[0].message, *USER]
+    third = client.chat.completions.create(model="judge", messages=messages, max_tokens=4)
 
-    assert last.usage.prompt_tokens > plain.usage.prompt_tokens
+    assert first.usage.prompt_tokens < second.usage.prompt_tokens < third.usage.prompt_tokens
 
 
 def test_a_pydantic_model_is_parsed_from_a_stream(client):

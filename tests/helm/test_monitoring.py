@@ -41,7 +41,13 @@ def exported(sqlite_database):
     with sqlite_database.write() as session:
         factories.job(session, factories.project(session))
     answering.Tally(0.0, "tiny", prompt_tokens=1, answers=1).ended("answered")
-    collectors = [COUNTED, observed.COUNTED, ServiceFigures(sqlite_database), TwoGpus(), Runs("cpu")]
+    collectors = [
+        COUNTED,
+        observed.COUNTED,
+        ServiceFigures(sqlite_database, patience=60),
+        TwoGpus(),
+        Runs("cpu"),
+    ]
     ends = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
     return {
         family.name + end

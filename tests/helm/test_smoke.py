@@ -49,11 +49,9 @@ class Kubelet:
         image = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         given = {one["name"]: self._value(one) for one in pod.containers[0]["env"]}
         mapped = {name: self.path(pod, value) for name, value in given.items()}
-        return image | mapped | self._here()
-
-    def _here(self) -> dict[str, str]:
         inference = f"http://127.0.0.1:{self.ports['inference']}/v1"  # instead of the Service's name
-        return {"REGRAFT_PORT": str(self.ports["api"]), "REGRAFT_INFERENCE_URL": inference}
+        here = {"REGRAFT_INFERENCE_URL": inference} if "REGRAFT_INFERENCE_URL" in given else {}
+        return image | mapped | here | {"REGRAFT_PORT": str(self.ports["api"])}
 
     def _value(self, variable) -> str:
         if "value" in variable:
