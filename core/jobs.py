@@ -208,7 +208,7 @@ def claim(
             if not waiting.oversubscribed(session, job.project_id, defaults):
                 break
             attempt.rollback()  # another worker was faster; now its claim can be seen
-    waiting.note_turn(session, job.project_id)
+    waiting.note_turn(session, job.project_id, "last_turn")
     _begin_attempt(session, job, "run")
     if job.started_at is None:
         job.started_at = now()
@@ -219,18 +219,14 @@ def claim(
 
 
 def claim_validation(session: Session, *, owner: str, lease_seconds: float) -> Claim | None:
-    """Take the oldest job whose files nobody is validating."""
-    candidate = aliased(Job)
-    oldest = (
-        select(candidate.seq)
-        .where(_unvalidated(candidate))
-        .order_by(candidate.seq)
-        .limit(1)
-        .with_for_update(skip_locked=True)
-    )
-    job = _take(session, oldest.scalar_subquery(), owner, lease_seconds)
-    if job is None:
+    """Take a job whose files nobody is validating, of the project whose turn it is (core/waiting.py)."""
+    for project_id in waiting.validation_turns(session):
+        job = _take(session, waiting.oldest_unvalidated(project_id), owner, lease_seconds)
+        if job is not None:
+            break
+    else:
         return None
+    waiting.note_turn(session, project_id, "last_validation")
     _begin_attempt(session, job, "validation")
     return Claim(job.id, job.epoch, owner)
 
@@ -393,7 +389,12 @@ def give_time(session: Session, lease_seconds: float, message: str) -> int:
 
 def tell_waiting(session: Session, message: str) -> None:
     """An event for every job that waits for a worker."""
-    idle = select(Job.id).where(or_(waiting.runnable(Job), _unvalidated(Job))).order_by(Job.seq).limit(1000)
+    idle = (
+        select(Job.id)
+        .where(or_(waiting.runnable(Job), waiting.unvalidated(Job)))
+        .order_by(Job.seq)
+        .limit(1000)
+    )
     for job_id in session.scalars(idle).all():
         events.append(session, job_id, message, level="warn")
 
@@ -405,7 +406,7 @@ def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
     newest, which waits longest: noting it on ten thousand every few seconds is a load, and tells nobody more.
     """
     told: set[tuple[str, str]] = set()
-    for status, free in (("queued", waiting.runnable), ("validating_files", _unvalidated)):
+    for status, free in (("queued", waiting.runnable), ("validating_files", waiting.unvalidated)):
         classes = session.scalars(select(waiting.each(Job.gpu_class, Job.status == status).c.value)).all()
         for gpu_class in classes:
             if gpu_class is not None and _tell(session, status, gpu_class, free, older_than):
@@ -492,12 +493,6 @@ def _refusal(job: Job, to: str) -> InvalidJobState:
 
 
 # Choosing and taking.
-
-
-def _unvalidated(job: type[Job]) -> ColumnElement[bool]:
-    now = select(db_now()).scalar_subquery()  # read once, and not for each row
-    free = or_(job.lease_expires_at.is_(None), job.lease_expires_at < now)
-    return (job.status == "validating_files") & (job.next_run_at <= now) & free
 
 
 def _take(

@@ -58,6 +58,8 @@ class Project(Table):
     limits: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     # A number that grows with every job any project starts: among equals, whose turn was longest ago is next.
     last_turn: Mapped[int] = mapped_column(BigInteger, default=0)
+    # The same of the jobs whose files were looked at.
+    last_validation: Mapped[int] = mapped_column(BigInteger, default=0)
     archived_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
 
 

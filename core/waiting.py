@@ -4,6 +4,7 @@ A free worker takes, among the jobs of its class that may start now, one of the 
 among projects with as many, of the one whose last turn was longest ago; of that project, the oldest. Without
 the second rule a machine with one worker, where nobody runs anything when a job is chosen, would simply go by age,
 and a project with a thousand jobs would keep all others waiting. A project at its `running_jobs` is passed over.
+Before that, the files of new jobs are validated, in a line of their own: there turns simply go round the projects.
 
 The place shown is the one the job would be taken at if workers now asked again and again and no job ended meanwhile.
 Since every claim puts its project one further back, the k-th waiting job of a project that runs r is taken at level
@@ -14,7 +15,7 @@ Behind those that can be taken come jobs beyond their project's `running_jobs`, 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import (
     CTE,
@@ -41,6 +42,8 @@ from core.models import Job, Project
 
 WAITING = ("queued", "validating_files")
 RUNNING = ("running", "pausing")
+# In a line, those before and behind the jobs that are taken in turn.
+HELD, BACKS_OFF = -1, 2
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,36 @@ def oldest(project_id: str, gpu_class: str) -> ScalarSelect[int]:
     # locks and needs none, since a write transaction there is alone.
     candidate = aliased(Job)
     return _oldest(candidate, project_id, gpu_class).with_for_update(skip_locked=True).scalar_subquery()
+
+
+def validation_turns(session: Session) -> Sequence[str]:
+    """The projects that have a job whose files nobody is validating, first the one whose turn it is."""
+    order = (
+        select(Job.project_id)
+        .join(Project, Project.id == Job.project_id)
+        .where(unvalidated(Job))
+        .group_by(Job.project_id, Project.last_validation)
+        .order_by(Project.last_validation, func.min(Job.seq))
+    )
+    return session.scalars(order).all()
+
+
+def oldest_unvalidated(project_id: str) -> ScalarSelect[int]:
+    """The `seq` of the project's oldest job whose files nobody is validating; locks its row."""
+    candidate = aliased(Job)
+    oldest = (
+        select(candidate.seq)
+        .where(unvalidated(candidate), candidate.project_id == project_id)
+        .order_by(candidate.seq)
+        .limit(1)
+    )
+    return oldest.with_for_update(skip_locked=True).scalar_subquery()
+
+
+def unvalidated(job: type[Job]) -> ColumnElement[bool]:
+    now = select(db_now()).scalar_subquery()  # read once, and not for each row
+    free = or_(job.lease_expires_at.is_(None), job.lease_expires_at < now)
+    return (job.status == "validating_files") & (job.next_run_at <= now) & free
 
 
 def each(column: InstrumentedAttribute[str], *where: ColumnElement[bool]) -> CTE:
@@ -123,17 +156,17 @@ def oversubscribed(session: Session, project_id: str, defaults: Limits) -> bool:
     return session.scalars(count).one() > int(limit)
 
 
-def note_turn(session: Session, project_id: str) -> None:
-    """The project has just started a job."""
+def note_turn(session: Session, project_id: str, which: Literal["last_turn", "last_validation"]) -> None:
+    """The project has just started a job, or had its files looked at."""
     # Passed over where another worker is just noting the project's turn: that is as good, and nobody waits.
     free = (
         select(Project.id).where(Project.id == project_id).with_for_update(key_share=True, skip_locked=True)
     )
-    latest = select(func.max(aliased(Project).last_turn)).scalar_subquery()
+    latest = select(func.max(getattr(aliased(Project), which))).scalar_subquery()
     session.execute(
         update(Project)
         .where(Project.id.in_(free))
-        .values(last_turn=latest + 1)
+        .values({which: latest + 1})
         .execution_options(synchronize_session=False)
     )
 
@@ -141,8 +174,8 @@ def note_turn(session: Session, project_id: str) -> None:
 def places(session: Session, jobs: Sequence[Job], defaults: Limits = NO_LIMITS) -> Mapping[str, Place]:
     """Of those jobs that wait, by id, in one query for all of them.
 
-    Jobs wait in a line for each GPU class. Those whose files are not validated yet are in a line of their own, in
-    which the oldest comes first, whoever it belongs to; so does the first one while it is being validated.
+    Jobs wait in a line for each GPU class. Those whose files are not validated yet are in a line of their own, which
+    begins with those that are being validated.
     """
     waiting = [job.id for job in jobs if job.status in WAITING]
     if not waiting:
@@ -171,7 +204,8 @@ def _lines(defaults: Limits) -> Subquery:
     """All that wait: what `_reason` needs, and the position of each in its line."""
     running = _running()
     validating = Job.status == "validating_files"
-    # Validation knows no projects: with all of them as one, the order below comes down to age.
+    held = Job.lease_expires_at > db_now()
+    # Validation knows no limits, and all projects run as much.
     one = (
         select(
             Job.id,
@@ -180,19 +214,18 @@ def _lines(defaults: Limits) -> Subquery:
             Job.next_run_at,
             validating.label("validating"),
             case((validating, ""), else_=Job.gpu_class).label("line"),
-            case((validating, ""), else_=Job.project_id).label("project"),
+            Job.project_id.label("project"),
             case((validating, 0), else_=func.coalesce(running.c.jobs, 0)).label("running"),
             case((validating, null()), else_=_running_limit(defaults)).label("limit"),
-            case((validating, 0), else_=Project.last_turn).label("last_turn"),
-            case((Job.next_run_at > db_now(), 1), else_=0).label("backs_off"),
-            (Job.lease_expires_at > db_now()).label("held"),
+            case((validating, Project.last_validation), else_=Project.last_turn).label("last_turn"),
+            case((Job.next_run_at > db_now(), BACKS_OFF), (validating & held, HELD), else_=0).label("rank"),
         )
         .join(Project, Project.id == Job.project_id)
         .outerjoin(running, running.c.project_id == Job.project_id)
         .where(Job.status.in_(WAITING))
         .subquery()
     ).c
-    own = [one.line, one.project, one.backs_off]
+    own = [one.line, one.project, one.rank]
     before = func.row_number().over(partition_by=own, order_by=one.seq) - 1
     each = (
         select(
@@ -203,8 +236,8 @@ def _lines(defaults: Limits) -> Subquery:
     ).c
     beyond = and_(each.limit.is_not(None), each.level >= each.limit)
     order = [
-        case((each.backs_off == 1, 2), (beyond, 1), else_=0),
-        case((each.backs_off == 1, each.next_run_at), else_=0.0),
+        case((each.rank != 0, each.rank), (beyond, 1), else_=0),
+        case((each.rank == BACKS_OFF, each.next_run_at), else_=0.0),
         each.level,
         each.running.desc(),
         each.last_turn,
@@ -216,12 +249,12 @@ def _lines(defaults: Limits) -> Subquery:
 
 
 def _reason(row: Row[Any]) -> str:
-    if row.backs_off:
+    if row.rank == BACKS_OFF:
         until = datetime.fromtimestamp(row.next_run_at, UTC).isoformat(timespec="seconds")
         return f"backing off until {until} after an interruption"
     ahead = "1 job is ahead" if row.position == 2 else f"{row.position - 1} jobs are ahead"
     if row.validating:
-        if row.held:
+        if row.rank == HELD:
             return "its files are being validated"
         return "waiting for its files to be validated" + (f", {ahead}" if row.position > 1 else "")
     if row.beyond:

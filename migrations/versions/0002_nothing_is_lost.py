@@ -152,6 +152,9 @@ def upgrade() -> None:
     op.add_column("rollout_pages", sa.Column("summary", sa.JSON(), nullable=True))
     op.add_column("projects", sa.Column("limits", sa.JSON(), nullable=True))
     op.add_column("projects", sa.Column("last_turn", sa.BigInteger(), nullable=False, server_default="0"))
+    op.add_column(
+        "projects", sa.Column("last_validation", sa.BigInteger(), nullable=False, server_default="0")
+    )
     op.add_column("projects", sa.Column("archived_at", sa.BigInteger(), nullable=True))
     op.create_index(
         "ix_jobs_status_gpu_class_project_id_seq", "jobs", ["status", "gpu_class", "project_id", "seq"]
@@ -170,6 +173,7 @@ def downgrade() -> None:
     op.create_index("ix_jobs_status_gpu_class", "jobs", ["status", "gpu_class"])
     op.drop_index("ix_jobs_status_gpu_class_project_id_seq", table_name="jobs")
     op.drop_column("projects", "archived_at")
+    op.drop_column("projects", "last_validation")
     op.drop_column("projects", "last_turn")
     op.drop_column("projects", "limits")
     op.drop_column("rollout_pages", "summary")

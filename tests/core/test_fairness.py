@@ -232,6 +232,27 @@ def test_a_job_waits_for_its_files_before_it_waits_for_a_worker(session):
     assert place(session, next_one) == waiting.Place(2, reason)
 
 
+def test_files_are_validated_in_turns_that_go_round_the_projects_as_they_were_told(session):
+    flood, other = factories.project(session), factories.project(session)
+    free = {"status": "validating_files", "lease_owner": None, "lease_expires_at": None}
+    made = [factories.job(session, owner, **free) for owner in (flood,) * 6 + (other,) * 3]
+    owner_of = {job.id: job.project_id for job in made}
+
+    def told():
+        listed = waiting.places(session, [job for job in made if job.lease_owner is None])
+        return sorted(listed, key=lambda id: listed[id].position)
+
+    promised, taken = told(), []
+    for left in range(9, 0, -1):
+        assert told() == promised[-left:]
+        held = jobs.claim_validation(session, owner="worker", lease_seconds=60)
+        taken.append(held.job_id)
+        session.expire_all()
+
+    assert taken == promised
+    assert [owner_of[id] for id in taken] == [flood.id, other.id] * 3 + [flood.id] * 3
+
+
 def test_a_job_whose_files_are_being_validated_says_so(session):
     job = factories.job(session, factories.project(session), status="validating_files")
 
