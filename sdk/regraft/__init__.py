@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         JobFailed,
         JobNotFound,
         ModelNotFound,
+        NotARegraftServer,
         NotSupportedByServer,
         QuotaExceeded,
         RateLimited,
@@ -42,8 +43,8 @@ _HOME = {
     "regraft.client": "AsyncRegraft Regraft",
     "regraft.config": "NotConfigured",
     "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound InsufficientPermissions "
-    "InvalidApiKey InvalidGrader InvalidJobState JobFailed JobNotFound ModelNotFound NotSupportedByServer "
-    "QuotaExceeded RateLimited",
+    "InvalidApiKey InvalidGrader InvalidJobState JobFailed JobNotFound ModelNotFound "
+    "NotARegraftServer NotSupportedByServer QuotaExceeded RateLimited",
     "regraft.jobs": "FINAL events metrics rollouts show",
     "regraft.requests": "InvalidRequestFile",
     "regraft.types": "Estimate GraderTest JobEvent Preview Rollout StepMetrics",
@@ -81,6 +82,7 @@ __all__ = [
     "JobNotFound",
     "LineError",
     "ModelNotFound",
+    "NotARegraftServer",
     "NotConfigured",
     "NotSupportedByServer",
     "Preview",

@@ -1,15 +1,18 @@
 """`Regraft` is an `openai.OpenAI` for a regraft server, with what such a server can do beyond OpenAI's API."""
 
+import inspect
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
+import pydantic
 
 from regraft import config, datasets
 from regraft.datasets import Split, Summary
-from regraft.errors import NotSupportedByServer, named
+from regraft.errors import NotARegraftServer, NotSupportedByServer, foreign, named, refuse_foreign
 from regraft.requests import Source
 from regraft.resources.checkpoints import AsyncCheckpoints, Checkpoints
 from regraft.resources.graders import AsyncGraders, Graders
@@ -95,6 +98,16 @@ class Regraft(openai.OpenAI):
         except NotSupportedByServer as old:
             raise _too_old("preview", old) from old
 
+    def _process_response(self, *, response: httpx2.Response, **how: Any) -> Any:
+        try:
+            refuse_foreign(response, wants_json=_wants_json(**how))
+            return super()._process_response(response=response, **how)
+        except NotARegraftServer:
+            response.close()
+            raise
+        except json.JSONDecodeError as cause:
+            raise foreign(response) from cause
+
     def _make_status_error(
         self, err_msg: str, *, body: object, response: httpx2.Response
     ) -> openai.APIStatusError:
@@ -148,6 +161,16 @@ class AsyncRegraft(openai.AsyncOpenAI):
         except NotSupportedByServer as old:
             raise _too_old("preview", old) from old
 
+    async def _process_response(self, *, response: httpx2.Response, **how: Any) -> Any:
+        try:
+            refuse_foreign(response, wants_json=_wants_json(**how))
+            return await super()._process_response(response=response, **how)
+        except NotARegraftServer:
+            await response.aclose()
+            raise
+        except json.JSONDecodeError as cause:
+            raise foreign(response) from cause
+
     def _make_status_error(
         self, err_msg: str, *, body: object, response: httpx2.Response
     ) -> openai.APIStatusError:
@@ -165,6 +188,13 @@ def _where(base_url: str | httpx2.URL | None, api_key: Any) -> dict[str, Any]:
 def _without_openais(client: openai.OpenAI | openai.AsyncOpenAI, options: dict[str, Any]) -> None:
     # OPENAI_ORG_ID and OPENAI_PROJECT_ID name what this server does not have, and it would refuse them.
     client.organization, client.project = options.get("organization"), options.get("project")
+
+
+def _wants_json(cast_to: Any = None, stream: bool = False, **_: Any) -> bool:
+    # Of other types OpenAI's client would hand on the text, and whoever has it would find no field there.
+    return not stream and (
+        cast_to is object or (inspect.isclass(cast_to) and issubclass(cast_to, pydantic.BaseModel))
+    )
 
 
 def _with_sizes(body: dict[str, Any], rows: int | None, samples: int | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     except regraft.JobNotFound        one kind of 404
     except openai.NotFoundError       all of them, these included
 
-JobFailed and DownloadCorrupt are ours: no request was refused.
+JobFailed, DownloadCorrupt and NotARegraftServer are ours: no request was refused.
 """
 
 from collections.abc import Mapping
@@ -72,6 +72,12 @@ class DownloadCorrupt(openai.OpenAIError):
     """What arrived is not what the server has. Nothing of it was kept."""
 
 
+class NotARegraftServer(openai.OpenAIError):
+    """Something answers, and it is no regraft server: another program's port, or a page to log in with."""
+
+    code = "not_a_regraft_server"
+
+
 _BY_CODE: Mapping[str, type[openai.APIStatusError]] = {
     "fine_tune_not_found": JobNotFound,
     "checkpoint_not_found": CheckpointNotFound,
@@ -90,11 +96,42 @@ _BY_CODE: Mapping[str, type[openai.APIStatusError]] = {
 
 def named(error: openai.APIStatusError, message: str, response: httpx2.Response) -> openai.APIStatusError:
     """`error` as the class of its code, or as it is where there is none."""
+    if is_page(response):  # of a proxy, say: its class stays, but nobody wants to read it
+        return type(error)(
+            f"{foreign(response)} (status {error.status_code})", response=response, body=error.body
+        )
     kind = _BY_CODE.get(error.code or "") or _by_param(error)
     # A proxy may say anything: what is caught as openai's class must stay of that class.
     if kind is None or not issubclass(kind, type(error)):
         return error
     return kind(message, response=response, body=error.body)
+
+
+def is_page(response: httpx2.Response) -> bool:
+    """Whether it is for browsers. No answer of a regraft server is."""
+    return _content_type(response) == "text/html"
+
+
+def refuse_foreign(response: httpx2.Response, *, wants_json: bool) -> None:
+    """
+    Raises:
+        NotARegraftServer: a regraft server would not have sent this.
+    """
+    if is_page(response) or (wants_json and not _content_type(response).endswith("json")):
+        raise foreign(response)
+
+
+def foreign(response: httpx2.Response) -> NotARegraftServer:
+    asked = (response.history or [response])[0].url.copy_with(query=None)
+    led = f"leads to {response.url.copy_with(query=None)}, which sends" if response.history else "sends"
+    return NotARegraftServer(
+        f"{asked} does not answer as a regraft server: it {led} {_content_type(response) or 'what has no type'}"
+    )
+
+
+def _content_type(response: httpx2.Response) -> str:
+    kind: str = response.headers.get("content-type", "")
+    return kind.split(";")[0].strip().lower()
 
 
 def _by_param(error: openai.APIStatusError) -> type[openai.APIStatusError] | None:

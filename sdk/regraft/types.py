@@ -29,22 +29,42 @@ class JobEvent(FineTuningJobEvent):
         return StepMetrics.construct(**self.data)
 
 
-class Rollout(BaseModel):
-    """One answer and its grade."""
+class RolloutStep(BaseModel):
+    """A step of an answer that was judged step by step; it ends before the character `end`."""
 
+    end: int
+    score: float | None = None
+    advantage: float | None = None
+
+
+class Rollout(BaseModel):
+    """One answer and its grade. The dicts are by the parts of a multi grader, and None or empty for others."""
+
+    id: str
     step: int
     split: str  # train | valid
-    line: int  # of the file
+    group: int  # of the step, from 0: the answers to one prompt
     member: int  # of its group
+    line: int  # of the file
     messages: list[dict[str, Any]]
+    item: dict[str, Any] | None = None  # what else the row of the dataset has
     output_text: str
     finish_reason: str
+    prompt_tokens: int | None = None  # None: a version that did not count them wrote it
     completion_tokens: int
     score: float | None = None  # None: it could not be graded, and `reason` says why
-    reason: str = ""
-    output: str = ""  # what a python grader printed
-    sub_scores: dict[str, float | None] = {}
-    centred_reward: float | None = None
+    reason: str | None = None
+    error: str | None = None  # the kind of error that kept it from being graded
+    output: str | None = None  # what a python grader printed
+    sub_scores: dict[str, float | None] | None = None
+    sub_reasons: dict[str, str] | None = None
+    sub_errors: dict[str, str] | None = None
+    sub_outputs: dict[str, str] | None = None
+    centred_reward: float | None = None  # the score less the mean of its group
+    advantage: float | None = None  # as training took it; None: nothing was learned from this answer
+    trained: bool | None = None
+    replacement: bool | None = None  # drawn because another prompt of the step had no signal
+    steps: list[RolloutStep] | None = None
 
 
 class Estimate(BaseModel):

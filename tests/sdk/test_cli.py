@@ -158,8 +158,8 @@ def test_yes_creates_the_job_after_the_preview(regraft, in_json, job_file, model
     assert [job["id"] for job in in_json("jobs", "list")] == [found["job"]["id"], out.strip()]
 
 
-@pytest.mark.parametrize(("said", "created"), [(b"y\n", 1), (b"\n", 0)])
-def test_in_a_terminal_a_preview_asks(house, client, job_file, model, said, created):
+@pytest.mark.parametrize(("said", "code", "created"), [(b"y\n", 0, 1), (b"\n", 0, 0), (b"\x04", 130, 0)])
+def test_in_a_terminal_a_preview_asks(house, client, job_file, model, said, code, created):
     primary, secondary = pty.openpty()
     ends = {"stdout": secondary, "stderr": secondary, "stdin": secondary}
     process = command(house, "jobs", "create", "-f", str(job_file), "--preview", **ends)
@@ -168,10 +168,15 @@ def test_in_a_terminal_a_preview_asks(house, client, job_file, model, said, crea
     while not written.endswith(b"Create the job? [y/N] "):
         written += os.read(primary, 65536)
     os.write(primary, said)
+    try:
+        while chunk := os.read(primary, 65536):
+            written += chunk
+    except OSError:
+        pass  # it is done
 
-    assert process.wait() == 0
+    assert process.wait() == code, written
     os.close(primary)
-    assert b"groups with signal" in written
+    assert b"groups with signal" in written and b"Traceback" not in written
     assert len(list(client.jobs.list())) == created
 
 
@@ -256,6 +261,35 @@ def test_answers_of_the_last_step_are_a_table(regraft, in_json, learned):
     ]
     assert err == "step 3, train: 3 of 3 answers\n"
     assert [one["line"] for one in in_json("rollouts", learned, "--step", "3")] == [1, 2, 3]
+    assert in_json("rollouts", learned, "--ungraded")[0]["reason"] == "the judge is asleep"
+
+
+def test_answers_of_several_steps_are_a_table_or_a_file(regraft, house, learned, tmp_path):
+    answer = {"split": "train", "member": 0, "messages": [], "finish_reason": "stop", "reason": ""}
+    house.rollouts(learned, 2, [answer | {"step": 2, "line": 1, "output_text": "vier", "score": 0.25}])
+
+    ranged = ("rollouts", learned, "--step-from", "1", "--max-score", "0.5")
+    _, out, err = regraft(*ranged)
+    _, first, more = regraft(*ranged, "--limit", "1")
+    code, said, _ = regraft("rollouts", learned, "--graded", "--to", str(tmp_path / "answers.jsonl"))
+
+    assert [line.split()[:4] for line in out.splitlines()[1:]] == [
+        ["2", "train", "1", "0"],
+        ["3", "train", "2", "0"],
+    ]
+    assert err == "2 of 2 answers\n"
+    assert (first.splitlines(), more) == (out.splitlines()[:2], "the first 1 answers; --limit 0 shows all\n")
+    saved = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [one["output_text"] for one in saved] == ["vier", "four", "five\nsix"]
+    assert (code, said) == (
+        0,
+        f"{tmp_path}/answers.jsonl: {(tmp_path / 'answers.jsonl').stat().st_size} bytes\n",
+    )
+
+
+def test_what_belongs_to_a_file_of_answers_and_what_to_a_table(regraft, learned):
+    for wrong in (["--format", "parquet"], ["--to", "x", "--worst"], ["--to", "x", "--limit", "1"]):
+        assert regraft("rollouts", learned, *wrong)[0] == 2
 
 
 def test_checkpoints_are_listed_and_downloaded(regraft, in_json, learned, tmp_path):
@@ -310,6 +344,11 @@ def test_what_goes_wrong_has_a_line_and_a_code(regraft, argv, code, said):
 
     assert (got, out) == (code, "")
     assert said in err
+
+
+def test_the_output_may_be_chosen_in_front_of_the_command(regraft):
+    assert json.loads(regraft("--output", "json", "models", "list")[1])[0]["id"] == "tiny"
+    assert regraft("--output", "json", "models", "list", "--output", "text")[1].startswith("id ")
 
 
 def test_errors_are_json_too(regraft):

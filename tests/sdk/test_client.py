@@ -153,16 +153,6 @@ def test_metrics_are_a_frame_where_pandas_is(house, client, monkeypatch):
     assert client.jobs.metrics(job_id).index == [1]
 
 
-def test_rollouts_are_typed(house, client):
-    job_id = house.job(status="running")
-    answer = {"step": 1, "split": "train", "line": 3, "member": 0, "messages": [], "output_text": "4"}
-    house.rollouts(job_id, 1, [answer | {"finish_reason": "stop", "completion_tokens": 1, "score": None}])
-
-    (rollout,) = client.rollouts.list(job_id, step=1)
-
-    assert (rollout.line, rollout.output_text, rollout.score) == (3, "4", None)
-
-
 def test_a_grader_is_tested_with_what_is_expected_of_it(client, tmp_path):
     cases = tmp_path / "cases.jsonl"
     rows = [

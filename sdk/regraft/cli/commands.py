@@ -7,9 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 from openai.types.fine_tuning import FineTuningJob
 
@@ -18,12 +20,14 @@ from regraft._rules.datasets import InvalidDataset
 from regraft.cli.output import duration, plain, print_json, print_json_line, say, shortened, table, when
 from regraft.client import Regraft
 from regraft.datasets import validate as validate_dataset
-from regraft.errors import DownloadCorrupt, JobFailed
+from regraft.errors import DownloadCorrupt, JobFailed, NotARegraftServer, is_page
 from regraft.jobs import FINAL
 from regraft.migrate import migrate as migrated
 from regraft.progress import Marks, marks_for, sparkline
 from regraft.requests import InvalidRequestFile, read_grader, read_table
 from regraft.resources.checkpoints import best
+from regraft.resources.rollouts import Filters
+from regraft.saving import chunks, whole
 
 DONE, NO, USAGE, NOT_FOUND, AUTH, UNREACHABLE, QUOTA, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 BY_STATUS = {401: AUTH, 403: AUTH, 404: NOT_FOUND, 408: UNREACHABLE, 429: QUOTA}
@@ -44,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     except openai.APIStatusError as error:
         message = error.message.removeprefix(f"Error code: {error.status_code} - ")
         _complain(as_json, message, error.code, error.param, error.request_id)
-        return BY_STATUS.get(error.status_code, UNREACHABLE if error.status_code >= 500 else USAGE)
+        if error.status_code >= 500 or (error.status_code == 404 and is_page(error.response)):
+            return UNREACHABLE
+        return BY_STATUS.get(error.status_code, USAGE)
     except openai.APIConnectionError as error:
         why = f": {error.__cause__}" if error.__cause__ else ""
         _complain(as_json, f"Cannot reach {error.request.url.copy_with(path='/')}{why}", "connection_error")
@@ -55,16 +61,24 @@ def run(arguments: argparse.Namespace) -> int:
     except DownloadCorrupt as corrupt:
         _complain(as_json, str(corrupt), "download_corrupt")
         return UNREACHABLE
+    except (openai.OpenAIError, httpx2.RequestError) as error:
+        # What went wrong after the first byte: an answer's stream that ends in an error, or before its end.
+        named = getattr(error, "code", None), getattr(error, "param", None)
+        _complain(as_json, str(error) or type(error).__name__, *named)
+        return UNREACHABLE
     except config.NotConfigured as missing:
         _complain(as_json, str(missing), "not_configured")
         return AUTH
-    except (InvalidRequestFile, Refused, OSError) as wrong:
+    except (InvalidRequestFile, Refused, OSError, httpx2.InvalidURL) as wrong:
         if isinstance(wrong, BrokenPipeError):  # `| head` has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return DONE
         _complain(as_json, str(wrong), "invalid_command")
         return USAGE
     except KeyboardInterrupt:
+        return INTERRUPTED
+    except EOFError:  # Ctrl-D at a question
+        say("")
         return INTERRUPTED
 
 
@@ -113,12 +127,25 @@ def login(arguments: argparse.Namespace) -> int:
     if not key:
         raise Refused("There is no API key on stdin.")
     chosen = config.Login(config.normal(url), key)
-    models = list(Regraft(base_url=chosen.base_url, api_key=key).models.list())
+    models = _models_of(chosen)
     path = config.save(chosen)
-    shown = {"base_url": chosen.base_url, "config": str(path), "models": len(models)}
+    shown = {"base_url": chosen.base_url, "config": str(path), "models": models}
     return _answer(
-        arguments, shown, lambda: f"Logged in to {chosen.base_url} ({len(models)} models); saved in {path}"
+        arguments, shown, lambda: f"Logged in to {chosen.base_url} ({models} models); saved in {path}"
     )
+
+
+def _models_of(login: config.Login) -> int:
+    """How many models the server has; that nothing but a regraft server answers so is what a login tries."""
+    try:
+        listed = Regraft(base_url=login.base_url, api_key=login.api_key).models.list()
+    except openai.NotFoundError as error:
+        raise NotARegraftServer(
+            f"{login.base_url} does not answer as a regraft server: it has no models"
+        ) from error
+    if listed.object != "list":
+        raise NotARegraftServer(f"{login.base_url} does not answer as a regraft server: it lists no models")
+    return len(listed.data)
 
 
 def files_upload(arguments: argparse.Namespace) -> int:
@@ -143,12 +170,14 @@ def files_show(arguments: argparse.Namespace) -> int:
 def files_download(arguments: argparse.Namespace) -> int:
     with _client().files.with_streaming_response.content(arguments.file_id) as content:
         if arguments.to is None and arguments.output == "text":
-            for chunk in content.iter_bytes():
+            for chunk in chunks(content.http_response):
                 sys.stdout.buffer.write(chunk)
             return DONE
         if arguments.to is None:
             raise Refused("--output json needs --to FILE: the contents are not JSON.")
-        content.stream_to_file(arguments.to)
+        with whole(arguments.to) as file:
+            for chunk in chunks(content.http_response):
+                file.write(chunk)
     size = arguments.to.stat().st_size
     shown = {"id": arguments.file_id, "path": str(arguments.to), "bytes": size}
     return _answer(arguments, shown, lambda: f"{arguments.to}: {size} bytes")
@@ -443,37 +472,68 @@ def _between(share: dict[str, float]) -> str:
 
 
 def rollouts(arguments: argparse.Namespace) -> int:
+    if arguments.to is not None:
+        return _rollouts_file(arguments)
+    if arguments.format is not None:
+        raise Refused("--format belongs to --to FILE.")
     client = _client()
-    step = arguments.step
-    if step is None:
-        steps = client.jobs.metrics(arguments.job_id, frame=False)
-        key = "train_mean_reward" if arguments.split == "train" else "full_valid_mean_reward"
-        with_answers = [one["step"] for one in steps if one.get(key) is not None]
-        if not with_answers:
-            raise Refused(f"The job has no {arguments.split} answers yet.")
-        step = with_answers[-1]
-    answers = client.rollouts.list(arguments.job_id, step=step, split=arguments.split)
+    asked = {name: getattr(arguments, name) for name in Filters.__annotations__}
+    over_steps = asked["step_from"] is not None or asked["step_to"] is not None
+    if not over_steps:
+        asked["split"] = asked["split"] or "train"
+        if asked["step"] is None:
+            asked["step"] = _last_step(client, arguments.job_id, asked["split"])
+    limit = 20 if arguments.limit is None else arguments.limit
+    in_full = not over_steps or arguments.worst or limit == 0 or arguments.output == "json"
+    listed = client.rollouts.list(arguments.job_id, limit=1000 if over_steps else None, **asked)
+    answers = list(listed if in_full else islice(listed, limit + 1))
     if arguments.worst:
         # What could not be graded is not the worst, but nobody should miss it.
         answers.sort(key=lambda one: (one.score is not None, one.score or 0.0))
     if arguments.output == "json":
         print_json(answers)
         return DONE
-    shown = answers[: arguments.limit] if arguments.limit else answers
+    shown = answers[:limit] if limit else answers
+    places = [[one.step, one.split] if over_steps else [] for one in shown]
     rows = [
         [
+            *place,
             one.line,
             one.member,
             one.score if one.score is None else float(one.score),
             one.finish_reason,
             shortened(one.output_text, WIDE),
-            shortened(one.reason, WIDE) if one.score is None else "",
+            shortened(one.reason or "", WIDE) if one.score is None else "",
         ]
-        for one in shown
+        for place, one in zip(places, shown, strict=True)
     ]
-    print(table(["line", "member", "reward", "finish", "answer", ""], rows))
-    say(f"step {step}, {arguments.split}: {len(shown)} of {len(answers)} answers")
+    head = ["line", "member", "reward", "finish", "answer", ""]
+    print(table(["step", "split", *head] if over_steps else head, rows))
+    if in_full or len(answers) <= limit:
+        where = "" if over_steps else f"step {asked['step']}, {asked['split']}: "
+        say(f"{where}{len(shown)} of {len(answers)} answers")
+    else:
+        say(f"the first {limit} answers; --limit 0 shows all")
     return DONE
+
+
+def _last_step(client: Regraft, job_id: str, split: str) -> int:
+    steps = client.jobs.metrics(job_id, frame=False)
+    key = "train_mean_reward" if split == "train" else "full_valid_mean_reward"
+    with_answers: list[int] = [one["step"] for one in steps if one.get(key) is not None]
+    if not with_answers:
+        raise Refused(f"The job has no {split} answers yet.")
+    return with_answers[-1]
+
+
+def _rollouts_file(arguments: argparse.Namespace) -> int:
+    if arguments.worst or arguments.limit is not None:
+        raise Refused("--worst and --limit are for the table; a file has all that the filters let through.")
+    asked: Any = {name: getattr(arguments, name) for name in Filters.__annotations__}
+    form: Any = arguments.format or "jsonl"
+    path = _client().rollouts.download(arguments.job_id, arguments.to, format=form, **asked)
+    size = path.stat().st_size
+    return _answer(arguments, {"path": str(path), "bytes": size}, lambda: f"{path}: {size} bytes")
 
 
 def checkpoints_list(arguments: argparse.Namespace) -> int:
@@ -571,7 +631,8 @@ def migrate(arguments: argparse.Namespace) -> int:
     if arguments.to.exists():
         raise Refused(f"{arguments.to} is there already.")
     result = migrated(read_table(arguments.job), model=arguments.model)
-    arguments.to.write_text(result.text, encoding="utf-8")
+    with whole(arguments.to) as file:
+        file.write(result.text.encode())
     shown = {"file": str(arguments.to), "to_do": result.to_do, "differs": result.differs}
 
     def text() -> str:

@@ -32,12 +32,8 @@ class Commands:
         )
         if run:
             parser.set_defaults(run=run)
-            parser.add_argument(
-                "--output",
-                choices=("text", "json"),
-                default="text",
-                help="text for people (the default), or one JSON document for programs",
-            )
+            # Without a default of its own: it would take the place of what stands in front of the command.
+            _output(parser, default=argparse.SUPPRESS)
         return parser
 
     def group(self, name: str, summary: str) -> "Commands":
@@ -51,6 +47,7 @@ def build() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _output(parser, default="text")
     top = Commands(parser)
     for add in (_account, _data, _graders, _jobs, _results, _models, _others):
         add(top)
@@ -158,17 +155,36 @@ def _jobs(top: Commands) -> None:
 def _results(top: Commands) -> None:
     rollouts = top.add(
         "rollouts",
-        "show the graded answers of a step",
+        "show the graded answers of a step or of several, or write them to a file",
         "rollouts",
-        example="regraft rollouts ftjob-... --step 10 --worst",
+        example="regraft rollouts ftjob-... --step 10 --worst\n"
+        "  regraft rollouts ftjob-... --step-from 5 --max-score 0.2\n"
+        "  regraft rollouts ftjob-... --to rollouts.parquet --format parquet",
     )
     _id(rollouts, "job_id")
-    rollouts.add_argument("--step", type=int, metavar="N", help="the last one, unless given")
-    rollouts.add_argument("--split", choices=("train", "valid"), default="train")
-    rollouts.add_argument("--worst", action="store_true", help="those with the lowest reward first")
+    rollouts.add_argument("--step", type=int, metavar="N", help="the last one, unless given; of a file: all")
+    rollouts.add_argument("--step-from", type=int, metavar="N", help="the first of several")
+    rollouts.add_argument("--step-to", type=int, metavar="N", help="the last of several")
     rollouts.add_argument(
-        "--limit", type=int, default=20, metavar="N", help="0 shows all; JSON always has all"
+        "--split", choices=("train", "valid"), help="of one step train unless given, else both"
     )
+    rollouts.add_argument("--line", type=int, metavar="N", help="of the dataset file")
+    rollouts.add_argument("--finish-reason", choices=("stop", "length"))
+    graded = rollouts.add_mutually_exclusive_group()
+    graded.add_argument("--graded", action="store_true", default=None, help="only those with a score")
+    graded.add_argument(
+        "--ungraded", action="store_false", dest="graded", default=None, help="only those without"
+    )
+    rollouts.add_argument("--error", metavar="KIND", help="why they could not be graded")
+    rollouts.add_argument(
+        "--grader", metavar="NAME", help="a part of a multi grader: scores are those it gave"
+    )
+    rollouts.add_argument("--min-score", type=float, metavar="X")
+    rollouts.add_argument("--max-score", type=float, metavar="X")
+    rollouts.add_argument("--worst", action="store_true", help="those with the lowest reward first")
+    rollouts.add_argument("--limit", type=int, metavar="N", help="20; 0 shows all, and JSON always has all")
+    rollouts.add_argument("-o", "--to", type=Path, metavar="FILE", help="write all of them to a file")
+    rollouts.add_argument("--format", choices=("jsonl", "parquet"), help="of the file: jsonl unless given")
     checkpoints = top.group("checkpoints", "list and download what a job has made")
     _id(checkpoints.add("list", "list the kept checkpoints, newest first", "checkpoints_list"), "job_id")
     download = checkpoints.add("download", "download an adapter in PEFT's format", "checkpoints_download")
@@ -210,6 +226,15 @@ def _others(top: Commands) -> None:
         example="regraft completion bash > ~/.local/share/bash-completion/completions/regraft",
     )
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+
+
+def _output(parser: argparse.ArgumentParser, *, default: str) -> None:
+    parser.add_argument(
+        "--output",
+        choices=("text", "json"),
+        default=default,
+        help="text for people (the default), or one JSON document for programs",
+    )
 
 
 def _id(parser: argparse.ArgumentParser, name: str) -> None:

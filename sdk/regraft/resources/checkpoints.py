@@ -10,12 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx2
-import openai
 from openai import AsyncStream, Stream
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
 from regraft.errors import DownloadCorrupt
+from regraft.saving import async_chunks, chunks
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -53,11 +52,8 @@ class Checkpoints:
                 stream=True,
                 stream_cls=Stream[object],
             ) as stream:
-                try:
-                    for chunk in stream.response.iter_bytes():
-                        archive.write(chunk)
-                except httpx2.RequestError as cause:
-                    raise openai.APIConnectionError(request=stream.response.request) from cause
+                for chunk in chunks(stream.response):
+                    archive.write(chunk)
             archive.seek(0)
             return unpack(archive, target)
 
@@ -82,11 +78,8 @@ class AsyncCheckpoints:
                 stream=True,
                 stream_cls=AsyncStream[object],
             ) as stream:
-                try:
-                    async for chunk in stream.response.aiter_bytes():
-                        archive.write(chunk)
-                except httpx2.RequestError as cause:
-                    raise openai.APIConnectionError(request=stream.response.request) from cause
+                async for chunk in async_chunks(stream.response):
+                    archive.write(chunk)
             archive.seek(0)
             return await asyncio.to_thread(unpack, archive, target)
 

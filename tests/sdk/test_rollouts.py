@@ -1,0 +1,92 @@
+import asyncio
+import json
+
+import pyarrow.parquet as pq
+import pytest
+import regraft
+
+STEPS = (1, 2, 3)
+
+
+@pytest.fixture
+def job_id(house):
+    """Two answers a step, the second of which could not be graded."""
+    job_id = house.job(status="running")
+    for step in STEPS:
+        answer = {"step": step, "split": "train", "line": 3, "messages": [], "finish_reason": "stop"}
+        answer |= {"completion_tokens": 1, "sub_scores": {"says": step / 4}}
+        good = answer | {"member": 0, "output_text": "4", "score": step / 4}
+        bad = answer | {"member": 1, "output_text": "?", "score": None, "error": "model_grader_server_error"}
+        house.rollouts(job_id, step, [good, bad])
+    return job_id
+
+
+def test_an_answer_has_every_field_of_the_server(client, job_id):
+    shown = client.get(f"/regraft/jobs/{job_id}/rollouts?step=1", cast_to=object)["data"][1]
+
+    good, bad = client.rollouts.list(job_id, step=1)
+
+    assert (good.id, good.group, good.member, good.line, good.score) == ("rollout_1_t_0_0", 0, 0, 3, 0.25)
+    assert (bad.score, bad.error, bad.sub_scores) == (None, "model_grader_server_error", {"says": 0.25})
+    assert set(regraft.Rollout.model_fields) == set(shown)
+
+
+def test_a_list_goes_on_over_all_its_pages(client, make_async, job_id):
+    async def walk():
+        async with make_async() as client:
+            return [one.id async for one in client.rollouts.list(job_id, limit=2)]
+
+    page = client.rollouts.list(job_id, limit=2)
+
+    assert (len(page.data), page.has_more) == (2, True)
+    expected = [f"rollout_{step}_t_0_{member}" for step in STEPS for member in (0, 1)]
+    assert [one.id for one in page] == expected
+    assert [one.id for one in client.rollouts.list(job_id, limit=4, order="desc")] == expected[::-1]
+    assert asyncio.run(walk()) == expected
+
+
+def test_filters_hold_on_every_page(client, job_id):
+    expected = [
+        ({"step": 2}, ["2_t_0_0", "2_t_0_1"]),
+        ({"step_from": 2, "graded": True}, ["2_t_0_0", "3_t_0_0"]),
+        ({"step_to": 2, "graded": False}, ["1_t_0_1", "2_t_0_1"]),
+        ({"min_score": 0.5, "max_score": 0.6}, ["2_t_0_0"]),
+        ({"grader": "says", "min_score": 0.75}, ["3_t_0_0", "3_t_0_1"]),
+        ({"error": "model_grader_server_error", "step_from": 3}, ["3_t_0_1"]),
+        ({"split": "valid"}, []),
+        ({"line": 4}, []),
+        ({"finish_reason": "length"}, []),
+        ({"step": 1, "split": None, "line": None}, ["1_t_0_0", "1_t_0_1"]),
+    ]
+
+    for filters, places in expected:
+        listed = client.rollouts.list(job_id, limit=1, **filters)
+        assert [one.id for one in listed] == [f"rollout_{place}" for place in places], filters
+
+
+def test_a_filter_that_there_is_not_is_refused_before_anything_is_sent(client, job_id):
+    with pytest.raises(TypeError, match=r"no filter 'max_scores'; there are step, .*, max_score\."):
+        client.rollouts.list(job_id, max_scores=0.5)
+
+
+def test_all_that_is_wanted_is_downloaded_as_one_file(client, make_async, job_id, tmp_path):
+    async def download():
+        async with make_async() as client:
+            return await client.rollouts.download(job_id, tmp_path / "async.jsonl", graded=False)
+
+    lines = client.rollouts.download(job_id, tmp_path / "all.jsonl")
+    table = client.rollouts.download(
+        job_id, tmp_path / "some.parquet", format="parquet", step_from=2, graded=True
+    )
+    ungraded = asyncio.run(download())
+
+    assert [json.loads(line)["step"] for line in lines.read_text().splitlines()] == [1, 1, 2, 2, 3, 3]
+    assert pq.read_table(table)["score"].to_pylist() == [0.5, 0.75]
+    assert len(ungraded.read_text().splitlines()) == 3
+
+
+def test_what_cannot_be_downloaded_leaves_no_file(client, job_id, tmp_path):
+    with pytest.raises(regraft.JobNotFound):
+        client.rollouts.download("ftjob-none", tmp_path / "x.jsonl")
+
+    assert list(tmp_path.glob("*x.jsonl*")) == []
