@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx2
 import openai
-import pydantic
 
 from regraft import config, datasets
 from regraft.datasets import Split, Summary
@@ -193,7 +192,7 @@ def _without_openais(client: openai.OpenAI | openai.AsyncOpenAI, options: dict[s
 def _wants_json(cast_to: Any = None, stream: bool = False, **_: Any) -> bool:
     # Of other types OpenAI's client would hand on the text, and whoever has it would find no field there.
     return not stream and (
-        cast_to is object or (inspect.isclass(cast_to) and issubclass(cast_to, pydantic.BaseModel))
+        cast_to is object or (inspect.isclass(cast_to) and issubclass(cast_to, openai.BaseModel))
     )
 
 

@@ -1,4 +1,5 @@
-"""The `regraft` command in a terminal, from the first login to a talk with the tuned model, on a live server."""
+"""The `regraft` command in a terminal, from the first login to a talk with the tuned model, on a live server. And what
+the documents show of it and of the library, run there in their order."""
 
 import json
 import os
@@ -10,7 +11,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from core import keys
+from core.audit import operator_of
+from core.db import Database, Work
+from core.models import Organization, Project
+from core.settings import Settings
 from tests.e2e.conftest import ROOT, Server, jsonl
+from tests.e2e.documents import DOCS, ID, alike, entered, lay_out, run_examples, shown_commands
 from tests.e2e.test_openai_client import GRADER, TRAIN, VALID
 
 ASKED_FOR_KEY = "API key: "
@@ -50,7 +57,7 @@ def desk(tmp_path_factory):
 def terminal(server: Server, desk):
     """Type a command in the folder, and to each prompt an answer. Returns the lines that are left to be seen."""
 
-    def run(*argv: str, answers: Sequence[tuple[str, str]] = ()) -> list[str]:
+    def run(*argv: str, answers: Sequence[tuple[str, str]] = (), code: int = 0) -> list[str]:
         primary, secondary = pty.openpty()
         process = subprocess.Popen(
             [sys.executable, "-m", "regraft", *argv],
@@ -78,7 +85,7 @@ def terminal(server: Server, desk):
         except OSError:
             pass  # everybody has closed the terminal
         os.close(primary)
-        assert process.wait() == 0, written.decode()
+        assert process.wait() == code, written.decode()
         return [line.split("\r\x1b[K")[-1] for line in written.decode().split("\r\n")]
 
     run("login", "--base-url", server.base_url, answers=[(ASKED_FOR_KEY, server.key + "\n")])
@@ -109,6 +116,12 @@ def test_the_key_is_kept_for_its_owner_only_and_never_seen(terminal, desk, serve
     assert (desk / "config.toml").stat().st_mode & 0o777 == 0o600
 
 
+def test_ctrl_d_at_a_question_is_an_interruption(terminal, server):
+    shown = terminal("login", "--base-url", server.base_url, answers=[(ASKED_FOR_KEY, "\x04")], code=130)
+
+    assert "Traceback" not in "".join(shown)
+
+
 def test_data_is_checked_before_it_is_sent(terminal):
     shown = terminal("validate", "train.jsonl", "valid.jsonl", "--grader", "grader.json")
 
@@ -123,6 +136,26 @@ def test_a_job_is_one_live_line_that_ends_with_its_rewards(watched):
     assert done == steps
     assert len(sparkline[1]) > 4
     assert sparkline[1][-1] in "▆▇█", "the rewards rose"
+
+
+def test_a_job_that_is_done_is_watched_as_one_line_too(terminal, job_id, model):
+    done, name, rest = terminal("jobs", "watch", job_id)
+
+    assert re.match(r"succeeded  step +12/12 █+  [▁▂▃▄▅▆▇█]+  train", done)
+    assert (name, rest) == (model, "")
+
+
+def test_a_preview_asks_and_what_it_makes_can_be_cancelled(terminal):
+    """The one command that takes an answer from a person before it spends anything."""
+    preview = ("jobs", "create", "-f", "job.toml", "--preview", "--rows", "2", "--samples", "2")
+    question = "Create the job? [y/N] "
+
+    refused = terminal(*preview, answers=[(question, "\x04")], code=130)
+    agreed = terminal(*preview, answers=[(question, "y\n")])
+
+    assert "2 rows tried, 4 answers" in refused and not any("ftjob-" in line for line in refused)
+    job = agreed[-2]
+    assert terminal("jobs", "cancel", job)[0] == f"{job} is cancelled"
 
 
 def test_the_job_its_answers_and_its_checkpoints_can_be_looked_at(terminal, job_id, model):
@@ -151,3 +184,70 @@ def test_the_tuned_model_is_talked_to(terminal, model):
 
     assert "yes" in asked[0]
     assert any("yes" in line for line in talked)
+
+
+@pytest.fixture
+def key(server):
+    """One of a new project: what is listed is what the document's own commands made."""
+    database = Database(Settings(data_dir=server.folder).database)
+    with database.write() as session:
+        project = Project(organization_id=session.query(Organization).one().id, name="documents")
+        session.add(project)
+        session.flush()
+        token = keys.create_key(Work(session, operator_of(project)), project, "documents").token
+    database.close()
+    return token
+
+
+@pytest.fixture
+def home(key, tmp_path, monkeypatch):
+    """The folder that the documents are about, of somebody for whom no server is configured yet."""
+    lay_out(tmp_path)
+    (tmp_path / ".regraft").mkdir()
+    (tmp_path / ".regraft" / "api_key").write_text(key)
+    for name in ("REGRAFT_BASE_URL", "REGRAFT_API_KEY", "REGRAFT_CONFIG", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_librarys_examples_run_one_after_the_other(home, server, key, monkeypatch, capsys):
+    """With the server and the key from the environment; those of rollouts.md are of the same job."""
+    monkeypatch.setenv("REGRAFT_BASE_URL", server.base_url)
+    monkeypatch.setenv("REGRAFT_API_KEY", key)
+    names = {}
+
+    ran = run_examples(DOCS / "sdk.md", names) + run_examples(DOCS / "rollouts.md", names)
+
+    assert ran >= 9
+    assert names["job"].status == "succeeded"
+    assert len(names["last"]) == 4 * 16
+    assert (home / "newest" / "adapter_model.safetensors").exists()
+    assert "Could not find fine tune: ftjob-none" in capsys.readouterr().out
+
+
+def test_the_commands_print_what_the_document_shows(home, server, monkeypatch):
+    """Line by line, but for ids, numbers and what a model says."""
+    ids: dict[str, str] = {}
+    failing = {
+        "regraft validate bad.jsonl --grader grader.json",
+        "regraft graders run --grader grader.json cases.jsonl",
+    }
+    said = []
+
+    for command, expected in shown_commands():
+        real = ID.sub(lambda found, ids=ids: ids[found[0]], command)
+        code, lines = entered(real.replace("http://127.0.0.1:8000", server.base_url), monkeypatch)
+
+        assert code == (command in failing), (command, lines)
+        if not expected or command.startswith("regraft chat"):
+            continue
+        said.append(command.split()[1])
+        ids |= dict(zip(ID.findall("\n".join(expected)), ID.findall("\n".join(lines)), strict=True))
+        got, want = [alike(line, home) for line in lines], [alike(line, home) for line in expected]
+        assert got == want, command
+
+    assert len(said) > 15
+    assert (home / ".zfunc" / "_regraft").read_text().startswith("#compdef")

@@ -166,6 +166,32 @@ def test_graded_answers_can_be_read(client, finished):
     assert all(a["score"] is not None and a["sub_scores"].keys() == {"says", "close"} for a in answers)
 
 
+def test_validations_are_runs_of_the_jobs_eval(client, finished):
+    """From the job to the grade of one answer, as OpenAI's client walks there."""
+    eval_ = client.evals.retrieve(finished.eval_id)
+    runs = list(client.evals.runs.list(eval_.id, order="asc", limit=2))  # several pages
+    items = {
+        run.id: list(client.evals.runs.output_items.list(run.id, eval_id=eval_.id, limit=1)) for run in runs
+    }
+    item = items[runs[-1].id][0]
+
+    assert (eval_.name, [one.name for one in eval_.testing_criteria]) == (
+        "demo",
+        ["m", "says", "close"],
+    )
+    assert [run.name for run in runs] == ["Step 0", "Step 4", "Step 8", "Step 12"]
+    assert all(run.result_counts.total == len(VALID) == len(items[run.id]) for run in runs)
+    assert runs[-1].result_counts.passed > runs[0].result_counts.passed
+    assert {one.datasource_item["answer"] for one in items[runs[0].id]} == {"yes"}
+    assert [result.name for result in item.results] == ["m", "says", "close"]
+    assert item.sample.output[0].content.count("yes") >= 1
+    again = client.evals.runs.output_items.retrieve(item.id, eval_id=eval_.id, run_id=runs[-1].id)
+    assert (again.id, again.results[0].score) == (item.id, item.results[0].score)
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.evals.runs.cancel(runs[0].id, eval_id=eval_.id)
+    assert refused.value.status_code == 405
+
+
 def test_a_grader_runs_on_a_sample(client):
     result = client.fine_tuning.alpha.graders.run(grader=GRADER, model_sample="yes", item={"answer": "yes"})
 
