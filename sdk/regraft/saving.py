@@ -12,12 +12,18 @@ import openai
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Write `path`: it appears, or replaces the file that was there, when the block has ended well."""
+    """Write `path`: it appears, or replaces the file that was there, when the block has ended well.
+
+    Raises:
+        FileNotFoundError: its folder is not there.
+    """
     if path.exists() and not path.is_file():  # a pipe, or /dev/null: these are written to, and never replaced
         with path.open("wb") as out:
             yield out
         return
     target = path.resolve()  # a link stays, and what it leads to is replaced
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {target.parent}.")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with temporary.open("wb") as out:

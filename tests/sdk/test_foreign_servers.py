@@ -119,11 +119,15 @@ def test_a_download_that_breaks_off_leaves_the_file_that_was_there(run, stranger
     assert (target.read_text(), list(target.parent.iterdir())) == ("before", [target])
 
 
-def test_a_download_replaces_what_a_link_leads_to_and_never_a_device(run, stranger, tmp_path):
+def test_a_download_makes_no_folder_and_replaces_what_a_link_leads_to_but_no_device(run, stranger, tmp_path):
     stranger.kind, stranger.body = "application/octet-stream", "whole"
     (tmp_path / "link").symlink_to(tmp_path / "target")
     primary, secondary = pty.openpty()
 
+    assert run("files", "download", "file-1", "--to", str(tmp_path / "none" / "x")) == (
+        2,
+        f"regraft: There is no folder {tmp_path / 'none'}. (invalid_command)\n",
+    )
     assert run("files", "download", "file-1", "--to", str(tmp_path / "link"))[0] == 0
     assert run("files", "download", "file-1", "--to", os.ttyname(secondary))[0] == 0
 

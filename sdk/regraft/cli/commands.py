@@ -619,11 +619,13 @@ def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
 def _spoken(messages: list[Any], options: dict[str, Any]) -> str:
     said = ""
     with _client().chat.completions.create(messages=messages, stream=True, **options) as stream:
-        for chunk in stream:
-            piece = (chunk.choices[0].delta.content or "") if chunk.choices else ""
-            said += piece
-            print(piece, end="", flush=True)
-    print()
+        try:
+            for chunk in stream:
+                piece = (chunk.choices[0].delta.content or "") if chunk.choices else ""
+                said += piece
+                print(piece, end="", flush=True)
+        finally:
+            print()  # also where it breaks off: what went wrong has a line of its own
     return said
 
 
