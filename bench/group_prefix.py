@@ -16,10 +16,10 @@ from bench.report import report
 from core.methods import Hyperparameters, resolve
 from core.registry import Registry
 from core.settings import Settings
+from worker.gradient import Batch, OwnGradient
 from worker.policy import Policy, load_base
 from worker.samplers import Sampling, grouped
 from worker.samplers.transformers import TransformersSampler
-from worker.trainer import Batch, PeftTrainer
 from worker.types import Pack, Prompt, Rollout, Sequence
 
 GROUP, PROMPT, ANSWER, ROUNDS = 8, 256, 16, 3
@@ -69,11 +69,11 @@ def main() -> None:
         for n, r in enumerate(shared_rollouts)
     ]
     resolved = resolve(Hyperparameters(), rows=8, parameters=base.parameters, context=base.context)
-    trainer = PeftTrainer(policy, resolved, token_budget=settings.train_token_budget)
+    own = OwnGradient(policy, resolved, token_budget=settings.train_token_budget)
 
     def gradient(packs: list[Pack]) -> list[torch.Tensor]:
         policy.model.zero_grad()
-        trainer._backward(Batch(packs), std=1.0)
+        own._backward(Batch(packs), std=1.0)
         return [p.grad.clone() for p in policy.trainable if p.grad is not None]
 
     shared_gradient, shared_training = timed(lambda: gradient([Pack(ids, tuple(answers))]))

@@ -99,9 +99,9 @@ def movements(
     ]
     batch = tensors_of(packs)
     with torch.no_grad():
-        exact = trainer.logprobs(batch)[0].double()
+        exact = trainer.own.logprobs(batch)[0].double()
         with trainer.policy.as_base():
-            start = trainer.logprobs(batch)[0].double()
+            start = trainer.own.logprobs(batch)[0].double()
     return exact - start, batch.sampled_logp_M.double() - start
 
 

@@ -91,6 +91,8 @@ class Settings(BaseSettings):
     max_failures: int = Field(default=3, ge=0)
     # A job fails when more than half of the grades of this many steps in a row do.
     failing_steps: int = Field(default=3, ge=1)
+    # Processes of a run, each with the model on a GPU of its own, that share a step's gradient (docs/multi-gpu.md).
+    ranks: int = Field(default=1, ge=1)
     # Threads torch may use in a run; 0 leaves torch's own choice.
     torch_threads: int = Field(default=0, ge=0)
     # What samples: each model's own choice in the registry, or one for all.

@@ -167,6 +167,17 @@ def _by_step(
     return tuple(grpo.process_advantages(steps_J, ends, len(rollout.output_ids_T)))
 
 
+def deal(packs: Sequence[Pack], ranks: int) -> list[list[Pack]]:
+    """About as many tokens to each rank: the longest pack first, each to whoever has least. Rank 0 gets the first."""
+    hands: list[list[Pack]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for pack in sorted(packs, key=lambda pack: pack.tokens, reverse=True):
+        least = tokens.index(min(tokens))
+        hands[least].append(pack)
+        tokens[least] += pack.tokens
+    return hands
+
+
 def micro_batches(packs: Sequence[Pack], token_budget: int) -> Iterator[list[Pack]]:
     """Packs of like length together, each batch at most `token_budget` tokens with its padding.
 

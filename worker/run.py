@@ -40,6 +40,7 @@ from worker.data import PromptStream, PromptTooLong, tokenize
 from worker.observed import ObservedGrader, ObservedSampler
 from worker.patience import Patience
 from worker.progress import Beat, WatchedGrader, WatchedSampler, WatchedTrainer, beats_into
+from worker.ranks import Model, Ranks, TooFewGpus
 from worker.recorder import Quota, Recorder
 from worker.rewards import Rewards
 from worker.rollouts import GradedStep
@@ -265,9 +266,12 @@ async def attempt(
         spec = parse_grader(job.reinforcement["grader"])
         async with open_backends(settings).open(spec) as grader:
             watched = ObservedGrader(WatchedGrader(grader, beat), spec)
-            run = load(settings, database, blobs, claim, job, spec, watched, scratch, stop, beat, patience)
-            with closed_at_the_end(run.feeds):
-                return await trained(run)
+            with Ranks(settings.ranks) as ranks:
+                run = load(
+                    settings, database, blobs, claim, job, spec, watched, scratch, stop, beat, patience, ranks
+                )
+                with closed_at_the_end(run.feeds):
+                    return await trained(run)
     except InvalidGrader as refused:
         raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
 
@@ -319,6 +323,7 @@ def load(
     stop: Callable[[], bool],
     beat: Beat,
     patience: Patience,
+    ranks: Ranks,
 ) -> Run:
     """Put a Run together for a claimed job: read its files, load its model, resolve what it left to us."""
     # Here and not above: a test of the loop should not wait for torch and transformers to be imported.
@@ -326,7 +331,7 @@ def load(
     from transformers import AutoConfig, AutoTokenizer
 
     from worker import memory
-    from worker.policy import DTYPES, Policy, load_base, render, source_of
+    from worker.policy import DTYPES, render, source_of
     from worker.samplers import choice
     from worker.trainer import PeftTrainer
 
@@ -341,6 +346,10 @@ def load(
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and ranks.count > torch.cuda.device_count():
+        raise TooFewGpus(
+            f"REGRAFT_RANKS is {ranks.count}, and there are {torch.cuda.device_count()} GPUs here."
+        )
     # Everything that can be wrong is looked at before the weights are loaded, which may take minutes.
     source = source_of(entry, settings.model_cache)
     shape = memory.shape_of(AutoConfig.from_pretrained(source), DTYPES[entry.dtype])
@@ -372,17 +381,20 @@ def load(
         copies=2 if sampler == "vllm" else 1,
     )
     try:
-        checkpointed = memory.plan(shape, needs, memory.available(device))
+        # Processes on a CPU share its memory; on GPUs each has one to itself.
+        free = memory.available(device) // (ranks.count if device == "cpu" else 1)
+        checkpointed = memory.plan(shape, needs, free)
     except memory.DoesNotFit as cause:
         raise UserMistake("not_enough_memory", str(cause), "model") from cause
 
     beat()
-    base = load_base(job.model, entry, settings.model_cache, device)
-    beat()
-    policy = Policy(base, rank=resolved.lora_rank, alpha=resolved.lora_alpha, seed=job.seed)
-    if checkpointed:
-        policy.checkpoint_layers()
     held_to = stored_held_to(job.reinforcement["response_format"])
+    model = Model(job.model, entry, settings.model_cache, resolved, job.seed, checkpointed)
+    computing: dict[str, Any] = {"token_budget": settings.train_token_budget, "held_to": held_to}
+    ranks.start(model, device=device, threads=settings.torch_threads, **computing)
+    policy = model.load(device)
+    beat()
+    ranks.wait()
     quota = Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step)
     recorder = Recorder(database, blobs, claim, job, patience, settings.default_limits, quota)
     recorder.resolved(resolved, f"{sampler} {sampler_version}")
@@ -398,9 +410,7 @@ def load(
         valid_prompts=valid,
         sampler=ObservedSampler(WatchedSampler(choice.build(sampler, policy, settings, recorder), beat)),
         rewards=Rewards(grader, parse_json=bool(held_to)),
-        trainer=WatchedTrainer(
-            PeftTrainer(policy, resolved, token_budget=settings.train_token_budget, held_to=held_to), beat
-        ),
+        trainer=WatchedTrainer(PeftTrainer(policy, resolved, **computing, helpers=ranks.helpers), beat),
         recorder=recorder,
         checkpoints=Checkpoints(database, blobs, claim, job, scratch, patience),
         stop_requested=stop,

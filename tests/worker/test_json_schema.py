@@ -94,7 +94,7 @@ def test_the_trainer_has_the_samplers_probabilities_over_what_the_schema_allows(
     gaps = []
     for schema in (held_to(SCORE), ""):
         trainer = PeftTrainer(sampler.policy, settings, token_budget=4096, held_to=schema)
-        logp, entropy = trainer.logprobs(trainer._tensors([Pack(one.ids, answers)]))
+        logp, entropy = trainer.own.logprobs(trainer.own._tensors([Pack(one.ids, answers)]))
         gaps.append((logp - sampled).abs().max().item())
         assert entropy.isfinite().all()
 

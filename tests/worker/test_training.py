@@ -161,7 +161,7 @@ class TestPacking:
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
         packs = packs_of(groups, SETTINGS.model_copy(update={"kl": 0.1}), policy.text)
 
-        logp, _ = trainer.logprobs(batch.tensors_of(packs))
+        logp, _ = trainer.own.logprobs(batch.tensors_of(packs))
 
         expected = torch.cat(
             [plain_logprobs(policy, p.prompt_ids, s.output_ids_T) for p in packs for s in p.sequences]
@@ -175,7 +175,7 @@ class TestPacking:
         tensors = batch.tensors_of(packs)
         causal = torch.ones_like(tensors.mask).tril()
 
-        logp, _ = trainer.logprobs(replace(tensors, mask=causal))
+        logp, _ = trainer.own.logprobs(replace(tensors, mask=causal))
 
         expected = torch.cat(
             [plain_logprobs(policy, p.prompt_ids, s.output_ids_T) for p in packs for s in p.sequences]
@@ -249,7 +249,7 @@ class TestUpdate:
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
 
         def loss_now():
-            logp, _ = trainer.logprobs(tensors)
+            logp, _ = trainer.own.logprobs(tensors)
             return grpo.loss(
                 logp,
                 tensors.sampled_logp_M.double() + 0.1,

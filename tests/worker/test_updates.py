@@ -86,7 +86,7 @@ class TestWhatCounts:
             tensors = right(packs, device)
             return replace(tensors, target_M=tensors.target_M.roll(1))
 
-        monkeypatch.setattr("worker.trainer.tensors_of", shifted)
+        monkeypatch.setattr("worker.gradient.tensors_of", shifted)
 
         assert relative_difference(packed_gradients(policy, groups, settings, 4096), expected) > 0.1
 
@@ -264,7 +264,7 @@ class TestReference:
         metrics = [learn(trainer, groups) for trainer in (first, second)]
 
         assert metrics[0] == metrics[1]
-        assert all(torch.equal(a, b) for a, b in zip(first.reference, second.reference, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first.own.reference, second.own.reference, strict=True))
         assert all(
             torch.equal(a, b)
             for a, b in zip(weights_of(first.policy), weights_of(second.policy), strict=True)

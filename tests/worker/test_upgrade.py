@@ -18,6 +18,7 @@ from core.settings import Settings
 from graders.spec import parse_grader
 from tests.fakes import ExactGrader
 from worker.checkpoints import FORMAT, Checkpoints, UnknownFormat
+from worker.ranks import Ranks
 from worker.run import load
 from worker.trainer import PeftTrainer
 
@@ -190,7 +191,7 @@ def test_a_checkpoint_of_format_1_is_continued_to_the_last_bit(left, checkpoints
     assert full_of([one["exp_avg_sq"] for one in moments], lambda n: 0.2 * n)
     assert {one["step"].item() for one in moments} == {5.0}
     assert trainer.steps_taken == 5
-    assert full_of(trainer.reference, lambda n: 0.3)
+    assert full_of(trainer.own.reference, lambda n: 0.3)
     assert torch.equal(torch.get_rng_state(), rng())
 
 
@@ -277,6 +278,7 @@ def test_a_run_that_is_loaded_again_has_the_hyperparameters_of_the_first(bench, 
         lambda: False,
         lambda: None,
         bench.patience,
+        Ranks(1),
     )
 
     assert (run.settings.lora_rank, run.settings.total_steps) == (2, 77)

@@ -117,7 +117,7 @@ def gaps(policy, prompts, groups, temperature=1.0, under=contextlib.nullcontext)
     ]
     batch = tensors_of(packs, policy.device)
     with torch.no_grad(), under():
-        return (trainer.logprobs(batch)[0] - batch.sampled_logp_M).abs()
+        return (trainer.own.logprobs(batch)[0] - batch.sampled_logp_M).abs()
 
 
 SCHEMA = {
@@ -151,9 +151,9 @@ def test_answers_are_held_to_the_schema_and_the_trainer_has_the_same_probabiliti
         [Sequence(r.output_ids_T, r.logprobs_T, (1.0,) * len(r.output_ids_T), 1.0) for r in g] for g in groups
     ]
     packs = [Pack(one.ids, tuple(group)) for one, group in zip(prompts, answers, strict=True)]
-    batch = trainer._tensors(packs)
+    batch = trainer.own._tensors(packs)
     with torch.no_grad():
-        gap = (trainer.logprobs(batch)[0] - batch.sampled_logp_M).abs()
+        gap = (trainer.own.logprobs(batch)[0] - batch.sampled_logp_M).abs()
 
     finished = [json.loads(r.text) for group in groups for r in group if r.finish_reason == "stop"]
     assert len(finished) >= 4

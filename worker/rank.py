@@ -1,0 +1,79 @@
+"""A helper of a run: computes gradients for it, and ends with it. The entry of the processes of worker/ranks.py."""
+
+import argparse
+import signal
+from multiprocessing.connection import Connection
+
+import torch
+
+from worker import process
+from worker.gradient import OwnGradient, flat, shaped
+from worker.ranks import Add, Again, Collect, End, Message, Part, Ready, Reference, Start, Weights
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m worker.rank")
+    parser.add_argument("parent", type=int, help="process id of the run: this helper dies with it")
+    parser.add_argument("connection", type=int, help="the file descriptor of the socket to it")
+    args = parser.parse_args()
+    process.die_with_parent(args.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides
+    serve(Connection(args.connection))
+
+
+def serve(connection: Connection) -> None:
+    """Do what rank 0 says until it closes the connection. What goes wrong is raised, and ends the run."""
+    gradient: OwnGradient | None = None
+    while True:
+        try:
+            message: Message = connection.recv()
+        except EOFError:
+            return
+        if isinstance(message, Start):
+            gradient = start(message)
+            connection.send(Ready())
+        else:
+            assert gradient is not None, "Start comes first"
+            if isinstance(message, Collect):
+                connection.send(collected(gradient))
+            else:
+                obey(gradient, message)
+
+
+def start(told: Start) -> OwnGradient:
+    if told.threads:
+        torch.set_num_threads(told.threads)
+    if told.device != "cpu":
+        torch.cuda.set_device(told.device)
+    policy = told.model.load(told.device)
+    return OwnGradient(policy, told.model.settings, token_budget=told.token_budget, held_to=told.held_to)
+
+
+def obey(gradient: OwnGradient, message: Weights | Reference | Add | Again | End) -> None:
+    trainable = gradient.policy.trainable
+    match message:
+        case Weights(vector):
+            with torch.no_grad():
+                for parameter, weight in zip(trainable, shaped(vector, trainable), strict=True):
+                    parameter.copy_(weight)
+        case Reference(vector):
+            gradient.reference = shaped(vector, trainable)
+        case Add(packs, std):
+            gradient.add(packs, std)
+        case Again(std):
+            gradient.again(std)
+        case End():
+            gradient.end()
+
+
+def collected(gradient: OwnGradient) -> Part:
+    totals = gradient.collect()
+    trainable = gradient.policy.trainable
+    parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in trainable]
+    for parameter in trainable:
+        parameter.grad = None
+    return Part(flat(parts), totals)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Several processes for one run, each with the model on a GPU of its own: the first is the run, the others help it.
+
+The run (rank 0) samples, grades, steps the optimizer and talks to the database. A helper computes the gradient of
+the groups that it is sent, and knows of nothing else. They speak over a pair of sockets that only they have: an adapter
+and its gradient are small, so that this needs no collective library, and no port that anybody could reach.
+
+Nothing here imports torch: the processes are started before the run has, and start up beside it.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.methods import Resolved
+from core.registry import BaseModelEntry
+from worker.types import Pack
+
+if TYPE_CHECKING:
+    from worker.gradient import Totals
+    from worker.policy import Policy
+
+
+@dataclass(frozen=True)
+class Model:
+    """What every rank of a run loads, so that all compute the same."""
+
+    name: str
+    entry: BaseModelEntry
+    cache: Path
+    settings: Resolved
+    seed: int
+    checkpointed: bool  # activations are computed twice
+
+    def load(self, device: str) -> "Policy":
+        from worker.policy import Policy, load_base
+
+        base = load_base(self.name, self.entry, self.cache, device)
+        policy = Policy(base, rank=self.settings.lora_rank, alpha=self.settings.lora_alpha, seed=self.seed)
+        if self.checkpointed:
+            policy.checkpoint_layers()
+        return policy
+
+
+# What a helper is sent. It answers Ready to the first of these and Part to Collect, and ends with the connection.
+
+
+@dataclass(frozen=True)
+class Start:
+    model: Model
+    device: str
+    threads: int  # of torch; 0: its own choice
+    token_budget: int
+    held_to: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The adapter as it is now."""
+
+    vector: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The adapter of the KL's reference."""
+
+    vector: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Add:
+    packs: Sequence[Pack]
+    std: float
+
+
+@dataclass(frozen=True)
+class Again:
+    std: float
+
+
+@dataclass(frozen=True)
+class Collect:
+    pass
+
+
+@dataclass(frozen=True)
+class End:
+    pass
+
+
+Message = Start | Weights | Reference | Add | Again | Collect | End
+
+
+@dataclass(frozen=True)
+class Ready:
+    pass
+
+
+@dataclass(frozen=True)
+class Part:
+    """What came of the packs since the last Collect: their gradient, summed, and what was counted."""
+
+    gradient: NDArray[np.float32]
+    totals: "Totals"
+
+
+class RankLost(Exception):
+    """A helper ended in the middle of a run. The step cannot be completed without it."""
+
+
+class TooFewGpus(Exception):
+    """Each rank needs a GPU of its own."""
+
+
+class Helper:
+    """Another rank of this run, as rank 0 sees it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # No session of its own: whoever kills the run's process group has the helpers killed, too.
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "worker.rank", str(os.getpid()), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self._connection = Connection(ours.detach())
+
+    def send(self, message: Message) -> None:
+        """Raises RankLost."""
+        try:
+            self._connection.send(message)
+        except OSError as cause:
+            raise self._lost() from cause
+
+    def receive(self) -> Any:
+        """Its answer, waited for. Raises RankLost."""
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError) as cause:
+            raise self._lost() from cause
+
+    def _lost(self) -> RankLost:
+        # Its end of the connection is closed, so it is ending or has ended.
+        status = self.process.wait()
+        return RankLost(
+            f"rank {self.rank} ended with status {status}; if it said why, that is in the job's log"
+        )
+
+    def close(self) -> None:
+        """End it; whatever it computes is not wanted any more."""
+        self._connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class Ranks:
+    """The processes of one run, this one included, from `with` to its end."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.helpers: list[Helper] = []
+
+    def __enter__(self) -> Self:
+        # On Linux they die with the thread that starts them (PR_SET_PDEATHSIG), so it should be one that lasts.
+        for rank in range(1, self.count):
+            self.helpers.append(Helper(rank))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for helper in self.helpers:
+            helper.close()
+
+    def start(self, model: Model, *, device: str, threads: int, token_budget: int, held_to: str) -> None:
+        """Have the others load the model, while this process does; on "cuda" each to the GPU of its number."""
+        for helper in self.helpers:
+            own = f"cuda:{helper.rank}" if device == "cuda" else device
+            helper.send(Start(model, own, threads, token_budget, held_to))
+
+    def wait(self) -> None:
+        """Until all have loaded it. Raises RankLost."""
+        for helper in self.helpers:
+            helper.receive()
