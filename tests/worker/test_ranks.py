@@ -1,0 +1,205 @@
+"""One run in several processes: the result is that of one process, and it ends when one of them does."""
+
+import json
+import os
+import socket
+import sys
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from sqlalchemy import select
+
+from core import jobs
+from core.models import File, Job
+from core.registry import BaseModelEntry
+from core.settings import Settings
+from graders.types import Grade
+from tests.fakes import learn
+from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling, with_gap
+from worker.batch import deal
+from worker.rank import serve
+from worker.ranks import Model, Ranks
+from worker.supervisor import Supervisor
+from worker.trainer import PeftTrainer
+from worker.types import Group, Pack, Sequence
+
+# Of uneven length, and more than one for each rank.
+TEXTS = [
+    "say yes",
+    "what colour is it now please tell me the name of the animal",
+    "tell me a number",
+    "say cat",
+]
+MIXED = [[1.0, 0.0, 0.5, 0.0], [0.0, 1.0, 1.0, 0.2], [0.3, 0.2, 0.9, 0.0], [0.0, 0.0, 1.0, 0.0]]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def trainers(make_policy, tiny_model, two):
+    """Two trainers on policies that are alike: one alone, one with a helper."""
+
+    def make(settings, budget=4096):
+        model = Model(
+            "tiny",
+            BaseModelEntry(path=tiny_model, dtype="float32", context=128),
+            tiny_model,
+            settings,
+            0,
+            False,
+        )
+        two.start(model, device="cpu", threads=1, token_budget=budget, held_to="")
+        two.wait()
+        return [
+            PeftTrainer(make_policy(moved=True), settings, token_budget=budget, helpers=helpers)
+            for helpers in ((), two.helpers)
+        ]
+
+    return make
+
+
+def like_the_policy(advanced):
+    return asked({"lora_rank": 4, "lora_alpha": 8} | advanced)
+
+
+def sampled(policy, step=1):
+    prompts = [prompt(policy, text, line) for line, text in enumerate(TEXTS, start=1)]
+    answers_PG = drawn(policy, prompts, sampling(step=step))
+    return [
+        Group(one, rollouts, tuple(map(Grade, rewards)))
+        for one, rollouts, rewards in zip(prompts, answers_PG, MIXED, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("advanced", "budget"),
+    [
+        ({"loss": "dapo", "overlap": False}, 4096),
+        (
+            {"loss": "grpo", "overlap": True},
+            24,
+        ),  # handed out in several parts, while others are still to come
+        # Several passes over what each rank keeps, and a reference that moves.
+        ({"loss": "gspo", "updates_per_batch": 3, "kl": 0.1, "reference_refresh_steps": 1}, 64),
+    ],
+)
+def test_two_ranks_learn_what_one_does(trainers, advanced, budget):
+    alone, together = trainers(like_the_policy(advanced), budget)
+    # The optimizer that all are equal before: AdamW makes a full step of what is nothing but rounding.
+    for one in (alone, together):
+        one.optimizer = torch.optim.SGD(one.policy.trainable, lr=0.01)
+    began = [parameter.detach().clone() for parameter in alone.policy.trainable]
+
+    for step in (1, 2):
+        groups = [with_gap(group, n) for n, group in enumerate(sampled(alone.policy, step))]
+        expected, metrics = learn(alone, groups), learn(together, groups)
+        for name, value in vars(expected).items():
+            if name != "kl" or alone.settings.kl:  # otherwise only watched, on one pack, which may be another
+                assert getattr(metrics, name) == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+    moves = [
+        [now.detach() - then for now, then in zip(one.policy.trainable, began, strict=True)]
+        for one in (together, alone)
+    ]
+    assert relative_difference(*moves) < 1e-4
+
+
+def test_a_run_on_two_ranks_samples_the_answers_of_one(trainers):
+    """As AdamW has it, and each from the policy that its own steps have made."""
+    answers = []
+    for trainer in trainers(like_the_policy({"learning_rate": 0.02})):
+        texts = []
+        for step in (1, 2, 3):
+            groups = sampled(trainer.policy, step)
+            texts.append([[rollout.text for rollout in group.rollouts_G] for group in groups])
+            learn(trainer, groups)
+        answers.append(texts)
+
+    assert answers[0] == answers[1]
+
+
+def test_a_helper_that_has_nothing_to_compute_is_not_asked(trainers):
+    alone, together = trainers(like_the_policy({}))
+    groups = sampled(alone.policy)[:1]
+
+    assert learn(together, groups).grad_norm == pytest.approx(learn(alone, groups).grad_norm)
+
+
+def test_packs_are_dealt_by_their_tokens():
+    packs = [Pack((1,) * length, (Sequence((2,), (0.0,), (1.0,), 1.0),)) for length in (10, 70, 20, 40, 30)]
+
+    hands = deal(packs, 2)
+
+    assert [[pack.tokens for pack in hand] for hand in hands] == [[70, 20], [40, 30, 10]]
+    assert [len(hand) for hand in deal(packs[:1], 3)] == [1, 0, 0]
+
+
+def test_one_rank_is_this_process_and_no_other():
+    with Ranks(1) as ranks:
+        assert ranks.helpers == []
+
+
+def test_a_helper_ends_when_its_run_does():
+    ours, theirs = socket.socketpair()
+    ours.close()
+
+    serve(Connection(theirs.detach()))  # it returns
+
+
+# The real run, but that its helper is killed while it does its part of the second step.
+FATAL = """
+import os, sys
+from worker import run
+from worker.ranks import Helper
+
+receive, asked = Helper.receive, []
+
+def fatal(self):
+    asked.append(self)
+    if len(asked) == 3:  # that it is ready, its part of the first step, and of the second
+        assert os.getpgid(self.process.pid) == os.getpid(), "the supervisor kills this group"
+        self.process.kill()
+        self.process.wait()
+    return receive(self)
+
+Helper.receive = fatal
+sys.exit(run.main())
+"""
+
+
+def test_a_run_that_loses_a_helper_ends_as_a_crash(bench, tiny_model, tmp_path, monkeypatch):
+    registry = tmp_path / "models.toml"
+    registry.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
+    rows = [{"messages": [{"role": "user", "content": text}], "answer": "yes no"} for text in TEXTS]
+    bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    with bench.database.write() as session:
+        about = {"filename": "a", "purpose": "fine-tune", "bytes": 1, "sha256": "", "blob_key": "files/rows"}
+        for name in ("file-a", "file-b"):
+            session.add(File(id=name, project_id=bench.project.id, **about))
+        job = session.scalars(select(Job)).one()
+        grader = {"type": "text_similarity", "name": "near", "input": "{{sample.output_text}}"}
+        grader |= {"reference": "{{item.answer}}", "evaluation_metric": "fuzzy_match"}
+        advanced = {"group_size": 8, "max_completion_tokens": 8}
+        asked_for = {"batch_size": 4, "n_epochs": 3, "eval_interval": 3, "advanced": advanced}
+        job.reinforcement = {"grader": grader, "hyperparameters": asked_for, "response_format": None}
+    with jobs.fenced(bench.database, bench.claim) as (session, job):
+        jobs.release(session, job)
+    environment = {"models_file": registry, "data_dir": tmp_path, "ranks": 2, "torch_threads": 1}
+    for name, value in environment.items():
+        monkeypatch.setenv(f"REGRAFT_{name.upper()}", str(value))
+
+    def command(progress):
+        return [sys.executable, "-c", FATAL, str(os.getpid()), str(progress)]
+
+    Supervisor(Settings(), bench.database, bench.blobs, command).run_waiting()
+
+    job = bench.job()
+    assert (job.status, job.failures) == ("queued", 1), bench.events()
+    assert "rank 1 ended with status -9" in " ".join(bench.events())
+    assert [step["step"] for step in bench.steps()] == [0, 1]
+    assert bench.steps()[1]["trained_tokens"] > 0
