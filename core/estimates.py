@@ -96,6 +96,7 @@ class History:
     jobs: int
     tokens_per_second: list[float]  # sampled, over all that a step does but its validation
     answer_tokens: list[float]  # the mean length of a step's answers
+    gpus: int = 1  # of the newest step: it is the same machine now
 
     def seconds(self, settings: Resolved, *, train_rows: int, valid_rows: int) -> Range:
         """Of the whole job, the validation of the base model included.
@@ -141,7 +142,13 @@ def history(session: Session, *, model: str, gpu_class: str) -> History | None:
             speeds.append(tokens / seconds)
             lengths.append(data["completion_tokens_mean"])
             told.add(job_id)
-    return History(len(told), speeds, lengths) if told else None
+    return History(len(told), speeds, lengths, gpus(steps[0].data)) if told else None
+
+
+def gpus(data: dict[str, Any]) -> int:
+    """How many GPUs a step had, or an estimate is for; only several are said. On a CPU the machine counts as one."""
+    number: int = data.get("gpus", 1)
+    return number
 
 
 def sizes(asked: Hyperparameters, *, rows: int, context: int) -> Resolved:
@@ -153,7 +160,8 @@ def before_start(past: History, settings: Resolved, *, train_rows: int, valid_ro
     """The estimate of a job that has not begun, as Job.usage keeps it."""
     seconds = past.seconds(settings, train_rows=train_rows, valid_rows=valid_rows)
     jobs = "1 earlier job" if past.jobs == 1 else f"{past.jobs} earlier jobs"
-    return {"remaining_seconds": seconds, "based_on": f"{len(past.tokens_per_second)} steps of {jobs}"}
+    told = f"{len(past.tokens_per_second)} steps of {jobs}"
+    return {"remaining_seconds": seconds, "based_on": told, "gpus": past.gpus}
 
 
 def after_preview(

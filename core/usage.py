@@ -19,8 +19,6 @@ from core.budgets import Price
 from core.estimates import Ahead, Pace, Range
 from core.models import Checkpoint, Job, ProjectUsage, StepMetric
 
-# A run has one GPU, its sampler included; on a CPU, the machine counts as one.
-GPUS_OF_A_RUN = 1
 SECONDS_A_DAY = 86400
 
 # What stands beside the sums in Job.usage and is nobody's usage.
@@ -43,8 +41,9 @@ def shown_estimate(job: Job, price: Price) -> dict[str, Any] | None:
 def with_cost(estimate: dict[str, Any], used: float, price: Price) -> dict[str, Any]:
     """An estimate of what remains, and what that comes to with the GPU-seconds that were used before."""
     remaining: Range = estimate["remaining_seconds"]
-    in_all = {name: used + GPUS_OF_A_RUN * seconds for name, seconds in remaining.items()}
-    return estimate | {"total_gpu_seconds": in_all, "cost": price.range(in_all)}
+    in_all = {name: used + estimates.gpus(estimate) * seconds for name, seconds in remaining.items()}
+    shown = {name: value for name, value in estimate.items() if name != "gpus"}
+    return shown | {"total_gpu_seconds": in_all, "cost": price.range(in_all)}
 
 
 def record(session: Session, job: Job, step: dict[str, Any], ahead: Ahead) -> None:
@@ -53,10 +52,11 @@ def record(session: Session, job: Job, step: dict[str, Any], ahead: Ahead) -> No
     pace = Pace(**used["pace"])
     remaining = pace.remaining(ahead)
     if remaining is not None:
-        used["estimate"] = {"remaining_seconds": remaining, "based_on": "this job's steps"}
+        about = {"based_on": "this job's steps", "gpus": estimates.gpus(step)}
+        used["estimate"] = {"remaining_seconds": remaining} | about
     elif "estimate" in used:
         used["estimate"] = estimates.less(used["estimate"], step["timing"]["step"]["full_iteration"])
-    used["next_step_gpu_seconds"] = GPUS_OF_A_RUN * pace.next_step(ahead)
+    used["next_step_gpu_seconds"] = estimates.gpus(step) * pace.next_step(ahead)
     job.usage, job.gpu_seconds = used, used["gpu_seconds"]
     job.estimated_finish = None
     if "estimate" in used:
@@ -98,7 +98,7 @@ def with_step(used: dict[str, Any], step: dict[str, Any]) -> dict[str, Any]:
 
 def gpu_seconds(step: dict[str, Any]) -> float:
     seconds: float = step["timing"]["step"]["full_iteration"]
-    return GPUS_OF_A_RUN * seconds
+    return estimates.gpus(step) * seconds
 
 
 def captured_gpu_seconds(session: Session, job: Job) -> float:

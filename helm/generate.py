@@ -20,7 +20,7 @@ CHART = ROOT / "helm/regraft"
 # What the chart itself says to the service; the rest of core/settings.py is for `settings`.
 OWN = {
     "data_dir", "database_url", "broker_url", "blob_url", "s3_endpoint_url", "s3_region", "models_file",
-    "graders_file", "inference_url", "inference_key", "host", "port", "gpu_class", "metrics_port",
+    "graders_file", "inference_url", "inference_key", "host", "port", "gpu_class", "metrics_port", "ranks",
 }  # fmt: skip
 
 

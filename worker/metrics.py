@@ -40,12 +40,15 @@ def of_step(
     valid_P: Sequence[Group] | None,
     update: UpdateMetrics | None,
     seconds: Mapping[str, float],
+    gpus: int = 1,
 ) -> dict[str, Any]:
     """The `data` of the step's metrics event. Step 0 is the validation of the base and has no training part."""
     splits = [("train", train_P)] if train_P else []
     if valid_P is not None:
         splits.append(("valid", valid_P))
     data: dict[str, Any] = {"step": step, "total_steps": total_steps}
+    if gpus > 1:
+        data["gpus"] = gpus
     for split, groups_P in splits:
         data |= _split(split, groups_P)
     if train_P:

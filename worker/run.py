@@ -75,6 +75,7 @@ class Run:
     failing_steps: int = 3
     held_to: str = ""  # the schema that answers are JSON of (core/response_format.py)
     feeds: Feeds = field(default_factory=Feeds)  # who else gets the metrics
+    gpus: int = 1  # a second of this run is so many GPU-seconds
     collector: Collector = field(init=False)
 
     def __post_init__(self) -> None:
@@ -180,6 +181,7 @@ class Run:
             valid_P=valid_P,
             update=update,
             seconds=clock.seconds,
+            gpus=self.gpus,
         )
 
     def record(
@@ -417,6 +419,7 @@ def load(
         failing_steps=settings.failing_steps,
         held_to=held_to,
         feeds=feeds_of(job, resolved, settings, recorder.warn),
+        gpus=ranks.count if device == "cuda" else 1,
     )
 
 

@@ -61,6 +61,16 @@ class TestCounting:
         assert estimate["cost"] == {"low": 0.6, "expected": 1.1, "high": 1.6, "currency": "EUR"}
         assert usage.shown_estimate(job, FREE)["cost"] is None
 
+    def test_a_second_on_several_gpus_is_several_gpu_seconds(self, session, job):
+        record(session, job, 1, gpus=4)
+
+        assert usage.shown(job, FREE)["training_seconds"] == 10.0
+        assert usage.shown(job, PAID)["cost"]["amount"] == 0.4
+        estimate = usage.shown_estimate(job, FREE)
+        assert estimate["remaining_seconds"]["expected"] == 100.0
+        assert estimate["total_gpu_seconds"]["expected"] == 440.0
+        assert "gpus" not in estimate
+
     def test_a_recount_is_what_was_counted_step_by_step(self, session, job):
         for number in (1, 2, 3):
             record(session, job, number, seconds=0.1 * number)

@@ -197,6 +197,22 @@ def test_pods_start_anew_when_their_files_change():
     assert checksum() != checksum(models={"Another": {"hub": "some/model"}})
 
 
+def test_a_worker_with_several_gpus_has_a_rank_on_each():
+    pools = [POOL | {"name": f"p{gpus}", "gpus": gpus} for gpus in (0, 1, 4)]
+    workers = pods(
+        render(profile("production", workers=[*pools, *profile("production")["workers"]])), "worker"
+    )
+
+    ranks = {
+        pod.labels["regraft.dev/pool"]: {
+            one["name"]: one.get("value") for one in pod.containers[0]["env"]
+        }.get("REGRAFT_RANKS")
+        for pod in workers
+    }
+
+    assert {pool: ranks[pool] for pool in ("p0", "p1", "p4")} == {"p0": None, "p1": None, "p4": "4"}
+
+
 def test_a_gpu_pool_gets_its_gpu_and_the_image_that_can_use_it():
     workers = {
         pod.labels["regraft.dev/pool"]: pod for pod in pods(render(VARIATIONS["every corner"]), "worker")

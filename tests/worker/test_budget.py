@@ -270,6 +270,16 @@ def test_usage_and_estimate_live_on_the_row_while_the_job_runs(bench, timed):
     assert estimate["based_on"] == "this job's steps"
 
 
+def test_a_run_on_several_gpus_says_so_with_each_step(bench, timed):
+    run = bench.run()
+    run.gpus = 4
+    train(run)
+
+    used = bench.job().usage
+    assert 0 < used["gpu_seconds"] == pytest.approx(4 * used["training_seconds"])
+    assert {step["gpus"] for step in bench.steps()} == {4}
+
+
 def test_the_expected_finish_knows_which_steps_are_validated(bench, timed):
     run = timed()
     run.stop_requested = lambda: run.trainer.updates == 4
