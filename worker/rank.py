@@ -2,13 +2,13 @@
 
 import argparse
 import signal
-from multiprocessing.connection import Connection
+import socket
 
 import torch
 
 from worker import process
 from worker.gradient import OwnGradient, flat, shaped
-from worker.ranks import Add, Again, Collect, End, Message, Part, Ready, Reference, Start, Weights
+from worker.ranks import Add, Again, Collect, End, Line, Message, Part, Ready, Reference, Start, Weights
 
 
 def main() -> None:
@@ -18,24 +18,24 @@ def main() -> None:
     args = parser.parse_args()
     process.die_with_parent(args.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides
-    serve(Connection(args.connection))
+    serve(Line(socket.socket(fileno=args.connection)))
 
 
-def serve(connection: Connection) -> None:
+def serve(line: Line) -> None:
     """Do what rank 0 says until it closes the connection. What goes wrong is raised, and ends the run."""
     gradient: OwnGradient | None = None
     while True:
         try:
-            message: Message = connection.recv()
+            message: Message = line.receive()
         except EOFError:
             return
         if isinstance(message, Start):
             gradient = start(message)
-            connection.send(Ready())
+            line.send(Ready())
         else:
             assert gradient is not None, "Start comes first"
             if isinstance(message, Collect):
-                connection.send(collected(gradient))
+                line.send(collected(gradient))
             else:
                 obey(gradient, message)
 

@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import sys
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from tests.fakes import learn
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling, with_gap
 from worker.batch import deal
 from worker.rank import serve
-from worker.ranks import Model, Ranks
+from worker.ranks import Line, Model, Ranks
 from worker.supervisor import Supervisor
 from worker.trainer import PeftTrainer
 from worker.types import Group, Pack, Sequence
@@ -148,7 +147,7 @@ def test_a_helper_ends_when_its_run_does():
     ours, theirs = socket.socketpair()
     ours.close()
 
-    serve(Connection(theirs.detach()))  # it returns
+    serve(Line(theirs))  # it returns
 
 
 # The real run, but that its helper is killed while it does its part of the second step.
