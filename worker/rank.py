@@ -57,7 +57,7 @@ def obey(gradient: OwnGradient, message: Weights | Reference | Add | Again | End
                 for parameter, weight in zip(trainable, shaped(vector, trainable), strict=True):
                     parameter.copy_(weight)
         case Reference(vector):
-            gradient.reference = shaped(vector, trainable)
+            gradient.reference = [tensor.clone() for tensor in shaped(vector, trainable)]
         case Add(packs, std):
             gradient.add(packs, std)
         case Again(std):

@@ -116,13 +116,15 @@ class Part:
 
 
 class Line:
-    """One end of the connection between two ranks, for messages of any size.
+    """One end of the connection between two ranks.
 
-    multiprocessing's Connection does the same at 370 MB/s, for it copies arrays several times; this at 5 GB/s.
+    As multiprocessing's Connection, but arrays are neither copied nor given new memory each time: 168 MB there and
+    back took that 0.9 s, and take this 0.1.
     """
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        self._arrays: list[bytearray] = []  # what was received last
 
     def send(self, message: Any) -> None:
         """Raises OSError where nobody listens any more."""
@@ -135,21 +137,25 @@ class Line:
             self._end.sendall(part)
 
     def receive(self) -> Any:
-        """Raises EOFError, or OSError, where nobody speaks any more."""
-        [number] = struct.unpack("<Q", self._read(8))
-        sizes = struct.unpack(f"<{number}Q", self._read(8 * number))
-        pickled, *arrays = [self._read(size) for size in sizes]
-        return pickle.loads(pickled, buffers=arrays)
+        """The next message. Its arrays are good until the next one with arrays.
 
-    def _read(self, size: int) -> bytearray:
-        content = bytearray(size)
-        left = memoryview(content)
+        Raises EOFError, or OSError, where nobody speaks any more.
+        """
+        [number] = struct.unpack("<Q", self._read(bytearray(8)))
+        pickled, *arrays = struct.unpack(f"<{number}Q", self._read(bytearray(8 * number)))
+        content = self._read(bytearray(pickled))
+        if arrays and arrays != [len(one) for one in self._arrays]:
+            self._arrays = [bytearray(size) for size in arrays]
+        return pickle.loads(content, buffers=[self._read(one) for one in self._arrays] if arrays else None)
+
+    def _read(self, into: bytearray) -> bytearray:
+        left = memoryview(into)
         while left:
             read = self._end.recv_into(left)
             if read == 0:
                 raise EOFError
             left = left[read:]
-        return content
+        return into
 
     def close(self) -> None:
         self._end.close()

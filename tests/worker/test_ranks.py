@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 
+import numpy as np
 import pytest
 import torch
 from sqlalchemy import select
@@ -148,6 +149,17 @@ def test_a_helper_ends_when_its_run_does():
     ours.close()
 
     serve(Line(theirs))  # it returns
+
+
+def test_arrays_of_other_sizes_arrive_as_they_were_sent():
+    ours, theirs = map(Line, socket.socketpair())
+
+    for sizes in ((3, 2), (3, 2), (5,), (0, 1), ()):
+        sent = [np.arange(size, dtype=np.float32) for size in sizes]
+        ours.send(("arrays", sent))
+        word, received = theirs.receive()
+        assert word == "arrays"
+        assert [one.tolist() for one in received] == [one.tolist() for one in sent]
 
 
 # The real run, but that its helper is killed while it does its part of the second step.
