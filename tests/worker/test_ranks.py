@@ -13,13 +13,17 @@ from sqlalchemy import select
 from core import jobs
 from core.models import File, Job
 from core.registry import BaseModelEntry
+from core.response_format import held_to
 from core.settings import Settings
 from graders.types import Grade
 from tests.fakes import learn
+from tests.tiny import make_byte_model
+from tests.worker.test_json_schema import LETTER, sample
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling, with_gap
 from worker.batch import deal
 from worker.rank import serve
 from worker.ranks import Line, Model, Ranks
+from worker.samplers.transformers import TransformersSampler
 from worker.supervisor import Supervisor
 from worker.trainer import PeftTrainer
 from worker.types import Group, Pack, Sequence
@@ -121,6 +125,33 @@ def test_a_run_on_two_ranks_samples_the_answers_of_one(trainers):
         answers.append(texts)
 
     assert answers[0] == answers[1]
+
+
+def test_a_helper_holds_answers_to_the_schema_too(two, tmp_path):
+    """Its probabilities would otherwise be over the whole vocabulary, which for bytes is another gradient."""
+    folder = make_byte_model(tmp_path)
+    entry = BaseModelEntry(path=folder, dtype="float32", context=256)
+    settings = like_the_policy({"max_completion_tokens": 24})
+    model, schema = Model("bytes", entry, folder, settings, 0, False), held_to(LETTER)
+    two.start(model, device="cpu", threads=1, token_budget=4096, held_to=schema)
+    two.wait()
+    policy = model.load("cpu")
+    rollouts = sample(TransformersSampler(policy), LETTER, tokens=24)
+    groups = [
+        Group(
+            prompt(policy, "?" * line, line),
+            tuple(rollouts[4 * line - 4 : 4 * line]),
+            tuple(map(Grade, rewards)),
+        )
+        for line, rewards in enumerate(MIXED[:2], start=1)
+    ]
+
+    alone, together = (
+        PeftTrainer(model.load("cpu"), settings, token_budget=4096, held_to=schema, helpers=helpers)
+        for helpers in ((), two.helpers)
+    )
+
+    assert learn(together, groups).grad_norm == pytest.approx(learn(alone, groups).grad_norm, rel=1e-4)
 
 
 def test_a_helper_that_has_nothing_to_compute_is_not_asked(trainers):
