@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 
-from api.deps import CurrentProject, Parts, ReadSession
+from api.deps import CurrentProject, Parts
 from core import export
 from core.blobs import BlobNotFound
 from core.errors import NotFound
@@ -20,12 +20,11 @@ ARCHIVE: dict[int | str, dict[str, Any]] = {
 
 
 @router.get("/{checkpoint_id}/archive", response_class=StreamingResponse, responses=ARCHIVE)
-def download_checkpoint(
-    checkpoint_id: str, project: CurrentProject, session: ReadSession, service: Parts
-) -> StreamingResponse:
+def download_checkpoint(checkpoint_id: str, project: CurrentProject, service: Parts) -> StreamingResponse:
     """The adapter in PEFT's format, its tokenizer, a model card and reproduce.json, as an uncompressed tar."""
-    checkpoint = export.of_project(session, project.id, checkpoint_id)
-    home = export.gather(session, service.blobs, service.registry, checkpoint, hide_secrets)
+    with service.database.read() as session:
+        checkpoint = export.of_project(session, project.id, checkpoint_id)
+    home = export.gather(service.database, service.blobs, service.registry, checkpoint, hide_secrets)
     try:
         chunks = home.tar(service.blobs)
     except BlobNotFound:

@@ -10,9 +10,10 @@ from api.deps import CurrentProject, Parts, ReadSession
 from api.wire import After, EndedListing, Limit, clamped
 from core import evals, rollouts
 from core.blobs import BlobStore
+from core.db import Database
 from core.errors import EvalNotFound, InvalidRequest, MadeByJobs
 from core.evals import Criterion
-from core.models import Job, RolloutPage
+from core.models import Job, Project, RolloutPage
 from core.rollouts import Place, Row, Wanted
 from graders.spec import hide_secrets
 
@@ -210,7 +211,6 @@ def list_runs(
     eval_id: str,
     request: Request,
     project: CurrentProject,
-    session: ReadSession,
     service: Parts,
     after: After = None,
     limit: Limit = 20,
@@ -221,24 +221,24 @@ def list_runs(
     ] = None,
 ) -> EndedListing[RunOut]:
     """The validations of a job, by step."""
-    job = evals.job_of(session, project.id, eval_id)
-    newest_first = order == "desc"
-    page = evals.runs(session, job, after=after, limit=clamped(limit), newest_first=newest_first)
+    # Here and below the session is closed before pages are read: the blob store must not keep a connection waiting.
+    with service.database.read() as session:
+        job = evals.job_of(session, project.id, eval_id)
+        newest_first = order == "desc"
+        page = evals.runs(session, job, after=after, limit=clamped(limit), newest_first=newest_first)
+        names = evals.models(session, job, [run.step for run in page.items])
     if status not in (None, "completed"):
         return _listing([], False)
-    names = evals.models(session, job, [run.step for run in page.items])
     runs = [_run(request, service.blobs, job, run, names.get(run.step, job.model)) for run in page.items]
     return _listing(runs, page.has_more)
 
 
 @router.get("/{eval_id}/runs/{run_id}")
 def retrieve_run(
-    eval_id: str, run_id: str, request: Request, project: CurrentProject, session: ReadSession, service: Parts
+    eval_id: str, run_id: str, request: Request, project: CurrentProject, service: Parts
 ) -> RunOut:
     """Describe a validation."""
-    job = evals.job_of(session, project.id, eval_id)
-    run = evals.run_of(session, job, run_id)
-    model = evals.models(session, job, [run.step]).get(run.step, job.model)
+    job, run, model = _find(service.database, project, eval_id, run_id)
     return _run(request, service.blobs, job, run, model)
 
 
@@ -247,7 +247,6 @@ def list_output_items(
     eval_id: str,
     run_id: str,
     project: CurrentProject,
-    session: ReadSession,
     service: Parts,
     after: After = None,
     limit: Limit = 20,
@@ -255,12 +254,10 @@ def list_output_items(
     status: Annotated[ItemStatus | None, Query(description="error: it could not be graded.")] = None,
 ) -> EndedListing[ItemOut]:
     """The samples of a validation, in the order of the validation file."""
-    job = evals.job_of(session, project.id, eval_id)
-    run = evals.run_of(session, job, run_id)
+    job, run, model = _find(service.database, project, eval_id, run_id)
     place = None
     if after is not None and (place := evals.place_of(after, job.id, run.step)) is None:
         raise InvalidRequest(f"No item with id '{after}' in this list.", param="after")
-    model = evals.models(session, job, [run.step]).get(run.step, job.model)
     [whole, *_] = evals.criteria(job.reinforcement["grader"])
     found = rollouts.find(service.blobs, [run], Wanted(), after=place, descending=order == "desc")
     wanted = (row for row in found if status in (None, evals.status(row, whole)))
@@ -275,17 +272,14 @@ def retrieve_output_item(
     run_id: str,
     output_item_id: str,
     project: CurrentProject,
-    session: ReadSession,
     service: Parts,
 ) -> ItemOut:
     """One sample of a validation."""
-    job = evals.job_of(session, project.id, eval_id)
-    run = evals.run_of(session, job, run_id)
+    job, run, model = _find(service.database, project, eval_id, run_id)
     place = evals.place_of(output_item_id, job.id, run.step)
     row = None if place is None else rollouts.at(service.blobs, run, place)
     if row is None:
         raise EvalNotFound("output_item", output_item_id)
-    model = evals.models(session, job, [run.step]).get(run.step, job.model)
     return ItemOut.of(job, run, row, model=model)
 
 
@@ -295,6 +289,14 @@ def retrieve_output_item(
 def refuse(project: CurrentProject) -> None:
     """Nothing here is made, changed or deleted by hand."""
     raise MadeByJobs
+
+
+def _find(database: Database, project: Project, eval_id: str, run_id: str) -> tuple[Job, RolloutPage, str]:
+    """The job, its validation, and the name of what was validated."""
+    with database.read() as session:
+        job = evals.job_of(session, project.id, eval_id)
+        run = evals.run_of(session, job, run_id)
+        return job, run, evals.models(session, job, [run.step]).get(run.step, job.model)
 
 
 def _run(request: Request, blobs: BlobStore, job: Job, page: RolloutPage, model: str) -> RunOut:

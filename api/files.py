@@ -134,14 +134,13 @@ def delete_file(file_id: str, project: CurrentProject, uow: Uow) -> Deleted:
 
 
 @router.get("/{file_id}/content", response_class=StreamingResponse)
-def download_file(
-    file_id: str, project: CurrentProject, session: ReadSession, service: Parts
-) -> StreamingResponse:
+def download_file(file_id: str, project: CurrentProject, service: Parts) -> StreamingResponse:
     """The bytes of a file."""
-    file = files.get(session, project.id, file_id)
+    with service.database.read() as session:  # closed before the blob store is asked, which may take its time
+        file = files.get(session, project.id, file_id)
     try:
         chunks = service.blobs.open(file.blob_key)
-    except BlobNotFound:  # removed between the two lines above
+    except BlobNotFound:  # removed in between
         raise FileNotFound(file_id) from None
     media_type = "text/csv" if file.purpose == files.RESULTS else "application/octet-stream"
     headers = {

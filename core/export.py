@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from core import events, tuned
 from core.blobs import BlobCorrupt, BlobNotFound, BlobStore
+from core.db import Database
 from core.errors import CheckpointNotFound, NotFound
 from core.models import Checkpoint, Event, File, Job, TunedModel
 from core.registry import Registry
@@ -130,9 +131,15 @@ def of_project(session: Session, project_id: str, checkpoint_id: str) -> Checkpo
 
 
 def gather(
-    session: Session, blobs: BlobStore, registry: Registry, checkpoint: Checkpoint, hide_secrets: HideSecrets
+    database: Database,
+    blobs: BlobStore,
+    registry: Registry,
+    checkpoint: Checkpoint,
+    hide_secrets: HideSecrets,
 ) -> TakeHome:
     """Everything about a checkpoint. `hide_secrets` is graders.spec's, which core does not know.
+
+    No connection is held while the blob store is read.
 
     Raises:
         NotFound: its files are gone.
@@ -146,10 +153,13 @@ def gather(
         for one in manifest["files"]
         if one["name"] not in STAYS
     ]
-    job = session.scalars(select(Job).where(Job.id == checkpoint.job_id)).one()
-    recipe = _recipe(session, registry, job, checkpoint, files, hide_secrets)
-    rewards = [(row.step, row.data) for row in events.steps(session, job.id) if row.step <= checkpoint.step]
-    name = tuned.names(session, [checkpoint]).get(checkpoint.id, f"{job.id} at step {checkpoint.step}")
+    with database.read() as session:
+        job = session.scalars(select(Job).where(Job.id == checkpoint.job_id)).one()
+        recipe = _recipe(session, registry, job, checkpoint, files, hide_secrets)
+        rewards = [
+            (row.step, row.data) for row in events.steps(session, job.id) if row.step <= checkpoint.step
+        ]
+        name = tuned.names(session, [checkpoint]).get(checkpoint.id, f"{job.id} at step {checkpoint.step}")
     texts = {
         "README.md": model_card(name, recipe, rewards).encode(),
         "reproduce.json": (json.dumps(recipe, indent=2, ensure_ascii=False) + "\n").encode(),

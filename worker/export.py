@@ -25,8 +25,8 @@ def export_to(
     try:
         with database.read() as session:
             checkpoint = export.find(session, name)
-            home = export.gather(session, blobs, registry, checkpoint, hide_secrets)
             base_model = export.base_model(session, checkpoint)
+        home = export.gather(database, blobs, registry, checkpoint, hide_secrets)
     except NotFound as unknown:
         sys.exit(unknown.message)
     if not merged:

@@ -1,0 +1,74 @@
+"""The blob store may take minutes; a connection to the database is not held meanwhile."""
+
+import hashlib
+import json
+from dataclasses import replace
+
+import pytest
+
+from core.blobs import FolderBlobs
+from core.models import Checkpoint, RolloutPage
+from tests.api.test_evals import validate
+from tests.api.test_rollouts import OLD
+
+
+class Watching(FolderBlobs):
+    """Notes how many connections are out of the pool whenever something is read."""
+
+    def watch(self, pool):
+        self.pool, self.held = pool, []
+
+    def open(self, key, **options):
+        self.held.append(self.pool.checkedout())
+        return super().open(key, **options)
+
+
+@pytest.fixture
+def blobs(house):
+    watching = Watching(house.folder / "blobs")
+    watching.watch(house.database.engine.pool)
+    house.app.state.service = replace(house.app.state.service, blobs=watching)
+    return watching
+
+
+def test_samples_of_a_validation_are_read_without_a_connection(house, api, create_job, blobs):
+    job = create_job()
+    validate(house, job["id"], 2)
+    items = f"/v1/evals/{job['eval_id']}/runs/{job['eval_id'].replace('eval_', 'evalrun_')}_2/output_items"
+    first = api.get(items).json()["data"][0]["id"]
+
+    assert api.get(f"{items}/{first}").status_code == 200
+    assert blobs.held == [0, 0]
+
+
+def test_a_run_of_an_earlier_version_is_counted_without_a_connection(house, api, create_job, blobs):
+    job = create_job()
+    key = f"projects/p/jobs/{job['id']}/valid-000000.jsonl"
+    house.blobs.put_bytes(key, "".join(json.dumps(line) + "\n" for line in OLD).encode())
+    with house.database.write() as session:
+        session.add(RolloutPage(job_id=job["id"], step=0, split="valid", epoch=1, blob_key=key, samples=3))
+    [run] = api.get(f"/v1/evals/{job['eval_id']}/runs").json()["data"]
+
+    assert api.get(f"/v1/evals/{job['eval_id']}/runs/{run['id']}").status_code == 200
+    assert blobs.held == [0, 0]
+
+
+def test_a_checkpoint_goes_home_without_a_connection(house, api, create_job, blobs):
+    weights = b"weights"
+    file = {"name": "adapter_model.safetensors", "bytes": 7, "sha256": hashlib.sha256(weights).hexdigest()}
+    house.blobs.put_bytes(f"step-1/{file['name']}", weights)
+    house.blobs.put_bytes("step-1/manifest.json", json.dumps({"files": [file]}).encode())
+    job = create_job()
+    with house.database.write() as session:
+        checkpoint = Checkpoint(job_id=job["id"], step=1, epoch=1, blob_prefix="step-1")
+        session.add(checkpoint)
+        session.flush()
+        url = f"/v1/regraft/checkpoints/{checkpoint.id}/archive"
+
+    assert weights in api.get(url).content
+    assert blobs.held == [0, 0]  # the manifest and the weights
+
+
+def test_a_file_is_downloaded_without_a_connection(api, upload, blobs):
+    assert api.get(f"/v1/files/{upload()}/content").status_code == 200
+    assert blobs.held == [0]
