@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from anyio import WouldBlock
+from anyio import CapacityLimiter, WouldBlock
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 from pydantic import Field, ValidationError, model_validator
@@ -98,6 +98,29 @@ class Completion:
     tokens: int
 
 
+class Slot:
+    """One of the previews that this process runs at once. Raises WouldBlock if there is none left.
+
+    A thread that grades goes on when its client has left or was told that it took too long; the slot is kept until it
+    has ended. Otherwise whoever asks again and again would take all threads there are.
+    """
+
+    def __init__(self, slots: CapacityLimiter) -> None:
+        slots.acquire_on_behalf_of_nowait(self)
+        self._slots = slots
+        self._grading: asyncio.Task[Any] | None = None
+
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        grading = self._grading = asyncio.create_task(asyncio.to_thread(call))
+        return await asyncio.shield(grading)
+
+    def release(self) -> None:
+        if self._grading is None:
+            self._slots.release_on_behalf_of(self)
+        else:
+            self._grading.add_done_callback(lambda ended: self._slots.release_on_behalf_of(self))
+
+
 def _prepared(body: PreviewCreate, project: CurrentProject, service: Parts) -> Prepared:
     """In a thread: it asks the database and reads files."""
     with service.database.read() as session:
@@ -130,23 +153,23 @@ async def preview_job(
     and wrote counts towards the project's limit.
     """
     try:
-        service.previews.acquire_nowait()
+        slot = Slot(service.previews)
     except WouldBlock:
         raise NotReady("Other previews are still running; ask again.", retry_after=10) from None
     try:
         async with asyncio.timeout(LONGEST_S):
-            made = await until_gone(request.receive, _previewed(prepared, service, upstream))
+            made = await until_gone(request.receive, _previewed(prepared, service, upstream, slot))
     except TimeoutError:
         raise InvalidRequest(
             f"The preview took longer than {LONGEST_S:.0f} s. Ask for fewer rows or samples, or for shorter answers.",
             code="preview_too_slow",
         ) from None
     finally:
-        service.previews.release()
+        slot.release()
     return Response(status_code=499) if made is None else made
 
 
-async def _previewed(prepared: Prepared, service: Service, upstream: Upstream) -> PreviewOut:
+async def _previewed(prepared: Prepared, service: Service, upstream: Upstream, slot: Slot) -> PreviewOut:
     # One token first, so that loading the model is not taken for the speed of sampling.
     await _complete(upstream, prepared.chats[0] | {"max_completion_tokens": 1}, prepared.rows[0])
     started = time.perf_counter()
@@ -155,7 +178,7 @@ async def _previewed(prepared: Prepared, service: Service, upstream: Upstream) -
         [partial(_complete, upstream, chat, row) for chat, row in zip(prepared.chats, rows, strict=True)]
     )
     seconds = time.perf_counter() - started
-    grades, tokens = await asyncio.to_thread(_graded, prepared, service, completions)
+    grades, tokens = await slot.in_thread(partial(_graded, prepared, service, completions))
 
     size, samples = prepared.asked.settings, prepared.body.samples
     judged = [_answer(*pair, size.supervision == "process") for pair in zip(completions, grades, strict=True)]

@@ -408,3 +408,25 @@ def test_one_that_takes_too_long_is_refused_in_a_way_that_no_client_repeats(web,
     model.go.set()
     assert refused["code"] == "preview_too_slow"
     assert "fewer rows or samples" in refused["message"]
+
+
+def test_a_preview_that_nobody_waits_for_keeps_its_place_until_its_grader_has_ended(
+    house, inference, body, monkeypatch
+):
+    """A thread cannot be stopped: let go, its place would be taken again and again, until there is no thread left."""
+    monkeypatch.setattr(endpoint, "PREVIEWS_AT_ONCE", 1)
+    monkeypatch.setattr(endpoint, "LONGEST_S", 1.0)
+    go = threading.Event()
+    judge = {"type": "score_model", "name": "j", "model": "judge"}
+    judge |= {"input": [{"role": "user", "content": "{{sample.output_text}}"}]}
+    with serving(lambda path, asked: (200, verdict(float(go.wait(10))).body)) as url:
+        for web in opened(house, inference, Backends({"judge": JudgeModel(f"{url}/v1")})):
+            asked = body(grader=judge) | {"rows": 1, "samples": 2}
+            slow, meanwhile = web.post(PREVIEW, json=asked), web.post(PREVIEW, json=asked)
+            go.set()
+            while (later := web.post(PREVIEW, json=asked)).status_code == 503:
+                pass
+
+    assert error(slow, 400)["code"] == "preview_too_slow"
+    assert error(meanwhile, 503)["message"] == "Other previews are still running; ask again."
+    assert later.json()["grading"]["failed"] == 0
