@@ -10,6 +10,9 @@ import os
 import shutil
 import tempfile
 import threading
+import time
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from core.blobs import BlobCorrupt, BlobNotFound, BlobStore
@@ -45,12 +48,26 @@ class AdapterFolders:
         with self._lock:
             fetching = self._fetching.setdefault(target.name, threading.Lock())
         with fetching:  # who comes second waits for the first one's download
-            if not target.exists():
+            fetched = False
+            while not self._taken(target):
                 with loading("adapter"):
                     self._fetch(adapter, target)
-                self._evict()
-        os.utime(target)
+                fetched = True
+        if fetched:
+            self._evict()
         return target
+
+    def _taken(self, target: Path) -> bool:
+        """Make it the last one to go. False: it is not there, or not any more."""
+        with self._lock:
+            try:
+                now = (
+                    time.time_ns()
+                )  # by the system's own, which goes on in jumps, two could be as old as each other
+                os.utime(target, ns=(now, now))
+            except FileNotFoundError:
+                return False
+            return True
 
     def _fetch(self, adapter: Adapter, target: Path) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -74,7 +91,17 @@ class AdapterFolders:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _evict(self) -> None:
-        folders = [one for one in self.root.iterdir() if not one.name.startswith(".")]
-        folders.sort(key=lambda one: one.stat().st_mtime)
-        for folder in folders[: -self.kept]:
-            shutil.rmtree(folder, ignore_errors=True)
+        """Rename before removing: whoever asks meanwhile has either kept a folder or finds none, never half of one."""
+        with self._lock:
+            found = [one for one in os.scandir(self.root) if not one.name.startswith(".")]
+            if len(found) <= self.kept:
+                return
+            ages = {}
+            for one in found:
+                with suppress(FileNotFoundError):  # another process has removed it
+                    ages[one.name] = one.stat().st_mtime_ns
+            for name in sorted(ages, key=lambda name: ages[name])[: -self.kept]:
+                with suppress(FileNotFoundError):
+                    (self.root / name).rename(self.root / f".gone-{uuid.uuid4().hex}")
+        for gone in self.root.glob(".gone-*"):  # and what a process that was killed had not come to
+            shutil.rmtree(gone, ignore_errors=True)

@@ -291,6 +291,7 @@ class ContinuousEngine:
         self.most_rows = most_rows
         self.steps = 0  # forward passes that wrote a token
         self._loras: OrderedDict[Path, Lora] = OrderedDict()
+        self._reading = threading.Lock()  # of adapters: each request asks for its own in a thread
         self._arrivals: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._waiting: list[Row] = []
         self._rows: list[Row] = []
@@ -325,13 +326,14 @@ class ContinuousEngine:
 
     def _lora(self, folder: Path) -> Lora:
         """Rows keep what they were given; what is forgotten here is only read again for the next one."""
-        lora = self._loras.get(folder)
-        if lora is None:
-            lora = self._loras[folder] = Lora.load(folder, self.model.device)
-        self._loras.move_to_end(folder)
-        while len(self._loras) > ADAPTERS_IN_MEMORY:
-            self._loras.popitem(last=False)
-        return lora
+        with self._reading:
+            lora = self._loras.get(folder)
+            if lora is None:
+                lora = self._loras[folder] = Lora.load(folder, self.model.device)
+            self._loras.move_to_end(folder)
+            while len(self._loras) > ADAPTERS_IN_MEMORY:
+                self._loras.popitem(last=False)
+            return lora
 
     def _run(self) -> None:
         while self._arrive():

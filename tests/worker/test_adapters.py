@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import shutil
 import threading
 
 import pytest
@@ -89,3 +91,52 @@ def test_the_one_that_was_not_asked_for_the_longest_goes_first(blobs, store, tmp
         a.manifest_sha256,
         c.manifest_sha256,
     }
+
+
+def test_one_that_is_asked_for_while_it_is_removed_is_fetched_again(blobs, store, tmp_path, monkeypatch):
+    folders, rmtree = AdapterFolders(blobs, tmp_path / "cache", kept=1), shutil.rmtree
+    asked, meanwhile = threading.Event(), []
+    old, new = store("a", b"old"), store("b", b"new")
+
+    def remove(path, **options):
+        if weights_of(path) == b"old" and not asked.is_set():
+            asked.set()
+            meanwhile.append(folders.folder(old))
+        rmtree(path, **options)
+
+    folders.folder(old)
+    monkeypatch.setattr("worker.adapters.shutil.rmtree", remove)
+    folders.folder(new)
+
+    assert [weights_in(folder) for folder in meanwhile] == [b"old"]
+
+
+def weights_of(folder):
+    return weights_in(folder) if (folder / "adapter_model.safetensors").exists() else None
+
+
+def test_one_that_another_process_has_removed_is_fetched_again(blobs, store, tmp_path, monkeypatch):
+    folders, adapter = AdapterFolders(blobs, tmp_path / "cache"), store("a", b"one")
+    folder, utime = folders.folder(adapter), os.utime
+
+    def removed_first(path, *given, **options):
+        if not gone:
+            gone.append(path.rename(tmp_path / "gone"))
+        utime(path, *given, **options)
+
+    gone = []
+    monkeypatch.setattr("worker.adapters.os.utime", removed_first)
+
+    assert weights_in(folders.folder(adapter)) == b"one"
+    assert folder.exists() and gone
+
+
+def test_what_a_killed_process_was_removing_goes_with_the_next_one(blobs, store, tmp_path):
+    folders = AdapterFolders(blobs, tmp_path / "cache", kept=1)
+    left = tmp_path / "cache" / ".gone-1"
+    left.mkdir(parents=True)
+    for name in "ab":
+        newest = store(name, name.encode())
+        folders.folder(newest)
+
+    assert [folder.name for folder in (tmp_path / "cache").iterdir()] == [newest.manifest_sha256]

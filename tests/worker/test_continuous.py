@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import threading
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from core.registry import BaseModelEntry
 from core.response_format import SchemaTooLarge, held_to
 from tests.tiny import make_byte_model
-from worker.continuous import ContinuousEngine, sample
+from worker.continuous import ContinuousEngine, Lora, sample
 from worker.engine import Ask
 from worker.policy import load_base
 
@@ -189,6 +190,23 @@ def test_an_adapter_under_a_new_name_is_read_anew(make_engine, make_policy, tmp_
 
     assert [t.logprob for t in after[0]] != pytest.approx([t.logprob for t in before[0]], abs=1e-2)
     assert [t.logprob for t in after[1]] == pytest.approx([t.logprob for t in before[0]], abs=1e-4)
+
+
+def test_an_adapter_that_many_ask_for_at_once_is_read_once(make_engine, adapters, monkeypatch):
+    """Two copies of it would be two adapters to the batch, and what is forgotten must not be what another reads."""
+    engine, read, second, load = make_engine(), [], threading.Event(), Lora.load
+
+    def watched(folder, device):
+        read.append(folder)
+        if len(read) > 1:
+            second.set()
+        second.wait(0.3)
+        return load(folder, device)
+
+    monkeypatch.setattr(Lora, "load", watched)
+    answer(engine, *(ask(9, next(iter(adapters)), seed=seed) for seed in range(4)))
+
+    assert len(read) == 1
 
 
 def test_closing_an_engine_ends_its_thread_and_frees_its_weights(make_engine):
