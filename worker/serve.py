@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from jinja2 import TemplateError
 from starlette.types import Receive, Scope, Send
 
 from core import tracing
@@ -32,7 +33,7 @@ from core.response_format import SchemaTooLarge
 from core.settings import Settings
 from worker import answering, process
 from worker.adapters import AdapterFolders
-from worker.answering import Tally
+from worker.answering import Result, Tally
 from worker.answers import Answer, Piece
 from worker.engine import Ask, Engine, Token
 from worker.engines import Builder, Engines, Refused
@@ -53,10 +54,14 @@ class Completion:
     answers: Sequence[Answer]
     tally: Tally
     held_open: AsyncExitStack
-    failed: bool = False
+    result: Result | None = None  # None: as the answers say
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """What each choice grows by, as it comes. Closing this ends all of them."""
+        """What each choice grows by, as it comes. Closing this ends all of them.
+
+        Raises:
+            Refused: the engine has found out only now that it cannot be asked this.
+        """
         arrived: asyncio.Queue[tuple[int, Token | Exception]] = asyncio.Queue()
 
         async def write(number: int) -> None:
@@ -64,6 +69,8 @@ class Completion:
             try:
                 async for token in tokens:
                     arrived.put_nowait((number, token))
+            except SchemaTooLarge as cause:
+                arrived.put_nowait((number, Refused(f"response_format: {cause}")))
             except Exception as cause:
                 arrived.put_nowait((number, cause))
             finally:
@@ -75,7 +82,7 @@ class Completion:
             while unfinished:
                 number, token = await arrived.get()
                 if isinstance(token, Exception):
-                    self.failed = True
+                    self.result = "refused" if isinstance(token, Refused) else "failed"
                     raise token
                 self.tally.wrote()
                 answer = self.answers[number]
@@ -93,7 +100,7 @@ class Completion:
     async def close(self) -> None:
         await self.held_open.aclose()
         whole = all(answer.finish_reason for answer in self.answers)
-        self.tally.ended("failed" if self.failed else "answered" if whole else "left")
+        self.tally.ended(self.result or ("answered" if whole else "left"))
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -122,8 +129,12 @@ async def begin(request: InternalChat, engines: Engines) -> Completion:
         messages = [message.model_dump(exclude={"name", "refusal"}) for message in request.messages]
         try:
             prompt_ids = tuple(await asyncio.to_thread(render, engine.tokenizer, messages))
-        except Exception as cause:  # a template is a program of its makers; it may refuse an order of roles
+        except (TemplateError, ValueError, TypeError) as cause:
+            # A template is a program of its makers; it may refuse an order of roles.
             raise Refused(f"The model's chat template does not take these messages: {cause}") from cause
+        except Exception as cause:
+            log.exception("the chat template of %s failed", request.served.base_model)
+            raise Refused(f"the model's chat template failed: {cause}", 500) from cause
         room = engine.context - len(prompt_ids)
         if room < 1:
             raise Refused(
@@ -202,8 +213,8 @@ async def streamed(completion: Completion, frame: dict[str, Any]) -> AsyncGenera
         if wants_usage:
             yield event(frame | {"choices": [], "usage": completion.usage})
         yield b"data: [DONE]\n\n"
-    except SchemaTooLarge as cause:
-        yield event(envelope(400, f"response_format: {cause}"))
+    except Refused as cause:
+        yield event(envelope(cause.status, str(cause), cause.code))
     except Exception as cause:  # too late for a status
         log.exception("an answer failed")
         yield event(envelope(500, f"the model failed: {cause}"))
@@ -287,8 +298,8 @@ def create_app(engines: Engines, key: str) -> FastAPI:
             return Stream(completion, frame)
         try:
             answer = await until_gone(request.receive, whole(completion, frame))
-        except SchemaTooLarge as cause:
-            raise Refused(f"response_format: {cause}") from cause
+        except Refused:
+            raise
         except Exception as cause:
             log.exception("an answer failed")
             raise Refused(f"the model failed: {cause}", 500) from cause

@@ -5,6 +5,7 @@ import threading
 
 import openai
 import pytest
+from jinja2 import TemplateError
 from openai import (
     APIStatusError,
     AuthenticationError,
@@ -24,7 +25,7 @@ from core.settings import Settings
 from tests.tiny import make_byte_model
 from worker.adapters import AdapterFolders
 from worker.engine import Token
-from worker.engines import Engines
+from worker.engines import Engines, Refused
 from worker.serve import create_app
 
 USER = [{"role": "user", "content": "hello"}]
@@ -237,6 +238,37 @@ def test_a_model_that_cannot_be_loaded_answers_500_with_the_reason(client, build
         say(client)
 
     assert "a cannot be loaded" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("cause", "status"),
+    [(TemplateError("roles must alternate"), 400), (TypeError("no"), 400), (OSError("disk I/O"), 500)],
+)
+def test_only_what_a_template_says_of_the_messages_is_the_askers_mistake(
+    client, builder, monkeypatch, cause, status
+):
+    engine = loaded(client, builder, "hi")
+
+    def apply(*given, **options):
+        raise cause
+
+    monkeypatch.setattr(engine.tokenizer, "apply_chat_template", apply)
+    with pytest.raises(APIStatusError, match=f"chat template .*: {cause}") as refused:
+        say(client)
+
+    assert refused.value.status_code == status
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_an_engine_refuses_is_no_failure_of_it(client, builder, stream):
+    """As vLLM's does when it has read that an adapter's rank is too high."""
+    loaded(client, builder, "hi").failure = Refused("The adapter's rank is 128")
+    before = counted("requests_total", result="refused")
+    with pytest.raises(openai.APIError, match="The adapter's rank is 128") as refused:
+        list(say(client, stream=stream))
+
+    assert stream or refused.value.status_code == 400
+    assert counted("requests_total", result="refused") == before + 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
