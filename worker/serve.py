@@ -11,8 +11,8 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -41,7 +41,34 @@ from worker.engines import Builder, Engines, Refused
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 30
+# Under way at once: 16 times what the transformers engine writes side by side (64), and 4 times what vLLM does (256).
+# One request has up to 128 (core/chat.py).
+MOST_ANSWERS = 1024
+OVERLOADED_RETRY_AFTER = 5  # seconds
 ROUTE = "/v1/chat/completions"
+
+
+class Places:
+    """How many answers are under way: being written, waiting for their turn, or for their model to be loaded."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self._taken = most, 0
+
+    @contextmanager
+    def take(self, answers: int) -> Iterator[None]:
+        """Raise Refused if there are not so many left: in a line without an end everybody would wait too long."""
+        if self._taken + answers > self.most:
+            raise Refused(
+                f"{self._taken} answers are under way, and this server takes {self.most} at once; ask again.",
+                503,
+                code="overloaded",
+                retry_after=OVERLOADED_RETRY_AFTER,
+            )
+        self._taken += answers
+        try:
+            yield
+        finally:
+            self._taken -= answers
 
 
 @dataclass
@@ -119,12 +146,13 @@ class Completion:
         }
 
 
-async def begin(request: InternalChat, engines: Engines) -> Completion:
+async def begin(request: InternalChat, engines: Engines, places: Places) -> Completion:
     """Load what is asked for and read the request. Raise Refused if there can be no answer."""
     from worker.policy import render
 
     arrived = time.perf_counter()
     async with AsyncExitStack() as stack:
+        stack.enter_context(places.take(request.n or 1))
         engine, adapter = await stack.enter_async_context(engines.open(request.served))
         messages = [message.model_dump(exclude={"name", "refusal"}) for message in request.messages]
         try:
@@ -237,7 +265,7 @@ class Stream(StreamingResponse):
             scope["app"].state.last_use = time.monotonic()
 
 
-def create_app(engines: Engines, key: str) -> FastAPI:
+def create_app(engines: Engines, key: str, *, most_answers: int = MOST_ANSWERS) -> FastAPI:
     """The service. It answers /healthz to anybody and the rest to who has the key."""
 
     @asynccontextmanager
@@ -247,6 +275,7 @@ def create_app(engines: Engines, key: str) -> FastAPI:
 
     app = FastAPI(title="regraft inference", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.last_use = time.monotonic()
+    places = Places(most_answers)
 
     def checked(request: Request) -> None:
         sent = request.headers.get("authorization", "")
@@ -277,7 +306,7 @@ def create_app(engines: Engines, key: str) -> FastAPI:
     async def answered(body: InternalChat, request: Request) -> Response:
         app.state.last_use = time.monotonic()
         try:
-            completion = await until_gone(request.receive, begin(body, engines))
+            completion = await until_gone(request.receive, begin(body, engines, places))
         except Refused as cause:
             answering.refused(cause.status)
             raise

@@ -299,6 +299,35 @@ def test_a_model_that_answers_is_not_unloaded_and_others_are_told_to_come_back(c
     assert say(client, "b").choices[0].message.content == "hi"
 
 
+def test_more_answers_than_may_be_under_way_are_told_to_come_back(engines):
+    before = counted("requests_total", result="not_ready")
+    with TestClient(create_app(engines, "key", most_answers=3)) as web:
+        client = OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0)
+        with say(client, n=2, stream=True):
+            with pytest.raises(APIStatusError) as busy:
+                say(client, n=2)
+            assert say(client).choices[0].message.content == "hi"
+        assert len(say(client, n=3).choices) == 3
+
+    assert (busy.value.status_code, busy.value.code) == (503, "overloaded")
+    assert busy.value.response.headers["retry-after"] == "5"
+    assert counted("requests_total", result="not_ready") == before + 1
+
+
+def test_what_is_refused_or_fails_makes_room_again(engines, builder):
+    with TestClient(create_app(engines, "key", most_answers=1)) as web:
+        client = OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0)
+        engine = loaded(client, builder, "hi")
+        with pytest.raises(BadRequestError):
+            say(client, messages=[{"role": "user", "content": "x" * 100}])
+        engine.failure = ZeroDivisionError("division by zero")
+        with pytest.raises(InternalServerError):
+            say(client)
+        engine.failure = None
+
+        assert say(client).choices[0].message.content == "hi"
+
+
 def test_an_engine_that_died_is_replaced(client, builder):
     say(client)
     builder.built[0].lost = True
