@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter, WouldBlock, to_thread
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from api.deps import CurrentProject, Parts
 from api.jobs import EventOut
@@ -40,14 +41,45 @@ async def stream_events(
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> StreamingResponse:
     """Follow a job: all its events so far, then each as it is written, until the job ends."""
-    streams = service.streams
-    if streams.available_tokens < 1:
-        raise TooManyStreams(round(streams.total_tokens))
-    log = JobLog(service.database, project.id, job_id, service.stream_readers)
-    first = await log.read(last_event_id)  # here and not in the stream, where it is too late for a 404
-    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would collect it otherwise
-    chunks = _among(streams, follow(log, first, service.shutdown, after=last_event_id))
-    return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
+    # Both here and not in the stream, where it is too late for a 429 or a 404.
+    place = Place(service.streams)
+    try:
+        log = JobLog(service.database, project.id, job_id, service.stream_readers)
+        first = await log.read(last_event_id)
+    except BaseException:
+        place.leave()
+        raise
+    return Following(follow(log, first, service.shutdown, after=last_event_id), place)
+
+
+class Place:
+    """One of the streams that this process has at once. Raises TooManyStreams if there is none left."""
+
+    def __init__(self, streams: CapacityLimiter) -> None:
+        self._streams = streams
+        try:
+            # For itself and not for the task: a stream that is thrown away is put away by another one.
+            streams.acquire_on_behalf_of_nowait(self)
+        except WouldBlock:
+            raise TooManyStreams(round(streams.total_tokens)) from None
+
+    def leave(self) -> None:
+        self._streams.release_on_behalf_of(self)
+
+
+class Following(StreamingResponse):
+    """A stream that leaves its place when it ends, also if its client has left before the first event."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], place: Place) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would collect it otherwise
+        super().__init__(chunks, media_type="text/event-stream", headers=headers)
+        self._place = place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._place.leave()
 
 
 @dataclass(frozen=True)
@@ -113,13 +145,3 @@ async def follow(
 def _status(job_id: str, status: str) -> bytes:
     data = json.dumps({"object": "regraft.job.status", "id": job_id, "status": status})
     return f"event: status\ndata: {data}\n\n".encode()
-
-
-async def _among(streams: CapacityLimiter, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    stream = object()  # not the task: a stream that is thrown away is put away by another one
-    await streams.acquire_on_behalf_of(stream)
-    try:
-        async for chunk in chunks:
-            yield chunk
-    finally:
-        streams.release_on_behalf_of(stream)

@@ -4,14 +4,18 @@ import socket
 import threading
 
 import httpx2
+import pytest
 import uvicorn
 from anyio import CapacityLimiter
+from fastapi.responses import StreamingResponse
 from openai import OpenAI, Stream
+from starlette.requests import ClientDisconnect
 
 from api.shutdown import Server, Shutdown
-from api.stream import KEEP_ALIVE_SECONDS, JobLog, follow
+from api.stream import KEEP_ALIVE_SECONDS, JobLog, follow, stream_events
 from core import events, jobs
 from core.db import Work
+from core.errors import TooManyStreams
 from core.models import Job
 
 
@@ -173,6 +177,56 @@ def test_no_more_are_followed_at_once_than_the_process_can(api, house, create_jo
     answer = api.get(f"/v1/regraft/jobs/{job_id}/stream")
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+
+
+async def send_to(client, answer: StreamingResponse) -> None:
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    await answer({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, client)
+
+
+def test_a_burst_is_refused_beyond_the_limit_and_nobody_hangs(house, create_job):
+    """All of them ask before the first one is answered; an answer that has begun can be no 429 any more."""
+    job_id = create_job()["id"]
+    cancel(house, job_id)
+    service = house.app.state.service
+    service.streams.total_tokens = 1
+    sent = []
+
+    async def client(message) -> None:
+        sent.append(message.get("body", b""))
+
+    async def burst() -> list[object]:
+        asks = [stream_events(job_id, house.project, service) for _ in range(3)]
+        answers = await asyncio.gather(*asks, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, StreamingResponse):
+                await asyncio.wait_for(send_to(client, answer), 10)
+        return answers
+
+    answers = asyncio.run(burst())
+
+    assert [type(answer) for answer in answers].count(TooManyStreams) == 2
+    assert b"data: [DONE]\n\n" in sent
+    assert service.streams.borrowed_tokens == 0
+
+
+def test_neither_a_refusal_nor_a_client_that_has_left_takes_a_place(house, api, create_job):
+    job_id = create_job()["id"]
+    service = house.app.state.service
+
+    async def left(message) -> None:
+        raise OSError
+
+    async def leave() -> None:
+        await send_to(left, await stream_events(job_id, house.project, service))
+
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(leave())
+    assert api.get("/v1/regraft/jobs/ftjob-none/stream").status_code == 404
+
+    assert service.streams.borrowed_tokens == 0
 
 
 def test_a_stream_that_ends_makes_room(api, house, create_job):
