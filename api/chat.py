@@ -6,6 +6,7 @@ leaves takes its request along.
 """
 
 import hashlib
+import json
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
@@ -96,7 +97,8 @@ class Upstream:
     def __init__(self, settings: Settings, *, patience: float = START_PATIENCE) -> None:
         self.url = settings.inference_url.rstrip("/")
         self.patience = patience
-        self.headers = {"authorization": f"Bearer {settings.inference_key}"}
+        # Uncompressed: the bytes go through as they are, and a proxy on the way must not pack them.
+        self.headers = {"authorization": f"Bearer {settings.inference_key}", "accept-encoding": "identity"}
         self._heard_at = float("-inf")
         self._manifests: OrderedDict[str, str] = OrderedDict()
         self._client: httpx.AsyncClient | None = None
@@ -127,6 +129,7 @@ class Upstream:
         Raises:
             InvalidRequest: this installation has none.
             NotReady: the inference server is not there, or not yet.
+            ServiceError: it is there and does not answer.
         """
         if not self.url:
             raise InvalidRequest(
@@ -141,9 +144,12 @@ class Upstream:
                 answer = await self.client.send(request, stream=True)
             except httpx.TransportError as cause:
                 self._heard_at = float("-inf")
+                if isinstance(cause, httpx.ReadTimeout):
+                    seconds = request.extensions["timeout"]["read"]
+                    raise ServiceError(f"The model has not answered for {seconds:g} s.") from cause
                 # A connection that was kept may have ended with an idle process; a new one finds its successor.
                 if last or isinstance(cause, httpx.TimeoutException):
-                    raise _not_there() from cause
+                    raise _not_there(cause) from cause
             else:
                 self._heard_at = time.monotonic()
                 return answer
@@ -153,9 +159,11 @@ class Upstream:
         if time.monotonic() - self._heard_at < RECENTLY:
             return
         try:
-            answer = await self.client.get(f"{self.url.removesuffix('/v1')}/healthz", timeout=self.patience)
+            # The patience is for a process that starts behind a socket which is there; one that is not is told at once.
+            timeout = httpx.Timeout(self.patience, connect=TIMEOUT.connect)
+            answer = await self.client.get(f"{self.url.removesuffix('/v1')}/healthz", timeout=timeout)
         except httpx.TransportError as cause:
-            raise _not_there() from cause
+            raise _not_there(cause) from cause
         if answer.status_code != 200:
             raise _not_there()
         self._heard_at = time.monotonic()
@@ -175,8 +183,14 @@ class Upstream:
         return Adapter(prefix=checkpoint.blob_prefix, manifest_sha256=found)
 
 
-def _not_there() -> NotReady:
-    return NotReady("The inference server is starting; ask again.", retry_after=5)
+def _not_there(cause: httpx.TransportError | None = None) -> NotReady:
+    if isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout):
+        message = (
+            "Nothing answers at the inference server's address: it is not running, or not yet. Ask again."
+        )
+    else:
+        message = "The inference server is starting; ask again."
+    return NotReady(message, retry_after=5)
 
 
 async def _upstream(request: Request) -> Upstream:
@@ -219,7 +233,7 @@ async def create_chat_completion(
     answer = await until_gone(request.receive, upstream.send(described))
     if answer is None:
         return Response(status_code=499)
-    if answer.status_code == 200 and described.get("stream"):
+    if answer.status_code == 200 and _is(answer, "text/event-stream") and described.get("stream"):
         return PassedOn(answer)
     content = await until_gone(request.receive, whole(answer))
     if content is None:
@@ -232,7 +246,8 @@ async def whole(answer: httpx.Response) -> bytes:
     """The body of an answer, which is then closed.
 
     Raises:
-        ServiceError: it breaks off, or the inference server does not know the API.
+        ServiceError: it breaks off, or is none of an inference server that knows the API.
+        NotReady: something in between, a proxy, does not reach the inference server.
     """
     try:
         content = await answer.aread()
@@ -242,7 +257,35 @@ async def whole(answer: httpx.Response) -> bytes:
         await answer.aclose()
     if answer.status_code == 401:
         raise ServiceError("The inference server does not take the key in REGRAFT_INFERENCE_KEY.")
+    if not (_is(answer, "application/json") if answer.status_code == 200 else _is_error(content)):
+        raise _of_something_else(answer.status_code)
     return content
+
+
+def _is(answer: httpx.Response, media_type: str) -> bool:
+    return str(answer.headers.get("content-type", "")).startswith(media_type)
+
+
+def _is_error(content: bytes) -> bool:
+    """Whether it has OpenAI's shape, which our inference server gives to all of them."""
+    try:
+        error = json.loads(content)["error"]
+        return isinstance(error["message"], str) and "code" in error
+    except (ValueError, TypeError, LookupError):
+        return False
+
+
+def _of_something_else(status: int) -> ServiceError:
+    """What it says itself is a page for people, or about another program; our clients could not read it."""
+    if status in (502, 503, 504):
+        return NotReady(
+            f"What stands before the inference server does not reach it (status {status}); ask again.",
+            retry_after=5,
+        )
+    return ServiceError(
+        f"The inference server answered with status {status} and not as one does: "
+        "REGRAFT_INFERENCE_URL may name something else, or lack its /v1."
+    )
 
 
 class PassedOn(StreamingResponse):

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from api.app import create_app
 from core.models import Checkpoint, TunedModel
@@ -33,6 +33,8 @@ class Inference:
 
     asked: list[dict] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
+    encodings: list[str] = field(default_factory=list)
+    streams: bool = True
     answer: Response | None = None
     begun: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
@@ -51,7 +53,8 @@ class Inference:
             self.asked.append(await request.json())
             self.keys.append(request.headers["authorization"])
             self.begun.set()
-            if self.asked[-1].get("stream"):
+            self.encodings.append(request.headers["accept-encoding"])
+            if self.asked[-1].get("stream") and self.streams:
                 return StreamingResponse(self.events(), media_type="text/event-stream")
             if self.answer is None:
                 while (await request.receive())["type"] != "http.disconnect":
@@ -238,6 +241,43 @@ def test_a_key_that_the_inference_server_does_not_take_is_not_the_callers_mistak
     assert ask(web).status_code == 500
 
 
+@pytest.mark.parametrize(
+    ("answer", "status", "said"),
+    [
+        (HTMLResponse("<h1>Bad Gateway</h1>", 502), 503, "status 502"),
+        (HTMLResponse("<h1>Error</h1>", 500), 500, "status 500"),
+        (HTMLResponse("<h1>Welcome</h1>", 200), 500, "status 200"),
+        (JSONResponse({"detail": "Not Found"}, 404), 500, "REGRAFT_INFERENCE_URL"),
+        (JSONResponse(["error"], 400), 500, "status 400"),
+        (JSONResponse({"error": "no"}, 400), 500, "status 400"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_no_inference_server_says_is_not_passed_on(web, inference, answer, status, said, stream):
+    inference.answer, inference.streams = answer, False
+    passed_on = ask(web, stream=stream)
+
+    assert passed_on.status_code == status
+    assert said in passed_on.json()["error"]["message"]
+    assert passed_on.headers.get("retry-after") == ("5" if status == 503 else None)
+
+
+def test_answers_are_asked_for_uncompressed(web, inference):
+    """A stream goes through byte for byte: a proxy on the way must not pack what nobody unpacks."""
+    ask(web)
+
+    assert inference.encodings == ["identity"]
+
+
+def test_an_answer_that_does_not_come_is_no_server_that_is_starting(web, inference, monkeypatch):
+    monkeypatch.setattr("api.chat.TIMEOUT", httpx.Timeout(0.2))
+    inference.answer = None
+    answer = ask(web)
+
+    assert (answer.status_code, "retry-after" in answer.headers) == (500, False)
+    assert "has not answered for" in answer.json()["error"]["message"]
+
+
 def test_without_an_inference_server_the_refusal_says_what_to_do(house):
     for url in served(api_over(house, "")):
         answer = httpx.post(
@@ -255,6 +295,21 @@ def test_an_inference_server_that_is_not_there_is_503_with_retry_after(house):
         )
 
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert "Nothing answers at the inference server's address" in answer.json()["error"]["message"]
+
+
+def test_an_inference_server_that_accepts_but_does_not_answer_is_starting(house):
+    """As while `up` starts its process: the socket is there first."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        app = api_over(house, f"http://127.0.0.1:{listening.getsockname()[1]}")
+        app.state.upstream.patience = 0.2
+        for url in served(app):
+            answer = httpx.post(
+                f"{url}/v1/chat/completions", json=USER, headers={"Authorization": f"Bearer {house.key}"}
+            )
+
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert "is starting" in answer.json()["error"]["message"]
 
 
 def test_a_stream_comes_as_it_is_made(web, inference):

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from api import preview as endpoint
 from api.app import create_app
@@ -29,6 +29,10 @@ pytestmark = pytest.mark.parametrize("house", ["sqlite"], indirect=True)
 ROWS = [{"messages": [{"role": "user", "content": f"row {n}"}], "answer": "yes"} for n in range(12)]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": True}}
 PREVIEW = "/regraft/preview"
+NO_JSON = (
+    "The inference server answered with status 500 and not as one does: "
+    "REGRAFT_INFERENCE_URL may name something else, or lack its /v1."
+)
 
 
 def jsonl(rows) -> bytes:
@@ -336,6 +340,7 @@ def test_what_the_inference_server_refuses_is_told(web, model, body):
             "The inference server: none such",
         ),
         (refuses(503, "still loading", "loading", **{"retry-after": "5"}), 503, "loading", "still loading"),
+        (HTMLResponse("<h1>Oops</h1>", 500), 500, "internal_error", NO_JSON),
         (refuses(500, "the model failed"), 500, "internal_error", "the model failed"),
     ):
         model.asked.clear()
