@@ -57,6 +57,11 @@ class AdapterFolders:
             self._evict()
         return target
 
+    def found(self, adapter: Adapter) -> Path | None:
+        """The folder, if it is there."""
+        target = self.root / adapter.manifest_sha256
+        return target if self._taken(target) else None
+
     def _taken(self, target: Path) -> bool:
         """Make it the last one to go. False: it is not there, or not any more."""
         with self._lock:

@@ -5,12 +5,13 @@ import gc
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from core.chat import Served
+from core.chat import Adapter, Served
 from core.registry import BaseModelEntry, Registry, sampler_of
 from core.settings import Settings
 from worker.adapters import AdapterFolders, AdapterGone
@@ -21,7 +22,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOAD_PATIENCE = 60.0  # then a client is told to come back; loading goes on
+# Then a client is told to come back; loading goes on. A model of gigabytes takes its time. An adapter of megabytes
+# takes seconds; where it does not, the blob store is in trouble, and who waits keeps a place that others could have.
+LOAD_PATIENCE = 60.0
+ADAPTER_PATIENCE = 20.0
+DOWNLOADS_AT_ONCE = 8  # of adapters, each in a thread
 
 
 class Refused(Exception):
@@ -63,13 +68,17 @@ class Engines:
         adapters: AdapterFolders,
         *,
         patience: float = LOAD_PATIENCE,
+        adapter_patience: float = ADAPTER_PATIENCE,
     ) -> None:
         """`builders` by the name of the sampler that a model has in the registry."""
         self.settings, self.registry, self.builders, self.adapters = settings, registry, builders, adapters
-        self.patience = patience
+        self.patience, self.adapter_patience = patience, adapter_patience
         self._loaded: OrderedDict[str, Loaded] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
         self._one_at_a_time = asyncio.Lock()  # or two would be promised the same memory
+        self._fetching: dict[Adapter, asyncio.Future[Path]] = {}
+        # Threads of their own: a blob store that hangs must not take those that read everybody's messages.
+        self._downloads = ThreadPoolExecutor(DOWNLOADS_AT_ONCE, "adapters")
 
     @asynccontextmanager
     async def open(self, served: Served) -> AsyncIterator[tuple[Engine, Path | None]]:
@@ -79,16 +88,12 @@ class Engines:
             Refused: there is no such model, no room for it, or it takes longer to load than a client should wait.
         """
         name = served.base_model
-        loaded = await self._in_time(self._task(name), name)
+        loaded = await self._in_time(self._task(name), name, self.patience)
         while self._loaded.get(name) is not loaded:  # it made room for another before we came to hold it
-            loaded = await self._in_time(self._task(name), name)
+            loaded = await self._in_time(self._task(name), name, self.patience)
         loaded.users += 1
         try:
-            folder = None
-            if served.adapter is not None:
-                wanted = asyncio.to_thread(self.adapters.folder, served.adapter)
-                folder = await self._in_time(asyncio.ensure_future(wanted), "the adapter")
-            yield loaded.engine, folder
+            yield loaded.engine, None if served.adapter is None else await self._folder(served.adapter)
         finally:
             loaded.users -= 1
 
@@ -100,10 +105,22 @@ class Engines:
         for loaded in self._loaded.values():
             await loaded.engine.close()
         self._loaded.clear()
+        self._downloads.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_time(self, task: "asyncio.Future[T]", what: str) -> T:
+    async def _folder(self, adapter: Adapter) -> Path:
+        found = await asyncio.to_thread(self.adapters.found, adapter)
+        if found is not None:
+            return found
+        if adapter not in self._fetching:
+            loop = asyncio.get_running_loop()
+            fetching = loop.run_in_executor(self._downloads, self.adapters.folder, adapter)
+            fetching.add_done_callback(lambda done: self._fetching.pop(adapter))
+            self._fetching[adapter] = fetching
+        return await self._in_time(self._fetching[adapter], "the adapter", self.adapter_patience)
+
+    async def _in_time(self, task: "asyncio.Future[T]", what: str, patience: float) -> T:
         try:
-            return await asyncio.wait_for(asyncio.shield(task), self.patience)
+            return await asyncio.wait_for(asyncio.shield(task), patience)
         except TimeoutError:
             raise Refused(
                 f"{what} is still being loaded; ask again.", 503, code="loading", retry_after=5

@@ -1,7 +1,9 @@
 """Chat completions as the inference server answers them: what the API and judges ask of it."""
 
 import asyncio
+import json
 import threading
+from hashlib import sha256
 
 import openai
 import pytest
@@ -25,7 +27,7 @@ from core.settings import Settings
 from tests.tiny import make_byte_model
 from worker.adapters import AdapterFolders
 from worker.engine import Token
-from worker.engines import Engines, Refused
+from worker.engines import DOWNLOADS_AT_ONCE, Engines, Refused
 from worker.serve import create_app
 
 USER = [{"role": "user", "content": "hello"}]
@@ -348,6 +350,69 @@ def test_a_model_that_loads_for_long_is_503_with_retry_after_and_then_there(clie
     builder.go.set()
     assert say(client).choices[0].message.content == "hi"
     assert len(builder.built) == 1
+
+
+class SlowBlobs(FolderBlobs):
+    """A blob store that gives nothing of `slow/` away before `go`; `begun` counts who waits for it."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.go, self.begun, self.gave_up = threading.Event(), 0, False
+
+    def open(self, key, **options):
+        if key.startswith("slow/"):
+            self.begun += 1
+            self.gave_up = not self.go.wait(10) or self.gave_up
+        return super().open(key, **options)
+
+
+@pytest.fixture
+def blobs(engines):
+    blobs = engines.adapters.blobs = SlowBlobs(engines.adapters.root.parent / "blobs")
+    yield blobs
+    blobs.go.set()
+
+
+def stored(blobs, prefix):
+    """As the API names it."""
+    weights = {name: prefix.encode() for name in ("adapter_config.json", "adapter_model.safetensors")}
+    for name, content in weights.items():
+        blobs.put_bytes(f"{prefix}/{name}", content)
+    files = [{"name": name, "sha256": sha256(content).hexdigest()} for name, content in weights.items()]
+    manifest = json.dumps({"files": files}).encode()
+    blobs.put_bytes(f"{prefix}/manifest.json", manifest)
+    return {"base_model": "a", "adapter": {"prefix": prefix, "manifest_sha256": sha256(manifest).hexdigest()}}
+
+
+def test_a_cold_adapter_that_comes_slowly_is_503_with_retry_after_and_then_there(client, engines, blobs):
+    cold = stored(blobs, "slow/1")
+    engines.adapter_patience = 0.01
+    with pytest.raises(APIStatusError, match="the adapter is still being loaded") as loading:
+        say(client, extra_body={"regraft": cold})
+    assert (loading.value.status_code, loading.value.code) == (503, "loading")
+    assert loading.value.response.headers["retry-after"] == "5"
+
+    engines.adapter_patience = 30
+    blobs.go.set()
+    assert say(client, extra_body={"regraft": cold}).choices[0].message.content == "hi"
+    assert blobs.begun == 3  # the manifest and two files, once
+
+
+def test_cold_adapters_that_come_slowly_hold_up_nobody_else(client, engines, blobs):
+    """However often they are asked for: there are only so many threads."""
+    hot = stored(blobs, "hot")
+    say(client, extra_body={"regraft": hot})
+    cold = [stored(blobs, f"slow/{number}") for number in range(12)]
+    engines.adapter_patience = 0.01
+    for number in range(48):
+        with pytest.raises(APIStatusError):
+            say(client, extra_body={"regraft": cold[number % len(cold)]})
+
+    engines.adapter_patience = 30
+    assert say(client, extra_body={"regraft": hot}).choices[0].message.content == "hi"
+    assert say(client).choices[0].message.content == "hi"
+    assert blobs.begun == DOWNLOADS_AT_ONCE
+    assert not blobs.gave_up
 
 
 def test_an_adapter_that_is_gone_is_404(client):
