@@ -109,7 +109,6 @@ class Completion:
             while unfinished:
                 number, token = await arrived.get()
                 if isinstance(token, Exception):
-                    self.result = "refused" if isinstance(token, Refused) else "failed"
                     raise token
                 self.tally.wrote()
                 answer = self.answers[number]
@@ -119,6 +118,9 @@ class Completion:
                 if answer.finish_reason:
                     unfinished -= 1
                     writing[number].cancel()
+        except Exception as cause:
+            self.result = "refused" if isinstance(cause, Refused) else "failed"
+            raise
         finally:
             for task in writing:
                 task.cancel()

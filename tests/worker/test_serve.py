@@ -421,6 +421,17 @@ def test_an_adapter_that_is_gone_is_404(client):
         say(client, "ft:a", extra_body={"regraft": {"base_model": "a", "adapter": adapter}})
 
 
+def test_what_fails_while_tokens_are_read_is_no_client_that_left(client, builder, monkeypatch):
+    engine = loaded(client, builder, "hi")
+    before = counted("requests_total", result="failed")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.tokenizer, "decode", lambda *given, **options: 1 / 0)
+        with pytest.raises(InternalServerError, match="division by zero"):
+            say(client)
+
+    assert counted("requests_total", result="failed") == before + 1
+
+
 def counted(name, **labels):
     return COUNTED.get_sample_value(f"regraft_inference_{name}", labels) or 0.0
 
