@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 
 MOST_ROWS = 64
 MOST_CACHED_TOKENS = 131_072  # rows times the longest of them: bounds the cache
-MOST_PROMPT_TOKENS = 8192  # read at once, so that the rows which are being written do not wait for long
+MOST_PROMPT_TOKENS = (
+    8192  # read at once, padding included, so that the rows which are being written do not wait for long
+)
 ADAPTERS_IN_MEMORY = 32
 
 
@@ -273,6 +275,11 @@ class Row:
         self.dice = random.Random(self.ask.seed)
 
     @property
+    def prompt(self) -> tuple[int, tuple[int, ...]]:
+        """Equal for rows whose prompts have the same keys and values."""
+        return id(self.lora), self.ask.prompt_ids
+
+    @property
     def most(self) -> int:
         """Tokens of prompt and answer together, at most."""
         return len(self.ask.prompt_ids) + self.ask.max_tokens
@@ -344,8 +351,9 @@ class ContinuousEngine:
                     self._write()
             except Exception as cause:
                 log.exception("a batch of %d failed", len(self._rows))
-                failed, self._rows, self._cache = [*self._rows, *self._waiting], [], None
-                self._waiting = []
+                failed, self._rows, self._cache = self._rows, [], None
+                if not failed:  # or it would be tried for ever
+                    failed, self._waiting = self._waiting, []
                 for row in failed:
                     row.loop.call_soon_threadsafe(row.tokens.put_nowait, cause)
 
@@ -367,14 +375,19 @@ class ContinuousEngine:
         self._waiting = [row for row in self._waiting if not row.left]
         chosen: list[Row] = []
         longest = max((row.most for row in self._rows), default=0)
-        prompt_tokens = 0
+        prompts: set[tuple[int, tuple[int, ...]]] = (
+            set()
+        )  # an n of 8 is eight rows with one prompt, read once
+        width = 0  # all of them are padded to the longest
         for row in self._waiting:
             longest = max(longest, row.most)
-            prompt_tokens += len(row.ask.prompt_ids)
             count = len(self._rows) + len(chosen) + 1
-            full = count > self.most_rows or count * longest > MOST_CACHED_TOKENS
-            if (full and count > 1) or (chosen and prompt_tokens > MOST_PROMPT_TOKENS):
+            if count > 1 and (count > self.most_rows or count * longest > MOST_CACHED_TOKENS):
                 break
+            width = max(width, len(row.ask.prompt_ids))
+            if chosen and (len(prompts) + (row.prompt not in prompts)) * width > MOST_PROMPT_TOKENS:
+                break
+            prompts.add(row.prompt)
             chosen.append(row)
         if not chosen:
             return
@@ -383,13 +396,10 @@ class ContinuousEngine:
         chosen.sort(key=lambda row: id(row.lora))
         old, cache, self._cache = self._rows, self._cache, None
         self._rows = [*old, *chosen]
-        # An n of 8 is eight rows with one prompt, which is read once.
-        places: dict[tuple[int, tuple[int, ...]], int] = {}
-        for row in chosen:
-            places.setdefault((id(row.lora), row.ask.prompt_ids), len(places))
+        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(row.prompt for row in chosen))}
         loras: dict[int, Lora | None] = {id(row.lora): row.lora for row in chosen}
         read, logits = self.model.read([ids for _, ids in places], [loras[key] for key, _ in places])
-        prompt_of = [places[id(row.lora), row.ask.prompt_ids] for row in chosen]
+        prompt_of = [places[row.prompt] for row in chosen]
         read.take(prompt_of)
         for row in chosen:
             if row.ask.held_to:

@@ -179,6 +179,62 @@ def test_a_failure_reaches_those_it_concerns_and_the_next_is_answered(make_engin
     assert answer(engine, ask())[0][-1].last
 
 
+def together(engine, monkeypatch, *asks):
+    """Their answers when they arrive while another prompt is read; and the prompts of each reading after that."""
+    read, begun, go, readings = engine.model.read, threading.Event(), threading.Event(), []
+
+    def waiting(prompts, loras):
+        if not go.is_set():
+            begun.set()
+            assert go.wait(10)
+        else:
+            readings.append([len(prompt) for prompt in prompts])
+        return read(prompts, loras)
+
+    async def everyone():
+        first = asyncio.create_task(collect(engine, ask(2, max_tokens=1)))
+        assert await asyncio.to_thread(begun.wait, 10)
+        answering = [asyncio.create_task(collect(engine, one)) for one in asks]
+        while engine._arrivals.qsize() < len(asks):
+            await asyncio.sleep(0)
+        go.set()
+        await first
+        return await asyncio.gather(*answering, return_exceptions=True)
+
+    monkeypatch.setattr(engine.model, "read", waiting)
+    return asyncio.run(everyone()), readings
+
+
+async def collect(engine, ask):
+    return [token async for token in engine.generate(ask)]
+
+
+def test_a_long_prompt_and_short_ones_are_not_read_as_if_all_were_long(make_engine, monkeypatch):
+    """They are padded to the longest; an n of 4 is four rows of one prompt."""
+    monkeypatch.setattr("worker.continuous.MOST_PROMPT_TOKENS", 40)
+    asks = [ask(30), *(ask(length, seed=seed) for length in (3, 4, 5) for seed in range(4))]
+    answers, readings = together(make_engine(), monkeypatch, *asks)
+
+    assert all(tokens[-1].last for tokens in answers)
+    assert readings == [[30], [3, 4, 5]]
+
+
+def test_a_failure_leaves_those_alone_that_wait_for_their_turn(make_engine, monkeypatch):
+    engine = make_engine(most_rows=1)
+    write, failures = engine.model.write, [ZeroDivisionError()]
+
+    def fails_once(*given):
+        if failures:
+            raise failures.pop()
+        return write(*given)
+
+    monkeypatch.setattr(engine.model, "write", fails_once)
+    answers, _ = together(engine, monkeypatch, ask(3), ask(4))
+
+    assert isinstance(answers[0], ZeroDivisionError)
+    assert answers[1][-1].last
+
+
 def test_an_adapter_under_a_new_name_is_read_anew(make_engine, make_policy, tmp_path):
     """What was trained again lies in a folder of another name; nothing of the old one is used."""
     engine = make_engine()
