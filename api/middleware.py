@@ -50,19 +50,18 @@ class RequestHeaders:
                 headers.update(state.get("answer_headers", {}))
             await send(message)
 
-        try:
-            with logs.bound(request_id=request_id):
+        with logs.bound(request_id=request_id):
+            try:
                 await self.app(scope, receive, send_with_headers)
-        except Exception:
-            said = logs.extra(request_id=request_id)
-            log.exception("request failed: %s %s", scope["method"], scope["path"], extra=said)
-            if answering:
-                raise  # too late for another answer: the server cuts the connection, and the client notices
-            message = (
-                f"The server had an error while processing your request. The request ID is {request_id}."
-            )
-            answer = JSONResponse(ServiceError(message).envelope(), status_code=500)
-            await answer(scope, receive, send_with_headers)
+            except Exception:
+                log.exception("request failed: %s %s", scope["method"], scope["path"])
+                if answering:
+                    raise  # too late for another answer: the server cuts the connection, and the client notices
+                message = (
+                    f"The server had an error while processing your request. The request ID is {request_id}."
+                )
+                answer = JSONResponse(ServiceError(message).envelope(), status_code=500)
+                await answer(scope, receive, send_with_headers)
 
 
 class BodyLimit:

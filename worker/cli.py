@@ -135,7 +135,7 @@ def work(settings: Settings, backends: Backends) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.set())
     worker.start()
-    with measured(settings, *worker.figures):
+    with measured(settings, *worker.figures), tracing.exported(settings.otlp_endpoint, "regraft-worker"):
         stopping.wait()
         worker.stop()  # within: how a run ends is told, too
     database.close()

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from core import datasets, estimates, events, jobs
+from core import datasets, estimates, events, jobs, logs, tracing
 from core.blobs import BlobNotFound, BlobStore
 from core.datasets import Example, InvalidDataset
 from core.db import Database
@@ -46,11 +46,16 @@ def validate_next(
         claim = jobs.claim_validation(session, owner=owner, lease_seconds=settings.lease_seconds)
     if claim is None:
         return None
-    try:
-        return _validate(settings, database, blobs, backends, claim)
-    except LeaseLost:
-        log.info("%s was taken away while its files were validated", claim.job_id)
-        return []
+    with (
+        logs.bound(job_id=claim.job_id, attempt=claim.epoch),
+        tracing.attempt(claim.job_id, claim.epoch),
+        tracing.span("validation"),
+    ):
+        try:
+            return _validate(settings, database, blobs, backends, claim)
+        except LeaseLost:
+            log.info("%s was taken away while its files were validated", claim.job_id)
+            return []
 
 
 def _validate(

@@ -69,17 +69,31 @@ def test_metrics_are_not_where_users_are(api):
     assert "/metrics" not in api.get("/openapi.json").json()["paths"]
 
 
-def test_each_request_has_a_line_with_its_id_and_probes_have_none(api, caplog):
+@pytest.fixture
+def lines(caplog):
+    """What the requests so far have logged, a line each."""
     caplog.set_level("INFO", logger="api.metrics")
     stream = io.StringIO()
     handler = logs.handler("json", stream)
     logging.getLogger("api.metrics").addHandler(handler)
-    try:
-        api.get("/healthz")
-        api.get("/v1/files/file-1", headers={"x-request-id": "mine"})
-    finally:
-        logging.getLogger("api.metrics").removeHandler(handler)
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    logging.getLogger("api.metrics").removeHandler(handler)
 
-    [line] = map(json.loads, stream.getvalue().splitlines())
+
+def test_each_request_has_a_line_with_its_id_and_probes_have_none(api, lines):
+    api.get("/healthz")
+    api.get("/v1/files/file-1", headers={"x-request-id": "mine"})
+
+    [line] = lines()
     assert line["message"] == "GET /v1/files/file-1"
     assert (line["request_id"], line["status"], line["route"]) == ("mine", 404, "/v1/files/{file_id}")
+
+
+def test_a_request_that_crashed_has_such_a_line_too(house, lines):
+    client = house.client(house.key)
+    house.app.state.service = None
+
+    assert client.get("/v1/files", headers={"x-request-id": "mine"}).status_code == 500
+
+    [line] = lines()
+    assert (line["request_id"], line["status"]) == ("mine", 500)

@@ -1,11 +1,16 @@
 """validating_files: what a user reads when a file is wrong."""
 
 import asyncio
+import io
 import json
+import logging
 
 import pytest
 
+from core import jobs, logs, tracing
+from core.blobs import CHUNK_BYTES, FolderBlobs
 from core.datasets import Example
+from core.db import Work
 from core.models import File, Job
 from core.settings import Settings
 from graders.backends import Backends
@@ -21,7 +26,7 @@ GOOD = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
 def validate(bench, tmp_path):
     """Validate a job over two files made of the given lines; returns the job and whom to wake."""
 
-    def run(train, valid=(GOOD,), grader=GRADER):
+    def run(train, valid=(GOOD,), grader=GRADER, blobs=bench.blobs):
         with bench.database.write() as session:
             ids = []
             for name, lines in (("train", train), ("valid", valid)):
@@ -42,9 +47,7 @@ def validate(bench, tmp_path):
             job.training_file, job.validation_file = ids
             job.status, job.lease_expires_at = "validating_files", None
             job.reinforcement = {**job.reinforcement, "grader": grader}
-        wakes = validate_next(
-            Settings(data_dir=tmp_path), bench.database, bench.blobs, Backends.none(), "tester"
-        )
+        wakes = validate_next(Settings(data_dir=tmp_path), bench.database, blobs, Backends.none(), "tester")
         return bench.job(), wakes
 
     return run
@@ -105,6 +108,48 @@ def test_a_file_deleted_in_between_fails_the_job(bench, validate):
     validate_next(Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, Backends.none(), "tester")
 
     assert "was deleted before it could be read" in bench.job().error["message"]
+
+
+class Slow(FolderBlobs):
+    """Reads for so long that the job is cancelled meanwhile."""
+
+    def __init__(self, bench):
+        super().__init__(bench.tmp_path / "blobs")
+        self.bench = bench
+
+    def open(self, key, *, chunk_size=CHUNK_BYTES):
+        with self.bench.database.write() as session:
+            jobs.cancel(Work(session), session.get_one(Job, self.bench.job().seq))
+        return super().open(key, chunk_size=chunk_size)
+
+
+def test_what_is_logged_meanwhile_says_of_which_job(bench, validate):
+    stream = io.StringIO()
+    handler = logs.handler("json", stream)
+    log = logging.getLogger("worker.validation")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        _, wakes = validate([GOOD], blobs=Slow(bench))
+    finally:
+        log.removeHandler(handler)
+
+    [line] = map(json.loads, stream.getvalue().splitlines())
+    assert wakes == []
+    assert line["message"].endswith("was taken away while its files were validated")
+    assert line["job_id"] == bench.claim.job_id
+    assert line["attempt"] == bench.claim.epoch + 1
+
+
+def test_it_is_an_attempt_in_the_jobs_trace(bench, validate):
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    with tracing.exported("", "test", collector := memory.InMemorySpanExporter()):
+        validate([GOOD])
+    validation, attempt = collector.get_finished_spans()
+
+    assert (validation.name, attempt.name) == ("validation", "attempt")
+    assert validation.parent.span_id == attempt.context.span_id
+    assert attempt.attributes["regraft.job_id"] == bench.claim.job_id
 
 
 def test_nothing_to_validate_is_no_work(bench):
