@@ -5,6 +5,7 @@ sends it again, getting one twice costs nothing.
 """
 
 import logging
+import ssl
 from typing import Any
 
 from celery import Celery
@@ -48,6 +49,8 @@ def open_celery(broker_url: str, gpu_class: str) -> Celery:
         worker_disable_prefetch=broker_url.startswith("redis"),
         worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,
+        # Left alone, kombu takes any certificate. What the URL itself says, as ?ssl_cert_reqs=none, goes before this.
+        broker_use_ssl={"ssl_cert_reqs": ssl.CERT_REQUIRED} if broker_url.startswith("rediss://") else None,
         broker_transport_options=options,
         task_default_queue=DEFAULT_QUEUE,
         task_create_missing_queues=True,

@@ -84,7 +84,15 @@ VARIATIONS: dict[str, dict[str, Any]] = {
         image={"tag": "1.2.3", "pullSecrets": ["registry"]},
         workers=[POOL, *profile("production")["workers"]],
         cache={"existingClaim": "cache"},
-        extraEnv={"HF_HUB_OFFLINE": "1"},
+        extraEnv={"HF_HUB_OFFLINE": "1", "AWS_CA_BUNDLE": "/etc/our-ca/ca.crt"},
+        extraVolumes=[
+            {"name": "ca", "configMap": {"name": "our-ca"}},
+            {"name": "more", "secret": {"secretName": "more", "items": [{"key": "a", "path": "a"}]}},
+        ],
+        extraVolumeMounts=[
+            {"name": "ca", "mountPath": "/etc/our-ca", "readOnly": True},
+            {"name": "more", "mountPath": "/etc/more/a", "subPath": "a"},
+        ],
         graders={
             "judges": {
                 "big": {

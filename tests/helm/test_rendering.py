@@ -179,6 +179,24 @@ def test_every_volume_that_is_mounted_is_there(manifests):
         assert mounted == there
 
 
+def test_a_file_of_the_operators_is_in_every_pod_of_the_service_and_in_no_other():
+    """Such as the certificate of whoever signs for their database, the migration's included."""
+    given = {
+        "extraVolumes": [{"name": "ca", "configMap": {"name": "our-ca"}}],
+        "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/our-ca", "readOnly": True}],
+    }
+    has_it = {
+        (pod.component, mount["mountPath"])
+        for pod in pods(render(profile("cpu-demo", **given)))
+        for volume in pod.spec["volumes"]
+        if volume.get("configMap", {}).get("name") == "our-ca"
+        for mount in pod.containers[0]["volumeMounts"]
+        if mount["name"] == volume["name"]
+    }
+
+    assert has_it == {(name, "/etc/our-ca") for name in ("api", "worker", "inference", "migrate")}
+
+
 def test_the_files_that_pods_mount_are_in_the_config_map(manifests):
     [config] = [one for one in of_kind(manifests, "ConfigMap") if "models.toml" in one["data"]]
     for pod in pods(manifests, "worker") + pods(manifests, "api"):

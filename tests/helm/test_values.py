@@ -21,6 +21,16 @@ WRONG_TYPE_OR_BOUND = {
     "a setting's choices": ({"settings": {"sampler": "sglang"}}, "/settings/sampler.*'vllm'"),
     "a setting that the chart makes": ({"settings": {"database_url": "x"}}, "'/settings'.*database_url"),
     "a number as environment": ({"extraEnv": {"X": 1}}, "/extraEnv/X.*want string"),
+    "a folder of the node": (
+        {"extraVolumes": [{"name": "ca", "hostPath": {"path": "/etc/ssl"}}]}, "/extraVolumes/0.*hostPath"
+    ),
+    "a volume from nowhere": ({"extraVolumes": [{"name": "ca"}]}, "/extraVolumes/0.*minProperties"),
+    "a secret by its wrong name": (
+        {"extraVolumes": [{"name": "ca", "secret": {"name": "ca"}}]}, "/extraVolumes/0/secret.*secretName"
+    ),
+    "a mount that is nowhere": (
+        {"extraVolumeMounts": [{"name": "ca", "mountPath": "ca"}]}, "/extraVolumeMounts/0/mountPath"
+    ),
     "a model's field": ({"models": {"m": {"hub": "a/b", "dtype": "int4"}}}, "/models/m/dtype.*'bfloat16'"),
     "a judge's address": ({"graders": {"judges": {"j": {"baseUrl": "judge"}}}}, "/graders/judges/j/baseUrl"),
     "no pools": ({"workers": []}, "/workers"),
@@ -68,6 +78,19 @@ WRONG_TOGETHER = {
         "the pool b has an autoscaling.minReplicas above",
     ),
     "a setting as other environment": ({"extraEnv": {"REGRAFT_PORT": "1"}}, "REGRAFT_PORT is for settings"),
+    "a mount of nothing": (
+        {"extraVolumeMounts": [{"name": "ca", "mountPath": "/ca"}]}, "extraVolumeMounts: ca is no name in extraVolumes"
+    ),
+    "a volume of the chart's own name": (
+        {"extraVolumes": [{"name": "cache", "configMap": {"name": "ca"}}]}, "extraVolumes: the name cache is taken"
+    ),
+    "a mount over the chart's own": (
+        {
+            "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+            "extraVolumeMounts": [{"name": "ca", "mountPath": "/tmp/"}],
+        },
+        "something is mounted at /tmp/ already",
+    ),
     "a secret in the open": ({"extraEnv": {"AWS_SECRET_ACCESS_KEY": "x"}}, "belongs into a Secret"),
     "a server of models without its key": (
         {"inference": {"enabled": False, "url": "http://other/v1", "existingSecret": ""}},

@@ -172,6 +172,7 @@ envFrom:
 - {name: data, mountPath: /data}
 - {name: tmp, mountPath: /tmp}
 - {name: config, mountPath: /etc/regraft, readOnly: true}
+{{- include "regraft.extraMounts" . }}
 {{- end -}}
 
 {{- define "regraft.volumes" -}}
@@ -179,6 +180,20 @@ envFrom:
   emptyDir: {sizeLimit: 1Gi}
 - name: config
   configMap: {name: {{ include "regraft.name" . }}}
+{{- include "regraft.extraVolumes" . }}
+{{- end -}}
+
+{{/* What the operator adds to all pods of the service. Each begins with the end of the line before it. */}}
+{{- define "regraft.extraMounts" -}}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "regraft.extraVolumes" -}}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* What loads models has besides. */}}
@@ -309,6 +324,23 @@ imagePullSecrets:
 {{- else if has $name (list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" "AWS_SESSION_TOKEN") -}}
 {{- $wrong = append $wrong (printf "extraEnv: %s belongs into a Secret, named by objectStore.existingSecret" $name) -}}
 {{- end -}}
+{{- end -}}
+{{- $volumes := list -}}
+{{- range $v.extraVolumes -}}
+{{- if has .name (concat $volumes (list "data" "tmp" "config" "cache" "shm" "weights")) -}}
+{{- $wrong = append $wrong (printf "extraVolumes: the name %s is taken; give it another" .name) -}}
+{{- end -}}
+{{- $volumes = append $volumes .name -}}
+{{- end -}}
+{{- $paths := list -}}
+{{- range $v.extraVolumeMounts -}}
+{{- if not (has .name $volumes) -}}
+{{- $wrong = append $wrong (printf "extraVolumeMounts: %s is no name in extraVolumes" .name) -}}
+{{- end -}}
+{{- if has (trimSuffix "/" .mountPath) (concat $paths (list "/data" "/data/models" "/tmp" "/etc/regraft" "/cache/huggingface" "/dev/shm" "/models")) -}}
+{{- $wrong = append $wrong (printf "extraVolumeMounts: something is mounted at %s already; choose another mountPath" .mountPath) -}}
+{{- end -}}
+{{- $paths = append $paths (trimSuffix "/" .mountPath) -}}
 {{- end -}}
 {{- if and $v.ingress.enabled (not $v.ingress.host) -}}
 {{- $wrong = append $wrong "ingress.host: name the host that the Ingress answers to" -}}
