@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.graders.attacks import ATTACKS
 from tests.helm.charts import VARIATIONS, of_kind, pods, profile, render, strings
 
 
@@ -109,25 +110,57 @@ def test_every_pod_is_under_a_policy_that_names_whom_it_reaches(name):
             assert rule.get("ports"), f"{component} may use every port"
 
 
-def test_workers_where_graders_run_reach_database_broker_store_and_names_only():
-    policy = allowed(render(profile("cpu-demo")), "worker")
-
-    reached = [
+def reached(policy):
+    """Every door that a policy leaves open: a part of the chart or an address, and the port."""
+    return [
         (
-            peer["podSelector"]["matchLabels"].get("app.kubernetes.io/component", "dns"),
+            peer["ipBlock"]["cidr"]
+            if "ipBlock" in peer
+            else peer["podSelector"]["matchLabels"].get("app.kubernetes.io/component", "dns"),
             rule["ports"][0]["port"],
         )
         for rule in policy["egress"]
         for peer in rule["to"]
     ]
-    assert reached == [
+
+
+# A python grader is a process in these pods: when it is validated or trained with, and when somebody tries it out.
+GRADING = ["worker", "api"]
+
+
+@pytest.mark.parametrize("component", GRADING)
+def test_pods_where_graders_run_reach_database_broker_store_and_names_only(component):
+    assert reached(allowed(render(profile("cpu-demo")), component)) == [
         ("dns", 53),
         ("postgresql", 5432),
         ("valkey", 6379),
         ("inference", 8100),
         ("seaweedfs", 8333),
     ]
-    assert policy["ingress"] == []
+
+
+@pytest.mark.parametrize("component", GRADING)
+def test_in_production_they_reach_the_servers_that_the_operator_named_and_what_they_let_out(component):
+    more = {"to": [{"ipBlock": {"cidr": "10.9.9.9/32"}}], "ports": [{"port": 8443}]}
+    values = profile("production", networkPolicy={f"{component}Egress": [more]})
+
+    assert reached(allowed(render(values), component)) == [
+        ("dns", 53),
+        ("10.0.3.0/24", 5432),
+        ("10.0.4.0/24", 6379),
+        ("inference", 8100),
+        ("10.0.5.0/24", 443),
+        ("10.9.9.9/32", 8443),
+    ]
+
+
+def test_nobody_reaches_a_worker():
+    assert allowed(render(profile("cpu-demo")), "worker")["ingress"] == []
+
+
+def test_what_a_policy_would_let_through_a_grader_is_refused_by_itself():
+    """The pod has to reach its database, so the first fence is another: tests/graders/test_sandbox_attacks.py."""
+    assert {"open a socket", "send a datagram", "open a socket by its number"} <= ATTACKS.keys()
 
 
 def test_the_migration_reaches_the_database_only():
