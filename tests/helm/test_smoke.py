@@ -3,95 +3,22 @@
 Instead of a cluster: volumes are folders of this machine, Secrets are those of servers that the tests start.
 """
 
-import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.e2e.conftest import ROOT, Server
+from tests.e2e.conftest import Server
 from tests.e2e.test_openai_client import create, method, wait
 from tests.e2e.test_production_size import redis_url as redis_url
-from tests.helm.charts import Pod, of_kind, pods, profile, render
+from tests.helm.charts import of_kind, pods, profile, render
+from tests.helm.kubelet import Kubelet
 from tests.servers import SeaweedFS, free_ports
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.slow
-
-
-@dataclass
-class Kubelet:
-    """As much of one as it takes to start a pod's container on this machine."""
-
-    folder: Path
-    secrets: Mapping[str, Mapping[str, str]]
-    files: Mapping[str, str]  # the ConfigMap
-    ports: Mapping[str, int]  # by component: those of this machine are shared, so they differ from the pods'
-
-    def start(self, pod: Pod) -> "subprocess.Popen[bytes]":
-        own = {"8100": str(self.ports["inference"])}
-        command = [own.get(word, word) for word in pod.containers[0]["command"]]
-        (self.folder / pod.component / "tmp").mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{pod.component}.log").open("w") as log:
-            return subprocess.Popen(
-                command, env=self.environment(pod), cwd=self.folder, stdout=log, stderr=log
-            )
-
-    def environment(self, pod: Pod) -> dict[str, str]:
-        """Only what the pod's image would have of its own, and what the manifest says."""
-        image = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        given = {one["name"]: self._value(one) for one in pod.containers[0]["env"]}
-        mapped = {name: self.path(pod, value) for name, value in given.items()}
-        inference = f"http://127.0.0.1:{self.ports['inference']}/v1"  # instead of the Service's name
-        here = {"REGRAFT_INFERENCE_URL": inference} if "REGRAFT_INFERENCE_URL" in given else {}
-        return image | mapped | here | {"REGRAFT_PORT": str(self.ports["api"])}
-
-    def _value(self, variable) -> str:
-        if "value" in variable:
-            return variable["value"]
-        reference = variable["valueFrom"]["secretKeyRef"]
-        return self.secrets[reference["name"]][reference["key"]]
-
-    def path(self, pod: Pod, text: str) -> str:
-        """With the folder that stands for a volume where the container's path was."""
-        mounts = sorted(
-            (one["mountPath"] for one in pod.containers[0]["volumeMounts"]), key=len, reverse=True
-        )
-        for mount in mounts:
-            here = self.folder / pod.component / mount.strip("/")
-            if mount == "/etc/regraft":
-                here.mkdir(parents=True, exist_ok=True)
-                for name, content in self.files.items():
-                    (here / name).write_text(content)
-            if text == mount or text.startswith(mount + "/"):
-                return str(here) + text[len(mount) :]
-        return text
-
-    def probe(self, pod: Pod, kind: str) -> bool:
-        """Whether the probe, done as the manifest says, is content."""
-        probe = pod.containers[0][kind]
-        if "httpGet" in probe:
-            url = f"http://127.0.0.1:{self.ports[pod.component]}{probe['httpGet']['path']}"
-            try:
-                return httpx.get(url, timeout=5).status_code == 200
-            except httpx.TransportError:
-                return False
-        words = [one.replace('"/data', f'"{self.path(pod, "/data")}') for one in probe["exec"]["command"]]
-        return subprocess.run(words, env=self.environment(pod), stderr=subprocess.DEVNULL).returncode == 0
-
-    def wait_for(self, pod: Pod, kind: str, process: "subprocess.Popen[bytes]") -> None:
-        deadline = time.monotonic() + 120
-        while not self.probe(pod, kind):
-            log = (self.folder / f"{pod.component}.log").read_text()[-3000:]
-            assert process.poll() is None and time.monotonic() < deadline, log
-            time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +46,7 @@ def installed(tmp_path_factory, postgres, redis_url, seaweed):
     values["models"] = {"tiny": {"path": str(model), "dtype": "float32", "context": 128}}
     manifests = render(values)
     [config] = of_kind(manifests, "ConfigMap")
+    ports = dict(zip(("api", "inference"), free_ports(2), strict=True))
     kubelet = Kubelet(
         folder,
         {
@@ -132,7 +60,8 @@ def installed(tmp_path_factory, postgres, redis_url, seaweed):
             },
         },
         config["data"],
-        dict(zip(("api", "inference"), free_ports(2), strict=True)),
+        ports,
+        {"regraft-inference:8100": f"127.0.0.1:{ports['inference']}"},
     )
     names = ("migrate", "api", "worker", "inference")
     [migrate], [api], [worker], [inference] = (pods(manifests, name) for name in names)
