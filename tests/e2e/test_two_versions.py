@@ -1,0 +1,120 @@
+"""A rollout in the middle: the API of the version before and that of this one, on one database and one bucket.
+
+The version before is what git has from before the newest migration, so it is other code with another schema in mind.
+"""
+
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import ROOT, Server, wait_until_ready
+from tests.e2e.test_openai_client import TRAIN, VALID, create, upload
+from tests.servers import free_port
+
+pytestmark = pytest.mark.slow
+
+
+def git(*words: str) -> bytes:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory) -> Path:
+    """A folder with the code of the version before."""
+    newest = max((ROOT / "migrations/versions").glob("[0-9]*.py")).relative_to(ROOT)
+    try:
+        added = git("log", "-1", "--format=%H", "--diff-filter=A", "--", str(newest)).decode().strip()
+        packed = git("archive", f"{added}^", "api", "core", "graders", "migrations", "worker")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip(f"this checkout has no history from before {newest}")
+    folder = tmp_path_factory.mktemp("before")
+    with tarfile.open(fileobj=BytesIO(packed)) as archive:
+        archive.extractall(folder, filter="data")
+    assert not (folder / newest).exists()
+    return folder
+
+
+@contextmanager
+def serving(code: Path, folder: Path, environment: dict[str, str]) -> Iterator[Server]:
+    """The API of one version; it migrates the database to its own schema when it starts, if that is older."""
+    port = free_port()
+    folder.mkdir()
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "worker.cli", "api"],
+            cwd=folder,
+            env=environment
+            | {"PYTHONPATH": str(code), "REGRAFT_PORT": str(port), "REGRAFT_DATA_DIR": str(folder)},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        server = Server(process, port, folder)
+        wait_until_ready(server)
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def asking(server: Server, headers: dict[str, str]) -> Iterator[Counter[int]]:
+    """Ask it meanwhile, again and again. Gives how often there was which status."""
+    done, statuses = threading.Event(), Counter[int]()
+
+    def ask() -> None:
+        with httpx.Client(base_url=server.base_url, headers=headers, timeout=30) as client:
+            while not done.wait(0.05):
+                for path in ("/files", "/fine_tuning/jobs"):
+                    statuses[client.get(path).status_code] += 1
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield statuses
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_both_answer_on_the_new_schema_and_read_what_the_other_wrote(before, postgres, tmp_path):
+    models = tmp_path / "models.toml"
+    models.write_text('[models.tiny]\nhub = "regraft/tiny"\n')
+    environment = os.environ | {
+        "REGRAFT_MODELS_FILE": str(models),
+        "REGRAFT_DATABASE_URL": postgres.new_database(),
+        "REGRAFT_BLOB_URL": str(tmp_path / "blobs"),
+        "REGRAFT_BROKER_URL": f"redis://127.0.0.1:{free_port()}/0",  # away: rows are what this is about
+    }
+    with serving(before, tmp_path / "old", environment) as old:
+        earlier = create(old.client())
+        headers = {"Authorization": f"Bearer {old.key}"}
+        with asking(old, headers) as meanwhile, serving(ROOT, tmp_path / "new", environment) as new:
+            one = old.client()
+            other = one.with_options(base_url=new.base_url)
+            for writer, reader in ((one, other), (other, one)):
+                train, valid = upload(writer, TRAIN).id, upload(writer, VALID).id
+                job = create(writer, train=train, valid=valid)
+                assert reader.files.content(train).read() == writer.files.content(train).read()
+                assert reader.fine_tuning.jobs.retrieve(job.id).status == "validating_files"
+                assert reader.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+                said = [
+                    [event.message for event in client.fine_tuning.jobs.list_events(job.id)]
+                    for client in (one, other)
+                ]
+                assert said[0] == said[1] and len(said[0]) > 1
+            listed = [[job.id for job in client.fine_tuning.jobs.list()] for client in (one, other)]
+            assert listed[0] == listed[1] and earlier.id in listed[0] and len(listed[0]) == 3
+
+    assert meanwhile.keys() == {200}
+    assert meanwhile[200] > 20
