@@ -53,7 +53,7 @@ LOGS: dict[int | str, dict[str, Any]] = {200: {"description": "Plain text.", "co
 def read_logs(
     job_id: str, project: CurrentProject, session: ReadSession, service: Parts
 ) -> StreamingResponse:
-    """What the job's runs have logged, oldest first, as text: the last 256 KiB of each attempt that has ended."""
+    """What the job's runs have logged, oldest first, as text: the last 256 KiB of each attempt."""
     job = jobs.get(session, project.id, job_id)
     said = joblogs.read(service.blobs, project.id, jobs.attempts(session, job.id))
     return StreamingResponse(said, media_type="text/plain; charset=utf-8")

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
 
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
@@ -28,6 +27,7 @@ from core.jobs import Claim, LeaseLost
 from core.models import Job
 from core.settings import Settings
 from worker import process
+from worker.livelog import LiveLog, end_of
 from worker.patience import Patience
 from worker.telemetry import Runs
 
@@ -56,6 +56,7 @@ class Supervisor:
         self.command = command
         self.owner = f"{socket.gethostname()}/{os.getpid()}"
         self.runs = Runs(settings.gpu_class)
+        self.log_seconds = joblogs.EVERY_SECONDS
         self._slot = threading.Lock()
         self._stopping = threading.Event()
         self._spare: Child | None = None
@@ -118,12 +119,15 @@ class Supervisor:
             child.end()
             child = None
         child = child or Child(self.command)
+        live = LiveLog(child.words, lambda said: self._keep(claim, said), self.log_seconds)
         with self.runs.following(child.figures):
             try:
                 status = self._watch(child.process, claim, child.run(claim))
             finally:
+                live.stop()
                 said = child.end()
         self._finish(claim, status, said[-LAST_WORDS:])
+        live.join()
         self._keep(claim, said)
 
     def _keep(self, claim: Claim, said: str) -> None:
@@ -219,13 +223,13 @@ class Child:
     """A process of worker/run.py, which gets ready and then waits to be told which job it is to run."""
 
     def __init__(self, command: Command) -> None:
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes both
+        self.words = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes both
         self._progress = tempfile.NamedTemporaryFile()  # noqa: SIM115
         # A group of its own: Ctrl-C in a terminal reaches us only, and a kill reaches the child's children too.
         self.process = subprocess.Popen(
             command(Path(self._progress.name)),
             stdin=subprocess.PIPE,
-            stderr=self._words,
+            stderr=self.words,
             start_new_session=True,
         )
 
@@ -248,8 +252,8 @@ class Child:
         _kill(self.process)
         assert self.process.stdin is not None
         self.process.stdin.close()
-        with self._progress, self._words:
-            return _end_of(self._words)
+        with self._progress, self.words:
+            return end_of(self.words.fileno())
 
 
 class Progress:
@@ -280,9 +284,3 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-
-
-def _end_of(stderr: IO[bytes]) -> str:
-    stderr.seek(0, os.SEEK_END)
-    stderr.seek(max(0, stderr.tell() - joblogs.MOST_BYTES))
-    return stderr.read().decode(errors="replace")

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from core import joblogs, jobs
+from core.blobs import FolderBlobs
 from core.db import Work
 from core.models import Job
 from core.settings import Settings
@@ -81,6 +82,35 @@ def test_what_a_run_said_is_kept_for_its_job_and_the_end_of_it_told_of_a_crash(b
     assert len(log) == joblogs.MOST_BYTES and log.endswith("ab" + "b" * 999)
     [told] = bench.events("warn")
     assert told.endswith("a" * 1000 + "b" * 1000) and len(told) < 2200
+
+
+class Reader(FolderBlobs):
+    """Keeps each version of a log, and tells the run once the first has come."""
+
+    def __init__(self, folder, told):
+        super().__init__(folder)
+        self.told = os.open(told, os.O_RDWR)  # which waits for no reader
+        self.versions = []
+
+    def put_bytes(self, key, data, **options):
+        self.versions.append(data.decode())
+        os.write(self.told, b"go on\n")
+        return super().put_bytes(key, data, **options)
+
+
+def test_the_log_of_a_run_can_be_read_while_it_runs(bench, supervise, tmp_path):
+    """This one goes on only when somebody has read how it began."""
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    source = f"say = __import__('sys').stderr.write; say('begun\\n'); open({str(told)!r}).readline(); say('done\\n')"
+    supervisor, _ = supervise(source, hang_seconds=30.0)
+    supervisor.blobs = Reader(bench.tmp_path / "blobs", told)
+    supervisor.log_seconds = 0.01
+
+    supervisor.run_waiting()
+
+    assert supervisor.blobs.versions[0] == "begun\n"
+    assert supervisor.blobs.versions[-1] == "begun\ndone\n"
 
 
 class NoStore:
