@@ -248,6 +248,13 @@ def test_a_gpu_pool_gets_its_gpu_and_the_image_that_can_use_it():
     assert workers["a100"].owner["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
 
 
+def test_pools_and_inference_each_have_the_priority_that_they_were_given():
+    values = profile("cpu-demo", workers=[POOL], inference={"priorityClassName": "serving"})
+
+    given = {pod.component: pod.spec.get("priorityClassName") for pod in pods(render(values))}
+    assert {name: one for name, one in given.items() if one} == {"worker": "training", "inference": "serving"}
+
+
 def test_the_migration_comes_before_the_pods_unless_the_database_comes_with_them():
     def hook(name):
         [job] = of_kind(render(profile(name)), "Job")
