@@ -2,6 +2,7 @@
 
 import fcntl
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -11,7 +12,8 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, make_url, text
+from sqlalchemy import Connection, inspect, make_url, text
+from sqlalchemy.exc import OperationalError
 
 from core.db import open_engine
 
@@ -22,6 +24,7 @@ LOCK_KEY = 0x7265_6772_6166_74  # "regraft"
 # A change of a table waits for whoever reads it, such as a pg_dump, and all others wait behind the change. It gives
 # up before they notice, and whoever started it tries again.
 LOCK_PATIENCE = "5s"
+LOCK_SECONDS, LOCK_TRY = 5.0, "50ms"
 
 
 def upgrade(database_url: str) -> None:
@@ -34,6 +37,8 @@ def upgrade(database_url: str) -> None:
         if is_later(connection):
             log.warning("the database is of a later version of regraft; its schema is used as it is")
             return
+        if connection.dialect.name == "postgresql" and not is_ready(connection):
+            lock_all_tables(connection)
         command.upgrade(alembic_config(connection), "head")
 
 
@@ -90,6 +95,30 @@ def _transaction(database_url: str) -> Iterator[Connection]:
                 yield connection
     finally:
         engine.dispose()
+
+
+def lock_all_tables(connection: Connection, seconds: float = LOCK_SECONDS) -> None:
+    """Have all tables to ourselves, or after so many seconds none of them: OperationalError, "lock timeout".
+
+    A migration that took them one by one would meet a request that holds one and asks for another, and PostgreSQL
+    would end one of the two after a second, as a deadlock. This lets go of all it has before that, and tries again.
+    """
+    names = inspect(connection).get_table_names()
+    if not names:
+        return
+    quoted = ", ".join(connection.dialect.identifier_preparer.quote(name) for name in names)
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with connection.begin_nested():
+                connection.execute(text(f"set local lock_timeout = '{LOCK_TRY}'"))
+                connection.execute(text(f"lock table {quoted} in access exclusive mode"))
+                connection.execute(text(f"set local lock_timeout = '{LOCK_PATIENCE}'"))
+            return
+        except OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)  # whoever waited for us goes first
 
 
 @contextmanager

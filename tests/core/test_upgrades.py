@@ -4,6 +4,7 @@ The rows of the first schema are written out here and by SQL, so that they stay 
 """
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import resources
 
@@ -12,10 +13,11 @@ from alembic import command
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import JSON, Boolean, MetaData, String, inspect, select, text
+from sqlalchemy.exc import OperationalError
 
 from core import events, files, jobs, keys, usage, waiting
 from core.db import Database, Work
-from core.migrate import LOCK_PATIENCE, alembic_config, is_ready, migrating, upgrade
+from core.migrate import LOCK_PATIENCE, alembic_config, is_ready, lock_all_tables, migrating, upgrade
 from core.models import Attempt, Checkpoint, Event, Job, Project, RolloutPage, TunedModel
 
 FIRST = "0001"
@@ -471,6 +473,38 @@ def test_a_version_that_waits_for_its_own_migration_is_not_ready(empty_url):
 
     with opened(empty_url) as database, database.read() as session:
         assert not is_ready(session.connection())
+
+
+def test_a_request_that_reads_one_table_after_another_is_not_ended_by_a_migration(postgres):
+    """A migration that held the second and waited for the first would be a deadlock, and one of the two would fail."""
+    to(url := postgres.new_database(), FIRST)
+    waits = text("select count(*) from pg_locks where relation = 'projects'::regclass and not granted")
+    with opened(url) as database, opened(url) as watcher, ThreadPoolExecutor(1) as other:
+        with database.read() as request:
+            request.execute(text("select 1 from projects"))
+            migration = other.submit(upgrade, url)
+            while not migration.done():
+                with watcher.read() as session:
+                    if session.scalar(waits):
+                        break
+            request.execute(text("select 1 from api_keys"))
+        migration.result(60)
+
+        with database.read() as session:
+            assert is_ready(session.connection())
+
+
+def test_a_migration_gives_up_before_requests_queue_behind_it_for_long(postgres):
+    """Somebody reads for longer than it may wait, such as a pg_dump. It may be tried again."""
+    to(url := postgres.new_database(), FIRST)
+    with opened(url) as database:
+        with database.read() as backup:
+            backup.execute(text("select 1 from jobs"))
+            with pytest.raises(OperationalError, match="lock timeout"), migrating(url) as migration:
+                lock_all_tables(migration, seconds=0.1)
+
+        with migrating(url) as migration:
+            lock_all_tables(migration, seconds=0.1)
 
 
 def test_a_migration_does_not_queue_up_behind_a_backup(postgres):
