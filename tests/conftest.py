@@ -1,5 +1,6 @@
 """Real servers that the tests start themselves, from packages, and databases of either kind."""
 
+import logging
 import shutil
 import tempfile
 import warnings
@@ -13,6 +14,18 @@ from core.db import Database
 from core.migrate import upgrade
 from core.models import Table
 from tests.servers import Postgres, SeaweedFS
+
+
+@pytest.fixture(autouse=True)
+def no_handler_stays() -> Iterator[None]:
+    """A command that a test runs here sets up logging for its process: to a stream that is closed after the test."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    yield
+    root.setLevel(level)
+    for handler in root.handlers[:]:
+        if type(handler) is logging.StreamHandler and handler not in before:
+            root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")
