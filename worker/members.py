@@ -34,6 +34,7 @@ NONCE = 32  # bytes
 SEAL = 32  # of SHA-256
 HANDSHAKE_SECONDS = 5.0  # a few hundred bytes, by a process that has nothing else to do
 RESTART_SECONDS = 2.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between two looks for a run
 
 
 class Stranger(Exception):
@@ -73,26 +74,23 @@ class Signed(Line):
 def admit(end: socket.socket, key: bytes) -> Signed:
     """The leader's side of the handshake. Raises Stranger, EOFError or OSError; `end` is then the caller's to close."""
     ours = secrets.token_bytes(NONCE)
-    end.settimeout(HANDSHAKE_SECONDS)
     end.sendall(ours)
-    theirs, proof = _read(end, NONCE), _read(end, SEAL)
+    greeting = _read(end, NONCE + SEAL, HANDSHAKE_SECONDS)
+    theirs, proof = greeting[:NONCE], greeting[NONCE:]
     both = ours + theirs
     if not hmac.compare_digest(proof, _proof(key, b"member", both)):
         raise Stranger("it has another REGRAFT_RANKS_KEY, or is of another version")
     end.sendall(_proof(key, b"leader", both))
-    end.settimeout(None)
     return Signed(end, _proof(key, b"messages", both), sends=b"leader", receives=b"member")
 
 
 def join(end: socket.socket, key: bytes) -> Signed:
     """The member's side. A leader that is still reading its files may take its time to begin. Raises as `admit`."""
     theirs, ours = _read(end, NONCE), secrets.token_bytes(NONCE)
-    end.settimeout(HANDSHAKE_SECONDS)
     both = theirs + ours
     end.sendall(ours + _proof(key, b"member", both))
-    if not hmac.compare_digest(_read(end, SEAL), _proof(key, b"leader", both)):
+    if not hmac.compare_digest(_read(end, SEAL, HANDSHAKE_SECONDS), _proof(key, b"leader", both)):
         raise Stranger("the leader has another REGRAFT_RANKS_KEY, or is of another version")
-    end.settimeout(None)
     return Signed(end, _proof(key, b"messages", both), sends=b"member", receives=b"leader")
 
 
@@ -100,13 +98,18 @@ def _proof(key: bytes, word: bytes, nonces: bytes) -> bytes:
     return hmac.digest(key, b"regraft %s %s " % (VERSION, word) + nonces, "sha256")
 
 
-def _read(end: socket.socket, size: int) -> bytes:
+def _read(end: socket.socket, size: int, seconds: float | None = None) -> bytes:
+    """All of it within that time: one that sends byte after byte would keep others from being heard."""
+    deadline = None if seconds is None else time.monotonic() + seconds
     read = b""
     while len(read) < size:
+        if deadline is not None:
+            end.settimeout(max(deadline - time.monotonic(), 0.001))
         part = end.recv(size - len(read))
         if not part:
             raise EOFError
         read += part
+    end.settimeout(None)
     return read
 
 
@@ -162,6 +165,7 @@ class Members:
         Raises MembersMissing.
         """
         assert self._listening is not None, "listen comes first"
+        log.info("waiting for %d ranks of other machines at %s:%d", self.count, *self.address)
         found: list[Member] = []
         deadline = time.monotonic() + self.patience_seconds
         while len(found) < self.count:
@@ -188,8 +192,8 @@ class Members:
         host, port = self.address
         return (
             f"{came} of {self.count} members have come to {host}:{port} within {self.patience_seconds:g} s "
-            "(REGRAFT_PATIENCE_SECONDS). Is `regraft-server member` running on each of the other "
-            "REGRAFT_NODES - 1 machines, REGRAFT_RANKS processes on each, with this one as REGRAFT_LEADER?"
+            "(REGRAFT_PATIENCE_SECONDS). Start `regraft-server member` on every other machine of the group, with this "
+            "one as REGRAFT_LEADER and the same REGRAFT_RANKS and REGRAFT_RANKS_KEY"
         )
 
     def close(self) -> None:
@@ -236,15 +240,15 @@ class ReadAhead:
             self._gone(cause)
 
 
-def wait_for_run(leader: str, key: bytes, *, first_pause: float = 0.1, longest_pause: float = 5.0) -> Signed:
+def wait_for_run(leader: str, key: bytes) -> Signed:
     """Connect until there is a run that takes this member. What keeps it from that is logged when it changes."""
     host, _, port = leader.rpartition(":")
-    pause, last = first_pause, ""
+    pause, last = FIRST_PAUSE, ""
     while True:
         try:
-            end = socket.create_connection((host.strip("[]"), int(port)), timeout=30)
+            end = socket.create_connection((host, int(port)), timeout=30)
         except OSError as cause:  # there is no run, or the name is not known yet
-            said = f"no run at {leader} yet: {cause}"
+            level, said = logging.INFO, f"no run at {leader} yet: {cause}"
         else:
             end.settimeout(None)
             notice_loss(end)
@@ -252,14 +256,13 @@ def wait_for_run(leader: str, key: bytes, *, first_pause: float = 0.1, longest_p
                 return join(end, key)
             except (Stranger, EOFError, OSError) as cause:
                 end.close()
-                said = (
-                    f"not taken by the run at {leader}, which may have ended or have another key: {cause!r}"
-                )
+                level = logging.WARNING
+                said = f"not taken by the run at {leader}, which has ended or has another key: {cause!r}"
         if said != last:
-            log.info("%s", said)
+            log.log(level, "%s", said)
             last = said
         time.sleep(pause)
-        pause = min(2 * pause, longest_pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 class Seat:
