@@ -26,8 +26,9 @@ from tests.servers import free_port
 from tests.worker.test_ranks import like_the_policy, sampled
 from tests.worker.test_training import relative_difference
 from worker import members
-from worker.members import Members, MembersMissing, ReadAhead, Stranger, admit, join
-from worker.ranks import Line, Model, RankLost, Ranks
+from worker.members import Member, Members, MembersMissing, ReadAhead, Stranger, admit, join
+from worker.rank import start
+from worker.ranks import Line, Model, RankLost, Ranks, Start
 from worker.trainer import PeftTrainer
 
 KEY = b"a key of the group"
@@ -305,3 +306,18 @@ def test_a_run_waits_for_all_ranks_of_the_other_machines():
     assert whom is not None
     assert (whom.count, whom.address, whom.patience_seconds) == (8, ("127.0.0.1", 8201), 7)
     assert members.members_of(Settings(ranks=4)) is None
+
+
+def test_each_rank_has_a_gpu_of_its_own_machine(monkeypatch, tiny_model):
+    """The leader numbers its own; a member goes by the number of its process there."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(Model, "load", lambda model, device: chosen.append(device))
+    with socket.socket() as end:
+        told = Member(5, Line(end), "gpu-2:1").own("cuda")
+    start(Start(the_model(tiny_model, like_the_policy({})), told, 0, 64, ""), gpu=1)
+
+    assert chosen == ["cuda:1", "cuda:1"]
+    with Ranks(2) as ranks:
+        assert ranks.helpers[0].own("cuda") == "cuda:1"
+        assert ranks.helpers[0].own("cpu") == "cpu"
