@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -265,11 +265,16 @@ def wait_for_run(leader: str, key: bytes) -> Signed:
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
+def rank_command(gpu: int) -> Sequence[str]:
+    return [sys.executable, "-m", "worker.member", str(os.getpid()), str(gpu)]
+
+
 class Seat:
     """One process of a member, started anew after each run: what a job left in it ends with it."""
 
-    def __init__(self, gpu: int) -> None:
+    def __init__(self, gpu: int, command: Callable[[int], Sequence[str]] = rank_command) -> None:
         self.gpu = gpu
+        self.command = command
         self._stopping = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         # The child dies with the thread that started it, so that thread has to be the one that waits.
@@ -286,9 +291,10 @@ class Seat:
 
     def _keep(self) -> None:
         while not self._stopping.is_set():
-            command = [sys.executable, "-m", "worker.member", str(os.getpid()), str(self.gpu)]
             # A session of its own: Ctrl-C in a terminal is for this process to pass on.
-            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+            self._child = subprocess.Popen(
+                self.command(self.gpu), stdin=subprocess.DEVNULL, start_new_session=True
+            )
             if self._stopping.is_set():  # since it was looked at, so that nobody may have told it yet
                 self._child.terminate()
             status = self._child.wait()

@@ -26,7 +26,7 @@ from tests.servers import free_port
 from tests.worker.test_ranks import like_the_policy, sampled
 from tests.worker.test_training import relative_difference
 from worker import members
-from worker.members import Member, Members, MembersMissing, ReadAhead, Stranger, admit, join
+from worker.members import Member, Members, MembersMissing, ReadAhead, Seat, Stranger, admit, join
 from worker.rank import start
 from worker.ranks import Line, Model, RankLost, Ranks, Start
 from worker.trainer import PeftTrainer
@@ -77,7 +77,7 @@ def rank_of(member):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_a_run_with_a_member_learns_what_one_process_does_and_the_member_serves_the_next(
+def test_a_run_with_a_member_learns_what_one_process_does_and_ends_when_it_loses_it(
     member, port, make_policy, tiny_model
 ):
     settings = like_the_policy(
@@ -98,26 +98,53 @@ def test_a_run_with_a_member_learns_what_one_process_does_and_the_member_serves_
             expected, metrics = learn(alone, groups), learn(together, groups)
             assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
             assert metrics.trained_tokens == expected.trained_tokens
-        first = rank_of(member)
-    moves = [
-        [now.detach() - then for now, then in zip(one.policy.trainable, began, strict=True)]
-        for one in (together, alone)
-    ]
-    assert relative_difference(*moves) < 1e-4
+        moves = [
+            [now.detach() - then for now, then in zip(one.policy.trainable, began, strict=True)]
+            for one in (together, alone)
+        ]
+        assert relative_difference(*moves) < 1e-4
 
-    with Ranks(1, coming(port)) as ranks:
-        started(ranks, tiny_model, settings)
-        second = rank_of(member)
-        together = PeftTrainer(make_policy(moved=True), settings, token_budget=64, helpers=ranks.helpers)
-        assert learn(together, sampled(together.policy)).trained_tokens > 0
-        assert second != first, "what a run leaves in a process ends with it"
-
-        # Told to go, it goes when its run does; a machine that is cut off from its power does not ask.
-        os.kill(second, signal.SIGTERM)
-        assert learn(together, sampled(together.policy)).trained_tokens > 0
-        os.kill(second, signal.SIGKILL)
-        with pytest.raises(RankLost, match=r"rank 1, a member at 127\.0\.0\.1:\d+, is gone"):
+        # One that is told to go stays with its run; a machine without power does not.
+        told_to_go = rank_of(member)
+        os.kill(told_to_go, signal.SIGTERM)
+        assert learn(together, sampled(together.policy)).trained_tokens > 0, "it goes when its run does"
+        os.kill(told_to_go, signal.SIGKILL)
+        with pytest.raises(RankLost, match=r"rank 2, a member at 127\.0\.0\.1:\d+, is gone"):
             learn(together, sampled(together.policy))
+
+
+# What a member keeps, without what it computes with.
+WAITING = """
+import os, sys
+from worker.members import wait_for_run
+line = wait_for_run(sys.argv[1], sys.argv[2].encode())
+line.send(os.getpid())
+try:
+    line.receive()
+except EOFError:
+    pass
+"""
+
+
+def test_a_member_is_there_for_the_next_run_with_a_process_of_its_own(port):
+    def command(gpu):
+        assert gpu == 3
+        return [sys.executable, "-c", WAITING, f"127.0.0.1:{port}", KEY.decode()]
+
+    seat = Seat(3, command)
+    seat.start()
+    processes = []
+    for _ in range(2):
+        gathering = coming(port)
+        gathering.listen()
+        [helper] = gathering.gather(1)
+        processes.append(helper.receive())
+        helper.close()
+    seat.stop()
+    seat.thread.join(10)
+
+    assert len(set(processes)) == 2
+    assert not seat.thread.is_alive()
 
 
 @pytest.fixture
