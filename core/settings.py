@@ -93,6 +93,12 @@ class Settings(BaseSettings):
     failing_steps: int = Field(default=3, ge=1)
     # Processes of a run, each with the model on a GPU of its own, that share a step's gradient (docs/multi-gpu.md).
     ranks: int = Field(default=1, ge=1)
+    # Machines that share a run, this one included, each with as many ranks. The others are `regraft-server member`:
+    # they connect to `leader`, host:port, and both sides show that they know `ranks_key` (docs/multi-gpu.md).
+    nodes: int = Field(default=1, ge=1)
+    ranks_port: int = Field(default=8200, ge=1, le=65535)
+    ranks_key: str = Field(default="", repr=False)
+    leader: str = Field(default="", pattern=r"^(\S+:\d{1,5})?$")
     # Threads torch may use in a run; 0 leaves torch's own choice.
     torch_threads: int = Field(default=0, ge=0)
     # What samples: each model's own choice in the registry, or one for all.
@@ -112,6 +118,14 @@ class Settings(BaseSettings):
         if self.inference_url and not self.inference_key:
             raise ValueError(
                 "REGRAFT_INFERENCE_URL needs REGRAFT_INFERENCE_KEY, the secret of the inference server there"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_key_for_its_group(self) -> Self:
+        if (self.nodes > 1 or self.leader) and not self.ranks_key:
+            raise ValueError(
+                "REGRAFT_NODES and REGRAFT_LEADER need REGRAFT_RANKS_KEY, a secret that the machines of a group share"
             )
         return self
 

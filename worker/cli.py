@@ -32,11 +32,12 @@ from core.registry import Registry
 from core.settings import Settings, problems
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
-from worker import admin, retention
+from worker import admin, alive, retention
 from worker.app import WorkerService
 from worker.backends import open_backends
 from worker.export import export_to
 from worker.inference import InferenceServer, own_address
+from worker.members import Seat
 from worker.sinks.choice import problem as sinks_problem
 from worker.telemetry import Gpus, Sandbox
 
@@ -51,6 +52,9 @@ def main() -> int:
     commands.add_parser("up", help="API, worker and reconciler in one process, on the embedded default")
     commands.add_parser("api", help="the HTTP API alone (needs REGRAFT_BROKER_URL)")
     commands.add_parser("worker", help="a worker and its reconciler (needs REGRAFT_BROKER_URL)")
+    commands.add_parser(
+        "member", help="help with the runs of another machine's worker (needs REGRAFT_LEADER)"
+    )
     commands.add_parser("migrate", help="bring the database to this version, and make the first key")
     commands.add_parser(
         "inference", help="the inference server alone (needs REGRAFT_INFERENCE_KEY)"
@@ -74,6 +78,8 @@ def main() -> int:
     logs.configure([logs.handler(settings.log_format)], requests=settings.log_format == "json")
     if args.command == "inference":
         return serve_inference(settings, args.port, parser)
+    if args.command == "member":
+        return be_member(settings, parser)
     if args.command == "admin":
         prepare(settings)
         return admin.run(args, settings)
@@ -139,6 +145,26 @@ def work(settings: Settings, backends: Backends) -> None:
         stopping.wait()
         worker.stop()  # within: how a run ends is told, too
     database.close()
+
+
+def be_member(settings: Settings, parser: argparse.ArgumentParser) -> int:
+    """Help until SIGTERM or Ctrl-C, and with the run in progress until that ends. Needs no database and no store."""
+    if not settings.leader:
+        parser.error("set REGRAFT_LEADER to host:port of the worker whose runs this machine is to help with")
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stopping.set())
+    seats = [Seat(gpu) for gpu in range(settings.ranks)]
+    for seat in seats:
+        seat.start()
+    log.info("helping with the runs of %s, with %d processes", settings.leader, settings.ranks)
+    alive.tell(alive.file_in(settings.data_dir), [seat.thread for seat in seats], stopping)
+    for seat in seats:
+        seat.stop()
+    for seat in seats:
+        seat.thread.join()
+    return 0
 
 
 def serve_api(

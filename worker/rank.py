@@ -8,6 +8,7 @@ import torch
 
 from worker import process
 from worker.gradient import OwnGradient, flat, shaped
+from worker.members import ReadAhead
 from worker.ranks import Add, Again, Collect, End, Line, Message, Part, Ready, Reference, Start, Weights
 
 
@@ -21,8 +22,11 @@ def main() -> None:
     serve(Line(socket.socket(fileno=args.connection)))
 
 
-def serve(line: Line) -> None:
-    """Do what rank 0 says until it closes the connection. What goes wrong is raised, and ends the run."""
+def serve(line: Line | ReadAhead, *, gpu: int = 0) -> None:
+    """Do what rank 0 says until it closes the connection. What goes wrong is raised, and ends the run.
+
+    `gpu` is for a rank 0 on another machine, which does not number those of this one.
+    """
     gradient: OwnGradient | None = None
     while True:
         try:
@@ -30,7 +34,7 @@ def serve(line: Line) -> None:
         except EOFError:
             return
         if isinstance(message, Start):
-            gradient = start(message)
+            gradient = start(message, gpu)
             line.send(Ready())
         else:
             assert gradient is not None, "Start comes first"
@@ -40,12 +44,13 @@ def serve(line: Line) -> None:
                 obey(gradient, message)
 
 
-def start(told: Start) -> OwnGradient:
+def start(told: Start, gpu: int) -> OwnGradient:
     if told.threads:
         torch.set_num_threads(told.threads)
-    if told.device != "cpu":
-        torch.cuda.set_device(told.device)
-    policy = told.model.load(told.device)
+    device = f"cuda:{gpu}" if told.device == "cuda" else told.device
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    policy = told.model.load(device)
     return OwnGradient(policy, told.model.settings, token_budget=told.token_budget, held_to=told.held_to)
 
 

@@ -2,7 +2,8 @@
 
 The run (rank 0) samples, grades, steps the optimizer and talks to the database. A helper computes the gradient of
 the groups that it is sent, and knows of nothing else. They speak over a pair of sockets that only they have: an adapter
-and its gradient are small, so that this needs no collective library, and no port that anybody could reach.
+and its gradient are small, so that this needs no collective library, and no port that anybody could reach. Helpers on
+other machines are in worker/members.py.
 
 Nothing here imports torch: the processes are started before the run has, and start up beside it.
 """
@@ -28,6 +29,7 @@ from worker.types import Pack
 
 if TYPE_CHECKING:
     from worker.gradient import Totals
+    from worker.members import Members
     from worker.policy import Policy
 
 
@@ -58,7 +60,7 @@ class Model:
 @dataclass(frozen=True)
 class Start:
     model: Model
-    device: str
+    device: str  # "cuda" alone: the rank has one of its own
     threads: int  # of torch; 0: its own choice
     token_budget: int
     held_to: str
@@ -122,6 +124,8 @@ class Line:
     back took that 0.9 s, and take this 0.1.
     """
 
+    SEAL = 0  # bytes before each pickle that say whose it is: nobody else has this pair of sockets
+
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._arrays: list[bytearray] = []  # what was received last
@@ -132,7 +136,8 @@ class Line:
         pickled = pickle.dumps(message, protocol=5, buffer_callback=arrays.append)
         parts = [memoryview(pickled), *(array.raw() for array in arrays)]
         sizes = [part.nbytes for part in parts]
-        self._end.sendall(struct.pack(f"<Q{len(sizes)}Q", len(sizes), *sizes))
+        head = struct.pack(f"<Q{len(sizes)}Q", len(sizes), *sizes)
+        self._end.sendall(head + self._seal(head + pickled))
         for part in parts:
             self._end.sendall(part)
 
@@ -141,12 +146,29 @@ class Line:
 
         Raises EOFError, or OSError, where nobody speaks any more.
         """
-        [number] = struct.unpack("<Q", self._read(bytearray(8)))
-        pickled, *arrays = struct.unpack(f"<{number}Q", self._read(bytearray(8 * number)))
+        head = self._read(bytearray(8))
+        [number] = struct.unpack("<Q", head)
+        head += self._read(bytearray(8 * number))
+        pickled, *arrays = struct.unpack_from(f"<{number}Q", head, 8)
+        seal = self._read(bytearray(self.SEAL))
         content = self._read(bytearray(pickled))
-        if arrays and arrays != [len(one) for one in self._arrays]:
-            self._arrays = [bytearray(size) for size in arrays]
-        return pickle.loads(content, buffers=[self._read(one) for one in self._arrays] if arrays else None)
+        self._check(seal, head + content)
+        buffers = [self._read(one) for one in self._room(arrays)]
+        return pickle.loads(content, buffers=buffers if arrays else None)
+
+    def _seal(self, content: bytes) -> bytes:
+        return b""
+
+    def _check(self, seal: bytearray, content: bytearray) -> None:
+        """Whether it is the other side's, before it is unpickled."""
+
+    def _room(self, sizes: list[int]) -> list[bytearray]:
+        """Where arrays of these many bytes go."""
+        if not sizes:
+            return []
+        if sizes != [len(one) for one in self._arrays]:
+            self._arrays = [bytearray(size) for size in sizes]
+        return self._arrays
 
     def _read(self, into: bytearray) -> bytearray:
         left = memoryview(into)
@@ -172,17 +194,13 @@ class TooFewGpus(Exception):
 class Helper:
     """Another rank of this run, as rank 0 sees it."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, line: Line) -> None:
         self.rank = rank
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # No session of its own: whoever kills the run's process group has the helpers killed, too.
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "worker.rank", str(os.getpid()), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        self._line = Line(ours)
+        self._line = line
+
+    def own(self, device: str) -> str:
+        """Which of those of a kind it is to use."""
+        return device
 
     def send(self, message: Message) -> None:
         """Raises RankLost."""
@@ -199,6 +217,32 @@ class Helper:
             raise self._lost() from cause
 
     def _lost(self) -> RankLost:
+        """What to say of one that does not listen any more."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End it; whatever it computes is not wanted any more."""
+        self._line.close()
+
+
+class Child(Helper):
+    """A rank on this machine."""
+
+    def __init__(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # No session of its own: whoever kills the run's process group has the helpers killed, too.
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "worker.rank", str(os.getpid()), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        super().__init__(rank, Line(ours))
+
+    def own(self, device: str) -> str:
+        return f"cuda:{self.rank}" if device == "cuda" else device
+
+    def _lost(self) -> RankLost:
         # Its end of the connection is closed, so it is ending or has ended.
         status = self.process.wait()
         return RankLost(
@@ -206,8 +250,7 @@ class Helper:
         )
 
     def close(self) -> None:
-        """End it; whatever it computes is not wanted any more."""
-        self._line.close()
+        super().close()
         self.process.kill()
         self.process.wait()
 
@@ -215,14 +258,19 @@ class Helper:
 class Ranks:
     """The processes of one run, this one included, from `with` to its end."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, members: "Members | None" = None) -> None:
+        """`count` of them on this machine, and the members on others."""
         self.count = count
+        self.total = count + (members.count if members else 0)
         self.helpers: list[Helper] = []
+        self._members = members
 
     def __enter__(self) -> Self:
+        if self._members is not None:
+            self._members.listen()
         # On Linux they die with the thread that starts them (PR_SET_PDEATHSIG), so it should be one that lasts.
         for rank in range(1, self.count):
-            self.helpers.append(Helper(rank))
+            self.helpers.append(Child(rank))
         return self
 
     def __exit__(
@@ -230,12 +278,18 @@ class Ranks:
     ) -> None:
         for helper in self.helpers:
             helper.close()
+        if self._members is not None:
+            self._members.close()
 
     def start(self, model: Model, *, device: str, threads: int, token_budget: int, held_to: str) -> None:
-        """Have the others load the model, while this process does; on "cuda" each to the GPU of its number."""
+        """Have the others load the model, while this process does; on "cuda" each to the GPU of its number.
+
+        Members are waited for. Raises RankLost, and MembersMissing of worker/members.py.
+        """
+        if self._members is not None and len(self.helpers) < self.total - 1:
+            self.helpers += self._members.gather(self.count)
         for helper in self.helpers:
-            own = f"cuda:{helper.rank}" if device == "cuda" else device
-            helper.send(Start(model, own, threads, token_budget, held_to))
+            helper.send(Start(model, helper.own(device), threads, token_budget, held_to))
 
     def wait(self) -> None:
         """Until all have loaded it. Raises RankLost."""

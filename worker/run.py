@@ -37,6 +37,7 @@ from worker.checkpoints import Checkpoints
 from worker.clock import Clock
 from worker.collect import Collector
 from worker.data import PromptStream, PromptTooLong, tokenize
+from worker.members import members_of
 from worker.observed import ObservedGrader, ObservedSampler
 from worker.patience import Patience
 from worker.progress import Beat, WatchedGrader, WatchedSampler, WatchedTrainer, beats_into
@@ -268,7 +269,7 @@ async def attempt(
         spec = parse_grader(job.reinforcement["grader"])
         async with open_backends(settings).open(spec) as grader:
             watched = ObservedGrader(WatchedGrader(grader, beat), spec)
-            with Ranks(settings.ranks) as ranks:
+            with Ranks(settings.ranks, members_of(settings)) as ranks:
                 run = load(
                     settings, database, blobs, claim, job, spec, watched, scratch, stop, beat, patience, ranks
                 )
@@ -419,7 +420,7 @@ def load(
         failing_steps=settings.failing_steps,
         held_to=held_to,
         feeds=feeds_of(job, resolved, settings, recorder.warn),
-        gpus=ranks.count if device == "cuda" else 1,
+        gpus=ranks.total if device == "cuda" else 1,
     )
 
 

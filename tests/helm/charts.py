@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm/regraft"
 
 Manifest = dict[str, Any]
-WORKLOADS = ("Deployment", "StatefulSet", "Job")
+WORKLOADS = ("Deployment", "StatefulSet", "Job", "LeaderWorkerSet")
 
 
 def merged(below: Any, above: Any) -> Any:
@@ -45,6 +45,7 @@ POOL = {
     "runtimeClassName": "nvidia",
     "kueueQueue": "research",
 }
+GROUP = POOL | {"name": "group", "gpus": 8, "gpuClass": "group", "gpuResource": "nvidia.com/gpu", "nodes": 3}
 ANYWHERE_PUBLIC = {
     "to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["10.0.0.0/8"]}}],
     "ports": [{"port": 443}],
@@ -131,6 +132,14 @@ VARIATIONS: dict[str, dict[str, Any]] = {
             "dashboard": {"enabled": True},
         },
     ),
+    "groups": profile(
+        "production",
+        workers=[GROUP, POOL | {"name": "pair", "gpus": 0, "nodes": 2, "replicas": 1}, POOL],
+        groups={"existingSecret": "regraft-groups", "secretKey": "ranks"},
+        models={"Qwen3-4B": {"gpuClass": "a100"}, "Qwen3-14B": {"gpuClass": "group"}},
+        metrics={"enabled": True},
+        networkPolicy={"memberEgress": [ANYWHERE_PUBLIC]},
+    ),
     "measured": profile("cpu-demo", metrics={"enabled": True}),
 }
 
@@ -152,17 +161,14 @@ def render(values: Mapping[str, Any], name: str = "regraft") -> list[Manifest]:
 
 @dataclass(frozen=True)
 class Pod:
-    """A workload and what it starts."""
+    """A workload and what it starts, or one of the two kinds that it does."""
 
     owner: Manifest
+    template: Manifest
 
     @property
     def name(self) -> str:
         return f"{self.owner['kind']}/{self.owner['metadata']['name']}"
-
-    @property
-    def template(self) -> Manifest:
-        return self.owner["spec"]["template"]
 
     @property
     def spec(self) -> Manifest:
@@ -182,8 +188,15 @@ class Pod:
 
 
 def pods(manifests: list[Manifest], component: str | None = None) -> list[Pod]:
-    found = [Pod(one) for one in manifests if one["kind"] in WORKLOADS]
+    found = [Pod(one, made) for one in manifests if one["kind"] in WORKLOADS for made in templates(one)]
     return [pod for pod in found if component in (None, pod.component)]
+
+
+def templates(workload: Manifest) -> list[Manifest]:
+    if workload["kind"] == "LeaderWorkerSet":
+        group = workload["spec"]["leaderWorkerTemplate"]
+        return [group["leaderTemplate"], group["workerTemplate"]]
+    return [workload["spec"]["template"]]
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:

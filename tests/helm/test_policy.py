@@ -3,7 +3,7 @@
 import pytest
 
 from tests.graders.attacks import ATTACKS
-from tests.helm.charts import VARIATIONS, of_kind, pods, profile, render, strings
+from tests.helm.charts import ANYWHERE_PUBLIC, VARIATIONS, of_kind, pods, profile, render, strings
 
 
 @pytest.fixture(params=VARIATIONS)
@@ -91,11 +91,12 @@ def test_with_servers_of_your_own_the_chart_makes_no_secret():
 
 
 def allowed(manifests, component):
-    """The one policy of a component's pods."""
+    """The one policy of all of a component's pods."""
     [policy] = [
         one
         for one in of_kind(manifests, "NetworkPolicy")
         if one["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == component
+        and "regraft.dev/pool" not in one["spec"]["podSelector"]["matchLabels"]
     ]
     assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
     return policy["spec"]
@@ -161,6 +162,55 @@ def test_nobody_reaches_a_worker():
 def test_what_a_policy_would_let_through_a_grader_is_refused_by_itself():
     """The pod has to reach its database, so the first fence is another: tests/graders/test_sandbox_attacks.py."""
     assert {"open a socket", "send a datagram", "open a socket by its number"} <= ATTACKS.keys()
+
+
+def test_members_reach_leaders_and_what_is_named_for_them_and_nobody_reaches_them():
+    policy = allowed(render(VARIATIONS["groups"]), "member")
+
+    assert policy["ingress"] == []
+    names, leaders, *named = policy["egress"]
+    assert {port["port"] for port in names["ports"]} == {53}
+    [peer] = leaders["to"]
+    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "worker"
+    assert [port["port"] for port in leaders["ports"]] == [8200]
+    assert named == [ANYWHERE_PUBLIC]
+
+
+def test_leaders_are_reached_at_their_port_by_members_of_their_own_pool_only():
+    manifests = render(VARIATIONS["groups"])
+    policies = [
+        one
+        for one in of_kind(manifests, "NetworkPolicy")
+        if "regraft.dev/pool" in one["spec"]["podSelector"]["matchLabels"]
+    ]
+
+    assert [one["spec"]["podSelector"]["matchLabels"]["regraft.dev/pool"] for one in policies] == [
+        "group",
+        "pair",
+    ]
+    for policy in (one["spec"] for one in policies):
+        [rule] = policy["ingress"]
+        [peer] = rule["from"]
+        [port] = rule["ports"]
+        ours, theirs = policy["podSelector"]["matchLabels"], peer["podSelector"]["matchLabels"]
+        assert policy["policyTypes"] == ["Ingress"]
+        assert ours | {"app.kubernetes.io/component": "member"} == theirs
+        [leader] = [pod for pod in pods(manifests) if ours.items() <= pod.labels.items()]
+        [member] = [pod for pod in pods(manifests) if theirs.items() <= pod.labels.items()]
+        assert leader.owner is member.owner
+        [listening] = [one for one in leader.containers[0]["ports"] if one["name"] == "ranks"]
+        assert port["port"] == listening["containerPort"]
+
+
+def test_members_hold_no_credentials_but_their_groups_and_the_hubs():
+    values = VARIATIONS["groups"] | {"weights": {"hubSecret": "hub"}}
+    for member in pods(render(values), "member"):
+        [container] = member.containers
+        secret = {one["name"] for one in container["env"] if "valueFrom" in one}
+
+        assert secret == {"REGRAFT_RANKS_KEY", "HF_TOKEN"}
+        assert "envFrom" not in container
+        assert member.spec["serviceAccountName"] == "default", "which has no cloud's role"
 
 
 def test_the_migration_reaches_the_database_only():

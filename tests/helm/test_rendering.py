@@ -6,7 +6,18 @@ import json
 import jsonschema
 import pytest
 
-from tests.helm.charts import CHART, POOL, VARIATIONS, Pod, helm, of_kind, pods, profile, render
+from tests.helm.charts import (
+    CHART,
+    POOL,
+    VARIATIONS,
+    Pod,
+    helm,
+    of_kind,
+    pods,
+    profile,
+    render,
+    templates,
+)
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="it brings Kubernetes' schemas")
 
@@ -63,6 +74,44 @@ CUSTOM = {
             "triggers": {"type": "array", "minItems": 1, "items": _TRIGGER},
         },
     },
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {
+        "type": "object",
+        "required": ["leaderWorkerTemplate"],
+        "additionalProperties": False,
+        "properties": {
+            "replicas": {"type": "integer", "minimum": 0},
+            "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+            "rolloutStrategy": {
+                "type": "object",
+                "required": ["type"],
+                "additionalProperties": False,
+                "properties": {
+                    "type": {"const": "RollingUpdate"},
+                    "rollingUpdateConfiguration": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "properties": {
+                            "maxSurge": {"type": "integer"},
+                            "maxUnavailable": {"type": "integer", "minimum": 1},
+                        },
+                    },
+                },
+            },
+            "leaderWorkerTemplate": {
+                "type": "object",
+                "required": ["workerTemplate"],
+                "additionalProperties": False,
+                "properties": {
+                    "size": {"type": "integer", "minimum": 1},
+                    "restartPolicy": {
+                        "enum": ["None", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart"]
+                    },
+                    "leaderTemplate": {"type": "object", "required": ["metadata", "spec"]},
+                    "workerTemplate": {"type": "object", "required": ["metadata", "spec"]},
+                },
+            },
+        },
+    },
     ("keda.sh/v1alpha1", "TriggerAuthentication"): {
         "type": "object",
         "required": ["secretTargetRef"],
@@ -110,6 +159,9 @@ def test_every_manifest_is_one_that_kubernetes_takes(version):
     for manifest in different:
         if schema := CUSTOM.get((manifest["apiVersion"], manifest["kind"])):
             jsonschema.validate(manifest["spec"], schema)
+            for template in templates(manifest) if manifest["kind"] == "LeaderWorkerSet" else ():
+                pod = {"apiVersion": "v1", "kind": "Pod"} | template
+                kubernetes_validate.validate(pod, version, strict=True)
         else:
             kubernetes_validate.validate(manifest, version, strict=True)
 
@@ -146,7 +198,7 @@ def test_selectors_find_the_pods_they_mean(manifests):
     for pod in pods(manifests):
         selector = pod.owner["spec"].get("selector", {}).get("matchLabels", {})
         assert selector.items() <= pod.labels.items()
-        assert selector or pod.owner["kind"] == "Job"
+        assert selector or pod.owner["kind"] in ("Job", "LeaderWorkerSet")
     for one, other in itertools.permutations(
         [p for p in pods(manifests) if p.owner["kind"] == "Deployment"], 2
     ):
@@ -161,14 +213,21 @@ def test_selectors_find_the_pods_they_mean(manifests):
 
 def test_budgets_and_scalers_lead_to_a_deployment(manifests):
     deployments = {one["metadata"]["name"]: one for one in of_kind(manifests, "Deployment")}
+    groups = {one["metadata"]["name"]: one for one in of_kind(manifests, "LeaderWorkerSet")}
     for scaler in of_kind(manifests, "HorizontalPodAutoscaler") + of_kind(manifests, "ScaledObject"):
         target = deployments[scaler["spec"]["scaleTargetRef"]["name"]]
         assert "replicas" not in target["spec"], "an upgrade would undo what the scaler did"
     for budget in of_kind(manifests, "PodDisruptionBudget"):
-        assert budget["spec"]["selector"] == deployments[budget["metadata"]["name"]]["spec"]["selector"]
+        name, selector = budget["metadata"]["name"], budget["spec"]["selector"]
+        if name in groups:
+            leader, member = templates(groups[name])
+            assert selector["matchLabels"].items() <= leader["metadata"]["labels"].items()
+            assert not selector["matchLabels"].items() <= member["metadata"]["labels"].items()
+        else:
+            assert selector == deployments[name]["spec"]["selector"]
     scaled_to_gpus = {one["spec"]["scaleTargetRef"]["name"] for one in of_kind(manifests, "ScaledObject")}
     budgets = {one["metadata"]["name"] for one in of_kind(manifests, "PodDisruptionBudget")}
-    assert budgets == deployments.keys() - scaled_to_gpus
+    assert budgets == (deployments | groups).keys() - scaled_to_gpus
 
 
 def test_every_volume_that_is_mounted_is_there(manifests):
@@ -229,6 +288,31 @@ def test_a_worker_with_several_gpus_has_a_rank_on_each():
     }
 
     assert {pool: ranks[pool] for pool in ("p0", "p1", "p4")} == {"p0": None, "p1": None, "p4": "4"}
+
+
+def test_a_pool_on_several_nodes_is_a_group_of_a_leader_and_its_members():
+    manifests = render(VARIATIONS["groups"])
+    sets = {
+        one["metadata"]["labels"]["regraft.dev/pool"]: one for one in of_kind(manifests, "LeaderWorkerSet")
+    }
+    spec = sets["group"]["spec"]
+    leader, member = (pod for pod in pods(manifests) if pod.owner is sets["group"])
+
+    assert sets.keys() == {"group", "pair"}
+    assert "regraft-worker-group" not in {one["metadata"]["name"] for one in of_kind(manifests, "Deployment")}
+    assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (3, 3)
+    assert (leader.component, member.component) == ("worker", "member")
+    for pod in (leader, member):
+        [container] = pod.containers
+        variables = {one["name"]: one for one in container["env"]}
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+        assert container["image"].endswith("/worker-gpu:0.1.0")
+        assert variables["REGRAFT_RANKS"]["value"] == "8"
+        assert variables["REGRAFT_RANKS_KEY"]["valueFrom"]["secretKeyRef"] == {
+            "name": "regraft-groups",
+            "key": "ranks",
+        }
+        assert {"name": "weights", "mountPath": "/models", "readOnly": True} in container["volumeMounts"]
 
 
 def test_a_gpu_pool_gets_its_gpu_and_the_image_that_can_use_it():

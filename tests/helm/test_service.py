@@ -28,7 +28,8 @@ def environment(pod, secrets="secret"):
 @pytest.fixture(params=VARIATIONS)
 def ours(request):
     manifests = render(VARIATIONS[request.param])
-    return [pod for name in ("api", "worker", "migrate", "inference") for pod in pods(manifests, name)]
+    names = ("api", "worker", "member", "migrate", "inference")
+    return [pod for name in names for pod in pods(manifests, name)]
 
 
 def test_every_variable_is_one_that_the_service_reads(ours):
@@ -134,6 +135,23 @@ def test_the_probe_of_a_worker_looks_at_the_file_that_it_writes():
     assert 4 * alive.EVERY_SECONDS < 60
 
 
+def test_members_look_for_their_leader_where_it_listens():
+    """The leader's name is put before these variables by LeaderWorkerSet, and into this one by Kubernetes."""
+    manifests = render(VARIATIONS["groups"])
+    for member in pods(manifests, "member"):
+        [leader] = [
+            pod for pod in pods(manifests, "worker") if pod.owner["metadata"] == member.owner["metadata"]
+        ]
+        variables = environment(leader)
+
+        assert environment(member)["REGRAFT_LEADER"] == (
+            f"$(LWS_LEADER_ADDRESS):{variables['REGRAFT_RANKS_PORT']}"
+        )
+        assert variables["REGRAFT_HOST"] == "0.0.0.0"
+        assert variables["REGRAFT_NODES"] == str(member.owner["spec"]["leaderWorkerTemplate"]["size"])
+        assert variables.get("REGRAFT_RANKS") == environment(member).get("REGRAFT_RANKS")
+
+
 def test_new_jobs_go_to_the_first_pool():
     manifests = render(VARIATIONS["every corner"])
     [api] = pods(manifests, "api")
@@ -199,12 +217,22 @@ def test_the_scaler_counts_waiting_and_running_jobs_of_its_class(postgres):
     assert Job.__tablename__ in query
 
 
-@pytest.mark.parametrize("component", ["api", "worker", "migrate", "inference"])
+@pytest.mark.parametrize("component", ["api", "worker", "member", "migrate", "inference"])
 def test_the_hubs_token_is_known_to_what_loads_models_and_to_nobody_else(component):
-    values = profile("production", weights={"hubSecret": "hub"}, extraEnv={"PGSSLMODE": "verify-full"})
-    for pod in pods(render(values), component):
+    pair = VARIATIONS["groups"]["workers"][1]
+    values = profile(
+        "production",
+        weights={"hubSecret": "hub"},
+        extraEnv={"PGSSLMODE": "verify-full"},
+        workers=[pair, *profile("production")["workers"]],
+        groups={"existingSecret": "groups"},
+    )
+    found = pods(render(values), component)
+    assert found
+    for pod in found:
         given = {one["name"]: one for one in pod.containers[0]["env"]}
         token = given.get("HF_TOKEN", {}).get("valueFrom", {}).get("secretKeyRef")
 
-        assert token == ({"name": "hub", "key": "HF_TOKEN"} if component in ("worker", "inference") else None)
+        loads = component in ("worker", "member", "inference")
+        assert token == ({"name": "hub", "key": "HF_TOKEN"} if loads else None)
         assert given["PGSSLMODE"]["value"] == "verify-full"

@@ -37,6 +37,8 @@ WRONG_TYPE_OR_BOUND = {
     "a pool without limits": ({"workers": [POOL | {"resources": {"requests": {}}}]}, "/workers/0/resources.*limits"),
     "more GPUs than a node has": ({"workers": [POOL | {"gpus": 9}]}, "/workers/0/gpus.*maximum"),
     "ranks beside the GPUs": ({"settings": {"ranks": 2}}, "'/settings'.*ranks"),
+    "no machine": ({"workers": [POOL | {"nodes": 0}]}, "/workers/0/nodes.*minimum"),
+    "machines beside the pool's": ({"settings": {"nodes": 2}}, "'/settings'.*nodes"),
     "a queue's name": ({"workers": [POOL | {"gpuClass": "H100 80GB"}]}, "/workers/0/gpuClass"),
     "an open door": ({"networkPolicy": {"workerEgress": [{"ports": [{"port": 443}]}]}}, "workerEgress/0.*'to'"),
     "no network": ({"networkPolicy": {"database": {"to": [{"ipBlock": {"cidr": "db"}}]}}}, "to/0/ipBlock/cidr"),
@@ -73,6 +75,12 @@ WRONG_TOGETHER = {
     ),
     "nobody left to look after the rows": ({"workers": [SCALED]}, "keep one pool with at least one replica"),
     "two words on how many": ({"workers": [SCALED | {"replicas": 1}]}, "replicas and autoscaling; give one of them"),
+    "a group that KEDA would scale": (
+        {"workers": [POOL, SCALED | {"name": "b", "nodes": 2}], "groups": {"existingSecret": "groups"}},
+        "the pool b has nodes and autoscaling",
+    ),
+    "a group without a key": ({"workers": [POOL | {"nodes": 2}]}, "groups.existingSecret: name the Secret .* cpu"),
+    "a port twice": ({"metrics": {"enabled": True, "port": 8200}}, "metrics.port: is a group's own"),
     "upside down": (
         {"workers": [POOL, SCALED | {"name": "b", "autoscaling": {"minReplicas": 3, "maxReplicas": 2}}]},
         "the pool b has an autoscaling.minReplicas above",
@@ -109,6 +117,16 @@ def test_values_that_do_not_fit_together_are_named(case):
 
     with pytest.raises(helm.HelmRenderError, match=words):
         render(profile("cpu-demo", **changes))
+
+
+def test_a_group_whose_pods_would_have_names_too_long_is_refused():
+    """A StatefulSet of it has the pool's name and a number, and labels of that one's pods have eleven more."""
+    values = profile("cpu-demo", workers=[POOL | {"nodes": 2}], groups={"existingSecret": "groups"})
+    render(values, name="a-regraft-of-34-characters-in-full")
+
+    long = values | {"workers": [POOL | {"nodes": 2, "name": "a-pool-with-20-chars"}]}
+    with pytest.raises(helm.HelmRenderError, match=r"the pool a-pool-with-20-chars has nodes.*shorter"):
+        render(long, name="a-regraft-of-34-characters-in-full")
 
 
 def test_everything_that_is_missing_is_told_at_once():

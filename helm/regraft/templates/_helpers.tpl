@@ -150,11 +150,16 @@ capabilities:
   valueFrom:
     secretKeyRef: {{ include "regraft.inferenceSecret" . }}
 {{- end }}
-{{- range $name, $value := $v.settings }}
+{{- include "regraft.settingsEnv" . }}
+{{- end -}}
+
+{{/* What members of groups have, too: the settings. */}}
+{{- define "regraft.settingsEnv" -}}
+{{- range $name, $value := .Values.settings }}
 - name: REGRAFT_{{ upper $name }}
   value: {{ include "regraft.text" $value | quote }}
 {{- end }}
-{{- range $name, $value := $v.extraEnv }}
+{{- range $name, $value := .Values.extraEnv }}
 - name: {{ $name }}
   value: {{ $value | quote }}
 {{- end }}
@@ -283,9 +288,18 @@ imagePullSecrets:
 {{- if hasKey . "replicas" -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s has replicas and autoscaling; give one of them" .name) -}}
 {{- end -}}
+{{- if gt (int .nodes) 1 -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has nodes and autoscaling; KEDA does not scale groups here, so give it replicas" .name) -}}
+{{- end -}}
 {{- if gt (int .autoscaling.minReplicas) 0 -}}{{- $permanent = true -}}{{- end -}}
 {{- else if gt (int (dig "replicas" 1 .)) 0 -}}
 {{- $permanent = true -}}
+{{- end -}}
+{{- if and (gt (int .nodes) 1) (gt (len (printf "%s-worker-%s" (include "regraft.name" $) .name)) 48) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has nodes, and pods of groups have long names; give it, or the release, a shorter one" .name) -}}
+{{- end -}}
+{{- if and (gt (int .nodes) 1) (not $v.groups.existingSecret) -}}
+{{- $wrong = append $wrong (printf "groups.existingSecret: name the Secret with the key that the pods of the pool %s show each other" .name) -}}
 {{- end -}}
 {{- end -}}
 {{- if not $permanent -}}
@@ -352,8 +366,8 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- if has (int $v.metrics.port) (list 8000 8100) -}}
-{{- $wrong = append $wrong (printf "metrics.port: is %s own" (ternary "the API's" "inference's" (eq (int $v.metrics.port) 8000))) -}}
+{{- with get (dict "8000" "the API's" "8100" "inference's" "8200" "a group's") (toString (int $v.metrics.port)) -}}
+{{- $wrong = append $wrong (printf "metrics.port: is %s own" .) -}}
 {{- end -}}
 {{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
 {{- $wrong = append $wrong "gateway.parentRefs: name the Gateway that the route belongs to" -}}
