@@ -32,6 +32,7 @@ from typing import Any
 from sqlalchemy import make_url
 
 from bench.report import report
+from core import joblogs
 from core.blobs import BlobStore, open_blobs
 from core.db import Database
 from core.models import Attempt, Checkpoint, Event, Job, StepMetric
@@ -285,6 +286,11 @@ class House:
                 key for (key,) in session.query(RolloutPage.blob_key)
             }
             folders = {prefix for (prefix,) in session.query(Checkpoint.blob_prefix)}
+            project_of = dict(session.query(Job.id, Job.project_id).tuples())
+            keys |= {
+                joblogs.key(project_of[job_id], job_id, epoch)
+                for job_id, epoch in session.query(Attempt.job_id, Attempt.epoch)
+            }
         return sum(
             key not in keys and key.rsplit("/", 1)[0] not in folders for key in self.blobs.list("projects/")
         )
