@@ -66,9 +66,8 @@ class AdapterFolders:
         """Make it the last one to go. False: it is not there, or not any more."""
         with self._lock:
             try:
-                now = (
-                    time.time_ns()
-                )  # by the system's own, which goes on in jumps, two could be as old as each other
+                # Ours: the system's own goes on in jumps, by which two could be as old as each other.
+                now = time.time_ns()
                 os.utime(target, ns=(now, now))
             except FileNotFoundError:
                 return False

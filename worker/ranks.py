@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,7 +192,7 @@ class TooFewGpus(Exception):
     """Each rank needs a GPU of its own."""
 
 
-class Helper:
+class Helper(ABC):
     """Another rank of this run, as rank 0 sees it."""
 
     def __init__(self, rank: int, line: Line) -> None:
@@ -216,9 +217,9 @@ class Helper:
         except (EOFError, OSError) as cause:
             raise self._lost() from cause
 
+    @abstractmethod
     def _lost(self) -> RankLost:
         """What to say of one that does not listen any more."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """End it; whatever it computes is not wanted any more."""
