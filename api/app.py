@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from api import (
     archive,
     attempts,
+    azure,
     chat,
     errors,
     estimates,
@@ -18,9 +19,11 @@ from api import (
     graders,
     health,
     job_request,
+    job_validation,
     jobs,
     models,
     organization,
+    permissions,
     preview,
     rollouts,
     stream,
@@ -96,6 +99,7 @@ def create_app(
         files,
         uploads,
         jobs,
+        permissions,
         attempts,
         estimates,
         preview,
@@ -109,8 +113,10 @@ def create_app(
         organization,
         stream,
         job_request,
+        job_validation,
     ):
         app.include_router(resource.router, prefix="/v1")
+    app.include_router(azure.router)
     errors.add_handlers(app)
     app.add_middleware(
         BodyLimit,
@@ -118,6 +124,7 @@ def create_app(
         streamed=STREAMED,
         most_drained=settings.max_upload_bytes,
     )
+    app.add_middleware(azure.AzurePaths)  # outside of what looks at the path
     app.add_middleware(RequestHeaders)
     app.add_middleware(Measured)  # the last one added is the outermost
     return app

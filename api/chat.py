@@ -43,7 +43,7 @@ MANIFESTS_REMEMBERED = 4096
 def _default_only(value: Any, info: ValidationInfo) -> None:
     """Accept what asks for nothing; whoever asks for something must hear that it would not happen."""
     if value not in (None, 0, [], {}, "auto", "none", "default"):
-        message = f"'{info.field_name}' is not supported by this server; leave it out."
+        message = f"'{info.field_name}' is not supported by this server; leave it out"
         raise PydanticCustomError("unsupported", "{message}", {"message": message})
 
 
@@ -88,7 +88,7 @@ class ChatCreate(Chat, Body):
     def forwarded(self, served: Served) -> dict[str, Any]:
         """The request as the inference server takes it."""
         asked = self.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(Chat.model_fields))
-        return asked | {"regraft": served.model_dump(mode="json")}
+        return asked | {"regraft": served.to_wire()}
 
 
 class Upstream:
@@ -201,22 +201,24 @@ async def _upstream(request: Request) -> Upstream:
 Inference = Annotated[Upstream, Depends(_upstream)]
 
 
-def _described(
+def described(
     body: ChatCreate, project: CurrentProject, service: Parts, upstream: Inference
 ) -> dict[str, Any]:
     """The request with the weights that its model stands for. In a thread: it asks the database and the blob store."""
-    if body.model in service.registry.models:
-        return body.forwarded(Served(base_model=body.model))
+    base = service.registry.resolve(body.model)
+    if base in service.registry.models:
+        # OpenAI's answers name the snapshot that an alias leads to.
+        return body.model_copy(update={"model": base}).forwarded(Served(base_model=base))
     with service.database.read() as session:
         model = tuned.find(session, project.id, body.model)
         checkpoint = None if model is None else tuned.checkpoint_of(session, model)
         if model is None or checkpoint is None:
             made = [other.name for other in tuned.models(session, project.id)]
-            raise ModelNotFound(body.model, [*service.registry.models, *made])
+            raise ModelNotFound(body.model, [*service.registry.names, *made])
     try:
         adapter = upstream.adapter(service.blobs, checkpoint)
     except BlobNotFound:
-        raise ModelNotFound(body.model, service.registry.models) from None
+        raise ModelNotFound(body.model, service.registry.names) from None
     return body.forwarded(Served(base_model=model.base_model, adapter=adapter))
 
 
@@ -227,13 +229,13 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 @router.post("", responses=ANSWERS | refusals(404, 503))
 async def create_chat_completion(
-    request: Request, described: Annotated[dict[str, Any], Depends(_described)], upstream: Inference
+    request: Request, chat: Annotated[dict[str, Any], Depends(described)], upstream: Inference
 ) -> Response:
     """Answer a chat, in one piece or as server-sent events."""
-    answer = await until_gone(request.receive, upstream.send(described))
+    answer = await until_gone(request.receive, upstream.send(chat))
     if answer is None:
         return Response(status_code=499)
-    if answer.status_code == 200 and _is(answer, "text/event-stream") and described.get("stream"):
+    if answer.status_code == 200 and _is(answer, "text/event-stream") and chat.get("stream"):
         return PassedOn(answer)
     content = await until_gone(request.receive, whole(answer))
     if content is None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from anyio import CapacityLimiter
 from fastapi import BackgroundTasks, Depends, Header, Request
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy.orm import Session
 
 from api.rates import Rates
@@ -20,7 +20,7 @@ from core.blobs import BlobStore
 from core.db import Database, Send, Work, unit_of_work
 from core.errors import InvalidApiKey, ProjectNotFound, RateLimited
 from core.keys import Scope
-from core.models import ApiKey, Project
+from core.models import ApiKey, Organization, Project
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends
@@ -67,6 +67,9 @@ def _read_session(service: Parts) -> Iterator[Session]:
 ReadSession = Annotated[Session, Depends(_read_session, scope="function")]
 
 _bearer = HTTPBearer(auto_error=False, description="An API key of this service.")
+_azures_header = APIKeyHeader(
+    name="api-key", auto_error=False, description="The same key in the header of Azure's clients."
+)
 
 
 @dataclass(frozen=True)
@@ -82,29 +85,43 @@ def _caller(
     service: Parts,
     background: BackgroundTasks,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+    azures_key: Annotated[str | None, Depends(_azures_header)],
     organization: Annotated[str | None, Header(alias="OpenAI-Organization", include_in_schema=False)] = None,
     project: Annotated[str | None, Header(alias="OpenAI-Project", include_in_schema=False)] = None,
 ) -> Caller:
-    if credentials is None:
+    token = credentials.credentials if credentials else azures_key
+    if not token:
         raise InvalidApiKey(
             "You didn't provide an API key. You need to provide your API key in an Authorization header "
-            "using Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
+            "using Bearer auth (i.e. Authorization: Bearer YOUR_KEY), or in an api-key header."
         )
     # A session of its own: an upload holds its request open for minutes, and must not hold a connection.
     with service.database.read() as session:
-        key, found = keys.authenticate(session, credentials.credentials)
-    if organization and organization != found.organization_id:
-        message = "OpenAI-Organization header should match organization for API key."
-        raise InvalidApiKey(message, code="mismatched_organization")
-    if project and project != found.id:
-        raise InvalidApiKey(
-            "OpenAI-Project header should match project for API key.", code="mismatched_project"
-        )
+        key, found = keys.authenticate(session, token)
+        _refuse_mismatched(session, found, organization, project)
     request.state.organization_id = found.organization_id  # for the openai-organization header
     _limit_rate(request, service, found)
     if keys.use_is_news(key):
         background.add_task(_note_use, service.database, key.id)  # when the answer is on its way
     return Caller(key, found)
+
+
+def _refuse_mismatched(
+    session: Session, found: Project, organization: str | None, project: str | None
+) -> None:
+    """Raise InvalidApiKey for a header that names another organization or project of this service.
+
+    OpenAI's client sends OPENAI_ORG_ID and OPENAI_PROJECT_ID of the environment. Ids that are not of this service, such
+    as those of an account at OpenAI, are ignored: they cannot be meant for it.
+    """
+    named = organization or found.organization_id
+    if named != found.organization_id and session.get(Organization, named) is not None:
+        message = "OpenAI-Organization header should match organization for API key."
+        raise InvalidApiKey(message, code="mismatched_organization")
+    named = project or found.id
+    if named != found.id and session.get(Project, named) is not None:
+        message = "OpenAI-Project header should match project for API key."
+        raise InvalidApiKey(message, code="mismatched_project")
 
 
 def _limit_rate(request: Request, service: Service, project: Project) -> None:

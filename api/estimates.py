@@ -37,6 +37,7 @@ class Size(BaseModel):
     total_steps: int
     estimate: dict[str, Any] | None  # as a job shows it
     reason: str | None  # why there is no estimate
+    warnings: list[str]  # what is accepted and has no effect, as the job's events would say
 
 
 class EstimateOut(Size):
@@ -56,6 +57,7 @@ class Asked:
     settings: Resolved
     past: History | None
     price: Price
+    warnings: list[str]
 
     def size(self) -> dict[str, Any]:
         """The fields of Size but for the estimate."""
@@ -69,6 +71,7 @@ class Asked:
             "group_size": self.settings.group_size,
             "max_completion_tokens": self.settings.max_completion_tokens,
             "total_steps": self.settings.total_steps,
+            "warnings": self.warnings,
         }
 
     def estimate(self, of: Callable[..., dict[str, Any]]) -> dict[str, Any]:
@@ -91,6 +94,7 @@ def estimate_job(body: JobCreate, project: ReadProject, service: Parts) -> Estim
 def asked(body: JobCreate, project: Project, service: Service) -> Asked:
     """Read what the job would be made of; refuses what creating it would refuse."""
     model = usable_model(body, service)
+    name = service.registry.resolve(body.model)
     price = Price.of(service.settings)
     if body.budget:
         body.budget.stored(price)  # refused here as it would be there
@@ -99,13 +103,13 @@ def asked(body: JobCreate, project: Project, service: Service) -> Asked:
         find = partial(files.get_dataset, session, project.id)
         training = find(body.training_file, param="training_file")
         validation = find(body.validation_file, param="validation_file")
-        past = estimates.history(session, model=body.model, gpu_class=gpu_class)
+        past = estimates.history(session, model=name, gpu_class=gpu_class)
     # The files are read without holding a connection: they may be large.
     train_rows = _rows(service.blobs, training, "training_file")
     valid_rows = _rows(service.blobs, validation, "validation_file")
     hyperparameters = body.method.reinforcement.hyperparameters
     return Asked(
-        name=body.model,
+        name=name,
         model=model,
         gpu_class=gpu_class,
         training=training,
@@ -114,6 +118,7 @@ def asked(body: JobCreate, project: Project, service: Service) -> Asked:
         settings=estimates.sizes(hyperparameters, rows=train_rows, context=model.context),
         past=past,
         price=price,
+        warnings=hyperparameters.warnings,
     )
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import quote
 
 from anyio import to_thread
@@ -40,13 +40,15 @@ class FormExpiresAfter(ExpiresAfter, strict=False):
     """As fields of a form, which are text."""
 
 
+# OpenAI's list. Jobs read "fine-tune" only; files of the others are kept for their owner.
+Purpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
 FileName = Annotated[str, Field(max_length=512, pattern=r"^[^\x00]*$")]
 
 
 class FileCreate(Part):
     """The fields of the form; `file` is the name of the file."""
 
-    purpose: Literal["fine-tune"]
+    purpose: Purpose
     file: FileName
     expires_after: FormExpiresAfter | None = None
 
@@ -79,7 +81,7 @@ FORM = {
     "type": "object",
     "required": ["purpose", "file"],
     "properties": {
-        "purpose": {"type": "string", "enum": ["fine-tune"]},
+        "purpose": {"type": "string", "enum": list(get_args(Purpose))},
         "file": {"type": "string", "format": "binary"},
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},

@@ -9,8 +9,9 @@ from pydantic import BeforeValidator
 from api.deps import CurrentProject, Parts, ReadProject
 from api.document import FOR_ANY_KEY
 from api.wire import Body
-from core.errors import InvalidRequest
+from core.errors import GraderEnvironmentMissing, InvalidRequest
 from graders.backends import Backends
+from graders.environments.catalog import EnvironmentNotBuilt
 from graders.report import run_report
 from graders.run import grade_within
 from graders.spec import GraderSpec, InvalidGrader, dump, parse_grader
@@ -25,11 +26,18 @@ Grader = Annotated[GraderSpec, BeforeValidator(parse_grader)]
 
 
 def refuse_unusable(spec: GraderSpec, backends: Backends, param: str = "grader") -> None:
-    """Raise InvalidRequest for a grader that is well formed but that this server cannot run."""
+    """Refuse a grader that is well formed but that this server cannot run.
+
+    Raises:
+        InvalidRequest: the operator does not offer what it needs.
+        GraderEnvironmentMissing: the server lacks the environment that it is meant to have.
+    """
     try:
         backends.check(spec, param)
     except InvalidGrader as cause:
         raise InvalidRequest(cause.message, param=cause.param, code=cause.code) from cause
+    except EnvironmentNotBuilt as missing:
+        raise GraderEnvironmentMissing(str(missing)) from missing
 
 
 class GraderValidate(Body):

@@ -2,12 +2,22 @@
 
 import re
 import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticKnownError
 from sqlalchemy.orm import Session
 
@@ -20,11 +30,14 @@ from api.wire import After, Body, EndedListing, Limit, Listing, Part, clamped, e
 from core import budgets, evals, events, files, integrations, jobs, tenants, tuned, usage, waiting
 from core.budgets import Price
 from core.db import Work
-from core.errors import InvalidRequest
+from core.devices import device_of
+from core.errors import InvalidParameter, InvalidRequest
 from core.methods import NO_SAMPLER_OF_ITS_OWN, Hyperparameters
 from core.models import Checkpoint, Event, Job
-from core.registry import BaseModelEntry, sampler_of
+from core.registry import BaseModelEntry, SamplerName, sampler_of
 from core.response_format import ResponseFormat
+from core.settings import Settings
+from graders.build import reads_tools
 from graders.spec import GIVE_STEPS, GraderSpec, dump, hide_secrets, parse_grader
 
 router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
@@ -39,14 +52,36 @@ def _required(value: Any) -> Any:
 GRADER_PARAM = "method.reinforcement.grader"
 Checked = BeforeValidator(partial(parse_grader, param=GRADER_PARAM))
 NoNul = r"^[^\x00]*$"  # PostgreSQL could store it, but not search for it
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("it may have letters, digits, punctuation and plain spaces, and no other characters")
+    return text
+
+
+Suffix = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_printable)]
 MetadataKey = Annotated[str, Field(max_length=64, pattern=NoNul)]
 MetadataValue = Annotated[str, Field(max_length=512, pattern=NoNul)]
+
+
+def _nothing(value: Any, info: ValidationInfo) -> None:
+    """Accept null and empty values; refuse any other by name."""
+    if value not in (None, [], {}):
+        where = f"method.reinforcement.{info.field_name}"
+        message = f"'{where}' is not supported by this version: an answer is one message, without tools."
+        raise InvalidParameter(message, param=where, code="unsupported_parameter")
+
+
+Nothing = Annotated[None, BeforeValidator(_nothing)]
 
 
 class Reinforcement(Part):
     grader: Annotated[GraderSpec, Checked]
     hyperparameters: Hyperparameters = Hyperparameters()
     response_format: ResponseFormat | None = None
+    tools: Nothing = None  # Azure's, as the next one
+    max_episode_steps: Nothing = None
 
     @model_validator(mode="after")
     def _steps_come_from_somewhere(self) -> "Reinforcement":
@@ -58,9 +93,20 @@ class Reinforcement(Part):
         return self
 
 
+UNSUPPORTED_METHODS = ("supervised", "dpo")
+
+
 class Method(Part):
     type: Literal["reinforcement"]
     reinforcement: Reinforcement
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, sent: Any) -> Any:
+        """A typed object of a client dumps the methods that it does not use as nulls."""
+        if not isinstance(sent, dict):
+            return sent
+        return {key: one for key, one in sent.items() if key not in UNSUPPORTED_METHODS or one is not None}
 
 
 # A bound far from anybody's use, so that no sum of such numbers is infinite.
@@ -90,17 +136,55 @@ class BudgetChange(Body):
     budget: Budget | None  # null removes it; left out would be a request that says nothing
 
 
+def _null(value: Any) -> None:
+    """What reaches this is null or empty."""
+
+
+def refuse_unsupported_method(sent: Mapping[str, Any]) -> None:
+    """Raise InvalidParameter for a job of a method that this service does not train, whatever else is wrong with it.
+
+    OpenAI's quickstart sends no method, which means "supervised" there.
+    """
+    method = sent.get("method")
+    kind = method.get("type") if isinstance(method, Mapping) else "supervised" if method is None else method
+    if kind in UNSUPPORTED_METHODS:
+        left_out = " (the default where 'method' is left out)" if method is None else ""
+        raise InvalidParameter(
+            f"Method '{kind}'{left_out} is not supported by this server yet: it trains with method 'reinforcement' "
+            "only. Send method={'type': 'reinforcement', 'reinforcement': {'grader': ...}} and a validation_file.",
+            param="method.type",
+            code="unsupported_method",
+        )
+    if sent.get("hyperparameters"):
+        raise InvalidParameter(
+            "The top-level 'hyperparameters' is deprecated and belongs to supervised jobs. Send "
+            "'method.reinforcement.hyperparameters' instead.",
+            param="hyperparameters",
+            code="unsupported_parameter",
+        )
+
+
 class JobCreate(Body):
     model: str
     training_file: str
     # OpenAI's reference calls it optional, and its guide required for reinforcement.
     validation_file: Annotated[str, BeforeValidator(_required)]
     method: Method
-    suffix: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")] | None = None
+    suffix: Suffix | None = None
     seed: Annotated[int, Field(ge=0, le=2147483647)] | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     integrations: Integrations | None = None
     budget: Budget | None = None  # ours: extra_body={"budget": ...}
+    # Azure's price tier. It means nothing here, so it is accepted and ignored.
+    training_type: str | None = Field(default=None, alias="trainingType", max_length=64)
+    hyperparameters: Annotated[None, BeforeValidator(_null)] = None  # see refuse_unsupported_method
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported_method(cls, sent: Any) -> Any:
+        if isinstance(sent, dict):
+            refuse_unsupported_method(sent)
+        return sent
 
     @field_validator("validation_file")
     @classmethod
@@ -126,6 +210,24 @@ class QueueOut(BaseModel):
 
     position: int
     reason: str
+
+
+class VerdictOut(BaseModel):
+    """The delivered model against its base on the validation rows (docs/training.md, The verdict)."""
+
+    outcome: Literal["improved", "no_difference", "worse"]
+    base_reward: float
+    tuned_reward: float
+    difference: float
+    ci_low: float | None
+    ci_high: float | None
+    wins: int
+    losses: int
+    ties: int
+    rows: int
+    ungraded: int
+    step: int
+    ground: str | None = None  # null: the interval alone decides
 
 
 class JobOut(BaseModel):
@@ -157,6 +259,7 @@ class JobOut(BaseModel):
     # Ours.
     budget: dict[str, Any] | None
     estimate: dict[str, Any] | None
+    verdict: VerdictOut | None  # null: the job has not ended, or had nothing to compare
 
     @classmethod
     def of(cls, job: Job, price: Price, place: waiting.Place | None) -> "JobOut":
@@ -192,6 +295,7 @@ class JobOut(BaseModel):
             queue=None if place is None else QueueOut(position=place.position, reason=place.reason),
             eval_id=evals.eval_id(job.id),
             budget=budgets.shown(job),
+            verdict=None if job.verdict is None else VerdictOut(**job.verdict),
             estimate=None if job.status in jobs.FINAL else usage.shown_estimate(job, price),
         )
 
@@ -250,25 +354,23 @@ def shown(session: Session, service: Service, *some: Job) -> list[JobOut]:
 @router.post("", response_model=JobOut, responses=refusals(404))
 def create_job(body: JobCreate, project: CurrentProject, service: Parts, once: Once) -> JobOut | JSONResponse:
     """Queue a reinforcement fine-tuning job."""
-    model = usable_model(body, service)
-    price = Price.of(service.settings)
-    budget = body.budget.stored(price) if body.budget else None
-    places = stored(body.integrations, service.settings.enabled_integrations)
+    accepted = accept(body, service)
 
     def create(work: Work) -> JobOut:
         find = partial(files.get_dataset, work.session, project.id)
         job = jobs.create(
             work,
             project=project,
-            model=body.model,
+            model=accepted.base_model,
             training_file=find(body.training_file, param="training_file"),
             validation_file=find(body.validation_file, param="validation_file"),
             suffix=body.suffix,
             seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
             metadata=body.metadata,
-            reinforcement=integrations.kept(body.reinforcement(), places),
-            gpu_class=model.gpu_class or service.settings.gpu_class,
-            budget=budget,
+            reinforcement=integrations.kept(body.reinforcement(), accepted.integrations),
+            gpu_class=accepted.model.gpu_class or service.settings.gpu_class,
+            budget=accepted.budget,
+            warnings=body.method.reinforcement.hyperparameters.warnings,
         )
         limits = tenants.limits(project, service.settings.default_limits)
         tenants.refuse_job_beyond(work.session, project.id, limits)
@@ -375,15 +477,47 @@ def list_checkpoints(
     return EndedListing(data=data, has_more=page.has_more, **ends(page))
 
 
+@dataclass(frozen=True)
+class Accepted:
+    """What the service makes of a request for a job that it accepts, but for the files."""
+
+    base_model: str  # with an alias resolved
+    model: BaseModelEntry
+    budget: dict[str, Any] | None
+    integrations: list[dict[str, Any]]
+
+
+def accept(body: JobCreate, service: Service) -> Accepted:
+    """Check what is well formed against this installation: creating a job and validating one share these rules."""
+    return Accepted(
+        base_model=service.registry.resolve(body.model),
+        model=usable_model(body, service),
+        budget=body.budget.stored(Price.of(service.settings)) if body.budget else None,
+        integrations=stored(body.integrations, service.settings.enabled_integrations),
+    )
+
+
 def usable_model(body: JobCreate, service: Service) -> BaseModelEntry:
     """The model to train; refuses what this service cannot do with it."""
     model = service.registry.get(body.model)
     refuse_unusable(body.method.reinforcement.grader, service.backends, GRADER_PARAM)
+    if where := reads_tools(body.method.reinforcement.grader, GRADER_PARAM):
+        message = (
+            f"'{where}' reads sample.output_tools, and no answer of a job has any: training has no tools."
+        )
+        raise InvalidRequest(message, param=where, code="unsupported_parameter")
     advanced = body.method.reinforcement.hyperparameters.advanced
-    if advanced.off_policy_steps and sampler_of(model, service.settings.sampler) == "transformers":
+    if advanced.off_policy_steps and _known_sampler(model, service.settings) == "transformers":
         where = "method.reinforcement.hyperparameters.advanced.off_policy_steps"
         raise InvalidRequest(NO_SAMPLER_OF_ITS_OWN, param=where)
     return model
+
+
+def _known_sampler(model: BaseModelEntry, settings: Settings) -> SamplerName | None:
+    """None: it depends on the worker, which refuses what its sampler cannot do before it loads the model."""
+    gpu_class = model.gpu_class or settings.gpu_class
+    choice = settings.of_class(gpu_class).sampler
+    return sampler_of(model, choice, device_of(settings, gpu_class), vllm_installed=None)
 
 
 def shown_hyperparameters(asked: dict[str, Any], resolved: dict[str, Any] | None) -> dict[str, Any]:
@@ -407,6 +541,8 @@ def checkpoint_metrics(checkpoint: Checkpoint) -> dict[str, int | float]:
         "full_valid_mean_reward": checkpoint.valid_reward if valid is None else valid,
         "valid_reward_mean": checkpoint.valid_reward if valid is None else valid,
         "full_valid_mean_parse_error": measured.get("full_valid_mean_parse_error"),
+        "full_valid_stderr": measured.get("full_valid_stderr"),
+        "full_valid_difference": measured.get("full_valid_difference"),
         "completion_tokens_mean": measured.get("completion_tokens_mean"),
         "reasoning_tokens_mean": measured.get("reasoning_tokens_mean"),
     }

@@ -11,6 +11,7 @@ from api.wire import Deleted, Listing
 from core import tuned
 from core.errors import InvalidRequest, ModelNotFound
 from core.models import Project, TunedModel
+from core.registry import Registry
 
 router = APIRouter(prefix="/models", tags=["Models"])
 
@@ -25,8 +26,9 @@ class ModelOut(BaseModel):
     shutdown_date: None = None
 
     @classmethod
-    def base(cls, name: str) -> "ModelOut":
-        return cls(id=name, created=0, owned_by="regraft", root=name, parent=None)
+    def base(cls, name: str, registry: Registry) -> "ModelOut":
+        """A base model, or an alias of one: then `root` is the model it leads to."""
+        return cls(id=name, created=0, owned_by="regraft", root=registry.resolve(name), parent=None)
 
     @classmethod
     def tuned(cls, model: TunedModel, project: Project) -> "ModelOut":
@@ -44,8 +46,8 @@ class ModelOut(BaseModel):
 
 @router.get("")
 def list_models(project: CurrentProject, session: ReadSession, service: Parts) -> Listing[ModelOut]:
-    """List the base models, then the project's tuned models, newest first."""
-    base = [ModelOut.base(name) for name in service.registry.models]
+    """List the base models and their aliases, then the project's tuned models, newest first."""
+    base = [ModelOut.base(name, service.registry) for name in service.registry.names]
     made = [ModelOut.tuned(model, project) for model in tuned.models(session, project.id)]
     return Listing(data=[*base, *made])
 
@@ -53,19 +55,19 @@ def list_models(project: CurrentProject, session: ReadSession, service: Parts) -
 @router.get("/{model:path}")
 def retrieve_model(model: str, project: CurrentProject, session: ReadSession, service: Parts) -> ModelOut:
     """Describe a model."""
-    if model in service.registry.models:
-        return ModelOut.base(model)
+    if model in service.registry.names:
+        return ModelOut.base(model, service.registry)
     found = tuned.find(session, project.id, model)
     if found is None:
         made = [other.name for other in tuned.models(session, project.id)]
-        raise ModelNotFound(model, [*service.registry.models, *made])
+        raise ModelNotFound(model, [*service.registry.names, *made])
     return ModelOut.tuned(found, project)
 
 
 @router.delete("/{model:path}", responses=refusals(400))
 def delete_model(model: str, project: CurrentProject, service: Parts, uow: Uow) -> Deleted:
     """Delete a tuned model. Its job and its checkpoints stay."""
-    if model in service.registry.models:
+    if model in service.registry.names:
         raise InvalidRequest(f"'{model}' is a base model; only tuned models can be deleted.", param="model")
     with uow() as work:
         if not tuned.delete(work, project.id, model):

@@ -229,7 +229,7 @@ def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[
     try:
         chat = Chat.model_validate(
             {
-                "model": body.model,
+                "model": asked.name,
                 # What a message weighs is for its own loss, which a job does not have.
                 "messages": [
                     {key: value for key, value in message.items() if key != "weight"}
@@ -247,10 +247,9 @@ def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[
         raise InvalidRequest(
             f"line {row.line} cannot be previewed: {where}: {first['msg']}", param="training_file"
         ) from None
-    served = Served(base_model=body.model)
-    return chat.model_dump(mode="json", by_alias=True, exclude_none=True) | {
-        "regraft": served.model_dump(mode="json")
-    }
+    template = body.method.reinforcement.hyperparameters.advanced.chat_template
+    served = Served(base_model=asked.name, chat_template=None if template == "auto" else template)
+    return chat.model_dump(mode="json", by_alias=True, exclude_none=True) | {"regraft": served.to_wire()}
 
 
 async def _all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from api.deps import CurrentActor, CurrentProject, Parts, Service, Uow
-from api.files import ExpiresAfter, FileName, FileOut, last_segment
+from api.files import ExpiresAfter, FileName, FileOut, Purpose, last_segment
 from api.idempotency import Once
 from api.multipart import FormPart, at_most, form_of
 from api.wire import Body
@@ -30,7 +30,7 @@ class UploadCreate(Body):
     bytes: int = Field(ge=1)
     filename: FileName
     mime_type: str = Field(max_length=128, pattern=r"^[^\x00]*$")
-    purpose: Literal["fine-tune"]
+    purpose: Purpose
     expires_after: ExpiresAfter | None = None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.report import report
 from graders.build import build
+from graders.environments.catalog import default_folder, find
 from graders.python import PythonGrader
 from graders.run import grade_all
 from graders.sandbox.pool import Limits, Pool, Zygote
@@ -94,7 +95,7 @@ def in_turn(work: Callable[[], Any], other: Callable[[], Any], rounds: int) -> t
 
 
 def fresh_and_isolated() -> None:
-    zygote = Zygote(SOURCE, Limits())
+    zygote = Zygote(SOURCE, Limits(), find(default_folder()))
     assert zygote.grade(Sample("42").as_namespace(), {"answer": "42"}).score == 1.0
     zygote.close()
 

@@ -21,6 +21,7 @@ from worker.policy import Policy, load_base
 from worker.rewards import Rewards
 from worker.samplers import Sampling
 from worker.samplers.transformers import TransformersSampler
+from worker.sizing import CPU_TOKEN_BUDGET
 from worker.trainer import PeftTrainer
 from worker.types import Prompt
 
@@ -48,7 +49,7 @@ def main() -> None:
     policy = Policy(base, rank=16, alpha=32, seed=0)
     asked = {"advanced": {"learning_rate": 1e-12, "max_completion_tokens": 64}}
     resolved = resolve(Hyperparameters.model_validate(asked), rows=8, parameters=base.parameters, context=512)
-    trainer = PeftTrainer(policy, resolved, token_budget=settings.train_token_budget)
+    trainer = PeftTrainer(policy, resolved, token_budget=CPU_TOKEN_BUDGET)
     sampler = TransformersSampler(policy)
     prompts = [
         Prompt(

@@ -20,6 +20,7 @@ from worker.gradient import Batch, OwnGradient
 from worker.policy import Policy, load_base
 from worker.samplers import Sampling, grouped
 from worker.samplers.transformers import TransformersSampler
+from worker.sizing import CPU_TOKEN_BUDGET
 from worker.types import Pack, Prompt, Rollout, Sequence
 
 GROUP, PROMPT, ANSWER, ROUNDS = 8, 256, 16, 3
@@ -69,7 +70,7 @@ def main() -> None:
         for n, r in enumerate(shared_rollouts)
     ]
     resolved = resolve(Hyperparameters(), rows=8, parameters=base.parameters, context=base.context)
-    own = OwnGradient(policy, resolved, token_budget=settings.train_token_budget)
+    own = OwnGradient(policy, resolved, token_budget=CPU_TOKEN_BUDGET)
 
     def gradient(packs: list[Pack]) -> list[torch.Tensor]:
         policy.model.zero_grad()

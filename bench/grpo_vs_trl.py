@@ -118,6 +118,7 @@ def run_ours(shape: Shape) -> dict[str, float]:
     from worker.policy import Policy, load_base
     from worker.samplers import Sampling, grouped
     from worker.samplers.transformers import TransformersSampler
+    from worker.sizing import CPU_TOKEN_BUDGET
     from worker.trainer import PeftTrainer
     from worker.types import Group, Prompt
 
@@ -136,7 +137,7 @@ def run_ours(shape: Shape) -> dict[str, float]:
         context=base.context,
     )
     sampler = TransformersSampler(policy)
-    trainer = PeftTrainer(policy, resolved, token_budget=settings.train_token_budget)
+    trainer = PeftTrainer(policy, resolved, token_budget=CPU_TOKEN_BUDGET)
     prompts = [Prompt(n, tuple(policy.render(chat)), {}) for n, chat in enumerate(chats(shape))]
     seconds = []
     for step in range(STEPS):
@@ -245,6 +246,7 @@ def race_ours() -> dict[str, float]:
     from worker.policy import Policy, load_base
     from worker.samplers import Sampling, grouped
     from worker.samplers.transformers import TransformersSampler
+    from worker.sizing import CPU_TOKEN_BUDGET
     from worker.trainer import PeftTrainer
     from worker.types import Group, Prompt
 
@@ -267,7 +269,7 @@ def race_ours() -> dict[str, float]:
         context=base.context,
     )
     sampler = TransformersSampler(policy)
-    trainer = PeftTrainer(policy, resolved, token_budget=settings.train_token_budget)
+    trainer = PeftTrainer(policy, resolved, token_budget=CPU_TOKEN_BUDGET)
     prompts = [Prompt(n, tuple(policy.render(topic(name))), {}) for n, name in enumerate(TOPICS)]
     race = Race()
     while True:

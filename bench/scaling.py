@@ -16,11 +16,11 @@ import torch
 
 from bench.models import settings_for, smollm2
 from bench.report import report
-from core.settings import Settings
 from graders.types import Grade
 from worker.policy import Policy
 from worker.samplers import Sampling, grouped
 from worker.samplers.transformers import TransformersSampler
+from worker.sizing import CPU_TOKEN_BUDGET
 from worker.trainer import PeftTrainer
 from worker.types import Group, Prompt, Rollout
 
@@ -41,7 +41,7 @@ def main() -> None:
     policy.stop_ids = frozenset()  # every answer runs to its full length
     # Next to no learning: every round samples the same answers.
     settings = settings_for(base, learning_rate=1e-12, max_completion_tokens=LONG_ANSWER)
-    trainer = PeftTrainer(policy, settings, token_budget=Settings().train_token_budget)
+    trainer = PeftTrainer(policy, settings, token_budget=CPU_TOKEN_BUDGET)
     cells = [
         *itertools.product(GROUPS, PROMPTS, [SHORT_ANSWER]),
         *((group, SHORT_PROMPT, LONG_ANSWER) for group in GROUPS),

@@ -1,4 +1,4 @@
-"""What the client costs a shell: fresh processes of `import regraft` and `regraft --help`, beside others.
+"""What the command lines cost a shell: fresh processes of `import regraft`, `regraft --help` and others.
 
     python -m bench.sdk
 
@@ -21,10 +21,12 @@ ROOT = Path(__file__).parents[1]
 HELP = (
     "import sys; from regraft.cli import main; sys.exit(main(['--help']))"  # as the installed command does it
 )
+SERVER_HELP = "import sys; from worker.cli import main; sys.exit(main(['--help']))"
 KINDS = {
     "bare": "pass",
     "import": "import regraft",
     "help": HELP,
+    "server_help": SERVER_HELP,
     "import_client": "from regraft import Regraft",
     "import_openai": "import openai",
 }
@@ -52,7 +54,7 @@ def measure(programs: Mapping[str, str], rounds: int) -> dict[str, float]:
 
 def run(command: Sequence[str]) -> float:
     """Seconds until the process has ended."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "sdk")}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'sdk'}{os.pathsep}{ROOT}"}
     begin = time.perf_counter()
     subprocess.run(command, stdout=subprocess.DEVNULL, env=environment, check=True)
     return time.perf_counter() - begin
@@ -62,11 +64,13 @@ def figures(took: Mapping[str, float]) -> dict[str, float]:
     return {
         "import_ms": took["import"],
         "help_ms": took["help"],
+        "server_help_ms": took["server_help"],
         "import_client_ms": took["import_client"],
         "bare_python_ms": took["bare"],
         "import_openai_ms": took["import_openai"],
         "import_over_bare": took["import"] / took["bare"],
         "help_over_bare": took["help"] / took["bare"],
+        "server_help_over_bare": took["server_help"] / took["bare"],
         "import_over_openai": took["import"] / took["import_openai"],
         "client_over_openai": took["import_client"] / took["import_openai"],
     }

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from core import chat_templates
 from core.response_format import ResponseFormat, held_to
 
 MOST_CHOICES = 128
@@ -109,6 +110,11 @@ class Served(Part):
 
     base_model: str
     adapter: Adapter | None = None
+    chat_template: chat_templates.Name | None = None  # a preview's, in place of the model's own
+
+    def to_wire(self) -> dict[str, Any]:
+        """As the inference server reads it: one of the release before knows no `chat_template`."""
+        return self.model_dump(mode="json", exclude=set() if self.chat_template else {"chat_template"})
 
 
 class InternalChat(Chat):

@@ -21,6 +21,9 @@ MAX_DIGITS = 400  # more than any float has; Python itself gives up at 4300
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = {"role", "content", "name", "weight"}
+# What a message that was copied from an answer of OpenAI's or Azure's has besides. Where they are null or empty they
+# say nothing, and the model's chat template does not get to see them.
+EMPTY_KEYS = {"refusal", "tool_calls", "tool_call_id", "function_call", "audio", "annotations"}
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,17 @@ def _too_few(rows: int, min_rows: int) -> str:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines without their newline; one that is too long comes as None, its bytes are not kept."""
+    """Numbered lines without their newline, the first also without its byte order mark.
+
+    One that is too long comes as None; its bytes are not kept.
+    """
+    numbered = _numbered(chunks)
+    number, first = next(numbered)
+    yield number, None if first is None else first.removeprefix(codecs.BOM_UTF8)
+    yield from numbered
+
+
+def _numbered(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
     number = 1
     line: bytearray | None = bytearray()
     for chunk in chunks:
@@ -171,13 +184,13 @@ def _row(number: int, line: bytes) -> Iterator[Example | LineError]:
         good = False
         yield LineError(number, problem, path)
     if good:
-        yield Example(number, row["messages"], row)
+        yield Example(number, [_stated(message) for message in row["messages"]], row)
 
 
 def _parse(line: bytes) -> Any:
     """One JSON value, or a ValueError whose message is meant for the user."""
     if line.startswith(codecs.BOM_UTF8):
-        raise ValueError("starts with a byte order mark; save the file as UTF-8 without BOM")
+        raise ValueError("starts with a byte order mark, which only the first line of a file may have")
     try:
         text = line.decode("utf-8")
         row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
@@ -230,7 +243,7 @@ Problem = tuple[str, str]  # where in the row, and what
 
 
 def _row_problems(row: dict[str, Any]) -> Iterator[Problem]:
-    if row.get("tools") is not None:
+    if row.get("tools") not in (None, []):
         yield "tools", "tools are not supported by this version; leave the key out"
     if "messages" not in row:
         yield "messages", "is missing"
@@ -252,7 +265,7 @@ def _message_problems(path: str, message: Any) -> Iterator[Problem]:
         yield path, f"must be an object, not {_kind(message)}"
         return
     for key in message:
-        if key not in MESSAGE_KEYS:
+        if key not in MESSAGE_KEYS and (key not in EMPTY_KEYS or message[key] not in (None, [], "")):
             yield f"{path}.{key}", "is not a message key that this version supports"
     if message.get("role") not in ROLES:
         yield f"{path}.role", f"must be one of {', '.join(ROLES)}"
@@ -264,6 +277,15 @@ def _message_problems(path: str, message: Any) -> Iterator[Problem]:
         yield from _content_problems(f"{path}.content", message["content"])
     else:
         yield f"{path}.content", "is missing"
+
+
+def _stated(message: dict[str, Any]) -> dict[str, Any]:
+    """The message without keys that say nothing."""
+    return {
+        key: value
+        for key, value in message.items()
+        if key not in EMPTY_KEYS and not (key == "name" and value is None)
+    }
 
 
 def _weight_problems(path: str, message: dict[str, Any]) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ ServiceError                    500 server_error
 │   ├── JobNotFound
 │   ├── CheckpointNotFound
 │   ├── ModelNotFound           lists what there is
+│   ├── PermissionNotFound
 │   ├── UploadNotFound
 │   ├── EvalNotFound            an eval, a run or an output item
 │   ├── WebhookEndpointNotFound
@@ -23,6 +24,7 @@ ServiceError                    500 server_error
 ├── RateLimited                 429: asking again a little later does
 ├── TooManyStreams              429
 ├── Unavailable                 503: something the service stands on is away
+├── GraderEnvironmentMissing    503: the operator has not built the environment of python graders
 └── NotReady                    503: come back, after as many seconds as it says
 """
 
@@ -54,6 +56,17 @@ class ServiceError(Exception):
 
 class InvalidRequest(ServiceError):
     status_code, type, code = 400, "invalid_request_error", "invalid_value"
+
+
+class InvalidParameter(ValueError):
+    """A validator of a request raises it where the message, `param` and `code` are its own and not derived.
+
+    api/explain.py turns it into an InvalidRequest; pydantic lets only ValueErrors through.
+    """
+
+    def __init__(self, message: str, *, param: str, code: str) -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
 
 
 class InvalidJobState(InvalidRequest):
@@ -104,6 +117,11 @@ class CheckpointNotFound(NotFound):
 
     def __init__(self, checkpoint_id: str) -> None:
         super().__init__(f"No such checkpoint: {checkpoint_id}", param="checkpoint_id")
+
+
+class PermissionNotFound(NotFound):
+    def __init__(self, permission_id: str) -> None:
+        super().__init__(f"No such checkpoint permission: {permission_id}", param="permission_id")
 
 
 class ModelNotFound(NotFound):
@@ -192,6 +210,11 @@ class TooManyStreams(ServiceError):
 class Unavailable(ServiceError):
     status_code, code = 503, "unavailable"
     headers = {"retry-after": "2"}
+
+
+class GraderEnvironmentMissing(ServiceError):
+    status_code, code = 503, "grader_environment_missing"
+    headers = {"x-should-retry": "false"}  # until the operator has built it
 
 
 class NotReady(ServiceError):

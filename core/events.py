@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Select, delete, select, update
 from sqlalchemy.orm import Session
 
-from core import pages
+from core import logs, pages
 from core.models import Event, StepMetric, now
 from core.pages import Page
 
@@ -50,12 +50,27 @@ def onwards(session: Session, job_id: str, *, after: str | None = None, limit: i
     return pages.oldest_first(session, listed, Event, after=after, limit=limit, cursors=said)
 
 
-def record_step(session: Session, claim: Claim, step: int, data: dict[str, Any]) -> None:
+def record_step(
+    session: Session,
+    claim: Claim,
+    step: int,
+    data: dict[str, Any],
+    valid_scores: Sequence[float | None] | None = None,
+) -> None:
     """Keep the metrics of a finished step. A step replayed after a crash replaces the row of the lost attempt.
 
     Call it inside `jobs.fenced`: that lock is what keeps two attempts from writing the same row.
     """
-    session.merge(StepMetric(job_id=claim.job_id, step=step, epoch=claim.epoch, created_at=now(), data=data))
+    session.merge(
+        StepMetric(
+            job_id=claim.job_id,
+            step=step,
+            epoch=claim.epoch,
+            created_at=now(),
+            data=data,
+            valid_scores=None if valid_scores is None else list(valid_scores),
+        )
+    )
 
 
 def steps(session: Session, job_id: str) -> Sequence[StepMetric]:
@@ -63,6 +78,27 @@ def steps(session: Session, job_id: str) -> Sequence[StepMetric]:
     return session.scalars(
         select(StepMetric).where(StepMetric.job_id == job_id).order_by(StepMetric.step)
     ).all()
+
+
+def valid_scores(session: Session, job_id: str, step: int) -> list[float | None] | None:
+    """The row scores of the validation of this step; None if there was none, or an older version recorded it."""
+    scores: list[float | None] | None = session.scalar(
+        select(StepMetric.valid_scores).where(StepMetric.job_id == job_id, StepMetric.step == step)
+    )
+    return scores
+
+
+def has_message(session: Session, job_id: str, message: str) -> bool:
+    """Whether the job has an event with exactly this message."""
+    same = select(Event.id).where(Event.job_id == job_id, Event.message == _storable(message))
+    return session.scalar(same.limit(1)) is not None
+
+
+def warned(session: Session, job_id: str) -> set[str]:
+    """The rules whose warning the job has among its events (worker/monitors.py)."""
+    _, listed = _of_job(job_id)
+    warnings = session.scalars(listed.where(Event.level == "warn"))
+    return {event.data["rule"] for event in warnings if "rule" in event.data}
 
 
 def discard_steps_after(session: Session, job_id: str, step: int) -> None:
@@ -81,4 +117,6 @@ def _of_job(job_id: str) -> tuple[Select[Event], Select[Event]]:
 def _storable(text: str) -> str:
     # Messages quote model output and the last words of crashed processes. PostgreSQL stores no NUL and neither
     # database half a surrogate pair; refusing them here would lose the event, and the state change with it.
+    # Terminal codes and progress bars are for the log of the run, which has room for them.
+    text = logs.cleaned(text)
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode("utf-8")

@@ -19,6 +19,7 @@ from core.db import Database
 from core.errors import CheckpointNotFound, NotFound
 from core.models import Checkpoint, Event, File, Job, TunedModel
 from core.registry import Registry
+from core.verdict import Verdict
 
 FORMAT = 1
 # Only the trainer can use its own state, and it is twice as large as the rest.
@@ -190,12 +191,6 @@ def _recipe(
     }
     if job.suffix:
         request["suffix"] = job.suffix
-    sampled = (
-        select(Event)
-        .where(Event.job_id == job.id, Event.message.like("Sampling with %"))
-        .order_by(Event.seq.desc())
-    )
-    event = session.scalar(sampled.limit(1))
     return {
         "format": FORMAT,
         "regraft": version("regraft-server"),
@@ -208,14 +203,27 @@ def _recipe(
         "grader_sha256": _digest(grader),
         "resolved_hyperparameters": job.resolved,
         "base_model": _base(registry, job.model),
-        "sampler": event.data.get("sampler") if event else None,
+        "sampler": _announced(session, job, "sampler"),
+        "grader_environments": _announced(session, job, "grader_environments") or [],
+        # The delivered checkpoint against the base model; null for any other checkpoint of the job.
+        "verdict": job.verdict if job.verdict and job.verdict["step"] == checkpoint.step else None,
         "checkpoint": {
             "id": checkpoint.id,
             "step": checkpoint.step,
             "valid_reward": checkpoint.valid_reward,
+            "valid_difference": checkpoint.metrics.get("full_valid_difference"),
             "files": [{"name": file.name, "bytes": file.bytes, "sha256": file.sha256} for file in files],
         },
     }
+
+
+def _announced(session: Session, job: Job, key: str) -> Any:
+    """The value of `key` in the data of the job's latest message event that has it; None without one."""
+    mine = select(Event).where(
+        Event.job_id == job.id, Event.type == "message", Event.data[key].as_string().is_not(None)
+    )
+    event = session.scalar(mine.order_by(Event.seq.desc()).limit(1))
+    return event.data[key] if event else None
 
 
 def _file(session: Session, job: Job, file_id: str | None) -> dict[str, Any]:
@@ -262,13 +270,16 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[tuple[int, 
     card.write(
         f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{known}"), "THIS FOLDER")\n```\n\n'
     )
-    card.write("## Rewards\n\nMean reward on the validation file; step 0 is the base model.\n\n")
-    card.write("| step | validation | training |\n|---|---|---|\n")
+    card.write(f"## Compared with the base model\n\n{_comparison(recipe)}\n\n")
+    card.write(
+        "## Rewards\n\nMean reward on the validation file with its standard error; step 0 is the base model.\n\n"
+    )
+    card.write("| step | validation | standard error | training |\n|---|---|---|---|\n")
     for step, metrics in steps:
         if metrics.get("full_valid_mean_reward") is not None:
             card.write(
                 f"| {step} | {_number(metrics['full_valid_mean_reward'])} "
-                f"| {_number(metrics.get('train_mean_reward'))} |\n"
+                f"| {_number(metrics.get('full_valid_stderr'))} | {_number(metrics.get('train_mean_reward'))} |\n"
             )
     card.write("\n## Data and grader\n\n| | sha256 |\n|---|---|\n")
     for role, file in data.items():
@@ -282,6 +293,24 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[tuple[int, 
         card.write(f"| {key} | {value} |\n")
     card.write("\n`reproduce.json` has the whole request, and the hash of every file here.\n")
     return card.getvalue()
+
+
+def _comparison(recipe: Mapping[str, Any]) -> str:
+    if recipe["verdict"] is not None:
+        verdict = Verdict.read(recipe["verdict"])
+        warning = {
+            "worse": "**This model is worse than its base model on these rows.** ",
+            "no_difference": "**No difference to the base model was found.** ",
+            "improved": "",
+        }[verdict.outcome]
+        return (
+            f"{warning}{verdict.sentence()} The checkpoint was chosen on these rows, so its reward on new ones "
+            "is probably a little lower."
+        )
+    difference = recipe["checkpoint"]["valid_difference"]
+    if difference is None:
+        return "This checkpoint was not compared with its base model."
+    return f"The mean paired difference on the validation rows is {difference:+.4f}."
 
 
 def _number(value: float | None) -> str:

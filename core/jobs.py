@@ -20,7 +20,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, ScalarSelect, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
-from core import budgets, events, pages, queue, tracing, usage, waiting, webhooks
+from core import budgets, events, logs, pages, queue, tracing, usage, waiting, webhooks
 from core.db import Database, Work, db_now, json_text
 from core.errors import InvalidJobState, JobNotFound
 from core.limits import NO_LIMITS, Limits
@@ -47,6 +47,8 @@ HELD = frozenset({"validating_files", "running", "pausing"})
 STARTED, RESUMED = "Fine-tuning job started", "Fine-tuning job resumed"
 RESUMING = "Resuming fine-tuning job, moving job to queued state"
 LONGEST_BACK_OFF = 60.0
+# Of the event of a run that crashed, and of the error of a job that did so too often; all else is in the run's log.
+MAX_CRASH_MESSAGE = 200
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,9 @@ def create(
     reinforcement: dict[str, Any],
     gpu_class: str,
     budget: dict[str, Any] | None = None,
+    warnings: Sequence[str] = (),
 ) -> Job:
-    """A new job with its first events; its files will be validated by whoever wakes up first."""
+    """Create a job and its first events, one of them for each of `warnings`. A worker validates its files next."""
     job = Job(
         organization_id=project.organization_id,
         project_id=project.id,
@@ -101,6 +104,8 @@ def create(
     files = f"training file: {training_file.id}"
     if validation_file:
         files += f" and validation file: {validation_file.id}"
+    for warning in warnings:
+        events.append(work.session, job.id, warning, level="warn")
     events.append(work.session, job.id, f"Validating {files}")
     work.record("job.created", job.id, {"model": model, "training_file": training_file.id})
     tracing.job_created(job.id)
@@ -231,16 +236,13 @@ def claim_validation(session: Session, *, owner: str, lease_seconds: float) -> C
     return Claim(job.id, job.epoch, owner)
 
 
-def heartbeat(session: Session, claim: Claim, lease_seconds: float, *, progress: bool = False) -> bool:
-    """Keep the job for another `lease_seconds`. False: it is no longer this claim's.
-
-    `progress`: the run has got somewhere since the last time, which is more than being alive.
-    """
+def heartbeat(session: Session, claim: Claim, lease_seconds: float) -> bool:
+    """Keep the job for another `lease_seconds`. False: it is no longer this claim's."""
     renewal = (
         update(Job)
         .where(Job.id == claim.job_id, Job.epoch == claim.epoch, Job.status.in_(HELD))
         .where(Job.lease_owner.is_not(None))  # see _let_go
-        .values(lease_expires_at=db_now() + lease_seconds, **({"progress_at": db_now()} if progress else {}))
+        .values(lease_expires_at=db_now() + lease_seconds)
         .returning(Job.seq)
         .execution_options(synchronize_session=False)
     )
@@ -301,7 +303,8 @@ def succeed(session: Session, job: Job, *, fine_tuned_model: str) -> None:
     _end_attempt(session, job, "succeeded")
     job.fine_tuned_model = fine_tuned_model
     events.append(session, job.id, f"New fine-tuned model created: {fine_tuned_model}")
-    events.append(session, job.id, "The job has successfully completed")
+    data = {"verdict": job.verdict} if job.verdict else None
+    events.append(session, job.id, "The job has successfully completed", data=data)
 
 
 def fail(session: Session, job: Job, *, code: str, message: str, param: str | None = None) -> None:
@@ -332,17 +335,42 @@ def crashed(session: Session, job: Job, *, reason: str, max_failures: int, outco
     """The worker, not the job, is to blame: try again a little later, but only `max_failures` times in a row.
 
     A job that was pausing gets what it was asked for, paused, and goes on from its last checkpoint when resumed.
+    The message has the first line of the reason, as far as it fits into MAX_CRASH_MESSAGE, and names the run's log.
     """
-    _end_attempt(session, job, outcome, reason)
+    reason = next(iter(logs.cleaned(reason).strip().splitlines()), "")
+    # A validation writes no log.
+    log = "" if job.status == "validating_files" else f"Log: GET /v1/regraft/jobs/{job.id}/logs"
+    _end_attempt(session, job, outcome, _fitted("", reason, ""))
     job.failures += 1
     if job.status != "pausing" and job.failures > max_failures:
-        message = f"The job was interrupted {job.failures} times and is given up. The last time: {reason}"
+        message = _fitted(f"The job failed after {job.failures} interruptions, the last one: ", reason, log)
         fail(session, job, code="internal_error", message=message)
         return
     _put_back(job)
     job.next_run_at = _db_time(session) + min(2**job.failures, LONGEST_BACK_OFF)
-    message = f"Fine-tuning job interrupted: {reason}"
+    message = _fitted("Fine-tuning job interrupted: ", reason, log)
     events.append(session, job.id, message, level="warn", data={"failures": job.failures})
+
+
+def _fitted(before: str, reason: str, after: str) -> str:
+    """All three, with the reason cut so that they have at most MAX_CRASH_MESSAGE characters."""
+    after = f". {after}" if after else ""
+    room = MAX_CRASH_MESSAGE - len(before) - len(after)
+    reason = reason.rstrip(".")
+    return before + (reason if len(reason) <= room else f"{reason[: room - 1]}…") + after
+
+
+def put_off(session: Session, job: Job, *, reason: str) -> None:
+    """This worker lacks something that the job needs: another one may take it, a minute from now. No failure counts.
+
+    The event is written once, however often the job comes back for the same reason.
+    """
+    message = f"Fine-tuning job waits: {reason}"
+    _end_attempt(session, job, "put_off", reason)
+    _put_back(job)
+    job.next_run_at = _db_time(session) + LONGEST_BACK_OFF
+    if not events.has_message(session, job.id, message):
+        events.append(session, job.id, message, level="warn")
 
 
 # What the reconciler does.

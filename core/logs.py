@@ -8,6 +8,7 @@ As text the fields stand behind the message; as JSON a line is one object and th
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +19,12 @@ from typing import IO, Any, Literal
 Format = Literal["text", "json"]
 
 _bound: ContextVar[Mapping[str, Any]] = ContextVar("fields", default=MappingProxyType({}))
+
+# Control sequences of terminals: CSI (colors, cursor), OSC (titles, links) and the short ones.
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+
+# What stands in front of each line of the traceback of an exception group.
+_GROUP_MARGIN = re.compile(r"^\s*[|+] ?")
 
 # They report each message, each connection, each request that they make.
 TALKATIVE = ("kombu", "httpx", "httpcore")
@@ -73,6 +80,25 @@ def configure(handlers: Sequence[logging.Handler], *, requests: bool = False) ->
     for name in TALKATIVE:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("api.metrics").setLevel(logging.INFO if requests else logging.WARNING)
+
+
+def cleaned(text: str) -> str:
+    """Text as a terminal would show it in the end, without colors: of a line redrawn by "\\r" its last version."""
+    lines = _ESCAPES.sub("", text).split("\n")
+    return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in lines)
+
+
+def headline(log: str) -> str:
+    """The line of a process's log that says why it failed, or "".
+
+    Of the last traceback the first line of the exception; without one the last line.
+    """
+    lines = [_GROUP_MARGIN.sub("", line) for line in cleaned(log).splitlines() if line.strip()]
+    begins = [number for number, line in enumerate(lines) if "Traceback (most recent call last):" in line]
+    if begins:
+        below = lines[begins[-1] + 1 :]
+        return next((line.strip() for line in below if not line.startswith(" ")), "")
+    return lines[-1].strip() if lines else ""
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

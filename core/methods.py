@@ -1,10 +1,13 @@
 """What a user may ask of training, as types that refuse what they do not know. "auto" is resolved here only."""
 
+import difflib
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from core import chat_templates
 
 # Bounds stand on the number, not on the field: pydantic would compare "auto" with them, too, and raise TypeError.
 Auto = Literal["auto"]
@@ -16,6 +19,7 @@ Supervision = Literal["outcome", "process"]
 KlEstimator = Literal["k1", "k3"]
 Importance = Literal["truncate", "mask", "none"]
 Overlong = Literal["score", "mask", "soft"]
+Normalize = Literal["papers", "signal"]
 
 # How a group's centred rewards are divided, as each paper has it; those that average over all tokens of a batch take
 # one std for all of it, so that one division serves every group (and easy prompts are not lifted).
@@ -57,6 +61,8 @@ class Advanced(Value):
     advantage_scale: Auto | Scale = "auto"
     # Over n or over n - 1: it changes what a learning rate means, so it has a name.
     std: Auto | Std = "auto"
+    # Which answers the loss and the std of the batch are means over: all graded ones, or those of groups with signal.
+    normalize: Normalize = "papers"
     # One reward an answer, or one for each step that the grader names.
     supervision: Supervision = "outcome"
     group_size: Auto | Annotated[int, Field(ge=2, le=256)] = "auto"  # below two there is no sibling to beat
@@ -79,6 +85,8 @@ class Advanced(Value):
     stop_below_entropy: float = Field(default=0.0, ge=0)  # nats a token
     # A gate: the job fails if in its first step a smaller share of the groups has signal.
     fail_below_signal: float = Field(default=0.0, ge=0, le=1)
+    # A gate at the end: the job fails unless its verdict is `improved` (core/verdict.py).
+    require_improvement: bool = False
     updates_per_batch: int = Field(
         default=1, ge=1, le=16
     )  # passes over the same answers, an optimizer step each
@@ -96,6 +104,8 @@ class Advanced(Value):
     reference_refresh_steps: int = Field(default=0, ge=0)  # 0: the reference stays the base model
     max_grad_norm: float = Field(default=1.0, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
+    # How messages become a prompt, by a name of core/chat_templates.py; auto: as the registry or the model has it.
+    chat_template: Auto | chat_templates.Name = "auto"
     # Temperature of validation: 0 is greedy.
     eval_temperature: Auto | Annotated[float, Field(ge=0, le=2)] = "auto"
 
@@ -174,10 +184,6 @@ class Hyperparameters(Value):
             raise ValueError(
                 "eval_samples above 1 needs eval_temperature above 0: greedy answers are all the same"
             )
-        if self.reasoning_effort != "default":
-            raise ValueError(
-                "reasoning_effort other than 'default' is not supported by the models served here"
-            )
         if self.advanced.learning_rate != "auto" and self.learning_rate_multiplier != "auto":
             raise ValueError(
                 "learning_rate_multiplier scales the automatic learning rate: give it or learning_rate"
@@ -185,6 +191,16 @@ class Hyperparameters(Value):
         if self.advanced.group_size != "auto" and self.compute_multiplier != "auto":
             raise ValueError("compute_multiplier scales the automatic group size: give it or group_size")
         return self
+
+    @property
+    def warnings(self) -> list[str]:
+        """One sentence for each value that is accepted and has no effect."""
+        if self.reasoning_effort == "default":
+            return []
+        return [
+            f"reasoning_effort '{self.reasoning_effort}' has no effect in this version: the model reasons as it does "
+            "by default. To bound the length of answers, set advanced.max_completion_tokens."
+        ]
 
 
 class Resolved(Value):
@@ -200,6 +216,7 @@ class Resolved(Value):
     loss: Loss
     advantage_scale: Scale
     std: Std | None
+    normalize: Normalize
     supervision: Supervision
     group_size: int
     lora_rank: int
@@ -217,6 +234,7 @@ class Resolved(Value):
     stop_above_kl: float
     stop_below_entropy: float
     fail_below_signal: float
+    require_improvement: bool
     clip_low: float | None
     clip_high: float | None
     cispo_cap: float | None
@@ -227,6 +245,7 @@ class Resolved(Value):
     reference_refresh_steps: int
     max_grad_norm: float
     warmup_steps: int
+    chat_template: chat_templates.Name | None
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -235,6 +254,59 @@ class Resolved(Value):
             return 0.0, self.cispo_cap
         assert self.clip_low is not None and self.clip_high is not None
         return 1.0 - self.clip_low, 1.0 + self.clip_high
+
+
+# What other trainers (TRL, verl, OpenRLHF) call the same, to be named in the answer to those who bring their settings.
+_ELSEWHERE = {
+    "num_generations": "group_size",
+    "rollout_n": "group_size",
+    "n_samples_per_prompt": "group_size",
+    "beta": "kl",
+    "kl_coef": "kl",
+    "kl_loss_coef": "kl",
+    "epsilon": "clip_low",
+    "clip_ratio_low": "clip_low",
+    "clip_ratio": "clip_low",
+    "epsilon_low": "clip_low",
+    "epsilon_high": "clip_high",
+    "clip_ratio_high": "clip_high",
+    "loss_type": "loss",
+    "scale_rewards": "advantage_scale",
+    "max_completion_length": "max_completion_tokens",
+    "max_tokens": "max_completion_tokens",
+    "max_new_tokens": "max_completion_tokens",
+    "max_response_length": "max_completion_tokens",
+    "num_iterations": "updates_per_batch",
+    "ppo_epochs": "updates_per_batch",
+    "mask_truncated_completions": "overlong",
+    "ref_model_sync_steps": "reference_refresh_steps",
+    "vllm_importance_sampling_correction": "importance",
+    "vllm_importance_sampling_cap": "importance_cap",
+    "r": "lora_rank",
+    "lora_r": "lora_rank",
+    "lr": "learning_rate",
+    "epochs": "n_epochs",
+    "num_epochs": "n_epochs",
+    "num_train_epochs": "n_epochs",
+    "train_batch_size": "batch_size",
+    "per_device_train_batch_size": "batch_size",
+    "eval_steps": "eval_interval",
+}
+
+
+def meant(param: str) -> str | None:
+    """Which hyperparameter the unknown one at this dotted path probably stands for; None if it is like no other."""
+    *path, name = param.split(".")
+    if path[-1:] == ["advanced"]:
+        path.pop()
+    if path[-1:] != ["hyperparameters"]:
+        return None
+    known = [*Hyperparameters.model_fields, *Advanced.model_fields]
+    name = _ELSEWHERE.get(name, name)
+    close = [name] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    if not close:
+        return None
+    return f"advanced.{close[0]}" if close[0] in Advanced.model_fields else f"hyperparameters.{close[0]}"
 
 
 def base_learning_rate(parameters: int) -> float:
@@ -249,9 +321,7 @@ def base_learning_rate(parameters: int) -> float:
     return 2e-5
 
 
-def resolve(
-    asked: Hyperparameters, *, rows: int, parameters: int, context: int, gpu: bool = False
-) -> Resolved:
+def resolve(asked: Hyperparameters, *, rows: int, parameters: int, context: int) -> Resolved:
     """Replace every "auto". `rows` of training data, `parameters` of the base model, `context` in tokens."""
     advanced = asked.advanced
     batch_size = min(_or(asked.batch_size, 8), rows)
@@ -273,6 +343,7 @@ def resolve(
         loss=advanced.loss,
         advantage_scale=advanced.scale,
         std=None if advanced.scale == "none" else _or(advanced.std, "population"),
+        normalize=advanced.normalize,
         supervision=advanced.supervision,
         group_size=_or(advanced.group_size, max(2, round(8 * _or(asked.compute_multiplier, 1.0)))),
         lora_rank=advanced.lora_rank,
@@ -286,8 +357,9 @@ def resolve(
             else None
         ),
         updates_per_batch=advanced.updates_per_batch,
-        # On a CPU both want the same cores: a whole step takes a third longer (bench/overlap.py).
-        overlap=_or(advanced.overlap, gpu and advanced.kl == 0 and not advanced.off_policy_steps),
+        # On a CPU both want the same cores: a whole step takes a third longer (bench/overlap.py). On a GPU it has not
+        # been measured: both want the same multiprocessors.
+        overlap=_or(advanced.overlap, False),
         resample_prompts=advanced.resample_prompts,
         off_policy_steps=advanced.off_policy_steps,
         stop_after_flat_evals=advanced.stop_after_flat_evals,
@@ -295,6 +367,7 @@ def resolve(
         stop_above_kl=advanced.stop_above_kl,
         stop_below_entropy=advanced.stop_below_entropy,
         fail_below_signal=advanced.fail_below_signal,
+        require_improvement=advanced.require_improvement,
         clip_low=_or(advanced.clip_low, low),
         clip_high=_or(advanced.clip_high, high),
         cispo_cap=_or(advanced.cispo_cap, 5.0) if advanced.loss == "cispo" else None,
@@ -305,17 +378,25 @@ def resolve(
         reference_refresh_steps=advanced.reference_refresh_steps,
         max_grad_norm=advanced.max_grad_norm,
         warmup_steps=advanced.warmup_steps,
+        chat_template=None if advanced.chat_template == "auto" else advanced.chat_template,
     )
+
+
+# What versions that did not have a hyperparameter yet did, where that is not what "auto" does now.
+_BEFORE: dict[str, Any] = {"normalize": "signal"}
 
 
 def kept(resolved: Resolved, first: Mapping[str, Any] | None) -> Resolved:
     """The hyperparameters of a job that was begun with `first`, which is None for one that begins now.
 
     It goes on with those, though this version of the code might choose others for "auto": the shape of its adapter and
-    the count of its steps depend on them. What that version did not know yet is taken from `resolved`.
+    the count of its steps depend on them. For what that version did not know yet the job keeps what that version did,
+    and else takes it from `resolved`.
     """
-    known = {name: value for name, value in (first or {}).items() if name in Resolved.model_fields}
-    return Resolved.model_validate(resolved.model_dump() | known)
+    if first is None:
+        return resolved
+    known = {name: value for name, value in first.items() if name in Resolved.model_fields}
+    return Resolved.model_validate(resolved.model_dump() | _BEFORE | known)
 
 
 def _or(value: Any, automatic: Any) -> Any:

@@ -13,7 +13,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect, make_url, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import ArgumentError, OperationalError
 
 from core.db import open_engine
 
@@ -27,11 +27,18 @@ LOCK_PATIENCE = "5s"
 LOCK_SECONDS, LOCK_TRY = 5.0, "50ms"
 
 
+class InvalidDatabaseUrl(ValueError):
+    """There can be no database at this URL. The message does not quote it: it may have a password."""
+
+
 def upgrade(database_url: str) -> None:
     """Apply the migrations that are missing, all of them or none. Any number of processes may call it at once.
 
     The first does the work while the others wait, and then find nothing left to do. So does a version that finds the
     schema of a later one, which it can use (docs/operations.md): it starts again beside its successor, or instead.
+
+    Raises:
+        InvalidDatabaseUrl: it is no URL, of another kind of database, or of SQLite in memory.
     """
     with migrating(database_url) as connection:
         if is_later(connection):
@@ -63,7 +70,7 @@ def migrating(database_url: str) -> Iterator[Connection]:
     """A transaction that nobody else has at the same time, for changes of the schema."""
     # Its INFO lines say at every start that there is a database.
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    if make_url(database_url).get_backend_name() == "sqlite":
+    if _backend_of(database_url) == "sqlite":
         with _file_lock(database_url), _transaction(database_url) as connection:
             yield connection
     else:
@@ -72,6 +79,21 @@ def migrating(database_url: str) -> Iterator[Connection]:
             connection.execute(text("select pg_advisory_xact_lock(:key)"), {"key": LOCK_KEY})
             connection.execute(text(f"set local lock_timeout = '{LOCK_PATIENCE}'"))
             yield connection
+
+
+def _backend_of(database_url: str) -> str:
+    """ "sqlite" or "postgresql"."""
+    try:
+        backend = make_url(database_url).get_backend_name()
+    except (ArgumentError, ValueError) as cause:  # ValueError: the port is no number
+        raise InvalidDatabaseUrl(
+            "it is no URL of a database, such as postgresql://user:password@host/name or sqlite:////folder/regraft.db"
+        ) from cause
+    if backend not in ("sqlite", "postgresql"):
+        raise InvalidDatabaseUrl(
+            f"{backend} is not supported: use PostgreSQL (postgresql://…) or SQLite (sqlite:///…)"
+        )
+    return backend
 
 
 def alembic_config(connection: Connection) -> Config:
@@ -125,7 +147,12 @@ def lock_all_tables(connection: Connection, seconds: float = LOCK_SECONDS) -> No
 def _file_lock(database_url: str) -> Iterator[None]:
     # BEGIN IMMEDIATE would do for the migration, but not for the switch to WAL that comes before it: two processes
     # that open a new database at once can fail there with "database is locked".
-    database = Path(make_url(database_url).database or "regraft.db")
+    name = make_url(database_url).database
+    if name is None or name in ("", ":memory:"):
+        raise InvalidDatabaseUrl(
+            "SQLite in memory is not supported: every process would have a database of its own"
+        )
+    database = Path(name)
     database.parent.mkdir(parents=True, exist_ok=True)
     with Path(f"{database}.migrate.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # let go by the close

@@ -202,6 +202,8 @@ class Job(Table):
     started_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     finished_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     estimated_finish: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    # The delivered model compared with its base (core/verdict.py), written just before the job ends.
+    verdict: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     fine_tuned_model: Mapped[str | None] = mapped_column(String(512), default=None)
     result_file: Mapped[str | None] = mapped_column(String(64), default=None)
     trained_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
@@ -221,8 +223,6 @@ class Job(Table):
     lease_expires_at: Mapped[float | None] = mapped_column(Double, default=None)
     next_run_at: Mapped[float] = mapped_column(Double, default=0.0)
     dispatched_at: Mapped[float] = mapped_column(Double, default=0.0)
-    # When the run last got anywhere, by the database's clock: a hang is told from a long call by it.
-    progress_at: Mapped[float | None] = mapped_column(Double, default=None)
 
 
 class Attempt(Table):
@@ -267,6 +267,9 @@ class StepMetric(Table):
     epoch: Mapped[int] = mapped_column(Integer)
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
     data: Mapped[dict[str, Any]]
+    # Of a validation: the mean score of each row of the file, in its order, null where no answer could be graded. Two
+    # validations are compared by it, whatever the quota of stored samples left out. Loaded only where it is asked for.
+    valid_scores: Mapped[list[Any] | None] = mapped_column(default=None, deferred=True)
 
 
 class RolloutPage(Table):
@@ -315,6 +318,28 @@ class TunedModel(Table):
     job_id: Mapped[str] = mapped_column(String(64), index=True)
     checkpoint_id: Mapped[str] = mapped_column(String(64))
     base_model: Mapped[str] = mapped_column(String(256))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class PastCursor(Table):
+    """The place of a row that was deleted from a list: its id may still be the `after` of a script that pages."""
+
+    __tablename__ = "past_cursors"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    owner: Mapped[str] = mapped_column(String(64))  # the project or the job whose list it was
+    seq: Mapped[int] = mapped_column(BigInteger)
+    deleted_at: Mapped[int] = mapped_column(BigInteger, default=now, index=True)
+
+
+class CheckpointPermission(Table):
+    """Another project of the organization may call a tuned model."""
+
+    __tablename__ = "checkpoint_permissions"
+    __table_args__ = (UniqueConstraint("model", "project_id"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("cp_"))
+    model: Mapped[str] = mapped_column(String(512))  # the name of the tuned model
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), index=True)
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from core.estimates import Range, quantile
+from core.statistics import student
 
 GROUP_SIZES = (2, 4, 8, 16, 32)
 EQUAL = 1e-8  # rewards this close are equal to the trainer, too
@@ -279,15 +280,6 @@ def interval(hits_P: Sequence[float], trials_P: Sequence[int]) -> Range:
         z / (1 + z * z / effective) * math.sqrt(share * (1 - share) / effective + (z / (2 * effective)) ** 2)
     )
     return {"low": max(0.0, middle - half), "expected": share, "high": min(1.0, middle + half)}
-
-
-def student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, by Abramowitz and Stegun 26.7.5: within 1 % from 3 degrees of freedom on."""
-    z = statistics.NormalDist().inv_cdf(0.975)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -1,15 +1,36 @@
 """Every environment variable the service reads, typed, in one place."""
 
+import sys
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from core.limits import NO_LIMITS, Limits
+from core.monitors import Thresholds
 
 Checksums = Literal["when_supported", "when_required"]
+SamplerChoice = Literal["registry", "transformers", "vllm"]
+# Bounds stand on the number, not on the field: pydantic would compare "auto" with them, too, and raise TypeError.
+Auto = Literal["auto"]
+KvCacheGib = Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]
+TokenBudget = Auto | Annotated[int, Field(ge=256)]
+
+
+class GpuClass(BaseModel):
+    """What the machines of one `gpu_class` have, and settings that hold for them only."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # Memory of one GPU: what nvidia-smi shows, rounded down, less one for the driver (an H100 shows 79.6 GiB: 78).
+    # 0: they have none. Unknown: jobs are checked where they run.
+    gpu_memory_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    kv_cache_gib: KvCacheGib | None = None
+    train_token_budget: TokenBudget | None = None
+    sampler: SamplerChoice | None = None
 
 
 class Settings(BaseSettings):
@@ -32,6 +53,8 @@ class Settings(BaseSettings):
     models_file: Path | None = None
     # Judge models and the hosts endpoint graders may call (docs/graders.md); none without it.
     graders_file: Path | None = None
+    # Where the environments of python graders are, built by `regraft-server environments build` (docs/graders.md).
+    grader_environments: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/graders"))
 
     # Where chat completions of the registry's models are answered, up to and with /v1; `regraft-server up` starts that
     # itself, and `regraft-server inference` is one.
@@ -91,6 +114,9 @@ class Settings(BaseSettings):
     max_failures: int = Field(default=3, ge=0)
     # A job fails when more than half of the grades of this many steps in a row do.
     failing_steps: int = Field(default=3, ge=1)
+    # Thresholds of the warnings of a run (docs/training.md, Warnings), as JSON:
+    # {"kl_jump": 1.0, "length_factor": null}.
+    warnings: Thresholds = Thresholds()
     # Processes of a run, each with the model on a GPU of its own, that share a step's gradient (docs/multi-gpu.md).
     ranks: int = Field(default=1, ge=1)
     # Machines that share a run, this one included, each with as many ranks. The others are `regraft-server member`:
@@ -102,11 +128,20 @@ class Settings(BaseSettings):
     # Threads torch may use in a run; 0 leaves torch's own choice.
     torch_threads: int = Field(default=0, ge=0)
     # What samples: each model's own choice in the registry, or one for all.
-    sampler: Literal["registry", "transformers", "vllm"] = "registry"
-    # Memory vLLM takes, all at once, for the keys and values of answers in flight.
-    kv_cache_gib: float = Field(default=1.0, gt=0)
-    # A micro-batch of training holds at most this many tokens (padding included).
-    train_token_budget: int = Field(default=2048, ge=256)
+    sampler: SamplerChoice = "registry"
+    # A step is not taken, and its job fails, when the log-probabilities of sampler and trainer for the same tokens
+    # differ by more than this on average, in nats a token. auto: 0.05 for a bfloat16 model, 0.001 for float32; 0: off.
+    max_logprob_gap: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = "auto"
+    # Memory that vLLM takes while a job runs, all at once, for the keys and values of answers in flight. auto: what is
+    # free, as far as the job can fill it (docs/training.md).
+    kv_cache_gib: KvCacheGib = "auto"
+    # The same for the inference server, for each model that it has loaded (docs/serving.md).
+    inference_kv_cache_gib: KvCacheGib = "auto"
+    # A micro-batch of training holds at most this many tokens (padding included). auto: 2048, and on a GPU what fits.
+    train_token_budget: TokenBudget = "auto"
+    # What is known of the machines of each gpu_class, as JSON: {"h100": {"gpu_memory_gib": 78, "kv_cache_gib": 24}}.
+    # Set it to the same value for the API and all workers.
+    gpu_classes: dict[str, GpuClass] = Field(default_factory=dict)
 
     # What a second of a GPU costs, and in which currency: without a price there are no costs to see and no budgets
     # in money. An ISO 4217 code.
@@ -128,6 +163,20 @@ class Settings(BaseSettings):
                 "REGRAFT_NODES and REGRAFT_LEADER need REGRAFT_RANKS_KEY, a secret that the machines of a group share"
             )
         return self
+
+    def of_class(self, gpu_class: str) -> "Settings":
+        """These settings with what `gpu_classes` says of one class in place of what holds for all."""
+        known = self.gpu_classes.get(gpu_class, GpuClass())
+        changes: dict[str, Any] = {
+            name: value
+            for name in ("kv_cache_gib", "train_token_budget", "sampler")
+            if (value := getattr(known, name)) is not None
+        }
+        return self.model_copy(update=changes)
+
+    def gpu_memory_gib(self, gpu_class: str) -> float | None:
+        """Memory of one GPU of that class; 0: it has none; None: unknown."""
+        return self.gpu_classes.get(gpu_class, GpuClass()).gpu_memory_gib
 
     @cached_property
     def database(self) -> str:
@@ -163,9 +212,24 @@ def problems(invalid: ValidationError | SettingsError) -> str:
     if isinstance(invalid, SettingsError):
         return f"{invalid}: {invalid.__cause__}"
     return "; ".join(
-        f"{_variable(*error['loc'])}: {error['msg']}" if error["loc"] else str(error["ctx"]["error"])
+        _problem(error)
         for error in invalid.errors(include_url=False)
+        if error["type"] != "literal_error" or not _is_branch(error["loc"][-1])
     )
+
+
+def _problem(error: ErrorDetails) -> str:
+    if not error["loc"]:
+        return str(error["ctx"]["error"])
+    # Of a value that may also be "auto" pydantic names, at the end, which of the two it tried.
+    *place, last = error["loc"]
+    if _is_branch(last):
+        return f"{_variable(*place)}: {error['msg']}, or 'auto'"
+    return f"{_variable(*place, last)}: {error['msg']}"
+
+
+def _is_branch(part: str | int) -> bool:
+    return isinstance(part, str) and part.startswith(("literal[", "constrained-", "float", "int"))
 
 
 def _variable(field: str | int, *inside: str | int) -> str:

@@ -25,6 +25,8 @@ from core.pages import Page
 _STATUS_EVENTS = {
     status: f"fine_tuning.job.{status}" for status in ("succeeded", "failed", "cancelled", "paused")
 }
+# Their data has the job's verdict beside its id, if there is one (core/verdict.py).
+_WITH_VERDICT = frozenset({_STATUS_EVENTS["succeeded"], _STATUS_EVENTS["failed"]})
 RESUMED = "fine_tuning.job.resumed"
 THRESHOLD_REACHED = "fine_tuning.job.threshold_reached"
 EVENT_TYPES = (*_STATUS_EVENTS.values(), RESUMED, THRESHOLD_REACHED)
@@ -82,7 +84,7 @@ def get(session: Session, project_id: str, endpoint_id: str) -> WebhookEndpoint:
 def page(session: Session, project_id: str, *, after: str | None = None, limit: int) -> Page[WebhookEndpoint]:
     """Newest first."""
     mine = select(WebhookEndpoint).where(WebhookEndpoint.project_id == project_id)
-    return pages.newest_first(session, mine, WebhookEndpoint, after=after, limit=limit)
+    return pages.newest_first(session, mine, WebhookEndpoint, after=after, limit=limit, owner=project_id)
 
 
 def change(session: Session, endpoint: WebhookEndpoint, fields: Mapping[str, Any]) -> None:
@@ -102,7 +104,7 @@ def delete(session: Session, endpoint: WebhookEndpoint) -> None:
     session.execute(
         update(WebhookDelivery).where(*waiting).values(settled=True, last_error="the endpoint was deleted")
     )
-    session.delete(endpoint)
+    pages.delete_row(session, endpoint, owner=endpoint.project_id)
 
 
 def rotate_secret(endpoint: WebhookEndpoint, *, keep_old: bool) -> None:
@@ -145,7 +147,10 @@ def status_changed(job: Job) -> None:
 def emit(job: Job, type: str) -> None:
     """One delivery for each endpoint of the job's project that asks for this type; sent if the session commits."""
     session = _session_of(job)
-    body = event_body(type, {"id": job.id})
+    data: dict[str, Any] = {"id": job.id}
+    if job.verdict is not None and type in _WITH_VERDICT:
+        data["verdict"] = job.verdict
+    body = event_body(type, data)
     for endpoint in _listeners(session, job, type):
         session.add(WebhookDelivery(endpoint_id=endpoint.id, job_id=job.id, type=type, body=body))
 

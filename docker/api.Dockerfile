@@ -13,7 +13,9 @@ COPY graders graders
 COPY api api
 COPY worker worker
 COPY migrations migrations
-RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python --no-deps -c constraints/all.txt .
+# The service, and the packages that python graders run with: the same in every image.
+RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python --no-deps -c constraints/all.txt . \
+    && /opt/regraft/bin/regraft-server environments build
 
 FROM python:3.11.14-slim-bookworm
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp regraft && mkdir /data && chown regraft /data

@@ -12,7 +12,9 @@ COPY graders graders
 COPY api api
 COPY worker worker
 COPY migrations migrations
-RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python --no-deps .
+# The service, and the packages that python graders run with: the same in every image.
+RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python --no-deps . \
+    && /opt/regraft/bin/regraft-server environments build
 
 FROM python:3.11.14-slim-bookworm
 # Triton, which torch and vLLM write kernels with, compiles a few lines of C when it starts.

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from graders.build import build
 from graders.endpoint import Endpoints
+from graders.environments.catalog import default_folder
 from graders.judge import HttpJudges, JudgeModel
 from graders.spec import GraderSpec
 from graders.types import Grader
@@ -74,6 +75,7 @@ class Backends:
     judges: Mapping[str, JudgeModel]
     endpoints: Endpoints | None = None
     registry_models: frozenset[str] = frozenset()  # those that must be served for the judges
+    environments: Path = field(default_factory=default_folder)  # where those of python graders are built
 
     @classmethod
     def none(cls) -> Backends:
@@ -85,17 +87,21 @@ class Backends:
         file: Path | None,
         inference: Inference | None = None,
         environment: Mapping[str, str] = os.environ,
+        environments: Path | None = None,
     ) -> Backends:
         """Read `file`; none without one. `inference` is for judges that are models of the registry.
+
+        `environments` is the folder of python graders' environments, by default the one beside this installation.
 
         Raises:
             InvalidBackends: the file cannot be read, or a key that it names is not in the environment.
         """
+        environments = environments or default_folder()
         if file is None:
-            return cls.none()
+            return cls({}, environments=environments)
         try:
             read = _File.model_validate(tomllib.loads(file.read_text()))
-        except (OSError, tomllib.TOMLDecodeError) as cause:
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
             raise InvalidBackends(f"{file}: {cause}") from cause
         except ValidationError as invalid:
             first = invalid.errors()[0]
@@ -109,11 +115,14 @@ class Backends:
                 raise InvalidBackends(f"{file}: [judges.{name}] {cause}") from None
         hosts = read.endpoints.hosts if read.endpoints else None
         registry_models = frozenset(entry.model for entry in read.judges.values() if entry.model)
-        return cls(judges, Endpoints(hosts=tuple(hosts)) if hosts else None, registry_models)
+        return cls(judges, Endpoints(hosts=tuple(hosts)) if hosts else None, registry_models, environments)
 
     def check(self, spec: GraderSpec, param: str = "grader") -> None:
-        """Raise NotConfigured, a kind of InvalidGrader, if this installation cannot run the grader."""
-        build(spec, HttpJudges(self.judges), self.endpoints, param=param)
+        """Raise NotConfigured, a kind of InvalidGrader, if this installation cannot run the grader.
+
+        Raise EnvironmentNotBuilt if it is meant to, and lacks the environment.
+        """
+        build(spec, HttpJudges(self.judges), self.endpoints, self.environments, param=param)
 
     @asynccontextmanager
     async def open(self, spec: GraderSpec, *, trace_id: str | None = None) -> AsyncIterator[Grader]:
@@ -122,7 +131,7 @@ class Backends:
         if endpoints is not None and trace_id is not None:
             endpoints = replace(endpoints, new_trace_id=lambda: trace_id)
         async with HttpJudges(self.judges) as judges:
-            yield build(spec, judges, endpoints)
+            yield build(spec, judges, endpoints, self.environments)
 
 
 def _judge(entry: JudgeEntry, inference: Inference | None, environment: Mapping[str, str]) -> JudgeModel:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path as Folder
 from typing import Any, assert_never
 
 from graders.calls import Pace
 from graders.endpoint import Endpoint, Endpoints
+from graders.environments.catalog import DEFAULT, default_folder, find
 from graders.format_check import Pattern, ThinkAnswer
 from graders.formula import Formula
 from graders.judge import Judges
@@ -33,25 +35,28 @@ from graders.spec import (
     TextSimilaritySpec,
 )
 from graders.string_check import StringCheck
-from graders.template import MissingPath, Path, Template, dotted, quoted, resolve
+from graders.template import MissingPath, Path, Reference, Template, dotted, quoted, resolve
 from graders.text_similarity import TextSimilarity
 from graders.types import Grader, Item
 
 
 class NotConfigured(InvalidGrader):
-    """The grader is fine, and this installation cannot run it: no judge model, no sandbox, or no endpoints allowed."""
+    """The grader is fine, and this installation cannot run it: no judge model, no sandbox, no environment, or no
+    endpoints allowed."""
 
 
 def build(
     spec: GraderSpec,
     judges: Judges | None = None,
     endpoints: Endpoints | None = None,
+    environments: Folder | None = None,
     *,
     param: str = "grader",
 ) -> Grader:
-    """The grader a spec describes. A spec has been checked, so this fails only with NotConfigured.
+    """The grader a spec describes. A spec has been checked, so it fails only with NotConfigured or EnvironmentNotBuilt.
 
-    Without `judges` there is no score_model and no label_model, without `endpoints` no endpoint.
+    Without `judges` there is no score_model and no label_model, without `endpoints` no endpoint. `environments` is
+    the folder with those of python graders; without it, the one beside this installation.
     """
     match spec:
         case StringCheckSpec():
@@ -98,10 +103,11 @@ def build(
                     f"{param}.type",
                     "invalid_value",
                 )
-            return PythonGrader(spec.name, spec.source)
+            environment = find(environments or default_folder(), spec.image_tag or DEFAULT)
+            return PythonGrader(spec.name, spec.source, environment=environment)
         case MultiSpec():
             graders = {
-                key: build(sub, judges, endpoints, param=f"{param}.graders.{key}")
+                key: build(sub, judges, endpoints, environments, param=f"{param}.graders.{key}")
                 for key, sub in spec.graders.items()
             }
             return Multi(
@@ -109,6 +115,12 @@ def build(
             )
         case _:
             assert_never(spec)
+
+
+def environments_of(spec: GraderSpec) -> list[str]:
+    """The environments that python graders of the spec run in, each once."""
+    parts = spec.graders.values() if isinstance(spec, MultiSpec) else [spec]
+    return list(dict.fromkeys(part.image_tag or DEFAULT for part in parts if isinstance(part, PythonSpec)))
 
 
 def item_paths(spec: GraderSpec) -> list[Path]:
@@ -119,6 +131,16 @@ def item_paths(spec: GraderSpec) -> list[Path]:
 def missing_item_paths(spec: GraderSpec, row: Item) -> list[str]:
     """What the spec needs and this row lacks, spelled as in the template: "item.answer". A null is there."""
     return [dotted("item", path) for path in item_paths(spec) if not _present(row, path)]
+
+
+def reads_tools(spec: GraderSpec, param: str) -> str | None:
+    """The path of the grader, at `param` or inside it, with a template that reads sample.output_tools; else None."""
+    if isinstance(spec, MultiSpec):
+        found = (reads_tools(sub, f"{param}.graders.{key}") for key, sub in spec.graders.items())
+        return next((path for path in found if path), None)
+    references = (part for one in _templates(spec) for part in one.parts if isinstance(part, Reference))
+    reads = any(one.namespace == "sample" and one.path[:1] == ("output_tools",) for one in references)
+    return param if reads else None
 
 
 def _templates(spec: GraderSpec) -> Iterator[Template]:
@@ -186,6 +208,7 @@ def _shape(part: object) -> Callable[[str], dict[str, Any]]:
 
 def _sampling(params: SamplingParams | None) -> dict[str, Any]:
     sampling = params.model_dump(exclude_none=True) if params else {}
-    if "max_completions_tokens" in sampling:
-        sampling["max_completion_tokens"] = sampling.pop("max_completions_tokens")
+    for spelling in ("max_completions_tokens", "max_tokens"):
+        if spelling in sampling:
+            sampling["max_completion_tokens"] = sampling.pop(spelling)
     return sampling

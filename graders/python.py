@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from graders.environments.catalog import Environment
 from graders.sandbox.pool import Pool, SandboxFailed, SandboxUnavailable, shared
 from graders.types import ErrorKind, Grade, Item, Sample
 
@@ -21,11 +22,12 @@ class PythonGrader:
     name: str
     source: str
     pool: Pool = field(default_factory=shared, repr=False, compare=False)
+    environment: Environment | None = None  # the default one
     type: ClassVar[str] = "python"
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
         try:
-            coming = self.pool.submit(self.source, sample.as_namespace(), item)
+            coming = self.pool.submit(self.source, sample.as_namespace(), item, self.environment)
             outcome = await asyncio.wrap_future(coming)
         except (SandboxUnavailable, SandboxFailed) as trouble:
             return Grade(None, str(trouble), ErrorKind.python_grader_server_error)

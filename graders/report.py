@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from graders.build import environments_of
 from graders.spec import GraderSpec, MultiSpec
 from graders.types import ErrorKind, Grade, TokenUsage
 
@@ -24,8 +25,9 @@ _WITH_DETAILS = frozenset(
 def run_report(spec: GraderSpec, grade: Grade) -> dict[str, Any]:
     """The whole response body. An ungraded sample earns 0 here, as the API has it; `errors` says which.
 
-    `metadata.reason` and `metadata.output`, what python graders printed, are ours. For a multi, `scores` holds null
-    for a sub-grader that could not judge, and `sub_rewards` holds what it counted as.
+    `metadata.reason`, `metadata.output`, what python graders printed, and `metadata.environment`, the packages that
+    they ran with, are ours. For a multi, `scores` holds null for a sub-grader that could not judge, and `sub_rewards`
+    holds what it counted as.
     """
     stand_in = spec.invalid_grade if isinstance(spec, MultiSpec) else None
     return {
@@ -40,6 +42,7 @@ def run_report(spec: GraderSpec, grade: Grade) -> dict[str, Any]:
             "sampled_model_name": ", ".join(grade.usage) or None,
             "reason": grade.reason,
             "output": _output(grade),
+            "environment": ", ".join(environments_of(spec)) or None,
         },
         "sub_rewards": {key: _reward(sub, stand_in) for key, sub in grade.sub_grades.items()},
         "model_grader_token_usage_per_model": {model: _tokens(usage) for model, usage in grade.usage.items()},

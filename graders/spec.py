@@ -7,9 +7,11 @@ a name that nothing defines, a type this version cannot run. A spec that exists 
 from __future__ import annotations
 
 import ast
+import difflib
 import secrets
 import string
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -23,22 +25,22 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
+from graders import complaints
+from graders.complaints import Mistake
 from graders.endpoint import checked_headers, checked_url
+from graders.environments.catalog import pins
 from graders.format_check import Credit, Form, checked_pattern
 from graders.formula import Formula, is_name
 from graders.string_check import Operation
 from graders.template import Template, quoted
 from graders.text_similarity import Metric
 
-Code = Literal["invalid_type", "invalid_value", "missing_required_parameter", "unknown_parameter"]
-
 
 class InvalidGrader(ValueError):
     """The grader cannot be used. `param` is the dotted path to the mistake, `code` its kind."""
 
-    def __init__(self, message: str, param: str, code: Code) -> None:
+    def __init__(self, message: str, param: str, code: str) -> None:
         super().__init__(message, param, code)
         self.message, self.param, self.code = message, param, code
 
@@ -75,6 +77,11 @@ def _checked_source(source: str) -> str:
     return source
 
 
+def _checked_environment(tag: str) -> str:
+    pins(tag)
+    return tag
+
+
 def _check_signature(tree: ast.Module) -> None:
     functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     graders = [node for node in functions if node.name == "grade"]
@@ -83,10 +90,18 @@ def _check_signature(tree: ast.Module) -> None:
     function = graders[-1]  # the one that stands when the module has run
     if isinstance(function, ast.AsyncFunctionDef):
         raise ValueError(f"line {function.lineno}: grade must be a plain function, not async")
-    has = function.args
-    optional = len(has.defaults) + len(has.kwonlyargs)
-    if len(has.posonlyargs) + len(has.args) != 2 or optional or has.vararg or has.kwarg:
-        raise ValueError(f"line {function.lineno}: grade must take exactly two parameters, (sample, item)")
+    if not _takes_two(function.args):
+        raise ValueError(
+            f"line {function.lineno}: grade must be callable as grade(sample, item): two positional parameters, "
+            "any further ones with defaults"
+        )
+
+
+def _takes_two(has: ast.arguments) -> bool:
+    """Whether a function with these parameters can be called with two positional arguments and nothing else."""
+    positional = len(has.posonlyargs) + len(has.args)
+    enough = positional >= 2 or has.vararg is not None
+    return enough and positional - len(has.defaults) <= 2 and None not in has.kw_defaults
 
 
 def _generated_name() -> str:
@@ -98,6 +113,8 @@ MAX_SOURCE_BYTES = 256 * 1000
 GIVE_STEPS = ("python", "endpoint")  # the types whose grades may have steps
 Source = Annotated[str, AfterValidator(_checked_source)]
 Name = Annotated[str, Field(min_length=1)]
+# OpenAI's API makes up a name where there is none, and its guide's own examples rely on that.
+GraderName = Annotated[Name, Field(default_factory=_generated_name)]
 TemplateText = Annotated[str, AfterValidator(_checked_template)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -107,7 +124,7 @@ class StringCheckSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     """Compare two texts."""
 
     type: Literal["string_check"] = "string_check"
-    name: Name
+    name: GraderName
     input: TemplateText
     reference: TemplateText
     operation: Operation
@@ -118,7 +135,7 @@ class TextSimilaritySpec(BaseModel, extra="forbid", frozen=True, strict=True):
     """Measure how alike two texts are."""
 
     type: Literal["text_similarity"] = "text_similarity"
-    name: Name
+    name: GraderName
     input: TemplateText
     reference: TemplateText
     evaluation_metric: Metric
@@ -129,7 +146,7 @@ class MathSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     """Compare the final answer with the reference, as mathematics."""
 
     type: Literal["math"] = "math"
-    name: Name
+    name: GraderName
     input: TemplateText
     reference: TemplateText
     pass_threshold: Finite | None = None
@@ -139,7 +156,7 @@ class FormatSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     """Check the form of a text: a regular expression for all of it, or one of the known forms."""
 
     type: Literal["format"] = "format"
-    name: Name
+    name: GraderName
     input: TemplateText
     pattern: Annotated[str, AfterValidator(checked_pattern)] | None = None
     template: Form | None = None
@@ -240,20 +257,27 @@ def _template_of(part: str | InputText | OutputText | InputImage | InputAudio) -
 
 
 class SamplingParams(BaseModel, extra="forbid", frozen=True, strict=True):
-    """How a judge model answers. The spelling of max_completions_tokens is OpenAI's."""
+    """How a judge model answers. The spelling of max_completions_tokens is OpenAI's; its guide also has max_tokens."""
 
     seed: int | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     max_completions_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> SamplingParams:
+        if self.max_tokens is not None and self.max_completions_tokens is not None:
+            raise ValueError("give either 'max_completions_tokens' or 'max_tokens', which mean the same")
+        return self
 
 
 class ScoreModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     """Ask a model for a number."""
 
     type: Literal["score_model"] = "score_model"
-    name: Name
+    name: GraderName
     model: Name
     input: Annotated[list[MessageSpec], Field(min_length=1)]
     range: Annotated[list[Finite], Field(min_length=2, max_length=2)] | None = None  # None means [0, 1]
@@ -269,10 +293,10 @@ class ScoreModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class LabelModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Ask a model to pick a label; 1 if it is one of the passing ones. Only inside a multi."""
+    """Ask a model to pick a label; 1 if it is one of the passing ones."""
 
     type: Literal["label_model"] = "label_model"
-    name: Name
+    name: GraderName
     model: Name
     input: Annotated[list[MessageSpec], Field(min_length=1)]
     labels: Annotated[list[Name], Field(min_length=1)]
@@ -293,7 +317,7 @@ class EndpointSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     """Ask a web server of the user's. What is in the headers is secret: `dump` can mask it."""
 
     type: Literal["endpoint"] = "endpoint"
-    name: Name
+    name: GraderName
     url: Annotated[str, AfterValidator(checked_url)]
     headers: Annotated[dict[str, str], AfterValidator(checked_headers)] | None = Field(
         default=None, repr=False
@@ -303,12 +327,14 @@ class EndpointSpec(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class PythonSpec(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Run the user's own `grade(sample, item)`. Only it may go without a name; then it is given one."""
+    """Run the user's own `grade(sample, item)`."""
 
     type: Literal["python"] = "python"
-    name: Name = Field(default_factory=_generated_name)
+    name: GraderName
     source: Source
-    image_tag: str | None = None  # kept and echoed; the packages are those installed beside the service
+    image_tag: Annotated[str, AfterValidator(_checked_environment)] | None = (
+        None  # the default one; kept as it was sent
+    )
     pass_threshold: Finite | None = None
 
 
@@ -329,7 +355,7 @@ class MultiSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     """Combine other graders by a formula whose variables are the keys of `graders`."""
 
     type: Literal["multi"] = "multi"
-    name: Name
+    name: GraderName
     graders: dict[str, SubGraderSpec]
     calculate_output: str
     pass_threshold: Finite | None = None
@@ -356,7 +382,11 @@ _MODELS: dict[str, type[SimpleSpec | MultiSpec]] = {
     "endpoint": EndpointSpec,
     "multi": MultiSpec,
 }
-_NEVER = {"cosine": " It needs an embedding model, and is not offered for reinforcement fine-tuning."}
+# What to say of some of the values that are not supported.
+_NOTES = {
+    "cosine": " It needs an embedding model, and is not offered for reinforcement fine-tuning.",
+    "neq": " Did you mean 'ne'?",
+}
 
 
 MASK = "***"
@@ -364,20 +394,26 @@ MASK = "***"
 
 def parse_grader(raw: object, param: str = "grader") -> GraderSpec:
     """The spec in `raw`, parsed JSON. Raise InvalidGrader, its `param` starting with the one given here."""
-    fields = _object(raw, param)
-    if fields.get("type") == "label_model":
-        raise _invalid_value(f"{param}.type", "a label_model grader can be used only inside a multi grader.")
-    return _parsed(fields, param)
+    return _parsed(_object(raw, param), param)
 
 
 def _parsed(fields: dict[str, Any], param: str) -> GraderSpec:
+    if "name" in fields and fields["name"] is None:  # typed clients send a null where nothing was set
+        del fields["name"]
     model = _MODELS[_one_of(_MODELS, fields, f"{param}.type")]
     if model is MultiSpec and "graders" in fields:
         fields["graders"] = _sub_graders(fields["graders"], f"{param}.graders")
     try:
         return model.model_validate(fields)
     except ValidationError as invalid:
-        raise _explained(invalid.errors()[0], param) from None
+        where, about = complaints.first_of(invalid.errors(), fields, param)
+        mistake = complaints.explain(where, about, _NOTES)
+        if mistake.code == "unknown_parameter":
+            name = where.removeprefix(f"{param}.")
+            close = difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.75)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            mistake = replace(mistake, message=mistake.message + hint)
+        raise _refusal(mistake) from None
 
 
 def dump(spec: GraderSpec, *, masked: bool = False) -> dict[str, Any]:
@@ -417,8 +453,10 @@ def _keyed_graders(raw: object, param: str) -> dict[str, SubGraderSpec]:
 def _listed_graders(raw: list[object], param: str) -> dict[str, SubGraderSpec]:
     graders: dict[str, SubGraderSpec] = {}
     for index, sub in enumerate(raw):
-        spec = _sub_grader(sub, f"{param}[{index}]")
         where = f"{param}[{index}].name"
+        if isinstance(sub, Mapping) and sub.get("name") is None:
+            raise _missing(where)  # the formula could not mention a name that we make up
+        spec = _sub_grader(sub, f"{param}[{index}]")
         _check_variable(spec.name, where)
         if spec.name in graders:
             raise _invalid_value(where, f"{quoted(spec.name)} is already the name of another grader.")
@@ -433,10 +471,6 @@ def _sub_grader(raw: object, param: str) -> SubGraderSpec:
     _one_of([kind for kind in _MODELS if kind != "multi"], fields, f"{param}.type")
     spec = _parsed(fields, param)
     assert not isinstance(spec, MultiSpec)
-    if spec.pass_threshold is not None:
-        where = f"{param}.pass_threshold"
-        message = f"Unknown parameter: '{where}'. Set 'pass_threshold' on the multi grader instead."
-        raise InvalidGrader(message, where, "unknown_parameter")
     return spec
 
 
@@ -464,79 +498,26 @@ def _one_of(supported: Iterable[str], fields: Mapping[str, Any], param: str) -> 
     return kind
 
 
-def _explained(error: ErrorDetails, param: str) -> InvalidGrader:
-    """Pydantic's first complaint in the words of the API."""
-    where, value = param + "".join(_step(step) for step in error["loc"]), error["input"]
-    match error["type"]:
-        case "missing":
-            return _missing(where)
-        case "extra_forbidden":
-            return InvalidGrader(f"Unknown parameter: '{where}'.", where, "unknown_parameter")
-        case "string_type":
-            return _wrong_type(where, "a string", value)
-        case "int_type" | "int_from_float":
-            return _wrong_type(where, "an integer", value)
-        case "list_type":
-            return _wrong_type(where, "an array", value)
-        case "dict_type" | "model_type":
-            return _wrong_type(where, "an object", value)
-        case "float_type":
-            return _wrong_type(where, "a number", value)
-        case "literal_error" if isinstance(value, str):
-            return _unsupported(value, where, error["ctx"]["expected"])
-        case "literal_error":
-            return _wrong_type(where, f"one of {error['ctx']['expected']}", value)
-        case "value_error":
-            return _invalid_value(where, f"{error['ctx']['error']}.")
-        case _:
-            return _invalid_value(where, f"{error['msg']}.")
-
-
-def _step(step: str | int) -> str:
-    if isinstance(step, int):
-        return f"[{step}]"
-    return "" if step.startswith("<") else f".{step}"  # a tag of a union is in no one's JSON
+def _refusal(mistake: Mistake) -> InvalidGrader:
+    return InvalidGrader(mistake.message, mistake.param, mistake.code)
 
 
 def _missing(param: str) -> InvalidGrader:
-    return InvalidGrader(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    return _refusal(complaints.missing(param))
 
 
 def _wrong_type(param: str, expected: str, value: object) -> InvalidGrader:
-    message = f"Invalid type for '{param}': expected {expected}, but got {_json_type(value)} instead."
-    return InvalidGrader(message, param, "invalid_type")
+    return _refusal(complaints.wrong_type(param, expected, value))
 
 
 def _invalid_value(param: str, why: str) -> InvalidGrader:
-    return InvalidGrader(f"Invalid value for '{param}': {why}", param, "invalid_value")
+    return _refusal(complaints.invalid_value(param, why))
 
 
 def _unsupported(value: str, param: str, supported: str) -> InvalidGrader:
-    why = _NEVER.get(value, "")
-    message = f"Invalid value: {quoted(value)}.{why} Supported values are: {supported}."
-    return InvalidGrader(message, param, "invalid_value")
+    return _refusal(complaints.unsupported(value, param, supported, _NOTES))
 
 
 def _listed(words: Iterable[str]) -> str:
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last  # pydantic's own style, so that all errors agree
-
-
-def _json_type(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int():
-            return "an integer"
-        case float():
-            return "a number"
-        case str():
-            return "a string"
-        case list() | tuple():
-            return "an array"
-        case Mapping():
-            return "an object"
-        case _:
-            return type(value).__name__

@@ -21,7 +21,7 @@ CHART = ROOT / "helm/regraft"
 OWN = {
     "data_dir", "database_url", "broker_url", "blob_url", "s3_endpoint_url", "s3_region", "models_file",
     "graders_file", "inference_url", "inference_key", "host", "port", "gpu_class", "metrics_port", "ranks",
-    "nodes", "ranks_port", "ranks_key", "leader",
+    "nodes", "ranks_port", "ranks_key", "leader", "gpu_classes", "inference_kv_cache_gib",
 }  # fmt: skip
 
 
@@ -62,8 +62,8 @@ def _flat(schema: Any, whole: dict[str, Any]) -> Any:
     if "$ref" in schema:
         return _flat(whole["$defs"][schema["$ref"].rsplit("/", 1)[1]], whole)
     if "anyOf" in schema:
-        [only] = [one for one in schema["anyOf"] if one != {"type": "null"}]
-        return _flat(only, whole)
+        given = [one for one in schema["anyOf"] if one != {"type": "null"}]
+        return {"anyOf": _flat(given, whole)} if len(given) > 1 else _flat(given[0], whole)
     kept = {key: value for key, value in schema.items() if key not in ("title", "default", "format")}
     if "properties" in kept:  # names there are names, not keywords
         return kept | {"properties": {key: _flat(value, whole) for key, value in kept["properties"].items()}}

@@ -67,6 +67,25 @@ class SkillTrainer:
         self.skill.chance, self.updates = json.loads((folder / "skill.json").read_text())
 
 
+class RuiningTrainer(SkillTrainer):
+    """Stands in for a learning rate far too high: after the first update every answer is wrong."""
+
+    def step(self) -> UpdateMetrics:
+        update = super().step()
+        self.skill.chance = 0.0
+        return update
+
+
+class IdleTrainer(SkillTrainer):
+    """Takes its steps and leaves the model as it is."""
+
+    def step(self) -> UpdateMetrics:
+        chance = self.skill.chance
+        update = super().step()
+        self.skill.chance = chance
+        return update
+
+
 def learn(trainer: Trainer, groups_P: Sequence[Group]) -> UpdateMetrics:
     """One whole step of a trainer."""
     for group in groups_P:

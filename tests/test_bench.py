@@ -59,13 +59,13 @@ def test_the_last_line_is_what_counts():
 
 def test_the_bench_of_the_client_runs_small(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sdk", "--rounds", "1"])
-    monkeypatch.setattr(sdk, "KINDS", dict.fromkeys(sdk.KINDS, "pass") | {"help": sdk.HELP})
+    monkeypatch.setattr(sdk, "KINDS", dict.fromkeys(sdk.KINDS, "pass") | {"server_help": sdk.SERVER_HELP})
 
     sdk.main()
 
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["bench"] == "sdk"
-    assert found["figures"].keys() >= {"import_ms", "help_ms"}
+    assert found["figures"].keys() >= {"import_ms", "help_ms", "server_help_ms"}
     assert all(value > 0 for value in found["figures"].values())
 
 

@@ -22,19 +22,25 @@ TEMPLATE = (
 )
 
 
-def make_tiny_model(folder: Path, *, layers: int = 2, head_dim: int = 16, seed: int = 0) -> Path:
+def make_tiny_model(
+    folder: Path, *, layers: int = 2, head_dim: int = 16, key_heads: int = 2, seed: int = 0
+) -> Path:
     """Save the model and its tokenizer into `folder` in Hugging Face format."""
     torch.manual_seed(seed)
+    return _save(tiny_tokenizer(), len(WORDS), layers, folder, head_dim=head_dim, key_heads=key_heads)
+
+
+def tiny_tokenizer(chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One word, one token."""
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=words,
         pad_token="<pad>",
         unk_token="<unk>",
         eos_token="<end>",
-        chat_template=TEMPLATE,
+        chat_template=chat_template,
     )
-    return _save(tokenizer, len(WORDS), layers, folder, head_dim=head_dim)
 
 
 def make_byte_model(folder: Path, *, seed: int = 0) -> Path:
@@ -52,16 +58,21 @@ def make_byte_model(folder: Path, *, seed: int = 0) -> Path:
 
 
 def _save(
-    tokenizer: PreTrainedTokenizerFast, size: int, layers: int, folder: Path, head_dim: int | None = None
+    tokenizer: PreTrainedTokenizerFast,
+    size: int,
+    layers: int,
+    folder: Path,
+    head_dim: int | None = None,
+    key_heads: int = 2,
 ) -> Path:
     config = LlamaConfig(
         vocab_size=size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=layers,
-        num_attention_heads=4,
+        num_attention_heads=max(4, key_heads),
         head_dim=head_dim,
-        num_key_value_heads=2,  # grouped-query attention, as the real models have
+        num_key_value_heads=key_heads,  # grouped-query attention, as the real models have
         max_position_embeddings=512,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

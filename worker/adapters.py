@@ -20,7 +20,8 @@ from core.chat import Adapter
 from worker.answering import loading
 
 MANIFEST = "manifest.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_config.json")
+CHAT_TEMPLATE = "chat_template.jinja"  # as transformers saves it with a tokenizer
+NEEDED = ("adapter_model.safetensors", "adapter_config.json", CHAT_TEMPLATE)
 KEPT = 256
 
 
@@ -81,7 +82,7 @@ class AdapterFolders:
             if hashlib.sha256(manifest).hexdigest() != adapter.manifest_sha256:
                 raise AdapterGone(f"{adapter.prefix} holds other weights than those that were asked for")
             for file in json.loads(manifest)["files"]:
-                if file["name"] in WEIGHTS:
+                if file["name"] in NEEDED:
                     key = f"{adapter.prefix}/{file['name']}"
                     self.blobs.download(key, scratch / file["name"], sha256=file["sha256"])
             try:

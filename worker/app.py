@@ -17,7 +17,7 @@ from core.outgoing import Outgoing
 from core.queue import DEFAULT_QUEUE, RUN, VALIDATE, gpu_queue, open_celery, sender
 from core.settings import Settings
 from graders.backends import Backends
-from worker import alive
+from worker import alive, capacity
 from worker.deliveries import Deliveries
 from worker.reconciler import Reconciler
 from worker.supervisor import Supervisor
@@ -64,6 +64,7 @@ class WorkerService:
         self.celery.task(name=VALIDATE)(validate_files)
 
     def start(self) -> None:
+        capacity.warn(self.settings)
         self._consumer = self.celery.WorkController(
             # One thread for the run, one for validation, so that a long job never holds up the next one's checks.
             pool="threads",

@@ -13,7 +13,25 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from worker.refusals import UnsupportedModel
+
 NAME = "regraft"
+
+# With a mask, PyTorch prefers cuDNN's attention on an H100 (torch 2.13, cuDNN above 9.15). It builds a plan for each
+# new shape, and nearly every micro-batch has one: 0.4 s forward and 0.5 s backward on a B200 (FunASR #3704), where the
+# arithmetic takes 0.1 to 0.25 s. The memory-efficient kernel, which comes next, needs none.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+# Arguments that change nothing here: windows are seen to by worker/support.py, the rest is not for attention.
+HARMLESS = frozenset(
+    {"sliding_window", "position_ids", "use_cache", "is_causal", "output_attentions", "output_router_logits"}
+)
+# Those that would, and what they are.
+FEATURES = {
+    "s_aux": "attention sinks",
+    "softcap": "soft-capped attention scores",
+    "indices": "sparse attention",
+}
 
 
 class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for us
@@ -133,7 +151,16 @@ def _attend(
     group_cache: GroupCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The signature transformers calls: query [B, Hq, T, d], key and value [B, Hkv, S, d] -> [B, T, Hq, d]."""
+    """The signature transformers calls: query [B, Hq, T, d], key and value [B, Hkv, S, d] -> [B, T, Hq, d].
+
+    Raises:
+        UnsupportedModel: the model passes an argument that changes the result and that is not implemented.
+    """
+    if ignored := [name for name, value in kwargs.items() if value is not None and name not in HARMLESS]:
+        features = ", ".join(
+            FEATURES.get(name, f"the argument {name!r} of its attention") for name in ignored
+        )
+        raise UnsupportedModel(f"The model is not supported: {features} cannot be computed here.")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if group_cache is not None and group_cache.decoding:
         return _decode(group_cache, module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]

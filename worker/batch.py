@@ -10,6 +10,7 @@ A prompt of 256 tokens with eight answers of 16 is 376 tokens this way and 2,168
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from core.methods import Resolved
 from worker import grpo
+from worker.sizing import bucket
 from worker.steps import token_ends
 from worker.types import Group, Pack, Rollout
 from worker.types import Sequence as Answer
@@ -31,6 +33,7 @@ class Share:
     The weights and advantages in `pack` lack what only the whole step knows: see `divisors`.
     """
 
+    line: int  # of its prompt
     pack: Pack | None  # None: nothing to compute
     lengths: tuple[int, ...]  # tokens of each answer that counts
     rewards_N: tuple[float | None, ...]  # what its advantages are made of: rewards of answers, or of steps
@@ -40,14 +43,16 @@ def share_of(group: Group, settings: Resolved, decode: Decode) -> Share:
     """The answers worth computing, each with its advantages and its share of the step's loss.
 
     An answer with no advantage has exactly no gradient, so it is dropped, unless there is a KL penalty, which pulls
-    on every graded answer. The normalisation counts all graded answers of the groups that have signal, dropped ones
-    too, so that dropping changes nothing but the time. Answers that `overlong` masks are in the baseline of their
-    group, and neither in the loss nor in its normalisation (DAPO section 3.4, overlong filtering).
+    on every graded answer. With `normalize` "papers" dropping changes nothing but the time: the loss is a mean over all
+    graded answers, dropped ones too. With "signal" it is one over those of groups that are computed. Answers that
+    `overlong` masks are in the baseline of their group, and neither in the loss nor in its normalisation (DAPO section
+    3.4, overlong filtering).
     """
     keep_all = settings.kl > 0
     rewards_N, advantages_GT = _advantages(group, settings, decode)
-    if not keep_all and not any(map(any, advantages_GT)):
-        return Share(None, (), rewards_N)
+    line = group.prompt.line
+    if settings.normalize == "signal" and not keep_all and not any(map(any, advantages_GT)):
+        return Share(line, None, (), rewards_N)
     counted = [
         (rollout, advantages_T)
         for (rollout, reward), advantages_T in zip(_pairs(group), advantages_GT, strict=True)
@@ -64,12 +69,40 @@ def share_of(group: Group, settings: Resolved, decode: Decode) -> Share:
         if keep_all or any(advantages_T)
     )
     lengths = tuple(len(rollout.output_ids_T) for rollout, _ in counted)
-    return Share(Pack(group.prompt.ids, answers) if answers else None, lengths, rewards_N)
+    return Share(line, Pack(group.prompt.ids, answers) if answers else None, lengths, rewards_N)
+
+
+def in_batch(groups_P: Sequence[tuple[int, Sequence[float | None]]], settings: Resolved) -> list[bool]:
+    """Which groups of a step its update is made of.
+
+    All of them, except with `resample_prompts` under the papers' rule: DAPO's dynamic sampling (section 3.2) filters
+    groups without signal out before the batch and fills it up with others. So each drawn group with signal takes the
+    place of one of the step's own without, in the order of their lines, and a drawn group without signal never counts.
+    If the budget is spent before each has a stand-in, the remaining ones stay in the batch.
+
+    Args:
+        groups_P: of each group the line of its prompt and what its advantages are made of; the `batch_size` groups of
+            the step's own prompts first, in any order.
+    """
+    mixed_P = [grpo.signal(rewards_N) == "mixed" for _, rewards_N in groups_P]
+    if settings.normalize == "signal" or not settings.resample_prompts:
+        return [True] * len(groups_P)
+    silent = [number for number, mixed in enumerate(mixed_P[: settings.batch_size]) if not mixed]
+    silent.sort(key=lambda number: groups_P[number][0])
+    left = set(silent[sum(mixed_P[settings.batch_size :]) :])
+    return [mixed or number in left for number, mixed in enumerate(mixed_P)]
+
+
+def batch_of(shares: Sequence[Share], settings: Resolved) -> list[Share]:
+    """The shares of the groups that the step's update is made of: see `in_batch`."""
+    chosen = in_batch([(share.line, share.rewards_N) for share in shares], settings)
+    return [share for share, is_in in zip(shares, chosen, strict=True) if is_in]
 
 
 def divisors(shares: Sequence[Share], settings: Resolved) -> tuple[float, float]:
     """What the step's gradient is still to be divided by: its normaliser, and the std of its rewards.
 
+    `shares` are those of `batch_of`.
     The second is 1 where the advantages have been divided already, or need not be. A penalty is not divided by it.
     """
     lengths = [length for share in shares for length in share.lengths]
@@ -77,7 +110,8 @@ def divisors(shares: Sequence[Share], settings: Resolved) -> tuple[float, float]
     if settings.advantage_scale != "batch":
         return whole, 1.0
     assert settings.std is not None
-    return whole, grpo.batch_deviation([share.rewards_N for share in shares], settings.std) or 1.0
+    rewards_PN = [share.rewards_N for share in shares]
+    return whole, grpo.batch_deviation(rewards_PN, settings.std, settings.normalize) or 1.0
 
 
 @dataclass(frozen=True)
@@ -90,16 +124,27 @@ class Lesson:
 
 def lessons(groups_P: Sequence[Group], settings: Resolved) -> list[list[Lesson]]:
     """What a step took from its groups, all of them, for each answer: `share_of` and `divisors` for people to read."""
-    scale, std = settings.advantage_scale, settings.std
+    chosen = in_batch([(group.prompt.line, _taught(group, settings)) for group in groups_P], settings)
+    batch = iter(
+        _batch_lessons([group for group, is_in in zip(groups_P, chosen, strict=True) if is_in], settings)
+    )
+    return [
+        next(batch) if is_in else [Lesson(None, (0.0,) * len(grade.steps)) for grade in group.grades_G]
+        for group, is_in in zip(groups_P, chosen, strict=True)
+    ]
+
+
+def _batch_lessons(groups_P: Sequence[Group], settings: Resolved) -> list[list[Lesson]]:
+    scale, std, normalize = settings.advantage_scale, settings.std, settings.normalize
     if settings.supervision == "outcome":
-        rewards_PG = [[_shaped(*pair, settings) for pair in _pairs(group)] for group in groups_P]
+        rewards_PG = [_taught(group, settings) for group in groups_P]
         steps_PGJ: list[list[tuple[float, ...]]] = [[()] * len(group.rollouts_G) for group in groups_P]
-        first_PG = grpo.advantages(rewards_PG, scale, std)
+        first_PG = grpo.advantages(rewards_PG, scale, std, normalize)
     else:
         rewards_PGJ = [
             [[step.score for step in grade.steps] for grade in group.grades_G] for group in groups_P
         ]
-        normalised_PGJ = grpo.step_advantages(rewards_PGJ, scale, std)
+        normalised_PGJ = grpo.step_advantages(rewards_PGJ, scale, std, normalize)
         # DeepSeekMath's eq. 5 at each step's first token: what its step and all after it are worth.
         steps_PGJ = [
             [tuple(accumulate(reversed(r)))[::-1] for r in rewards_GJ] for rewards_GJ in normalised_PGJ
@@ -109,6 +154,13 @@ def lessons(groups_P: Sequence[Group], settings: Resolved) -> list[list[Lesson]]
         _lessons(group, first_G, steps_GJ, settings)
         for group, first_G, steps_GJ in zip(groups_P, first_PG, steps_PGJ, strict=True)
     ]
+
+
+def _taught(group: Group, settings: Resolved) -> list[float | None]:
+    """What the advantages of a group are made of: rewards as training takes them, of its answers or of their steps."""
+    if settings.supervision == "process":
+        return group.taught_by("process")
+    return [_shaped(*pair, settings) for pair in _pairs(group)]
 
 
 def _lessons(
@@ -133,19 +185,19 @@ def _advantages(
 ) -> tuple[tuple[float | None, ...], list[tuple[float, ...]]]:
     """What the advantages are made of, and one for every token of every answer, before any std of the batch."""
     scale = "none" if settings.advantage_scale == "batch" else settings.advantage_scale
+    rewards_N = _taught(group, settings)
     if settings.supervision == "outcome":
-        rewards_G = [_shaped(*pair, settings) for pair in _pairs(group)]
-        [advantages_G] = grpo.advantages([rewards_G], scale, settings.std)
+        [advantages_G] = grpo.advantages([rewards_N], scale, settings.std)
         lengths = [len(rollout.output_ids_T) for rollout in group.rollouts_G]
         spread = [(value,) * length for value, length in zip(advantages_G, lengths, strict=True)]
-        return tuple(rewards_G), spread
+        return tuple(rewards_N), spread
     rewards_GJ = [[step.score for step in grade.steps] for grade in group.grades_G]
     [steps_GJ] = grpo.step_advantages([rewards_GJ], scale, settings.std)
     by_step = [
         _by_step(rollout, steps_J, [step.end for step in grade.steps], decode)
         for rollout, grade, steps_J in zip(group.rollouts_G, group.grades_G, steps_GJ, strict=True)
     ]
-    return tuple(reward for rewards_J in rewards_GJ for reward in rewards_J), by_step
+    return tuple(rewards_N), by_step
 
 
 def _pairs(group: Group) -> Iterator[tuple[Rollout, float | None]]:
@@ -178,7 +230,9 @@ def deal(packs: Sequence[Pack], ranks: int) -> list[list[Pack]]:
     return hands
 
 
-def micro_batches(packs: Sequence[Pack], token_budget: int) -> Iterator[list[Pack]]:
+def micro_batches(
+    packs: Sequence[Pack], token_budget: int, device: torch.device | str = "cpu"
+) -> Iterator[list[Pack]]:
     """Packs of like length together, each batch at most `token_budget` tokens with its padding.
 
     A pack longer than the budget is split between answers (its prompt is then computed once a part); a
@@ -190,7 +244,7 @@ def micro_batches(packs: Sequence[Pack], token_budget: int) -> Iterator[list[Pac
     batch: list[Pack] = []
     for part in parts:
         # The newest part is the longest, so it sets the width of the whole batch.
-        if batch and (len(batch) + 1) * part.tokens > token_budget:
+        if batch and (len(batch) + 1) * row_width(part.tokens, device) > token_budget:
             yield batch
             batch = []
         batch.append(part)
@@ -218,7 +272,7 @@ class Tensors:
 
     input_ids: Tensor  # int64 [B, T]
     position_ids: Tensor  # int64 [B, T]
-    mask: Tensor  # bool [B, 1, T, T]; True: the query (third axis) may look at the key (fourth)
+    segment: Tensor  # int64 [B, T]: 0 the prompt, 1.. the answers, -1 padding
     row_M: Tensor  # int64 [M]: with column_M, the position whose hidden state predicts the token
     column_M: Tensor  # int64 [M]
     target_M: Tensor  # int64 [M]
@@ -227,16 +281,36 @@ class Tensors:
     advantage_M: Tensor  # float32 [M]
     weight_M: Tensor  # float32 [M]
     allowed_M: Tensor | None = None  # int32 [M, V / 32]: bits of the tokens that the sampler could have drawn
+    mask_dtype: torch.dtype = torch.float32  # of the bias that `mask` is away from the CPU
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """What attention is restricted by, [B, 1, T, T], made once, on the device of `segment`.
+
+        On a CPU `group_mask`, elsewhere `group_bias`: from a bool mask SDPA makes such a bias anew in every layer, and
+        autograd keeps each of them (16 GiB at 16k tokens and 32 layers).
+        """
+        if self.segment.device.type == "cpu":
+            return group_mask(self.segment)
+        return group_bias(self.segment, self.mask_dtype)
 
 
-def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Tensors:
-    """Lay the packs out as rows, padded on the right to the longest."""
-    width = max(pack.tokens for pack in packs)
+def row_width(tokens: int, device: torch.device | str) -> int:
+    """The width of a row of so many tokens: on a CPU that, elsewhere rounded up to one of a few dozen widths."""
+    return tokens if torch.device(device).type == "cpu" else bucket(tokens)
+
+
+def tensors_of(
+    packs: Sequence[Pack], device: torch.device | str = "cpu", mask_dtype: torch.dtype = torch.float32
+) -> Tensors:
+    """Lay the packs out as rows, padded on the right to `row_width` of the longest.
+
+    No tensor here has more than a few numbers for each token: what has T^2 is made on the device, by `Tensors.mask`.
+    """
+    width = row_width(max(pack.tokens for pack in packs), device)
     input_ids = torch.zeros(len(packs), width, dtype=torch.int64)
     position_ids = torch.zeros(len(packs), width, dtype=torch.int64)
-    segment = torch.full(
-        (len(packs), width), -1, dtype=torch.int64
-    )  # 0 the prompt, 1.. the answers, -1 padding
+    segment = torch.full((len(packs), width), -1, dtype=torch.int64)
     row: list[int] = []
     column: list[int] = []
     target: list[int] = []
@@ -267,7 +341,7 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
     return Tensors(
         input_ids=input_ids.to(device),
         position_ids=position_ids.to(device),
-        mask=group_mask(segment).to(device),
+        segment=segment.to(device),
         row_M=torch.tensor(row, device=device),
         column_M=torch.tensor(column, device=device),
         target_M=torch.tensor(target, device=device),
@@ -275,6 +349,7 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
         sampled_logp_M=torch.tensor(sampled_logp, dtype=torch.float32, device=device),
         advantage_M=torch.tensor(advantage, dtype=torch.float32, device=device),
         weight_M=torch.tensor(weight, dtype=torch.float32, device=device),
+        mask_dtype=mask_dtype,
     )
 
 
@@ -289,3 +364,23 @@ def group_mask(segment: Tensor) -> Tensor:
     visible = ((key == 0) & (query >= 0)) | ((key == query) & (query >= 0))
     itself = torch.eye(width, dtype=torch.bool, device=segment.device)
     return ((causal & visible) | itself)[:, None]
+
+
+BIAS_ROWS = (
+    1024  # queries whose bias is computed at a time: what is temporary stays small beside the bias itself
+)
+
+
+def group_bias(segment: Tensor, dtype: torch.dtype) -> Tensor:
+    """`group_mask` as SDPA adds it to the scores: [B, 1, T, T], 0 where a query may look, -inf elsewhere."""
+    rows, width = segment.shape
+    bias = torch.full((rows, 1, width, width), float("-inf"), dtype=dtype, device=segment.device)
+    place = torch.arange(width, device=segment.device)
+    for first in range(0, width, BIAS_ROWS):
+        query, at = segment[:, first : first + BIAS_ROWS, None], place[first : first + BIAS_ROWS, None]
+        key = segment[:, None, :]
+        visible = (key == query) | (key == 0)
+        visible &= (query >= 0) & (place <= at)
+        visible |= place == at
+        bias[:, 0, first : first + BIAS_ROWS].masked_fill_(visible, 0.0)
+    return bias

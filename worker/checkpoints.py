@@ -6,6 +6,7 @@ lists every file with its hash and is written last: without it the prefix is lit
 
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -15,12 +16,13 @@ from typing import Any, Protocol
 from sqlalchemy import Select, delete, select
 from sqlalchemy.orm import Session
 
-from core import events, jobs, usage
-from core.blobs import BlobExists, BlobStore
+from core import events, jobs, pages, tuned, usage
+from core.blobs import BlobCorrupt, BlobExists, BlobNotFound, BlobStore
 from core.db import Database
 from core.jobs import Claim
 from core.models import Checkpoint, Job, Organization, RolloutPage, TunedModel
 from worker.patience import Patience
+from worker.refusals import InvalidModel
 
 MANIFEST = "manifest.json"
 # Of the manifest and the files it lists, trainer.pt included. Raise it when an older version could not go on from what
@@ -66,6 +68,7 @@ class Checkpoints:
 
         Raises:
             UnknownFormat: this version cannot read it. Nothing was loaded or forgotten.
+            InvalidModel: its files are gone or damaged. Nothing was forgotten.
         """
         return self.patience(lambda: self._restore(trainer))
 
@@ -75,7 +78,12 @@ class Checkpoints:
         step = newest.step if newest else 0
         if newest:
             with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
-                self._download(newest.blob_prefix, Path(folder))
+                try:
+                    self._download(newest.blob_prefix, Path(folder))
+                except (BlobCorrupt, BlobNotFound) as cause:
+                    raise InvalidModel(
+                        f"The checkpoint of step {step} is damaged, so the job cannot resume from it: {cause}"
+                    ) from cause
                 trainer.load(Path(folder))
         with jobs.fenced(self.database, self.claim) as (session, job):
             jobs.resumed_from(session, self.claim, step)
@@ -192,10 +200,15 @@ def job_prefix(job: Job) -> str:
 
 
 def model_name(session: Session, job: Job) -> str:
-    """ft:<base>:<organisation>:<suffix>:<8 characters>, as OpenAI names them."""
+    """ft:<base>:<organization>:<suffix>:<8 characters>, as OpenAI names them.
+
+    The 8 characters make it unique. The suffix is as the user sent it, with each run of other characters than letters,
+    digits, _ and - replaced by one -, so that the name is one segment of a URL.
+    """
     organization = session.get_one(Organization, job.organization_id)
     tail = hashlib.sha256(job.id.encode()).hexdigest()[:8]
-    return f"ft:{job.model}:{organization.name}:{job.suffix or ''}:{tail}"
+    suffix = re.sub(r"[^A-Za-z0-9_-]+", "-", job.suffix or "").strip("-")
+    return f"ft:{job.model}:{organization.name}:{suffix}:{tail}"
 
 
 def publish_best(session: Session, job: Job, best: Checkpoint) -> str:
@@ -235,6 +248,6 @@ def _retire(session: Session, job: Job) -> list[str]:
     paused = [one for one in present if _FOR_PAUSE in one.metrics and one.id in named]
     retired = [one for one in present if one is not newest and one not in best and one not in paused]
     for one in retired:
-        session.execute(delete(TunedModel).where(TunedModel.checkpoint_id == one.id))
-        session.delete(one)
+        tuned.delete_names_of(session, one.id)
+        pages.delete_row(session, one, owner=one.job_id)
     return [one.blob_prefix for one in retired]

@@ -84,14 +84,17 @@ class Collector:
 
     async def _replace_silent(self, step: int, groups_P: Sequence[Group], clock: Clock) -> list[Group]:
         """DAPO's dynamic sampling (section 3.2): other prompts in place of those that have no signal, within bounds."""
-        others = self.prompts.others(step)[: self.settings.resample_prompts]
         drawn_P: list[Group] = []
-        while others:
-            silent = len(groups_P) - sum(self._has_signal(group) for group in [*groups_P, *drawn_P])
-            if silent <= 0:
-                break
-            drawn_P += await self._learn(others[:silent], step, clock)
+        silent = sum(not self._has_signal(group) for group in groups_P)
+        if not self.settings.resample_prompts or not silent:
+            return drawn_P
+        # In a thread: a shuffle of a large file would hold up the grades that arrive meanwhile.
+        others = (await asyncio.to_thread(self.prompts.others, step))[: self.settings.resample_prompts]
+        while others and silent:
+            learned_P = await self._learn(others[:silent], step, clock)
             others = others[silent:]
+            silent -= sum(self._has_signal(group) for group in learned_P)
+            drawn_P += learned_P
         return drawn_P
 
     def _has_signal(self, group: Group) -> bool:

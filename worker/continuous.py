@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.cache_utils import Cache
 
-from worker import policy
+from worker import policy, support
 from worker.engine import Ask, Token
 from worker.lora import FrozenLinear
 from worker.policy import Base
+from worker.refusals import UnsupportedModel
 from worker.samplers.json_schema import Held, Vocabulary
 
 log = logging.getLogger(__name__)
@@ -168,15 +169,26 @@ class ServedModel:
 
     @torch.inference_mode()
     def _refuse_unsupported(self, base: Base) -> None:
-        """As in Policy: whatever an architecture does beyond what we compute shows up here as a difference."""
-        ids = [i % 97 + 3 for i in range(24)]
-        own = base.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0, -1]
-        gap = (
-            (own.float().log_softmax(-1) - self.read([ids], [None])[1][0].log_softmax(-1)).abs().max().item()
-        )
-        if not gap <= (1e-3 if own.dtype == torch.float32 else 0.25):
-            raise policy.UnsupportedModel(
-                f"{type(base.model).__name__} is not supported: its log-probabilities differ from ours by {gap:.3g}"
+        """Compare what reads a prompt and what writes a token with transformers' own eager attention.
+
+        Raises:
+            UnsupportedModel: they differ, or the config says that they would.
+        """
+        config, ids = base.model.config, [i % 67 + 3 for i in range(24)]
+        support.refuse_by_config(config, self.context)
+        layers = list(policy.decoder_of(base.model).layers)
+        with support.refusing(config), support.in_float32(base.model, layers):
+            with support.eager(base.model):
+                whole = torch.tensor([ids], device=self.device)
+                reference = base.model(input_ids=whole, use_cache=False).logits[0, -2:]
+            cache, read = self.read([ids[:-1]], [None])
+            cache.take([0])
+            ours = torch.cat([read, self.write(ids[-1:], cache, [None])])
+        gap = (reference.float().log_softmax(-1) - ours.log_softmax(-1)).abs().max().item()
+        if not gap <= support.TOLERANCE:
+            raise UnsupportedModel(
+                f"{type(base.model).__name__} is not supported: its log-probabilities differ from transformers' own by "
+                f"{gap:.3g}. Likely because of: {support.suspects(config)}."
             )
 
     @cached_property

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from core.chat import Adapter, Served
-from core.registry import BaseModelEntry, Registry, sampler_of
+from core.registry import BaseModelEntry, Device, Registry, sampler_of
 from core.settings import Settings
 from worker.adapters import AdapterFolders, AdapterGone
 from worker.answering import loading
 from worker.engine import Engine
+from worker.refusals import Refusal
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +44,14 @@ class Builder(Protocol):
     """Makes engines of one kind."""
 
     def bytes_needed(self, entry: BaseModelEntry) -> int:
-        """Of the memory that `bytes_free` is about. Blocks."""
+        """Of the memory that `bytes_free` is about. Blocks. Raises Refusal if the model cannot be read."""
         ...
 
     def bytes_free(self) -> int: ...
 
-    async def build(self, name: str, entry: BaseModelEntry) -> Engine: ...
+    async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> Engine:
+        """`others`: models of the registry that are not loaded, for which to leave room where there is enough."""
+        ...
 
 
 @dataclass
@@ -67,12 +70,13 @@ class Engines:
         builders: Mapping[str, Builder],
         adapters: AdapterFolders,
         *,
+        device: Device = "cpu",
         patience: float = LOAD_PATIENCE,
         adapter_patience: float = ADAPTER_PATIENCE,
     ) -> None:
-        """`builders` by the name of the sampler that a model has in the registry."""
+        """`builders` by the name of the sampler; "vllm" only where it is installed."""
         self.settings, self.registry, self.builders, self.adapters = settings, registry, builders, adapters
-        self.patience, self.adapter_patience = patience, adapter_patience
+        self.device, self.patience, self.adapter_patience = device, patience, adapter_patience
         self._loaded: OrderedDict[str, Loaded] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
         self._one_at_a_time = asyncio.Lock()  # or two would be promised the same memory
@@ -148,12 +152,25 @@ class Engines:
         entry = self.registry.models.get(name)
         if entry is None:
             raise Refused(f"The model '{name}' does not exist.", 404, code="model_not_found")
-        builder = self.builders[sampler_of(entry, self.settings.sampler)]
-        needed = await asyncio.to_thread(builder.bytes_needed, entry)
-        await self._make_room(name, needed, builder)
-        log.info("loading %s", name)
-        with loading("model"):
-            return await builder.build(name, entry)
+        builder = self._builder(entry)
+        try:
+            needed = await asyncio.to_thread(builder.bytes_needed, entry)
+            await self._make_room(name, needed, builder)
+            log.info("loading %s", name)
+            absent = set(self.registry.models) - set(self._loaded) - {name}
+            with loading("model"):
+                return await builder.build(name, entry, [self.registry.models[other] for other in absent])
+        except Refusal as refusal:
+            raise Refused(str(refusal), code=refusal.code) from refusal
+
+    def _builder(self, entry: BaseModelEntry) -> Builder:
+        name = sampler_of(entry, self.settings.sampler, self.device, vllm_installed="vllm" in self.builders)
+        assert name is not None, "device and installation are known here"
+        if name not in self.builders:
+            raise Refused(
+                "The model is served with vLLM, which is not installed here.", 503, code="engine_unavailable"
+            )
+        return self.builders[name]
 
     async def _make_room(self, name: str, needed: int, builder: Builder) -> None:
         while (free := builder.bytes_free()) < needed:

@@ -11,6 +11,7 @@ from core.errors import NotFound
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
 from graders.spec import hide_secrets
+from worker.adapters import CHAT_TEMPLATE
 
 TEXTS = ("README.md", "reproduce.json")
 
@@ -50,5 +51,6 @@ def merge(entry: BaseModelEntry, cache: Path, adapter: Path, folder: Path) -> No
     model = PeftModel.from_pretrained(base, adapter).merge_and_unload()
     model.to(DTYPES[entry.dtype]).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    for name in TEXTS:
+    # The template that the adapter was trained with may be another than the base model's.
+    for name in [*TEXTS, *([CHAT_TEMPLATE] if (adapter / CHAT_TEMPLATE).exists() else [])]:
         (folder / name).write_bytes((adapter / name).read_bytes())

@@ -7,6 +7,7 @@ Sums over tokens: what the whole step is divided by is known when all of it is t
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -18,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from core.methods import Resolved
 from worker import grpo
 from worker.batch import Tensors, deal, micro_batches, tensors_of
-from worker.memory import HEAD_CHUNK
 from worker.policy import Policy
 from worker.ranks import Add, Again, Collect, End, Helper, Part, Reference, Weights
 from worker.samplers.json_schema import masked
+from worker.sizing import HEAD_CHUNK
 from worker.types import Pack
 
 
@@ -64,7 +65,7 @@ class OwnGradient:
         self._totals = Totals()
 
     def add(self, packs: Sequence[Pack], std: float) -> None:
-        for part in micro_batches(packs, self.capacity):
+        for part in micro_batches(packs, self.capacity, self.policy.device):
             batch = Batch(part)
             self._batches.append(batch)
             self._totals += self._backward(batch, std)
@@ -84,7 +85,7 @@ class OwnGradient:
         settings = self.settings
         tensors = self._tensors(batch.packs)
         if settings.kl > 0 and batch.ref_logp is None:
-            batch.ref_logp = self._reference_logprobs(batch.packs)
+            batch.ref_logp = self._reference_logprobs(tensors)
         logp_M, entropy_M = self.logprobs(tensors)
         if batch.old_logp is None:
             # The first pass is over the policy that sampled, so its own numbers are the old ones: no pass extra.
@@ -133,21 +134,21 @@ class OwnGradient:
         Here and not beside the sampling: the reference is the same model with its adapter switched off.
         """
         batch = self._batches[0]
-        ref_logp = self._reference_logprobs(batch.packs[:1])
+        ref_logp = self._reference_logprobs(self._tensors(batch.packs[:1]))
         assert batch.old_logp is not None
         return grpo.kl_k3(batch.old_logp[: len(ref_logp)], ref_logp).mean().item()
 
     @torch.no_grad()
-    def _reference_logprobs(self, packs: Sequence[Pack]) -> Tensor:
-        """Log-probabilities under the reference, in the order `tensors_of` lists the tokens."""
+    def _reference_logprobs(self, tensors: Tensors) -> Tensor:
+        """Log-probabilities [M] under the reference."""
         with self._as_reference():
-            return self.logprobs(self._tensors(packs))[0]
+            return self.logprobs(tensors)[0]
 
     def _as_reference(self) -> AbstractContextManager[None]:
         return self.policy.as_base() if self.reference is None else self.policy.wearing(self.reference)
 
     def _tensors(self, packs: Sequence[Pack]) -> Tensors:
-        tensors = tensors_of(packs, self.policy.device)
+        tensors = tensors_of(packs, self.policy.device, self.policy.model.dtype)
         if not self.held_to:
             return tensors
         answers = [answer for pack in packs for answer in pack.sequences]
@@ -155,34 +156,39 @@ class OwnGradient:
         return replace(tensors, allowed_M=torch.cat(allowed).to(self.policy.device))
 
     def logprobs(self, batch: Tensors) -> tuple[Tensor, Tensor]:
-        """Log-probability [M] of each trained token and the entropy [M] (nats, no gradient) where it stood.
+        return logprobs(self.policy, batch, self.settings.temperature)
 
-        Only positions that predict an answer's token reach the head, and in chunks that are recomputed in the
-        backward pass, so no [tokens x vocabulary] tensor is ever whole.
-        """
-        hidden = self.policy.hidden(batch.input_ids, batch.position_ids, batch.mask)[
-            batch.row_M, batch.column_M
-        ]
-        head: Callable[..., tuple[Tensor, Tensor]] = self._head_chunk
-        targets = torch.split(batch.target_M, HEAD_CHUNK)
-        allowed: Sequence[Tensor | None] = [None] * len(targets)
-        if batch.allowed_M is not None:
-            allowed = torch.split(batch.allowed_M, HEAD_CHUNK)
-        chunks = [
-            checkpoint(head, *chunk, use_reentrant=False)
-            for chunk in zip(torch.split(hidden, HEAD_CHUNK), targets, allowed, strict=True)
-        ]
-        logp, entropy = zip(*chunks, strict=True)
-        return torch.cat(logp), torch.cat(entropy)
 
-    def _head_chunk(self, hidden: Tensor, target: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits = self.policy.logits(hidden)
-        if allowed is not None:
-            logits = masked(logits, allowed)
-        logp = (logits / self.settings.temperature).log_softmax(-1)
-        with torch.no_grad():
-            entropy = torch.special.entr(logp.exp()).sum(-1)  # 0 where nothing is allowed to be
-        return logp.gather(-1, target[:, None])[:, 0], entropy
+def logprobs(policy: Policy, batch: Tensors, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability [M] of each trained token and the entropy [M] (nats, no gradient) where it stood.
+
+    Only positions that predict an answer's token reach the head, and in chunks that are recomputed in the
+    backward pass, so no [tokens x vocabulary] tensor is ever whole.
+    """
+    hidden = policy.hidden(batch.input_ids, batch.position_ids, batch.mask)[batch.row_M, batch.column_M]
+    head: Callable[..., tuple[Tensor, Tensor]] = partial(_head_chunk, policy, temperature)
+    targets = torch.split(batch.target_M, HEAD_CHUNK)
+    allowed: Sequence[Tensor | None] = [None] * len(targets)
+    if batch.allowed_M is not None:
+        allowed = torch.split(batch.allowed_M, HEAD_CHUNK)
+    chunks = [
+        checkpoint(head, *chunk, use_reentrant=False)
+        for chunk in zip(torch.split(hidden, HEAD_CHUNK), targets, allowed, strict=True)
+    ]
+    logp, entropy = zip(*chunks, strict=True)
+    return torch.cat(logp), torch.cat(entropy)
+
+
+def _head_chunk(
+    policy: Policy, temperature: float, hidden: Tensor, target: Tensor, allowed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    logits = policy.logits(hidden)
+    if allowed is not None:
+        logits = masked(logits, allowed)
+    logp = (logits / temperature).log_softmax(-1)
+    with torch.no_grad():
+        entropy = torch.special.entr(logp.exp()).sum(-1)  # 0 where nothing is allowed to be
+    return logp.gather(-1, target[:, None])[:, 0], entropy
 
 
 @dataclass

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from core.methods import Importance, KlEstimator, Loss, Scale, Std
+from core.methods import Importance, KlEstimator, Loss, Normalize, Scale, Std
 
 # Rewards this close are equal: the std of a group that agrees must not be its rounding error.
 _EQUAL = 1e-8
@@ -46,20 +46,22 @@ def deviation(values: Sequence[float], kind: Std) -> float:
 
 
 def advantages(
-    rewards_PG: Sequence[Sequence[float | None]], scale: Scale, std: Std | None = "population"
+    rewards_PG: Sequence[Sequence[float | None]],
+    scale: Scale,
+    std: Std | None = "population",
+    normalize: Normalize = "papers",
 ) -> list[list[float]]:
     """Group-relative advantages (DeepSeekMath eq. 4), one for each answer, the same for all its tokens.
 
-    Centred on the group's mean, then divided by the std of the group (the paper), of all rewards of the batch
-    (keeps easy and hard prompts in proportion), or by nothing (Dr. GRPO). A group that agrees has no part in the
-    std of the batch: it changes nothing, just as if it had not been sampled.
+    Centred on the group's mean, then divided by the std of the group (the paper), of the batch (keeps easy and hard
+    prompts in proportion; see `batch_deviation`), or by nothing (Dr. GRPO).
     """
     centred_PG = [centred(rewards_G) for rewards_G in rewards_PG]
     if scale == "none":
         return centred_PG
     assert std is not None, "a scale needs to know which std"
     if scale == "batch":
-        by = batch_deviation(rewards_PG, std)
+        by = batch_deviation(rewards_PG, std, normalize)
         return [_divided(values_G, by) for values_G in centred_PG]
     return [
         _divided(values_G, deviation([r for r in rewards_G if r is not None], std))
@@ -67,10 +69,19 @@ def advantages(
     ]
 
 
-def batch_deviation(rewards_PG: Sequence[Sequence[float | None]], std: Std) -> float:
-    """The std of all rewards of the groups that have signal; 0 if none has."""
+def batch_deviation(
+    rewards_PG: Sequence[Sequence[float | None]], std: Std, normalize: Normalize = "papers"
+) -> float:
+    """The std of the rewards of a batch, around their common mean; 0 if no group has signal.
+
+    papers: of all graded answers (Lite PPO, arXiv 2508.08221; TRL's scale_rewards="batch"). signal: of those in groups
+    with signal, so that a group without changes nothing, just as if it had not been sampled.
+    """
     with_signal = [rewards_G for rewards_G in rewards_PG if any(centred(rewards_G))]
-    return deviation([r for rewards_G in with_signal for r in rewards_G if r is not None], std)
+    if not with_signal:
+        return 0.0
+    counted = rewards_PG if normalize == "papers" else with_signal
+    return deviation([r for rewards_G in counted for r in rewards_G if r is not None], std)
 
 
 def _divided(values: Sequence[float], by: float) -> list[float]:
@@ -78,14 +89,17 @@ def _divided(values: Sequence[float], by: float) -> list[float]:
 
 
 def step_advantages(
-    rewards_PGJ: Sequence[Sequence[Sequence[float]]], scale: Scale, std: Std | None = "population"
+    rewards_PGJ: Sequence[Sequence[Sequence[float]]],
+    scale: Scale,
+    std: Std | None = "population",
+    normalize: Normalize = "papers",
 ) -> list[list[list[float]]]:
     """Normalised step rewards (DeepSeekMath section 4.1.3), J of them for each answer; none for one without steps.
 
     What `advantages` does with the answers of a group, done with all steps of all its answers together.
     """
     flat_PN = [[reward for rewards_J in rewards_GJ for reward in rewards_J] for rewards_GJ in rewards_PGJ]
-    normalised_PN = [iter(values_N) for values_N in advantages(flat_PN, scale, std)]
+    normalised_PN = [iter(values_N) for values_N in advantages(flat_PN, scale, std, normalize)]
     return [
         [list(islice(values, len(rewards_J))) for rewards_J in rewards_GJ]
         for values, rewards_GJ in zip(normalised_PN, rewards_PGJ, strict=True)
@@ -120,8 +134,8 @@ def normaliser(lengths: Sequence[int], loss: Loss, max_completion_tokens: int) -
     """What the sum over a batch is divided by, so that the loss of a step is one plain sum.
 
     grpo, gspo: the answers. dapo, bnpo, cispo: their tokens. dr_grpo: answers x the longest answer allowed (a
-    constant: no length bias). `lengths` are those of all answers that count in one optimizer step, whatever the
-    micro-batches; a batch is in one process, so the local batch of bnpo is the batch.
+    constant: no length bias). `lengths` are those of all answers that count in one optimizer step (worker/batch.py says
+    which), whatever the micro-batches; a batch is in one process, so the local batch of bnpo is the batch.
     """
     match loss:
         case "grpo" | "gspo":

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-from core import joblogs
+from core import joblogs, logs
 
 
 class LiveLog:
@@ -44,6 +44,7 @@ class LiveLog:
 
 
 def end_of(file: int) -> str:
-    """The last MOST_BYTES of an open file. By pread: who writes it shares its offset."""
+    """The last MOST_BYTES of an open file, without terminal codes. By pread: who writes it shares its offset."""
     size = os.fstat(file).st_size
-    return os.pread(file, joblogs.MOST_BYTES, max(0, size - joblogs.MOST_BYTES)).decode(errors="replace")
+    end = os.pread(file, joblogs.MOST_BYTES, max(0, size - joblogs.MOST_BYTES))
+    return logs.cleaned(end.decode(errors="replace"))

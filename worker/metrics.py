@@ -11,7 +11,9 @@ from core.methods import Supervision
 from graders.spec import GraderSpec, LabelModelSpec, MultiSpec, ScoreModelSpec
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker import grpo
+from worker.history import Steps, first
 from worker.types import Group, Rollout, UpdateMetrics
+from worker.verdict import RowScores, compare, row_scores, standard_error
 
 # The categories OpenAI reports, each as train_/valid_ x _mean/_count.
 _ERRORS = (
@@ -41,8 +43,12 @@ def of_step(
     update: UpdateMetrics | None,
     seconds: Mapping[str, float],
     gpus: int = 1,
+    base_scores: RowScores | None = None,
 ) -> dict[str, Any]:
-    """The `data` of the step's metrics event. Step 0 is the validation of the base and has no training part."""
+    """The `data` of the step's metrics event. Step 0 is the validation of the base and has no training part.
+
+    `base_scores` are the row scores of step 0, with which a later validation is compared.
+    """
     splits = [("train", train_P)] if train_P else []
     if valid_P is not None:
         splits.append(("valid", valid_P))
@@ -51,6 +57,8 @@ def of_step(
         data["gpus"] = gpus
     for split, groups_P in splits:
         data |= _split(split, groups_P)
+    if valid_P is not None and base_scores is not None:
+        data |= _against_base(base_scores, valid_P)
     if train_P:
         data |= _signal(train_P, supervision)
     if update is not None:
@@ -113,8 +121,14 @@ def ungraded(groups_P: Sequence[Group]) -> Ungraded | None:
     return Ungraded(f"{count} Most often: {reasons[0]}", counts.total() / len(grades), reasons)
 
 
-def no_signal(groups_P: Sequence[Group], supervision: Supervision) -> str | None:
-    """A sentence about a step from which nothing can be learned; None if some group had signal."""
+def no_signal(
+    groups_P: Sequence[Group], supervision: Supervision, steps: Steps = (), *, cause_known: bool = False
+) -> str | None:
+    """A sentence about a step from which nothing can be learned; None if some group had signal.
+
+    `steps` are those before it. Where one of them had a much higher reward, the model has collapsed, and neither the
+    task nor the grader is to blame. With `cause_known`, after a warning of collapse, the sentence names no cause.
+    """
     kinds = Counter(grpo.signal(group.taught_by(supervision)) for group in groups_P)
     if kinds["mixed"]:
         return None
@@ -125,7 +139,27 @@ def no_signal(groups_P: Sequence[Group], supervision: Supervision) -> str | None
         "ungraded": "the answers could not be graded",
     }
     kind, _ = kinds.most_common(1)[0]
-    return f"No signal: in none of the {len(groups_P)} groups did the answers differ in score. Mostly {what[kind]}."
+    silence = f"No signal: in none of the {len(groups_P)} groups did the answers differ in score."
+    if cause_known:
+        return silence
+    reward, earlier = mean_reward(groups_P), _best_reward(steps)
+    if reward is not None and earlier is not None and reward < earlier[2] / 2:
+        split, step, best = earlier
+        return (
+            f"{silence} The model has collapsed: its mean reward is {reward:.2f}, and {split} reward at step {step} "
+            f"was {best:.2f}. Lower the learning rate."
+        )
+    return f"{silence} Mostly {what[kind]}."
+
+
+def _best_reward(steps: Steps) -> tuple[str, int, float] | None:
+    """The highest mean reward of the first steps that have one: validation of the base, and training of step 1.
+
+    Later steps would do as well; these two are the model before it has moved.
+    """
+    named = (("validation", "full_valid_mean_reward"), ("training", "train_mean_reward"))
+    rewards = [(split, *found) for split, name in named if (found := first(steps, name)) is not None]
+    return max(rewards, key=lambda one: one[2], default=None)
 
 
 def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
@@ -138,6 +172,7 @@ def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
         return {
             "full_valid_mean_reward": reward,
             "valid_reward_mean": reward,
+            "full_valid_stderr": standard_error(row_scores(groups_P)),
             "full_valid_mean_parse_error": parse_errors,
             "valid_completion_tokens_mean": statistics.fmean(lengths),
             "valid_truncated_share": truncated,
@@ -150,9 +185,31 @@ def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
         "train_reward_std": statistics.pstdev(scores) if scores else None,
         "completion_tokens_mean": statistics.fmean(lengths),
         "completion_tokens_max": max(lengths),
+        "sampling_entropy": _sampling_entropy(rollouts),
         "truncated_share": truncated,
         "mean_unresponsive_rewards": len(failed) / len(grades),
     }
+
+
+def _against_base(base_scores: RowScores, valid_P: Sequence[Group]) -> dict[str, float | None]:
+    """The mean paired difference to the base model's validation, with its 95 % interval; empty if nothing compares."""
+    compared = compare(base_scores, row_scores(valid_P))
+    if compared is None:
+        return {}
+    return {
+        "full_valid_difference": compared.difference,
+        "full_valid_difference_low": compared.low,
+        "full_valid_difference_high": compared.high,
+    }
+
+
+def _sampling_entropy(rollouts: Sequence[Rollout]) -> float | None:
+    """Nats a token, estimated as the mean of -log p over all sampled tokens.
+
+    `entropy` is exact and covers only the trained tokens. This one covers every answer, so it is there in the steps
+    that matter for a diagnosis: those in which no group had signal and nothing was trained.
+    """
+    return _mean(-logprob for rollout in rollouts for logprob in rollout.logprobs_T)
 
 
 def _signal(groups_P: Sequence[Group], supervision: Supervision) -> dict[str, float]:

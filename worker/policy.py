@@ -5,6 +5,9 @@ from, with nothing copied and nothing rounded. This file and worker/attention.py
 conventions are met.
 """
 
+import errno
+import json
+import pickle
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,19 +17,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from core import chat_templates
 from core.registry import BaseModelEntry
 from worker import attention, lora, memory
+from worker.refusals import (
+    ChatTemplateFailed,
+    InvalidModel,
+    ModelUnavailable,
+    NoChatTemplate,
+    NotEnoughMemory,
+    Refusal,
+    UnsupportedModel,
+)
 from worker.samplers.json_schema import Vocabulary
+from worker.sizing import Shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class UnsupportedModel(Exception):
-    """The model computes something that our packed forward pass does not."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +64,136 @@ class Base:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def load_base(name: str, entry: BaseModelEntry, cache: Path, device: str) -> Base:
-    """Load a base model by its registry entry; a GGUF file is converted into `cache` the first time."""
+def load_base(
+    name: str, entry: BaseModelEntry, cache: Path, device: str, chat_template: str | None = None
+) -> Base:
+    """Load a base model by its registry entry; a GGUF file is converted into `cache` the first time.
+
+    Args:
+        chat_template: a name of core/chat_templates.py, in place of the entry's own template.
+
+    Raises:
+        UnsupportedModel: transformers, or our attention, does not know the architecture.
+        InvalidModel: files are missing or damaged.
+        NotEnoughMemory: the weights do not fit.
+        ModelUnavailable: the hub does not answer; worth another try.
+    """
     source = source_of(entry, cache)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=DTYPES[entry.dtype], attn_implementation=attention.NAME
-    )
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    with _reading(source, "weights"):
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            source, dtype=DTYPES[entry.dtype], attn_implementation=attention.NAME, output_loading_info=True
+        )
+    # transformers only warns, and draws them at random.
+    if missing := sorted(loading["missing_keys"]):
+        raise InvalidModel(
+            f"The model's files lack {len(missing)} of its weights, the first being {missing[0]}: the folder is "
+            "incomplete, or its config.json belongs to another model."
+        )
+    tokenizer = read_tokenizer(entry, source, chat_template)
     model.requires_grad_(False)
+    with _reading(source, "weights"):
+        model = model.to(device)
     # eval() for good: dropout would make the trainer disagree with what was sampled.
-    return Base(name, source, model.to(device).eval(), tokenizer, entry.context)
+    return Base(name, source, model.eval(), tokenizer, entry.context)
 
 
 def source_of(entry: BaseModelEntry, cache: Path) -> Path | str:
-    """A folder that transformers loads, or a hub id."""
-    source = entry.locate()
+    """A folder that transformers loads, or a hub id. Raises as `load_base` does."""
+    try:
+        source = entry.locate()
+    except FileNotFoundError as cause:
+        raise InvalidModel(f"The model's files are missing: {cause}.") from cause
     if isinstance(source, Path) and source.suffix == ".gguf":
-        return convert_gguf(source, cache)
+        with _reading(source, "GGUF file"):
+            return convert_gguf(source, cache)
     return source
+
+
+def read_config(source: Path | str) -> Any:
+    """The model's transformers config. Raises as `load_base` does."""
+    if isinstance(source, Path) and not (source / "config.json").is_file():
+        raise InvalidModel("The model's folder has no config.json.")
+    with _reading(source, "config"):
+        return AutoConfig.from_pretrained(source)
+
+
+def read_shape(entry: BaseModelEntry, cache: Path) -> Shape:
+    """What the model is made of, by its config alone. Raises as `load_base` does."""
+    source = source_of(entry, cache)
+    config = read_config(source)
+    with _reading(source, "config"):
+        return memory.shape_of(config, DTYPES[entry.dtype])
+
+
+def read_tokenizer(
+    entry: BaseModelEntry, source: Path | str, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer with the chat template of the job or else of the registry's entry. Raises as `load_base` does."""
+    with _reading(source, "tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    template = chat_templates.text_of(chat_template) if chat_template else entry.template_text
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+_DAMAGED = (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError)
+
+
+@contextmanager
+def _reading(source: Path | str, what: str) -> Iterator[None]:
+    """Say of what fails inside whether it is the model's fault, and in words. What may pass by itself stays an error.
+
+    `what` is read of `source`, which is a local folder or file, or a hub id.
+    """
+    where = f"the model '{source}'" if isinstance(source, str) else "the model's folder"
+    try:
+        yield
+    except Refusal:
+        raise
+    except (MemoryError, torch.OutOfMemoryError) as cause:
+        raise NotEnoughMemory(f"There is no room for the model's {what}: {first_line(cause)}") from cause
+    except _DAMAGED as cause:
+        raise InvalidModel(f"The {what} of {where} cannot be read: {first_line(cause)}") from cause
+    except OSError as cause:
+        if isinstance(source, str) and not _is_unknown(cause):
+            raise ModelUnavailable(
+                f"The {what} of {where} could not be fetched from the hub: {first_line(cause)}"
+            ) from cause
+        if cause.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            raise  # the disk's fault
+        raise InvalidModel(f"The {what} of {where} cannot be read: {first_line(cause)}") from cause
+    except RuntimeError as cause:
+        if "mismatched" not in str(cause):
+            raise  # of the device, perhaps
+        raise InvalidModel(
+            f"The {what} of {where} have other shapes than its config.json says: the two do not belong together."
+        ) from cause
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        NotImplementedError,
+        ImportError,
+    ) as cause:
+        if what == "tokenizer":
+            raise InvalidModel(f"The tokenizer of {where} cannot be read: {first_line(cause)}") from cause
+        raise UnsupportedModel(
+            f"The model is not supported: its architecture cannot be loaded ({first_line(cause)})."
+        ) from cause
+
+
+def _is_unknown(cause: BaseException) -> bool:
+    """Whether the hub has answered that there is no such model."""
+    return type(cause.__cause__).__name__ in ("RepositoryNotFoundError", "EntryNotFoundError")
+
+
+def first_line(cause: BaseException) -> str:
+    """An exception for a message: its type and its first line, shortened."""
+    lines = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {lines[0][:300]}" if lines else type(cause).__name__
 
 
 def convert_gguf(source: Path, cache: Path) -> Path:
@@ -93,17 +223,82 @@ def convert_gguf(source: Path, cache: Path) -> Path:
     return target
 
 
+# By the last part of a module's name: what sends tokens to experts, or chooses which keys are looked at. vLLM puts no
+# adapter there, and what they choose has no gradient.
+ROUTERS = frozenset(
+    {"gate", "router", "wg", "classifier", "shared_expert_gate", "wq_b", "weights_proj", "index_qk_proj"}
+)
+
+
+def adapter_targets(model: PreTrainedModel) -> str | list[str]:
+    """The layers that get an adapter: every plain linear layer but the head and what routes.
+
+    PEFT's own "all-linear" is that for a dense model. For a mixture of experts it may add the experts' fused weights
+    and the router, or the attention alone, by the model's type; there the layers are listed by name.
+
+    Raises:
+        UnsupportedModel: there are none.
+    """
+    head = model.get_output_embeddings()
+    linear = {
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
+    plain = sorted(
+        name
+        for name in linear
+        if type(model.get_submodule(name)) is nn.Linear and name.rsplit(".", 1)[-1] not in ROUTERS
+    )
+    if not plain:
+        raise UnsupportedModel(
+            f"{type(model).__name__} is not supported: it has no plain linear layers that an adapter could be put on."
+        )
+    if len(plain) == len(linear) and not has_experts(model.config):
+        return "all-linear"
+    return plain
+
+
+def has_experts(config: Any) -> bool:
+    """Whether the model is a mixture of experts."""
+    text = config.get_text_config()
+    fields = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any(getattr(text, field, None) for field in fields)
+
+
+def decoder_of(causal: PreTrainedModel) -> Any:
+    """The part of a causal model that gives hidden states. Raises UnsupportedModel where it is not as we know it."""
+    decoder = getattr(causal, causal.base_model_prefix, None)
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        raise UnsupportedModel(
+            f"{type(causal).__name__} is not supported: its decoder and layers are not where current transformers "
+            "models have them."
+        )
+    return decoder
+
+
 class Policy:
     """The base model with a trainable adapter, and the two halves of its forward pass."""
 
     def __init__(self, base: Base, *, rank: int, alpha: int, seed: int) -> None:
-        """A fresh adapter: its B is zero, so the policy starts as the base model exactly."""
+        """A fresh adapter: its B is zero, so the policy starts as the base model exactly.
+
+        Raises:
+            UnsupportedModel: the model has no layers for an adapter, or is not built as we know it. Whether it is
+                computed rightly is for `worker.support.probe` to say.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model: PeftModel = get_peft_model(
-                base.model,
-                LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"),
+            config = LoraConfig(
+                r=rank,
+                lora_alpha=alpha,
+                target_modules=adapter_targets(base.model),
+                task_type="CAUSAL_LM",
             )
+            try:
+                self.model: PeftModel = get_peft_model(base.model, config)
+            except (ValueError, TypeError) as cause:  # PEFT names layers that it cannot adapt
+                raise UnsupportedModel(
+                    f"{type(base.model).__name__} is not supported: {first_line(cause)}"
+                ) from cause
         self.model.eval()
         lora.install(self.model)
         # What people take home names the base as the hub does, or as the registry: never by this machine's path.
@@ -114,11 +309,10 @@ class Policy:
         self.tokenizer = base.tokenizer
         self.context = base.context
         causal = self.model.get_base_model()
-        self._decoder = getattr(causal, causal.base_model_prefix)
+        self._decoder = decoder_of(causal)
         self._head = causal.get_output_embeddings()
         self._frozen_head = lora.FrozenLinear(self._head)
         self.stop_ids = stop_ids(causal, base.tokenizer)
-        self.refuse_unsupported()
 
     @property
     def device(self) -> torch.device:
@@ -129,6 +323,11 @@ class Policy:
     def vocabulary(self) -> Vocabulary:
         """What answers under a schema are made of. The head's size, which may be more than the tokenizer knows."""
         return Vocabulary(self.tokenizer, int(self._head.weight.shape[0]), self.stop_ids)
+
+    @property
+    def layers(self) -> torch.nn.ModuleList:
+        layers: torch.nn.ModuleList = self._decoder.layers
+        return layers
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
@@ -161,7 +360,7 @@ class Policy:
 
     def checkpoint_layers(self) -> None:
         """Keep less of a forward pass, and compute it again in the backward pass."""
-        memory.checkpoint_layers(self._decoder.layers)
+        memory.checkpoint_layers(self.layers)
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
@@ -199,38 +398,50 @@ class Policy:
         self.tokenizer.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
-        """Take over a saved adapter of the same shape."""
-        from peft import load_peft_weights, set_peft_model_state_dict
-
-        set_peft_model_state_dict(self.model, load_peft_weights(str(folder), device=str(self.device)))
-
-    @torch.no_grad()
-    def refuse_unsupported(self) -> None:
-        """Compare our two-part forward with the model's own on one short text.
-
-        Soft-capped logits, scaled heads, attention that is not plain causal: whatever an architecture does
-        beyond what we compute shows up here as a difference, before anything is trained on it.
+        """Take over a saved adapter of the same shape.
 
         Raises:
-            UnsupportedModel: the log-probabilities differ by more than rounding explains.
+            InvalidModel: its file is damaged, or it is an adapter on other layers or of another rank.
         """
-        ids = torch.tensor([[i % 97 + 3 for i in range(24)]], device=self.device)
-        own = self.model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
-        width = ids.shape[1]
-        mask = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
-        positions = torch.arange(width, device=self.device)[None]
-        ours = self.logits(self.hidden(ids, positions, mask))[0].log_softmax(-1)
-        gap = (own - ours).abs().max().item()
-        tolerance = 1e-3 if own.dtype == torch.float32 and self._head.weight.dtype == torch.float32 else 0.25
-        if not gap <= tolerance:
-            name = type(self.model.get_base_model()).__name__
-            raise UnsupportedModel(
-                f"{name} is not supported: its log-probabilities differ from ours by {gap:.3g}"
+        from peft import load_peft_weights
+
+        own = get_peft_model_state_dict(
+            self.model, save_embedding_layers=False
+        )  # the parameters' own storage
+        try:
+            weights = load_peft_weights(str(folder), device=str(self.device))
+        except SafetensorError as cause:
+            raise InvalidModel(f"The adapter cannot be read: {first_line(cause)}") from cause
+        shapes = {name: tensor.shape for name, tensor in own.items()}
+        if {name: tensor.shape for name, tensor in weights.items()} != shapes:
+            raise InvalidModel(
+                "The saved adapter does not fit the model: it was made for other layers or with another lora_rank."
             )
+        # By name, and not by PEFT's own loader, which renames layers of some models and drops what it then misses.
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """A chat to token ids, ready for the model to answer. `developer` is spelled `system` for templates."""
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    chat_template: str | None = None,
+) -> list[int]:
+    """A chat to token ids, ready for the model to answer. `developer` is spelled `system` for templates.
+
+    Args:
+        chat_template: Jinja text in place of the tokenizer's own.
+
+    Raises:
+        NoChatTemplate: the model has none.
+        ChatTemplateFailed: it does not take these messages.
+    """
+    if chat_template is None and tokenizer.chat_template is None:
+        raise NoChatTemplate(
+            "The model has no chat template, as is usual for a base model. Give it one: set chat_template = "
+            '"plain" (or "r1_zero", or a path to a Jinja file) in its entry of the model registry, or '
+            'hyperparameters.advanced.chat_template = "plain" in the job.'
+        )
     chat = [
         {
             **message,
@@ -239,9 +450,20 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, A
         }
         for message in messages
     ]
-    return list(
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    )
+    try:
+        ids = tokenizer.apply_chat_template(
+            chat,
+            chat_template=chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+    except (TemplateError, ValueError, TypeError) as cause:
+        # A template is a program of its makers; it may refuse an order of roles.
+        raise ChatTemplateFailed(
+            f"The model's chat template does not take these messages: {first_line(cause)}"
+        ) from cause
+    return list(ids)
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

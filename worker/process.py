@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 DONE = 0
+FAILED = 1  # as of any exception; the run has said in words what is missing
 DRAINED = 75  # EX_TEMPFAIL: checkpointed, to be queued again at no cost
 LOST = 76  # the job is no longer this run's; there is nothing to write
 HUNG = 77  # never the child's own: the supervisor's word for a run that it killed because it got nowhere
+PUT_OFF = 79  # this worker cannot run the job; it is queued again, and says why
 USER_MISTAKE = 78  # EX_CONFIG: the job has failed for good, and says why
 # Anything else is the infrastructure's fault: the supervisor queues the job again, a limited number of times.
 

@@ -6,11 +6,14 @@ Being alive is not enough. Every answer, grade and update touches a file, and a 
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graders.types import Grade, Grader, Item, Sample
-from worker.samplers import Answer, Sampler, Sampling
-from worker.trainer import Trainer
 from worker.types import Group, Prompt, UpdateMetrics
+
+if TYPE_CHECKING:  # they import torch, and worker/validation.py, which watches its grader, does without
+    from worker.samplers import Answer, Sampler, Sampling
+    from worker.trainer import Trainer
 
 Beat = Callable[[], None]
 
@@ -21,14 +24,14 @@ def beats_into(path: Path) -> Beat:
 
 
 class WatchedSampler:
-    def __init__(self, sampler: Sampler, beat: Beat) -> None:
+    def __init__(self, sampler: "Sampler", beat: Beat) -> None:
         self._sampler, self._beat = sampler, beat
 
-    def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
+    def sample(self, prompts_P: Sequence[Prompt], sampling: "Sampling") -> "AsyncIterator[Answer]":
         # Called here and not when the first answer is wanted: it reads the policy as it is now.
         return self._watched(self._sampler.sample(prompts_P, sampling))
 
-    async def _watched(self, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
+    async def _watched(self, answers: "AsyncIterator[Answer]") -> "AsyncIterator[Answer]":
         async for answer in answers:
             self._beat()
             yield answer
@@ -47,7 +50,7 @@ class WatchedGrader:
 
 
 class WatchedTrainer:
-    def __init__(self, trainer: Trainer, beat: Beat) -> None:
+    def __init__(self, trainer: "Trainer", beat: Beat) -> None:
         self._trainer, self._beat = trainer, beat
 
     def add(self, group: Group) -> None:

@@ -48,7 +48,7 @@ class Model:
     def load(self, device: str) -> "Policy":
         from worker.policy import Policy, load_base
 
-        base = load_base(self.name, self.entry, self.cache, device)
+        base = load_base(self.name, self.entry, self.cache, device, self.settings.chat_template)
         policy = Policy(base, rank=self.settings.lora_rank, alpha=self.settings.lora_alpha, seed=self.seed)
         if self.checkpointed:
             policy.checkpoint_layers()

@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from core import files, idempotency, jobs
+from core import files, idempotency, jobs, pages
 from core.blobs import BlobStore
 from core.db import Database, Send, db_now
 from core.jobs import FINAL
@@ -140,13 +140,15 @@ class Reconciler:
         for file in free:
             self.blobs.delete(file.blob_key)
             with self.database.write() as session:
-                session.delete(session.get_one(File, file.seq))
+                row = session.get_one(File, file.seq)
+                pages.delete_row(session, row, owner=row.project_id)
 
     def old_deliveries(self) -> None:
         """Webhooks that arrived, or were given up, a month ago."""
         deliveries.remove_old(self.database)
 
     def forgotten_answers(self) -> None:
-        """An Idempotency-Key holds for a day."""
+        """An Idempotency-Key holds for a day, the id of a deleted row as a cursor for a month."""
         with self.database.write() as session:
             idempotency.forget(session)
+            pages.forget_past_cursors(session)

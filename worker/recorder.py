@@ -18,10 +18,14 @@ from core.limits import NO_LIMITS, Limits
 from core.methods import Resolved
 from core.models import Checkpoint, Job, Project, RolloutPage, StepMetric
 from core.rollouts import Row
+from core.verdict import Verdict
 from worker import metrics, observed, results
 from worker.checkpoints import job_prefix, publish_best
+from worker.history import History
+from worker.monitors import Finding
 from worker.patience import Patience
 from worker.rollouts import GradedStep, rows_of
+from worker.verdict import RowScores
 
 log = logging.getLogger(__name__)
 
@@ -64,20 +68,39 @@ class Recorder:
 
         self._write(write)
 
-    def has_step(self, step: int) -> bool:
-        return any(data["step"] == step for data in self.steps(before=step + 1))
+    def recorded(self) -> tuple[list[dict[str, Any]], History]:
+        """The metrics of all recorded steps, in order, and what rules read of them. Once for each attempt."""
 
-    def steps(self, *, before: int) -> list[dict[str, Any]]:
-        """The metrics of the steps that were recorded before this one, in order."""
-
-        def read() -> list[dict[str, Any]]:
+        def read() -> tuple[list[dict[str, Any]], History]:
             with self.database.read() as session:
-                return [row.data for row in events.steps(session, self.job.id) if row.step < before]
+                steps = [row.data for row in events.steps(session, self.job.id)]
+                base_scores = events.valid_scores(session, self.job.id, 0)
+                return steps, History.of(steps, base_scores, events.warned(session, self.job.id))
 
         return self.patience(read)
 
-    def step(self, data: dict[str, Any], stored: Sequence[GradedStep], *, ahead: Ahead) -> bool:
+    def row_scores(self, step: int) -> RowScores | None:
+        """The row scores of the validation of this step, if they were recorded."""
+
+        def read() -> RowScores | None:
+            with self.database.read() as session:
+                return events.valid_scores(session, self.job.id, step)
+
+        return self.patience(read)
+
+    def step(
+        self,
+        data: dict[str, Any],
+        stored: Sequence[GradedStep],
+        *,
+        ahead: Ahead,
+        valid_scores: RowScores | None = None,
+        findings: Sequence[Finding] = (),
+    ) -> bool:
         """Record one finished step. Returns whether the job is to pause: its user asked for it, or its budget does.
+
+        The warnings of the step (`findings`) are in the same transaction, so each is written exactly as often as its
+        step.
 
         Raises:
             LeaseLost: the job was cancelled or given to somebody else; nothing was recorded.
@@ -91,8 +114,11 @@ class Recorder:
             if not again:  # else it was committed, and the connection broke before we heard of it
                 for page in pages:
                     session.merge(page)
-                events.record_step(session, self.claim, step, data)
+                events.record_step(session, self.claim, step, data, valid_scores)
                 events.append(session, job.id, metrics.message(data), type="metrics", data=data, step=step)
+                for finding in findings:
+                    told = finding.event_data(step)
+                    events.append(session, job.id, finding.message, level="warn", data=told, step=step)
                 usage.record(session, job, data, ahead)
                 webhooks.emit_thresholds(job, data)
                 if ahead.steps:
@@ -120,6 +146,17 @@ class Recorder:
 
     def inform(self, message: str, data: dict[str, Any]) -> None:
         self._tell(message, data, level="info")
+
+    def judged(self, verdict: Verdict, message: str, *, level: str, data: dict[str, Any]) -> None:
+        """Store the verdict with its event, once: a run that ended here before finds it stored."""
+        stored = verdict.stored()
+
+        def write(session: Session, job: Job) -> None:
+            if job.verdict != stored:
+                job.verdict = stored
+                events.append(session, job.id, message, level=level, data={"verdict": stored, **data})
+
+        self._write(write)
 
     def succeed(self, best: Checkpoint) -> None:
         """The job's end: its result file, its model and its status, in one transaction."""

@@ -5,6 +5,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core import events, pages, usage
@@ -16,6 +17,10 @@ from core.models import File, Job
 _COLUMNS = {
     "train_mean_reward": ("train_mean_reward",),
     "full_valid_mean_reward": ("full_valid_mean_reward",),
+    "full_valid_stderr": ("full_valid_stderr",),
+    "full_valid_difference": ("full_valid_difference",),
+    "full_valid_difference_low": ("full_valid_difference_low",),
+    "full_valid_difference_high": ("full_valid_difference_high",),
     "full_valid_mean_parse_error": ("full_valid_mean_parse_error",),
     "completion_tokens_mean": ("completion_tokens_mean",),
     "mean_unresponsive_rewards": ("mean_unresponsive_rewards",),
@@ -26,6 +31,7 @@ _COLUMNS = {
     "loss": ("loss",),
     "kl": ("kl",),
     "entropy": ("entropy",),
+    "sampling_entropy": ("sampling_entropy",),
     "clip_fraction": ("clip_fraction",),
     "grad_norm": ("grad_norm",),
     "logprob_gap": ("logprob_gap",),
@@ -41,9 +47,12 @@ _COLUMNS = {
 }
 
 
-def to_csv(steps: list[dict[str, Any]]) -> bytes:
-    """Metrics of the steps, in order, as CSV with a header. What a step did not measure is blank."""
-    rows = [row(step) for step in steps]
+def to_csv(steps: list[dict[str, Any]], verdict: Mapping[str, Any] | None = None) -> bytes:
+    """Metrics of the steps, in order, as CSV with a header. What a step did not measure is blank.
+
+    The job's verdict stands in columns `verdict/...` of the row of the delivered step, and only there.
+    """
+    rows = [row(step) | _verdict(step, verdict) for step in steps]
     # Per-grader columns differ between steps with and without a validation, so the header is their union.
     header = list(dict.fromkeys(column for row in rows for column in row))
     buffer = io.StringIO()
@@ -64,6 +73,12 @@ def row(data: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
+def _verdict(step: Mapping[str, Any], verdict: Mapping[str, Any] | None) -> dict[str, Any]:
+    if verdict is None or verdict["step"] != step["step"]:
+        return {}
+    return {f"verdict/{name}": value for name, value in verdict.items() if name != "step"}
+
+
 def _dig(data: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         data = data.get(key) if isinstance(data, dict) else None
@@ -74,10 +89,11 @@ def prepare(database: Database, blobs: BlobStore, job: Job) -> File | None:
     """Write the CSV of the job's steps to the blob store; None if no step was finished. Add its row with `attach`."""
     with database.read() as session:
         steps = [row.data for row in events.steps(session, job.id)]
+        verdict = session.scalars(select(Job.verdict).where(Job.id == job.id)).one()
     if not steps:
         return None
     file_id = new_id("file-", 22)
-    info = blobs.put_bytes(f"projects/{job.project_id}/files/{file_id}", to_csv(steps))
+    info = blobs.put_bytes(f"projects/{job.project_id}/files/{file_id}", to_csv(steps, verdict))
     return File(
         id=file_id,
         project_id=job.project_id,

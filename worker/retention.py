@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from sqlalchemy import ColumnElement, select, update
 
-from core import files, orphans, uploads
+from core import files, orphans, pages, uploads
 from core.blobs import BlobEntry, BlobStore
 from core.db import Database
 from core.jobs import FINAL
@@ -86,13 +86,13 @@ class Retention:
             return False
         with self.database.write() as session:
             ended = select(Job.id).where(_ended(self.settings.keep_rollouts_days))
-            pages = session.scalars(
+            old = session.scalars(
                 select(RolloutPage).where(RolloutPage.job_id.in_(ended)).limit(PAGES_AT_ONCE)
             ).all()
-            for page in pages:
+            for page in old:
                 session.delete(page)
-        self.blobs.delete_many([page.blob_key for page in pages])
-        return len(pages) == PAGES_AT_ONCE
+        self.blobs.delete_many([page.blob_key for page in old])
+        return len(old) == PAGES_AT_ONCE
 
     def _old_checkpoints(self) -> bool:
         """Those of jobs that ended long ago, but for the ones that a model's name leads to."""
@@ -105,7 +105,7 @@ class Retention:
                 select(Checkpoint).where(Checkpoint.job_id.in_(ended), ~named).limit(CHECKPOINTS_AT_ONCE)
             ).all()
             for checkpoint in old:
-                session.delete(checkpoint)
+                pages.delete_row(session, checkpoint, owner=checkpoint.job_id)
         for checkpoint in old:
             self.blobs.delete_prefix(f"{checkpoint.blob_prefix}/")
         return len(old) == CHECKPOINTS_AT_ONCE

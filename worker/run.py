@@ -26,30 +26,37 @@ from core.estimates import Ahead
 from core.jobs import Claim, LeaseLost
 from core.methods import Hyperparameters, Resolved
 from core.models import File, Job
-from core.registry import Registry
+from core.monitors import Thresholds
+from core.registry import Device, Registry
 from core.response_format import SchemaTooLarge, stored_held_to
 from core.settings import Settings
+from core.verdict import Verdict
+from graders.environments.catalog import EnvironmentNotBuilt
 from graders.spec import GraderSpec, InvalidGrader, parse_grader
 from graders.types import Grader
-from worker import metrics, observed, process, stopping
+from worker import metrics, monitors, observed, process, stopping
 from worker.backends import open_backends
 from worker.checkpoints import Checkpoints
 from worker.clock import Clock
 from worker.collect import Collector
 from worker.data import PromptStream, PromptTooLong, tokenize
+from worker.history import History, reduced
 from worker.members import members_of
 from worker.observed import ObservedGrader, ObservedSampler
 from worker.patience import Patience
 from worker.progress import Beat, WatchedGrader, WatchedSampler, WatchedTrainer, beats_into
 from worker.ranks import Model, Ranks, TooFewGpus
 from worker.recorder import Quota, Recorder
+from worker.refusals import ModelUnavailable, Refusal
 from worker.rewards import Rewards
 from worker.rollouts import GradedStep
+from worker.sampler_gate import SamplerGate
 from worker.samplers import Sampler, Sampling
 from worker.sinks.choice import feeds_of
 from worker.sinks.feed import Feeds, left_behind
 from worker.trainer import Trainer
 from worker.types import Group, Prompt, UpdateMetrics
+from worker.verdict import compare, row_scores
 
 
 class Outcome(enum.Enum):
@@ -77,6 +84,8 @@ class Run:
     held_to: str = ""  # the schema that answers are JSON of (core/response_format.py)
     feeds: Feeds = field(default_factory=Feeds)  # who else gets the metrics
     gpus: int = 1  # a second of this run is so many GPU-seconds
+    thresholds: Thresholds = field(default_factory=Thresholds)  # of the warnings
+    history: History = field(default_factory=History, init=False)  # the recorded steps, from `train` on
     collector: Collector = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,8 +101,9 @@ class Run:
 
     async def train(self) -> Outcome:
         step = self.checkpoints.restore(self.trainer)
-        self.feeds.start(self.recorder.steps(before=step + 1))
-        if step == 0 and not self.recorder.has_step(0) and await self.measure_base():
+        recorded, self.history = self.recorder.recorded()
+        self.feeds.start(recorded)
+        if step == 0 and not recorded and await self.measure_base():
             return Outcome.INTERRUPTED  # with nothing to checkpoint: it will start from the base again
         while step < self.settings.total_steps:
             step += 1
@@ -115,7 +125,7 @@ class Run:
         valid_P = await self.validate(clock) if self.is_measured(step) else None
 
         data = self.measure(step, clock, groups_P, others_P, update, valid_P)
-        early = stopping.reason_to_stop([*self.recorder.steps(before=step), data], self.settings)
+        early = stopping.reason_to_stop([*self.history.steps, data], self.settings)
         if early is not None and valid_P is None:
             valid_P = await self.validate(clock)
             data = self.measure(step, clock, groups_P, others_P, update, valid_P)
@@ -183,6 +193,7 @@ class Run:
             update=update,
             seconds=clock.seconds,
             gpus=self.gpus,
+            base_scores=self.history.base_scores,
         )
 
     def record(
@@ -200,18 +211,24 @@ class Run:
             stored.append(GradedStep("train", [*train_P, *others_P], self.settings, own=len(train_P)))
         if valid_P is not None:
             stored.append(GradedStep("valid", valid_P))
-        pause = self.recorder.step(data, stored, ahead=ahead)
+        scores = None if valid_P is None else row_scores(valid_P)
+        found = monitors.check([*self.history.steps, reduced(data)], self.thresholds, self.history.warned)
+        pause = self.recorder.step(data, stored, ahead=ahead, valid_scores=scores, findings=found)
+        self.history.add(data, [finding.rule for finding in found])
+        if data["step"] == 0:
+            self.history.base_scores = scores
         self.feeds.put(data)
         return pause
 
     def warn(self, step: int, groups_P: Sequence[Group]) -> None:
         """Say at once what a user would otherwise find out after hours."""
         failures = metrics.ungraded(groups_P)
-        silence = metrics.no_signal(groups_P, self.settings.supervision)
+        steps = self.history.steps  # this one included
+        silence = metrics.no_signal(
+            groups_P, self.settings.supervision, steps[:-1], cause_known="collapse" in self.history.warned
+        )
         if failures is None and silence is None:
             return
-        # Counted from what is recorded, not in memory: a run that resumes counts on.
-        steps = self.recorder.steps(before=step + 1)
         if failures is not None:
             self.recorder.warn(failures.message, {"step": step, "reasons": failures.reasons})
             failed = stopping.in_a_row(steps, lambda one: one.get("mean_unresponsive_rewards", 0.0) > 0.5)
@@ -240,9 +257,50 @@ class Run:
             raise UserMistake(
                 "invalid_grader", "Not one validation answer could be graded, so there is no best model."
             )
+        verdict = self.judge(best.step)
+        if self.settings.require_improvement and (verdict is None or verdict.outcome != "improved"):
+            numbers = "" if verdict is None else f" {verdict.sentence()}"
+            raise UserMistake(
+                "no_improvement",
+                "require_improvement is set, and the validation reward is not significantly above the base model's."
+                f"{numbers} The checkpoints are kept.",
+                "method.reinforcement.hyperparameters.advanced.require_improvement",
+            )
         # Before the job's last status: once it has that, nobody holds it, and this process may be ended.
         self.feeds.close("succeeded")
         self.recorder.succeed(best)
+
+    def judge(self, step: int) -> Verdict | None:
+        """Compare the checkpoint of this step, which is to be delivered, with the base model, and record the verdict.
+
+        None: there is nothing to compare, and a warning says so.
+        """
+        base, tuned = self.history.base_scores, self.recorder.row_scores(step)
+        compared = compare(base, tuned) if base is not None and tuned is not None else None
+        if compared is None:
+            known = base is not None and tuned is not None
+            reason = (
+                "no validation row was graded for both"
+                if known
+                else "an earlier version of the service recorded their validations without the scores of the rows"
+            )
+            self.recorder.warn(f"The model cannot be compared with its base model: {reason}.", {})
+            return None
+        damage = monitors.damage(self.history.steps, step, self.thresholds)
+        verdict = compared.verdict(step, None if damage is None else damage[0])
+        if not verdict.below_base:
+            self.recorder.judged(verdict, verdict.sentence(), level="info", data={})
+            return verdict
+        cause, evidence = monitors.likely_cause(self.history.steps, verdict, self.thresholds)
+        if verdict.outcome == "worse":
+            found = "is worse than the base model"
+        elif verdict.ci_low is None:
+            found = "is below the base model, with too few validation rows to tell them apart"
+        else:
+            found = "is below the base model, not significantly"
+        message = f"The delivered model {found}. {verdict.sentence()} Likely cause: {evidence}"
+        self.recorder.judged(verdict, message, level="error", data={"cause": cause})
+        return verdict
 
 
 class UserMistake(Exception):
@@ -270,9 +328,21 @@ async def attempt(
         async with open_backends(settings).open(spec) as grader:
             watched = ObservedGrader(WatchedGrader(grader, beat), spec)
             with Ranks(settings.ranks, members_of(settings)) as ranks:
-                run = load(
-                    settings, database, blobs, claim, job, spec, watched, scratch, stop, beat, patience, ranks
-                )
+                with failing_once():
+                    run = load(
+                        settings,
+                        database,
+                        blobs,
+                        claim,
+                        job,
+                        spec,
+                        watched,
+                        scratch,
+                        stop,
+                        beat,
+                        patience,
+                        ranks,
+                    )
                 with closed_at_the_end(run.feeds):
                     return await trained(run)
     except InvalidGrader as refused:
@@ -281,9 +351,19 @@ async def attempt(
 
 async def trained(run: Run) -> Outcome:
     try:
-        return await run.train()
+        with failing_once():
+            return await run.train()
     except SchemaTooLarge as cause:
         raise UserMistake("schema_too_large", str(cause), "method.reinforcement.response_format") from cause
+
+
+@contextmanager
+def failing_once() -> Iterator[None]:
+    """A refusal fails the job by its code, without a traceback and without another attempt."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise UserMistake(refusal.code, str(refusal), refusal.param) from refusal
 
 
 @contextmanager
@@ -331,10 +411,9 @@ def load(
     """Put a Run together for a claimed job: read its files, load its model, resolve what it left to us."""
     # Here and not above: a test of the loop should not wait for torch and transformers to be imported.
     import torch
-    from transformers import AutoConfig, AutoTokenizer
 
-    from worker import memory
-    from worker.policy import DTYPES, render, source_of
+    from worker import memory, sizing, support
+    from worker.policy import DTYPES, read_config, read_tokenizer, render, source_of
     from worker.samplers import choice
     from worker.trainer import PeftTrainer
 
@@ -343,28 +422,32 @@ def load(
     assert job.validation_file is not None, "the API requires one"
     train_rows, valid_rows = patience(partial(read_data, database, blobs, job))
     entry = Registry.load(settings.models_file).get(job.model)
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = settings.of_class(settings.gpu_class)
     try:
-        sampler, sampler_version = choice.choose(entry, settings)
+        sampler, sampler_version = choice.choose(entry, settings, device)
     except choice.SamplerMissing as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and ranks.count > torch.cuda.device_count():
         raise TooFewGpus(
             f"REGRAFT_RANKS is {ranks.count}, and there are {torch.cuda.device_count()} GPUs here."
         )
     # Everything that can be wrong is looked at before the weights are loaded, which may take minutes.
     source = source_of(entry, settings.model_cache)
-    shape = memory.shape_of(AutoConfig.from_pretrained(source), DTYPES[entry.dtype])
+    config = read_config(source)
+    support.refuse_by_config(config, entry.context)
+    with support.refusing(config):
+        shape = memory.shape_of(config, DTYPES[entry.dtype])
     resolved = methods.resolve(
         Hyperparameters.model_validate(job.reinforcement["hyperparameters"]),
         rows=len(train_rows),
         parameters=shape.parameters,
         context=entry.context,
-        gpu=device == "cuda",
     )
     resolved = methods.kept(resolved, job.resolved)
-    limit, rendered = resolved.max_completion_tokens, partial(render, AutoTokenizer.from_pretrained(source))
+    limit = resolved.max_completion_tokens
+    rendered = partial(render, read_tokenizer(entry, source, resolved.chat_template))
     room = {"context": entry.context, "max_completion_tokens": limit}
     try:
         train = tokenize(train_rows, rendered, file=job.training_file, **room)
@@ -375,45 +458,60 @@ def load(
         raise UserMistake(
             "invalid_value", methods.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
         )
-    longest = limit + max(len(prompt.ids) for prompt in [*train, *valid])
-    needs = memory.Needs(
+    work = sizing.workload(
         rank=resolved.lora_rank,
-        token_budget=max(settings.train_token_budget, longest),
-        cache_bytes=choice.cache_bytes(sampler, settings, shape, resolved, train, valid),
-        packed=device == "cpu" and entry.dtype == "float32",
-        copies=2 if sampler == "vllm" else 1,
+        prompt=max(len(prompt.ids) for prompt in [*train, *valid]),
+        completion=limit,
+        batch=resolved.batch_size + resolved.resample_prompts,
+        group=resolved.group_size,
+        valid_rows=len(valid),
+        eval_samples=resolved.eval_samples,
     )
     try:
         # Processes on a CPU share its memory; on GPUs each has one to itself.
         free = memory.available(device) // (ranks.count if device == "cpu" else 1)
-        checkpointed = memory.plan(shape, needs, free)
-    except memory.DoesNotFit as cause:
+        packed = device == "cpu" and entry.dtype == "float32"
+        here = sizing.machine(settings, device, free, sampler, packed=packed)
+        planned = sizing.plan(job.model, shape, work, here)
+    except sizing.DoesNotFit as cause:
         raise UserMistake("not_enough_memory", str(cause), "model") from cause
 
     beat()
     held_to = stored_held_to(job.reinforcement["response_format"])
-    model = Model(job.model, entry, settings.model_cache, resolved, job.seed, checkpointed)
-    computing: dict[str, Any] = {"token_budget": settings.train_token_budget, "held_to": held_to}
+    model = Model(job.model, entry, settings.model_cache, resolved, job.seed, planned.checkpointed)
+    computing: dict[str, Any] = {"token_budget": planned.token_budget, "held_to": held_to}
     ranks.start(model, device=device, threads=settings.torch_threads, **computing)
     policy = model.load(device)
+    beat()
+    support.probe(policy, sampled=sampler == "transformers")
     beat()
     ranks.wait()
     quota = Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step)
     recorder = Recorder(database, blobs, claim, job, patience, settings.default_limits, quota)
     recorder.resolved(resolved, f"{sampler} {sampler_version}")
-    if checkpointed:
-        recorder.inform(
-            f"Activations are computed twice, to save memory: {memory.estimate(shape, needs, True)}.", {}
-        )
+    if device == "cuda" or planned.checkpointed:
+        recorder.inform(planned.described(shape, work), {})
+    gate = SamplerGate.of(
+        settings.max_logprob_gap, sampler=f"{sampler} {sampler_version}", precision=entry.dtype
+    )
     return Run(
         settings=resolved,
         seed=job.seed,
         spec=spec,
         train_prompts=PromptStream(train, batch_size=resolved.batch_size, seed=job.seed),
         valid_prompts=valid,
-        sampler=ObservedSampler(WatchedSampler(choice.build(sampler, policy, settings, recorder), beat)),
+        sampler=ObservedSampler(
+            WatchedSampler(
+                choice.build(
+                    sampler, policy, settings, recorder, shape=shape, plan=planned, longest=work.longest
+                ),
+                beat,
+            )
+        ),
         rewards=Rewards(grader, parse_json=bool(held_to)),
-        trainer=WatchedTrainer(PeftTrainer(policy, resolved, **computing, helpers=ranks.helpers), beat),
+        trainer=WatchedTrainer(
+            PeftTrainer(policy, resolved, **computing, helpers=ranks.helpers, gate=gate), beat
+        ),
         recorder=recorder,
         checkpoints=Checkpoints(database, blobs, claim, job, scratch, patience),
         stop_requested=stop,
@@ -421,6 +519,7 @@ def load(
         held_to=held_to,
         feeds=feeds_of(job, resolved, settings, recorder.warn),
         gpus=ranks.total if device == "cuda" else 1,
+        thresholds=settings.warnings,
     )
 
 
@@ -443,6 +542,7 @@ def get_ready() -> None:
         "transformers",
         "worker.policy",
         "worker.samplers.choice",
+        "worker.support",
         "worker.trainer",
     ):
         import_module(name)
@@ -485,6 +585,14 @@ def main() -> int:
             )
     except LeaseLost:
         return process.LOST
+    except ModelUnavailable as cause:
+        # Worth another attempt, and no fault of the code: the words are enough.
+        print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
+        return process.FAILED
+    except EnvironmentNotBuilt as missing:
+        with jobs.fenced(database, claim) as (session, job):
+            jobs.put_off(session, job, reason=str(missing))
+        return process.PUT_OFF
     except UserMistake as mistake:
         patience = Patience(settings.patience_seconds, partial(tell, database, claim))
         job = patience(partial(read_job, database, claim))

@@ -15,16 +15,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from jinja2 import TemplateError
 from starlette.types import Receive, Scope, Send
 
-from core import tracing
+from core import chat_templates, tracing
 from core.blobs import blobs_of
 from core.chat import InternalChat, envelope
 from core.hangup import until_gone
@@ -32,11 +32,12 @@ from core.registry import Registry
 from core.response_format import SchemaTooLarge
 from core.settings import Settings
 from worker import answering, process
-from worker.adapters import AdapterFolders
+from worker.adapters import CHAT_TEMPLATE, AdapterFolders
 from worker.answering import Result, Tally
 from worker.answers import Answer, Piece
 from worker.engine import Ask, Engine, Token
 from worker.engines import Builder, Engines, Refused
+from worker.refusals import Refusal
 
 log = logging.getLogger(__name__)
 
@@ -157,11 +158,11 @@ async def begin(request: InternalChat, engines: Engines, places: Places) -> Comp
         stack.enter_context(places.take(request.n or 1))
         engine, adapter = await stack.enter_async_context(engines.open(request.served))
         messages = [message.model_dump(exclude={"name", "refusal"}) for message in request.messages]
+        template = _template_of(request, adapter)
         try:
-            prompt_ids = tuple(await asyncio.to_thread(render, engine.tokenizer, messages))
-        except (TemplateError, ValueError, TypeError) as cause:
-            # A template is a program of its makers; it may refuse an order of roles.
-            raise Refused(f"The model's chat template does not take these messages: {cause}") from cause
+            prompt_ids = tuple(await asyncio.to_thread(render, engine.tokenizer, messages, template))
+        except Refusal as cause:
+            raise Refused(str(cause), code=cause.code) from cause
         except Exception as cause:
             log.exception("the chat template of %s failed", request.served.base_model)
             raise Refused(f"the model's chat template failed: {cause}", 500) from cause
@@ -187,6 +188,14 @@ async def begin(request: InternalChat, engines: Engines, places: Places) -> Comp
         answers = [Answer(engine.tokenizer, engine.stop_ids, request.stops) for _ in asks]
         tally = Tally(arrived, request.served.base_model, len(prompt_ids), len(asks))
         return Completion(request, engine, asks, answers, tally, stack.pop_all())
+
+
+def _template_of(request: InternalChat, adapter: Path | None) -> str | None:
+    """The template that the adapter was trained with, or that is asked for by name; None: the base model's."""
+    if request.served.chat_template is not None:
+        return chat_templates.text_of(request.served.chat_template)
+    file = None if adapter is None else adapter / CHAT_TEMPLATE
+    return file.read_text() if file is not None and file.exists() else None
 
 
 def _seed(asked: int | None, number: int) -> int:
@@ -346,14 +355,17 @@ def open_engines(settings: Settings) -> Engines:
     from worker.samplers import vllm
     from worker.transformers_engine import TransformersBuilder
 
-    builders: dict[str, Builder] = {"transformers": TransformersBuilder(settings)}
+    registry, plain = Registry.load(settings.models_file), TransformersBuilder(settings)
+    builders: dict[str, Builder] = {"transformers": plain}
     if vllm.installed():
         from worker.vllm_engine import VllmBuilder
 
-        builders["vllm"] = VllmBuilder(settings)
+        builders["vllm"] = served = VllmBuilder(settings)
+        for problem in served.problems(registry):
+            log.warning("%s", problem)
     blobs = blobs_of(settings)
     folders = AdapterFolders(blobs, (settings.data_dir / "adapters").resolve())
-    return Engines(settings, Registry.load(settings.models_file), builders, folders)
+    return Engines(settings, registry, builders, folders, device=plain.device)
 
 
 def serve(settings: Settings, listening: socket.socket, *, idle_seconds: float = 0.0) -> None:

@@ -4,15 +4,13 @@ They read what the user can read, the metrics of the steps, so a run that resume
 whoever doubts it can check.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from core.methods import Resolved
-
-Steps = Sequence[Mapping[str, Any]]
-"""The metrics of steps 0, 1, ... in order."""
+from worker.history import Steps, last
 
 
 @dataclass(frozen=True)
@@ -43,13 +41,15 @@ def reason_to_stop(steps: Steps, settings: Resolved) -> Stop | None:
 
 
 def _plateau(steps: Steps, evals: int) -> Stop | None:
-    """No validation among the last `evals` was better than the best before them."""
+    """No validation among the last `evals` was better than the best before them. Reads all validations."""
+    if steps[-1].get("full_valid_mean_reward") is None:
+        return None
     rewards = [
         (step["step"], step["full_valid_mean_reward"])
         for step in steps
         if step.get("full_valid_mean_reward") is not None
     ]
-    if len(rewards) <= evals or steps[-1].get("full_valid_mean_reward") is None:
+    if len(rewards) <= evals:
         return None
     best_step, best = max(rewards[:-evals], key=lambda one: one[1])
     if any(reward > best for _, reward in rewards[-evals:]):
@@ -63,7 +63,7 @@ def _plateau(steps: Steps, evals: int) -> Stop | None:
 
 def _no_signal(steps: Steps, most: int) -> Stop | None:
     """None of the last `most` steps had a group whose answers differed in score."""
-    shares = [step["groups_mixed_share"] for step in steps if "groups_mixed_share" in step][-most:]
+    shares = last(steps, "groups_mixed_share", most)
     if len(shares) < most or any(shares):
         return None
     return Stop(

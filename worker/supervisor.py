@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import select
@@ -27,14 +28,12 @@ from core.jobs import Claim, LeaseLost
 from core.models import Job
 from core.settings import Settings
 from worker import process
+from worker.killed import KernelMemory, quiet_environment
 from worker.livelog import LiveLog, end_of
 from worker.patience import Patience
 from worker.telemetry import Runs
 
 log = logging.getLogger(__name__)
-
-# What is shown of a run that crashed, in characters; all of it is in its log.
-LAST_WORDS = 2000
 
 Command = Callable[[Path], Sequence[str]]
 
@@ -56,6 +55,7 @@ class Supervisor:
         self.command = command
         self.owner = f"{socket.gethostname()}/{os.getpid()}"
         self.runs = Runs(settings.gpu_class)
+        self.memory = KernelMemory()
         self.log_seconds = joblogs.EVERY_SECONDS
         self._slot = threading.Lock()
         self._stopping = threading.Event()
@@ -119,14 +119,17 @@ class Supervisor:
             child.end()
             child = None
         child = child or Child(self.command)
+        kills = self.memory.kills()
+        peak = Peak(partial(self.memory.peak_of, child.process.pid))
         live = LiveLog(child.words, lambda said: self._keep(claim, said), self.log_seconds)
         with self.runs.following(child.figures):
             try:
-                status = self._watch(child.process, claim, child.run(claim))
+                status = self._watch(child.process, claim, child.run(claim), peak)
             finally:
                 live.stop()
                 said = child.end()
-        self._finish(claim, status, said[-LAST_WORDS:])
+        killed = self.memory.explain(kills, peak.bytes) if status == -signal.SIGKILL else ""
+        self._finish(claim, status, killed or logs.headline(said))
         live.join()
         self._keep(claim, said)
 
@@ -141,16 +144,17 @@ class Supervisor:
         except Exception as cause:  # whatever a store raises
             log.warning("the log of %s is lost: %r", claim.job_id, cause)
 
-    def _watch(self, child: subprocess.Popen[bytes], claim: Claim, progress: "Progress") -> int:
+    def _watch(self, child: subprocess.Popen[bytes], claim: Claim, progress: "Progress", peak: "Peak") -> int:
         """Wait for the child's exit status, renewing the lease.
 
         A lost lease, an overlong drain or a time without any progress kills it.
         """
-        draining = moved = False
+        draining = False
         drained_for = 0.0
         pause = min(self.settings.lease_seconds / 4, 0.5)
         since_heartbeat = 0.0
         while True:
+            peak.look()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = child.wait(timeout=pause)
                 # It had not come to its own handler yet.
@@ -159,12 +163,10 @@ class Supervisor:
             renew = since_heartbeat >= self.settings.lease_seconds / 4
             if renew:
                 since_heartbeat = 0.0
-            moved = progress.moved() or moved
-            if not self._is_ours(claim, renew, moved):
+            if not self._is_ours(claim, renew):
                 _kill(child)
                 return process.LOST
-            moved = moved and not renew
-            if progress.still_for > self.settings.hang_seconds:
+            if progress.still_for() > self.settings.hang_seconds:
                 _kill(child)
                 return process.HUNG
             if self._stopping.is_set():
@@ -177,12 +179,12 @@ class Supervisor:
                     _kill(child)
                     return process.DRAINED
 
-    def _is_ours(self, claim: Claim, renew: bool, moved: bool) -> bool:
+    def _is_ours(self, claim: Claim, renew: bool) -> bool:
         """Whether the claim holds; looked at often, so that a cancel stops the machine within a second."""
         try:
             if renew:
                 with self.database.write() as session:
-                    return jobs.heartbeat(session, claim, self.settings.lease_seconds, progress=moved)
+                    return jobs.heartbeat(session, claim, self.settings.lease_seconds)
             with self.database.read() as session:
                 epoch = session.scalar(select(Job.epoch).where(Job.id == claim.job_id))
             return epoch == claim.epoch
@@ -191,32 +193,35 @@ class Supervisor:
             log.warning("the database did not answer: %s", cause)
             return True
 
-    def _finish(self, claim: Claim, status: int, last_words: str) -> None:
+    def _finish(self, claim: Claim, status: int, cause: str) -> None:
         # Until the lease ends: by then others have been told that this worker is silent.
         patience = Patience(self.settings.lease_seconds, log.warning)
-        patience(lambda: self._write_down(claim, status, last_words))
+        patience(lambda: self._write_down(claim, status, cause))
 
-    def _write_down(self, claim: Claim, status: int, last_words: str) -> None:
+    def _write_down(self, claim: Claim, status: int, cause: str) -> None:
         try:
             with jobs.fenced(self.database, claim) as (session, job):
                 if status == process.DRAINED:
                     jobs.release(session, job)
                 else:
-                    # Done, lost and the user's mistake are all written by the child itself, and leave a job that
-                    # `fenced` refuses. One that is still ours after such a status did not end as it said.
-                    reason = self._reason(status, last_words)
+                    # Done, lost, put off and the user's mistake are all written by the child itself, and leave a job
+                    # that `fenced` refuses. One that is still ours after such a status did not end as it said.
+                    reason = self._reason(status, cause)
                     jobs.crashed(session, job, reason=reason, max_failures=self.settings.max_failures)
                     log.warning("%s: %s", claim.job_id, reason)
         except LeaseLost:
             log.info("%s is over", claim.job_id)
 
-    def _reason(self, status: int, last_words: str) -> str:
+    def _reason(self, status: int, cause: str) -> str:
+        """One line. `cause` is what the kernel or the run's log says of it."""
         if status == process.HUNG:
-            return (
-                f"the run got nowhere for {self.settings.hang_seconds:g} s (REGRAFT_HANG_SECONDS) and was killed. "
-                f"{last_words}"
-            ).strip()
-        return f"the run exited with status {status}. {last_words}".strip()
+            return f"the run got nowhere for {self.settings.hang_seconds:g} s (REGRAFT_HANG_SECONDS) and was killed"
+        if status == -signal.SIGKILL:
+            return cause
+        how = (
+            f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        )
+        return f"the run {how}: {cause}" if cause else f"the run {how}"
 
 
 class Child:
@@ -230,6 +235,7 @@ class Child:
             command(Path(self._progress.name)),
             stdin=subprocess.PIPE,
             stderr=self.words,
+            env=quiet_environment(),
             start_new_session=True,
         )
 
@@ -265,18 +271,24 @@ class Progress:
         self._seen = path.stat().st_mtime_ns
         self._since = clock()
 
-    def moved(self) -> bool:
-        """Whether it got anywhere since the last call."""
-        now = self.path.stat().st_mtime_ns
-        moved = now != self._seen
-        if moved:
-            self._seen, self._since = now, self._clock()
-        return moved
-
-    @property
     def still_for(self) -> float:
-        """Seconds since it last got anywhere."""
+        """Seconds since it last got anywhere, as far as the calls of this have seen."""
+        now = self.path.stat().st_mtime_ns
+        if now != self._seen:
+            self._seen, self._since = now, self._clock()
         return self._clock() - self._since
+
+
+class Peak:
+    """The most memory that a process was seen with. The kernel forgets it with the process, so look while it runs."""
+
+    def __init__(self, read: Callable[[], int | None]) -> None:
+        self._read = read
+        self.bytes: int | None = None
+
+    def look(self) -> None:
+        now = self._read()
+        self.bytes = now if self.bytes is None else max(self.bytes, now or 0)
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

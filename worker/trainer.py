@@ -1,6 +1,7 @@
 """Graded groups to a better adapter: optimizer steps of LoRA under a GRPO-family loss."""
 
 import math
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -8,10 +9,12 @@ from typing import Any, Protocol
 import torch
 
 from core.methods import Resolved
-from worker.batch import Share, divisors, share_of
-from worker.gradient import Gradient, OwnGradient, SharedGradient
+from worker.batch import Share, batch_of, divisors, share_of
+from worker.gradient import Gradient, OwnGradient, SharedGradient, Totals
 from worker.policy import Policy
 from worker.ranks import Helper
+from worker.refusals import InvalidModel, SamplerMismatch
+from worker.sampler_gate import SamplerGate
 from worker.types import Group, Pack, UpdateMetrics
 
 
@@ -42,6 +45,7 @@ class PeftTrainer:
         token_budget: int,
         held_to: str = "",
         helpers: Sequence[Helper] = (),
+        gate: SamplerGate | None = None,
     ) -> None:
         """`held_to` is the schema that the sampler held the answers to; `helpers` compute a share of the gradient."""
         self.policy = policy
@@ -53,10 +57,12 @@ class PeftTrainer:
             policy.trainable, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         self.steps_taken = 0
+        self.gate = gate
+        self._updated = False  # whether this process has taken a step
         # The step that is being put together.
         self._shares: list[Share] = []
         self._answers = 0
-        self._waiting: list[Pack] = []
+        self._waiting: list[Share] = []
 
     def add(self, group: Group) -> None:
         """With `overlap` the group's part of the gradient is computed here, as soon as a micro-batch is full."""
@@ -64,21 +70,28 @@ class PeftTrainer:
         self._shares.append(share)
         self._answers += len(group.rollouts_G)
         if share.pack is not None:
-            self._waiting.append(share.pack)
-        if self.settings.overlap and sum(pack.tokens for pack in self._waiting) >= self.gradient.capacity:
+            self._waiting.append(share)
+        if (
+            self.settings.overlap
+            and sum(pack.tokens for pack in _packs(self._waiting)) >= self.gradient.capacity
+        ):
             self._compute_waiting(std=1.0)
 
     def step(self) -> UpdateMetrics:
         """Pass `updates_per_batch` times over the answers (DeepSeekMath's mu), with an optimizer step after each."""
         settings = self.settings
-        shares, answers = self._shares, self._answers
+        shares, answers = batch_of(self._shares, settings), self._answers
         self._shares, self._answers = [], 0
-        trained = sum(len(share.pack.sequences) for share in shares if share.pack is not None)
+        # What was computed before now had signal, so it is in the batch; what waits may have been replaced.
+        batch = {id(share) for share in shares}
+        self._waiting = [share for share in self._waiting if id(share) in batch]
+        trained = sum(len(pack.sequences) for pack in _packs(shares))
         if not trained:
             return UpdateMetrics(0.0, 0, 0, answers, None, None, None, None, None)
         whole, std = divisors(shares, settings)
         self._compute_waiting(std)
         passes = [self.gradient.collect()]
+        self._check_sampler(passes[0])
         watched = self.own.watched_kl() if settings.kl == 0 else None
 
         norms: list[float] = []
@@ -94,6 +107,7 @@ class PeftTrainer:
             if finite:
                 norms.append(norm)
                 self._step()
+                self._updated = True
             self.optimizer.zero_grad(set_to_none=True)
             if not finite:  # nor would it be in another pass over the same answers
                 break
@@ -120,8 +134,28 @@ class PeftTrainer:
             skipped=len(norms) < len(passes),
         )
 
+    def _check_sampler(self, first: Totals) -> None:
+        """Before the first update of the step: nothing has changed yet if the sampler is refused.
+
+        The totals are those of all ranks. They compare the same weights: a step's answers are sampled by the policy
+        that its first pass measures. With `off_policy_steps` that is so until this process has taken a step; later
+        answers come from the policy of the step before, and their gap says nothing about the sampler. A run that
+        starts again samples its first step anew and is checked again.
+
+        Raises:
+            SamplerMismatch: they disagree. The step is dropped.
+        """
+        if self.gate is None or (self.settings.off_policy_steps and self._updated):
+            return
+        try:
+            self.gate.check(mean=first.gap / first.tokens, largest=first.gap_max, tokens=first.tokens)
+        except SamplerMismatch:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.gradient.end()
+            raise
+
     def _compute_waiting(self, std: float) -> None:
-        self.gradient.add(self._waiting, std)
+        self.gradient.add(_packs(self._waiting), std)
         self._waiting = []
 
     def _refresh_reference(self) -> None:
@@ -150,7 +184,10 @@ class PeftTrainer:
 
     def load(self, folder: Path) -> None:
         self.policy.load(folder)
-        state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, EOFError, RuntimeError) as cause:
+            raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps_taken = state["steps_taken"]
         reference = state["reference"]
@@ -158,3 +195,7 @@ class PeftTrainer:
             None if reference is None else [tensor.to(self.policy.device) for tensor in reference]
         )
         torch.set_rng_state(state["torch_rng"])
+
+
+def _packs(shares: Sequence[Share]) -> list[Pack]:
+    return [share.pack for share in shares if share.pack is not None]

@@ -1,15 +1,16 @@
 """Engines over transformers, for machines without vLLM: how they are loaded, and what they take of memory."""
 
 import asyncio
+from collections.abc import Sequence
 
 import torch
 
-from core.registry import BaseModelEntry
+from core.registry import BaseModelEntry, Device
 from core.settings import Settings
 from worker import memory
 from worker.continuous import ContinuousEngine
 from worker.engine import Engine
-from worker.policy import DTYPES, load_base, source_of
+from worker.policy import load_base, read_shape
 
 # What no formula has: the cache of the answers in flight, buffers, fragments.
 MARGIN_BYTES = 512 * 2**20
@@ -20,15 +21,12 @@ class TransformersBuilder:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device: Device = "cuda" if torch.cuda.is_available() else "cpu"
         if settings.torch_threads:
             torch.set_num_threads(settings.torch_threads)
 
     def bytes_needed(self, entry: BaseModelEntry) -> int:
-        from transformers import AutoConfig
-
-        source = source_of(entry, self.settings.model_cache)
-        shape = memory.shape_of(AutoConfig.from_pretrained(source), DTYPES[entry.dtype])
+        shape = read_shape(entry, self.settings.model_cache)
         packed = self.device == "cpu" and entry.dtype == "float32"  # a second copy, see worker/lora.py
         copies = shape.parameters + (shape.linear_parameters if packed else 0)
         return copies * shape.bytes_each + MARGIN_BYTES
@@ -36,7 +34,7 @@ class TransformersBuilder:
     def bytes_free(self) -> int:
         return memory.available(self.device)
 
-    async def build(self, name: str, entry: BaseModelEntry) -> Engine:
+    async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> Engine:
         return await asyncio.to_thread(self._build, name, entry)
 
     def _build(self, name: str, entry: BaseModelEntry) -> Engine:

@@ -1,8 +1,10 @@
 """validating_files: every row of both files against the format and the grader, and every bad line named."""
 
 import asyncio
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from core import datasets, estimates, events, jobs, logs, tracing
@@ -15,11 +17,24 @@ from core.models import File, Job
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends
-from graders.build import missing_item_paths
+from graders.build import environments_of, missing_item_paths
+from graders.environments.catalog import EnvironmentNotBuilt
 from graders.run import grade_all
-from graders.spec import GraderSpec, InvalidGrader, MultiSpec, parse_grader
-from graders.template import Template
+from graders.spec import (
+    GraderSpec,
+    InvalidGrader,
+    MathSpec,
+    MultiSpec,
+    StringCheckSpec,
+    TextSimilaritySpec,
+    parse_grader,
+)
+from graders.template import Path, Reference, RenderError, Template
 from graders.types import Grader, Item, Sample
+from worker import capacity
+from worker.lease import LeaseKeeper
+from worker.probes import NoProbe, probe
+from worker.progress import WatchedGrader
 
 log = logging.getLogger(__name__)
 
@@ -52,24 +67,32 @@ def validate_next(
         tracing.span("validation"),
     ):
         try:
-            return _validate(settings, database, blobs, backends, claim)
+            with LeaseKeeper(database, claim, settings.lease_seconds) as lease:
+                return _validate(settings, database, blobs, backends, claim, lease)
         except LeaseLost:
             log.info("%s was taken away while its files were validated", claim.job_id)
             return []
 
 
 def _validate(
-    settings: Settings, database: Database, blobs: BlobStore, backends: Backends, claim: Claim
+    settings: Settings,
+    database: Database,
+    blobs: BlobStore,
+    backends: Backends,
+    claim: Claim,
+    lease: LeaseKeeper,
 ) -> list[tuple[str, str]]:
+    def check(name: str, file: File | None, most: int) -> list[Example]:
+        return check_file(blobs, file, spec, name, most, lease.progressed)
+
     with database.read() as session:
         job = session.query(Job).where(Job.id == claim.job_id).one()
         files = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
     try:
         spec = parse_grader(job.reinforcement["grader"])
         backends.check(spec)  # the API did, but this machine may be configured differently
-        rows = check_file(blobs, files.get(job.training_file), spec, "training_file", MAX_TRAINING_ROWS)
-        valid_file = files.get(job.validation_file or "")
-        valid_rows = check_file(blobs, valid_file, spec, "validation_file", MAX_VALIDATION_ROWS)
+        rows = check("training_file", files.get(job.training_file), MAX_TRAINING_ROWS)
+        valid_rows = check("validation_file", files.get(job.validation_file or ""), MAX_VALIDATION_ROWS)
     except BadFile as bad:
         with jobs.fenced(database, claim) as (session, job):
             jobs.fail(session, job, code=f"invalid_{bad.param}", message=bad.message, param=bad.param)
@@ -79,16 +102,38 @@ def _validate(
             param = "method.reinforcement.grader"
             jobs.fail(session, job, code="invalid_grader", message=str(refused), param=param)
         return []
-    parse_json = job.reinforcement["response_format"] is not None
-    doubt = asyncio.run(_doubt(backends, spec, rows[:DRY_RUN_ROWS], parse_json))
+    except EnvironmentNotBuilt as missing:
+        with jobs.fenced(database, claim) as (session, job):
+            jobs.put_off(session, job, reason=str(missing))
+        return []
+    if (problem := _does_not_fit(settings, job, len(rows), len(valid_rows))) is not None:
+        with jobs.fenced(database, claim) as (session, job):
+            jobs.fail(session, job, code="not_enough_memory", message=problem, param="model")
+        return []
+    form = job.reinforcement["response_format"]
+    schema = None if form is None else form["json_schema"]["schema"]
+    doubt = asyncio.run(_doubt(backends, spec, rows[:DRY_RUN_ROWS], schema, lease))
     estimate = _estimate(settings, database, job, len(rows), len(valid_rows))
     with jobs.fenced(database, claim) as (session, job):
         if estimate is not None:
             job.usage = {"estimate": estimate}
         if doubt is not None:
             events.append(session, job.id, doubt, level="warn")
+        if environments := environments_of(spec):
+            message = f"Python graders run in the environment {', '.join(environments)}"
+            events.append(session, job.id, message, data={"grader_environments": environments})
         wake = jobs.validated(session, job)
     return [wake]
+
+
+def _does_not_fit(settings: Settings, job: Job, rows: int, valid_rows: int) -> str | None:
+    entry = Registry.load(settings.models_file).models.get(job.model)
+    if entry is None:  # the run says so
+        return None
+    asked = Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
+    return capacity.job_problem(
+        settings, job.model, entry, gpu_class=job.gpu_class, asked=asked, rows=rows, valid_rows=valid_rows
+    )
 
 
 def _estimate(
@@ -106,20 +151,47 @@ def _estimate(
 
 
 async def _doubt(
-    backends: Backends, spec: GraderSpec, rows: Sequence[Example], parse_json: bool
+    backends: Backends,
+    spec: GraderSpec,
+    rows: Sequence[Example],
+    schema: Mapping[str, Any] | None,
+    lease: LeaseKeeper,
 ) -> str | None:
-    async with backends.open(spec) as grader:
-        return await dry_run(grader, spec, rows, parse_json=parse_json)
+    """The dry run's warning. A lost lease stops it at once, in the middle of a grade.
+
+    Raises:
+        LeaseLost
+    """
+    loop, running = asyncio.get_running_loop(), asyncio.current_task()
+    assert running is not None
+    lease.when_lost(lambda: loop.call_soon_threadsafe(running.cancel))
+    try:
+        async with backends.open(spec) as grader:
+            return await dry_run(WatchedGrader(grader, lease.moved), spec, rows, schema=schema)
+    except asyncio.CancelledError:
+        lease.progressed()
+        raise
+    finally:
+        lease.when_lost(lambda: None)
 
 
 def check_file(
-    blobs: BlobStore, file: File | None, spec: GraderSpec, param: str, max_rows: int
+    blobs: BlobStore,
+    file: File | None,
+    spec: GraderSpec,
+    param: str,
+    max_rows: int,
+    progressed: Callable[[], None] = lambda: None,
 ) -> list[Example]:
-    """The rows of a good file; raises BadFile with the file's id and the numbers of its bad lines."""
+    """The rows of a good file; raises BadFile with the file's id and the numbers of its bad lines.
+
+    `progressed` is called for each row and may raise, to stop.
+    """
     if file is None:
         raise BadFile(param, f"The {param.replace('_', ' ')} was deleted before it could be read.")
 
     def fields_the_grader_needs(row: Example) -> list[str]:
+        progressed()
         missing = missing_item_paths(spec, row.item)
         return [f"the grader reads {{{{{path}}}}}, which this row does not have" for path in missing]
 
@@ -134,14 +206,19 @@ def check_file(
 
 
 async def dry_run(
-    grader: Grader, spec: GraderSpec, rows: Sequence[Example], *, parse_json: bool = False
+    grader: Grader, spec: GraderSpec, rows: Sequence[Example], *, schema: Mapping[str, Any] | None = None
 ) -> str | None:
     """Grade a right and an empty reply to a few rows. Returns a warning if the grader fails or cannot tell them apart.
 
     The right reply is what the grader itself compares with, where it says so. It is a guess, so it never fails a job.
+    Under a `schema` both replies satisfy it, as every answer of the job will: the right one has the row's values.
     """
-    replies = [(reply, row) for row in rows for reply in (*reference_answers(spec, row.item), "")]
-    pairs = [(Sample.from_text(reply, parse_json=parse_json), row.item) for reply, row in replies]
+    try:
+        replies = [(reply, row) for row in rows for reply in _replies(spec, row.item, schema)]
+    except NoProbe as cause:
+        log.info("no dry run of the grader: %s", cause)
+        return None
+    pairs = [(Sample.from_text(reply, parse_json=schema is not None), row.item) for reply, row in replies]
     # One after another: the deadline is for a grade, not for waiting behind the others.
     grades = await grade_all(grader, pairs, concurrency=1, timeout_s=DRY_RUN_SECONDS)
     failed = [grade.reason for grade in grades if grade.score is None]
@@ -156,6 +233,24 @@ async def dry_run(
             f"({scores.pop():g}). If that is what it always does, there will be nothing to learn."
         )
     return None
+
+
+def _replies(spec: GraderSpec, item: Item, schema: Mapping[str, Any] | None) -> list[str]:
+    if schema is None:
+        return [*reference_answers(spec, item), ""]
+    right, empty = probe(schema, item, dict(_placed(spec, item))), probe(schema)
+    return [json.dumps(right, ensure_ascii=False), json.dumps(empty, ensure_ascii=False)]
+
+
+def _placed(spec: GraderSpec, item: Item) -> Iterator[tuple[Path, str]]:
+    """The places in a JSON answer that the grader compares with something in the row, and what that is."""
+    for part in spec.graders.values() if isinstance(spec, MultiSpec) else [spec]:
+        if isinstance(part, StringCheckSpec | TextSimilaritySpec | MathSpec):
+            read, reference = Template.parse(part.input).parts, Template.parse(part.reference)
+            match read:
+                case (Reference("sample", ("output_json", *path)),) if reference.item_paths:
+                    with suppress(RenderError):  # it may read the answer as well
+                        yield tuple(path), reference.render(Sample.from_text(""), item)
 
 
 def reference_answers(spec: GraderSpec, item: Item) -> list[str]:

@@ -7,30 +7,34 @@ meet neither the old weights nor the old cache.
 
 import asyncio
 import itertools
+import logging
 import os
 import tempfile
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from core.registry import BaseModelEntry
+from core.registry import BaseModelEntry, Device, Registry
 from core.settings import Settings
-from worker import memory
+from worker import capacity, memory, sizing
 from worker.engine import Ask, Engine, Token
 from worker.engines import Refused
-from worker.policy import DTYPES, source_of, stop_ids_of
+from worker.policy import read_config, read_shape, source_of, stop_ids_of
 from worker.samplers.engine import RANKS, engine_options
 from worker.samplers.wire import EngineConfig
+from worker.sizing import GIB, Serving, Shape
+
+log = logging.getLogger(__name__)
 
 ADAPTERS_AT_ONCE = 8  # in one batch, each in a slot of the device's memory
 ADAPTERS_IN_MEMORY = 64  # of the machine
-MARGIN_BYTES = 2 * 2**30
+EMBEDDED_SEQUENCES = 16  # of the model's whole context, beside jobs on the same GPU
 
 
 def serving_options(config: EngineConfig) -> dict[str, Any]:
@@ -48,7 +52,8 @@ class VllmBuilder:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.cache = settings.inference_kv_cache_gib
+        self.device: Device = "cuda" if torch.cuda.is_available() else "cpu"
         # Right before the first import of vLLM, as in worker/samplers/engine.py; here vLLM starts its process itself.
         os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -56,26 +61,80 @@ class VllmBuilder:
             os.environ["OMP_NUM_THREADS"] = str(settings.torch_threads)
 
     def bytes_needed(self, entry: BaseModelEntry) -> int:
-        source = source_of(entry, self.settings.model_cache)
-        shape = memory.shape_of(AutoConfig.from_pretrained(source), DTYPES[entry.dtype])
-        cache = int(self.settings.kv_cache_gib * 2**30)
-        return shape.parameters * shape.bytes_each + cache + MARGIN_BYTES
+        shape, need = self._need(entry)
+        return need.without_cache + self.least_cache(shape, need)
 
     def bytes_free(self) -> int:
         return memory.available(self.device)
 
-    async def build(self, name: str, entry: BaseModelEntry) -> Engine:
+    def least_cache(self, shape: Shape, need: Serving) -> int:
+        """Of the KV cache, in bytes: what the operator has set, or what the model cannot start without.
+
+        Raises:
+            Refused: what is set does not hold one sequence of the model's context.
+        """
+        if self.cache == "auto":
+            on_cpu = self.device == "cpu"
+            return max(need.least_cache, sizing.CPU_CACHE_BYTES) if on_cpu else need.least_cache
+        if self.cache * GIB < need.least_cache:
+            raise Refused(
+                f"A sequence of the model's whole context needs a KV cache of {need.least_cache / GIB:.2f} GiB, and "
+                f"REGRAFT_INFERENCE_KV_CACHE_GIB is {self.cache:g}: its operator should raise or unset it.",
+                503,
+                code="not_enough_memory",
+            )
+        return int(self.cache * GIB)
+
+    def cache_bytes(
+        self, shape: Shape, need: Serving, context: int, free: int, others: Sequence[BaseModelEntry]
+    ) -> int:
+        """Of the KV cache of a model that is about to be loaded, where `free` bytes are left."""
+        if self.cache != "auto" or self.device == "cpu":
+            return self.least_cache(shape, need)
+        known = [
+            (entry.context, found) for entry in others if (found := capacity.shape_of(entry)) is not None
+        ]
+        rest = [self._serving(found, its_context).least for its_context, found in known]
+        cache = sizing.serving_cache(shape, need, context=context, free=free, others=rest)
+        # `regraft-server up` shares the GPU with jobs, which take what they find free when they start.
+        most = EMBEDDED_SEQUENCES * shape.cache_bytes(context)
+        return min(cache, most) if self.settings.embedded else cache
+
+    def problems(self, registry: Registry) -> Iterator[str]:
+        """One sentence for each model of the registry that does not fit on the GPU of this machine."""
+        if self.device != "cuda":
+            return
+        total = torch.cuda.mem_get_info()[1]
+        for name, entry in registry.models.items():
+            shape = capacity.shape_of(entry)
+            if shape is not None and (need := self._serving(shape, entry.context)).least > total:
+                yield f"{name} at {entry.context} tokens needs {need}; this GPU has {total / GIB:.1f} GiB."
+
+    def _need(self, entry: BaseModelEntry) -> tuple[Shape, Serving]:
+        shape = read_shape(entry, self.settings.model_cache)
+        return shape, self._serving(shape, entry.context)
+
+    def _serving(self, shape: Shape, context: int) -> Serving:
+        rank = next(rank for rank in RANKS if rank >= self.settings.inference_max_lora_rank)
+        return sizing.serving(shape, context=context, slots=ADAPTERS_AT_ONCE, rank=rank, device=self.device)
+
+    async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> Engine:
         source = await asyncio.to_thread(source_of, entry, self.settings.model_cache)
+        shape, need = await asyncio.to_thread(self._need, entry)
         config = EngineConfig(
             source=str(source),
             dtype=entry.dtype,
             device=self.device,
             context=entry.context,
             rank=self.settings.inference_max_lora_rank,
-            kv_cache_bytes=int(self.settings.kv_cache_gib * 2**30),
+            kv_cache_bytes=self.cache_bytes(shape, need, entry.context, self.bytes_free(), others),
             threads=self.settings.torch_threads,
         )
-        return await asyncio.to_thread(VllmEngine, config)
+        log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
+        engine = await asyncio.to_thread(VllmEngine, config)
+        if entry.template_text is not None:
+            engine.tokenizer.chat_template = entry.template_text
+        return engine
 
 
 class VllmEngine:
@@ -173,7 +232,7 @@ def _token(id: int, last: bool, logprobs: Any, top: int) -> Token:
 def write_nothing(source: str, folder: Path) -> None:
     """An adapter of one layer whose matrices are 0."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+        model = AutoModelForCausalLM.from_config(_config_of(source))
     head = model.get_output_embeddings()
     name, layer = next(
         (name, module)
@@ -194,4 +253,10 @@ def _eos_of(source: str) -> Any:
     try:
         return GenerationConfig.from_pretrained(source).eos_token_id
     except OSError:  # a model without that file has it in its config
-        return AutoConfig.from_pretrained(source).eos_token_id
+        return _config_of(source).eos_token_id
+
+
+def _config_of(source: str) -> Any:
+    """`source` is a folder if there is one of that name, and else a hub id, as transformers reads it."""
+    folder = Path(source)
+    return read_config(folder if folder.is_dir() else source)

@@ -26,8 +26,9 @@ _MNT_DETACH = 2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every machine
 _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 2, 1 << 3, 1 << 14
-# write_file, remove_dir, remove_file, make_dir, make_reg; no links, sockets, pipes or devices
-_MODIFY = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8
+# write_file, remove_dir, remove_file, make_dir, make_reg, and renames from one folder to another; no links, sockets,
+# pipes or devices
+_MODIFY = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13
 
 
 def no_new_privs() -> None:
@@ -79,8 +80,11 @@ def seccomp(program: bytes) -> None:
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.create_string_buffer(header, len(header)))
 
 
-def landlock(readable: Iterable[str], writable: Iterable[str] = ()) -> int:
-    """See these files and folders and no others; the kernel's Landlock version. Needs no_new_privs."""
+def landlock(readable: Iterable[str], writable: Iterable[str] = (), listed: Iterable[str] = ()) -> int:
+    """See these files and folders and no others; the kernel's Landlock version. Needs no_new_privs.
+
+    Of `listed` folders the names of what is in them can be read, and of that only what is `readable` as well.
+    """
     version = _checked(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
     files = (1 << 13) - 1
     files |= 1 << 13 if version >= 2 else 0
@@ -94,6 +98,8 @@ def landlock(readable: Iterable[str], writable: Iterable[str] = ()) -> int:
     try:
         for path in readable:
             _allow(ruleset, path, _READ_FILE | _READ_DIR)
+        for path in listed:
+            _allow(ruleset, path, _READ_DIR)
         for path in writable:
             _allow(ruleset, path, (_READ_FILE | _READ_DIR | _MODIFY | _TRUNCATE) & files)
         _checked(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0))
@@ -140,6 +146,8 @@ def _bind(path: str, target: str) -> None:
 
 
 def _allow(ruleset: int, path: str, access: int) -> None:
+    if Path(path).is_symlink() and Path(path).is_dir():
+        return  # as /lib: a rule for it would be one for all of the folder it leads to
     try:
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):

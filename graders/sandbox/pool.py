@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import hashlib
 import json
@@ -10,7 +11,7 @@ import os
 import select
 import subprocess
 import sys
-import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,8 @@ from pathlib import Path
 from struct import pack, unpack
 from typing import Any, Literal
 
+from graders.environments.catalog import Environment, EnvironmentNotBuilt, bare, default_folder, find
+from graders.sandbox import scratch
 from graders.types import StepScore, steps_of
 
 # Loaded before the first grade if the source names them; all else is imported when and if a grade gets there.
@@ -29,15 +32,27 @@ STANDARD = (
     "collections", "dataclasses", "datetime", "decimal", "difflib", "fractions", "functools", "itertools",
     "json", "math", "random", "re", "statistics", "string", "textwrap", "typing", "unicodedata",
 )  # fmt: skip
-INSTALLED = ("numpy", "pandas", "pydantic", "rapidfuzz", "scipy", "sklearn", "sympy", "yaml")
+# Those of an environment whose modules are, too.
+INSTALLED = frozenset(
+    {
+        "ast_grep_py", "deepdiff", "jsonschema", "nltk", "numpy", "pandas", "pydantic", "rapidfuzz", "rdkit",
+        "rouge_score", "scipy", "skbio", "sklearn", "sqlparse", "sympy", "yaml",
+    }
+)  # fmt: skip
+# More threads would not be faster on one core, and those of the zygote are not there in its forks.
+VARIABLES = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 REQUIRED = ("no_new_privs", "seccomp", "rlimits")
 INSECURE = "REGRAFT_PYTHON_GRADERS"
 
-_BOOT_S, _GRACE_S = 30.0, 5.0
+_BOOT_S, _GRACE_S = 60.0, 5.0
 _FORKS = 5000
 _MAX_ANSWER = 1 << 20
 
-Kind = Literal["ok", "user_error", "timeout", "memory", "crash", "output_limit", "bad_result"]
+_MOST_MODULES = 64
+
+Kind = Literal[
+    "ok", "user_error", "timeout", "memory", "crash", "output_limit", "scratch_limit", "bad_result"
+]
 
 
 class SandboxUnavailable(RuntimeError):
@@ -50,14 +65,18 @@ class SandboxFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one grade may use. There is no writable folder unless `scratch_bytes` is set, which needs root."""
+    """What one grade may use.
+
+    Its writable folder is in memory where there is a private root, and its size is a mount's. Elsewhere it is the
+    host's: then it is counted during the grade, and `file_bytes` limits each file.
+    """
 
     wall_s: float = 120.0
     memory: int = 2 << 30  # address space, so that no grade can take more than this from the host
     file_bytes: int = 16 << 20
     threads: int = 128
     output: int = 1 << 20  # printed bytes before the grade is ended; the first 16 kB are kept
-    scratch_bytes: int = 0
+    scratch_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -75,16 +94,26 @@ class Zygote:
     """One process that serves one source. Not for two threads at once."""
 
     def __init__(
-        self, source: str, limits: Limits, insecure: bool = False, without: Iterable[str] = ()
+        self,
+        source: str,
+        limits: Limits,
+        environment: Environment,
+        insecure: bool = False,
+        without: Iterable[str] = (),
     ) -> None:
         if sys.platform != "linux":
             raise SandboxUnavailable("Python graders need Linux: seccomp and Landlock are missing here.")
         self.limits, self.served, self.retired = limits, 0, False
         root = str(Path(__file__).parents[2])
-        start = f"import sys; sys.path.insert(0, {root!r}); from graders.sandbox.zygote import main; main()"
+        # Last on the path: the standard library must not be shadowed by what else lies there.
+        start = f"import sys; sys.path.append({root!r}); from graders.sandbox.zygote import main; main()"
+        try:
+            self.scratch = tempfile.mkdtemp(prefix="regraft-grader-")
+        except OSError as cause:
+            raise SandboxUnavailable(f"Python graders need a writable temporary folder: {cause}") from cause
         # env={}: what the service knows of keys must not be in this process at all, not even at its start.
         self.process = subprocess.Popen(
-            [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", start],
+            [environment.interpreter.program, "-I", "-S", "-B", "-X", "utf8", "-c", start],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -92,13 +121,16 @@ class Zygote:
             cwd="/",
             bufsize=0,
         )
-        readable, path = _visible()
+        visible = _visible(environment)
         config = {
             "source": source,
             "parent": os.getpid(),
-            "readable": readable,
-            "path": path,
-            "modules": [*STANDARD, *(name for name in INSTALLED if name in source)],
+            "readable": visible.readable,
+            "listed": visible.listed,
+            "path": visible.path,
+            "modules": [*STANDARD, *named_modules(source)],
+            "variables": VARIABLES | ({"NLTK_DATA": environment.corpora} if environment.corpora else {}),
+            "scratch": self.scratch,
             "insecure": insecure,
             "without": list(without),
             **asdict(limits),
@@ -108,6 +140,8 @@ class Zygote:
             self.close()
             raise SandboxFailed(f"the sandbox did not start: {answer.get('error')}")
         self.layers: dict[str, str] = answer["layers"]
+        if not self.layers["namespaces"]:
+            scratch.remove(self.scratch)  # it writes to memory instead
         if not insecure:
             self._refuse_if_thin()
 
@@ -130,11 +164,10 @@ class Zygote:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+        scratch.remove(self.scratch)
 
     def _refuse_if_thin(self) -> None:
         missing = missing_layers(self.layers)
-        if self.limits.scratch_bytes and self.layers["namespaces"]:
-            missing.append(f"a scratch folder needs namespaces ({self.layers['namespaces']})")
         if missing:
             self.close()
             raise SandboxUnavailable(f"Python graders cannot run safely here: {'; '.join(missing)}.")
@@ -216,9 +249,18 @@ class Pool:
         self._under_way = 0
         self._closed = False
 
-    def submit(self, source: str, sample: Mapping[str, Any], item: Mapping[str, Any]) -> Future[Outcome]:
-        """A grade to come. It fails with SandboxUnavailable or SandboxFailed, never with the grader's error."""
-        grade = self._threads.submit(self._grade, source, sample, item)
+    def submit(
+        self,
+        source: str,
+        sample: Mapping[str, Any],
+        item: Mapping[str, Any],
+        environment: Environment | None = None,
+    ) -> Future[Outcome]:
+        """A grade to come. It fails with SandboxUnavailable or SandboxFailed, never with the grader's error.
+
+        Without an environment it runs in the default one, which has to be in the default folder.
+        """
+        grade = self._threads.submit(self._grade, source, sample, item, environment)
         with self._lock:
             self._under_way += 1
         grade.add_done_callback(self._done)
@@ -250,9 +292,20 @@ class Pool:
             zygote.close()
         self._all.clear()
 
-    def _grade(self, source: str, sample: Mapping[str, Any], item: Mapping[str, Any]) -> Outcome:
-        key = hashlib.sha256(source.encode()).hexdigest()
-        zygote = self._take(key) or self._start(source)
+    def _grade(
+        self,
+        source: str,
+        sample: Mapping[str, Any],
+        item: Mapping[str, Any],
+        environment: Environment | None,
+    ) -> Outcome:
+        if environment is None:
+            try:
+                environment = find(default_folder())
+            except EnvironmentNotBuilt as cause:
+                raise SandboxUnavailable(str(cause)) from cause
+        key = hashlib.sha256(f"{environment}\n{source}".encode()).hexdigest()
+        zygote = self._take(key) or self._start(source, environment)
         try:
             return zygote.grade(sample, item)
         finally:
@@ -276,8 +329,8 @@ class Pool:
         for old in spent:
             old.close()
 
-    def _start(self, source: str) -> Zygote:
-        zygote = Zygote(source, self.limits, self.insecure, self.without)
+    def _start(self, source: str, environment: Environment) -> Zygote:
+        zygote = Zygote(source, self.limits, environment, self.insecure, self.without)
         with self._lock:
             if not self._closed:
                 self._all.add(zygote)
@@ -286,7 +339,7 @@ class Pool:
         raise SandboxFailed("the pool is closed")
 
     def _probe(self) -> dict[str, str]:
-        zygote = Zygote("", self.limits, insecure=True, without=self.without)
+        zygote = Zygote("", self.limits, bare(), insecure=True, without=self.without)
         zygote.close()
         return zygote.layers
 
@@ -313,6 +366,15 @@ def described() -> str:
     return f"python graders run behind {holds}" + (" (declared insecure)" if shared().insecure else "")
 
 
+def not_built(environments: Path | None) -> str:
+    """Why the default environment in this folder cannot be used, for the operator; "" if it can."""
+    try:
+        find(environments or default_folder())
+    except EnvironmentNotBuilt as missing:
+        return f"{missing} Until then jobs and requests with python graders wait or are refused."
+    return ""
+
+
 def refusal() -> str:
     """Why this process may not run python graders; "" if it may."""
     if shared().insecure:
@@ -323,7 +385,12 @@ def refusal() -> str:
 def missing_layers(layers: Mapping[str, str]) -> list[str]:
     """What is missing of the least we ask for, each with the reason."""
     missing = [f"{name} is missing ({layers[name]})" for name in REQUIRED if layers[name]]
-    if layers["landlock"] and layers["uid"]:
+    # A user of its own keeps a grader from the service, and not from the scratch folders of other graders.
+    if layers["landlock"] and layers["namespaces"]:
+        missing.append(
+            f"both landlock ({layers['landlock']}) and namespaces ({layers['namespaces']}) are missing"
+        )
+    elif layers["landlock"] and layers["uid"]:
         missing.append(
             f"both landlock ({layers['landlock']}) and a user of its own ({layers['uid']}) are missing"
         )
@@ -337,6 +404,9 @@ def _outcome(answer: Mapping[str, Any], limits: Limits, length: int) -> Outcome:
             return Outcome("timeout", reason=f"no grade within {limits.wall_s:g} s", output=output)
         case "output_limit":
             return Outcome("output_limit", reason="it wrote too much output", output=output)
+        case "scratch_limit":
+            most = f"{limits.scratch_bytes >> 20} MiB in {scratch.MAX_ENTRIES} files"
+            return Outcome("scratch_limit", reason=f"it wrote more than {most}", output=output)
         case "cpu_limit":
             return Outcome("timeout", reason="it used too much processor time", output=output)
         case "memory":
@@ -391,29 +461,58 @@ def _wait(fd: int, event: int, deadline: float) -> None:
         raise SandboxFailed("it did not answer in time")
 
 
-def _interpreter() -> str:
-    """The interpreter itself: behind a virtual environment's link, so that its own prefix is found."""
-    return str(Path(sys.executable).resolve())
+def named_modules(source: str) -> list[str]:
+    """The modules of INSTALLED packages that a source imports anywhere: loaded once, not by each of its grades."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []  # its grades will say so
+    names = dict.fromkeys(name for node in ast.walk(tree) for name in _imported(node))
+    return [name for name in names if name.partition(".")[0] in INSTALLED][:_MOST_MODULES]
 
 
-@lru_cache(maxsize=1)
-def _visible() -> tuple[list[str], list[str]]:
-    """The files a grader may read, and its sys.path: Python, the packages installed beside us, C libraries."""
-    paths = sysconfig.get_paths()
-    packages = {str(Path(paths[name]).resolve()) for name in ("purelib", "platlib")}
-    standard = {str(Path(paths[name]).resolve()) for name in ("stdlib", "platstdlib")}
-    standard = {path for path in standard if Path(path, "os.py").exists()} or standard
-    path = [*sorted(standard), *(f"{folder}/lib-dynload" for folder in sorted(standard)), *sorted(packages)]
-    own = map(str, Path(sys.base_prefix, "lib").glob("libpython*"))
-    system = [
-        "/lib",
-        "/lib64",
-        "/usr/lib",
-        "/usr/lib64",
-        "/etc/ld.so.cache",
-        "/usr/share/zoneinfo",
-        "/dev/null",
+def _imported(node: ast.AST) -> list[str]:
+    match node:
+        case ast.Import():
+            return [alias.name for alias in node.names]
+        case ast.ImportFrom(module=str(module), level=0):
+            # Each name may be a module of its own or something in the first one, which an import will show.
+            return [module, *(f"{module}.{alias.name}" for alias in node.names if alias.name != "*")]
+    return []
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What a grader may read, the folders that it may list besides, and its sys.path."""
+
+    readable: list[str]
+    listed: list[str]
+    path: list[str]
+
+
+@lru_cache(maxsize=8)
+def _visible(environment: Environment) -> Visible:
+    """Python's own library, the environment's packages and data, C libraries, and no other package on this machine."""
+    standard, libraries = environment.interpreter.standard, environment.interpreter.libraries
+    # Packages that are installed into Python itself lie within its library, and Debian's own beside it.
+    parts = [entry for folder in standard for entry in _entries(folder, ("site-packages", "dist-packages"))]
+    parts += [
+        entry
+        for folder in ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+        for entry in _entries(folder, ("python",))
     ]
+    own = [folder for folder in (environment.packages, environment.corpora) if folder is not None]
+    others = ["/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/null"]
     # Shortest first: a link or folder has to be there before what lies in it.
-    candidates = sorted({*system, *standard, *packages, *own}, key=len)
-    return [name for name in candidates if Path(name).exists()], path
+    readable = sorted({path for path in (*parts, *libraries, *own, *others) if Path(path).exists()}, key=len)
+    path = [*standard, *(f"{folder}/lib-dynload" for folder in standard)]
+    return Visible(
+        readable, list(standard), path if environment.packages is None else [*path, environment.packages]
+    )
+
+
+def _entries(folder: str, hidden: tuple[str, ...]) -> list[str]:
+    """What lies in a folder but for names that begin so; a link to another folder stands for itself."""
+    if Path(folder).is_symlink() or not Path(folder).is_dir():
+        return [folder]
+    return [str(entry) for entry in Path(folder).iterdir() if not entry.name.startswith(hidden)]

@@ -2,16 +2,19 @@
 
 Frames go both ways, on stdin and stdout: four bytes of length, then JSON. The first one in says what to be:
 
-    {"source", "parent", "readable", "path", "modules", "insecure", "without", and all of Limits}
+    {"source", "parent", "readable", "listed", "path", "modules", "variables", "scratch", "insecure", "without", and
+     all of Limits}
         ->  {"layers"} or {"error"}
     {"sample", "item"}
         ->  {"status", "exit", "result", "output", "retire"}
 
-Here lie no secrets: children inherit this memory, and their code is not ours.
+It runs on the Python of the grader's environment, where nothing of the service can be imported. Here lie no secrets:
+children inherit this memory, and their code is not ours.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import importlib
@@ -19,7 +22,6 @@ import json
 import linecache
 import os
 import select
-import shutil
 import signal
 import struct
 import sys
@@ -28,15 +30,16 @@ import traceback
 import types
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from graders.sandbox import lockdown, syscalls
+from graders.sandbox import lockdown, scratch, syscalls
 from graders.types import MAX_STEPS, steps_of
 
 FILE = "grader.py"
 SCRATCH = "/scratch"
+SCRATCH_S = 0.05  # how often its bytes are counted
 MAX_RESULT = 64 * 1024
+MAX_OUTPUT = 16 * 1024  # bytes of printed text that are kept
 MAX_REASON = 4096
 _OUT_OF_MEMORY = b'{"error": "memory"}'  # made beforehand: when it is needed, there is no memory to make it
 
@@ -62,11 +65,15 @@ class Zygote:
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.layers: dict[str, str] = {}  # "" holds, otherwise why not
-        self.scratch = ""
+        self.scratch = config["scratch"]  # a folder of the host's, unless one in memory can take its place
+        self.in_memory = False
         self.ready: Ready | None = None
         self._lock_down()
+        os.environ.update(config["variables"], HOME=self.scratch, TMPDIR=self.scratch)
         self.filter = self._filter()
         sys.path[:] = config["path"]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "graders"]:
+            del sys.modules[name]  # what is ours stays in use, and cannot be imported
         _import(config["modules"])
         lines = config["source"].splitlines(keepends=True)
         linecache.cache[FILE] = (len(config["source"]), None, lines, FILE)  # tracebacks show the line
@@ -99,6 +106,8 @@ class Zygote:
             write_body(ready.request, request)
         os.close(ready.request)
         watch = Watch(ready.child, ready.result, ready.output, self.config)
+        if not self.in_memory:
+            watch.scratch = self.scratch
         answer = watch.until_it_ends()
         answer["retire"] = not self._swept()
         return answer
@@ -115,7 +124,7 @@ class Zygote:
         except MemoryError:
             answer = _OUT_OF_MEMORY
         except BaseException as cause:
-            answer = _described(cause)
+            answer = _described(cause, self.config["scratch_bytes"])
         with suppress(BaseException):
             sys.stdout.flush()
         with suppress(BaseException):
@@ -133,13 +142,16 @@ class Zygote:
             os.dup2(fd, number)
         os.closerange(5, 1 << 16)
         config = self.config
-        if self.scratch:
-            os.chdir(self.scratch)
+        os.chdir(self.scratch)
+        # A folder in memory has a size of its own; of the host's, no file may be larger than can be counted in time.
+        largest = (
+            max(config["file_bytes"], config["scratch_bytes"]) if self.in_memory else config["file_bytes"]
+        )
         try:
             lockdown.die_with(zygote)
             if "rlimits" not in config["without"]:
                 cpu_s = _cpu_limit(config["wall_s"])
-                lockdown.rlimits(config["memory"], cpu_s, config["file_bytes"], config["threads"])
+                lockdown.rlimits(config["memory"], cpu_s, largest, config["threads"])
             if self.filter:
                 lockdown.seccomp(self.filter)
         except (OSError, ValueError) as cause:
@@ -169,12 +181,14 @@ class Zygote:
         def separate() -> None:
             if not root:
                 raise OSError("needs root")
-            lockdown.private_root(readable, SCRATCH if scratch_bytes else "", scratch_bytes)
-            self.scratch = SCRATCH if scratch_bytes else ""
+            lockdown.private_root(readable, SCRATCH, scratch_bytes)
+            self.scratch, self.in_memory = SCRATCH, True
 
         def nobody() -> None:
             if not root:
                 raise OSError("not root, so the user stays the service's own")
+            if not self.in_memory:
+                os.chown(self.scratch, lockdown.NOBODY, lockdown.NOBODY)
             lockdown.become_nobody()
 
         self._layer("namespaces", separate)
@@ -182,8 +196,8 @@ class Zygote:
         self._layer("no_new_privs", lockdown.no_new_privs)
         lockdown.undumpable()
         lockdown.die_with(config["parent"])
-        writable = [self.scratch] if self.scratch else []
-        self._layer("landlock", lambda: lockdown.landlock([*readable, *writable], writable))
+        writable = [self.scratch]
+        self._layer("landlock", lambda: lockdown.landlock([*readable, *writable], writable, config["listed"]))
         # These two take hold in each child; a child in which one fails ends before the grader starts.
         self._layer("rlimits", lambda: None)
 
@@ -210,15 +224,9 @@ class Zygote:
 
     def _swept(self) -> bool:
         """Leave nothing of this grade to the next. False: something stayed, so do not use this zygote again."""
-        if not self.scratch:
-            return True
         try:
-            for entry in os.scandir(self.scratch):
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                else:
-                    Path(entry.path).unlink()
-        except (OSError, RecursionError):  # a tree too deep to walk, say; it goes when this process does
+            scratch.empty(self.scratch)
+        except OSError:  # it goes when this process does
             return False
         return True
 
@@ -242,6 +250,10 @@ class Watch:
         self.kept = {result: bytearray(), output: bytearray()}
         self.result, self.output = result, output
         self.seen = 0
+        self.scratch, self.scratch_bytes = (
+            "",
+            config.get("scratch_bytes", 0),
+        )  # to be counted, where no mount limits it
 
     def until_it_ends(self) -> dict[str, Any]:
         ended = os.pidfd_open(self.child)
@@ -264,8 +276,15 @@ class Watch:
             "status": verdict or self._status(status, used.ru_utime + used.ru_stime),
             "exit": os.waitstatus_to_exitcode(status),
             "result": self.kept[self.result].decode("latin-1"),
-            "output": self.kept[self.output].decode("utf-8", "replace"),
+            "output": self._shown_output(),
         }
+
+    def _shown_output(self) -> str:
+        """What was printed; where it was too much to keep, a last line says so."""
+        text = self.kept[self.output].decode("utf-8", "replace")
+        if self.seen <= MAX_OUTPUT:
+            return text
+        return f"{text}\n... cut: the first {MAX_OUTPUT:,} of {self.seen:,} bytes are shown"
 
     def _wait(self, poll: select.poll, ended: int) -> str:
         """Why it has to be killed, or "" if it ended by itself."""
@@ -273,13 +292,15 @@ class Watch:
             left = self.deadline - time.monotonic()
             if left <= 0:
                 return "timeout"
-            for fd, _ in poll.poll(left * 1000 + 1):
+            for fd, _ in poll.poll(min(left, SCRATCH_S if self.scratch else left) * 1000 + 1):
                 if fd == ended:
                     return ""
                 if not self._drain(fd):
                     poll.unregister(fd)
             if self.seen > self.output_limit or len(self.kept[self.result]) > MAX_RESULT:
                 return "output_limit"
+            if self.scratch and scratch.is_over(self.scratch, self.scratch_bytes):
+                return "scratch_limit"
 
     def _status(self, status: int, cpu_s: float) -> str:
         code = os.waitstatus_to_exitcode(status)
@@ -291,7 +312,7 @@ class Watch:
         data = os.read(fd, 65536)
         if fd == self.output:
             self.seen += len(data)
-        room = (MAX_RESULT + 1 if fd == self.result else 16384) - len(self.kept[fd])
+        room = (MAX_RESULT + 1 if fd == self.result else MAX_OUTPUT) - len(self.kept[fd])
         self.kept[fd] += data[: max(room, 0)]
         return bool(data) and self.seen <= 2 * self.output_limit
 
@@ -347,13 +368,15 @@ def _scored(value: Any, rest: dict[str, Any]) -> bytes:
     return json.dumps({"score": score, **rest}).encode()
 
 
-def _described(cause: BaseException) -> bytes:
+def _described(cause: BaseException, scratch_bytes: int) -> bytes:
     """The traceback from the grader's first line on, cut to size."""
     frames = cause.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != FILE:
         frames = frames.tb_next
     try:
         lines = traceback.format_exception(type(cause), cause, frames, limit=-10)
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EFBIG):
+            lines.append(f"A grade may write {scratch_bytes >> 20} MiB in {scratch.MAX_ENTRIES} files.\n")
         return _error("user", "".join(lines))
     except MemoryError:
         return _OUT_OF_MEMORY
@@ -386,7 +409,8 @@ def _try_in_a_child(program: bytes) -> None:
 
 def _import(modules: list[str]) -> None:
     for name in modules:
-        with suppress(ImportError):
+        # Whatever is wrong with a module, the grade that imports it will say.
+        with suppress(Exception, SystemExit):
             importlib.import_module(name)
 
 

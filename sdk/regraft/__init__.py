@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from regraft.jobs import FINAL, events, metrics, rollouts, show
     from regraft.requests import InvalidRequestFile
-    from regraft.types import Estimate, GraderTest, JobEvent, Preview, Rollout, StepMetrics
+    from regraft.types import Estimate, GraderTest, JobEvent, Preview, Rollout, StepMetrics, Verdict
 
 _HOME = {
     "regraft._rules.datasets": "InvalidDataset LineError",
@@ -47,7 +47,7 @@ _HOME = {
     "NotARegraftServer NotSupportedByServer QuotaExceeded RateLimited",
     "regraft.jobs": "FINAL events metrics rollouts show",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobEvent Preview Rollout StepMetrics",
+    "regraft.types": "Estimate GraderTest JobEvent Preview Rollout StepMetrics Verdict",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -91,6 +91,7 @@ __all__ = [
     "Regraft",
     "Rollout",
     "StepMetrics",
+    "Verdict",
     "events",
     "metrics",
     "rollouts",

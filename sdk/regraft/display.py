@@ -5,7 +5,7 @@ from typing import TextIO
 
 from openai.types.fine_tuning import FineTuningJobEvent
 
-from regraft.progress import Progress, described, marks_for
+from regraft.progress import AXIS, Progress, described, marks_for
 
 CLEAR = "\r\x1b[K"
 
@@ -13,10 +13,11 @@ CLEAR = "\r\x1b[K"
 class Display:
     """Call `event` and `status` as they come, and `close` at the end."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: TextIO, axis: tuple[float, float] = AXIS) -> None:
+        """`axis`: the rewards that the job's grader may give."""
         self.out = out
         self.live = out.isatty()
-        self.progress = Progress()
+        self.progress = Progress(axis=axis)
         self._marks = marks_for(out.encoding)
         self._drawn = False
 
@@ -28,7 +29,9 @@ class Display:
             else:
                 # Without what moves: lines are read by people later, and by grep.
                 total = event.data["total_steps"]
-                self._say("  ".join([f"step {event.data['step']}/{total}", *described(event.data)]))
+                self._say(
+                    "  ".join([f"step {event.data['step']}/{total}", *described(event.data, self._marks)])
+                )
         elif event.level != "info":
             self._say(f"{'warning' if event.level == 'warn' else event.level}: {event.message}")
         elif not self.live:

@@ -9,6 +9,7 @@ from openai import OpenAI
 from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
 
 from regraft.display import Display
+from regraft.progress import axis_of
 
 FINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 
@@ -36,11 +37,17 @@ def show(
     client: OpenAI, job_id: str, *, out: TextIO = sys.stdout, poll_seconds: float = 1.0
 ) -> FineTuningJob:
     """Print the job's progress until it ends, and return it: a live bar in a terminal, plain lines in a pipe."""
-    display = Display(out)
+    display = Display(out, axis_of(grader_of(client.fine_tuning.jobs.retrieve(job_id))))
     for event in events(client, job_id, poll_seconds=poll_seconds):
         display.event(event)
     display.close()
     return client.fine_tuning.jobs.retrieve(job_id)
+
+
+def grader_of(job: FineTuningJob) -> Any:
+    """The grader's spec, as the client parsed it; None where the job shows none."""
+    reinforcement = getattr(job.method, "reinforcement", None)
+    return getattr(reinforcement, "grader", None)
 
 
 def metrics(client: OpenAI, job_id: str) -> list[dict[str, Any]]:

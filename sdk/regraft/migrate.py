@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from regraft.requests import InvalidRequestFile
+from regraft.requests import OF_THE_METHOD, InvalidRequestFile
 
 # Of a job object that was copied from OpenAI, what is not a parameter of it.
 _OF_THE_RESULT = frozenset(
@@ -33,6 +33,7 @@ class Migration:
     text: str
     to_do: list[str]
     differs: list[str]
+    body: dict[str, Any]  # of POST /fine_tuning/jobs, but for the files
 
 
 def migrate(params: Mapping[str, Any], *, model: str | None = None) -> Migration:
@@ -53,20 +54,20 @@ def migrate(params: Mapping[str, Any], *, model: str | None = None) -> Migration
     to_do, differs = [*_to_do(params, inside, model)], [*_differs(params, inside)]
     job = _job(params, inside, model)
     comments = [f"# To do: {one}" for one in to_do]
-    return Migration("\n".join([*comments, *([""] if comments else []), toml(job)]), to_do, differs)
+    return Migration(
+        "\n".join([*comments, *([""] if comments else []), toml(job)]), to_do, differs, _body(job)
+    )
 
 
 def _job(params: Mapping[str, Any], inside: Mapping[str, Any], model: str | None) -> dict[str, Any]:
     hyperparameters = {
-        name: value
-        for name, value in (inside.get("hyperparameters") or {}).items()
-        if value is not None and name != "reasoning_effort"
+        name: value for name, value in (inside.get("hyperparameters") or {}).items() if value is not None
     }
     suffix = params.get("suffix") or params.get("user_provided_suffix")
     job = {
         "model": model or NO_MODEL,
         **_FILES,
-        "suffix": _suffix(suffix) if suffix else None,
+        "suffix": suffix or None,
         **{name: params.get(name) for name in _KEPT},
         "integrations": [*_wandb(params)] or None,
         "hyperparameters": hyperparameters or None,
@@ -74,6 +75,12 @@ def _job(params: Mapping[str, Any], inside: Mapping[str, Any], model: str | None
         "grader": inside["grader"],
     }
     return {name: value for name, value in job.items() if value is not None}
+
+
+def _body(job: Mapping[str, Any]) -> dict[str, Any]:
+    inside = {name: job[name] for name in OF_THE_METHOD if name in job}
+    rest = {name: value for name, value in job.items() if name not in (*OF_THE_METHOD, *_FILES)}
+    return rest | {"method": {"type": "reinforcement", "reinforcement": inside}}
 
 
 def _wandb(params: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -110,7 +117,7 @@ def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[s
     hyperparameters = inside.get("hyperparameters") or {}
     effort = hyperparameters.get("reasoning_effort")
     if effort not in (None, "default"):
-        yield f"hyperparameters.reasoning_effort: {effort} is left out; the models here have no such setting."
+        yield f"hyperparameters.reasoning_effort: {effort} is accepted and has no effect in this version."
     automatic = [
         f"{name} is {meaning}"
         for name, meaning in _AUTO.items()
@@ -127,10 +134,13 @@ def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[s
             yield f"method.reinforcement.{name} is left out: answers are one message here, without tools."
     suffix = params.get("suffix") or params.get("user_provided_suffix")
     if suffix and _suffix(suffix) != suffix:
-        yield f"suffix: {suffix!r} became {_suffix(suffix)!r}; it may have letters, digits, _ and - here."
+        yield f"suffix: {suffix!r} appears as {_suffix(suffix)!r} in the name of the model."
     unknown = params.keys() - _OF_THE_RESULT - {
-        *_KEPT, *_FILES, "model", "method", "suffix", "user_provided_suffix", "integrations", "hyperparameters"
+        *_KEPT, *_FILES, "model", "method", "suffix", "user_provided_suffix", "integrations", "hyperparameters",
+        "trainingType",
     }  # fmt: skip
+    if params.get("hyperparameters"):
+        yield "hyperparameters at the top is left out: it is for supervised jobs, and creating a job here refuses it."
     for name in sorted(unknown):
         yield f"{name} is left out: it is not a parameter here."
     for where, grader in _graders(inside["grader"], "grader"):
@@ -152,7 +162,7 @@ def _graders(grader: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mappi
 
 
 def _suffix(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[:64]
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")
 
 
 def toml(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:

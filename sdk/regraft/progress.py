@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=*%#"
+AXIS = (0.0, 1.0)  # of rewards
 
 
 @dataclass(frozen=True)
@@ -16,15 +17,16 @@ class Marks:
     full: str = "█"
     empty: str = "░"
     blocks: str = BLOCKS
+    plus_minus: str = "±"
 
     @classmethod
     def plain(cls) -> "Marks":
-        return cls("#", ".", ASCII_BLOCKS)
+        return cls("#", ".", ASCII_BLOCKS, "+-")
 
 
 def marks_for(encoding: str | None) -> Marks:
     try:
-        (BLOCKS + "█░").encode(encoding or "ascii")
+        (BLOCKS + "█░±").encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
         return Marks.plain()
     return Marks()
@@ -35,6 +37,7 @@ class Progress:
     """What is known of a run from the events seen so far. A step that is done again replaces itself."""
 
     status: str = ""
+    axis: tuple[float, float] = AXIS  # of the sparkline
     steps: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
@@ -61,17 +64,19 @@ class Progress:
         width = len(str(total))
         parts.append(f"step {step:>{width}}/{total} {marks.full * filled}{marks.empty * (bar - filled)}")
         if spark and len(self.rewards) > 1:
-            parts.append(sparkline(self.rewards, spark, marks.blocks))
-        parts += described(last)
+            parts.append(sparkline(self.rewards, spark, marks.blocks, self.axis))
+        parts += described(last, marks)
         return "  ".join(parts)
 
 
-def described(metrics: Mapping[str, Any]) -> list[str]:
-    """The numbers of one step that a person wants to see."""
+def described(metrics: Mapping[str, Any], marks: Marks | None = None) -> list[str]:
+    """The numbers of one step that a person wants to see; a validation with its standard error."""
     parts = []
     for label, key in (("train", "train_mean_reward"), ("valid", "full_valid_mean_reward")):
         if metrics.get(key) is not None:
             parts.append(f"{label} {metrics[key]:.2f}")
+    if metrics.get("full_valid_mean_reward") is not None and metrics.get("full_valid_stderr") is not None:
+        parts[-1] += f" {(marks or Marks()).plus_minus}{metrics['full_valid_stderr']:.2f}"
     if metrics.get("groups_mixed_share") is not None:
         parts.append(f"groups with signal {metrics['groups_mixed_share']:.0%}")
     seconds = ((metrics.get("timing") or {}).get("step") or {}).get("full_iteration")
@@ -80,13 +85,24 @@ def described(metrics: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
-    """The values between their own least and largest; more than `width` of them are averaged together."""
+def axis_of(grader: Any) -> tuple[float, float]:
+    """The rewards that a grader may give, as far as its spec says: its `range`, or 0 to 1."""
+    bounds = grader.get("range") if isinstance(grader, Mapping) else getattr(grader, "range", None)
+    if isinstance(bounds, list | tuple) and len(bounds) == 2:
+        return float(bounds[0]), float(bounds[1])
+    return AXIS
+
+
+def sparkline(
+    values: Sequence[float], width: int, blocks: str = BLOCKS, axis: tuple[float, float] = AXIS
+) -> str:
+    """The values on a fixed axis; more than `width` of them are averaged together.
+
+    An axis of the values' own extremes would draw noise as full swings. It is only widened for values outside it.
+    """
     if len(values) > width:
         edges = [round(number * len(values) / width) for number in range(width + 1)]
         values = [statistics.fmean(values[low:high]) for low, high in pairwise(edges)]
-    least, largest = min(values), max(values)
-    if largest == least:
-        return blocks[len(blocks) // 2] * len(values)
+    least, largest = min(axis[0], *values), max(axis[1], *values)
     top = len(blocks) - 1
     return "".join(blocks[round((value - least) / (largest - least) * top)] for value in values)

@@ -1,11 +1,13 @@
 """What people write in files: a job, a grader. Read here, and put into the shape of the API.
 
-A job file has the fields of POST /fine_tuning/jobs, and `grader`, `hyperparameters` and `response_format` may stand
-at its top. `training_file` and `validation_file` are ids, or paths that are uploaded; `grader` is a table, or the path
-of a .py with `def grade(sample, item)`, or of a .json, .toml or .yaml. Paths are relative to the file they stand in.
+A job file has the fields of POST /fine_tuning/jobs. Where `grader` stands at its top, `hyperparameters` and
+`response_format` may, too, and the method is 'reinforcement'; any other file is sent as it is. `training_file` and
+`validation_file` are ids, or paths that are uploaded; `grader` is a table, or the path of a .py with
+`def grade(sample, item)`, or of a .json, .toml or .yaml. Paths are relative to the file they stand in.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -48,11 +50,14 @@ def read_job(source: Source, changes: Sequence[str] = ()) -> JobRequest:
     else:
         path = Path(source)
         fields, folder, name = read_table(path), path.parent, str(path)
-    body = _with_method(fields, name)
+    # Its own short form has the grader at the top; any other file is the API's body, and for the API to judge.
+    is_short = "grader" in fields or any(re.match(r"\s*grader\b", change) for change in changes)
+    body = _with_method(fields, name) if is_short else fields
     for change in changes:
         set_path(body, change)
-    inside = body["method"].get("reinforcement", {})
-    if isinstance(inside.get("grader"), str | Path):
+    method = body.get("method")
+    inside = method.get("reinforcement") if isinstance(method, dict) else None
+    if isinstance(inside, dict) and isinstance(inside.get("grader"), str | Path):
         inside["grader"] = read_grader(folder / inside["grader"])
     uploads: dict[str, Path] = {}
     for field in FILES:
@@ -129,7 +134,7 @@ def refuse_masked(body: Mapping[str, Any], path: str = "") -> None:
 
 def _with_method(fields: dict[str, Any], name: str) -> dict[str, Any]:
     body = {key: value for key, value in fields.items() if key not in OF_THE_METHOD}
-    method = body.get("method", {"type": "reinforcement"})
+    method = {"type": "reinforcement"} if body.get("method") is None else body["method"]
     if not isinstance(method, dict):
         raise InvalidRequestFile(f"{name}: method must be a table")
     inside = dict(method.get("reinforcement") or {})

@@ -1,9 +1,9 @@
 """What the server sends beyond OpenAI's types. Keys that are not named here are kept, and are attributes as well."""
 
-from typing import Any
+from typing import Any, Literal
 
 from openai import BaseModel
-from openai.types.fine_tuning import FineTuningJobEvent
+from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
 
 
 class StepMetrics(BaseModel):
@@ -13,9 +13,66 @@ class StepMetrics(BaseModel):
     total_steps: int
     train_mean_reward: float | None = None
     full_valid_mean_reward: float | None = None  # None: no validation in this step
+    full_valid_stderr: float | None = None  # over the rows; None: fewer than two
+    full_valid_difference: float | None = None  # to the base model, paired by row, with its 95 % interval
+    full_valid_difference_low: float | None = None
+    full_valid_difference_high: float | None = None
     completion_tokens_mean: float | None = None
     groups_mixed_share: float | None = None  # of all groups, those with different rewards
     timing: dict[str, Any] | None = None
+
+
+class Verdict(BaseModel):
+    """The delivered model against its base on the same validation rows, paired by row."""
+
+    outcome: Literal["improved", "no_difference", "worse"]
+    base_reward: float
+    tuned_reward: float
+    difference: float
+    ci_low: float | None = None  # the 95 % interval of the difference; None: too few rows for one
+    ci_high: float | None = None
+    wins: int
+    losses: int
+    ties: int
+    rows: int
+    ungraded: int  # rows left out because one of the two has no graded answer
+    step: int  # of the delivered checkpoint
+    ground: str | None = None  # the damage for which it is worse; None: the interval alone decides
+
+    def __str__(self) -> str:
+        """`worse than the base model: 0.59 -> 0.00 (difference -0.59, 95 % interval ...)`."""
+        start = {
+            "improved": "better than the base model",
+            "worse": "worse than the base model",
+            "no_difference": "no difference to the base model"
+            if self.difference >= 0
+            else "not significantly different from the base model",
+        }[self.outcome]
+        if self.ground is not None:
+            start = f"{start}, damaged ({self.ground.replace('_', ' ')})"
+        interval = ""
+        if self.ci_low is None or self.ci_high is None:
+            if self.outcome != "worse":
+                start = "too few rows to compare with the base model"
+        else:
+            interval = f", 95 % interval {self.ci_low:.2f} to {self.ci_high:.2f}"
+        left_out = f", {self.ungraded} ungraded" if self.ungraded else ""
+        return (
+            f"{start}: {self.base_reward:.2f} -> {self.tuned_reward:.2f} "
+            f"(difference {self.difference:+.2f}{interval}; "
+            f"{_counted(self.wins, 'win', 'wins')}, {_counted(self.losses, 'loss', 'losses')}, "
+            f"{_counted(self.ties, 'tie', 'ties')} in {_counted(self.rows, 'row', 'rows')}{left_out})"
+        )
+
+
+def _counted(number: int, singular: str, plural: str) -> str:
+    return f"{number} {singular if number == 1 else plural}"
+
+
+def verdict_of(job: FineTuningJob) -> Verdict | None:
+    """The verdict of a job; None before its end, where nothing could be compared, and from an older server."""
+    stored = getattr(job, "verdict", None)
+    return None if stored is None else Verdict.construct(**stored)
 
 
 class JobEvent(FineTuningJobEvent):
@@ -79,6 +136,7 @@ class Estimate(BaseModel):
     group_size: int
     estimate: dict[str, Any] | None = None
     reason: str | None = None
+    warnings: list[str] = []  # what the server accepts and has no effect
 
 
 class Share(BaseModel):
@@ -156,6 +214,9 @@ class GraderTest(BaseModel):
     reward: float
     expect: float | None = None
     passed: bool  # no error, and as expected where something was
-    reason: str = ""
+    reason: str = ""  # of a python grader that raised: the whole traceback, the exception last
     errors: list[str] = []  # the flags that are up, such as "sample_parse_error"
+    error_details: dict[str, str] = {}  # by flag, where the server explains it
+    output: str = ""  # what python graders printed
+    execution_time: float | None = None  # seconds
     sub_rewards: dict[str, float] = {}

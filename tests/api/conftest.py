@@ -24,6 +24,7 @@ MODELS = {
     "tiny": BaseModelEntry(hub="regraft/tiny"),
     "org/large": BaseModelEntry(hub="org/large", gpu_class="h200"),
 }
+ALIASES = {"o4-mini-2025-04-16": "tiny"}
 
 
 @dataclass
@@ -80,7 +81,7 @@ def open_house(database: Database, folder: Path) -> House:
         assert key is not None
         _, project = keys.authenticate(session, key)
         other_key = second_project(session)
-    registry = Registry(models=MODELS)
+    registry = Registry(models=MODELS, aliases=ALIASES)
     clock = Clock()
     app = create_app(
         settings,

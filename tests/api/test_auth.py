@@ -27,10 +27,30 @@ def test_a_short_wrong_key_is_not_shown_at_all(house):
 
 @pytest.mark.parametrize("header", ["OpenAI-Organization", "OpenAI-Project"])
 def test_a_header_that_names_another_tenant_is_refused(house, header):
-    answer = house.client(house.key).get("/v1/files", headers={header: "org-another"})
+    with house.database.read() as session:
+        other = keys.authenticate(session, house.other_key)[1]
+    named = {"OpenAI-Organization": other.organization_id, "OpenAI-Project": other.id}[header]
+
+    answer = house.client(house.key).get("/v1/files", headers={header: named})
 
     assert answer.status_code == 401
     assert answer.json()["error"]["code"].startswith("mismatched_")
+
+
+@pytest.mark.parametrize("header", ["OpenAI-Organization", "OpenAI-Project"])
+def test_a_header_that_names_nothing_of_this_service_is_ignored(house, header):
+    answer = house.client(house.key).get("/v1/files", headers={header: "org-at-openai"})
+
+    assert answer.status_code == 200
+
+
+def test_a_key_may_stand_in_azures_header(house):
+    assert house.client().get("/v1/files", headers={"api-key": house.key}).status_code == 200
+    assert house.client().get("/v1/files", headers={"api-key": "wrong"}).status_code == 401
+
+
+def test_the_authorization_header_wins_over_azures(house):
+    assert house.client("wrong").get("/v1/files", headers={"api-key": house.key}).status_code == 401
 
 
 def test_headers_that_name_the_keys_own_tenant_are_fine(house):

@@ -260,6 +260,7 @@ def test_with_no_history_the_size_is_known_and_the_range_is_not(api, sized_reque
         "total_steps": 4,
         "estimate": None,
         "reason": "no job of this model has run here yet",
+        "warnings": [],
     }
 
 

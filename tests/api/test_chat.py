@@ -20,7 +20,7 @@ from core.models import Checkpoint, TunedModel
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends
-from tests.api.conftest import MODELS
+from tests.api.conftest import ALIASES, MODELS
 
 NAME = "ft:tiny:acme::12345678"
 # What is said here of the inference server does not depend on it.
@@ -103,7 +103,12 @@ def upstream(inference: Inference) -> Iterator[str]:
 def api_over(house, url: str) -> FastAPI:
     settings = Settings(data_dir=house.folder, inference_url=url and f"{url}/v1", inference_key="between us")
     return create_app(
-        settings, house.database, house.blobs, Registry(models=MODELS), Backends.none(), lambda *wake: None
+        settings,
+        house.database,
+        house.blobs,
+        Registry(models=MODELS, aliases=ALIASES),
+        Backends.none(),
+        lambda *wake: None,
     )
 
 
@@ -138,6 +143,23 @@ def test_a_base_model_is_asked_for_by_its_name(web, inference):
     [asked] = inference.asked
     assert asked == USER | {"temperature": 0.0, "regraft": {"base_model": "tiny", "adapter": None}}
     assert inference.keys == ["Bearer between us"]
+
+
+def test_an_alias_is_asked_for_by_the_model_it_leads_to(web, inference):
+    ask(web, model="o4-mini-2025-04-16")
+
+    assert inference.asked == [USER | {"regraft": {"base_model": "tiny", "adapter": None}}]
+
+
+def test_azures_deployment_in_the_path_is_the_model(web, inference, tuned):
+    url = str(web.base_url).removesuffix("/v1/") + "/openai/deployments/"
+    body = {"messages": USER["messages"]}
+
+    for deployment, base in ((tuned, "tiny"), ("org%2Flarge", "org/large"), ("o4-mini-2025-04-16", "tiny")):
+        answer = web.post(f"{url}{deployment}/chat/completions?api-version=2025-04-01-preview", json=body)
+        assert answer.status_code == 200
+        assert inference.asked[-1]["regraft"]["base_model"] == base
+    assert web.post(f"{url}nothing/chat/completions", json=body).status_code == 404
 
 
 def test_a_tuned_model_is_asked_for_by_the_hash_of_its_weights(web, inference, tuned):

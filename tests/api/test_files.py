@@ -92,7 +92,6 @@ def test_a_file_exactly_as_large_as_allowed_is_fine(api):
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
-        ({"purpose": "batch"}, "purpose", "invalid_value"),
         ({"purpose": "nonsense"}, "purpose", "invalid_value"),
         ({"expires_after[anchor]": "created_at"}, "expires_after.seconds", "missing_required_parameter"),
         ({"expires_after[anchor]": "now"}, "expires_after.anchor", "invalid_value"),
@@ -117,10 +116,25 @@ def test_a_wrong_field_is_named_and_leaves_nothing_behind(api, house, fields, pa
     assert stored(house) == []
 
 
-def test_another_purpose_is_told_which_one_there_is(api):
-    message = post(api, purpose="batch").json()["error"]["message"]
+@pytest.mark.parametrize("purpose", ["assistants", "batch", "evals", "user_data", "vision"])
+def test_files_of_openais_other_purposes_are_kept_for_their_owner(api, upload, purpose):
+    upload()
+    made = post(api, b"anything", purpose=purpose).json()
 
-    assert message == "Invalid value: 'batch'. Supported values are: 'fine-tune'."
+    assert made["purpose"] == purpose
+    listed = api.get("/v1/files", params={"purpose": purpose}).json()["data"]
+    assert [file["id"] for file in listed] == [made["id"]]
+    assert api.get(f"/v1/files/{made['id']}/content").content == b"anything"
+    assert api.delete(f"/v1/files/{made['id']}").json()["deleted"] is True
+
+
+def test_another_purpose_is_told_which_there_are(api):
+    message = post(api, purpose="fine-tune-results").json()["error"]["message"]
+
+    assert message == (
+        "Invalid value: 'fine-tune-results'. Supported values are: "
+        "'assistants', 'batch', 'evals', 'fine-tune', 'user_data' or 'vision'."
+    )
 
 
 def test_an_empty_file_is_refused(api, house):

@@ -1,8 +1,33 @@
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 
+from graders.backends import Backends
+from graders.judge import JudgeModel
 from tests.api.conftest import GRADER
+from tests.graders.servers import serving, verdict
 
 VALIDATE, RUN = "/v1/fine_tuning/alpha/graders/validate", "/v1/fine_tuning/alpha/graders/run"
+
+
+LABEL = {
+    "type": "label_model",
+    "name": "tone",
+    "model": "judge",
+    "labels": ["polite", "rude"],
+    "passing_labels": ["polite"],
+    "input": [{"role": "user", "content": "{{sample.output_text}}"}],
+}
+
+
+@pytest.fixture
+def judge(house) -> Iterator[None]:
+    """A judge model that finds everything polite."""
+    with serving(lambda path, asked: (200, verdict("polite").body)) as url:
+        backends = Backends({"judge": JudgeModel(f"{url}/v1")})
+        house.app.state.service = replace(house.app.state.service, backends=backends)
+        yield
 
 
 def run(api, grader=GRADER, model_sample="4", **fields):
@@ -76,6 +101,26 @@ def test_the_parts_of_a_multi_grader_are_shown(api):
     assert (report["reward"], report["sub_rewards"]) == (0.5, {"a": 1.0})
 
 
+def test_a_label_model_may_stand_alone(api, judge, job_request):
+    validated = api.post(VALIDATE, json={"grader": LABEL})
+    report = run(api, LABEL).json()
+    job = api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement={"grader": LABEL}))
+
+    assert validated.json() == {"grader": LABEL}
+    assert (report["reward"], report["metadata"]["type"]) == (1.0, "label_model")
+    assert report["metadata"]["sampled_model_name"] == "judge"
+    assert job.json()["method"]["reinforcement"]["grader"] == LABEL
+
+
+def test_a_multi_without_a_name_is_given_one(api):
+    multi = {"type": "multi", "graders": {"a": GRADER}, "calculate_output": "a"}
+
+    name = api.post(VALIDATE, json={"grader": multi}).json()["grader"]["name"]
+
+    assert name.startswith("grader-")
+    assert run(api, multi, item={"answer": "4"}).json()["reward"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -90,3 +135,21 @@ def test_a_malformed_request_is_a_400(api, body, param):
     answer = api.post(RUN, json=body)
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("grader", "field", "wrong"),
+    [
+        ({"type": "endpoint", "url": "https://grader.example/", "rate_limit": 0}, "rate_limit", 0),
+        ({"type": "endpoint", "url": "https://grader.example/", "rate_limit": "1"}, "rate_limit", "1"),
+    ],
+)
+def test_a_grader_and_a_job_word_the_same_mistake_in_the_same_way(api, job_request, grader, field, wrong):
+    """A bound or a type of a grader's field is worded as that of a hyperparameter."""
+    of_grader = api.post("/v1/fine_tuning/alpha/graders/validate", json={"grader": grader}).json()["error"]
+    asked = {"hyperparameters": {"advanced": {"lora_rank": wrong}}}
+    of_job = api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=asked)).json()["error"]
+
+    where = "method.reinforcement.hyperparameters.advanced.lora_rank"
+    assert of_grader["message"].replace(f"grader.{field}", where) == of_job["message"]
+    assert of_grader["code"] == of_job["code"]

@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
-from core import events, queue
+from core import devices, events, queue
 from core.models import Checkpoint, File, Job, StepMetric, TunedModel
+from core.settings import GpuClass
 from graders.backends import Backends
 from graders.endpoint import Endpoints
 
@@ -61,6 +62,7 @@ def test_a_new_job_has_every_key_of_openais(api, job_request):
         "eval_id": job["id"].replace("ftjob-", "eval_"),
         "budget": None,
         "estimate": None,
+        "verdict": None,
     }
     assert job["id"].startswith("ftjob-")
 
@@ -142,7 +144,10 @@ REFUSED = {
     "no model": ({"model": None}, "model", "invalid_type"),
     "a suffix too long": ({"suffix": "x" * 65}, "suffix", "string_above_max_length"),
     "an empty suffix": ({"suffix": ""}, "suffix", "string_below_min_length"),
-    "a suffix with other characters": ({"suffix": "a b"}, "suffix", "invalid_value"),
+    "a suffix with a line end": ({"suffix": "a\nb"}, "suffix", "invalid_value"),
+    "a suffix with a terminal's code": ({"suffix": "a\u009b31m"}, "suffix", "invalid_value"),
+    "a suffix that turns the text around": ({"suffix": "a\u202eb"}, "suffix", "invalid_value"),
+    "a suffix with a line separator": ({"suffix": "a\u2028b"}, "suffix", "invalid_value"),
     "a negative seed": ({"seed": -1}, "seed", "integer_below_min_value"),
     "a seed too large": ({"seed": 2**31}, "seed", "integer_above_max_value"),
     "a seed that is text": ({"seed": "7"}, "seed", "invalid_type"),
@@ -190,13 +195,18 @@ REFUSED = {
         "invalid_value",
     ),
     "an unknown key": ({"test_file": "file-x"}, "test_file", "unknown_parameter"),
-    "the deprecated hyperparameters": ({"hyperparameters": {}}, "hyperparameters", "unknown_parameter"),
+    "the deprecated hyperparameters": (
+        {"hyperparameters": {"n_epochs": 1}},
+        "hyperparameters",
+        "unsupported_parameter",
+    ),
     "no validation file": ({"validation_file": None}, "validation_file", "missing_required_parameter"),
     "an unknown training file": ({"training_file": "file-none"}, "training_file", "invalid_value"),
     "an unknown validation file": ({"validation_file": "file-none"}, "validation_file", "invalid_value"),
     "no method": ({"method": {}}, "method.type", "missing_required_parameter"),
-    "supervised": ({"method": {"type": "supervised", "supervised": {}}}, "method.type", "invalid_value"),
-    "dpo": ({"method": {"type": "dpo"}}, "method.type", "invalid_value"),
+    "supervised": ({"method": {"type": "supervised", "supervised": {}}}, "method.type", "unsupported_method"),
+    "dpo": ({"method": {"type": "dpo"}}, "method.type", "unsupported_method"),
+    "a method of nobody's": ({"method": {"type": "vibes"}}, "method.type", "invalid_value"),
     "a method without its object": (
         {"method": {"type": "reinforcement"}},
         "method.reinforcement",
@@ -262,7 +272,8 @@ REFUSED_INSIDE = {
         "hyperparameters.advanced",
         "invalid_value",
     ),
-    "tools": ({"tools": []}, "tools", "unknown_parameter"),
+    "tools": ({"tools": [{"name": "search"}]}, "tools", "unsupported_parameter"),
+    "episodes of several steps": ({"max_episode_steps": 10}, "max_episode_steps", "unsupported_parameter"),
     "a grader that is text": ({"grader": "string_check"}, "grader", "invalid_type"),
     "an unknown grader": ({"grader": {"type": "vibes", "name": "g"}}, "grader.type", "invalid_value"),
     "a grader without its fields": (
@@ -306,13 +317,132 @@ def test_a_value_that_fits_neither_auto_nor_a_number_gets_one_sentence(api, job_
     assert answer.json()["error"]["message"] == message.format(f"{INSIDE}.hyperparameters.n_epochs")
 
 
-def test_supervised_is_told_what_there_is(api, job_request):
-    answer = api.post(JOBS, json=job_request(method={"type": "supervised"}))
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ({"group_size": 4}, "advanced.group_size"),
+        ({"num_generations": 4}, "advanced.group_size"),
+        ({"beta": 0.1}, "advanced.kl"),
+        ({"epsilon": 0.2}, "advanced.clip_low"),
+        ({"max_completion_length": 64}, "advanced.max_completion_tokens"),
+        ({"lora_rnak": 8}, "advanced.lora_rank"),
+        ({"num_train_epochs": 1}, "hyperparameters.n_epochs"),
+        ({"advanced": {"batch_size": 4}}, "hyperparameters.batch_size"),
+        ({"advanced": {"num_generations": 4}}, "advanced.group_size"),
+    ],
+    ids=str,
+)
+def test_an_unknown_hyperparameter_hears_what_it_is_called_here(api, job_request, asked, meant):
+    answer = api.post(JOBS, json=job_request(reinforcement={"hyperparameters": asked}))
 
-    assert (
-        answer.json()["error"]["message"]
-        == "Invalid value: 'supervised'. Supported values are: 'reinforcement'."
-    )
+    assert answer.json()["error"]["message"].endswith(f"'. Did you mean '{meant}'?")
+
+
+def test_a_hyperparameter_like_no_other_and_other_unknown_names_get_no_guess(api, job_request):
+    for fields in ({"reinforcement": {"hyperparameters": {"colour": 1}}}, {"group_size": 4}):
+        answer = api.post(JOBS, json=job_request(**fields))
+
+        assert answer.json()["error"]["message"].endswith("'."), "and no question"
+
+
+def test_nulls_of_a_typed_object_count_as_not_sent(api, job_request):
+    grader = {"type": "string_check", "name": None, "operation": "eq", "input": "a", "reference": "b"}
+    body = job_request(reinforcement={"grader": grader, "response_format": None})
+    body["method"] |= {"supervised": None, "dpo": None}
+
+    answer = api.post(JOBS, json=body)
+
+    assert answer.status_code == 200
+    assert answer.json()["method"]["reinforcement"]["grader"]["name"].startswith("grader-")
+
+
+def test_a_second_method_beside_reinforcement_is_refused(api, job_request):
+    body = job_request()
+    body["method"]["dpo"] = {"hyperparameters": {"beta": 0.1}}
+
+    assert error(api.post(JOBS, json=body)) == ("method.dpo", "unknown_parameter")
+
+
+def test_a_grader_of_tool_calls_is_refused_by_its_path_and_may_be_tried_alone(api, job_request):
+    calls = {
+        "type": "string_check",
+        "name": "calls",
+        "operation": "eq",
+        "input": "{{sample.output_tools[0].function.name}}",
+        "reference": "find",
+    }
+    multi = {"type": "multi", "name": "m", "graders": {"calls": calls}, "calculate_output": "calls"}
+
+    for grader, param in ((calls, "grader"), (multi, "grader.graders.calls")):
+        answer = api.post(JOBS, json=job_request(reinforcement={"grader": grader}))
+
+        assert error(answer) == (f"{INSIDE}.{param}", "unsupported_parameter")
+        assert api.post("/v1/fine_tuning/alpha/graders/validate", json={"grader": grader}).status_code == 200
+
+
+HYPERPARAMETERS = {"n_epochs": 3}
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ({"training_file": "file-abc", "model": "gpt-4o-mini-2024-07-18"}, "supervised"),
+        ({}, "supervised"),
+        ({"model": "tiny", "method": None, "colour": "red"}, "supervised"),
+        ({"method": {"type": "supervised"}}, "supervised"),
+        (
+            {"method": {"type": "supervised", "supervised": {"hyperparameters": HYPERPARAMETERS}}},
+            "supervised",
+        ),
+        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1}}}, "seed": "x"}, "dpo"),
+        ({"training_file": "file-abc", "model": "tiny", "hyperparameters": HYPERPARAMETERS}, "supervised"),
+    ],
+)
+@pytest.mark.parametrize("route", [JOBS, "/v1/regraft/estimate", "/v1/regraft/preview"])
+def test_a_job_of_another_method_gets_one_answer_whatever_else_is_wrong_with_it(api, route, body, kind):
+    answer = api.post(route, json=body)
+
+    assert answer.status_code == 400
+    assert error(answer) == ("method.type", "unsupported_method")
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"Method '{kind}'")
+    assert "is not supported by this server yet" in message
+
+
+def test_a_reasoning_effort_is_echoed_and_one_event_says_that_it_has_no_effect(api, create_job):
+    job = create_job(reinforcement=hyperparameters(reasoning_effort="medium"))
+
+    assert job["method"]["reinforcement"]["hyperparameters"]["reasoning_effort"] == "medium"
+    listed = api.get(f"{JOBS}/{job['id']}/events").json()["data"]
+    (warning,) = [event for event in listed if event["level"] == "warn"]
+    assert warning["message"].startswith("reasoning_effort 'medium' has no effect in this version")
+
+
+def test_the_default_effort_is_no_event(api, create_job):
+    job = create_job(reinforcement=hyperparameters(reasoning_effort="default"))
+
+    levels = {event["level"] for event in api.get(f"{JOBS}/{job['id']}/events").json()["data"]}
+    assert levels == {"info"}
+
+
+@pytest.mark.parametrize("training_type", ["standard", "globalStandard", "developer", None])
+def test_azures_training_type_is_accepted_and_means_nothing(api, job_request, training_type):
+    answer = api.post(JOBS, json=job_request(trainingType=training_type))
+
+    assert answer.status_code == 200
+    assert "trainingType" not in answer.json()
+
+
+@pytest.mark.parametrize("nothing", [{"tools": []}, {"tools": None}, {"max_episode_steps": None}])
+def test_tools_that_are_none_are_accepted(create_job, nothing):
+    shown = create_job(reinforcement=nothing)["method"]["reinforcement"]
+
+    assert shown.keys() == {"grader", "hyperparameters", "response_format"}
+
+
+@pytest.mark.parametrize("suffix", ["v1.2", "my desk", "ü/ß", "..", "a:b", "  ", "日本"])
+def test_a_suffix_is_echoed_as_it_was_sent(create_job, suffix):
+    assert create_job(suffix=suffix)["user_provided_suffix"] == suffix
 
 
 def test_a_job_cannot_be_validated_on_what_it_was_trained_on(api, upload, job_request):
@@ -557,7 +687,8 @@ def test_the_metrics_of_all_steps_come_in_order(api, house, create_job):
     assert listed["data"] == [{"step": 0, "train_mean_reward": 0.0}, {"step": 1, "train_mean_reward": 0.5}]
 
 
-def test_sampling_a_step_ahead_needs_a_sampler_of_its_own(api, job_request):
+def test_sampling_a_step_ahead_needs_a_sampler_of_its_own(api, job_request, monkeypatch):
+    monkeypatch.setattr(devices, "GPU_FILES", ())  # the machine of this test may have a GPU
     ahead = {"hyperparameters": {"advanced": {"off_policy_steps": 1}}}
 
     answer = api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=ahead))
@@ -565,6 +696,21 @@ def test_sampling_a_step_ahead_needs_a_sampler_of_its_own(api, job_request):
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "method.reinforcement.hyperparameters.advanced.off_policy_steps"
     assert "as vLLM" in answer.json()["error"]["message"]
+
+
+def test_a_model_that_a_gpu_samples_with_vllm_by_default_may_be_sampled_a_step_ahead(api, house, job_request):
+    """The API need not have the GPU: it is told what the workers' class has."""
+    service = house.app.state.service
+    classes = {"cpu": GpuClass(gpu_memory_gib=78)}
+    house.app.state.service = replace(
+        service, settings=service.settings.model_copy(update={"gpu_classes": classes})
+    )
+    ahead = {"hyperparameters": {"advanced": {"off_policy_steps": 1}}}
+
+    assert api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=ahead)).status_code == 200
+
+    classes["cpu"] = GpuClass(gpu_memory_gib=78, sampler="transformers")
+    assert api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=ahead)).status_code == 400
 
 
 def test_the_secrets_of_an_endpoint_are_kept_and_not_shown(api, house, job_request):

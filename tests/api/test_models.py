@@ -23,6 +23,7 @@ def test_base_models_and_the_projects_own_are_listed(api, house, tuned):
     assert [(model["id"], model["owned_by"]) for model in listed["data"]] == [
         ("tiny", "regraft"),
         ("org/large", "regraft"),
+        ("o4-mini-2025-04-16", "regraft"),
         (tuned, house.project.organization_id),
     ]
 
@@ -31,6 +32,16 @@ def test_base_models_and_the_projects_own_are_listed(api, house, tuned):
 @pytest.mark.parametrize("name", ["tiny", "org/large", NAME])
 def test_any_name_can_be_looked_up(api, tuned, name, quoted):
     assert api.get(f"/v1/models/{quoted(name)}").json()["id"] == name
+
+
+def test_an_alias_names_the_model_it_leads_to(api):
+    model = api.get("/v1/models/o4-mini-2025-04-16").json()
+
+    assert (model["id"], model["root"]) == ("o4-mini-2025-04-16", "tiny")
+
+
+def test_an_alias_cannot_be_deleted(api):
+    assert api.delete("/v1/models/o4-mini-2025-04-16").status_code == 400
 
 
 def test_a_tuned_model_names_its_base(api, tuned):
@@ -45,7 +56,7 @@ def test_an_unknown_model_is_answered_with_those_there_are(api, tuned):
     assert answer.status_code == 404
     error = answer.json()["error"]
     assert (error["param"], error["code"]) == ("model", "model_not_found")
-    assert f"{tuned}, org/large, tiny" in error["message"]
+    assert f"{tuned}, o4-mini-2025-04-16, org/large, tiny" in error["message"]
 
 
 def test_a_deleted_model_is_gone(api, tuned):

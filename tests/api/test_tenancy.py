@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from core.models import Checkpoint, RolloutPage, StepMetric, TunedModel
+from core.models import Checkpoint, CheckpointPermission, RolloutPage, StepMetric, TunedModel
 
 UPLOAD = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune", "bytes": 2}
 ENDPOINT = {"name": "a", "url": "https://8.8.8.8/", "event_types": ["fine_tuning.job.succeeded"]}
@@ -12,6 +12,7 @@ ENDPOINT = {"name": "a", "url": "https://8.8.8.8/", "event_types": ["fine_tuning
 BODIES = {
     "/v1/uploads/{upload_id}/complete": {"part_ids": ["part_1"]},
     "/v1/fine_tuning/jobs/{job_id}/budget": {"budget": None},
+    "/v1/fine_tuning/checkpoints/{checkpoint}/permissions": {"project_ids": ["proj_1"]},
     "/v1/webhook_endpoints/{webhook_endpoint_id}": {"name": "b"},
     "/v1/webhook_endpoints/{webhook_endpoint_id}/test": {"event_type": "fine_tuning.job.succeeded"},
 }
@@ -36,6 +37,10 @@ def rows(house, api, create_job) -> dict[str, str]:
         )
         model.checkpoint_id = "ftckpt_1"
         session.add(model)
+        permission = CheckpointPermission(model=model.name, project_id=house.project.id)
+        session.add(permission)
+        session.flush()
+        permission_id = permission.id
         session.add(
             Checkpoint(
                 id="ftckpt_1", job_id=job["id"], step=1, epoch=1, blob_prefix="checkpoint", valid_reward=1.0
@@ -50,6 +55,8 @@ def rows(house, api, create_job) -> dict[str, str]:
         "output_item_id": f"outputitem_{secret}_1_0_0",
         "file_id": job["training_file"],
         "model": "ft:tiny:default::1",
+        "checkpoint": "ft:tiny:default::1",
+        "permission_id": permission_id,
         "project_id": house.project.id,
         "key_id": house.key_id(),
         "webhook_endpoint_id": api.post("/v1/webhook_endpoints", json=ENDPOINT).json()["id"],
@@ -109,7 +116,7 @@ def test_lists_hold_nothing_of_anothers(house, rows, url):
 def test_the_models_listed_are_the_base_models_only(house, rows):
     listed = house.client(house.other_key).get("/v1/models").json()["data"]
 
-    assert [model["id"] for model in listed] == ["tiny", "org/large"]
+    assert [model["id"] for model in listed] == ["tiny", "org/large", "o4-mini-2025-04-16"]
 
 
 @pytest.mark.parametrize("url", ["/v1/files", "/v1/fine_tuning/jobs"])

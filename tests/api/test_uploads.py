@@ -105,7 +105,7 @@ def test_the_expiry_asked_for_is_the_files(api):
         ({"bytes": 0}, "bytes"),
         ({"bytes": "6"}, "bytes"),
         ({"bytes": (8 << 30) + 1}, "bytes"),
-        ({"purpose": "batch"}, "purpose"),
+        ({"purpose": "nonsense"}, "purpose"),
         ({"filename": "x" * 513}, "filename"),
         ({"expires_after": {"anchor": "created_at", "seconds": 1}}, "expires_after.seconds"),
         ({"colour": "red"}, "colour"),

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core import datasets
-from core.datasets import MAX_REPORTED, Example, InvalidDataset, LineError, read_examples, read_rows
+from core.datasets import (
+    MAX_REPORTED,
+    Example,
+    InvalidDataset,
+    LineError,
+    count_rows,
+    read_examples,
+    read_rows,
+)
 
 MIB = 1 << 20
 USER = {"role": "user", "content": "2 + 2?"}
@@ -120,14 +128,20 @@ def test_escaped_emoji_are_characters_like_any_other() -> None:
         (b'{"a": ' + b"9" * 5000 + b"}", "has a number of more than 400 digits"),
         (b'{"a": ' + b"[" * 100_000, "is nested too deeply"),
         (rb'{"a": "\ud83d"}', r"has half of a surrogate pair (such as \ud83d alone), which is no character"),
-        (b"\xef\xbb\xbf" + row(), "starts with a byte order mark; save the file as UTF-8 without BOM"),
+        (
+            b"\xef\xbb\xbf" + row(),
+            "starts with a byte order mark, which only the first line of a file may have",
+        ),
         (b"", "is blank; remove it"),
         (b" \t\r", "is blank; remove it"),
         (b'{"prompt": "x"}', "messages: is missing"),
         (b'{"messages": "x"}', "messages: must be a list of at least one message"),
         (b'{"messages": []}', "messages: must be a list of at least one message"),
         (row("x"), "messages[0]: must be an object, not a string"),
-        (row(tools=[]), "tools: tools are not supported by this version; leave the key out"),
+        (
+            row(tools=[{"type": "function"}]),
+            "tools: tools are not supported by this version; leave the key out",
+        ),
         (
             row(USER, {"role": "assistant", "content": "4"}),
             "messages[1].role: the last message must be from the user, not assistant",
@@ -183,10 +197,49 @@ def test_all_problems_of_a_line_are_told() -> None:
     ]
 
 
-def test_a_byte_order_mark_is_an_error_that_says_what_to_do() -> None:
-    (error,) = read_rows([b"\xef", b"\xbb", b"\xbf" + row()])
+@pytest.mark.parametrize("size", [1, 2, 1000])
+def test_a_byte_order_mark_at_the_beginning_of_a_file_is_skipped(size: int) -> None:
+    content = b"\xef\xbb\xbf" + row() + b"\n"
+    chunks = [content[start : start + size] for start in range(0, len(content), size)]
 
-    assert str(error) == "line 1: starts with a byte order mark; save the file as UTF-8 without BOM"
+    assert [example.messages for example in read_examples(chunks)] == [[USER]]
+
+
+def test_a_file_of_nothing_but_a_byte_order_mark_is_empty() -> None:
+    assert count_rows([b"\xef\xbb\xbf"]) == 0
+    with pytest.raises(InvalidDataset, match="the file is empty"):
+        read_examples([b"\xef\xbb\xbf"])
+
+
+EMPTY = {
+    "refusal": None,
+    "tool_calls": None,
+    "tool_call_id": None,
+    "function_call": None,
+    "audio": None,
+    "annotations": [],
+    "name": None,
+}
+
+
+def test_keys_of_a_copied_answer_that_say_nothing_are_accepted_and_not_rendered() -> None:
+    answer = {"role": "assistant", "content": "4"}
+    sent = {"messages": [USER, answer | EMPTY, USER | {"name": None, "tool_calls": []}], "tools": []}
+
+    (example,) = read_examples([json.dumps(sent | {"parallel_tool_calls": True}).encode()])
+
+    assert example.messages == [USER, answer, USER]
+    assert example.item == sent | {"parallel_tool_calls": True}
+
+
+@pytest.mark.parametrize(
+    "key", [{"refusal": "no"}, {"tool_calls": [{"id": "1"}]}, {"function_call": {"name": "f"}}]
+)
+def test_the_same_keys_with_something_in_them_are_refused_by_name(key: dict[str, Any]) -> None:
+    (name,) = key
+    assert message_problems(role="assistant", content="x", **key)[0] == (
+        f"line 1: messages[0].{name}: is not a message key that this version supports"
+    )
 
 
 def test_each_blank_line_in_the_middle_is_an_error() -> None:

@@ -541,6 +541,18 @@ def test_a_crash_is_told_as_a_warning_with_its_reason(session, project):
     assert "exit code 9" in event.message
 
 
+@pytest.mark.parametrize(("failures", "level"), [(0, "warn"), (3, "error")])
+def test_however_much_a_run_said_its_crash_is_told_in_one_short_line(session, project, failures, level):
+    job = factories.job(session, project, status="running", failures=failures)
+
+    jobs.crashed(session, job, reason=f"\r 9%|#\r{'x' * 300}\nmore\r", max_failures=3)
+
+    event = last_event(session, job)
+    assert (event.level, len(event.message)) == (level, jobs.MAX_CRASH_MESSAGE)
+    assert event.message.endswith(f"xxx…. Log: GET /v1/regraft/jobs/{job.id}/logs")
+    assert not set("\r\n#") & set(event.message)
+
+
 @pytest.mark.parametrize("status", ["running", "validating_files"])
 def test_one_crash_too_many_fails_the_job(session, project, status):
     job = factories.job(session, project, status=status, failures=3)

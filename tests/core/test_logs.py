@@ -62,3 +62,37 @@ def test_an_exception_is_part_of_its_line(written):
 
     [line] = streams["json"].getvalue().splitlines()
     assert "ValueError: what went wrong" in json.loads(line)["exception"]
+
+
+def test_a_line_that_was_redrawn_is_its_last_version_without_colors():
+    text = "\rLoading:  10%|#\rLoading: 100%|##########\r\n\x1b[32mgreen\x1b[0m\x1b]8;;http://x\x07link\nplain\r\n"
+
+    assert logs.cleaned(text) == "Loading: 100%|##########\ngreenlink\nplain\n"
+
+
+GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "a.py", line 1, in <module>
+  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "a.py", line 3, in step
+    | RuntimeError: the grader is gone
+    +------------------------------------
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("", ""),
+        ("starting\n 10%|#\r 90%|#########\n\n", "90%|#########"),
+        ("Traceback (most recent call last):\n  File\n    f()\nKeyError: 'a'\nmore of it\n", "KeyError: 'a'"),
+        ("Traceback (most recent call last):\n  x\nKeyError\n\nDuring\n\n 9%|#Traceback (most recent call last):\n"
+         "  y\nOSError: b\n", "OSError: b"),
+        (GROUP, "RuntimeError: the grader is gone"),
+        ("Traceback (most recent call last):\n  File", ""),
+    ],
+    ids=["nothing", "no traceback", "message of two lines", "second of two", "group", "cut off"],
+)  # fmt: skip
+def test_the_headline_of_a_log_is_its_last_exception_or_its_last_line(log, line):
+    assert logs.headline(log) == line

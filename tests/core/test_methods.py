@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from core.methods import Hyperparameters, base_learning_rate, resolve
+from core.methods import _ELSEWHERE, Advanced, Hyperparameters, base_learning_rate, meant, resolve
 
 
 def ask(advanced=None, **fields):
@@ -218,7 +218,6 @@ def test_what_was_asked_for_under_advanced_is_kept(field, value):
         ("eval_samples", 0),
         ("eval_samples", 65),
         ("reasoning_effort", "extreme"),
-        ("reasoning_effort", "high"),
         ("batchsize", 8),
     ],
 )
@@ -227,6 +226,19 @@ def test_a_hyperparameter_out_of_bounds_is_refused(field, value):
         ask(**{field: value})
 
     assert field in str(refused.value)
+
+
+@pytest.mark.parametrize("effort", ["low", "medium", "high"])
+def test_a_reasoning_effort_is_kept_and_warned_about(effort):
+    asked = ask(reasoning_effort=effort)
+
+    assert asked.reasoning_effort == effort
+    (warning,) = asked.warnings
+    assert f"reasoning_effort '{effort}' has no effect" in warning
+
+
+def test_the_default_reasoning_effort_warns_of_nothing():
+    assert ask(reasoning_effort="default").warnings == []
 
 
 @pytest.mark.parametrize(
@@ -326,3 +338,21 @@ def test_a_factor_and_the_number_it_scales_exclude_each_other():
         ask({"learning_rate": 0.1}, learning_rate_multiplier=2.0)
     with pytest.raises(ValidationError, match="give it or group_size"):
         ask({"group_size": 4}, compute_multiplier=2.0)
+
+
+@pytest.mark.parametrize("rule", ["papers", "signal"])
+def test_what_a_step_is_a_mean_over_is_asked_for_and_shown(rule):
+    assert resolved().normalize == "papers"
+    assert resolved({"normalize": rule}).normalize == rule
+
+
+def test_every_advanced_name_is_recognised_one_level_too_high():
+    for name in Advanced.model_fields:
+        assert meant(f"method.reinforcement.hyperparameters.{name}") == f"advanced.{name}"
+
+
+def test_every_name_of_another_trainer_means_one_that_exists():
+    known = Hyperparameters.model_fields.keys() | Advanced.model_fields.keys()
+
+    assert set(_ELSEWHERE.values()) <= known
+    assert not _ELSEWHERE.keys() & known

@@ -1,12 +1,14 @@
 """What a handful of graded answers says about a job; the numbers are checked by hand."""
 
+import subprocess
+import sys
 from itertools import combinations
 
 import pytest
 
 from core.estimates import History, after_preview, before_start, sizes
 from core.methods import Advanced, Hyperparameters
-from core.preview import Answer, Prompt, interval, report, signal, student, with_signal
+from core.preview import Answer, Prompt, interval, report, signal, with_signal
 
 RIGHT, WRONG, UNGRADED = (1.0,), (0.0,), ()
 
@@ -113,9 +115,12 @@ class TestIntervals:
     def test_one_prompt_says_next_to_nothing(self):
         assert interval([4], [8])["high"] - interval([4], [8])["low"] > 0.9
 
-    @pytest.mark.parametrize(("freedom", "quantile"), [(3, 3.182), (7, 2.365), (15, 2.131), (31, 2.040)])
-    def test_the_quantile_is_students(self, freedom, quantile):
-        assert student(freedom) == pytest.approx(quantile, rel=0.01)
+    def test_importing_it_does_not_import_scipy(self):
+        """The API imports this module when it starts."""
+        code = "import sys, core.preview; print('scipy' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+        assert done.stdout.strip() == "False"
 
 
 class TestReport:

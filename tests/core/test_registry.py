@@ -1,10 +1,9 @@
 import sys
 
 import pytest
-from pydantic import ValidationError
 
 from core.errors import ModelNotFound
-from core.registry import BaseModelEntry, Registry
+from core.registry import BaseModelEntry, InvalidRegistry, Registry, sampler_of
 
 
 @pytest.fixture
@@ -51,8 +50,11 @@ def test_an_unknown_model_is_answered_with_those_there_are(registry_of):
     ],
 )
 def test_an_entry_that_is_not_clear_is_refused(registry_of, entry, problem):
-    with pytest.raises(ValidationError, match=problem):
+    with pytest.raises(InvalidRegistry, match=problem) as invalid:
         registry_of(f"[models.one]\n{entry}\n")
+
+    assert "models.toml: [models.one" in str(invalid.value)
+    assert "\n" not in str(invalid.value)
 
 
 def test_a_hub_id_is_left_to_the_worker_to_fetch():
@@ -98,3 +100,72 @@ def test_a_package_that_is_not_installed_is_named():
 def test_a_package_without_the_file_is_not_enough():
     with pytest.raises(FileNotFoundError, match=r"no\.gguf"):
         BaseModelEntry(package="core", file="no.gguf").locate()
+
+
+@pytest.mark.parametrize(
+    ("of_model", "override", "device", "installed", "sampler"),
+    [
+        (None, "registry", "cuda", True, "vllm"),
+        (None, "registry", "cuda", False, "transformers"),
+        (None, "registry", "cuda", None, None),
+        (None, "registry", "cpu", None, "transformers"),
+        (None, "registry", None, True, None),
+        ("transformers", "registry", "cuda", True, "transformers"),
+        ("vllm", "registry", "cpu", False, "vllm"),
+        ("vllm", "transformers", None, None, "transformers"),
+        (None, "vllm", None, None, "vllm"),
+    ],
+)
+def test_the_sampler_is_what_somebody_named_or_what_suits_the_device(
+    of_model, override, device, installed, sampler
+):
+    entry = BaseModelEntry(hub="org/model", sampler=of_model)
+
+    assert sampler_of(entry, override, device, vllm_installed=installed) == sampler
+
+
+MODELS = '[models.one]\nhub = "a/one"\n[models."org/two"]\nhub = "a/two"\n'
+
+
+def test_an_alias_leads_to_its_model_also_over_another_alias(registry_of):
+    registry = registry_of(f'{MODELS}[aliases]\n"o4-mini" = "o4-mini-2025"\n"o4-mini-2025" = "org/two"\n')
+
+    assert registry.resolve("o4-mini") == registry.resolve("o4-mini-2025") == "org/two"
+    assert registry.get("o4-mini") is registry.models["org/two"]
+    assert registry.names == ["one", "org/two", "o4-mini", "o4-mini-2025"]
+
+
+def test_what_is_no_alias_is_left_as_it_is(registry_of):
+    assert registry_of(MODELS).resolve("three") == "three"
+
+
+def test_an_unknown_model_is_answered_with_the_aliases_too(registry_of):
+    registry = registry_of(f'{MODELS}[aliases]\nuno = "one"\n')
+
+    with pytest.raises(ModelNotFound, match=r"Available: one, org/two, uno\."):
+        registry.get("three")
+
+
+@pytest.mark.parametrize(
+    ("aliases", "problem"),
+    [
+        ('uno = "three"', "alias 'uno' leads to 'three', which is no model of this registry"),
+        ('uno = "due"\ndue = "three"', "alias 'uno' leads to 'three'"),
+        ('one = "org/two"', "alias 'one' is the name of a model"),
+        ('one = "one"', "alias 'one' is the name of a model"),
+        ('uno = "uno"', "aliases form a cycle: uno -> uno"),
+        ('uno = "due"\ndue = "uno"', "aliases form a cycle: uno -> due -> uno"),
+        ('"" = "one"', "alias ''"),
+        ('"ft:one:acme::1" = "one"', "begins with 'ft:'"),
+        ("uno = 1", "aliases.uno"),
+    ],
+)
+def test_an_alias_that_leads_nowhere_is_refused_by_name(registry_of, aliases, problem):
+    with pytest.raises(InvalidRegistry, match=problem):
+        registry_of(f"{MODELS}[aliases]\n{aliases}\n")
+
+
+def test_paths_stay_relative_to_the_file_with_aliases(registry_of, tmp_path):
+    registry = registry_of('[models.one]\npath = "weights"\n[aliases]\nuno = "one"\n')
+
+    assert registry.get("uno").path == tmp_path / "weights"

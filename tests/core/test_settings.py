@@ -4,8 +4,9 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
+from core import devices
 from core.settings import Settings, problems
-from worker import cli
+from worker.cli import main
 
 
 @pytest.fixture
@@ -27,6 +28,18 @@ def environment(monkeypatch):
             "REGRAFT_DEFAULT_LIMITS.running_jobs: Input should be greater",
         ),
         ("DEFAULT_LIMITS", '{"running', 'error parsing value for field "default_limits"'),
+        ("KV_CACHE_GIB", "0", "REGRAFT_KV_CACHE_GIB: Input should be greater than 0, or 'auto'"),
+        ("TRAIN_TOKEN_BUDGET", "some", "REGRAFT_TRAIN_TOKEN_BUDGET: Input should be a valid integer"),
+        (
+            "GPU_CLASSES",
+            '{"h100": {"gpu_memory_gib": -1}}',
+            "REGRAFT_GPU_CLASSES.h100.gpu_memory_gib: Input should be greater",
+        ),
+        (
+            "GPU_CLASSES",
+            '{"h100": {"kv_cache_gib": "much"}}',
+            "REGRAFT_GPU_CLASSES.h100.kv_cache_gib: Input should be a valid number",
+        ),
         ("INFERENCE_URL", "http://inference:8100/v1", "REGRAFT_INFERENCE_URL needs REGRAFT_INFERENCE_KEY"),
     ],
 )
@@ -49,12 +62,124 @@ def test_all_wrong_variables_are_named_at_once(environment):
     assert "REGRAFT_CURRENCY" in problems(invalid.value)
 
 
-def test_the_command_ends_with_the_reason(environment, monkeypatch, capsys):
+def test_the_command_ends_with_the_reason(environment, capsys):
     environment(INFERENCE_URL="http://inference:8100/v1")
-    monkeypatch.setattr("sys.argv", ["regraft-server", "api"])
 
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main(["api"])
 
     assert ended.value.code == 2
     assert "error: REGRAFT_INFERENCE_URL needs REGRAFT_INFERENCE_KEY" in capsys.readouterr().err
+
+
+def said_by(command, capsys):
+    """The line below the usage with which the command ends."""
+    with pytest.raises(SystemExit) as ended:
+        main([command])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said.split("regraft-server: error: ")[1].removesuffix("\n")
+
+
+@pytest.mark.parametrize("command", ["up", "api", "worker", "inference"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[models.a]\nhub = "a/b"\n[aliases]\no4 = "b"\n', "alias 'o4' leads to 'b', which is no model"),
+        ('[models.a]\nhub = "a/b"\ndtype = "int8"\n', "[models.a.dtype] Input should be 'float32' or"),
+        ('[models.a]\nhub = "a/b"\npath = "c"\n', "[models.a] give exactly one of path"),
+        ('[models.a]\nhub = "a/b"\nchat_template = "none.jinja"\n', "[models.a] chat_template is 'plain'"),
+        ("[models.a\n", "Expected ']' at the end of a table declaration (at line 1"),
+        ("\ufffe", "Invalid"),
+        (None, "[Errno 2] No such file"),
+    ],
+)
+def test_a_mistake_in_the_models_file_is_told_in_one_line(
+    environment, capsys, tmp_path, monkeypatch, command, text, said
+):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "models.toml"
+    if text is not None:
+        file.write_text(text)
+    environment(
+        MODELS_FILE=str(file),
+        BROKER_URL="memory://",
+        INFERENCE_URL="http://127.0.0.1:9/v1",
+        INFERENCE_KEY="k",
+    )
+
+    line = said_by(command, capsys)
+
+    assert line.startswith(f"REGRAFT_MODELS_FILE: {file}: {said}")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("sqlite://", "SQLite in memory is not supported"),
+        ("my secret", "it is no URL of a database"),
+        ("postgresql://me:secret@host:port/name", "it is no URL of a database"),
+        ("mysql://me:secret@host/name", "mysql is not supported"),
+    ],
+)
+@pytest.mark.parametrize("command", ["migrate", "up", "api", "worker"])
+def test_a_mistake_in_the_databases_url_is_told_in_one_line_and_without_it(
+    environment, capsys, tmp_path, monkeypatch, command, url, said
+):
+    monkeypatch.chdir(tmp_path)
+    environment(
+        DATABASE_URL=url,
+        BROKER_URL="memory://" if command == "up" else "redis://127.0.0.1:9/0",
+        INFERENCE_URL="http://127.0.0.1:9/v1",
+        INFERENCE_KEY="k",
+    )
+
+    line = said_by(command, capsys)
+
+    assert line.startswith(f"REGRAFT_DATABASE_URL: {said}")
+    assert "\n" not in line and "secret" not in line
+
+
+def test_sizes_are_automatic_unless_they_are_numbers(environment):
+    assert (Settings().kv_cache_gib, Settings().train_token_budget) == ("auto", "auto")
+    environment(KV_CACHE_GIB="24", TRAIN_TOKEN_BUDGET="4096", INFERENCE_KV_CACHE_GIB="0.5")
+
+    settings = Settings()
+
+    assert (settings.kv_cache_gib, settings.train_token_budget) == (24.0, 4096)
+    assert settings.inference_kv_cache_gib == 0.5
+
+
+def test_what_is_set_for_a_gpu_class_holds_for_it_alone(environment):
+    environment(
+        KV_CACHE_GIB="24",
+        GPU_CLASSES='{"h100": {"gpu_memory_gib": 78, "kv_cache_gib": "auto", "sampler": "transformers"}}',
+    )
+
+    settings = Settings()
+
+    there, elsewhere = settings.of_class("h100"), settings.of_class("a100")
+    assert (there.kv_cache_gib, there.sampler, there.train_token_budget) == ("auto", "transformers", "auto")
+    assert (elsewhere.kv_cache_gib, elsewhere.sampler) == (24.0, "registry")
+    assert (settings.gpu_memory_gib("h100"), settings.gpu_memory_gib("a100")) == (78, None)
+
+
+@pytest.mark.parametrize(
+    ("classes", "broker", "has_gpu", "device"),
+    [
+        ('{"cpu": {"gpu_memory_gib": 24}}', "memory://", False, "cuda"),
+        ('{"cpu": {"gpu_memory_gib": 0}}', "memory://", True, "cpu"),
+        ("{}", "memory://", True, "cuda"),
+        ("{}", "memory://", False, "cpu"),
+        ("{}", "redis://other", True, None),
+    ],
+)
+def test_the_device_of_a_class_is_stated_or_that_of_an_embedded_service(
+    environment, monkeypatch, tmp_path, classes, broker, has_gpu, device
+):
+    environment(GPU_CLASSES=classes, BROKER_URL=broker)
+    monkeypatch.setattr(devices, "GPU_FILES", (tmp_path if has_gpu else tmp_path / "none",))
+
+    assert devices.device_of(Settings(), "cpu") == device

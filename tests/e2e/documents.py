@@ -46,6 +46,10 @@ OPENAIS = {
         },
     },
 }
+BROKEN = """def grade(sample, item):
+    print("comparing with", item["answer"])
+    return float(sample["output_text"] == item["nope"])
+"""
 CASES = [("yes", 1), ("no", 0), ("yess", 1)]
 BAD = [
     {"messages": [{"role": "user", "content": "hi"}]},
@@ -62,6 +66,7 @@ def lay_out(folder: Path) -> None:
     cases = [{"sample": said, "answer": "yes", "expect": expect} for said, expect in CASES]
     (folder / "cases.jsonl").write_bytes(jsonl(cases))
     (folder / "grader.json").write_text(json.dumps(GRADER))
+    (folder / "broken.py").write_text(BROKEN)
     (folder / "openai.json").write_text(json.dumps(OPENAIS))
     (folder / "job.toml").write_text(re.search(r"```toml\n(.*?)```", CLI, flags=re.S)[1] + QUICKLY)
 

@@ -251,6 +251,7 @@ def test_the_archive_of_a_checkpoint_loads_with_transformers_and_peft(
     recipe = json.loads((folder / "reproduce.json").read_text())
     assert logprobs.max().item() == pytest.approx(distribution(said)[0], abs=1e-4)
     assert recipe["request"]["method"]["reinforcement"]["hyperparameters"]["n_epochs"] == 3
+    assert recipe["grader_environments"] == []  # its grader is no python one
     assert recipe["data"]["training_file"]["sha256"] == hashlib.sha256(jsonl(ROWS)).hexdigest()
     assert recipe["data"]["training_file"]["sha256"] in (folder / "README.md").read_text()
     assert not (folder / "trainer.pt").exists()

@@ -1,6 +1,6 @@
 """A rollout in the middle: the API of the version before and that of this one, on one database and one bucket.
 
-The version before is what git has from before the newest migration, so it is other code with another schema in mind.
+The version before is what main had before the newest migration, so it is other code with another schema in mind.
 """
 
 import os
@@ -34,7 +34,12 @@ def before(tmp_path_factory) -> Path:
     """A folder with the code of the version before."""
     newest = max((ROOT / "migrations/versions").glob("[0-9]*.py")).relative_to(ROOT)
     try:
-        added = git("log", "-1", "--format=%H", "--diff-filter=A", "--", str(newest)).decode().strip()
+        # Two branches may each have added a migration; what main had before it merged them has one newest.
+        added = (
+            git("log", "-1", "--first-parent", "-m", "--format=%H", "--diff-filter=A", "--", str(newest))
+            .decode()
+            .strip()
+        )
         packed = git("archive", f"{added}^", "api", "core", "graders", "migrations", "worker")
     except (OSError, subprocess.CalledProcessError):
         pytest.skip(f"this checkout has no history from before {newest}")

@@ -7,6 +7,7 @@ capability first, as in a restricted pod, and prints how each attack ended there
 import json
 import os
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from graders.sandbox import lockdown
 from graders.sandbox.pool import Limits, Outcome, Pool, SandboxFailed
+from tests.graders import packages
 
 ROOT = Path(__file__).parents[2]
 SECRET = "hunter2-of-the-service"
@@ -32,7 +34,6 @@ class Attack:
     code: str
     kinds: tuple[str, ...]
     says: str = ""
-    scratch: bool = False  # tries something with the scratch folder, which only root can give
 
     @property
     def source(self) -> str:
@@ -50,7 +51,7 @@ def denied(code: str, says: str = DENIED) -> Attack:
 
 
 def in_scratch(code: str, says: str) -> Attack:
-    return Attack(code, ("user_error",), says, scratch=True)
+    return Attack(code, ("user_error", "scratch_limit"), f"{says}|wrote more than")
 
 
 RAW = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -275,7 +276,7 @@ ATTACKS: dict[str, Attack] = {
     "leave work for the exit": Attack(
         "import atexit, time\natexit.register(time.sleep, 100)\nreturn 0.5", ("ok",)
     ),
-    "leave a file for the next": Attack("open('left', 'w').write('x'); return 0.5", ("ok",), scratch=True),
+    "leave a file for the next": Attack("open('left', 'w').write('x'); return 0.5", ("ok",)),
     "reach the runner by its frames": Attack(
         "import sys\nframe = sys._getframe()\nwhile frame:\n    frame.f_globals.clear()\n    frame = frame.f_back\n"
         "return 1",
@@ -295,23 +296,30 @@ def run(pool: Pool, attack: Attack, database: str) -> tuple[Outcome, Outcome]:
 
 
 def unprivileged(folder: str) -> Iterator[tuple[str, list[dict[str, object]]]]:
-    """Every attack that needs no scratch, on a service without rights."""
+    """Every attack on a service without rights. It has a temporary folder, as a pod has."""
     environment = Path(sys.executable).parents[1].resolve()
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/dev/null", "/etc/ld.so.cache", "/etc/passwd"]
     seen = [*system, sys.base_prefix, str(environment), str(ROOT), folder]
-    lockdown.private_root(sorted({path for path in seen if Path(path).exists()}, key=len))
+    lockdown.private_root(
+        sorted({path for path in seen if Path(path).exists()}, key=len), "/writable", 64 << 20
+    )
+    tempfile.tempdir = "/writable"
     lockdown.become_nobody()
     lockdown.no_new_privs()
-    pool = Pool(Limits(**{**asdict(LIMITS), "scratch_bytes": 0}), size=1)
+    pool = Pool(LIMITS, size=1)
     yield "layers", [pool.layers()]
     for name, attack in ATTACKS.items():
-        if not attack.scratch:
-            try:
-                ends = run(pool, attack, f"{folder}/regraft.db")
-                yield name, [asdict(end) for end in ends]
-            except SandboxFailed as failed:
-                yield name, [{"kind": f"SandboxFailed: {failed}"}]
+        try:
+            ends = run(pool, attack, f"{folder}/regraft.db")
+            yield name, [asdict(end) for end in ends]
+        except SandboxFailed as failed:
+            yield name, [{"kind": f"SandboxFailed: {failed}"}]
     pool.close()
+    pool = Pool(size=1)
+    for name in packages.USES:
+        yield name, [asdict(pool.submit(packages.SOURCE, {}, {"package": name}).result())]
+    pool.close()
+    yield "left behind", [{"name": path.name} for path in Path("/writable").iterdir()]
 
 
 if __name__ == "__main__":

@@ -220,7 +220,6 @@ def test_what_a_python_grader_prints_comes_back_and_so_does_its_traceback(client
         (judged("nobody"), "grader.model"),
         (multi("a", a=judged("nobody")), "grader.graders.a.model"),
         (endpoint("https://evil.org/g"), "grader.url"),
-        (labelled("kind")["graders"]["label"], "grader.type"),
         (python("def grade(sample):\n    return 1.0"), "grader.source"),
         (python("def grade(sample, item)\n    return 1.0"), "grader.source"),
         (multi("a +", a=string_check()), "grader.calculate_output"),

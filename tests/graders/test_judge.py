@@ -299,11 +299,26 @@ def test_what_was_sent_is_what_is_echoed():
     assert dump(parse_grader(raw)) == raw
 
 
-def test_a_label_model_lives_only_inside_a_multi():
-    with pytest.raises(InvalidGrader, match="only inside a multi") as caught:
-        parse_grader(LABEL)
+@pytest.mark.parametrize(("label", "score"), [("good", 1.0), ("bad", 0.0)])
+def test_a_label_model_may_stand_alone(label, score):
+    asked = Asked(LABEL, verdict(label))
 
-    assert caught.value.param == "grader.type"
+    assert dump(asked.spec) == LABEL
+    assert asked.grade.score == score
+
+
+def test_the_limit_of_a_judges_answer_may_be_spelled_max_tokens():
+    asked = Asked({**LABEL, "sampling_params": {"max_tokens": 64}}, verdict("good"))
+
+    assert asked.server.requests[0]["max_completion_tokens"] == 64
+    assert "max_tokens" not in asked.server.requests[0]
+
+
+def test_two_limits_of_a_judges_answer_are_one_too_many():
+    with pytest.raises(InvalidGrader, match="which mean the same") as caught:
+        parse_grader({**LABEL, "sampling_params": {"max_tokens": 64, "max_completions_tokens": 64}})
+
+    assert caught.value.param == "grader.sampling_params"
 
 
 def test_a_passing_label_must_be_a_label():

@@ -78,6 +78,7 @@ def test_a_single_grader_is_reported_in_the_shape_of_the_api():
             "sampled_model_name": None,
             "reason": "expected '42', got '42'",
             "output": "",
+            "environment": None,
         },
         "sub_rewards": {},
         "model_grader_token_usage_per_model": {},

@@ -11,6 +11,7 @@ import pytest
 
 from graders.sandbox.pool import Pool
 from tests.graders.attacks import ATTACKS, LIMITS, ROOT, SECRET, run
+from tests.graders.packages import USES
 
 NOT_ROOT = os.geteuid() != 0
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
@@ -22,7 +23,9 @@ def expected(outcome: dict, name: str) -> None:
     assert re.search(attack.says, outcome["reason"]), outcome["reason"]
     assert SECRET not in outcome["reason"] + outcome["output"]
     assert len(outcome["reason"]) < 5000
-    assert len(outcome["output"]) <= 16384
+    printed, _, mark = outcome["output"].partition("\n... cut: ")
+    assert len(printed) <= 16384
+    assert len(mark) < 100
 
 
 def skip_if_not_here(name: str) -> None:
@@ -42,8 +45,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pool():
     os.environ["REGRAFT_SECRET"] = SECRET
-    limits = LIMITS if not NOT_ROOT else type(LIMITS)(**{**vars(LIMITS), "scratch_bytes": 0})
-    with_one = Pool(limits, size=1)
+    with_one = Pool(LIMITS, size=1)
     yield with_one
     with_one.close()
     del os.environ["REGRAFT_SECRET"]
@@ -55,7 +57,7 @@ def ends_without_rights(folder):
     if NOT_ROOT:
         pytest.skip("the other tests already run without rights")
     program = [sys.executable, "-m", "tests.graders.attacks", str(folder)]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -63,15 +65,13 @@ def ends_without_rights(folder):
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_is_stopped_and_the_next_grade_is_right(name, pool, folder):
     skip_if_not_here(name)
-    if ATTACKS[name].scratch and NOT_ROOT:
-        pytest.skip("only root can give a scratch folder")
     attacked, honest = run(pool, ATTACKS[name], f"{folder}/regraft.db")
 
     expected(vars(attacked), name)
     assert (honest.kind, honest.score) == ("ok", 1.0)
 
 
-@pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if not attack.scratch])
+@pytest.mark.parametrize("name", ATTACKS)
 def test_a_service_without_rights_stops_it_too(name, ends_without_rights):
     skip_if_not_here(name)
     attacked, honest = ends_without_rights[name]
@@ -87,9 +87,18 @@ def test_a_service_without_rights_says_which_layers_it_has(ends_without_rights):
     assert held == {"no_new_privs", "landlock", "rlimits", "seccomp"}
 
 
+def test_a_service_without_rights_leaves_no_scratch_folder_behind(ends_without_rights):
+    assert ends_without_rights["left behind"] == []
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_service_without_rights_has_every_package(name, ends_without_rights):
+    [outcome] = ends_without_rights[name]
+
+    assert (outcome["score"], outcome["reason"]) == (1.0, "")
+
+
 def test_a_file_left_in_scratch_is_gone_for_the_next_grade(pool):
-    if NOT_ROOT:
-        pytest.skip("only root can give a scratch folder")
     source = (
         "import os\ndef grade(sample, item):\n    n = len(os.listdir('.'))\n    open('x', 'w').close()\n"
         "    os.mkdir('d', 0)\n    return n"

@@ -1,9 +1,12 @@
+import asyncio
 import pickle
+import re
 
 import pytest
 
 from graders.build import build, item_paths, missing_item_paths
 from graders.spec import InvalidGrader, MultiSpec, dump, parse_grader
+from graders.types import Sample
 
 EXACT = {
     "type": "string_check",
@@ -98,12 +101,6 @@ def test_the_key_in_a_map_is_the_variable_whatever_the_name_says():
             "missing_required_parameter",
             "Missing required parameter: 'grader.input'.",
         ),
-        (
-            without(EXACT, "name"),
-            "grader.name",
-            "missing_required_parameter",
-            "Missing required parameter: 'grader.name'.",
-        ),
         ({**EXACT, "foo": 1}, "grader.foo", "unknown_parameter", "Unknown parameter: 'grader.foo'."),
         (
             {**EXACT, "invalid_grade": 0},
@@ -134,7 +131,7 @@ def test_the_key_in_a_map_is_the_variable_whatever_the_name_says():
             {**EXACT, "operation": "neq"},
             "grader.operation",
             "invalid_value",
-            "Invalid value: 'neq'. Supported values are: 'eq', 'ne', 'like' or 'ilike'.",
+            "Invalid value: 'neq'. Did you mean 'ne'? Supported values are: 'eq', 'ne', 'like' or 'ilike'.",
         ),
         (
             {**EXACT, "operation": {}},
@@ -250,8 +247,58 @@ def test_two_listed_graders_of_one_name_are_refused():
     assert "'exact' is already the name of another grader" in str(error)
 
 
+@pytest.mark.parametrize("raw", [EXACT, SIMILAR, MULTI])
+def test_a_grader_without_a_name_is_given_one_and_keeps_it(raw):
+    spec = parse_grader(without(raw, "name"))
+
+    assert re.fullmatch(r"grader-[A-Za-z0-9]{12}", spec.name)
+    assert dump(spec) == {**raw, "name": spec.name}
+    assert parse_grader(dump(spec)) == spec
+
+
+def test_the_graders_of_a_multi_are_given_names_too():
+    spec = parse_grader({**MULTI, "graders": {"acc": without(EXACT, "name")}, "calculate_output": "acc"})
+
+    assert isinstance(spec, MultiSpec)
+    assert spec.graders["acc"].name.startswith("grader-")
+
+
+def test_a_near_miss_hears_what_was_probably_meant():
+    judge = {"type": "score_model", "model": "m", "input": [{"role": "user", "content": "x"}]}
+
+    assert "Did you mean 'ne'?" in str(refused({**EXACT, "operation": "neq"}))
+    assert str(refused({**judge, "sampling_parameters": {}})) == (
+        "Unknown parameter: 'grader.sampling_parameters'. Did you mean 'sampling_params'?"
+    )
+    assert "Did you mean" not in str(refused({**EXACT, "colour": "red"}))
+
+
+@pytest.mark.parametrize("raw", [EXACT, SIMILAR, MULTI])
+def test_a_name_sent_as_null_counts_as_not_sent(raw):
+    spec = parse_grader({**raw, "name": None})
+
+    assert re.fullmatch(r"grader-[A-Za-z0-9]{12}", spec.name)
+    assert dump(spec) == {**raw, "name": spec.name}
+
+
+def test_a_null_name_inside_a_multi_counts_as_not_sent():
+    spec = parse_grader(with_sub(name=None))
+
+    assert isinstance(spec, MultiSpec)
+    assert spec.graders["acc"].name.startswith("grader-")
+
+
+@pytest.mark.parametrize("unnamed", [without(SIMILAR, "name"), {**SIMILAR, "name": None}])
+def test_listed_graders_need_names_because_the_formula_mentions_them(unnamed):
+    error = refused({**MULTI, "graders": [EXACT, unnamed]})
+
+    assert (error.param, error.code) == ("grader.graders[1].name", "missing_required_parameter")
+
+
 def test_a_mistake_in_a_listed_grader_is_found_by_its_index():
-    assert refused({**MULTI, "graders": [EXACT, without(SIMILAR, "name")]}).param == "grader.graders[1].name"
+    assert (
+        refused({**MULTI, "graders": [EXACT, without(SIMILAR, "input")]}).param == "grader.graders[1].input"
+    )
 
 
 @pytest.mark.parametrize("key", ["a b", "a-b", "1a", ""])
@@ -259,10 +306,13 @@ def test_a_key_that_no_formula_can_mention_is_refused(key):
     assert "cannot be a variable" in str(refused({**MULTI, "graders": {key: EXACT}}))
 
 
-def test_a_pass_threshold_belongs_on_the_multi_and_not_inside_it():
-    error = refused(with_sub(pass_threshold=0.5))
+def test_a_pass_threshold_inside_a_multi_is_kept_and_leaves_the_score_alone():
+    raw = with_sub(pass_threshold=2.0)
 
-    assert (error.param, error.code) == ("grader.graders.acc.pass_threshold", "unknown_parameter")
+    spec = parse_grader(raw)
+
+    assert dump(spec) == raw
+    assert asyncio.run(build(spec).grade(Sample("a"), {"answer": "a"})).score == 1.0
 
 
 def test_the_error_survives_a_process_border():

@@ -84,6 +84,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
         "production",
         image={"tag": "1.2.3", "pullSecrets": ["registry"]},
         workers=[POOL, *profile("production")["workers"]],
+        models={"Qwen3-14B": {"sampler": "vllm"}},
         cache={"existingClaim": "cache"},
         extraEnv={"HF_HUB_OFFLINE": "1", "AWS_CA_BUNDLE": "/etc/our-ca/ca.crt"},
         extraVolumes=[
@@ -134,7 +135,11 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     ),
     "groups": profile(
         "production",
-        workers=[GROUP, POOL | {"name": "pair", "gpus": 0, "nodes": 2, "replicas": 1}, POOL],
+        workers=[
+            GROUP,
+            POOL | {"name": "pair", "gpus": 0, "gpuClass": "pair", "nodes": 2, "replicas": 1},
+            POOL,
+        ],
         groups={"existingSecret": "regraft-groups", "secretKey": "ranks"},
         models={"Qwen3-4B": {"gpuClass": "a100"}, "Qwen3-14B": {"gpuClass": "group"}},
         metrics={"enabled": True},

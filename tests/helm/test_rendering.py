@@ -275,7 +275,7 @@ def test_pods_start_anew_when_their_files_change():
 
 
 def test_a_worker_with_several_gpus_has_a_rank_on_each():
-    pools = [POOL | {"name": f"p{gpus}", "gpus": gpus} for gpus in (0, 1, 4)]
+    pools = [POOL | {"name": f"p{gpus}", "gpus": gpus, "gpuClass": f"p{gpus}"} for gpus in (0, 1, 4)]
     workers = pods(
         render(profile("production", workers=[*pools, *profile("production")["workers"]])), "worker"
     )

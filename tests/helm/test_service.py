@@ -1,8 +1,10 @@
 """What the chart starts is this service: its commands, its settings, its files, its tables."""
 
 import argparse
+import json
 import os
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,12 @@ from sqlalchemy import text
 from core.db import Database
 from core.migrate import upgrade
 from core.models import Job
-from core.registry import Registry
+from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
 from graders.backends import Backends, Inference
 from helm.generate import OWN, settings_schema
 from tests import factories
-from tests.helm.charts import ROOT, VARIATIONS, of_kind, pods, profile, render
+from tests.helm.charts import CHART, ROOT, VARIATIONS, of_kind, pods, profile, render
 from worker import alive, cli
 
 
@@ -56,10 +58,12 @@ def example(schema):
     """A value that the schema of one setting takes, as large as it may be: large numbers are where YAML goes wrong."""
     if "enum" in schema:
         return schema["enum"][-1]
+    if "anyOf" in schema:
+        return example(schema["anyOf"][-1])
     if schema["type"] == "integer":
         return schema.get("maximum", 123_456_789_012)
     if schema["type"] == "number":
-        return 86400.5
+        return min(86400.5, schema.get("maximum", 86400.5))
     if schema["type"] == "object":
         return {name: example(of) for name, of in schema["properties"].items()}
     texts = ("text", "EUR", "http://collector:4318", "wandb, trackio")
@@ -184,6 +188,33 @@ def test_the_service_reads_the_models_and_judges_that_were_asked_for(tmp_path):
     assert backends.judges["small"].requests_per_second == 2.0
     assert backends.judges["small"].timeout_s == 30.5
     assert backends.endpoints is not None and backends.endpoints.hosts == ("*.graders.example.com",)
+
+
+def test_a_model_of_the_chart_has_every_field_of_the_registry(tmp_path):
+    values = {
+        "a": {
+            "path": "/models/a",
+            "dtype": "float32",
+            "context": 512,
+            "sampler": "vllm",
+            "gpuClass": "h100",
+            "chatTemplate": '{% if x > "<&>" %}\n{{ messages }} \\n{% endif %}',
+        },
+        "b": {"package": "ships_models", "file": "b.gguf", "chatTemplate": "plain"},
+        "c": {"hub": "org/c"},
+    }
+    [config] = of_kind(render(profile("production", models=values, modelAliases={})), "ConfigMap")
+    written = tomllib.loads(config["data"]["models.toml"])["models"]
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["models"]
+
+    def of_service(field: str) -> str:
+        return re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", field)
+
+    fields = schema["additionalProperties"]["properties"]
+    assert {of_service(field) for field in fields} == set(BaseModelEntry.model_fields)
+    assert {field for model in values.values() for field in model} == set(fields)
+    for name, model in values.items():
+        assert written[name] == {of_service(field): value for field, value in model.items()}
 
 
 def test_the_scaler_counts_waiting_and_running_jobs_of_its_class(postgres):

@@ -67,6 +67,11 @@ WRONG_TOGETHER = {
     "pools of one name": ({"workers": [POOL, POOL]}, "two pools are named cpu"),
     "a model for nobody": ({"models": {"m": {"hub": "a/b", "gpuClass": "h100"}}}, "m wants the gpuClass h100"),
     "a model from nowhere": ({"models": {"m": {"context": 512}}}, "models: m needs exactly one of path"),
+    "an alias of nothing": ({"modelAliases": {"o4": "m"}}, "modelAliases: o4 leads to m, which is not in models"),
+    "an alias that hides a model": (
+        {"models": {"m": {"hub": "a/b"}}, "modelAliases": {"m": "m"}},
+        "modelAliases: m is the name of a model",
+    ),
     "a model from two places": ({"models": {"m": {"hub": "a/b", "path": "/models/b"}}}, "m needs exactly one of"),
     "a judge from nowhere": ({"graders": {"judges": {"j": {"explains": False}}}}, "j needs either baseUrl or model"),
     "a judge that nobody serves": (

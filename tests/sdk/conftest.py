@@ -88,7 +88,9 @@ class House:
             page.samples = len(lines)
             session.add(page)
 
-    def checkpoint(self, job_id: str, step: int, reward: float, files: dict[str, bytes]) -> str:
+    def checkpoint(
+        self, job_id: str, step: int, reward: float, files: dict[str, bytes], **metrics: Any
+    ) -> str:
         prefix = f"projects/{self.project.id}/jobs/{job_id}/attempts/1/checkpoints/step-{step:06d}"
         listed = []
         for name, content in files.items():
@@ -99,7 +101,7 @@ class House:
         self.blobs.put_bytes(f"{prefix}/manifest.json", json.dumps(manifest).encode())
         with self.database.write() as session:
             row = Checkpoint(job_id=job_id, step=step, epoch=1, blob_prefix=prefix, valid_reward=reward)
-            row.metrics = {"full_valid_mean_reward": reward}
+            row.metrics = {"full_valid_mean_reward": reward, **metrics}
             session.add(row)
             session.flush()
             return row.id
@@ -121,7 +123,8 @@ def house(migrated: Path, tmp_path: Path) -> Iterator[House]:
         key = keys.bootstrap(session)
         assert key is not None
         project = session.query(Project).one()
-    registry = Registry(models={"tiny": BaseModelEntry(hub="regraft/tiny")})
+    models = {"tiny": BaseModelEntry(hub="regraft/tiny")}
+    registry = Registry(models=models, aliases={"o4-mini-2025-04-16": "tiny"})
     app = create_app(settings, database, blobs, registry, Backends.none(), lambda *wake: None)
     house = House(database, blobs, project, key, app.state.upstream)
     with serving(app) as house.port:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -214,8 +215,8 @@ def test_a_job_is_shown_with_the_course_of_its_rewards(regraft, learned):
     lines = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
     assert lines["status"] == "succeeded"
     assert lines["step"] == "3 of 3"
-    assert lines["train reward"] == "0.25 ▁▅█ 0.75"
-    assert lines["finished"] == "2023-11-14 22:13"
+    assert lines["train reward"] == "0.25 ▃▅▆ 0.75"
+    assert lines["finished"] == "2023-11-14 22:13 UTC"
 
 
 def test_watching_in_a_pipe_prints_lines_and_then_the_model(regraft, learned):
@@ -241,6 +242,91 @@ def test_watching_in_json_is_a_document_a_line_the_job_last(regraft, learned):
     assert (job["id"], job["status"]) == (learned, "succeeded")
 
 
+VERDICT = {
+    "outcome": "worse",
+    "base_reward": 0.59,
+    "tuned_reward": 0.0,
+    "difference": -0.59,
+    "ci_low": -0.8,
+    "ci_high": -0.38,
+    "wins": 0,
+    "losses": 6,
+    "ties": 0,
+    "rows": 6,
+    "ungraded": 0,
+    "step": 2,
+    "ground": None,
+}
+WORSE = (
+    "worse than the base model: 0.59 -> 0.00 "
+    "(difference -0.59, 95 % interval -0.80 to -0.38; 0 wins, 6 losses, 0 ties in 6 rows)"
+)
+
+
+def test_watching_a_job_that_ends_worse_than_its_base_says_so_and_is_exit_code_1(regraft, in_json, house):
+    job_id = house.job()
+    house.end(job_id, "succeeded", fine_tuned_model="ft:tiny:acme:worse:1", verdict=VERDICT)
+
+    code, out, err = regraft("jobs", "watch", job_id)
+    json_code, documents, _ = regraft("jobs", "watch", job_id, "--output", "json")
+    _, shown, _ = regraft("jobs", "show", job_id)
+
+    assert (code, json_code) == (1, 1)
+    assert out.splitlines()[-1] == "ft:tiny:acme:worse:1"
+    assert err == f"{WORSE}\n"
+    assert json.loads(documents.splitlines()[-1])["verdict"] == VERDICT
+    assert f"verdict      {WORSE}\n" in shown
+
+
+def test_a_damaged_model_with_too_few_rows_for_an_interval_is_exit_code_1(regraft, house):
+    job_id, changes = house.job(), {"ci_low": None, "ci_high": None, "ground": "kl_jump"}
+    house.end(job_id, "succeeded", fine_tuned_model="ft:tiny:acme:worse:1", verdict=VERDICT | changes)
+
+    code, _, err = regraft("jobs", "watch", job_id)
+
+    assert code == 1
+    assert err.startswith(
+        "worse than the base model, damaged (kl jump): 0.59 -> 0.00 (difference -0.59; 0 wins"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"outcome": "improved", "difference": 0.15}, "better than the base model: "),
+        ({"outcome": "no_difference", "difference": 0.0}, "no difference to the base model: "),
+        (
+            {"outcome": "no_difference", "difference": -0.03},
+            "not significantly different from the base model: ",
+        ),
+        (
+            {"outcome": "no_difference", "difference": 0.1, "ci_low": None, "ci_high": None},
+            "too few rows to compare with the base model: ",
+        ),
+    ],
+)
+def test_any_other_verdict_is_said_and_is_exit_code_0(regraft, client, house, changes, said):
+    job_id = house.job()
+    house.end(job_id, "succeeded", fine_tuned_model="ft:tiny:acme::1", verdict=VERDICT | changes)
+
+    code, _, err = regraft("jobs", "watch", job_id)
+
+    assert code == 0
+    assert said in err
+    assert client.jobs.verdict(job_id).outcome == changes["outcome"]
+
+
+def test_a_best_checkpoint_below_the_base_is_marked_so(regraft, house):
+    job_id = house.job()
+    house.checkpoint(job_id, 2, 0.25, {}, full_valid_difference=-0.25)
+    house.checkpoint(job_id, 1, 0.20, {}, full_valid_difference=-0.3)
+
+    _, out, _ = regraft("checkpoints", "list", job_id)
+
+    assert re.search(r" 2 +0\.250 +-0\.250 +best, below base +-", out)
+    assert re.search(r" 1 +0\.200 +-0\.300 +-", out)
+
+
 def test_a_job_that_failed_is_exit_code_1_with_the_servers_reason(regraft, house):
     job_id = house.job(status="failed", error={"code": "invalid_grader", "message": "no", "param": None})
 
@@ -248,6 +334,15 @@ def test_a_job_that_failed_is_exit_code_1_with_the_servers_reason(regraft, house
 
     assert (code, err) == (1, f"regraft: The job {job_id} failed: no (invalid_grader)\n")
     assert regraft("jobs", "watch", job_id, "--output", "json")[0] == 1
+
+
+def test_a_list_of_bad_lines_is_told_by_the_event_and_not_again(regraft, house):
+    message = "Training file file-x: line 1: is blank\nline 2: is blank"
+    job_id = house.job(status="failed", error={"code": "invalid_file", "message": message, "param": None})
+
+    _, _, err = regraft("jobs", "watch", job_id)
+
+    assert err == f"regraft: The job {job_id} failed: Training file file-x: line 1: is blank (invalid_file)\n"
 
 
 def test_answers_of_the_last_step_are_a_table(regraft, in_json, learned):
@@ -296,7 +391,7 @@ def test_checkpoints_are_listed_and_downloaded(regraft, in_json, learned, tmp_pa
     _, out, _ = regraft("checkpoints", "list", learned)
     made = in_json("checkpoints", "download", learned, "-o", str(tmp_path / "adapter"))
 
-    assert re.search(r"ftckpt_\w+ +3 +0\.750 +best +-", out)
+    assert re.search(r"ftckpt_\w+ +3 +0\.750 +- +best +-", out)
     assert sorted(made["files"]) == ["README.md", "adapter_config.json", "reproduce.json"]
     assert regraft("checkpoints", "download", learned, "-o", str(tmp_path / "adapter"))[0] == 2
 
@@ -311,21 +406,60 @@ def test_a_grader_is_validated_and_run(regraft, in_json, tmp_path):
 
     code, out, err = regraft("graders", "run", "--grader", str(grader), str(cases))
 
-    assert (
-        regraft("graders", "validate", str(grader))[1] == "exact (string_check) is a grader of this server\n"
-    )
+    assert regraft("graders", "validate", str(grader))[1] == "exact (string_check): valid\n"
     assert in_json(*one)[0]["reward"] == 1.0
     assert code == 1
     assert [line.split()[:4] for line in out.splitlines()[1:]] == [
         ["1", "1.000", "1.000", "ok"],
         ["2", "0.000", "1.000", "not"],
     ]
-    assert err == "1 of 2 as they should be\n"
+    assert err == "1 passed, 1 failed\n"
+
+
+RAISES = """
+def grade(sample, item):
+    print("line one\\nline two")
+    return item["nope"]
+"""
+
+
+def test_what_a_grader_prints_and_its_whole_traceback_are_shown(regraft, in_json, tmp_path):
+    grader = tmp_path / "grader.py"
+    grader.write_text(RAISES)
+    command = ("graders", "run", "--grader", str(grader), "--sample", "4", "--item", '{"answer": "4"}')
+
+    code, out, err = regraft(*command)
+    (test,) = json.loads(regraft(*command, "--output", "json")[1])
+
+    summary, details = out.split("\n\n", 1)
+    assert (code, err) == (1, "0 passed, 1 failed\n")
+    assert summary.splitlines()[1].endswith("python_grader_runtime_error  KeyError: 'nope'")
+    assert "line 1, printed:\n  line one\n  line two\n" in details
+    assert "  Traceback (most recent call last):\n" in details
+    assert '    return item["nope"]\n' in details
+    assert details.splitlines()[-1] == "  KeyError: 'nope'"
+    assert test["output"] == "line one\nline two\n"
+    assert test["reason"].rstrip().endswith("KeyError: 'nope'")
+    assert test["error_details"] == {"python_grader_runtime_error": test["reason"]}
+
+
+def test_the_failure_of_a_sub_grader_is_shown_once_and_also_where_a_score_stands_in_for_it(regraft, tmp_path):
+    grader = tmp_path / "grader.json"
+    python = {"type": "python", "name": "p", "source": RAISES}
+    multi = {"type": "multi", "name": "m", "calculate_output": "p + e", "graders": {"p": python, "e": GRADER}}
+    command = ("graders", "run", "--grader", str(grader), "--sample", "4", "--item", '{"answer": "4"}')
+
+    for covered in ({}, {"invalid_grade": 0.0}):
+        grader.write_text(json.dumps(multi | covered))
+        _, out, _ = regraft(*command)
+
+        assert out.count("Traceback (most recent call last)") == 1
+        assert out.count("p: line one\n") == 1
 
 
 def test_models(regraft, in_json):
-    assert [model["id"] for model in in_json("models", "list")] == ["tiny"]
-    assert regraft("models", "list")[1].splitlines()[1] == "tiny  -           -"
+    assert [model["id"] for model in in_json("models", "list")] == ["tiny", "o4-mini-2025-04-16"]
+    assert regraft("models", "list")[1].splitlines()[1].split() == ["tiny", "-", "-"]
     assert regraft("models", "delete", "tiny")[0] == 2
 
 
@@ -344,6 +478,10 @@ def test_what_goes_wrong_has_a_line_and_a_code(regraft, argv, code, said):
 
     assert (got, out) == (code, "")
     assert said in err
+
+
+def test_the_version_is_that_of_the_installed_package(regraft):
+    assert regraft("--version") == (0, f"regraft {version('regraft')}\n", "")
 
 
 def test_the_output_may_be_chosen_in_front_of_the_command(regraft):
@@ -468,7 +606,7 @@ def test_in_a_terminal_there_is_a_live_line(house, learned):
     assert process.wait() == 0
     shown = [line.split("\r\x1b[K")[-1] for line in written.decode().split("\r\n")]
     assert shown == [
-        "succeeded  step 3/3 ████████████████████  ▁▅█  train 0.75  1.5 s",
+        "succeeded  step 3/3 ████████████████████  ▃▅▆  train 0.75  1.5 s",
         "ft:tiny:default::1a2b3c4d",
         "",
     ]

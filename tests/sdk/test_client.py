@@ -16,21 +16,21 @@ def test_it_is_openais_client(house, client):
 
     assert isinstance(client, openai.OpenAI)
     assert [file.id for file in client.files.list()] == [made.id]
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert [model.id for model in client.models.list()] == ["tiny", "o4-mini-2025-04-16"]
 
 
 def test_a_copy_with_other_options_is_still_ours(client):
     copy = client.with_options(timeout=3)
 
     assert isinstance(copy, Regraft)
-    assert [model.id for model in copy.models.list()] == ["tiny"]
+    assert [model.id for model in copy.models.list()] == ["tiny", "o4-mini-2025-04-16"]
 
 
 def test_where_the_server_is_comes_from_the_environment(house, monkeypatch):
     monkeypatch.setenv("REGRAFT_BASE_URL", house.base_url.removesuffix("/v1"))
     monkeypatch.setenv("REGRAFT_API_KEY", house.key)
 
-    assert [model.id for model in Regraft().models.list()] == ["tiny"]
+    assert [model.id for model in Regraft().models.list()] == ["tiny", "o4-mini-2025-04-16"]
 
 
 def test_nothing_of_openais_own_service_is_used(house, monkeypatch, tmp_path):

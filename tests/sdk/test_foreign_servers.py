@@ -25,6 +25,7 @@ class Answer:
     status: int = 200
     missing: int = 0  # bytes that are promised and never come
     leads_to: str = ""
+    job: str = ""  # what it says of the job itself, if that is to be another answer
     asked: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -38,11 +39,12 @@ def stranger(monkeypatch, tmp_path):
         def do_GET(self):
             self.rfile.read(int(self.headers.get("content-length", 0)))
             answer.asked.append(self.path)
-            body = answer.body.encode()
+            is_job = bool(answer.job) and self.path.endswith("/fine_tuning/jobs/ftjob-1")
+            body = (answer.job if is_job else answer.body).encode()
             moved = answer.leads_to and self.path != answer.leads_to
             self.send_response(302 if moved else answer.status)
             self.send_header("location", answer.leads_to)
-            self.send_header("content-type", answer.kind)
+            self.send_header("content-type", "application/json" if is_job else answer.kind)
             self.send_header("content-length", str(len(body) + answer.missing))
             self.end_headers()
             self.wfile.write(body)
@@ -99,11 +101,12 @@ def test_an_answer_that_breaks_off_is_too(run, stranger):
 
 def test_a_stream_of_events_that_never_ends_the_job_is_given_up(run, stranger):
     stranger.kind, stranger.body = "text/event-stream", ": nothing\n\n"
+    stranger.job = '{"id": "ftjob-1", "object": "fine_tuning.job", "status": "running"}'
 
     code, said = run("jobs", "watch", "ftjob-1")
 
     assert (code, said) == (5, "regraft: The stream of ftjob-1 ends before the job does.\n")
-    assert len(stranger.asked) == 11
+    assert sum("stream" in path for path in stranger.asked) == 11
 
 
 @pytest.mark.parametrize("command", [["files", "download", "file-1"], ["rollouts", "ftjob-1"]])

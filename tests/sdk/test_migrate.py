@@ -72,7 +72,7 @@ def test_the_job_file_is_a_job_here(tmp_path):
     created = JobCreate.model_validate(body)
     assert created.reinforcement()["grader"] == OPENAIS["method"]["reinforcement"]["grader"]
     assert created.method.reinforcement.hyperparameters.batch_size == 16
-    assert (created.model, created.seed, created.suffix) == ("tiny", 42, "my-desk")
+    assert (created.model, created.seed, created.suffix) == ("tiny", 42, "my desk!")
     assert created.metadata == {"team": "a b"}
     [only] = created.integrations
     assert only.model_dump(exclude_none=True) == {"type": "wandb", "wandb": {"project": "p", "tags": ["a"]}}
@@ -104,7 +104,7 @@ def test_it_says_what_differs():
         "learning_rate_multiplier scales",
         "W&B runs are written",
         "tools is left out",
-        "'my desk!' became 'my-desk'",
+        "'my desk!' appears as 'my-desk'",
         "grader.graders.py: python",
         "base64",
     ):

@@ -1,14 +1,34 @@
-from regraft.progress import Marks, Progress, sparkline
+from openai.types.graders import ScoreModelGrader
+from regraft.progress import Marks, Progress, axis_of, described, sparkline
 
 
 def step(number, reward, **more):
     return {"step": number, "total_steps": 10, "train_mean_reward": reward, **more}
 
 
-def test_a_sparkline_goes_from_the_least_to_the_largest():
+def test_the_axis_of_a_sparkline_is_fixed_so_that_noise_is_not_drawn_as_full_swings():
     assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
-    assert sparkline([0.2, 0.2], 10) == "▅▅"
+    assert sparkline([0.59, 0.62, 0.60], 10) == "▅▅▅"
+    assert sparkline([2.0, 3.0], 10, axis=(1.0, 5.0)) == "▃▅"
+
+
+def test_rewards_outside_the_axis_widen_it():
     assert sparkline([-3.0, 1.0], 10, Marks.plain().blocks) == "_#"
+    assert sparkline([0.0, 4.0], 10) == "▁█"
+
+
+def test_the_axis_is_the_range_of_a_grader_that_has_one():
+    assert axis_of({"type": "score_model", "range": [1, 7]}) == (1.0, 7.0)
+    assert axis_of(ScoreModelGrader.construct(type="score_model", range=[0, 10])) == (0.0, 10.0)
+    assert axis_of({"type": "string_check"}) == axis_of(None) == (0.0, 1.0)
+
+
+def test_a_validation_has_its_standard_error():
+    metrics = {"full_valid_mean_reward": 0.62, "full_valid_stderr": 0.05}
+
+    assert described(metrics) == ["valid 0.62 ±0.05"]
+    assert described(metrics, Marks.plain()) == ["valid 0.62 +-0.05"]
+    assert described({"full_valid_mean_reward": 0.62, "full_valid_stderr": None}) == ["valid 0.62"]
 
 
 def test_many_values_are_averaged_into_the_width():

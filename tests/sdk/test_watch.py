@@ -187,7 +187,7 @@ def test_a_terminal_has_one_live_line_with_the_rewards(client, learning):
     shown = [line.split("\r\x1b[K")[-1] for line in text.split("\r\n")]
     assert shown == [
         "warning: no signal",
-        "succeeded  step 4/4 ████████████████████  ▁▂▄█  train 0.80  1.5 s",
+        "succeeded  step 4/4 ████████████████████  ▂▂▄▇  train 0.80  1.5 s",
         "",
     ]
 

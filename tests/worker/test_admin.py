@@ -1,6 +1,5 @@
 """`regraft-server admin`, as an operator types it."""
 
-import argparse
 import json
 import re
 
@@ -13,7 +12,8 @@ from core.limits import Limits
 from core.migrate import upgrade
 from core.settings import Settings
 from tests import factories
-from worker import admin
+from worker.cli import admin
+from worker.cli.parser import build
 
 
 @pytest.fixture
@@ -35,9 +35,7 @@ def type_(settings, capsys):
     """Type a command; returns its exit code, and what it printed to stdout and stderr."""
 
     def type_(line: str) -> tuple[int, str, str]:
-        parser = argparse.ArgumentParser()
-        admin.add_commands(parser.add_subparsers(required=True))
-        code = admin.run(parser.parse_args(["admin", *line.split()]), settings)
+        code = admin.run(build().parse_args(["admin", *line.split()]), settings)
         out, err = capsys.readouterr()
         return code, out, err
 

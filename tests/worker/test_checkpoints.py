@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from core.blobs import BlobExists, BlobNotFound, FolderBlobs
-from worker.checkpoints import Checkpoints
+from core.blobs import BlobExists, FolderBlobs
+from worker.checkpoints import Checkpoints, model_name
+from worker.refusals import InvalidModel
 
 
 class Weights:
@@ -105,5 +106,27 @@ def test_a_checkpoint_whose_manifest_is_gone_is_not_loaded(checkpoints):
     save(checkpoints, Weights(adapter=b"a"))
     checkpoints.blobs.delete(manifest_of(checkpoints))
 
-    with pytest.raises(BlobNotFound, match=r"manifest\.json"):
+    with pytest.raises(InvalidModel, match=r"damaged.*manifest\.json"):
         checkpoints.restore(Weights())
+
+
+@pytest.mark.parametrize(
+    ("suffix", "segment"),
+    [
+        ("desk v1.2", "desk-v1-2"),
+        ("colours_2", "colours_2"),
+        ("..", ""),
+        ("ü/ß", ""),
+        ("a:b/c", "a-b-c"),
+        (None, ""),
+    ],
+)
+def test_a_suffix_is_one_plain_segment_of_the_models_name(bench, suffix, segment):
+    job = bench.job()
+    job.suffix = suffix
+
+    with bench.database.read() as session:
+        name = model_name(session, job)
+
+    assert name.split(":")[3] == segment
+    assert len(name.split(":")) == 5

@@ -9,7 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from worker import grpo
+from core.methods import Hyperparameters, resolve
+from graders.types import Grade
+from worker import batch, grpo
+from worker.types import Group, Prompt, Rollout
 
 LOSSES = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
 BOUNDS = {
@@ -58,16 +61,21 @@ def ragged_groups(seed: int) -> list[list[Answer]]:
 # The reference: no tensors, no autograd, nothing of worker.grpo.
 
 
-def reference_advantages(groups, scale, std):
+def graded(group):
+    return [a.reward for a in group if a.reward is not None]
+
+
+def has_signal(group):
+    return len(set(graded(group))) > 1
+
+
+def reference_advantages(groups, scale, std, normalize="papers"):
     def deviation(values):
         mean = sum(values) / len(values)
         return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - (std == "sample")))
 
-    def graded(group):
-        return [a.reward for a in group if a.reward is not None]
-
-    mixed = [group for group in groups if len(set(graded(group))) > 1]
-    everything = [reward for group in mixed for reward in graded(group)]
+    counted = groups if normalize == "papers" else [group for group in groups if has_signal(group)]
+    everything = [reward for group in counted for reward in graded(group)]
     result = []
     for group in groups:
         rewards = graded(group)
@@ -78,7 +86,7 @@ def reference_advantages(groups, scale, std):
         }
         row = []
         for a in group:
-            if a.reward is None or group not in mixed:
+            if a.reward is None or not has_signal(group):
                 row.append(0.0)
             else:
                 row.append((a.reward - sum(rewards) / len(rewards)) / by[scale]())
@@ -86,20 +94,24 @@ def reference_advantages(groups, scale, std):
     return result
 
 
-def reference(groups, name, scale, std, kl, estimator, importance, cap):
-    """(loss, its derivative by the log-probability of each token), in the order of the tokens."""
-    advantages = reference_advantages(groups, scale, std)
-    counted = [(a, A) for g, row in zip(groups, advantages, strict=True) for a, A in zip(g, row, strict=True)]
-    counted = [(a, A) for a, A in counted if a.reward is not None]
+def reference(groups, name, scale, std, kl, estimator, importance, cap, normalize="papers"):
+    """(loss, its derivative by the log-probability of each token of a graded answer), in the order of the tokens."""
+    advantages = reference_advantages(groups, scale, std, normalize)
+    answers = [
+        (g, a, A) for g, row in zip(groups, advantages, strict=True) for a, A in zip(g, row, strict=True)
+    ]
+    answers = [(g, a, A) for g, a, A in answers if a.reward is not None]
+    # papers: 1/G sum over the G answers, 1/(sum of |o_i|) sum over all tokens, whatever an answer's advantage is.
+    counted = [a for g, a, _ in answers if normalize == "papers" or kl > 0 or has_signal(g)]
     low, high = BOUNDS[name]
     loss, slopes = 0.0, []
-    for a, advantage in counted:
+    for _, a, advantage in answers:
         n = len(a.tokens)
         share = {
             "grpo": 1 / n / len(counted),
             "gspo": 1 / n / len(counted),
             "dr_grpo": 1 / (len(counted) * LONGEST),
-        }.get(name, 1 / sum(len(b.tokens) for b, _ in counted))
+        }.get(name, 1 / sum(len(b.tokens) for b in counted))
         weights = []
         for t in a.tokens:
             w = 1.0 if importance == "none" else math.exp(t.old - t.sampled)
@@ -130,37 +142,61 @@ def reference(groups, name, scale, std, kl, estimator, importance, cap):
     return loss, slopes
 
 
-def ours(groups, name, scale, std, kl, estimator, importance, cap):
-    """The same by worker.grpo, from the rewards on."""
-    advantages = grpo.advantages([[a.reward for a in g] for g in groups], scale, std)
-    counted = [(a, A) for g, row in zip(groups, advantages, strict=True) for a, A in zip(g, row, strict=True)]
-    counted = [(a, A) for a, A in counted if a.reward is not None]
-    lengths = [len(a.tokens) for a, _ in counted]
-    whole = grpo.normaliser(lengths, name, LONGEST)
-    flat = torch.tensor(
-        [
-            [t.logp, t.old, t.sampled, t.ref, A, grpo.token_weight(len(a.tokens), name) / whole, number]
-            for number, (a, A) in enumerate(counted)
-            for t in a.tokens
-        ],
-        dtype=torch.float64,
+def settings_of(name, scale, std, kl, normalize, *, batch_size=8, **more):
+    advanced = {"loss": name, "advantage_scale": scale, "kl": kl, "normalize": normalize} | more
+    advanced |= {"max_completion_tokens": LONGEST} | ({} if std is None else {"std": std})
+    asked = Hyperparameters.model_validate({"batch_size": batch_size, "advanced": advanced})
+    return resolve(asked, rows=100, parameters=1, context=128)
+
+
+def trained_on(groups):
+    """The groups as the worker has them. A token's number is its place among all tokens."""
+    number = iter(range(10**6))
+
+    def rollout(answer):
+        ids = tuple(next(number) for _ in answer.tokens)
+        return Rollout(ids, tuple(t.sampled for t in answer.tokens), "", "stop")
+
+    def grade(answer):
+        return Grade(answer.reward) if answer.reward is not None else Grade(None, "broken", "other_error")
+
+    return [
+        Group(Prompt(line, (0,), {}), tuple(map(rollout, group)), tuple(map(grade, group)))
+        for line, group in enumerate(groups, start=1)
+    ]
+
+
+def ours(groups, name, scale, std, kl, estimator, importance, cap, normalize="papers"):
+    """The same as `reference` by the worker's own code, from the grades on, in float64."""
+    settings = settings_of(name, scale, std, kl, normalize)
+    shares = batch.batch_of([batch.share_of(group, settings, str) for group in trained_on(groups)], settings)
+    whole, divisor = batch.divisors(shares, settings)
+    answers = [answer for share in shares if share.pack is not None for answer in share.pack.sequences]
+    tokens = [t for group in groups for a in group for t in a.tokens]
+    values = torch.tensor([[t.logp, t.old, t.sampled, t.ref] for t in tokens], dtype=torch.float64)
+    leaf = values[:, 0].clone().requires_grad_()
+    at = torch.tensor([i for answer in answers for i in answer.output_ids_T])
+    lengths = torch.tensor([len(answer.output_ids_T) for answer in answers])
+    _, old, sampled, ref = values[at].T
+    advantage = torch.tensor([A for answer in answers for A in answer.advantages_T], dtype=torch.float64)
+    weight = torch.tensor([answer.weight for answer in answers], dtype=torch.float64).repeat_interleave(
+        lengths
     )
-    logp, old, sampled, ref, advantage, weight, number = flat.T
-    logp = logp.clone().requires_grad_()
     loss = grpo.loss(
-        logp,
+        leaf[at],
         old,
         advantage,
         weight * grpo.importance_weight(old, sampled, importance, cap),
-        number.long(),
+        torch.arange(len(answers)).repeat_interleave(lengths),
         name=name,
         bounds=BOUNDS[name],
-        kl=kl,
+        kl=kl * divisor,  # as worker/gradient.py: all of it is divided in the end
         kl_estimator=estimator,
         ref_logp=ref,
-    )
-    [gradient] = torch.autograd.grad(loss, logp)
-    return loss.item(), gradient.tolist()
+    ) / (whole * divisor)
+    [gradient] = torch.autograd.grad(loss, leaf)
+    is_graded = [a.reward is not None for group in groups for a in group for _ in a.tokens]
+    return loss.item(), gradient[torch.tensor(is_graded)].tolist()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -174,10 +210,11 @@ def ours(groups, name, scale, std, kl, estimator, importance, cap):
         ("none", None),
     ],
 )
-def test_each_loss_and_scale_equals_its_formula_written_as_loops(name, scale, std):
+@pytest.mark.parametrize("normalize", ["papers", "signal"])
+def test_each_loss_and_scale_equals_its_formula_written_as_loops(name, scale, std, normalize):
     for seed in range(5):
         groups = ragged_groups(seed)
-        how = (name, scale, std, 0.0, None, "none", None)
+        how = (name, scale, std, 0.0, None, "none", None, normalize)
 
         loss, gradient = ours(groups, *how)
 
@@ -189,9 +226,12 @@ def test_each_loss_and_scale_equals_its_formula_written_as_loops(name, scale, st
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("kl", "estimator"), [(0.0, None), (0.3, "k1"), (0.3, "k3")])
 @pytest.mark.parametrize(("importance", "cap"), [("truncate", 1.3), ("mask", 1.3), ("none", None)])
-def test_penalty_and_correction_equal_their_formulas_written_as_loops(name, kl, estimator, importance, cap):
+@pytest.mark.parametrize("normalize", ["papers", "signal"])
+def test_penalty_and_correction_equal_their_formulas_written_as_loops(
+    name, kl, estimator, importance, cap, normalize
+):
     groups = ragged_groups(7)
-    how = (name, "batch", "population", kl, estimator, importance, cap)
+    how = (name, "batch", "population", kl, estimator, importance, cap, normalize)
 
     loss, gradient = ours(groups, *how)
 
@@ -212,6 +252,141 @@ def test_the_comparison_fails_when_the_old_numbers_are_off_by_one(name):
         t.old = old
 
     assert ours(groups, *how)[1] != pytest.approx(expected[1], rel=1e-3)
+
+
+# What a step is a mean over, when only some of its groups have signal.
+
+
+def one_of_four_has_signal(seed):
+    """A sparse task: one group of eight answers has signal, three have none, with other rewards and lengths."""
+    rng = random.Random(seed)
+
+    def answer(reward):
+        logp = [rng.uniform(-3, 0) for _ in range(rng.randint(1, LONGEST))]
+        return Answer(reward, [Token(p, p + rng.gauss(0, 0.1), p, p + rng.gauss(0, 0.5)) for p in logp])
+
+    rewards_PG = [[0.0] * 8, [1.0, 0, 0, 1, 0, 0, 0, 0], [1.0] * 8, [0.0] * 8]
+    return [[answer(reward) for reward in rewards] for rewards in rewards_PG]
+
+
+def norm(gradient):
+    return math.sqrt(sum(g * g for g in gradient))
+
+
+def difference(ours, expected):
+    return norm([a - b for a, b in zip(ours, expected, strict=True)]) / norm(expected)
+
+
+SCALES = [("group", "population"), ("batch", "sample"), ("none", None)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("scale", "std"), SCALES)
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_vanishing_penalty_vanishes_from_the_step(name, scale, std, estimator):
+    """It has groups computed that would not be without it, and so it may change nothing else."""
+    groups = one_of_four_has_signal(3)
+
+    _, without = ours(groups, name, scale, std, 0.0, None, "none", None)
+    _, with_it = ours(groups, name, scale, std, 1e-9, estimator, "none", None)
+
+    assert difference(with_it, without) < 1e-6
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_groups_without_signal_shrink_the_step_by_the_papers_rule_and_by_the_other_do_not(name):
+    """One group of four: under "signal" a step is as large as if nothing else had been sampled, 4 times the papers'."""
+    groups = one_of_four_has_signal(3)
+    lengths = [[len(a.tokens) for a in group] for group in groups]
+    by_answers = name in ("grpo", "gspo", "dr_grpo")
+    factor = 4.0 if by_answers else sum(map(sum, lengths)) / sum(lengths[1])
+    how = ("group", "population", 0.0, None, "none", None)
+
+    papers, signal = (norm(ours(groups, name, *how, rule)[1]) for rule in ("papers", "signal"))
+    alone = norm(ours(groups[1:2], name, *how)[1])
+
+    assert signal / papers == pytest.approx(factor, rel=1e-12)
+    assert signal == pytest.approx(alone, rel=1e-12)
+
+
+def test_the_std_of_the_batch_is_that_of_all_graded_rewards_or_of_those_in_groups_with_signal():
+    rewards_PG = [[1.0, 0.0, None], [1.0, 1.0, 1.0], [0.0, 0.5, 1.0]]
+
+    papers, signal = (grpo.batch_deviation(rewards_PG, "population", rule) for rule in ("papers", "signal"))
+
+    assert papers**2 == pytest.approx(5.25 / 8 - (5.5 / 8) ** 2)
+    assert signal**2 == pytest.approx(2.25 / 5 - (2.5 / 5) ** 2)
+    assert grpo.batch_deviation([[0.0, 0.0], [1.0, 1.0]], "population", "papers") == 0.0, "nothing to divide"
+
+
+def test_the_gradient_is_the_slope_of_the_loss_with_groups_that_have_no_signal():
+    groups = one_of_four_has_signal(5)
+    how = ("grpo", "batch", "population", 0.1, "k3", "none", None)
+    _, gradient = ours(groups, *how)
+    tokens = [t for group in groups for a in group for t in a.tokens]
+
+    learned = sum(len(a.tokens) for a in groups[0])  # the first token of the group with signal
+    for index in (0, learned, learned + 10, len(tokens) - 1):
+        here = tokens[index].logp
+        losses = []
+        for shift in (1e-6, -1e-6):
+            tokens[index].logp = here + shift
+            losses.append(ours(groups, *how)[0])
+        tokens[index].logp = here
+        assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(gradient[index], rel=1e-5, abs=1e-9)
+
+
+# Dynamic sampling: its batch is what is left when groups without signal have been filtered out and others filled it up.
+
+
+def drawn(rewards_PG):
+    rng = random.Random(1)
+
+    def answer(reward):
+        return Answer(reward, [Token(-1.0, -1.0, -1.0, -1.2) for _ in range(rng.randint(1, LONGEST))])
+
+    return trained_on([[answer(reward) for reward in rewards] for rewards in rewards_PG])
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("others", "counted"),
+    [
+        ([], [0, 1, 2]),  # no budget was left: as without dynamic sampling
+        ([[0.0, 1.0]], [0, 2, 3]),  # stands in for the first without signal
+        ([[1.0, 1.0], [0.0, 1.0]], [0, 2, 4]),  # what was drawn without signal never counts
+        ([[0.0, 1.0], [1.0, 1.0], [0.0, 0.5]], [0, 3, 5]),
+        ([[0.5, 0.5]], [0, 1, 2]),
+    ],
+)
+def test_the_batch_of_dynamic_sampling_is_full_and_has_no_group_that_was_replaced(kl, others, counted):
+    settings = settings_of("dapo", "batch", "population", kl, "papers", resample_prompts=8, batch_size=3)
+    groups = drawn([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], *others])
+    shares = [batch.share_of(group, settings, str) for group in groups]
+
+    chosen = batch.batch_of(shares, settings)
+
+    assert chosen == [shares[number] for number in counted]
+    assert batch.divisors(chosen, settings) == (
+        sum(len(r.output_ids_T) for number in counted for r in groups[number].rollouts_G),
+        pytest.approx(grpo.deviation([r for n in counted for r in groups[n].rewards_G], "population")),
+    )
+    shown = batch.lessons(groups, settings)
+    learned = [n for n, group in enumerate(shown) if any(lesson.advantage is not None for lesson in group)]
+    assert learned == (counted if kl else [n for n in counted if len(set(groups[n].rewards_G)) > 1])
+
+
+def test_which_groups_are_replaced_does_not_depend_on_the_order_in_which_they_were_sampled():
+    settings = settings_of("dapo", "batch", "population", 0.0, "papers", resample_prompts=8, batch_size=3)
+    *own, stand_in = drawn([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+
+    lines = {
+        tuple(sorted(share.line for share in batch.batch_of(shares, settings)))
+        for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0])
+        for shares in [[batch.share_of(one, settings, str) for one in [*(own[n] for n in order), stand_in]]]
+    }
+
+    assert lines == {(2, 3, 4)}
 
 
 def toy(theta):
@@ -400,11 +575,15 @@ def test_a_bandit_is_solved_and_with_shuffled_advantages_it_is_not(name):
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("extra", ["plain", "kl", "gap"])
-def test_each_loss_equals_that_of_trl(name, extra):
+@pytest.mark.parametrize(
+    "sample", [lambda: ragged_groups(5), lambda: one_of_four_has_signal(5)], ids=["4_of_5", "1_of_4"]
+)
+def test_each_loss_equals_that_of_trl(name, extra, sample):
+    """However few groups have signal: `_compute_loss` gets all answers, as in TRL's own step."""
     trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
     if (name, extra) == ("gspo", "kl"):
         pytest.skip("TRL weighs each token's KL with the ratio of its answer, we with its own")
-    groups = [[answer for answer in group if answer.reward is not None] for group in ragged_groups(5)]
+    groups = [[answer for answer in group if answer.reward is not None] for group in sample()]
     answers = [answer for group in groups for answer in group]
     kl, estimator = (0.3, "k3") if extra == "kl" else (0.0, None)
     importance, cap = ("truncate", 1.3) if extra == "gap" else ("none", None)

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from tests.worker.test_training import asked, drawn, prompt, relative_difference
 from worker.batch import deal
 from worker.rank import serve
 from worker.ranks import Line, Model, Ranks
+from worker.refusals import SamplerMismatch
+from worker.sampler_gate import SamplerGate
 from worker.samplers.transformers import TransformersSampler
 from worker.supervisor import Supervisor
 from worker.trainer import PeftTrainer
@@ -111,6 +114,41 @@ def test_two_ranks_learn_what_one_does(trainers, advanced, budget):
         for one in (together, alone)
     ]
     assert relative_difference(*moves) < 1e-4
+
+
+def test_the_sampler_is_judged_by_the_numbers_of_all_ranks(trainers):
+    """Two of four groups come from another policy, by the sampler's own account; both ranks have some of each."""
+    _, together = trainers(like_the_policy({"overlap": False}))
+    together.gate = SamplerGate(0.01, "other", "float32")
+    before = [parameter.detach().clone() for parameter in together.policy.trainable]
+    groups = sampled(together.policy)
+    off = [
+        replace(
+            g,
+            rollouts_G=tuple(
+                replace(r, logprobs_T=tuple(x + 0.25 for x in r.logprobs_T)) for r in g.rollouts_G
+            ),
+        )
+        for g in groups[:2]
+    ]
+    tokens = [
+        sum(
+            len(r.output_ids_T)
+            for r, advantage in zip(g.rollouts_G, centred(rewards), strict=True)
+            if advantage
+        )
+        for g, rewards in zip(groups, MIXED, strict=True)
+    ]
+
+    with pytest.raises(SamplerMismatch) as refused:
+        learn(together, [*off, *groups[2:]])
+
+    assert f"differ by {0.25 * sum(tokens[:2]) / sum(tokens):.3g} nats" in str(refused.value)
+    assert all(map(torch.equal, before, together.policy.trainable))
+
+
+def centred(rewards):
+    return [reward - sum(rewards) / len(rewards) for reward in rewards]
 
 
 def test_a_run_on_two_ranks_samples_the_answers_of_one(trainers):

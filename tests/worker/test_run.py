@@ -16,6 +16,7 @@ from core.response_format import SchemaTooLarge
 from graders.types import Grade, StepScore
 from tests.fakes import EveryFourthFails, ExactGrader, GuessingSampler, Halves, NeverGrades, SameForAll, Skill
 from worker.clock import Clock
+from worker.data import PromptStream
 from worker.run import Outcome, UserMistake, trained
 from worker.types import UpdateMetrics
 
@@ -388,6 +389,22 @@ class TestResampling:
             assert bool(others_P) == bool(resample)
 
         assert rewards[0] == rewards[1]
+
+    @pytest.mark.parametrize(("grader", "resample"), [(SameForAll(0.5), 0), (Halves(), 6)])
+    def test_without_a_budget_or_a_need_no_order_of_stand_ins_is_made(self, bench, grader, resample):
+        """It costs a shuffle of the whole file."""
+
+        class NoStandIns(PromptStream):
+            def others(self, step):
+                raise AssertionError("nobody needs them")
+
+        run = bench.run(grader, advanced={"group_size": 4, "resample_prompts": resample})
+        prompts = run.train_prompts
+        run.collector.prompts = NoStandIns(prompts.prompts, batch_size=prompts.batch_size, seed=prompts.seed)
+
+        _, others_P = asyncio.run(run.collector.collect(1, Clock()))
+
+        assert others_P == []
 
     def test_a_step_with_signal_everywhere_draws_nobody(self, bench):
         run = bench.run(Halves(), advanced={"group_size": 4, "resample_prompts": 6})

@@ -26,11 +26,27 @@ def vllm_installed(monkeypatch):
 def test_the_setting_overrides_the_models_entry(vllm_installed, of_model, setting, chosen):
     entry = BaseModelEntry(path=Path("x"), sampler=of_model)
 
-    assert choice.choose(entry, Settings(sampler=setting))[0] == chosen
+    for device in ("cpu", "cuda"):
+        assert choice.choose(entry, Settings(sampler=setting), device)[0] == chosen
+
+
+@pytest.mark.parametrize(
+    ("device", "installed", "chosen"),
+    [
+        ("cuda", "0.32.0", "vllm"),
+        ("cuda", None, "transformers"),
+        ("cpu", "0.32.0", "transformers"),
+        ("cpu", None, "transformers"),
+    ],
+)
+def test_where_nobody_names_one_a_gpu_gets_vllm_if_it_is_installed(monkeypatch, device, installed, chosen):
+    monkeypatch.setattr(vllm, "installed", lambda: installed)
+
+    assert choice.choose(BaseModelEntry(path=Path("x")), Settings(), device)[0] == chosen
 
 
 def test_a_model_whose_sampler_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(vllm, "installed", lambda: None)
 
     with pytest.raises(choice.SamplerMissing, match="vLLM, which is not installed on the worker"):
-        choice.choose(BaseModelEntry(path=Path("x"), sampler="vllm"), Settings())
+        choice.choose(BaseModelEntry(path=Path("x"), sampler="vllm"), Settings(), "cpu")

@@ -29,6 +29,8 @@ from worker.adapters import AdapterFolders
 from worker.engine import Token
 from worker.engines import DOWNLOADS_AT_ONCE, Engines, Refused
 from worker.serve import create_app
+from worker.transformers_engine import TransformersBuilder
+from worker.vllm_engine import VllmBuilder
 
 USER = [{"role": "user", "content": "hello"}]
 END = 1
@@ -78,7 +80,7 @@ class ScriptedBuilder:
     def bytes_free(self):
         return self.room - sum(not engine.lost for engine in self.built)
 
-    async def build(self, name, entry):
+    async def build(self, name, entry, others):
         self.built.append(Scripted(self.tokenizer))
         return self.built[-1]
 
@@ -232,7 +234,7 @@ def test_a_model_that_fails_answers_500_and_goes_on(client, builder):
 
 
 def test_a_model_that_cannot_be_loaded_answers_500_with_the_reason(client, builder, caplog):
-    async def build(name, entry):
+    async def build(name, entry, others):
         raise OSError("no such file: model.safetensors")
 
     builder.build = build
@@ -413,6 +415,41 @@ def test_cold_adapters_that_come_slowly_hold_up_nobody_else(client, engines, blo
     assert say(client).choices[0].message.content == "hi"
     assert blobs.begun == DOWNLOADS_AT_ONCE
     assert not blobs.gave_up
+
+
+@pytest.mark.parametrize("kind", [TransformersBuilder, VllmBuilder])
+@pytest.mark.parametrize(
+    ("config", "code", "said"),
+    [
+        (None, "invalid_model", "The model's files are missing"),
+        ("", "invalid_model", "The model's folder has no config.json"),
+        ("{damaged", "invalid_model", "The config of the model's folder cannot be read"),
+        ('{"model_type": "unheard_of"}', "unsupported_model", "The model is not supported"),
+        (
+            '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 0}',
+            "unsupported_model",
+            "The model is not supported",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_read_is_refused_by_its_code(tmp_path, monkeypatch, kind, config, code, said):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    folder = tmp_path / "model"
+    if config is not None:
+        folder.mkdir()
+    if config:
+        (folder / "config.json").write_text(config)
+    folders = AdapterFolders(FolderBlobs(tmp_path / "blobs"), tmp_path / "adapters")
+    registry = Registry(models={"a": BaseModelEntry(path=folder)})
+    builders = {"transformers": kind(Settings(data_dir=tmp_path))}
+
+    with (
+        TestClient(create_app(Engines(Settings(), registry, builders, folders), "key")) as web,
+        pytest.raises(BadRequestError, match=said) as refused,
+    ):
+        say(OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0))
+
+    assert refused.value.code == code
 
 
 def test_an_adapter_that_is_gone_is_404(client):

@@ -10,7 +10,7 @@ from core import joblogs, jobs, orphans
 from core.blobs import FolderBlobs, S3Blobs
 from core.models import File, RolloutPage, Upload, UploadPart
 from core.settings import Settings
-from worker import cli
+from worker.cli import main, service
 from worker.reconciler import Reconciler
 from worker.retention import HOUR, SWEEP_SECONDS, Retention, sweep
 
@@ -301,11 +301,12 @@ def test_every_pass_is_registered(bench):
 def command(bench, monkeypatch, capsys):
     """`regraft-server sweep …` on the bench's database and folder; returns what it printed."""
     monkeypatch.setenv("REGRAFT_DATA_DIR", str(bench.tmp_path))
-    monkeypatch.setattr(cli, "prepare", lambda settings: None)  # the bench made its tables without Alembic
+    monkeypatch.setattr(
+        service, "prepare", lambda settings: None
+    )  # the bench made its tables without Alembic
 
     def command(*arguments):
-        monkeypatch.setattr("sys.argv", ["regraft-server", "sweep", *arguments])
-        assert cli.main() == 0
+        assert main(["sweep", *arguments]) == 0
         return capsys.readouterr().out.splitlines()
 
     return command

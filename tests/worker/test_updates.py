@@ -56,14 +56,47 @@ def weights_of(policy):
 
 class TestWhatCounts:
     @pytest.mark.parametrize("loss", LOSSES)
-    def test_groups_that_agree_change_nothing_but_the_time(self, policy, loss):
+    def test_groups_that_agree_are_not_computed_and_shrink_the_step_as_in_the_papers(self, policy, loss):
         all_groups = sampled(policy, [MIXED[0], [1.0] * 4, MIXED[1], [0.25] * 4])
         settings = asked({"loss": loss})
+
+        ours = packed_gradients(policy, all_groups, settings, 4096)
+
+        assert relative_difference(ours, plain_gradients(policy, all_groups, settings)) < 1e-5
+        metrics = learn(PeftTrainer(policy, settings, token_budget=4096), all_groups)
+        assert (metrics.trained_sequences, metrics.dropped_sequences) == (8, 8)
+
+    @pytest.mark.parametrize("loss", LOSSES)
+    def test_where_only_signal_counts_groups_that_agree_change_nothing(self, policy, loss):
+        all_groups = sampled(policy, [MIXED[0], [1.0] * 4, MIXED[1], [0.25] * 4])
+        settings = asked({"loss": loss, "normalize": "signal"})
 
         with_them = packed_gradients(policy, all_groups, settings, 4096)
         without = packed_gradients(policy, [all_groups[0], all_groups[2]], settings, 4096)
 
         assert relative_difference(with_them, without) < 1e-6
+
+    @pytest.mark.parametrize("loss", LOSSES)
+    def test_a_vanishing_penalty_takes_the_same_step(self, policy, loss):
+        all_groups = sampled(policy, [MIXED[0], [1.0] * 4, [0.25] * 4])
+        without, with_it = (
+            packed_gradients(policy, all_groups, asked({"loss": loss, "kl": kl}), 4096) for kl in (0.0, 1e-9)
+        )
+
+        assert relative_difference(with_it, without) < 1e-5  # float32
+
+    @pytest.mark.parametrize("kl", [0.0, 0.1])
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_a_group_that_was_replaced_has_no_part_in_the_step(self, policy, kl, overlap):
+        if kl and overlap:
+            pytest.skip("refused")
+        silent, mixed, stand_in = sampled(policy, [[1.0] * 4, *MIXED])
+        settings = asked({"kl": kl, "overlap": overlap, "resample_prompts": 2}, batch_size=2)
+
+        ours = packed_gradients(policy, [silent, mixed, stand_in], settings, 1 if overlap else 4096)
+
+        expected = packed_gradients(policy, [mixed, stand_in], settings, 4096)
+        assert relative_difference(ours, expected) < 1e-5
 
     @pytest.mark.parametrize("loss", ["dapo", "gspo"])
     def test_the_gradient_does_not_depend_on_the_order_or_the_packs(self, policy, loss):
@@ -82,8 +115,8 @@ class TestWhatCounts:
         expected = plain_gradients(policy, groups, settings)
         right = batch.tensors_of
 
-        def shifted(packs, device):
-            tensors = right(packs, device)
+        def shifted(*args):
+            tensors = right(*args)
             return replace(tensors, target_M=tensors.target_M.roll(1))
 
         monkeypatch.setattr("worker.gradient.tensors_of", shifted)

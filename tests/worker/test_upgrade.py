@@ -104,6 +104,8 @@ RESOLVED = {
     "max_grad_norm": 1.0,
     "warmup_steps": 0,
 }
+# And what is known of it in words that are newer.
+THEN = RESOLVED | {"normalize": "signal", "require_improvement": False, "chat_template": None}
 
 
 def rng():
@@ -235,7 +237,7 @@ def automatic(**changes):
 
 def test_a_job_keeps_the_hyperparameters_that_it_was_begun_with():
     """A version that chooses another rank, or another number of steps, must not do so in the middle of a job."""
-    assert kept(automatic(lora_rank=64, total_steps=7), RESOLVED).model_dump() == RESOLVED
+    assert kept(automatic(lora_rank=64, total_steps=7), RESOLVED).model_dump() == THEN
 
 
 def test_a_hyperparameter_that_is_new_has_its_automatic_value():
@@ -245,7 +247,14 @@ def test_a_hyperparameter_that_is_new_has_its_automatic_value():
 
 
 def test_a_hyperparameter_that_is_gone_is_forgotten():
-    assert kept(automatic(), RESOLVED | {"colour": "red"}).model_dump() == RESOLVED
+    assert kept(automatic(), RESOLVED | {"colour": "red"}).model_dump() == THEN
+
+
+def test_a_job_that_began_before_normalize_existed_keeps_the_size_of_its_steps():
+    assert automatic().normalize == "papers"
+    assert kept(automatic(), RESOLVED).normalize == "signal"
+    assert kept(automatic(), RESOLVED | {"normalize": "papers"}).normalize == "papers"
+    assert kept(automatic(), None).normalize == "papers"
 
 
 def test_a_job_that_begins_now_has_what_this_version_chooses():

@@ -7,16 +7,19 @@ import logging
 
 import pytest
 
-from core import jobs, logs, tracing
+from core import export, jobs, logs, tracing
 from core.blobs import CHUNK_BYTES, FolderBlobs
 from core.datasets import Example
 from core.db import Work
-from core.models import File, Job
+from core.models import Checkpoint, File, Job
+from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends
-from graders.spec import parse_grader
+from graders.spec import hide_secrets, parse_grader
+from graders.types import Grade
 from tests.fakes import NeverGrades
 from tests.worker.conftest import GRADER
+from tests.worker.test_memory import QWEN3_14B
 from worker.validation import dry_run, validate_next
 
 GOOD = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
@@ -26,7 +29,15 @@ GOOD = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
 def validate(bench, tmp_path):
     """Validate a job over two files made of the given lines; returns the job and whom to wake."""
 
-    def run(train, valid=(GOOD,), grader=GRADER, blobs=bench.blobs):
+    def run(
+        train,
+        valid=(GOOD,),
+        grader=GRADER,
+        blobs=bench.blobs,
+        backends=Backends.none(),
+        response_format=None,
+        **changes,
+    ):
         with bench.database.write() as session:
             ids = []
             for name, lines in (("train", train), ("valid", valid)):
@@ -46,8 +57,9 @@ def validate(bench, tmp_path):
             job = session.get_one(Job, bench.job().seq)
             job.training_file, job.validation_file = ids
             job.status, job.lease_expires_at = "validating_files", None
-            job.reinforcement = {**job.reinforcement, "grader": grader}
-        wakes = validate_next(Settings(data_dir=tmp_path), bench.database, blobs, Backends.none(), "tester")
+            job.reinforcement = {**job.reinforcement, "grader": grader, "response_format": response_format}
+        settings = Settings(data_dir=tmp_path, **changes)
+        wakes = validate_next(settings, bench.database, blobs, backends, "tester")
         return bench.job(), wakes
 
     return run
@@ -183,3 +195,150 @@ def test_a_grader_that_fails_on_its_own_reference_is_warned_of():
     warning = asyncio.run(dry_run(NeverGrades(), parse_grader(GRADER), rows))
 
     assert warning == "The grader failed on 2 of 2 replies that it was tried on. no opinion"
+
+
+def test_a_job_that_fits_on_no_gpu_of_its_class_fails_before_it_is_queued(bench, validate, tmp_path):
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(QWEN3_14B))
+    file = tmp_path / "models.toml"
+    file.write_text(f'[models."{bench.job().model}"]\npath = "large"\ncontext = 8192\n')
+    classes = {"cpu": {"gpu_memory_gib": 40}}
+
+    job, wakes = validate([GOOD], models_file=file, gpu_classes=classes)
+
+    assert (job.status, job.error["code"], job.error["param"]) == ("failed", "not_enough_memory", "model")
+    assert "weights 2 x 27.5" in job.error["message"]
+    assert "the GPU class `cpu` has 40.0 GiB" in job.error["message"]
+    assert wakes == []
+
+
+def test_an_event_names_the_environment_of_python_graders(bench, validate):
+    python = {
+        "type": "python",
+        "name": "py",
+        "source": "def grade(sample, item):\n    return len(sample['output_text'])",
+    }
+
+    validate([GOOD, GOOD], grader=python)
+
+    assert "Python graders run in the environment 2025-05-08" in bench.events("info")
+    assert bench.events("warn") == []
+    assert reproduce(bench)["grader_environments"] == ["2025-05-08"]
+
+
+def reproduce(bench):
+    """reproduce.json of a checkpoint of the job."""
+    bench.blobs.put_bytes("step-1/manifest.json", b'{"files": []}')
+    with bench.database.write() as session:
+        checkpoint = Checkpoint(job_id=bench.job().id, step=1, epoch=1, blob_prefix="step-1")
+        session.add(checkpoint)
+        session.flush()
+    home = export.gather(bench.database, bench.blobs, Registry.load(None), checkpoint, hide_secrets)
+    return json.loads(home.texts["reproduce.json"])
+
+
+def test_there_is_no_such_event_without_python_graders(bench, validate):
+    validate([GOOD, GOOD])
+
+    assert not any("environment" in message for message in bench.events("info"))
+
+
+def test_a_job_waits_for_a_machine_that_has_its_environment_and_an_event_says_so(bench, validate, tmp_path):
+    python = {"type": "python", "name": "py", "source": "def grade(sample, item):\n    return 1"}
+
+    job, wakes = validate([GOOD, GOOD], grader=python, backends=Backends({}, environments=tmp_path))
+
+    assert (job.status, job.error, job.failures, wakes) == ("validating_files", None, 0, [])
+    assert job.lease_owner is None
+    [event] = [message for message in bench.events("warn") if "environment" in message]
+    assert event.startswith(
+        "Fine-tuning job waits: The environment '2025-05-08' of python graders is not built"
+    )
+    assert "regraft-server environments build 2025-05-08" in event
+
+
+def verdicts(**properties):
+    """A job's response_format in which an answer has these properties."""
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
+
+
+COMPLIANT = GOOD | {"compliant": "no", "explanation": "Doors must be locked."}
+YES_OR_NO = verdicts(compliant={"type": "string", "enum": ["yes", "no"]}, explanation={"type": "string"})
+STRUCTURED = {
+    "type": "multi",
+    "graders": {
+        "explanation": {
+            "type": "text_similarity",
+            "input": "{{sample.output_json.explanation}}",
+            "reference": "{{item.explanation}}",
+            "evaluation_metric": "fuzzy_match",
+        },
+        "compliant": GRADER
+        | {"input": "{{sample.output_json.compliant}}", "reference": "{{item.compliant}}"},
+    },
+    "calculate_output": "0.5 * compliant + 0.5 * explanation",
+}
+EXPLAINED = "def grade(sample, item):\n    return len(sample['output_json']['explanation']) / 100"
+
+
+@pytest.mark.parametrize(
+    "grader", [STRUCTURED, {"type": "python", "source": EXPLAINED}], ids=["multi", "python"]
+)
+def test_a_grader_of_structured_answers_is_tried_on_answers_of_their_schema(bench, validate, grader):
+    job, _ = validate([COMPLIANT] * 3, valid=[COMPLIANT], grader=grader, response_format=YES_OR_NO)
+
+    assert job.status == "queued"
+    assert bench.events("warn") == []
+
+
+def test_the_right_structured_answer_has_what_the_grader_compares_with():
+    rows = [Example(1, GOOD["messages"], GOOD)]
+    schema = verdicts(colour={"type": "string"})["json_schema"]["schema"]
+    seen = Remembers()
+
+    spec = parse_grader(GRADER | {"input": "{{sample.output_json.colour}}"})
+    asyncio.run(dry_run(seen, spec, rows, schema=schema))
+
+    assert [sample.output_json["colour"] for sample in seen.samples] == ["red", "text"]
+
+
+def test_a_grader_that_reads_what_no_structured_answer_has_is_still_warned_of(bench, validate):
+    validate(
+        [COMPLIANT],
+        valid=[COMPLIANT],
+        grader=GRADER | {"input": "{{sample.output_json.colour}}"},
+        response_format=YES_OR_NO,
+    )
+
+    [warning] = bench.events("warn")
+    assert warning.startswith(
+        "The grader failed on 2 of 2 replies that it was tried on. sample.output_json.colour"
+    )
+
+
+def test_a_schema_that_no_answer_is_found_for_is_no_reason_for_a_warning(bench, validate):
+    form = verdicts(code={"type": "string", "pattern": "^only this 12345$"})
+
+    job, _ = validate([GOOD], grader=GRADER | {"input": "{{sample.output_json.code}}"}, response_format=form)
+
+    assert job.status == "queued"
+    assert bench.events("warn") == []
+
+
+class Remembers:
+    """A grader that keeps what it was given."""
+
+    name, type = "remembers", "fake"
+
+    def __init__(self):
+        self.samples = []
+
+    async def grade(self, sample, item):
+        self.samples.append(sample)
+        return Grade(float(len(self.samples)))

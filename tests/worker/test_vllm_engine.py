@@ -67,7 +67,7 @@ def server(folder):
         "REGRAFT_MODELS_FILE": str(folder / "models.toml"),
         "REGRAFT_INFERENCE_KEY": "key",
         "REGRAFT_SAMPLER": "vllm",
-        "REGRAFT_KV_CACHE_GIB": "0.1",
+        "REGRAFT_INFERENCE_KV_CACHE_GIB": "0.1",
         "REGRAFT_TORCH_THREADS": "1",
     }
     environment.pop("PYTHONDONTWRITEBYTECODE", None)

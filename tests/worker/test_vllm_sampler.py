@@ -21,10 +21,12 @@ import torch
 from core.methods import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from core.response_format import held_to
+from core.settings import Settings
 from tests.tiny import WORDS, make_byte_model, make_tiny_model
+from worker import memory, sizing
 from worker.batch import tensors_of
 from worker.policy import Policy, load_base
-from worker.samplers import Sampling, grouped
+from worker.samplers import Sampling, choice, grouped
 from worker.samplers.transformers import TransformersSampler
 from worker.samplers.vllm import EngineUnusable, VllmSampler, installed
 from worker.trainer import PeftTrainer
@@ -337,6 +339,58 @@ class TestLostEngine:
             drawn(sampler, prompts, sampling())
         sampler.close()
         assert restarts == []  # it would not start the next time either
+
+
+class TestCache:
+    """With the keys and values of Qwen3-4B and 8B at a context of 8,192 tokens: 36 layers, 8 heads of 128."""
+
+    @pytest.fixture(scope="class")
+    def deep(self, tmp_path_factory):
+        folder = make_tiny_model(tmp_path_factory.mktemp("deep"), layers=36, head_dim=128, key_heads=8)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+        base = load_base("deep", BaseModelEntry(path=folder, context=8192), folder, "cpu")
+        return Policy(base, rank=4, alpha=8, seed=0)
+
+    def sampler_of(self, policy, kv_cache_gib, monkeypatch, completion=7168):
+        monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        shape = memory.shape_of(policy.model.get_base_model().config, torch.bfloat16)
+        work = sizing.workload(
+            rank=4,
+            prompt=8192 - completion,
+            completion=completion,
+            batch=8,
+            group=8,
+            valid_rows=8,
+            eval_samples=1,
+        )
+        settings = Settings(kv_cache_gib=kv_cache_gib, torch_threads=1)
+        machine = sizing.machine(settings, "cpu", 64 << 30, "vllm")
+        plan = sizing.plan("deep", shape, work, machine)
+        return choice.build("vllm", policy, settings, None, shape=shape, plan=plan, longest=work.longest)
+
+    def test_1_gib_is_refused_before_vllm_is_started(self, deep, monkeypatch):
+        with pytest.raises(sizing.DoesNotFit, match=r"at 8192 tokens needs a KV cache of 1\.14 GiB"):
+            self.sampler_of(deep, 1.0, monkeypatch)
+
+    def test_and_vllm_refuses_it_too(self, deep, monkeypatch):
+        """What the default was, and every job of the production profile met."""
+        monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        sampler = VllmSampler(deep, kv_cache_bytes=1 << 30, threads=1)
+
+        with pytest.raises(EngineUnusable, match=r"1\.12 GiB KV cache is needed"):
+            drawn(sampler, [prompt(deep, "say yes", 1)], sampling())
+        sampler.close()
+
+    def test_the_automatic_cache_starts(self, deep, monkeypatch):
+        sampler = self.sampler_of(deep, "auto", monkeypatch)
+        assert sampler.config.context == 8192
+        try:
+            [group] = drawn(sampler, [prompt(deep, "say yes", 1)], sampling())
+        finally:
+            sampler.close()
+
+        assert len(group) == 4
 
 
 class TestProcess:

@@ -1,62 +1,57 @@
-"""Which sampler a job gets: the model's, unless REGRAFT_SAMPLER says otherwise. Never another one in its place."""
+"""Which sampler a job gets. The model's entry or REGRAFT_SAMPLER names it and is obeyed; else the device decides."""
 
-from collections.abc import Sequence
 from importlib.metadata import version
 
-from core.methods import Resolved
-from core.registry import BaseModelEntry, SamplerName, sampler_of
+from core.registry import BaseModelEntry, Device, SamplerName, sampler_of
 from core.settings import Settings
-from worker.memory import Shape
 from worker.policy import Policy
 from worker.recorder import Recorder
 from worker.samplers import Sampler, vllm
-from worker.samplers.transformers import MAX_TOKENS_IN_FLIGHT, TransformersSampler
-from worker.types import Prompt
+from worker.samplers.transformers import TransformersSampler
+from worker.sizing import Plan, Shape
 
 
 class SamplerMissing(Exception):
     """The sampler a job should use is not installed on this machine."""
 
 
-def choose(entry: BaseModelEntry, settings: Settings) -> tuple[SamplerName, str]:
-    """The sampler's name and version.
+def choose(entry: BaseModelEntry, settings: Settings, device: Device) -> tuple[SamplerName, str]:
+    """The sampler's name and version. Automatic: vLLM on a GPU where it is installed, transformers elsewhere.
 
     Raises:
-        SamplerMissing: it is not installed here.
+        SamplerMissing: the one that was asked for is not installed here.
     """
-    name = sampler_of(entry, settings.sampler)
-    found = vllm.installed() if name == "vllm" else version("transformers")
-    if found is None:
+    installed = vllm.installed()
+    name = sampler_of(entry, settings.sampler, device, vllm_installed=installed is not None)
+    if name == "transformers":
+        return name, version("transformers")
+    if installed is None:
         raise SamplerMissing(
             "This model is sampled with vLLM, which is not installed on the worker. Install it there, or set "
             "REGRAFT_SAMPLER=transformers."
         )
-    return name, found
+    return "vllm", installed
 
 
-def cache_bytes(
+def build(
     name: SamplerName,
+    policy: Policy,
     settings: Settings,
+    recorder: Recorder,
+    *,
     shape: Shape,
-    asked: Resolved,
-    train: Sequence[Prompt],
-    valid: Sequence[Prompt],
-) -> int:
-    """Keys and values that are alive at once, at most."""
-    if name == "vllm":
-        return int(settings.kv_cache_gib * 2**30)
-    longest = max(len(prompt.ids) for prompt in [*train, *valid])
-    training = asked.batch_size * (longest + asked.group_size * asked.max_completion_tokens)
-    validating = len(valid) * (longest + asked.eval_samples * asked.max_completion_tokens)
-    return shape.token_cache_bytes * min(MAX_TOKENS_IN_FLIGHT, max(training, validating))
-
-
-def build(name: SamplerName, policy: Policy, settings: Settings, recorder: Recorder) -> Sampler:
+    plan: Plan,
+    longest: int,
+) -> Sampler:
+    """`longest`: tokens of the longest prompt and answer together."""
     if name == "transformers":
-        return TransformersSampler(policy)
+        return TransformersSampler(
+            policy, max_tokens_in_flight=max(1, plan.cache_bytes // shape.token_cache_bytes)
+        )
     return vllm.VllmSampler(
         policy,
-        kv_cache_bytes=int(settings.kv_cache_gib * 2**30),
+        context=longest,
+        kv_cache_bytes=plan.cache_bytes,
         threads=settings.torch_threads,
         on_restart=lambda reason: recorder.warn(f"The sampler is restarted: {reason}", {"reason": reason}),
     )

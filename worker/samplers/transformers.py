@@ -14,9 +14,8 @@ from worker.attention import GroupCache
 from worker.policy import Policy
 from worker.samplers import Answer, Sampling, from_thread
 from worker.samplers.json_schema import Held
+from worker.sizing import MAX_TOKENS_IN_FLIGHT
 from worker.types import FinishReason, Prompt, Rollout
-
-MAX_TOKENS_IN_FLIGHT = 131_072  # bounds the cache; more rows than fit are sampled in several waves
 
 
 class TransformersSampler:
@@ -67,7 +66,7 @@ class TransformersSampler:
             logits = policy.logits(hidden)
             if held is not None:
                 logits = held.masked(logits, row_R.tolist())
-            token, logprob = choose(logits, draws_RT[row_R, t], sampling.temperature)
+            token, logprob = self._choose(logits, row_R, t, draws_RT, sampling.temperature)
             if held is not None:
                 held.take(row_R.tolist(), token.tolist())
             tokens[row_R, t], logprobs[row_R, t] = token, logprob
@@ -101,6 +100,12 @@ class TransformersSampler:
             input_ids.to(device), positions, mask.expand(len(prompts_P), 1, -1, -1), cache
         )
         return cache, hidden[torch.arange(len(prompts_P), device=device), lengths - 1]
+
+    def _choose(
+        self, logits_RV: Tensor, row_R: Tensor, t: int, draws_RT: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Token t of each live row and its log-probability; worker/support.py replays given tokens here."""
+        return choose(logits_RV, draws_RT[row_R, t], temperature)
 
     def _answer(self, row: int, tokens: Tensor, logprobs: Tensor, group_size: int) -> Answer:
         ids = tokens.tolist()

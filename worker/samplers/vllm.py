@@ -73,6 +73,7 @@ class VllmSampler:
         self,
         policy: Policy,
         *,
+        context: int | None = None,
         kv_cache_bytes: int = 1 << 30,
         threads: int = 0,
         patience: float = 300.0,
@@ -81,6 +82,8 @@ class VllmSampler:
     ) -> None:
         """Starts the engine, and does not wait for it.
 
+        `context`: the longest prompt and answer together that will be asked for, in tokens; default: the model's. vLLM
+        refuses to start if `kv_cache_bytes` does not hold one sequence of that length.
         An engine that says nothing for `patience` seconds has hung. One that is lost is started again, at most
         `max_restarts` times in one `sample`, and `on_restart` hears why.
         """
@@ -92,7 +95,7 @@ class VllmSampler:
             source=str(policy.source),
             dtype=str(policy.model.dtype).removeprefix("torch."),
             device=policy.device.type,
-            context=policy.context,
+            context=policy.context if context is None else context,
             rank=policy.model.peft_config["default"].r,
             kv_cache_bytes=kv_cache_bytes,
             threads=threads,

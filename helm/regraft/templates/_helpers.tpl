@@ -89,6 +89,8 @@ capabilities:
     secretKeyRef: {{ include "regraft.brokerSecret" .root }}
 - name: REGRAFT_GPU_CLASS
   value: {{ .gpuClass | quote }}
+- name: REGRAFT_GPU_CLASSES
+  value: {{ include "regraft.gpuClasses" .root | quote }}
 {{- if or $v.graders.judges $v.graders.endpointHosts }}
 - name: REGRAFT_GRADERS_FILE
   value: /etc/regraft/graders.toml
@@ -98,6 +100,30 @@ capabilities:
   value: {{ $v.inference.url | default (printf "http://%s-inference:8100/v1" (include "regraft.name" .root)) | quote }}
 {{- end }}
 {{ include "regraft.commonEnv" .root }}
+{{- end -}}
+
+{{/* What the pools say of their GPUs, by gpuClass, as core/settings.py takes it. */}}
+{{- define "regraft.gpuClasses" -}}
+{{- $classes := dict -}}
+{{- range .Values.workers -}}
+{{- $_ := set $classes .gpuClass (include "regraft.gpuClass" . | fromJson) -}}
+{{- end -}}
+{{- toJson $classes -}}
+{{- end -}}
+
+{{/* Of one pool. */}}
+{{- define "regraft.gpuClass" -}}
+{{- $class := dict -}}
+{{- if eq (int .gpus) 0 -}}
+{{- $_ := set $class "gpu_memory_gib" 0 -}}
+{{- end -}}
+{{- $pool := . -}}
+{{- range $from, $to := dict "gpuMemoryGiB" "gpu_memory_gib" "kvCacheGiB" "kv_cache_gib" "trainTokenBudget" "train_token_budget" "sampler" "sampler" -}}
+{{- if hasKey $pool $from -}}
+{{- $_ := set $class $to (index $pool $from) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $class -}}
 {{- end -}}
 
 {{- define "regraft.metricsPort" -}}
@@ -274,6 +300,7 @@ imagePullSecrets:
 {{- end -}}
 {{- $names := list -}}
 {{- $classes := list -}}
+{{- $perClass := dict -}}
 {{- $permanent := false -}}
 {{- range $v.workers -}}
 {{- if has .name $names -}}
@@ -281,6 +308,14 @@ imagePullSecrets:
 {{- end -}}
 {{- $names = append $names .name -}}
 {{- $classes = append $classes .gpuClass -}}
+{{- $said := include "regraft.gpuClass" . -}}
+{{- if ne (get $perClass .gpuClass | default $said) $said -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s and another of the gpuClass %s differ in gpus, gpuMemoryGiB, kvCacheGiB, trainTokenBudget or sampler; a job may come to either, so give one of them a class of its own" .name .gpuClass) -}}
+{{- end -}}
+{{- $_ := set $perClass .gpuClass $said -}}
+{{- if and (hasKey . "gpuMemoryGiB") (eq (int .gpus) 0) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has gpuMemoryGiB and no gpus" .name) -}}
+{{- end -}}
 {{- if hasKey . "autoscaling" -}}
 {{- if gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s has an autoscaling.minReplicas above its maxReplicas" .name) -}}
@@ -313,6 +348,13 @@ imagePullSecrets:
 {{- range $name, $model := $v.models -}}
 {{- if ne 1 (len (without (list $model.path $model.package $model.hub) nil "")) -}}
 {{- $wrong = append $wrong (printf "models: %s needs exactly one of path, package (with file) and hub" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $alias, $model := $v.modelAliases -}}
+{{- if hasKey $v.models $alias -}}
+{{- $wrong = append $wrong (printf "modelAliases: %s is the name of a model, which it would hide" $alias) -}}
+{{- else if not (or (hasKey $v.models $model) (hasKey $v.modelAliases $model)) -}}
+{{- $wrong = append $wrong (printf "modelAliases: %s leads to %s, which is not in models" $alias $model) -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $judge := $v.graders.judges -}}

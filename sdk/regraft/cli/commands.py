@@ -9,29 +9,36 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import httpx2
 import openai
 from openai.types.fine_tuning import FineTuningJob
+from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
 from regraft import config
 from regraft._rules.datasets import InvalidDataset
 from regraft.cli.output import duration, plain, print_json, print_json_line, say, shortened, table, when
 from regraft.client import Regraft
+from regraft.config import NotConfigured
 from regraft.datasets import validate as validate_dataset
-from regraft.errors import DownloadCorrupt, JobFailed, NotARegraftServer, is_page
-from regraft.jobs import FINAL
+from regraft.errors import DownloadCorrupt, JobFailed, NotARegraftServer, NotSupportedByServer, is_page
+from regraft.jobs import FINAL, grader_of
+from regraft.migrate import NO_MODEL
 from regraft.migrate import migrate as migrated
-from regraft.progress import Marks, marks_for, sparkline
-from regraft.requests import InvalidRequestFile, read_grader, read_table
+from regraft.progress import Marks, axis_of, marks_for, sparkline
+from regraft.requests import FILES, InvalidRequestFile, read_grader, read_job, read_table
 from regraft.resources.checkpoints import best
+from regraft.resources.jobs import VALIDATE, validate_local, validation
 from regraft.resources.rollouts import Filters
 from regraft.saving import chunks, whole
+from regraft.types import GraderTest, verdict_of
 
 DONE, NO, USAGE, NOT_FOUND, AUTH, UNREACHABLE, QUOTA, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 BY_STATUS = {401: AUTH, 403: AUTH, 404: NOT_FOUND, 408: UNREACHABLE, 429: QUOTA}
 WIDE = 72
+JOB_FILES = (".toml", ".json", ".yaml", ".yml")
 
 
 class Refused(Exception):
@@ -56,7 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
         _complain(as_json, f"Cannot reach {error.request.url.copy_with(path='/')}{why}", "connection_error")
         return UNREACHABLE
     except JobFailed as failed:
-        _complain(as_json, str(failed), failed.code, failed.param)
+        # The last event has told all lines of it, as the list of a file's bad rows.
+        first, *_ = str(failed).splitlines()
+        _complain(as_json, first, failed.code, failed.param)
         return NO
     except DownloadCorrupt as corrupt:
         _complain(as_json, str(corrupt), "download_corrupt")
@@ -195,12 +204,15 @@ def _files(files: list[Any]) -> str:
 
 def validate(arguments: argparse.Namespace) -> int:
     """All of the files, so that one run names all that is wrong."""
-    reports = [_validated(path, arguments) for path in arguments.files]
+    reports = [*_validated_grader(arguments), *(_validated(path, arguments) for path in arguments.files)]
     if arguments.output == "json":
         print_json(reports)
     else:
         for report in reports:
             if report["ok"]:
+                if "rows" not in report:
+                    print(f"{report['file']}: valid")
+                    continue
                 fields = f", each with {', '.join(report['fields'])}" if report["fields"] else ""
                 print(f"{report['file']}: {report['rows']} rows{fields}")
                 continue
@@ -215,7 +227,49 @@ def validate(arguments: argparse.Namespace) -> int:
     return DONE if all(report["ok"] for report in reports) else NO
 
 
+def _validated_grader(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A report of the grader if the server refuses it. Without a server its rows are all that can be checked."""
+    if arguments.grader is None:
+        return []
+    body = {"grader": read_grader(arguments.grader)}
+    refusal = _refused_by_server("/fine_tuning/alpha/graders/validate", body, str(arguments.grader))
+    return [] if refusal is None else [_refused(arguments.grader, refusal)]
+
+
+def _validated_job(path: Path) -> dict[str, Any]:
+    """A job file: by the server's rules, then its local files by those for rows."""
+    job = read_job(path)
+    refusal = _refused_by_server(VALIDATE, validation(job), str(path))
+    if refusal is not None:
+        return _refused(path, refusal)
+    try:
+        validate_local(job)
+    except InvalidDataset as bad:
+        errors = [{"line": one.line, "path": one.path, "message": one.message} for one in bad.errors]
+        return {"file": str(path), "ok": False, "errors": errors, "more": bad.more}
+    return {"file": str(path), "ok": True}
+
+
+def _refused_by_server(path: str, body: dict[str, Any], what: str) -> openai.APIStatusError | None:
+    """The server's refusal of a body, by the rules that creating a job applies; a note on stderr if it is away."""
+    try:
+        _client().post(path, body=body, cast_to=object)
+    except (NotConfigured, openai.APIConnectionError, NotSupportedByServer):
+        say(f"{what}: no server could be asked, so only what this machine knows was checked")
+    except (openai.BadRequestError, openai.NotFoundError) as refusal:
+        return refusal
+    return None
+
+
+def _refused(path: Path, refusal: openai.APIStatusError) -> dict[str, Any]:
+    message = refusal.message.removeprefix(f"Error code: {refusal.status_code} - ")
+    error = {"line": 0, "path": refusal.param or "", "message": message}
+    return {"file": str(path), "ok": False, "errors": [error], "more": 0}
+
+
 def _validated(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    if path.suffix.lower() in JOB_FILES:
+        return _validated_job(path)
     try:
         good = validate_dataset(path, grader=arguments.grader, split=arguments.split)
     except InvalidDataset as bad:
@@ -232,9 +286,7 @@ def graders_validate(arguments: argparse.Namespace) -> int:
     # Not through the SDK's types: its union knows none of ours.
     answer: Any = _client().post("/fine_tuning/alpha/graders/validate", body=asked, cast_to=object)
     grader = answer["grader"]
-    return _answer(
-        arguments, answer, lambda: f"{grader['name']} ({grader['type']}) is a grader of this server"
-    )
+    return _answer(arguments, answer, lambda: f"{grader['name']} ({grader['type']}): valid")
 
 
 def graders_run(arguments: argparse.Namespace) -> int:
@@ -255,13 +307,34 @@ def graders_run(arguments: argparse.Namespace) -> int:
                 float(test.reward),
                 test.expect if test.expect is None else float(test.expect),
                 "ok" if test.passed else ", ".join(test.errors) or "not as expected",
-                shortened(test.reason, WIDE),
+                shortened(_headline(test.reason), WIDE),
             ]
             for test in tests
         ]
         print(table(["line", "reward", "expect", "", "reason"], rows))
-        say(f"{len(tests) - failed} of {len(tests)} as they should be")
+        for test in tests:
+            for title, text in _details(test):
+                print(f"\nline {test.line}, {title}:\n{indent(text.rstrip(), '  ')}")
+        say(f"{len(tests) - failed} passed, {failed} failed")
     return NO if failed else DONE
+
+
+def _headline(reason: str) -> str:
+    """The line of a reason that fits into a table: of a traceback the last one, which names the exception."""
+    return next((line for line in reversed(reason.splitlines()) if line.strip()), "")
+
+
+def _details(test: GraderTest) -> Iterator[tuple[str, str]]:
+    """What the table has no room for, each with a title: printed output, and reasons in full."""
+    if test.output:
+        yield "printed", test.output
+    reason = test.reason.strip()
+    if reason != shortened(reason, WIDE):
+        yield ", ".join(test.errors) or "reason", reason
+    for name, text in test.error_details.items():
+        # Of a multi grader a detail reads "key: text", and the text is part of the reason unless it was covered for.
+        if text.strip() not in reason and text.partition(": ")[2].strip() not in reason:
+            yield name, text
 
 
 def _item(text: str | None) -> dict[str, Any]:
@@ -357,13 +430,20 @@ def _watch(arguments: argparse.Namespace, job_id: str) -> int:
             print_json_line(event)
         job = client.jobs.retrieve(job_id)
         print_json_line(job)
-        return NO if job.status in ("failed", "cancelled") else DONE
+        return NO if job.status in ("failed", "cancelled") or _is_worse(job) else DONE
     job = client.jobs.wait(job_id, progress=sys.stdout)
     if job.status in FINAL:
+        if (verdict := verdict_of(job)) is not None:
+            say(str(verdict))
         print(job.fine_tuned_model)
     else:
         say(f"The job is {job.status}; `regraft jobs resume {job.id}` lets it go on.")
-    return DONE
+    return NO if _is_worse(job) else DONE
+
+
+def _is_worse(job: FineTuningJob) -> bool:
+    verdict = verdict_of(job)
+    return verdict is not None and verdict.outcome == "worse"
 
 
 def jobs_pause(arguments: argparse.Namespace) -> int:
@@ -399,20 +479,25 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         shown["error"] = f"{job.error.message} ({job.error.code})"
     if steps:
         shown["step"] = f"{steps[-1]['step']} of {steps[-1]['total_steps']}"
-    marks = marks_for(sys.stdout.encoding)
+    marks, axis = marks_for(sys.stdout.encoding), axis_of(grader_of(job))
     for name, key in (("train reward", "train_mean_reward"), ("valid reward", "full_valid_mean_reward")):
         values = [step[key] for step in steps if step.get(key) is not None]
         if values:
-            shown[name] = _course(values, marks)
+            shown[name] = _course(values, marks, axis)
+    errors = [step["full_valid_stderr"] for step in steps if step.get("full_valid_stderr") is not None]
+    if errors and "valid reward" in shown:
+        shown["valid reward"] += f" {marks.plus_minus}{errors[-1]:.2f}"
+    if (verdict := verdict_of(job)) is not None:
+        shown["verdict"] = str(verdict)
     width = max(map(len, shown))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
 
 
-def _course(values: list[float], marks: Marks) -> str:
-    """`0.20 ▁▃▅█ 0.71`; of a single value only that."""
+def _course(values: list[float], marks: Marks, axis: tuple[float, float]) -> str:
+    """`0.20 ▂▃▅▆ 0.71`; of a single value only that."""
     if len(values) == 1:
         return f"{values[0]:.2f}"
-    return f"{values[0]:.2f} {sparkline(values, 40, marks.blocks)} {values[-1]:.2f}"
+    return f"{values[0]:.2f} {sparkline(values, 40, marks.blocks, axis)} {values[-1]:.2f}"
 
 
 def _estimate(estimate: dict[str, Any]) -> str:
@@ -546,14 +631,28 @@ def checkpoints_list(arguments: argparse.Namespace) -> int:
                 one.id,
                 one.step_number,
                 getattr(one.metrics, "full_valid_mean_reward", None),
-                "best" if one.id == chosen else "",
+                _signed(_difference(one)),
+                _mark(one) if one.id == chosen else "",
                 one.fine_tuned_model_checkpoint or "-",
             ]
             for one in listed
         ]
-        return table(["id", "step", "valid reward", "", "model"], rows)
+        return table(["id", "step", "valid reward", "vs base", "", "model"], rows)
 
     return _answer(arguments, listed, text)
+
+
+def _difference(checkpoint: FineTuningJobCheckpoint) -> float | None:
+    """Its validation reward less the base model's, paired by row; None where they were not compared."""
+    return getattr(checkpoint.metrics, "full_valid_difference", None)
+
+
+def _signed(difference: float | None) -> str:
+    return "-" if difference is None else f"{difference:+.3f}"
+
+
+def _mark(best: FineTuningJobCheckpoint) -> str:
+    return "best, below base" if (_difference(best) or 0.0) < 0 else "best"
 
 
 def checkpoints_download(arguments: argparse.Namespace) -> int:
@@ -632,17 +731,34 @@ def _spoken(messages: list[Any], options: dict[str, Any]) -> str:
 def migrate(arguments: argparse.Namespace) -> int:
     if arguments.to.exists():
         raise Refused(f"{arguments.to} is there already.")
-    result = migrated(read_table(arguments.job), model=arguments.model)
+    params = read_table(arguments.job)
+    result = migrated(params, model=arguments.model or _known_model(params))
     with whole(arguments.to) as file:
         file.write(result.text.encode())
-    shown = {"file": str(arguments.to), "to_do": result.to_do, "differs": result.differs}
+    refusal = None
+    if result.body["model"] != NO_MODEL:  # until one is chosen, the list of things to do says more
+        refusal = _refused_by_server(
+            VALIDATE, {"job": result.body, "local_files": [*FILES]}, str(arguments.to)
+        )
+    refused = None if refusal is None else _refused(arguments.to, refusal)["errors"][0]["message"]
+    shown = {"file": str(arguments.to), "to_do": result.to_do, "differs": result.differs, "refused": refused}
 
     def text() -> str:
         to_do = ["To do:", *(f"  - {one}" for one in result.to_do)] if result.to_do else []
         differs = ["What differs:", *(f"  - {one}" for one in result.differs)]
-        return "\n".join([f"Wrote {arguments.to}", *to_do, *differs])
+        no = [f"The server would refuse it: {refused}"] if refused else []
+        return "\n".join([f"Wrote {arguments.to}", *to_do, *differs, *no])
 
-    return _answer(arguments, shown, text)
+    _answer(arguments, shown, text)
+    return NO if refused else DONE
+
+
+def _known_model(params: dict[str, Any]) -> str | None:
+    """The job's own model, if the server knows the name: an alias of one of its models."""
+    try:
+        return str(_client().models.retrieve(params["model"]).id)
+    except (KeyError, NotConfigured, openai.APIConnectionError, openai.NotFoundError):
+        return None
 
 
 def _fields(value: Any) -> str:

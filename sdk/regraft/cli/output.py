@@ -45,7 +45,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def when(unix: int | None) -> str:
-    return "-" if unix is None else datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%d %H:%M")
+    """A point in time to the minute, with its time zone."""
+    return "-" if unix is None else datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def shortened(text: str, width: int) -> str:

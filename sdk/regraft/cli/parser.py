@@ -2,10 +2,11 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 EXIT_CODES = """exit codes:
   0  done; a job that was waited for has succeeded or is paused
-  1  no: the job failed or was cancelled, a file has bad rows, a grader's test did not pass
+  1  no: a job failed, was cancelled or is worse than its base; a file has bad rows; a grader's test did not pass
   2  the command, a file it names or the request is wrong
   3  there is no such job, file, model or checkpoint
   4  no server or key is configured, or the key is refused
@@ -40,6 +41,19 @@ class Commands:
         return Commands(self.add(name, summary))
 
 
+class Version(argparse.Action):
+    """`--version`. Reads the version of the installed package only when it is asked for."""
+
+    def __init__(self, option_strings: list[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        from importlib.metadata import version  # 30 ms, which --help does without
+
+        print(f"regraft {version('regraft')}")
+        parser.exit()
+
+
 def build() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="regraft",
@@ -47,6 +61,7 @@ def build() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=Version)
     _output(parser, default="text")
     top = Commands(parser)
     for add in (_account, _data, _graders, _jobs, _results, _models, _others):
@@ -77,7 +92,7 @@ def _data(top: Commands) -> None:
 
     validate = top.add(
         "validate",
-        "check a dataset on this machine by the server's own rules",
+        "check datasets and job files by the rules that creating a job applies",
         "validate",
         example="regraft validate train.jsonl --grader grader.json",
     )

@@ -72,7 +72,9 @@ def read_cases(source: str | Path | Iterable[Mapping[str, Any]]) -> list[Case]:
 def judged(case: Case, report: Any) -> GraderTest:
     """What the server said of it, and whether that is what was expected."""
     metadata = report["metadata"]
-    errors = [name for name, up in metadata["errors"].items() if up is True]
+    flags = metadata["errors"]
+    errors = [name for name, up in flags.items() if up is True]
+    details = {name: flags.get(f"{name}_details") for name in errors}
     right = case.expect is None or abs(report["reward"] - case.expect) <= CLOSE
     return GraderTest.construct(
         line=case.line,
@@ -81,6 +83,9 @@ def judged(case: Case, report: Any) -> GraderTest:
         passed=right and not errors,
         reason=metadata.get("reason") or "",
         errors=errors,
+        error_details={name: text for name, text in details.items() if text},
+        output=metadata.get("output") or "",
+        execution_time=metadata.get("execution_time"),
         sub_rewards=report.get("sub_rewards") or {},
     )
 

@@ -15,17 +15,21 @@ from openai.resources.fine_tuning.jobs import AsyncJobs as OpenAIAsyncJobs
 from openai.resources.fine_tuning.jobs import Jobs as OpenAIJobs
 from openai.types.fine_tuning import FineTuningJob
 
+from regraft import datasets
 from regraft.display import Display
 from regraft.errors import JobFailed
-from regraft.jobs import FINAL
-from regraft.requests import InvalidRequestFile, Source, read_grader, read_job, refuse_masked
-from regraft.types import JobEvent
+from regraft.jobs import FINAL, grader_of
+from regraft.progress import axis_of
+from regraft.requests import InvalidRequestFile, JobRequest, Source, read_grader, read_job, refuse_masked
+from regraft.types import JobEvent, Verdict, verdict_of
 
 if TYPE_CHECKING:
     import pandas
 
 Steps = list[dict[str, Any]]
+VALIDATE = "/regraft/jobs/validate"
 ENDS = FINAL | {"paused"}
+SPLITS: dict[str, datasets.Split] = {"training_file": "train", "validation_file": "valid"}
 # The server says something every 15 seconds; after a minute of silence the connection is dead.
 SILENCE_SECONDS = 60.0
 MOST_FAILURES = 10  # in a row: about three minutes, which is more than a server takes to start
@@ -97,6 +101,20 @@ class Jobs(OpenAIJobs):
             {field: files.create(file=path, purpose="fine-tune").id for field, path in job.uploads.items()}
         )
 
+    def validate(self, request: Source, *, set: Sequence[str] = ()) -> Any:
+        """Check a job file by the rules of the server, and its local files by those for rows. Nothing is uploaded.
+
+        Returns the server's answer: the job's `model` and `method` as they would be kept, and `warnings`.
+
+        Raises:
+            openai.BadRequestError: what creating the job would raise.
+            InvalidDataset: a local file has bad rows.
+        """
+        job = read_job(request, set)
+        answer: Any = self._client.post(VALIDATE, body=validation(job), cast_to=object)
+        validate_local(job)
+        return answer
+
     def clone(self, job_id: str, *, set: Sequence[str] = (), grader: Source | None = None) -> FineTuningJob:
         """The same job once more, with the changes in `set`; the seed stays unless it is changed, too.
 
@@ -124,7 +142,7 @@ class Jobs(OpenAIJobs):
         Raises:
             JobFailed: it failed or was cancelled.
         """
-        display = _display(progress)
+        display = _display(progress, self.retrieve(job_id)) if progress else None
         try:
             for one in self._follow(Cursor(job_id, None)):
                 if display:
@@ -136,6 +154,10 @@ class Jobs(OpenAIJobs):
             if display:
                 display.close()
         return _or_raise(self.retrieve(job_id))
+
+    def verdict(self, job_id: str) -> Verdict | None:
+        """Whether the delivered model is better than its base; None before the end, or if nothing could be compared."""
+        return verdict_of(self.retrieve(job_id))
 
     @overload
     def metrics(self, job_id: str, *, frame: Literal[True]) -> "pandas.DataFrame": ...
@@ -191,6 +213,13 @@ class AsyncJobs(OpenAIAsyncJobs):
             }
         )
 
+    async def validate(self, request: Source, *, set: Sequence[str] = ()) -> Any:
+        """As Jobs.validate."""
+        job = read_job(request, set)
+        answer: Any = await self._client.post(VALIDATE, body=validation(job), cast_to=object)
+        await asyncio.to_thread(validate_local, job)
+        return answer
+
     async def clone(
         self, job_id: str, *, set: Sequence[str] = (), grader: Source | None = None
     ) -> FineTuningJob:
@@ -207,7 +236,7 @@ class AsyncJobs(OpenAIAsyncJobs):
 
     async def wait(self, job_id: str, *, progress: bool | TextIO = False) -> FineTuningJob:
         """As Jobs.wait. Cancelling the waiting does not cancel the job."""
-        display = _display(progress)
+        display = _display(progress, await self.retrieve(job_id)) if progress else None
         try:
             async for one in self._follow(Cursor(job_id, None)):
                 if display:
@@ -219,6 +248,10 @@ class AsyncJobs(OpenAIAsyncJobs):
             if display:
                 display.close()
         return _or_raise(await self.retrieve(job_id))
+
+    async def verdict(self, job_id: str) -> Verdict | None:
+        """As Jobs.verdict."""
+        return verdict_of(await self.retrieve(job_id))
 
     @overload
     async def metrics(self, job_id: str, *, frame: Literal[True]) -> "pandas.DataFrame": ...
@@ -252,6 +285,21 @@ class AsyncJobs(OpenAIAsyncJobs):
             except openai.APIError as error:
                 failed = error
             await asyncio.sleep(cursor.retry_in(failed))
+
+
+def validation(job: JobRequest) -> dict[str, Any]:
+    """The body that asks the server whether it would create the job."""
+    return {"job": job.body, "local_files": list(job.uploads)}
+
+
+def validate_local(job: JobRequest) -> None:
+    """Raise InvalidDataset for the first local file of the job with bad rows."""
+    method = job.body.get("method")
+    inside = method.get("reinforcement") if isinstance(method, dict) else None
+    grader = inside.get("grader") if isinstance(inside, dict) else None
+    for field, split in SPLITS.items():
+        if field in job.uploads:
+            datasets.validate(job.uploads[field], grader=grader, split=split)
 
 
 def _once() -> Any:
@@ -288,10 +336,8 @@ def _or_raise(job: FineTuningJob) -> FineTuningJob:
     return job
 
 
-def _display(progress: bool | TextIO) -> Display | None:
-    if isinstance(progress, bool):
-        return Display(sys.stderr) if progress else None
-    return Display(progress)
+def _display(progress: bool | TextIO, job: FineTuningJob) -> Display:
+    return Display(sys.stderr if isinstance(progress, bool) else progress, axis_of(grader_of(job)))
 
 
 def _show(display: Display, one: JobEvent | str) -> None:

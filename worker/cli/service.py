@@ -1,9 +1,10 @@
-"""`regraft-server`: the commands an operator starts. The only place that knows both the API and the worker."""
+"""The commands that run the service or a part of it. The only place that knows both the API and the worker."""
 
 import argparse
 import fcntl
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -11,12 +12,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
-from pydantic import ValidationError
-from pydantic_settings import SettingsError
 
 from api.app import create_app
 from api.rates import open_rates
@@ -26,15 +24,17 @@ from core.blobs import BlobStore, blobs_of
 from core.db import Database, Send
 from core.figures import ServiceFigures
 from core.metrics import Collector
-from core.migrate import upgrade
+from core.migrate import InvalidDatabaseUrl, upgrade
 from core.queue import open_celery, sender
 from core.registry import Registry
-from core.settings import Settings, problems
+from core.settings import Settings
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
-from worker import admin, alive, retention
+from worker import alive, retention
 from worker.app import WorkerService
 from worker.backends import open_backends
+from worker.cli.configuration import check_models, read_settings
+from worker.cli.parser import UsageError
 from worker.export import export_to
 from worker.inference import InferenceServer, own_address
 from worker.members import Seat
@@ -44,83 +44,112 @@ from worker.telemetry import Gpus, Sandbox
 log = logging.getLogger("regraft")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="regraft-server", description="Self-hosted reinforcement fine-tuning."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("up", help="API, worker and reconciler in one process, on the embedded default")
-    commands.add_parser("api", help="the HTTP API alone (needs REGRAFT_BROKER_URL)")
-    commands.add_parser("worker", help="a worker and its reconciler (needs REGRAFT_BROKER_URL)")
-    commands.add_parser(
-        "member", help="help with the runs of another machine's worker (needs REGRAFT_LEADER)"
-    )
-    commands.add_parser("migrate", help="bring the database to this version, and make the first key")
-    commands.add_parser(
-        "inference", help="the inference server alone (needs REGRAFT_INFERENCE_KEY)"
-    ).add_argument("--port", type=int, default=8100)
-    take_home = commands.add_parser("export", help="write a checkpoint as a folder")
-    take_home.add_argument("name", help="a checkpoint's id, a tuned model's name, or a job's id")
-    take_home.add_argument("-o", "--output", type=Path, required=True, help="an empty folder, or a new one")
-    take_home.add_argument("--merged", action="store_true", help="a whole model instead of an adapter")
-    admin.add_commands(commands)
-    sweeping = commands.add_parser("sweep", help="delete blobs that nothing refers to (docs/storage.md)")
-    sweeping.add_argument(
-        "--older-than-hours", type=float, help="instead of REGRAFT_ORPHAN_HOURS; at least 1"
-    )
-    sweeping.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    args = parser.parse_args()
+def configured() -> Settings:
+    """Read the settings and set up logging by them.
 
-    try:
-        settings = Settings()
-    except (ValidationError, SettingsError) as invalid:
-        parser.error(problems(invalid))
+    Raises:
+        UsageError: a setting is invalid.
+    """
+    settings = read_settings()
     logs.configure([logs.handler(settings.log_format)], requests=settings.log_format == "json")
-    if args.command == "inference":
-        return serve_inference(settings, args.port, parser)
-    if args.command == "member":
-        return be_member(settings, parser)
-    if args.command == "admin":
-        prepare(settings)
-        return admin.run(args, settings)
-    listening = None
-    if args.command == "up":
-        settings, listening = own_address(settings)
-    try:
-        backends = open_backends(settings)
-    except InvalidBackends as invalid:
-        parser.error(str(invalid))
-    if args.command in ("api", "worker") and settings.embedded:
-        parser.error("memory:// lives inside one process: use `up`, or set REGRAFT_BROKER_URL=redis://…")
-    if args.command in ("up", "worker") and (problem := sinks_problem(settings)) is not None:
-        parser.error(problem)
+    return settings
+
+
+def up(arguments: argparse.Namespace) -> int:
+    settings, listening = own_address(configured())
+    backends = _backends(settings)
+    _check_exporters(settings)
     prepare(settings)
-    if args.command in ("up", "api", "worker"):
-        log.info("%s", pool.described())
-    if args.command == "up":
-        up(settings, backends, listening)
-    elif args.command == "api":
-        send = sender(open_celery(settings.broker_url, settings.gpu_class))
-        database, blobs = open_stores(settings)
-        with measured(settings, ServiceFigures(database, settings.default_limits)):
-            serve_api(settings, database, blobs, backends, send)
-    elif args.command == "worker":
-        work(settings, backends)
-    elif args.command == "sweep":
-        hours = settings.orphan_hours if args.older_than_hours is None else args.older_than_hours
-        if not hours >= 1:
-            parser.error("--older-than-hours must be at least 1: younger blobs may still get their row")
-        sweep(settings, hours, dry_run=args.dry_run)
-    elif args.command == "export":
-        database, blobs = open_stores(settings)
-        export_to(settings, database, blobs, args.name, args.output, merged=args.merged)
-        print(args.output)
+    _describe_python_graders(settings)
+    log.info("log in with: %s", login_command(settings))
+    serve_all(settings, backends, listening)
     return 0
 
 
-def up(settings: Settings, backends: Backends, listening: socket.socket | None) -> None:
+def api(arguments: argparse.Namespace) -> int:
+    settings = configured()
+    backends = _backends(settings)
+    _require_broker(settings)
+    prepare(settings)
+    _describe_python_graders(settings)
+    send = sender(open_celery(settings.broker_url, settings.gpu_class))
+    database, blobs = open_stores(settings)
+    with measured(settings, ServiceFigures(database, settings.default_limits)):
+        serve_api(settings, database, blobs, backends, send)
+    return 0
+
+
+def worker(arguments: argparse.Namespace) -> int:
+    settings = configured()
+    backends = _backends(settings)
+    _require_broker(settings)
+    _check_exporters(settings)
+    prepare(settings)
+    _describe_python_graders(settings)
+    work(settings, backends)
+    return 0
+
+
+def _describe_python_graders(settings: Settings) -> None:
+    log.info("%s", pool.described())
+    if missing := pool.not_built(settings.grader_environments):
+        log.warning("%s", missing)
+
+
+def migrate(arguments: argparse.Namespace) -> int:
+    prepare(configured())
+    return 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    settings = configured()
+    check_models(settings)
+    prepare(settings)
+    database, blobs = open_stores(settings)
+    export_to(settings, database, blobs, arguments.name, arguments.output, merged=arguments.merged)
+    print(arguments.output)
+    return 0
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    settings = configured()
+    hours = settings.orphan_hours if arguments.older_than_hours is None else arguments.older_than_hours
+    if not hours >= 1:
+        raise UsageError("--older-than-hours must be at least 1: younger blobs may still get their row")
+    prepare(settings)
+    delete_orphans(settings, hours, dry_run=arguments.dry_run)
+    return 0
+
+
+def login_command(settings: Settings) -> str:
+    """What to type on this machine next. The key file is there unless somebody has moved it away."""
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    command = f"regraft login --base-url http://{host}:{settings.port}"
+    key = settings.data_dir / "api_key"
+    return f"{command} < {shlex.quote(str(key))}" if key.exists() else command
+
+
+def _backends(settings: Settings) -> Backends:
+    check_models(settings)  # which the graders file refers to
+    try:
+        return open_backends(settings)
+    except InvalidBackends as invalid:
+        raise UsageError(str(invalid)) from invalid
+
+
+def _require_broker(settings: Settings) -> None:
+    if settings.embedded:
+        raise UsageError("memory:// lives inside one process: use `up`, or set REGRAFT_BROKER_URL=redis://…")
+
+
+def _check_exporters(settings: Settings) -> None:
+    if (problem := sinks_problem(settings)) is not None:
+        raise UsageError(problem)
+
+
+def serve_all(settings: Settings, backends: Backends, listening: socket.socket | None) -> None:
     """API in the main thread, worker beside it. The first Ctrl-C drains and ends both."""
-    with sole_owner(settings), inference(listening):
+    with sole_owner(settings), inference_on_demand(listening):
         database, blobs = open_stores(settings)
         worker = WorkerService(settings, database, blobs, backends)
         worker.start()
@@ -147,10 +176,13 @@ def work(settings: Settings, backends: Backends) -> None:
     database.close()
 
 
-def be_member(settings: Settings, parser: argparse.ArgumentParser) -> int:
+def member(arguments: argparse.Namespace) -> int:
     """Help until SIGTERM or Ctrl-C, and with the run in progress until that ends. Needs no database and no store."""
+    settings = configured()
     if not settings.leader:
-        parser.error("set REGRAFT_LEADER to host:port of the worker whose runs this machine is to help with")
+        raise UsageError(
+            "set REGRAFT_LEADER to host:port of the worker whose runs this machine is to help with"
+        )
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -195,15 +227,17 @@ def _already_stopping(number: int, frame: FrameType | None) -> None:
     return None
 
 
-def serve_inference(settings: Settings, port: int, parser: argparse.ArgumentParser) -> int:
+def inference(arguments: argparse.Namespace) -> int:
     """Answer until SIGTERM, then finish what was begun. Needs the blob store and the registry, and no database."""
+    settings = configured()
     if not settings.inference_key:
-        parser.error("set REGRAFT_INFERENCE_KEY, here and where the API runs, to a secret of your choice")
+        raise UsageError("set REGRAFT_INFERENCE_KEY, here and where the API runs, to a secret of your choice")
+    check_models(settings)
     from worker.serve import serve  # here, because it brings torch
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _already_stopping)  # as in serve_api
-    listening = socket.create_server((settings.host, port), backlog=512)
+    listening = socket.create_server((settings.host, arguments.port), backlog=512)
     log.info("serving inference on http://%s:%d/v1", settings.host, listening.getsockname()[1])
     with (
         metrics.served(settings.host, settings.metrics_port, [Gpus()]),
@@ -214,7 +248,7 @@ def serve_inference(settings: Settings, port: int, parser: argparse.ArgumentPars
 
 
 @contextmanager
-def inference(listening: socket.socket | None) -> Iterator[None]:
+def inference_on_demand(listening: socket.socket | None) -> Iterator[None]:
     """An inference process whenever somebody asks at this socket, for as long as the service runs."""
     if listening is None:  # the operator has named one elsewhere
         yield
@@ -237,9 +271,16 @@ def open_stores(settings: Settings) -> tuple[Database, BlobStore]:
 
 
 def prepare(settings: Settings) -> None:
-    """Migrate, and on the very first start make the organisation, the project and one key."""
+    """Migrate, and on the very first start make the organisation, the project and one key.
+
+    Raises:
+        UsageError: REGRAFT_DATABASE_URL is no URL of a database that the service can use.
+    """
     settings.data_dir.mkdir(parents=True, exist_ok=True)
-    upgrade(settings.database)
+    try:
+        upgrade(settings.database)
+    except InvalidDatabaseUrl as invalid:
+        raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
     database = Database(settings.database)
     try:
         with database.write() as session:
@@ -253,7 +294,7 @@ def prepare(settings: Settings) -> None:
         print(f"Your API key is {key}\nIt is shown this once, and kept in {path}.", file=sys.stderr)
 
 
-def sweep(settings: Settings, hours: float, *, dry_run: bool) -> None:
+def delete_orphans(settings: Settings, hours: float, *, dry_run: bool) -> None:
     """Print what was deleted, a key a line, and the sums last. Safe while the service runs."""
     database, blobs = open_stores(settings)
     older_than = time.time() - hours * retention.HOUR
@@ -281,7 +322,3 @@ def sole_owner(settings: Settings) -> Iterator[None]:
         except BlockingIOError:
             sys.exit(f"Another `regraft-server up` is already using {settings.data_dir}.")
         yield
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,81 +20,26 @@ from core.keys import NewKey
 from core.limits import Limits
 from core.models import ApiKey, Organization, Project, now
 from core.settings import Settings
+from worker.cli.service import configured, prepare
 
 T = TypeVar("T")
 Row = Mapping[str, Any]
 Command = Callable[[Work, argparse.Namespace, Settings], Row | Sequence[Row]]
 
 
-def add_commands(commands: Any) -> None:
-    """`admin` and all below it, added to the subparsers of `regraft-server`."""
-    admin = commands.add_parser("admin", help="organisations, projects, API keys, limits, usage, audit log")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="for programs")
-    one_project = argparse.ArgumentParser(add_help=False)
-    one_project.add_argument("--project", metavar="ID", help="not needed where there is only one")
-    nouns = admin.add_subparsers(dest="noun", required=True)
-
-    def verbs(noun: str, help: str) -> Callable[..., argparse.ArgumentParser]:
-        parsers = nouns.add_parser(noun, help=help).add_subparsers(dest="verb", required=True)
-
-        def add(
-            name: str, do: Command, help: str, *parents: argparse.ArgumentParser
-        ) -> argparse.ArgumentParser:
-            parser: argparse.ArgumentParser = parsers.add_parser(name, help=help, parents=[common, *parents])
-            parser.set_defaults(do=do)
-            return parser
-
-        return add
-
-    org = verbs("org", "organisations")
-    org("create", _org_create, "make an organisation").add_argument("name")
-    org("list", _org_list, "all organisations")
-    rename = org("rename", _org_rename, "from now on; models keep the name they were given")
-    rename.add_argument("id")
-    rename.add_argument("name")
-
-    project = verbs("project", "projects of organisations")
-    create = project("create", _project_create, "make a project")
-    create.add_argument("name")
-    create.add_argument("--org", metavar="ID", help="not needed where there is only one")
-    project("list", _project_list, "all projects").add_argument("--org", metavar="ID")
-    rename = project("rename", _project_rename, "give a project another name")
-    rename.add_argument("id")
-    rename.add_argument("name")
-    project("archive", _project_archive, "refuse its keys and cancel its jobs").add_argument("id")
-    limits = project("limits", _project_limits, "show what a project may use at most, or change it")
-    limits.add_argument("id")
-    known = ", ".join(Limits.model_fields)
-    limits.add_argument("--set", metavar="NAME=VALUE", nargs="+", default=[], help=f"one of {known}")
-    limits.add_argument("--unset", metavar="NAME", nargs="+", default=[], help="the default holds again")
-
-    key = verbs("key", "API keys of projects")
-    create = key("create", _key_create, "make a key, and print it this once", one_project)
-    create.add_argument("--name", default="cli")
-    create.add_argument("--scope", choices=keys.SCOPES, default="admin")
-    create.add_argument("--owner", default="", help="the person it is made for")
-    create.add_argument("--expires-in-days", type=_days, metavar="DAYS")
-    key("list", _key_list, "a project's keys, the dead ones too", one_project)
-    rotate = key("rotate", _key_rotate, "make a new key in the place of an old one")
-    rotate.add_argument("id")
-    rotate.add_argument("--grace-hours", type=float, default=0, metavar="HOURS", help="the old one lives on")
-    key("revoke", _key_revoke, "refuse a key from now on").add_argument("id")
-
-    usage = nouns.add_parser("usage", help="what a project uses of its limits", parents=[common, one_project])
-    usage.set_defaults(do=_usage)
-    log = nouns.add_parser("audit", help="who changed what, newest first", parents=[common])
-    log.add_argument("--project", metavar="ID", help="of this project only")
-    log.add_argument("--limit", type=int, default=50)
-    log.set_defaults(do=_audit)
+def main(args: argparse.Namespace) -> int:
+    settings = configured()
+    prepare(settings)
+    return run(args, settings)
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Do one command and print what came of it. 1: it was refused, and stderr says why."""
+    """Do one command and print its result. Returns 1 if it was refused; stderr then has the reason."""
+    command = COMMANDS[" ".join(filter(None, (args.noun, getattr(args, "verb", None))))]
     database = Database(settings.database)
     try:
         with database.write() as session:
-            result = args.do(Work(session), args, settings)
+            result = command(Work(session), args, settings)
     except ServiceError as refused:
         print(refused.message, file=sys.stderr)
         return 1
@@ -209,12 +154,6 @@ def _audit(work: Work, args: argparse.Namespace, settings: Settings) -> Sequence
 # What they share.
 
 
-def _days(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of days, from 1")
-    return int(text)
-
-
 def _on(work: Work, project: Project) -> Work:
     """The same work, which the log of this project will show."""
     return replace(work, actor=operator_of(project))
@@ -285,3 +224,21 @@ def _text(name: str, value: Any) -> str:
         if isinstance(value, int)
         else str(value)
     )
+
+
+COMMANDS: Mapping[str, Command] = {
+    "org create": _org_create,
+    "org list": _org_list,
+    "org rename": _org_rename,
+    "project create": _project_create,
+    "project list": _project_list,
+    "project rename": _project_rename,
+    "project archive": _project_archive,
+    "project limits": _project_limits,
+    "key create": _key_create,
+    "key list": _key_list,
+    "key rotate": _key_rotate,
+    "key revoke": _key_revoke,
+    "usage": _usage,
+    "audit": _audit,
+}

@@ -1,0 +1,59 @@
+"""The URLs that Azure's clients send, as ours.
+
+`AzureOpenAI(azure_endpoint=..., api_version=...)` of the `openai` package sends /openai/files?api-version=..., and for
+chat /openai/deployments/{model}/chat/completions. Azure's v1 API has /openai/v1/files. All of them are the routes below
+/v1; `api-version` is ignored.
+"""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api.chat import ChatCreate, Inference, create_chat_completion, described
+from api.deps import CurrentProject, Parts
+
+PREFIX, DEPLOYMENTS = "/openai/", "/openai/deployments/"
+
+# Not in the OpenAPI document, which has each route once.
+router = APIRouter(include_in_schema=False)
+
+
+class AzurePaths:
+    """Rewrites Azure's paths to those of this API, before anything else looks at the path."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (path := rewritten(scope["path"])) is not None:
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self.app(scope, receive, send)
+
+
+def rewritten(path: str) -> str | None:
+    """The path below /v1 that one of Azure's stands for; None if it is none, or a deployment's (see the router)."""
+    if not path.startswith(PREFIX) or path.startswith(DEPLOYMENTS):
+        return None
+    return "/v1/" + path.removeprefix(PREFIX).removeprefix("v1/")
+
+
+class DeploymentChat(ChatCreate):
+    """A chat completion whose model is the deployment in the path; Azure ignores the one in the body, too."""
+
+    model: str = ""
+
+
+def _described(
+    deployment: str, body: DeploymentChat, project: CurrentProject, service: Parts, upstream: Inference
+) -> dict[str, Any]:
+    return described(body.model_copy(update={"model": deployment}), project, service, upstream)
+
+
+@router.post(DEPLOYMENTS + "{deployment:path}/chat/completions")
+async def create_deployment_chat_completion(
+    request: Request, body: Annotated[dict[str, Any], Depends(_described)], upstream: Inference
+) -> Response:
+    """Answer a chat with the model that the deployment names: a base model, an alias, or a tuned model."""
+    return await create_chat_completion(request, body, upstream)

@@ -1,0 +1,61 @@
+"""/v1/regraft/jobs/validate: whether a job would be accepted, without creating it."""
+
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field, ValidationError
+
+from api.deps import Parts, ReadProject
+from api.document import FOR_ANY_KEY, refusals
+from api.explain import explain
+from api.jobs import JobCreate, accept
+from api.wire import Body
+from core import files
+from graders.spec import hide_secrets
+
+router = APIRouter(prefix="/regraft/jobs/validate", tags=["regraft"])
+
+FileField = Literal["training_file", "validation_file"]
+
+
+class JobValidate(Body):
+    """`job` is the body of POST /fine_tuning/jobs. `local_files` are those of its files that are not uploaded yet."""
+
+    job: dict[str, Any]
+    local_files: Annotated[list[FileField], Field(max_length=2)] = []
+
+
+class JobValidation(BaseModel):
+    """The job as it would be created."""
+
+    object: Literal["regraft.job_validation"] = "regraft.job_validation"
+    model: str
+    method: dict[str, Any]
+    warnings: list[str]
+
+
+@router.post("", responses=refusals(404), openapi_extra=FOR_ANY_KEY)
+def validate_job(body: JobValidate, project: ReadProject, service: Parts) -> JobValidation:
+    """Check a job by the rules that creating it applies. Nothing is created, and no file is read."""
+    # A file that is only at the caller's has no id yet; any two that differ stand for those.
+    sent = body.job | {field: f"file-local-{field}" for field in body.local_files}
+    try:
+        job = JobCreate.model_validate(sent)
+    except ValidationError as invalid:
+        complaints = [error | {"loc": ("body", *error["loc"])} for error in invalid.errors()]
+        raise explain(complaints, sent) from None
+    accepted = accept(job, service)
+    with service.database.read() as session:
+        find = partial(files.get_dataset, session, project.id)
+        if "training_file" not in body.local_files:
+            find(job.training_file, param="training_file")
+        if "validation_file" not in body.local_files:
+            find(job.validation_file, param="validation_file")
+    reinforcement = job.reinforcement()
+    shown = reinforcement | {"grader": hide_secrets(reinforcement["grader"])}
+    return JobValidation(
+        model=accepted.base_model,
+        method={"type": "reinforcement", "reinforcement": shown},
+        warnings=job.method.reinforcement.hyperparameters.warnings,
+    )

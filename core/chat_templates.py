@@ -1,0 +1,66 @@
+"""Chat templates for models that ship without one: Jinja text by name, by path or inline.
+
+transformers renders a template in Jinja's sandbox (no attribute of Python's own is reachable). Only the operator gives
+template text, in the model registry; a job names one of NAMES.
+"""
+
+from pathlib import Path
+from typing import Literal, get_args
+
+Name = Literal["plain", "r1_zero"]
+NAMES: tuple[Name, ...] = get_args(Name)
+MAX_CHARACTERS = 64 * 1024
+
+# A conversation as plain text:
+#
+#     Be brief.
+#
+#     User: What is 6 x 7?
+#     Assistant: 42
+#     User: And 6 x 8?
+#     Assistant:
+#
+# There is no blank at the end: the first token of an answer usually begins with one.
+_TURNS = """\
+{%- for message in messages -%}
+{%- if message.role == "system" -%}{{ message.content }}
+
+{% elif message.role == "user" -%}User: {{ message.content }}
+{% else -%}Assistant: {{ message.content }}{{ eos_token or "" }}
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}Assistant:{%- endif -%}"""
+
+_PLAIN = "{{- bos_token or '' -}}\n" + _TURNS
+
+# The set-up of R1-Zero (arXiv 2501.12948, table 1), in words of our own: reason first, then answer, each in its tags.
+_R1_ZERO = (
+    "{{- bos_token or '' -}}\n"
+    "{{- 'The user asks and the assistant solves. The assistant first reasons step by step between <think> and "
+    "</think>, and then gives the user the final answer between <answer> and </answer>.\\n\\n' -}}\n"
+) + _TURNS
+
+_TEXTS: dict[str, str] = {"plain": _PLAIN, "r1_zero": _R1_ZERO}
+
+
+def text_of(template: str, folder: Path = Path()) -> str:
+    """The Jinja text of a template that is given by name, as text, or as a path (relative to `folder`).
+
+    Raises:
+        ValueError: it is none of these, or too long.
+    """
+    if template in _TEXTS:
+        return _TEXTS[template]
+    if "{{" not in template and "{%" not in template:
+        path = folder / template
+        if not path.is_file():
+            names = ", ".join(map(repr, NAMES))
+            raise ValueError(
+                f"chat_template is {names}, a path to a Jinja file, or Jinja text; there is no file {path}"
+            )
+        template = path.read_text()
+    if len(template) > MAX_CHARACTERS:
+        raise ValueError(
+            f"chat_template has {len(template)} characters; at most {MAX_CHARACTERS} are allowed"
+        )
+    return template

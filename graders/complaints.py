@@ -1,0 +1,198 @@
+"""Pydantic's complaints in the words of OpenAI's API: one message, the dotted path of the field, and a code.
+
+The only translator: parse_grader uses it for grader specs, and api/explain.py for all that is sent to the API.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graders.template import quoted
+
+_EXPECTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "a boolean",
+    "dict_type": "an object",
+    "list_type": "an array",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "none_required": "null",
+}
+_BOUNDS = {
+    "greater_than_equal": (">=", "ge", "below_min_value", "below minimum"),
+    "greater_than": (">", "gt", "below_min_value", "below minimum"),
+    "less_than_equal": ("<=", "le", "above_max_value", "above maximum"),
+    "less_than": ("<", "lt", "above_max_value", "above maximum"),
+}
+
+Complaint = Mapping[str, Any]
+"""One of pydantic's ErrorDetails."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """`param` is the dotted path to it, `code` its kind."""
+
+    message: str
+    param: str
+    code: str
+
+
+def first_of(complaints: Sequence[Complaint], sent: Any, prefix: str = "") -> tuple[str, list[Complaint]]:
+    """The path of the first thing that is wrong with what was `sent`, below `prefix`, and all complaints about it."""
+    located = [(_path(complaint, sent, prefix), complaint) for complaint in complaints]
+    param = located[0][0]
+    return param, [complaint for path, complaint in located if path == param]
+
+
+def explain(param: str, complaints: Sequence[Complaint], notes: Mapping[str, str] | None = None) -> Mistake:
+    """What is wrong at `param`. Several complaints are of a value that fits no branch of a union: one mistake.
+
+    `notes` says more about some of the values that are not among the supported ones.
+    """
+    return (
+        _no_branch(param, complaints) if len(complaints) > 1 else _single(param, complaints[0], notes or {})
+    )
+
+
+def _single(param: str, complaint: Complaint, notes: Mapping[str, str]) -> Mistake:
+    kind, value, context = complaint["type"], complaint["input"], complaint.get("ctx", {})
+    if kind == "missing":
+        return missing(param)
+    if kind == "extra_forbidden":
+        return Mistake(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
+    if kind in _EXPECTED:
+        return wrong_type(param, _EXPECTED[kind], value)
+    if kind == "literal_error" and isinstance(value, str):
+        return unsupported(value, param, context["expected"], notes)
+    if kind == "literal_error":
+        return wrong_type(param, f"one of {context['expected']}", value)
+    if kind in _BOUNDS:
+        return _out_of_bounds(param, complaint)
+    if kind in ("string_too_long", "string_too_short"):
+        return _wrong_length(param, kind, len(value), context)
+    if kind == "too_long":
+        count, most = len(value), context["max_length"]
+        message = f"Invalid '{param}': too many entries. Expected at most {most}, but got {count} instead."
+        return Mistake(
+            message, param, "object_above_max_properties" if isinstance(value, dict) else "too_long"
+        )
+    if kind == "string_pattern_mismatch":
+        message = f"Invalid '{param}': expected a string that matches '{context['pattern']}'."
+        return Mistake(message, param, "invalid_value")
+    return invalid_value(param, f"{context.get('error') or complaint['msg']}.")
+
+
+def missing(param: str) -> Mistake:
+    return Mistake(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+
+
+def wrong_type(param: str, expected: str, value: object) -> Mistake:
+    message = f"Invalid type for '{param}': expected {expected}, but got {_json_type(value)} instead."
+    return Mistake(message, param, "invalid_type")
+
+
+def invalid_value(param: str, why: str) -> Mistake:
+    return Mistake(f"Invalid value for '{param}': {why}", param, "invalid_value")
+
+
+def unsupported(value: str, param: str, supported: str, notes: Mapping[str, str]) -> Mistake:
+    message = f"Invalid value: {quoted(value)}.{notes.get(value, '')} Supported values are: {supported}."
+    return Mistake(message, param, "invalid_value")
+
+
+def _no_branch(param: str, complaints: Sequence[Complaint]) -> Mistake:
+    """`'auto' or an integer` got neither: say all that it could have been."""
+    expected = " or ".join(_wanted(complaint) for complaint in complaints)
+    value = complaints[0]["input"]
+    # The last branch is the one that says most: those before it are words such as "auto".
+    kind = complaints[-1]["type"]
+    if kind in _BOUNDS:
+        code = f"{_number(complaints[-1]).split()[-1]}_{_BOUNDS[kind][2]}"
+        return Mistake(
+            f"Invalid value for '{param}': expected {expected}, but got {value} instead.", param, code
+        )
+    if kind == "literal_error" and isinstance(value, str):
+        return Mistake(
+            f"Invalid value: {quoted(value)}. Supported values are: {expected}.", param, "invalid_value"
+        )
+    return wrong_type(param, expected, value)
+
+
+def _wanted(complaint: Complaint) -> str:
+    kind, context = complaint["type"], complaint.get("ctx", {})
+    if kind == "literal_error":
+        return str(context["expected"])
+    if kind in _BOUNDS:
+        sign, bound, *_ = _BOUNDS[kind]
+        return f"{_number(complaint)} {sign} {context[bound]:.15g}"
+    return _EXPECTED.get(kind, str(complaint["msg"]))
+
+
+def _number(complaint: Complaint) -> str:
+    branch = str(complaint["loc"][-1])  # in a union pydantic adds the branch: "constrained-float"
+    value = complaint["input"]  # text, if it stood in the URL
+    is_integer = (isinstance(value, int) or str(value).isdecimal()) and "float" not in branch
+    return "an integer" if is_integer else "a number"
+
+
+def _out_of_bounds(param: str, complaint: Complaint) -> Mistake:
+    sign, bound, code, words = _BOUNDS[complaint["type"]]
+    limit = f"{complaint['ctx'][bound]:.15g}"
+    kind = _number(complaint).split()[-1]
+    expected = f"Expected a value {sign} {limit}, but got {complaint['input']} instead."
+    return Mistake(f"Invalid '{param}': {kind} {words} value. {expected}", param, f"{kind}_{code}")
+
+
+def _wrong_length(param: str, kind: str, length: int, context: Mapping[str, Any]) -> Mistake:
+    side, word, code = (
+        ("max", "long", "above_max") if kind == "string_too_long" else ("min", "short", "below_min")
+    )
+    side_name = {"max": "maximum", "min": "minimum"}[side]
+    expected = f"Expected a string with {side_name} length {context[f'{side}_length']}"
+    message = (
+        f"Invalid '{param}': string too {word}. {expected}, but got a string with length {length} instead."
+    )
+    return Mistake(message, param, f"string_{code}_length")
+
+
+def _path(complaint: Complaint, sent: Any, prefix: str) -> str:
+    """`method.reinforcement.grader`, `tags[0]`: the steps that were sent, and a last one that is missing.
+
+    Pydantic's other steps name the branch of a union, or "[key]": nothing that the caller wrote.
+    """
+    path, here, loc = prefix, sent, complaint["loc"]
+    for depth, step in enumerate(loc, 1):
+        if isinstance(here, list) and isinstance(step, int):
+            path += f"[{step}]"
+            here = here[step]
+        elif isinstance(here, Mapping) and step in here:
+            path += f".{step}"
+            here = here[step]
+        elif isinstance(here, Mapping) and complaint["type"] == "missing" and depth == len(loc):
+            path += f".{step}"
+    return path.removeprefix(".")
+
+
+def _json_type(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int():
+            return "an integer"
+        case float():
+            return "a number"
+        case str():
+            return "a string"
+        case list() | tuple():
+            return "an array"
+        case _:
+            return "an object"

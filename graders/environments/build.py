@@ -1,0 +1,118 @@
+"""Build an environment: install its pins into a folder of their own, and lay out data for NLTK."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from graders.environments.catalog import (
+    CORPORA,
+    DEFAULT,
+    FORMAT,
+    MARKER,
+    PACKAGES,
+    Environment,
+    EnvironmentNotBuilt,
+    Interpreter,
+    corpora_source,
+    digest,
+    find,
+    pins,
+)
+
+
+class BuildFailed(RuntimeError):
+    """The installer failed; the message has what it said last."""
+
+
+def build(folder: Path, tag: str = DEFAULT, corpora: Path | None = None) -> tuple[Environment, bool]:
+    """Have the environment in `folder`, and say whether it had to be built. It is used by this process's Python.
+
+    An environment that is there and up to date is left alone. A build works in a folder of its own, which takes its
+    place at the end: an interrupted one leaves nothing that would be taken for an environment.
+
+    Args:
+        folder: where environments are, each in a folder named by its tag.
+        tag: which one.
+        corpora: a folder of NLTK data to add, with `corpora/`, `tokenizers/` and so on in it; then it is built anew.
+
+    Raises:
+        UnknownEnvironment: this version has none of this name.
+        BuildFailed: a package could not be installed.
+    """
+    pins(tag)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        if corpora is None:
+            try:
+                return find(folder, tag), False
+            except EnvironmentNotBuilt:
+                pass
+        under_way = folder / f".{tag}.building"
+        shutil.rmtree(under_way, ignore_errors=True)
+        under_way.mkdir()
+        _install(under_way / PACKAGES, ["-r", str(pins(tag))])
+        _lay_out_corpora(under_way, tag, corpora)
+        (under_way / MARKER).write_text(json.dumps(_marker(tag), indent=2))
+        _put_in_place(under_way, folder / tag)
+        return find(folder, tag), True
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One build at a time."""
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _marker(tag: str) -> dict[str, object]:
+    own = Interpreter.own()
+    return {
+        "format": FORMAT,
+        "tag": tag,
+        "pins": digest(tag),
+        "python": own.program,
+        "standard": own.standard,
+        "libraries": own.libraries,
+    }
+
+
+def _install(target: Path, what: list[str]) -> None:
+    """Into `target`, with bytecode: graders cannot write any."""
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if uv is not None:
+        command = [uv, "pip", "install", "--python", sys.executable, "--compile-bytecode"]
+    else:
+        command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    command += ["--quiet", "--no-deps", "--target", str(target), *what]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise BuildFailed(f"{' '.join(command)} failed:\n{done.stdout[-4000:]}")
+
+
+def _lay_out_corpora(under_way: Path, tag: str, more: Path | None) -> None:
+    requirement, inside = corpora_source(tag)
+    shipped = under_way / "shipped"
+    _install(shipped, [requirement])
+    # The archives are what lies unpacked beside them.
+    shutil.copytree(shipped / inside, under_way / CORPORA, ignore=shutil.ignore_patterns("*.zip", ".*"))
+    shutil.rmtree(shipped)
+    if more is not None:
+        shutil.copytree(more, under_way / CORPORA, dirs_exist_ok=True)
+
+
+def _put_in_place(built: Path, place: Path) -> None:
+    old = place.with_name(f".{place.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if place.exists():
+        place.rename(old)
+    built.rename(place)
+    shutil.rmtree(old, ignore_errors=True)

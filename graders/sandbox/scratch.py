@@ -1,0 +1,72 @@
+"""A grade's writable folder: how much is in it, and how it is emptied. Runs on both sides of the sandbox."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+MAX_ENTRIES = 1024
+
+
+def is_over(folder: str, limit: int) -> bool:
+    """Whether files and folders in it take more than `limit` bytes or MAX_ENTRIES, or cannot all be seen."""
+    pending, size, entries = [folder], 0, 0
+    try:
+        while pending:
+            for entry in _listed(pending.pop()):
+                entries += 1
+                with suppress(FileNotFoundError):  # its owner is at work in it
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+                if entries > MAX_ENTRIES or size > limit:
+                    return True
+    except OSError:
+        return True
+    return False
+
+
+def _listed(folder: str) -> Iterator[os.DirEntry[str]]:
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        yield from entries
+
+
+def empty(folder: str) -> None:
+    """Delete all that is in it. A tree too deep for any path is flattened on the way.
+
+    Raises:
+        OSError: something could not be deleted.
+    """
+    moved = 0
+    while below := _folders(folder):
+        for path in below:
+            for deeper in _folders(path):
+                moved += 1
+                deeper.chmod(0o700)  # to move a folder is to write into it
+                deeper.rename(_free_name(folder, moved))
+            path.rmdir()
+
+
+def remove(folder: str) -> None:
+    """Delete the folder itself, too; what cannot be deleted stays."""
+    with suppress(OSError):
+        empty(folder)
+        Path(folder).rmdir()
+
+
+def _folders(folder: str | Path) -> list[Path]:
+    """The folders in a folder, after deleting all else in it."""
+    Path(folder).chmod(0o700)
+    entries = list(os.scandir(folder))
+    for entry in entries:
+        if not entry.is_dir(follow_symlinks=False):
+            Path(entry.path).unlink()
+    return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def _free_name(folder: str, number: int) -> Path:
+    names = (Path(folder, f".moved-{number}-{attempt}") for attempt in count())
+    return next(name for name in names if not os.path.lexists(name))

@@ -1,0 +1,85 @@
+"""README of OpenAI's client for Node: the same flow from JavaScript."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.helpers import (
+    CHECKPOINT,
+    EVENT,
+    FILE,
+    FINISHED_JOB,
+    GRADER_RUN,
+    JOB,
+    MODEL,
+    NEW_JOB,
+    UPLOAD,
+    assert_documented,
+    starts,
+)
+
+VERSION = "7.57.0"
+SCRIPTS = Path(__file__).parent / "node"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, environment):
+    """Runs a script of ./node with the client installed beside it; returns the JSON that it prints."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("node and npm are not installed")
+    folder = tmp_path_factory.mktemp("node")
+    install = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), f"openai@{VERSION}"]
+    installed = subprocess.run(install, capture_output=True, text=True, timeout=120)
+    if installed.returncode:
+        pytest.skip(f"npm cannot install openai@{VERSION}: {installed.stderr.strip()[-200:]}")
+
+    def run(script):
+        shutil.copy(SCRIPTS / script, folder)
+        command = ["node", str(folder / script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ.copy())
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_whole_flow(run):
+    answers = run("flow.mjs")
+
+    assert_documented(answers["file"], FILE)
+    assert_documented(answers["files"], [FILE])
+    assert_documented(answers["upload"], UPLOAD | {"status": "completed", "file": FILE})
+    assert_documented(answers["run"], GRADER_RUN)
+    assert answers["run"]["reward"] == 1.0
+    assert_documented(answers["created"], NEW_JOB)
+    assert_documented(answers["jobs"], [JOB])
+    assert_documented(answers["job"], FINISHED_JOB)
+    assert_documented(answers["events"], [EVENT])
+    assert answers["events"][-1]["message"] == f"Created fine-tuning job: {answers['job']['id']}"
+    assert_documented(answers["checkpoints"], [CHECKPOINT])
+    assert_documented(answers["model"], MODEL)
+    assert answers["content"].startswith("step,")
+    assert_documented(
+        answers["deleted"], {"id": answers["job"]["fine_tuned_model"], "object": "model", "deleted": True}
+    )
+
+
+@pytest.mark.slow
+def test_errors_headers_and_webhooks(run):
+    answers = run("errors.mjs")
+
+    assert answers["unknown"] == {
+        "class": "NotFoundError",
+        "status": 404,
+        "code": "fine_tune_not_found",
+        "param": "fine_tune_id",
+        "type": "invalid_request_error",
+    }
+    assert (answers["refused"]["class"], answers["refused"]["param"]) == ("BadRequestError", "grader.type")
+    assert_documented(answers["requestId"], starts("req_"))
+    assert answers["event"]["type"] == "fine_tuning.job.succeeded"

@@ -1,0 +1,51 @@
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from core.registry import BaseModelEntry
+from tests.families.zoo import CONTEXT, Family
+from worker import support
+from worker.policy import Policy, load_base, read_config
+from worker.refusals import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that was accepted, or the reason why it was refused."""
+
+    policy: Policy | None
+    refusal: str = ""
+    by_config: bool = False
+
+
+def policy_on(folder: Path) -> Policy:
+    entry = BaseModelEntry(path=folder, dtype="float32", context=CONTEXT)
+    return Policy(load_base("tiny", entry, folder, "cpu"), rank=4, alpha=8, seed=0)
+
+
+def loaded(folder: Path) -> Loaded:
+    """As a job loads a model, with every check that it makes on the way."""
+    try:
+        support.refuse_by_config(read_config(folder), CONTEXT)
+    except UnsupportedModel as refusal:
+        return Loaded(None, str(refusal), True)
+    try:
+        policy = policy_on(folder)
+        support.probe(policy, sampled=True)
+    except UnsupportedModel as refusal:
+        return Loaded(None, str(refusal))
+    return Loaded(policy)
+
+
+@pytest.fixture(scope="session")
+def load(tmp_path_factory):
+    """A family's folder and what became of loading it; each is loaded once."""
+
+    @cache
+    def once(family: Family) -> tuple[Path, Loaded]:
+        folder = family.save(tmp_path_factory.mktemp("family"))
+        return folder, loaded(folder)
+
+    return once

@@ -1,0 +1,160 @@
+"""The models of every profile fit on the GPUs of their pools, by the functions that the service uses."""
+
+import json
+import tomllib
+
+import pytest
+
+from core.registry import Registry, sampler_of
+from core.settings import GpuClass, Settings
+from tests.helm.charts import CHART, helm, of_kind, pods, profile, render
+from worker import sizing
+from worker.sizing import GIB
+
+PROFILES = sorted(path.stem.removeprefix("values-") for path in CHART.glob("values-*.yaml"))
+
+# From the config.json of each model that a profile names.
+CONFIGS = {
+    "Qwen3-4B": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-14B": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 17408,
+        "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+BYTES = {"bfloat16": 2, "float32": 4}
+# Of the GPU that the profile's inference selects: the pods there measure it themselves.
+GPU_OF_INFERENCE = {"NVIDIA-H100-80GB-HBM3": 78}
+
+
+def registry_of(manifests):
+    [config] = [one for one in of_kind(manifests, "ConfigMap") if "models.toml" in one["data"]]
+    return Registry.model_validate({"models": {}} | tomllib.loads(config["data"]["models.toml"]))
+
+
+def environment(pod):
+    return {one["name"]: one.get("value") for one in pod.spec["containers"][0]["env"]}
+
+
+def settings_of(pod):
+    """What the service in a pod reads of its environment."""
+    names = {"GPU_CLASS": "gpu_class", "SAMPLER": "sampler", "KV_CACHE_GIB": "kv_cache_gib"}
+    told = environment(pod)
+    given = {of: told[f"REGRAFT_{name}"] for name, of in names.items() if f"REGRAFT_{name}" in told}
+    classes = {name: GpuClass(**of) for name, of in json.loads(told["REGRAFT_GPU_CLASSES"]).items()}
+    return Settings(gpu_classes=classes, **given)
+
+
+def needs(manifests):
+    """For each model that a profile trains: its plan for prompts and answers as long as its context."""
+    [api] = pods(manifests, "api")
+    settings = settings_of(api)
+    for name, entry in registry_of(manifests).models.items():
+        gpu_class = entry.gpu_class or settings.gpu_class
+        memory = settings.gpu_memory_gib(gpu_class)
+        assert memory is not None, f"the profile does not say what memory a GPU of {gpu_class} has"
+        of_class = settings.of_class(gpu_class)
+        shape = sizing.shape_of_config(CONFIGS[name], BYTES[entry.dtype])
+        prompt = 1024
+        work = sizing.workload(
+            rank=16, prompt=prompt, completion=entry.context - prompt, batch=8, group=8, valid_rows=100,
+            eval_samples=1,
+        )  # fmt: skip
+        sampler = sampler_of(entry, of_class.sampler, "cuda")
+        machine = sizing.machine(of_class, "cuda", int(memory * GIB), sampler, gpu_class=gpu_class)
+        yield name, shape, work, sizing.plan(name, shape, work, machine)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_model_of_a_profile_can_be_trained_at_its_whole_context(name):
+    for _, shape, work, plan in needs(render(profile(name))):
+        assert plan.cache_bytes // (shape.token_cache_bytes * work.longest) >= 16
+
+
+def test_the_production_profile_has_models_to_check():
+    assert {name for name, *_ in needs(render(profile("production")))} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_model_of_a_profile_can_be_served_and_all_at_once(name):
+    manifests = render(profile(name))
+    [pod] = pods(manifests, "inference") or [None]
+    product = pod and pod.spec.get("nodeSelector", {}).get("nvidia.com/gpu.product")
+    if product is None:
+        return  # on CPUs
+    assert environment(pod)["REGRAFT_INFERENCE_KV_CACHE_GIB"] == "auto"
+    free = GPU_OF_INFERENCE[product] * GIB
+    models = [
+        (sizing.shape_of_config(CONFIGS[name], BYTES[entry.dtype]), entry.context)
+        for name, entry in registry_of(manifests).models.items()
+    ]
+    least = [sizing.serving(shape, context=context, slots=8, rank=64) for shape, context in models]
+    assert sum(need.least for need in least) <= free, [str(need) for need in least]
+    for (shape, context), need in zip(models, least, strict=True):
+        others = [other.least for other in least if other is not need]
+        cache = sizing.serving_cache(shape, need, context=context, free=free, others=others)
+        assert cache // shape.cache_bytes(context) >= 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kvCacheGiB": 1}, r"at 8192 tokens needs a KV cache of 1\.\d\d GiB for one sequence"),
+        ({"gpuMemoryGiB": 24}, r"at 8192 tokens needs [\d.]+ GiB: weights 2 x [\d.]+.*class `h100` has 24\.0"),
+    ],
+)  # fmt: skip
+def test_a_profile_whose_models_do_not_fit_would_be_seen_with_numbers(changes, said):
+    """The first is what the service's default was."""
+    values = profile("production")
+    values["workers"] = [pool | changes if pool["gpuClass"] == "h100" else pool for pool in values["workers"]]
+
+    with pytest.raises(sizing.DoesNotFit, match=said):
+        list(needs(render(values)))
+
+
+def test_what_a_pool_says_reaches_the_api_and_every_worker():
+    values = profile("production")
+    values["workers"][0] |= {"kvCacheGiB": 30, "trainTokenBudget": 4096, "sampler": "vllm"}
+    manifests = render(values)
+
+    told = [
+        environment(pod)["REGRAFT_GPU_CLASSES"]
+        for pod in pods(manifests)
+        if pod.component in ("api", "worker")
+    ]
+
+    assert len(told) == 4 and len(set(told)) == 1
+    assert json.loads(told[0]) == {
+        "h100": {"gpu_memory_gib": 78, "kv_cache_gib": 30, "train_token_budget": 4096, "sampler": "vllm"},
+        "h200": {"gpu_memory_gib": 139},
+        "keeper": {"gpu_memory_gib": 0},
+    }
+
+
+def test_inference_has_settings_of_its_own():
+    values = profile(
+        "production", settings={"sampler": "vllm"}, inference={"kvCacheGiB": 12.5, "sampler": "registry"}
+    )
+
+    [pod] = pods(render(values), "inference")
+    [api] = pods(render(values), "api")
+
+    assert environment(pod)["REGRAFT_INFERENCE_KV_CACHE_GIB"] == "12.5"
+    assert environment(pod)["REGRAFT_SAMPLER"] == "registry"
+    assert environment(api)["REGRAFT_SAMPLER"] == "vllm"
+    names = [one["name"] for one in pod.spec["containers"][0]["env"]]
+    assert len(names) == len(set(names))
+
+
+def test_pools_of_one_class_that_differ_are_refused():
+    pool = profile("production")["workers"][0]
+    other = pool | {"name": "other", "gpuMemoryGiB": 140}
+
+    with pytest.raises(
+        helm.HelmRenderError, match="the pool other and another of the gpuClass h100 differ in gpus"
+    ):
+        render(profile("production", workers=[*profile("production")["workers"], other]))

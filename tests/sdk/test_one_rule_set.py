@@ -1,0 +1,189 @@
+"""`regraft validate`, `regraft migrate-from-openai` and creating the job come to the same verdict on the same files."""
+
+import json
+from pathlib import Path
+
+import openai
+import pytest
+from openai import OpenAI
+from regraft.cli import main
+
+from tests.sdk.conftest import GRADER, ROWS
+
+RFT = "o4-mini-2025-04-16"
+# As the guide prints it: no name on any grader, a reasoning effort, a schema.
+GUIDES = {
+    "type": "multi",
+    "graders": {
+        "exact": {key: value for key, value in GRADER.items() if key != "name"},
+        "close": {
+            "type": "text_similarity",
+            "input": "{{sample.output_text}}",
+            "reference": "{{item.answer}}",
+            "evaluation_metric": "fuzzy_match",
+            "pass_threshold": 0.8,
+        },
+    },
+    "calculate_output": "0.5 * exact + 0.5 * close",
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
+
+
+def job(grader=GRADER, inside=None, **fields):
+    reinforcement = {"grader": grader} | (inside or {})
+    return {"model": RFT, "method": {"type": "reinforcement", "reinforcement": reinforcement}} | fields
+
+
+def efforts(**values):
+    return {"hyperparameters": values}
+
+
+GOOD = {
+    "the guide's job": job(GUIDES, efforts(reasoning_effort="medium") | {"response_format": FORMAT}),
+    "a job of Azure's": job(trainingType="globalStandard", inside={"tools": [], "max_episode_steps": None}),
+    "a suffix with a blank": job(suffix="my desk v1.2"),
+    "a model of this server": job(model="tiny", seed=7, metadata={"team": "a"}),
+}
+BAD = {
+    "a supervised job": {"model": RFT, "method": {"type": "supervised"}},
+    "the supervised quickstart": {"model": RFT},
+    "a formula with an unknown name": job(GUIDES | {"calculate_output": "exact + far"}),
+    "a template that does not parse": job(GRADER | {"input": "{{sample.nothing}}"}),
+    "a grader of tools": job(GRADER | {"input": "{{sample.output_tools[0].function.name}}"}),
+    "an unknown grader": job(GRADER | {"type": "vibes"}),
+    "a judge that nobody named": job(
+        {"type": "score_model", "name": "j", "model": "gpt-4o", "input": [{"role": "user", "content": "x"}]}
+    ),
+    "epochs out of bounds": job(inside=efforts(n_epochs=51)),
+    "an unknown effort": job(inside=efforts(reasoning_effort="extreme")),
+    "a schema that is none": job(inside={"response_format": FORMAT | {"json_schema": {"name": "x"}}}),
+    "an unknown integration": job(integrations=[{"type": "wandb", "wandb": {"project": "p"}}]),
+    "a seed that is text": job(seed="7"),
+}
+LINES = {"train.jsonl": ROWS, "valid.jsonl": ROWS[:2]}
+
+
+@pytest.fixture
+def desk(house, tmp_path, monkeypatch):
+    """A folder with the datasets, for a command line that is logged in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REGRAFT_BASE_URL", house.base_url)
+    monkeypatch.setenv("REGRAFT_API_KEY", house.key)
+    for name, rows in LINES.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def created(house, spec):
+    with OpenAI(base_url=house.base_url, api_key=house.key, max_retries=0) as client:
+        ids = {
+            field: client.files.create(file=Path(name), purpose="fine-tune").id
+            for field, name in (("training_file", "train.jsonl"), ("validation_file", "valid.jsonl"))
+        }
+        try:
+            client.post("/fine_tuning/jobs", body=spec | ids, cast_to=object)
+        except openai.APIStatusError:
+            return False
+    return True
+
+
+def validated(desk, spec):
+    files = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
+    (desk / "job.json").write_text(json.dumps(spec | files))
+    return main(["validate", "job.json"]) == 0
+
+
+def migrated(desk, spec):
+    (desk / "openai.json").write_text(
+        json.dumps(spec | {"training_file": "file-1", "validation_file": "file-2"})
+    )
+    return main(["migrate-from-openai", "openai.json", "-o", "job.toml"]) == 0
+
+
+@pytest.mark.parametrize("spec", GOOD.values(), ids=GOOD.keys())
+def test_a_good_job_is_good_for_all_three(desk, house, spec):
+    assert [created(house, spec), validated(desk, spec), migrated(desk, spec)] == [True] * 3
+    assert main(["validate", "job.toml"]) == 0
+
+
+@pytest.mark.parametrize("spec", BAD.values(), ids=BAD.keys())
+def test_a_bad_job_is_bad_for_all_three(desk, house, spec):
+    assert [created(house, spec), validated(desk, spec), migrated(desk, spec)] == [False] * 3
+
+
+def test_the_refusal_is_the_servers(desk, capsys):
+    validated(desk, BAD["a formula with an unknown name"])
+
+    assert "job.json: method.reinforcement.grader" in capsys.readouterr().out
+
+
+def test_the_supervised_quickstart_is_an_unsupported_method_for_both(desk, capsys):
+    (desk / "job.json").write_text(json.dumps({"model": RFT, "training_file": "file-1"}))
+
+    for command in (["validate", "job.json"], ["jobs", "create", "-f", "job.json"]):
+        assert main(command) != 0
+        said = capsys.readouterr()
+        assert (
+            "Method 'supervised' (the default where 'method' is left out) is not supported"
+            in said.out + said.err
+        )
+
+
+def test_hyperparameters_beside_a_method_are_refused_by_name_and_migration_says_that_they_are_left_out(
+    desk, capsys
+):
+    both = job() | {"training_file": "file-1", "validation_file": "file-2"} | efforts(n_epochs=3)
+    (desk / "job.json").write_text(json.dumps(both))
+
+    for command in (["validate", "job.json"], ["jobs", "create", "-f", "job.json"]):
+        assert main(command) != 0
+        said = capsys.readouterr()
+        assert "The top-level 'hyperparameters' is deprecated" in said.out + said.err
+    assert main(["migrate-from-openai", "job.json", "-o", "job.toml"]) == 0
+    assert "hyperparameters at the top is left out" in capsys.readouterr().out
+
+
+def test_a_jobs_rows_are_checked_with_it(desk, capsys):
+    (desk / "train.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+
+    assert not validated(desk, job())
+    assert "the grader reads {{item.answer}}" in capsys.readouterr().out
+
+
+def test_a_grader_that_the_server_refuses_is_no_good_for_a_dataset(desk, capsys):
+    (desk / "grader.json").write_text(json.dumps(GUIDES | {"calculate_output": "exact + far"}))
+
+    assert main(["validate", "train.jsonl", "--grader", "grader.json"]) == 1
+    assert "grader.json: grader.calculate_output" in capsys.readouterr().out
+
+
+def test_without_a_server_rows_are_checked_and_the_rest_is_said_not_to_be(desk, monkeypatch, capsys):
+    monkeypatch.setenv("REGRAFT_BASE_URL", "http://127.0.0.1:1/v1")
+    (desk / "grader.json").write_text(json.dumps(GRADER))
+
+    assert main(["validate", "train.jsonl", "--grader", "grader.json"]) == 0
+    assert "grader.json: no server could be asked" in capsys.readouterr().err
+
+
+def test_the_client_validates_without_uploading(client, job_file):
+    answer = client.jobs.validate(job_file, set=["hyperparameters.reasoning_effort=low"])
+
+    assert answer["model"] == "tiny"
+    assert answer["method"]["reinforcement"]["grader"] == GRADER
+    assert "reasoning_effort 'low' has no effect" in answer["warnings"][0]
+    assert list(client.files.list()) == []
+
+
+def test_a_secret_of_an_endpoint_is_not_in_the_answer(client, job_file):
+    endpoint = {"type": "endpoint", "name": "e", "url": "https://example.org/", "headers": {"k": "secret"}}
+    (job_file.parent / "grader.json").write_text(json.dumps(endpoint))
+
+    with pytest.raises(openai.BadRequestError) as refused:  # no host is allowed here
+        client.jobs.validate(job_file)
+    assert "secret" not in str(refused.value)

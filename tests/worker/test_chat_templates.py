@@ -1,0 +1,91 @@
+import pytest
+from jinja2.exceptions import SecurityError
+from pydantic import ValidationError
+
+from core import chat_templates
+from core.methods import Hyperparameters
+from core.registry import BaseModelEntry, Registry
+from tests.tiny import tiny_tokenizer
+from worker.policy import render
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 6 x 7?"},
+    {"role": "assistant", "content": "42"},
+    {"role": "user", "content": "And 6 x 8?"},
+]
+
+
+def rendered(template, messages=CHAT):
+    tokenizer = tiny_tokenizer(chat_template=chat_templates.text_of(template))
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+def test_plain_is_a_conversation_in_plain_text():
+    assert rendered("plain") == (
+        "Be brief.\n\nUser: What is 6 x 7?\nAssistant: 42<end>\nUser: And 6 x 8?\nAssistant:"
+    )
+
+
+def test_r1_zero_asks_for_reasoning_and_an_answer_in_tags():
+    text = rendered("r1_zero", CHAT[1:2])
+
+    assert "</think>" in text and "</answer>" in text
+    assert text.endswith("\n\nUser: What is 6 x 7?\nAssistant:")
+
+
+def test_the_first_token_of_the_model_comes_first_where_it_has_one():
+    tokenizer = tiny_tokenizer(chat_template=chat_templates.text_of("plain"))
+    tokenizer.bos_token = "<user>"
+
+    assert tokenizer.apply_chat_template(CHAT[1:2], tokenize=False).startswith("<user>User: What")
+
+
+def test_a_template_may_be_a_file_beside_the_registry(tmp_path):
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
+    file = tmp_path / "models.toml"
+    file.write_text('[models.a]\nhub = "a/b"\nchat_template = "mine.jinja"\n')
+
+    assert Registry.load(file).get("a").template_text == "{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize("text", ["nothing.jinja", "{{ x }}" + " " * chat_templates.MAX_CHARACTERS])
+def test_what_is_no_template_is_refused_when_the_registry_is_read(tmp_path, text):
+    file = tmp_path / "models.toml"
+    file.write_text(f'[models.a]\nhub = "a/b"\nchat_template = "{text}"\n')
+
+    with pytest.raises(ValueError, match="chat_template"):
+        Registry.load(file)
+
+
+def test_a_job_names_one_and_brings_none_of_its_own():
+    asked = Hyperparameters.model_validate({"advanced": {"chat_template": "r1_zero"}})
+
+    assert asked.advanced.chat_template == "r1_zero"
+    for other in ("{{ messages }}", "/etc/passwd"):
+        with pytest.raises(ValidationError, match="chat_template"):
+            Hyperparameters.model_validate({"advanced": {"chat_template": other}})
+
+
+def test_templates_are_rendered_in_a_sandbox():
+    reach_out = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+
+    with pytest.raises(SecurityError):
+        rendered(reach_out)
+
+
+def test_a_model_without_a_chat_template_gets_that_of_its_entry(tmp_path):
+    from tests.tiny import make_tiny_model
+    from worker.policy import load_base
+
+    make_tiny_model(tmp_path)
+    tiny_tokenizer(chat_template=None).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    entry = BaseModelEntry(path=tmp_path, dtype="float32", context=64, chat_template="plain")
+
+    own = load_base("a", entry, tmp_path, "cpu").tokenizer
+    jobs_choice = load_base("a", entry, tmp_path, "cpu", "r1_zero").tokenizer
+
+    assert own.chat_template == chat_templates.text_of("plain")
+    assert jobs_choice.chat_template == chat_templates.text_of("r1_zero")
+    assert len(render(jobs_choice, CHAT)) > len(render(own, CHAT))

@@ -1,0 +1,87 @@
+"""`regraft-server` before a command runs: help, versions and the table of commands."""
+
+import json
+import subprocess
+import sys
+from argparse import ArgumentParser
+from importlib import import_module
+from importlib.metadata import version
+
+import pytest
+
+from core import keys
+from core.settings import Settings
+from worker.cli import admin, main, parser, service
+
+HELP = [
+    ["--help"],
+    ["--version"],
+    *([command.name, "--help"] for command in parser.COMMANDS),
+    ["admin", "project", "limits", "--help"],
+]
+
+
+@pytest.mark.parametrize("argv", HELP, ids=" ".join)
+def test_help_imports_nothing_but_the_standard_library(argv):
+    """Which is why it takes a tenth of a second: the service's own imports take three."""
+    program = (
+        "import json, sys; before = set(sys.modules)\n"
+        "from worker.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: code = end.code\n"
+        "print(json.dumps([code, sorted({name.split('.')[0] for name in set(sys.modules) - before})]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=True)
+
+    code, imported = json.loads(done.stdout.splitlines()[-1])
+
+    assert code == 0
+    assert set(imported) - set(sys.stdlib_module_names) == {"worker"}
+
+
+@pytest.mark.parametrize("command", parser.COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_a_handler(command):
+    module, function = command.handler.split(":")
+
+    assert callable(getattr(import_module(module), function))
+
+
+def test_every_verb_of_admin_has_a_function():
+    def leaves(parser: ArgumentParser, words: tuple[str, ...] = ()) -> set[str]:
+        groups = [
+            action for action in parser._actions if hasattr(action, "choices") and action.nargs == "A..."
+        ]
+        if not groups:
+            return {" ".join(words)}
+        return {
+            leaf
+            for group in groups
+            for name, below in group.choices.items()
+            for leaf in leaves(below, (*words, name))
+        }
+
+    known = {leaf for leaf in leaves(parser.build()) if leaf.startswith("admin ")}
+
+    assert {leaf.removeprefix("admin ") for leaf in known} == set(admin.COMMANDS)
+
+
+def test_the_scopes_are_those_of_keys():
+    assert parser.SCOPES == keys.SCOPES
+
+
+def test_the_version_is_that_of_the_installed_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"regraft-server {version('regraft-server')}\n"
+
+
+def test_the_login_command_names_the_server_and_its_key_file(tmp_path):
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    settings = Settings(data_dir=folder, host="0.0.0.0", port=8123)
+
+    assert service.login_command(settings) == "regraft login --base-url http://127.0.0.1:8123"
+    (folder / "api_key").write_text("k")
+    assert service.login_command(settings).endswith(f":8123 < '{folder}/api_key'")

@@ -1,0 +1,65 @@
+"""The order of the prompts: what each seed has always given, without shuffling a file for every prompt."""
+
+import random
+
+import pytest
+
+from worker.data import PromptStream
+from worker.types import Prompt
+
+
+def prompts(count):
+    return [Prompt(line, (1,), {}) for line in range(1, count + 1)]
+
+
+def lines(of):
+    return [prompt.line for prompt in of]
+
+
+def shuffled_epoch(seed, epoch, count):
+    """The definition of the order: a job that resumes must find it again, so it may not change."""
+    order = list(range(1, count + 1))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+@pytest.mark.parametrize(("rows", "batch_size"), [(10, 4), (7, 7), (5, 3), (3, 8), (1, 1)])
+def test_batches_follow_the_shuffled_epochs_and_may_straddle_them(rows, batch_size):
+    stream = PromptStream(prompts(rows), batch_size=batch_size, seed=5)
+    endless = [line for epoch in range(40) for line in shuffled_epoch(5, epoch, rows)]
+
+    for step in range(1, 12):
+        first = (step - 1) * batch_size
+        assert lines(stream.batch(step)) == endless[first : first + batch_size]
+
+
+def test_a_run_that_resumes_in_the_middle_finds_the_same_batches():
+    whole = PromptStream(prompts(10), batch_size=4, seed=5)
+    from_the_start = [lines(whole.batch(step)) for step in range(1, 9)]
+
+    resumed = PromptStream(prompts(10), batch_size=4, seed=5)
+    assert [lines(resumed.batch(step)) for step in range(6, 9)] == from_the_start[5:]
+    assert lines(resumed.batch(1)) == from_the_start[0], "also backwards"
+
+
+def test_an_epoch_is_shuffled_once_and_only_the_last_two_are_kept():
+    stream = PromptStream(prompts(1000), batch_size=7, seed=1)
+    first = stream._order(0)
+
+    for step in range(1, 144):  # the last one straddles two epochs
+        stream.batch(step)
+    assert stream._order(0) is first
+
+    for step in range(144, 1000):
+        stream.batch(step)
+    assert sorted(stream._orders) == [5, 6], "memory does not grow with the epochs"
+
+
+def test_stand_ins_are_all_prompts_outside_the_batch_in_an_order_of_the_step():
+    stream = PromptStream(prompts(12), batch_size=4, seed=5)
+    batch = set(lines(stream.batch(2)))
+    rest = [line for line in range(1, 13) if line not in batch]
+    random.Random("5/others/2").shuffle(rest)
+
+    assert lines(stream.others(2)) == rest
+    assert lines(stream.others(3)) != rest

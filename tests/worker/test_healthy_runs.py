@@ -1,0 +1,84 @@
+"""Ten runs that learn raise no warning: the real loop, sampler and trainer, on a model of two layers."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from core.models import Event
+from core.monitors import Thresholds
+from graders.types import Grade, Item, Sample
+from worker.data import PromptStream
+from worker.policy import Policy
+from worker.run import Run
+from worker.samplers.transformers import TransformersSampler
+from worker.trainer import PeftTrainer
+from worker.types import Prompt
+
+ADVANCED = {"group_size": 8, "max_completion_tokens": 6, "lora_rank": 4, "lora_alpha": 8}
+SUBJECTS = (
+    "a cat",
+    "a dog",
+    "a bird",
+    "milk",
+    "salt",
+    "water",
+    "wood",
+    "iron",
+    "summer",
+    "winter",
+    "bread",
+    "fire",
+)
+
+
+class ShareOfColors:
+    """A grader with partial credit: the share of the answer's words that are colors."""
+
+    name, type = "colors", "share"
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        words = sample.output_text.split()
+        return Grade(sum(word in ("red", "green", "blue") for word in words) / max(1, len(words)))
+
+
+def run_of(bench, policy: Policy, seed: int, learning_rate: float) -> Run:
+    """Twelve steps on prompts that a random model answers alike, so that training carries over to validation."""
+    advanced = ADVANCED | {"learning_rate": learning_rate}
+    run = bench.run(ShareOfColors(), batch_size=4, n_epochs=6, eval_interval=4, advanced=advanced)
+    prompts = []
+    for line, subject in enumerate(SUBJECTS, start=1):
+        messages = [{"role": "user", "content": f"what colour is {subject}"}]
+        prompts.append(Prompt(line, tuple(policy.render(messages)), {"messages": messages}))
+    return replace(
+        run,
+        seed=seed,
+        train_prompts=PromptStream(prompts[:8], batch_size=4, seed=seed),
+        valid_prompts=prompts[8:],
+        sampler=TransformersSampler(policy),
+        trainer=PeftTrainer(policy, run.settings, token_budget=2048),
+        # Random weights never learned to end an answer: every answer is cut off, from the first step on.
+        thresholds=Thresholds(truncated_share=None),
+    )
+
+
+def warnings(bench) -> list[str]:
+    with bench.database.read() as session:
+        rows = session.query(Event).where(Event.level != "info").order_by(Event.seq)
+        return [row.message for row in rows]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_run_that_learns_raises_no_warning(bench, make_policy: Callable[..., Policy], seed):
+    asyncio.run(run_of(bench, make_policy(seed=seed), seed, learning_rate=5e-3).train())
+
+    first, *_, last = [step["train_mean_reward"] for step in bench.steps()[1:]]
+    assert last > first + 0.1, "it learns, or the test would say nothing"
+    assert warnings(bench) == []
+
+
+def test_a_learning_rate_that_ruins_the_model_is_warned_of(bench, make_policy: Callable[..., Policy]):
+    asyncio.run(run_of(bench, make_policy(), 0, learning_rate=1.0).train())
+
+    assert any(message.startswith(("Collapse", "KL jump")) for message in warnings(bench))

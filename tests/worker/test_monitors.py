@@ -1,0 +1,269 @@
+"""Each warning: what raises it, and what must not."""
+
+import pytest
+
+from core.monitors import Thresholds
+from worker.history import History, reduced
+from worker.monitors import RULES, check, damage, likely_cause
+from worker.verdict import compare
+
+HEALTHY = {
+    "train_mean_reward": 0.5,
+    "groups_mixed_share": 0.6,
+    "sampling_entropy": 0.8,
+    "kl": 0.01,
+    "truncated_share": 0.05,
+    "completion_tokens_mean": 20.0,
+}
+
+
+def run(*steps, base=0.5):
+    """A validated base, and the steps with what is healthy where they say nothing."""
+    start = {"step": 0, "full_valid_mean_reward": base, "full_valid_stderr": 0.05}
+    later = ({"step": number, **HEALTHY, **step} for number, step in enumerate(steps, start=1))
+    return [reduced(step) for step in (start, *later)]
+
+
+def raised(*steps, thresholds=None, **options):
+    history = run(*steps, **options)
+    return [finding.rule for finding in check(history, thresholds or Thresholds())]
+
+
+def test_a_healthy_run_raises_nothing():
+    rewards = (0.45, 0.6, 0.55, 0.8, 0.9)
+
+    assert raised(*({"train_mean_reward": reward} for reward in rewards)) == []
+
+
+def test_low_entropy_without_reward_is_collapse_and_with_reward_a_solved_task():
+    low = {"sampling_entropy": 0.01}
+
+    assert raised({}, low | {"train_mean_reward": 0.3}) == ["collapse"]
+    assert raised({}, low | {"train_mean_reward": 0.95}) == []
+
+
+def test_lost_reward_and_no_signal_are_collapse_whatever_the_entropy():
+    """A learning rate far too high may end in noise, whose entropy is high."""
+    noise = {"train_mean_reward": 0.0, "groups_mixed_share": 0.0, "sampling_entropy": 7.5}
+
+    [finding] = check(run({}, noise), Thresholds())
+
+    assert finding.rule == "collapse"
+    assert finding.message.startswith(
+        "Collapse: training reward fell from 0.50 (step 1) to 0.00, no group has"
+    )
+    assert "entropy went from 0.8 to 7.5 nats a token" in finding.message
+    assert finding.event_data(2)["threshold"] == 0.1
+
+
+def test_validation_below_the_base_is_told_when_the_interval_is_below_it():
+    below = {
+        "full_valid_mean_reward": 0.3,
+        "full_valid_difference": -0.2,
+        "full_valid_difference_low": -0.3,
+        "full_valid_difference_high": -0.1,
+    }
+
+    assert raised(below) == ["below_base"]
+    assert raised(below | {"full_valid_difference_high": 0.01}) == []
+    assert raised(below, thresholds=Thresholds(below_base=0.15)) == []
+
+
+class TestOverfitting:
+    high = {"train_mean_reward": 0.9}
+    start = {"train_mean_reward": 0.5}
+
+    def test_when_training_is_further_above_validation_than_noise_explains(self):
+        valid = {"full_valid_mean_reward": 0.5, "full_valid_stderr": 0.05}
+
+        assert raised(self.start, self.high, self.high, self.high | valid) == ["overfitting"]
+
+    def test_not_when_validation_has_too_few_rows_to_tell(self):
+        valid = {"full_valid_mean_reward": 0.6, "full_valid_stderr": 0.15}
+
+        assert raised(self.start, self.high, self.high, self.high | valid) == []
+
+    def test_not_when_the_training_rows_were_easier_from_the_start(self):
+        valid = {"full_valid_mean_reward": 0.5, "full_valid_stderr": 0.01}
+
+        assert raised(self.high, self.high, self.high, self.high | valid) == []
+
+    def test_not_between_validations(self):
+        assert raised(self.start, self.high, self.high, self.high) == []
+
+
+def test_a_kl_that_jumps_is_told_and_one_that_grows_is_not():
+    grows = [{"kl": 0.1 * step} for step in range(12)]
+
+    assert raised(*grows) == []
+    assert raised({"kl": 0.0}, {"kl": 1.5}, {"kl": 1.4}) == ["kl_jump"]
+
+
+def test_a_kl_that_is_high_in_one_step_is_the_noise_of_its_one_pack():
+    """As measured in a healthy run of the demo."""
+    assert raised(*({"kl": kl} for kl in (0.03, 0.18, 0.37, 0.37, 0.37, 1.58))) == []
+    assert raised(*({"kl": kl} for kl in (0.03, 0.18, 0.37, 0.37, 0.37, 1.58, 0.37))) == []
+
+
+def test_answers_that_are_cut_off_until_the_model_learns_to_stop_are_no_truncation():
+    cut = {"truncated_share": 0.3}
+
+    assert raised(cut, cut, cut, cut, {}) == []
+    assert raised(cut, cut, cut, cut, cut) == ["truncation"]
+
+
+def test_answers_three_times_as_long_as_at_first_are_length_inflation():
+    assert raised({}, *[{"completion_tokens_mean": 55.0}] * 3) == []
+    assert raised({}, *[{"completion_tokens_mean": 65.0}] * 3) == ["length_inflation"]
+
+
+def test_a_rule_that_has_warned_or_is_switched_off_is_silent():
+    steps, off = run({}, {"kl": 2.0}, {"kl": 2.0}), Thresholds(**dict.fromkeys(Thresholds.model_fields))
+
+    assert check(steps, Thresholds(), {"kl_jump"}) == []
+    assert check(steps, off) == []
+
+
+def test_every_rule_has_a_threshold_and_every_threshold_a_rule():
+    assert len(RULES) == len(Thresholds.model_fields)
+
+
+@pytest.mark.parametrize("measured", [{}, {"step": 1, "train_mean_reward": None, "kl": None}])
+def test_what_was_not_measured_raises_nothing(measured):
+    history = History.of([{"step": 0}, {"step": 1, **measured}])
+
+    assert check(history.steps, Thresholds()) == []
+
+
+class TestLikelyCause:
+    verdict = compare([0.6] * 8, [0.1] * 8).verdict(4)
+
+    def cause(self, *steps, thresholds=None):
+        return likely_cause(run(*steps), self.verdict, thresholds or Thresholds())
+
+    def test_is_the_rule_that_held_at_any_step_of_the_job(self):
+        name, sentence = self.cause({}, {"train_mean_reward": 0.1, "sampling_entropy": 0.0}, {}, {})
+
+        assert name == "collapse"
+        assert "entropy went from 0.8 to 0" in sentence
+
+    def test_is_named_though_its_warning_is_switched_off(self):
+        off = Thresholds(**dict.fromkeys(Thresholds.model_fields))
+
+        assert self.cause({"kl": 0.0}, {"kl": 3.0}, {"kl": 3.0}, thresholds=off)[0] == "kl_jump"
+
+    def test_is_overfitting_where_training_rises_and_validation_falls(self):
+        name, sentence = self.cause({}, {"train_mean_reward": 0.8}, {"train_mean_reward": 0.9})
+
+        assert name == "overfitting"
+        assert "training reward 0.50 (step 1) -> 0.85, validation 0.60 -> 0.10" in sentence
+
+    def test_is_unstable_where_training_falls_in_a_job_of_two_steps(self):
+        name, sentence = self.cause({}, {"train_mean_reward": 0.3})
+
+        assert name == "unstable"
+        assert "training reward 0.50 (step 1) -> 0.30" in sentence
+
+    def test_is_a_kl_that_was_high_in_one_step_long_before_the_end(self):
+        """Too little for a warning, and the only trace that there is."""
+        name, sentence = self.cause({"kl": 0.0}, {"kl": 1.58}, {}, {}, {}, {})
+
+        assert name == "kl_jump"
+        assert "1.58 nats a token from its reference in step 2" in sentence
+
+    def test_is_not_invented(self):
+        assert self.cause({}, {}) == ("unknown", "No cause was found in the metrics.")
+
+
+# A real run with a learning rate of 0.05: two steps on 8 rows, with a validation before the first and after the last.
+RUINED = [
+    {
+        "step": 0,
+        "full_valid_mean_reward": 0.56,
+        "valid_truncated_share": 0.0,
+        "valid_completion_tokens_mean": 3.9,
+    },
+    {"step": 1, **HEALTHY, "kl": 1e-12, "groups_mixed_share": 1.0},
+    {
+        "step": 2,
+        **HEALTHY,
+        "kl": 5.27,
+        "groups_mixed_share": 0.25,
+        "full_valid_mean_reward": 0.30,
+        "valid_truncated_share": 1.0,
+        "valid_completion_tokens_mean": 24.0,
+    },
+]
+
+
+class TestDamage:
+    def of(self, *steps, delivered=None, thresholds=None):
+        return damage(run(*steps), delivered or len(steps), thresholds or Thresholds())
+
+    @pytest.mark.parametrize("delivered", [1, 2])
+    def test_needs_two_steps_and_names_all_of_its_evidence(self, delivered):
+        steps = History.of(RUINED).steps
+
+        assert damage(steps, delivered, Thresholds()) == (
+            "kl_jump",
+            "The policy is 5.27 nats a token from its reference in step 2; 0% -> 100% of the validation answers are "
+            "cut off; validation answers went from 3.9 to 24.0 tokens. Lower the learning rate, or set kl.",
+        )
+
+    @pytest.mark.parametrize(
+        ("kept", "rule"),
+        [("valid_truncated_share", "truncation"), ("valid_completion_tokens_mean", "length_inflation")],
+    )
+    def test_shows_in_the_validation_of_a_job_of_one_step(self, kept, rule):
+        start, end = ({"step": step, kept: RUINED[2 * step][kept]} for step in (0, 1))
+
+        assert damage([start, end], 1, Thresholds())[0] == rule
+
+    def test_is_an_entropy_that_rises_to_noise(self):
+        assert self.of({}, {"sampling_entropy": 7.5})[0] == "entropy"
+        assert self.of({}, {"sampling_entropy": 1.2}) is None
+        assert self.of({"sampling_entropy": 0.05}, {"sampling_entropy": 0.3}) is None
+
+    def test_is_an_entropy_that_is_gone_without_more_reward(self):
+        low = {"sampling_entropy": 0.01}
+
+        assert self.of({}, low)[0] == "entropy"
+        assert self.of({}, low | {"train_mean_reward": 0.9}) is None
+
+    def test_is_none_in_a_healthy_run(self):
+        assert self.of({}, {"train_mean_reward": 0.6}, {"train_mean_reward": 0.55}) is None
+
+    def test_is_no_noise_of_one_step_before_the_delivered_one(self):
+        assert self.of({"kl": 0.0}, {"kl": 1.58}, {"kl": 0.37}) is None
+
+    def test_is_none_of_what_came_long_after_the_delivered_step(self):
+        assert self.of({}, {}, {"kl": 5.0}, {"kl": 5.0}, delivered=1) is None
+
+    def test_is_not_that_the_base_too_was_cut_off(self):
+        assert self.of(*[{"truncated_share": 0.9}] * 6) is None
+
+    def test_does_not_depend_on_which_warnings_are_wanted(self):
+        off = Thresholds(**dict.fromkeys(Thresholds.model_fields))
+
+        assert damage(RUINED, 2, off) == damage(RUINED, 2, Thresholds())
+        assert damage(RUINED, 2, Thresholds(kl_jump=10.0))[0] == "truncation"
+
+
+@pytest.mark.parametrize(
+    ("base", "tuned"),
+    [
+        ([0.7] * 3 + [0.476] * 5, [0.0] * 3 + [0.476] * 5),  # 0.56 -> 0.30, 3 losses and 5 ties
+        ([0.6] * 5 + [0.1] * 2 + [0.54] * 13, [0.0] * 5 + [0.6] * 2 + [0.54] * 13),  # 0.51 -> 0.41, 20 rows
+        ([0.59] * 2, [0.0] * 2),  # too few for an interval
+    ],
+)
+def test_a_ruined_run_is_worse_though_its_rows_are_too_few_to_show_it(base, tuned):
+    steps = History.of(RUINED).steps
+    compared = compare(base, tuned)
+    rule, evidence = damage(steps, 2, Thresholds())
+
+    verdict = compared.verdict(2, rule)
+
+    assert compared.verdict(2).outcome == "no_difference"
+    assert (verdict.outcome, verdict.ground) == ("worse", "kl_jump")
+    assert likely_cause(steps, verdict, Thresholds()) == (rule, evidence)

@@ -1,0 +1,292 @@
+"""What cannot succeed fails once, by name; what may pass by itself is tried again, and said in words."""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from sqlalchemy import select
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from core import joblogs, jobs
+from core.blobs import BlobCorrupt, BlobNotFound
+from core.models import File, Job
+from core.settings import Settings
+from tests.families.zoo import FAMILIES
+from tests.tiny import make_tiny_model, tiny_tokenizer
+from worker.checkpoints import Checkpoints
+from worker.policy import load_base
+from worker.refusals import InvalidModel, ModelUnavailable, NotEnoughMemory, Refusal
+from worker.run import UserMistake, attempt, failing_once
+from worker.supervisor import Supervisor
+
+GRADER = {
+    "type": "string_check",
+    "name": "exact",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+ROWS = [
+    {"messages": [{"role": "user", "content": text}], "answer": "yes"}
+    for text in ("say yes", "tell me a number", "say cat", "name a bird")
+]
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_tiny_model(tmp_path / "model")
+
+
+@pytest.fixture
+def queued(bench, tmp_path, monkeypatch):
+    """The bench's job, waiting, on a model of the registry with these fields and hyperparameters."""
+
+    def make(*, rows=ROWS, hyperparameters=None, **entry):
+        text = "".join(f"{name} = {json.dumps(str(value))}\n" for name, value in entry.items())
+        registry = tmp_path / "models.toml"
+        registry.write_text(f'[models.tiny]\n{text}dtype = "float32"\ncontext = 128\n')
+        bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        with bench.database.write() as session:
+            about = {
+                "filename": "a",
+                "purpose": "fine-tune",
+                "bytes": 1,
+                "sha256": "",
+                "blob_key": "files/rows",
+            }
+            for name in ("file-a", "file-b"):
+                session.add(File(id=name, project_id=bench.project.id, **about))
+            job = session.scalars(select(Job)).one()
+            short = {"group_size": 4, "max_completion_tokens": 4} | (hyperparameters or {})
+            asked = {"batch_size": 2, "n_epochs": 1, "eval_interval": 2, "advanced": short}
+            job.reinforcement = {"grader": GRADER, "hyperparameters": asked, "response_format": None}
+        environment = {"models_file": registry, "data_dir": tmp_path / "data", "torch_threads": 1}
+        for name, value in environment.items():
+            monkeypatch.setenv(f"REGRAFT_{name.upper()}", str(value))
+        return Settings()
+
+    return make
+
+
+@pytest.fixture
+def refused(bench, queued, tmp_path):
+    """The error with which one attempt at the job ends, in this process."""
+
+    def run(**options):
+        settings = queued(**options)
+        with pytest.raises(UserMistake) as mistake:
+            asyncio.run(
+                attempt(
+                    settings, bench.database, bench.blobs, bench.claim, tmp_path, lambda: False, lambda: None
+                )
+            )
+        return mistake.value
+
+    return run
+
+
+def without_template(folder: Path) -> Path:
+    tiny_tokenizer(chat_template=None).save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert AutoTokenizer.from_pretrained(folder).chat_template is None
+    return folder
+
+
+class TestOfAModel:
+    def test_no_chat_template_says_what_to_do(self, refused, model):
+        error = refused(path=without_template(model))
+
+        assert error.code == "no_chat_template"
+        assert 'chat_template = "plain"' in error.message
+
+    def test_messages_that_the_template_does_not_take_are_named_by_their_line(self, refused, model):
+        template = "{% if messages|length > 1 %}{{ raise_exception('one message only') }}{% endif %}x"
+        tiny_tokenizer(chat_template=template).save_pretrained(model)
+        long = {**ROWS[0], "messages": [{"role": "system", "content": "x"}, *ROWS[0]["messages"]]}
+
+        error = refused(path=model, rows=[*ROWS, long])
+
+        assert error.code == "chat_template_failed"
+        assert error.message.startswith("Line 5 of file-a: ")
+        assert "one message only" in error.message
+
+    def test_an_architecture_that_the_config_shows_to_be_unsupported(self, refused, tmp_path):
+        [gemma] = [family for family in FAMILIES if family.title == "Gemma 2"]
+        gemma.save(tmp_path / "gemma")
+        (tmp_path / "gemma" / "model.safetensors").unlink()  # it does not come to the weights
+
+        error = refused(path=tmp_path / "gemma")
+
+        assert (error.code, error.param) == ("unsupported_model", "model")
+        assert "sliding_window = 16" in error.message
+
+    def test_one_that_only_its_numbers_show_is_refused_before_any_step(self, bench, refused, tmp_path):
+        [granite] = [family for family in FAMILIES if family.title == "Granite 3"]
+
+        error = refused(path=granite.save(tmp_path / "granite"))
+
+        assert error.code == "unsupported_model"
+        assert "training's forward pass differ" in error.message
+        assert "logits_scaling = 2.0" in error.message
+        assert bench.steps() == []
+
+    def test_one_that_transformers_does_not_know(self, refused, model):
+        changed(model / "config.json", model_type="of_tomorrow")
+
+        error = refused(path=model)
+
+        assert error.code == "unsupported_model"
+        assert "of_tomorrow" in error.message
+
+    @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+    def test_a_damaged_file(self, refused, model, name):
+        (model / name).write_bytes(b"\x00" * 64)
+
+        assert refused(path=model).code == "invalid_model"
+
+    @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+    def test_a_missing_file(self, refused, model, name):
+        (model / name).unlink()
+
+        assert refused(path=model).code == "invalid_model"
+
+    def test_a_missing_folder(self, refused, tmp_path):
+        error = refused(path=tmp_path / "nowhere")
+
+        assert error.code == "invalid_model"
+        assert "no model at" in error.message
+
+    def test_weights_that_are_not_there_are_not_drawn_at_random(self, refused, model):
+        weights = safetensors.torch.load_file(model / "model.safetensors")
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        safetensors.torch.save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+        error = refused(path=model)
+
+        assert error.code == "invalid_model"
+        assert "model.layers.1.mlp.up_proj.weight" in error.message
+
+    def test_weights_of_another_shape(self, refused, model):
+        changed(model / "config.json", intermediate_size=256)
+
+        error = refused(path=model)
+
+        assert error.code == "invalid_model"
+        assert "config.json" in error.message
+
+
+def changed(file: Path, **fields):
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+class TestOfItsSurroundings:
+    def load(self, model, monkeypatch, cause):
+        def fails(*args, **kwargs):
+            raise cause
+
+        monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", fails)
+        from core.registry import BaseModelEntry
+
+        return load_base("tiny", BaseModelEntry(path=model, dtype="float32"), model, "cpu")
+
+    def test_no_room_for_the_weights(self, model, monkeypatch):
+        with pytest.raises(NotEnoughMemory, match="no room for the model's weights"):
+            self.load(model, monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
+
+    @pytest.mark.parametrize(
+        "cause", [OSError(5, "Input/output error"), RuntimeError("CUDA error: an illegal memory access")]
+    )
+    def test_a_fault_of_the_machine_is_tried_again(self, model, monkeypatch, cause):
+        with pytest.raises(type(cause)) as raised:
+            self.load(model, monkeypatch, cause)
+        assert not isinstance(raised.value, Refusal)
+
+    def test_a_hub_that_does_not_answer_is_tried_again_and_told_of_in_words(self, monkeypatch):
+        from core.registry import BaseModelEntry
+        from worker import policy
+
+        def fails(*args, **kwargs):
+            raise OSError("We couldn't connect to 'https://huggingface.co' to load the files.")
+
+        monkeypatch.setattr(policy.AutoConfig, "from_pretrained", fails)
+        with pytest.raises(
+            ModelUnavailable, match=r"config of the model 'a/b' could not be fetched from the hub"
+        ):
+            policy.read_config(policy.source_of(BaseModelEntry(hub="a/b"), Path()))
+
+
+class TestOfACheckpoint:
+    def test_a_damaged_one_is_named(self, bench):
+        bench.train()
+        with bench.database.write() as session:
+            session.scalars(select(Job)).one().status = "running"
+        [newest] = bench.checkpoints()[-1:]
+
+        class Damaged:
+            def __getattr__(self, name):
+                return getattr(bench.blobs, name)
+
+            def download(self, key, path, **options):
+                raise BlobCorrupt(f"{key!r} has another sha256")
+
+        checkpoints = Checkpoints(
+            bench.database, Damaged(), bench.claim, bench.job(), bench.tmp_path, bench.patience
+        )
+        with pytest.raises(InvalidModel, match=f"The checkpoint of step {newest.step} is damaged"):
+            checkpoints.restore(bench.run().trainer)
+
+    def test_an_adapter_that_cannot_be_read(self, make_policy, tmp_path):
+        policy = make_policy()
+        policy.save(tmp_path)
+        (tmp_path / "adapter_model.safetensors").write_bytes(b"\x00" * 64)
+
+        with pytest.raises(InvalidModel, match="The adapter cannot be read"):
+            policy.load(tmp_path)
+
+    def test_an_adapter_for_other_layers(self, make_policy, tmp_path):
+        policy = make_policy()
+        policy.save(tmp_path)
+        weights = safetensors.torch.load_file(tmp_path / "adapter_model.safetensors")
+        weights.pop(next(iter(weights)))
+        safetensors.torch.save_file(weights, tmp_path / "adapter_model.safetensors")
+
+        with pytest.raises(InvalidModel, match="does not fit the model"):
+            policy.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", Refusal.__subclasses__())
+def test_every_refusal_has_a_code_of_its_own_and_is_the_jobs_error(kind):
+    with pytest.raises(UserMistake) as mistake, failing_once():
+        raise kind("why")
+
+    assert (mistake.value.code, mistake.value.message) == (kind.code, "why")
+    assert [other.code for other in Refusal.__subclasses__()].count(kind.code) == 1
+
+
+def test_a_job_that_cannot_succeed_has_one_attempt_and_no_traceback(bench, queued, model, monkeypatch):
+    """The whole of it: supervisor, child process, job."""
+    queued(path=without_template(model))
+    monkeypatch.setenv("REGRAFT_DATABASE_URL", str(bench.database.engine.url))
+    monkeypatch.setenv("REGRAFT_BLOB_URL", str(bench.tmp_path / "blobs"))
+    with jobs.fenced(bench.database, bench.claim) as (session, job):
+        jobs.release(session, job)
+
+    def command(progress):
+        return [sys.executable, "-m", "worker.run", str(os.getpid()), str(progress)]
+
+    Supervisor(Settings(), bench.database, bench.blobs, command).run_waiting()
+
+    job = bench.job()
+    with bench.database.read() as session:
+        runs = [one for one in jobs.attempts(session, job.id) if one.epoch > bench.claim.epoch]
+    assert (job.status, job.error["code"], job.failures) == ("failed", "no_chat_template", 0)
+    assert len(runs) == 1
+    assert "Traceback" not in job.error["message"]
+    assert len(job.error["message"]) < 400
+    with pytest.raises(BlobNotFound):  # the run had nothing else to say
+        bench.blobs.read(joblogs.key(bench.project.id, job.id, runs[0].epoch))

@@ -1,0 +1,24 @@
+"""What the operator has set, read for a command. A mistake is a UsageError that names the variable or the file."""
+
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
+
+from core.registry import InvalidRegistry, Registry
+from core.settings import Settings, problems
+from worker.cli.parser import UsageError
+
+
+def read_settings() -> Settings:
+    """Raise UsageError if a REGRAFT_* variable is invalid."""
+    try:
+        return Settings()
+    except (ValidationError, SettingsError) as invalid:
+        raise UsageError(problems(invalid)) from invalid
+
+
+def check_models(settings: Settings) -> None:
+    """Raise UsageError if the models file cannot be used."""
+    try:
+        Registry.load(settings.models_file)
+    except InvalidRegistry as invalid:
+        raise UsageError(f"REGRAFT_MODELS_FILE: {invalid}") from invalid
