@@ -21,12 +21,13 @@ from core import datasets, events, jobs
 from core.blobs import FolderBlobs
 from core.db import Database
 from core.methods import Hyperparameters, resolve
-from core.models import Event, Job, Organization, Project, Table
+from core.models import Event, Job, Table
 from core.monitors import Thresholds
 from core.registry import Registry
 from core.settings import Settings
 from graders.build import build
 from graders.spec import parse_grader
+from tests import factories
 from worker.checkpoints import Checkpoints
 from worker.data import PromptStream, tokenize
 from worker.history import History
@@ -128,26 +129,9 @@ def database_in(folder: Path) -> Iterator[tuple[Database, jobs.Claim]]:
     """A database with one claimed job."""
     database = Database(f"sqlite:///{folder}/regraft.db")
     Table.metadata.create_all(database.engine)
+    reinforcement = {"grader": GRADER, "hyperparameters": {}, "response_format": None}
     with database.write() as session:
-        organization = Organization(name="bench")
-        session.add(organization)
-        session.flush()
-        project = Project(organization_id=organization.id, name="default")
-        session.add(project)
-        session.flush()
-        session.add(
-            Job(
-                organization_id=organization.id,
-                project_id=project.id,
-                model=MODEL,
-                training_file="file-train",
-                validation_file="file-valid",
-                seed=1,
-                reinforcement={"grader": GRADER, "hyperparameters": {}, "response_format": None},
-                status="queued",
-                gpu_class="cpu",
-            )
-        )
+        factories.job(session, factories.project(session), model=MODEL, reinforcement=reinforcement)
     with database.write() as session:
         claim = jobs.claim(session, gpu_class="cpu", owner="bench", lease_seconds=86400)
     assert claim is not None

@@ -47,7 +47,7 @@ def page(
     if purpose is not None:
         statement = statement.where(File.purpose == purpose)
     read = pages.newest_first if newest_first else pages.oldest_first
-    # Also one that was deleted or has expired while somebody reads page after page.
+    # Also one that was deleted or has expired while its pages are being read.
     cursors = select(File).where(File.project_id == project_id)
     return read(session, statement, File, after=after, limit=limit, cursors=cursors, owner=project_id)
 

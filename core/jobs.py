@@ -363,7 +363,7 @@ def _fitted(before: str, reason: str, after: str) -> str:
 def put_off(session: Session, job: Job, *, reason: str) -> None:
     """This worker lacks something that the job needs: another one may take it, a minute from now. No failure counts.
 
-    The event is written once, however often the job comes back for the same reason.
+    The event is written once, however often the job is put off for the same reason.
     """
     message = f"Fine-tuning job waits: {reason}"
     _end_attempt(session, job, "put_off", reason)

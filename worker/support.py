@@ -65,8 +65,8 @@ def refuse_by_config(config: Any, context: int) -> None:
     text = config.get_text_config()
     if recurrent := _recurrent_layers(text):
         raise UnsupportedModel(
-            f"{name} is not supported: it has layers of type {', '.join(recurrent)}, which carry a state from one "
-            "answer of a group to the next when the answers are computed side by side."
+            f"{name} is not supported: it has layers of type {', '.join(recurrent)}, in which the answers of a group "
+            "would change each other when they are computed side by side."
         )
     for field, tokens in windows(config).items():
         if tokens < context:
@@ -102,7 +102,9 @@ def _rope_limits(text: Any) -> dict[str, int]:
     for one in nested or [rope]:
         kind = one.get("rope_type")
         if kind in LENGTH_DEPENDENT_ROPE:
-            limits[kind] = one.get("original_max_position_embeddings") or text.max_position_embeddings
+            # Which of the two counts differs between the kinds, and between versions of transformers.
+            original = one.get("original_max_position_embeddings") or text.max_position_embeddings
+            limits[kind] = min(original, text.max_position_embeddings)
     return limits
 
 

@@ -16,7 +16,7 @@ BEGIN, END = "<!-- families: written by tests/families/table.py -->", "<!-- end 
 # What a refusal says, and how the table says it.
 REASONS: Mapping[str, str] = {
     "attend to a window": "attention windows shorter than the context",
-    "carry a state": "recurrent, state-space or convolution layers",
+    "would change each other": "recurrent, state-space or convolution layers",
     "softcapping|soft-capped": "soft-capped logits",
     "logits_scaling|logit_scale": "scaled logits",
     "latent attention": "latent attention (MLA)",

@@ -12,10 +12,11 @@ from core.blobs import FolderBlobs
 from core.db import Database
 from core.jobs import Claim
 from core.methods import Hyperparameters, resolve
-from core.models import Checkpoint, Event, Job, Organization, Project, Table
+from core.models import Checkpoint, Event, Job, Project, Table
 from core.registry import BaseModelEntry
 from graders.spec import parse_grader
 from graders.types import Grader
+from tests import factories
 from tests.fakes import ExactGrader, GuessingSampler, Skill, SkillTrainer
 from tests.tiny import make_tiny_model
 from worker.checkpoints import Checkpoints
@@ -145,25 +146,14 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     Table.metadata.create_all(database.engine)
     blobs = FolderBlobs(tmp_path / "blobs")
     with database.write() as session:
-        organization = Organization(name="acme")
-        session.add(organization)
-        session.flush()
-        project = Project(organization_id=organization.id, name="default")
-        session.add(project)
-        session.flush()
-        session.add(
-            Job(
-                organization_id=organization.id,
-                project_id=project.id,
-                model="tiny",
-                training_file="file-a",
-                validation_file="file-b",
-                suffix="colours",
-                seed=3,
-                reinforcement={"grader": GRADER, "hyperparameters": {}, "response_format": None},
-                status="queued",
-                gpu_class="cpu",
-            )
+        project = factories.project(session, name="default")
+        factories.job(
+            session,
+            project,
+            validation_file="file-b",
+            suffix="colours",
+            seed=3,
+            reinforcement={"grader": GRADER, "hyperparameters": {}, "response_format": None},
         )
     with database.write() as session:
         claim = jobs.claim(session, gpu_class="cpu", owner="first", lease_seconds=60)

@@ -49,6 +49,18 @@ class TestByConfig:
         with pytest.raises(UnsupportedModel, match="longrope"):
             support.refuse_by_config(config, 8192)
 
+    def test_of_two_lengths_that_a_rotary_embedding_names_the_shorter_counts(self):
+        rope = {
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "original_max_position_embeddings": 8192,
+        }
+        config = LlamaConfig(max_position_embeddings=4096, rope_parameters=rope)
+
+        with pytest.raises(UnsupportedModel, match="longer than 4096"):
+            support.refuse_by_config(config, 8192)
+
 
 class TestLengths:
     def test_prompts_are_short_where_nothing_depends_on_the_length(self):

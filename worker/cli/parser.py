@@ -41,7 +41,7 @@ class Version(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
-        from importlib.metadata import version  # 30 ms, which --help does without
+        from importlib.metadata import version  # 30 ms, which --help need not wait for
 
         print(f"regraft-server {version('regraft-server')}")
         parser.exit()
