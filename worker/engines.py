@@ -17,7 +17,7 @@ from core.settings import Settings
 from worker.adapters import AdapterFolders, AdapterGone
 from worker.answering import loading
 from worker.engine import Engine
-from worker.refusals import Refusal
+from worker.refusals import ModelUnavailable, Refusal
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +162,8 @@ class Engines:
                 return await builder.build(name, entry, [self.registry.models[other] for other in absent])
         except Refusal as refusal:
             raise Refused(str(refusal), code=refusal.code) from refusal
+        except ModelUnavailable as silence:
+            raise Refused(str(silence), 503, code="model_unavailable", retry_after=10) from silence
 
     def _builder(self, entry: BaseModelEntry) -> Builder:
         name = sampler_of(entry, self.settings.sampler, self.device, vllm_installed="vllm" in self.builders)

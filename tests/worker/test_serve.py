@@ -28,6 +28,7 @@ from tests.tiny import make_byte_model
 from worker.adapters import AdapterFolders
 from worker.engine import Token
 from worker.engines import DOWNLOADS_AT_ONCE, Engines, Refused
+from worker.refusals import ModelUnavailable
 from worker.serve import create_app
 from worker.transformers_engine import TransformersBuilder
 from worker.vllm_engine import VllmBuilder
@@ -242,6 +243,19 @@ def test_a_model_that_cannot_be_loaded_answers_500_with_the_reason(client, build
         say(client)
 
     assert "a cannot be loaded" in caplog.text
+
+
+def test_a_model_that_cannot_be_fetched_now_is_to_be_asked_for_again(client, builder):
+    async def build(name, entry, others):
+        raise ModelUnavailable("The weights of the model 'a/b' could not be fetched from the hub")
+
+    builder.build = build
+    with pytest.raises(InternalServerError, match="could not be fetched from the hub") as refused:
+        say(client)
+
+    assert refused.value.status_code == 503
+    assert refused.value.code == "model_unavailable"
+    assert refused.value.response.headers["retry-after"] == "10"
 
 
 @pytest.mark.parametrize(
