@@ -121,7 +121,7 @@ class Zygote:
             cwd="/",
             bufsize=0,
         )
-        visible = _visible(environment)
+        visible = visible_to(environment)
         config = {
             "source": source,
             "parent": os.getpid(),
@@ -491,7 +491,7 @@ class Visible:
 
 
 @lru_cache(maxsize=8)
-def _visible(environment: Environment) -> Visible:
+def visible_to(environment: Environment) -> Visible:
     """Python's own library, the environment's packages and data, C libraries, and no other package on this machine."""
     standard, libraries = environment.interpreter.standard, environment.interpreter.libraries
     # Packages that are installed into Python itself lie within its library, and Debian's own beside it.

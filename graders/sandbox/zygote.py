@@ -207,7 +207,7 @@ class Zygote:
         def make() -> None:
             nonlocal program
             program = syscalls.grader_filter()
-            _try_in_a_child(program)
+            try_in_a_child(program)
 
         self._layer("seccomp", make)
         return program if not self.layers["seccomp"] else b""
@@ -390,7 +390,7 @@ def _error(kind: str, text: str) -> bytes:
     return json.dumps({"error": kind, "text": text}).encode()
 
 
-def _try_in_a_child(program: bytes) -> None:
+def try_in_a_child(program: bytes) -> None:
     """Load the filter in a fork and see it bite. Raise OSError if either fails."""
     child = os.fork()
     if child == 0:

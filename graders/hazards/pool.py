@@ -1,0 +1,357 @@
+"""The service's side of the hazard pool: queues calls, sends them in batches, and hands out their results.
+
+There is one process for each kind of call, started by the first one, and one thread that talks to it. No caller needs
+a thread of its own: `submit` returns a future, which a coroutine awaits with `asyncio.wrap_future`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import subprocess
+import sysconfig
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from struct import pack, unpack
+from typing import Any, Literal
+
+from graders.environments.catalog import bare
+from graders.hazards.table import Hazard
+from graders.sandbox.pool import VARIABLES, cores, visible_to
+
+IDLE_S = 1800.0  # then its process ends, and the next call starts a new one
+BOOT_S = 120.0
+GRACE_S = 30.0  # beyond the wall-clock limit of a call: then the process itself must hang
+_ROOT = Path(__file__).parents[2]
+_ATTEMPTS = 2  # of a call whose process broke, which says nothing about the call
+_CHUNK = 1 << 16
+
+Limit = Literal["time", "memory", "crash"]
+
+
+class LimitExceeded(Exception):
+    """One call took more than it may. `limit` is "crash" where the call ended its process."""
+
+    def __init__(self, hazard: Hazard, limit: Limit, detail: str = "") -> None:
+        super().__init__(hazard, limit, detail)
+        self.hazard, self.limit, self.detail = hazard, limit, detail
+
+    def __str__(self) -> str:
+        match self.limit:
+            case "time":
+                return f"it takes more than {self.hazard.cpu_s:g} s"
+            case "memory":
+                return f"it takes more than {self.hazard.memory >> 20} MiB of memory"
+        return f"it ended its process ({self.detail}), which most often means too much memory"
+
+
+class HazardFailed(RuntimeError):
+    """The pool broke, or the function raised: nothing is known about the input."""
+
+
+@dataclass
+class _Call:
+    body: str
+    result: Future[Any] = field(default_factory=Future)
+    attempts: int = 0
+
+
+class HazardPool:
+    """Runs calls of any number of hazards, at most `size` batches of each at a time."""
+
+    def __init__(self, size: int | None = None, without: tuple[str, ...] = ()) -> None:
+        self.size, self.without = size or cores(), without
+        self._kinds: dict[Hazard, _Kind] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, hazard: Hazard, *arguments: Any) -> Future[Any]:
+        """The result to come of a call. It fails with LimitExceeded or HazardFailed."""
+        call = _Call(json.dumps(arguments))
+        with self._lock:
+            if self._closed:
+                raise HazardFailed("the pool is closed")
+            kind = self._kinds.get(hazard)
+            if kind is None:
+                kind = self._kinds[hazard] = _Kind(hazard, self.size, self.without)
+        kind.add(call)
+        return call.result
+
+    def close(self) -> None:
+        """End every process. Calls under way and later ones fail."""
+        with self._lock:
+            self._closed = True
+        for kind in self._kinds.values():
+            kind.close()
+
+
+@lru_cache(maxsize=1)
+def shared() -> HazardPool:
+    """The pool of this process."""
+    pool = HazardPool()
+    atexit.register(pool.close)
+    return pool
+
+
+os.register_at_fork(after_in_child=shared.cache_clear)  # its threads and processes are the parent's
+
+
+class _Kind:
+    """One hazard: its queue, its process, and the thread between them."""
+
+    def __init__(self, hazard: Hazard, slots: int, without: tuple[str, ...]) -> None:
+        self.hazard, self.slots, self.without = hazard, slots, without
+        self._queue: deque[_Call] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._awake, self._wake = os.pipe()
+        os.set_blocking(self._awake, False)
+        os.set_blocking(self._wake, False)
+        # A thread of its own that lasts: its process dies with the thread that started it.
+        self._thread = threading.Thread(target=self._run, name=f"hazard-{hazard.name}", daemon=True)
+        self._thread.start()
+
+    def add(self, call: _Call) -> None:
+        with self._lock:
+            first = not self._queue
+            self._queue.append(call)
+        if first:
+            self._rouse()
+
+    def close(self) -> None:
+        self._closed = True
+        self._rouse()
+        self._thread.join(BOOT_S)
+
+    def _rouse(self) -> None:
+        with suppress(BlockingIOError):
+            os.write(self._wake, b"!")
+
+    def take(self, most: int) -> list[_Call]:
+        """Calls for a batch, without those that nobody waits for any more."""
+        batch: list[_Call] = []
+        with self._lock:
+            while self._queue and len(batch) < most:
+                call = self._queue.popleft()
+                if call.attempts or call.result.set_running_or_notify_cancel():
+                    batch.append(call)
+        return batch
+
+    def give_back(self, calls: list[_Call], why: str) -> None:
+        """Queue calls once more whose process broke; fail those that had their second try."""
+        for call in reversed(calls):
+            call.attempts += 1
+            if call.attempts < _ATTEMPTS:
+                with self._lock:
+                    self._queue.appendleft(call)
+            else:
+                call.result.set_exception(HazardFailed(why))
+
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wait(None)
+            if self._closed or not self.queued():
+                continue
+            try:
+                process = _Process(self)
+            except (OSError, HazardFailed) as cause:
+                for call in self.take(self.queued()):
+                    call.result.set_exception(HazardFailed(f"{self.hazard.name}: {cause}"))
+                continue
+            try:
+                self._serve(process)
+            except (OSError, ValueError, HazardFailed) as cause:
+                self.give_back(process.calls(), f"{self.hazard.name}: its process broke: {cause}")
+                self._rouse()
+            finally:
+                process.close()
+        for call in self.take(self.queued()):
+            call.result.set_exception(HazardFailed("the pool is closed"))
+
+    def _serve(self, process: _Process) -> None:
+        while not self._closed:
+            process.send_batches()
+            if not process.batches and not self.queued():
+                if not self._wait(IDLE_S):
+                    return
+                continue
+            process.turn(self._awake)
+            self._drain()
+        raise HazardFailed("the pool is closed")
+
+    def _wait(self, seconds: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self._awake, select.POLLIN)
+        roused = bool(poll.poll(None if seconds is None else seconds * 1000))
+        self._drain()
+        return roused
+
+    def _drain(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._awake, _CHUNK)
+
+
+class _Process:
+    """The process of one hazard, as its thread sees it: what is on the way to it, and what came back so far."""
+
+    def __init__(self, kind: _Kind) -> None:
+        self.kind, self.hazard = kind, kind.hazard
+        self.batches: dict[int, deque[_Call]] = {}
+        self.number = 0
+        self._out = bytearray()
+        self._in = bytearray()
+        start = (
+            f"import sys; sys.path.append({str(_ROOT)!r}); from graders.hazards.zygote import main; main()"
+        )
+        environment = bare()
+        # env={}: what the service knows of keys must not be in this process at all.
+        self.process = subprocess.Popen(
+            [environment.interpreter.program, "-I", "-S", "-B", "-X", "utf8", "-c", start],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={},
+            cwd="/",
+            bufsize=0,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
+        os.set_blocking(self._stdin, False)
+        os.set_blocking(self._stdout, False)
+        self._deadline = time.monotonic() + BOOT_S
+        visible = visible_to(environment)
+        packages = [path for name in ("purelib", "platlib") if (path := sysconfig.get_path(name))]
+        ours = [str(_ROOT / "graders"), str(_ROOT / "core")]
+        self._put(
+            {
+                "function": self.hazard.function,
+                "warm_up": self.hazard.warm_up,
+                "parent": os.getpid(),
+                "readable": sorted({*visible.readable, *packages, *ours}, key=len),
+                "listed": [*visible.listed, str(_ROOT)],
+                "path": [*visible.path, *dict.fromkeys((*packages, str(_ROOT)))],
+                "variables": VARIABLES,
+                "cpu_s": self.hazard.cpu_s,
+                "wall_s": self.hazard.wall_s,
+                "memory": self.hazard.memory,
+                "without": list(kind.without),
+            }
+        )
+        try:
+            answer = json.loads(self._first_frame())
+            if "layers" not in answer:
+                raise HazardFailed(f"its process did not start: {answer.get('error')}")
+        except BaseException:
+            self.close()
+            raise
+        self.layers: dict[str, str] = answer["layers"]
+
+    def send_batches(self) -> None:
+        """Fill the free slots from the queue, with a share of it for each."""
+        while (free := self.kind.slots - len(self.batches)) > 0 and (queued := self.kind.queued()):
+            calls = self.kind.take(min(self.hazard.batch, -(-queued // free)))
+            if not calls:
+                continue
+            if not self.batches:
+                self._progressed()
+            self.number += 1
+            self.batches[self.number] = deque(calls)
+            bodies = ",".join(call.body for call in calls)
+            self._put_body(f'{{"batch":{self.number},"calls":[{bodies}]}}'.encode())
+
+    def turn(self, awake: int) -> None:
+        """Wait until something can be sent or has come, or the queue is no longer empty, and deal with it."""
+        poll = select.poll()
+        poll.register(awake, select.POLLIN)
+        poll.register(self._stdout, select.POLLIN)
+        if self._out:
+            poll.register(self._stdin, select.POLLOUT)
+        left = self._deadline - time.monotonic()
+        events = dict(poll.poll(max(0.0, left) * 1000 + 1 if self.batches else None))
+        if not events:
+            raise HazardFailed("it does not answer")
+        if self._stdin in events:
+            del self._out[: os.write(self._stdin, self._out[:_CHUNK])]
+        if self._stdout in events:
+            self._receive()
+            while (frame := self._frame()) is not None:
+                self._settle(frame)
+
+    def calls(self) -> list[_Call]:
+        """Those that it has not answered."""
+        return [call for batch in self.batches.values() for call in batch]
+
+    def close(self) -> None:
+        self.process.kill()  # its children follow
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _settle(self, frame: bytes) -> None:
+        number, _, lines = frame.partition(b"\n")
+        batch = self.batches[int(number)]
+        for line in lines.splitlines():
+            call = batch.popleft()
+            outcome = json.loads(line)
+            if "value" in outcome:
+                call.result.set_result(outcome["value"])
+            elif "limit" in outcome:
+                call.result.set_exception(LimitExceeded(self.hazard, outcome["limit"], outcome["text"]))
+            else:
+                text = f"{self.hazard.name}: {outcome['error']}: {outcome['text']}"
+                call.result.set_exception(HazardFailed(text))
+        if not batch:
+            del self.batches[int(number)]
+        self._progressed()
+
+    def _progressed(self) -> None:
+        self._deadline = time.monotonic() + self.hazard.wall_s + GRACE_S
+
+    def _first_frame(self) -> bytes:
+        while (frame := self._frame()) is None:
+            poll = select.poll()
+            poll.register(self._stdout, select.POLLIN)
+            if self._out:
+                poll.register(self._stdin, select.POLLOUT)
+            events = dict(poll.poll(max(0.0, self._deadline - time.monotonic()) * 1000))
+            if not events:
+                raise HazardFailed("its process did not start in time")
+            if self._stdin in events:
+                del self._out[: os.write(self._stdin, self._out[:_CHUNK])]
+            if self._stdout in events:
+                self._receive()
+        return frame
+
+    def _receive(self) -> None:
+        data = os.read(self._stdout, _CHUNK)
+        if not data:
+            raise HazardFailed("it ended")
+        self._in += data
+
+    def _frame(self) -> bytes | None:
+        if len(self._in) < 4:
+            return None
+        size = unpack("!I", self._in[:4])[0]
+        if len(self._in) < 4 + size:
+            return None
+        frame = bytes(self._in[4 : 4 + size])
+        del self._in[: 4 + size]
+        return frame
+
+    def _put(self, frame: dict[str, Any]) -> None:
+        self._put_body(json.dumps(frame).encode())
+
+    def _put_body(self, body: bytes) -> None:
+        self._out += pack("!I", len(body)) + body

@@ -1,0 +1,26 @@
+"""Which computations run in the hazard pool, and what one call of each may use. The only place with these limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """A function of ours whose time or memory is decided by its input.
+
+    Its arguments and its result are JSON. It is named by its module, which only the pool's processes import.
+    """
+
+    name: str
+    function: str  # "module:function"
+    cpu_s: float = 2.0
+    memory: int = 1 << 30  # address space in bytes, with what the interpreter and the libraries take
+    batch: int = 32  # calls per fork
+    warm_up: tuple[Any, ...] | None = None  # the arguments of a call made before the first fork
+    slack_s: float = 30.0  # wall-clock time beyond `cpu_s`: on a busy machine a call may wait for a core
+
+    @property
+    def wall_s(self) -> float:
+        return self.cpu_s + self.slack_s

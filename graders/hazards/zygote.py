@@ -1,0 +1,244 @@
+"""The other side of the hazard pool: imports one function, locks itself down, and forks for each batch of calls.
+
+Frames go both ways on stdin and stdout, as in graders/sandbox/zygote.py:
+
+    {"function", "warm_up", "parent", "readable", "listed", "path", "variables", "cpu_s", "wall_s", "memory", "without"}
+        ->  {"layers"} or {"error"}
+    {"batch", "calls": [[argument, ...], ...]}
+        ->  any number of frames: the batch's number on the first line, then an outcome on each line, in order
+
+An outcome is {"value"}, {"error", "text"}, or {"limit"}: "time", "memory" or "crash", and then "text" has the details.
+Several batches may run at once, each in a fork of its own. After a call that is ended for its limits, a new fork
+makes the rest of the batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from graders.sandbox import lockdown, syscalls
+from graders.sandbox.zygote import MAX_REASON, read_body, read_frame, try_in_a_child, write_body, write_frame
+
+NICE = 5  # the service's own threads come first
+_OUT_OF_MEMORY = b'{"limit": "memory", "text": ""}\n'  # made beforehand: later there is no memory to make it
+
+
+def main() -> None:
+    """Get ready, say so, and serve until stdin ends."""
+    config = read_frame(0)
+    assert config is not None
+    try:
+        zygote = HazardZygote(config)
+    except BaseException as cause:
+        write_frame(1, {"error": f"{type(cause).__name__}: {cause}"[:MAX_REASON]})
+        return
+    write_frame(1, {"layers": zygote.layers})
+    zygote.serve()
+
+
+class Batch:
+    """Calls that one fork after another makes, and how far they have come."""
+
+    def __init__(self, number: int, calls: list[list[Any]]) -> None:
+        self.number, self.calls = number, calls
+        self.done = 0
+        self.child, self.results = 0, -1
+        self.begun = 0  # of `done`, those before this fork
+        self.partial = b""
+        self.deadline = 0.0
+
+
+class HazardZygote:
+    """One function, imported and warm, behind every layer that a fork inherits and that this host offers."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.layers: dict[str, str] = {}  # "" holds, otherwise why not
+        os.environ.update(config["variables"])
+        sys.path[:] = config["path"]
+        lockdown.die_with(config["parent"])
+        os.nice(NICE)
+        # Before the layers: whoever installed the service may have put it where nobody else can read.
+        module, _, name = config["function"].partition(":")
+        self.function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        if config["warm_up"] is not None:
+            self.function(*config["warm_up"])
+        self._lock_down()
+        self.filter = self._filter()
+        self.batches: dict[int, Batch] = {}  # by the descriptor of their results
+        self.poll = select.poll()
+        gc.collect()
+        gc.freeze()  # else the first collection in every child copies each page it looks at
+
+    def serve(self) -> None:
+        """Run batches until stdin ends."""
+        self.poll.register(0, select.POLLIN)
+        while True:
+            for fd, _ in self.poll.poll(self._patience_ms()):
+                if fd != 0:
+                    self._read(self.batches[fd])
+                    continue
+                body = read_body(0)
+                if body is None:
+                    return  # the children end with this process
+                request = json.loads(body)
+                self._fork(Batch(request["batch"], request["calls"]))
+            now = time.monotonic()
+            for batch in [batch for batch in self.batches.values() if batch.deadline <= now]:
+                os.kill(batch.child, signal.SIGKILL)
+                self._reap(batch, _limit("time"))
+
+    def _patience_ms(self) -> float | None:
+        if not self.batches:
+            return None
+        first = min(batch.deadline for batch in self.batches.values())
+        return max(0.0, first - time.monotonic()) * 1000 + 1
+
+    def _fork(self, batch: Batch) -> None:
+        results, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            self._child(batch, write)
+        os.close(write)
+        batch.child, batch.results, batch.begun, batch.partial = child, results, batch.done, b""
+        batch.deadline = time.monotonic() + self.config["wall_s"]
+        self.batches[results] = batch
+        self.poll.register(results, select.POLLIN)
+
+    def _read(self, batch: Batch) -> None:
+        data = os.read(batch.results, 1 << 16)
+        if not data:
+            self._reap(batch, b"")
+            return
+        lines, newline, batch.partial = (batch.partial + data).rpartition(b"\n")
+        if newline:
+            self._answer(batch, lines + newline)
+
+    def _answer(self, batch: Batch, lines: bytes) -> None:
+        batch.done += lines.count(b"\n")
+        batch.deadline = time.monotonic() + self.config["wall_s"]
+        write_body(1, b"%d\n" % batch.number + lines)
+
+    def _reap(self, batch: Batch, verdict: bytes) -> None:
+        """Collect a fork that ended, or that is being killed for what `verdict` says, and go on with its batch."""
+        self.poll.unregister(batch.results)
+        os.close(batch.results)
+        del self.batches[batch.results]
+        code = os.waitstatus_to_exitcode(os.waitpid(batch.child, 0)[1])
+        if batch.done < len(batch.calls):
+            if verdict or code != 0 or batch.done == batch.begun:
+                self._answer(batch, verdict or _ended(code))
+            if batch.done < len(batch.calls):
+                self._fork(batch)
+
+    def _child(self, batch: Batch, results: int) -> None:
+        try:
+            self._hold(results)
+            for arguments in batch.calls[batch.done :]:
+                # Per call, where RLIMIT_CPU is per process and in whole seconds. The signal ends the process.
+                signal.setitimer(signal.ITIMER_PROF, self.config["cpu_s"])
+                _write(1, self._outcome(arguments))
+            os._exit(0)
+        except MemoryError:
+            with suppress(BaseException):
+                _write(1, _OUT_OF_MEMORY)
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+
+    def _outcome(self, arguments: list[Any]) -> bytes:
+        try:
+            outcome = {"value": self.function(*arguments)}
+        except MemoryError:
+            raise
+        except Exception as cause:
+            outcome = {"error": type(cause).__name__, "text": str(cause)[:MAX_REASON]}
+        return json.dumps(outcome).encode() + b"\n"
+
+    def _hold(self, results: int) -> None:
+        """The layers of one fork. It has no descriptor but for its results."""
+        zygote = os.getppid()
+        null = os.open(os.devnull, os.O_RDONLY)
+        wanted = [os.dup(fd) for fd in (null, results, null)]
+        for number, fd in enumerate(wanted):
+            os.dup2(fd, number)
+        os.closerange(3, 1 << 16)
+        lockdown.die_with(zygote)
+        for what, limit in (
+            (resource.RLIMIT_AS, self.config["memory"]),
+            (resource.RLIMIT_FSIZE, 0),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            hard = resource.getrlimit(what)[1]
+            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(what, (limit, limit))
+        if self.filter:
+            lockdown.seccomp(self.filter)
+
+    def _lock_down(self) -> None:
+        """What every fork inherits. The code is ours, so a host without a layer runs it all the same."""
+        config = self.config
+        self._layer("namespaces", self._leave_the_hosts_files)
+        self._layer("no_new_privs", lockdown.no_new_privs)
+        lockdown.undumpable()
+        lockdown.die_with(config["parent"])  # a change of user undid it
+        self._layer("landlock", lambda: lockdown.landlock(config["readable"], listed=config["listed"]))
+
+    def _leave_the_hosts_files(self) -> None:
+        if os.geteuid() != 0:
+            raise OSError("needs root")
+        lockdown.private_root(self.config["readable"])
+        lockdown.become_nobody()  # who can read the packages in a root of our own, wherever they are
+
+    def _filter(self) -> bytes:
+        made: list[bytes] = []
+
+        def make() -> None:
+            program = syscalls.grader_filter()
+            try_in_a_child(program)
+            made.append(program)
+
+        self._layer("seccomp", make)
+        return made[0] if made else b""
+
+    def _layer(self, name: str, apply: Callable[[], object]) -> None:
+        if name in self.config["without"]:
+            self.layers[name] = "turned off"
+            return
+        try:
+            apply()
+            self.layers[name] = ""
+        except OSError as cause:
+            self.layers[name] = str(cause) or type(cause).__name__
+
+
+def _ended(code: int) -> bytes:
+    match -code:
+        case signal.SIGPROF | signal.SIGXCPU:
+            return _limit("time")
+        case signal.SIGKILL:  # not by us, so by the kernel
+            return _limit("memory")
+        case number if number > 0:
+            return _limit("crash", signal.Signals(number).name)
+    return _limit("crash", f"exit status {code}")
+
+
+def _limit(kind: str, text: str = "") -> bytes:
+    return json.dumps({"limit": kind, "text": text}).encode() + b"\n"
+
+
+def _write(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]

@@ -1,0 +1,145 @@
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from graders.hazards.pool import HazardFailed, HazardPool, LimitExceeded
+from graders.hazards.table import Hazard
+
+# Any expression is a call: what it takes, and how it ends, is the test's to choose.
+EVAL = Hazard("eval", "builtins:eval", cpu_s=0.5, memory=256 << 20, batch=8)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = HazardPool(size=2)
+    yield pool
+    pool.close()
+
+
+def results(pool: HazardPool, *expressions: str, hazard: Hazard = EVAL) -> list[object]:
+    """What became of each call: its value, or the limit that it met."""
+    calls = [pool.submit(hazard, expression) for expression in expressions]
+    return [
+        met.limit if isinstance(met := call.exception(60), LimitExceeded) else call.result() for call in calls
+    ]
+
+
+def test_a_call_returns_what_the_function_returns(pool):
+    assert results(pool, "1 + 1", "{'a': [None, 'ż', '\\ud800']}") == [2, {"a": [None, "ż", "\ud800"]}]
+
+
+def test_results_belong_to_their_calls_in_any_number(pool):
+    assert results(pool, *map(str, range(1000))) == list(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("bomb", "limit"),
+    [
+        ("10 ** 10 ** 9", "time"),
+        ("sum(iter(int, 1))", "time"),
+        ("len(bytearray(1 << 30))", "memory"),
+        ("__import__('os').abort()", "crash"),
+        ("__import__('os')._exit(0)", "crash"),
+        ("__import__('os')._exit(3)", "crash"),
+    ],
+)
+def test_a_call_that_breaks_a_limit_takes_no_other_call_with_it(pool, bomb, limit):
+    """Those of its batch, before and after, have their results."""
+    one_batch = Hazard("one batch", EVAL.function, EVAL.cpu_s, EVAL.memory, batch=8)
+    alone = HazardPool(size=1)
+    try:
+        met = results(alone, "0", "1", "2", bomb, "4", bomb, "6", hazard=one_batch)
+    finally:
+        alone.close()
+
+    assert met == [0, 1, 2, limit, 4, limit, 6]
+
+
+def test_a_call_that_waits_is_ended_too(pool):
+    sleeper = Hazard("sleeper", "time:sleep", cpu_s=0.1, slack_s=0.1)
+
+    assert results(pool, 60, hazard=sleeper) == ["time"]
+
+
+def test_the_error_says_which_limit_and_how_much(pool):
+    assert str(pool.submit(EVAL, "sum(iter(int, 1))").exception()) == "it takes more than 0.5 s"
+    assert (
+        str(pool.submit(EVAL, "len(bytearray(1 << 30))").exception())
+        == "it takes more than 256 MiB of memory"
+    )
+    assert "it ended its process" in str(pool.submit(EVAL, "__import__('os').abort()").exception())
+
+
+def test_a_function_that_raises_is_the_services_fault(pool):
+    with pytest.raises(HazardFailed, match="ZeroDivisionError: division by zero"):
+        pool.submit(EVAL, "1 / 0").result()
+
+
+def test_nothing_is_kept_from_one_batch_to_the_next(pool):
+    remembers = "__import__('sys').__dict__.setdefault('kept', [])"
+    once = f"({remembers}.append(1), len({remembers}))[1]"
+
+    assert [pool.submit(EVAL, once).result() for _ in range(3)] == [1, 1, 1]
+
+
+def test_a_process_that_dies_is_replaced_and_its_calls_are_made_again(pool):
+    parent = "__import__('os').getppid()"
+    before = pool.submit(EVAL, parent).result()
+    os.kill(before, signal.SIGKILL)
+
+    assert pool.submit(EVAL, "7").result() == 7
+    assert pool.submit(EVAL, parent).result() != before
+
+
+def test_it_runs_without_any_layer_of_the_sandbox():
+    bare = HazardPool(size=1, without=("namespaces", "no_new_privs", "landlock", "seccomp"))
+    try:
+        assert results(bare, "1", "sum(iter(int, 1))", "2") == [1, "time", 2]
+    finally:
+        bare.close()
+
+
+def test_calls_do_not_reach_the_hosts_files_processes_or_network(pool):
+    attempts = ("open('/etc/passwd')", "__import__('socket').socket()", "__import__('os').fork()")
+
+    for attempt in attempts:
+        with pytest.raises(HazardFailed, match=r"PermissionError|FileNotFoundError"):
+            pool.submit(EVAL, attempt).result()
+
+
+def test_a_coroutine_waits_for_a_result_without_a_thread(pool):
+    async def ask() -> list[int]:
+        calls = (asyncio.wrap_future(pool.submit(EVAL, str(number))) for number in range(200))
+        return await asyncio.gather(*calls)
+
+    assert asyncio.run(ask()) == list(range(200))
+
+
+def test_a_call_that_nobody_waits_for_is_not_made():
+    alone = HazardPool(size=1)
+    try:
+        busy = alone.submit(EVAL, "sum(iter(int, 1))")
+        waiting = alone.submit(EVAL, "1")
+        cancelled = waiting.cancel()
+
+        assert isinstance(busy.exception(), LimitExceeded)
+        assert alone.submit(EVAL, "2").result() == 2
+        assert cancelled == waiting.cancelled()
+    finally:
+        alone.close()
+
+
+def test_a_closed_pool_fails_the_calls_it_has_and_takes_no_more():
+    closing = HazardPool(size=1)
+    assert closing.submit(EVAL, "1").result() == 1
+    waiting = closing.submit(Hazard("sleeper", "time:sleep"), 60)
+    closing.close()
+
+    assert isinstance(waiting.exception(), HazardFailed)
+    with pytest.raises(HazardFailed, match="closed"):
+        closing.submit(EVAL, "1")
