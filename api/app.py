@@ -30,8 +30,10 @@ from api import (
     uploads,
     webhooks,
 )
+from api.admission import FILE_READS, UPLOADS, Admission
 from api.deps import Service
 from api.document import Documented
+from api.grader_loop import GraderLoop
 from api.metrics import Measured
 from api.middleware import BodyLimit, RequestHeaders
 from api.rates import LocalRates, Rates
@@ -45,9 +47,8 @@ from graders.backends import Backends
 
 # Nothing but files is large: a python grader has at most 256 kB.
 MOST_JSON_BYTES = 2 << 20
-UPLOADS_AT_ONCE = 32
 STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
-STREAMS_AT_ONCE, STREAM_READERS = 500, 4
+STREAM_READERS = 4
 
 
 def create_app(
@@ -68,6 +69,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await app.state.upstream.close()
+        app.state.service.graders.close()
 
     app = Documented(
         title="regraft",
@@ -86,12 +88,13 @@ def create_app(
         registry,
         backends,
         send,
-        upload_threads=CapacityLimiter(UPLOADS_AT_ONCE),
         rates=rates or LocalRates(),
-        streams=CapacityLimiter(STREAMS_AT_ONCE),
+        admission=Admission(settings),
+        upload_threads=CapacityLimiter(UPLOADS),
         stream_readers=CapacityLimiter(STREAM_READERS),
+        file_readers=CapacityLimiter(FILE_READS),
+        graders=GraderLoop(),
         shutdown=Shutdown(),
-        previews=CapacityLimiter(preview.PREVIEWS_AT_ONCE),
     )
     app.state.upstream = chat.Upstream(settings)
     app.include_router(health.router)

@@ -12,6 +12,8 @@ from fastapi import BackgroundTasks, Depends, Header, Request
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy.orm import Session
 
+from api.admission import Admission
+from api.grader_loop import GraderLoop
 from api.rates import Rates
 from api.shutdown import Shutdown
 from core import keys, tenants
@@ -38,15 +40,15 @@ class Service:
     registry: Registry
     backends: Backends
     send: Send
-    # Uploads have threads of their own: slow clients must not take those that answer everybody else.
-    upload_threads: CapacityLimiter
     rates: Rates
-    # Those who follow a job have some as well: each asks the database once a second, through a few for all of them.
-    streams: CapacityLimiter
+    admission: Admission
+    # Threads apart from those that answer everybody else: writing uploads, following jobs (each stream asks the
+    # database once a second), and reading whole files.
+    upload_threads: CapacityLimiter
     stream_readers: CapacityLimiter
+    file_readers: CapacityLimiter
+    graders: GraderLoop
     shutdown: Shutdown
-    # Each keeps the inference server busy with dozens of answers, and then a thread with its grader.
-    previews: CapacityLimiter
 
 
 async def _service(request: Request) -> Service:

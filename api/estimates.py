@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from fastapi import APIRouter
+from anyio import to_thread
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from pydantic import BaseModel
 
 from api.deps import Parts, ReadProject, Service
@@ -16,11 +18,14 @@ from core.blobs import BlobNotFound, BlobStore
 from core.budgets import Price
 from core.errors import InvalidRequest
 from core.estimates import History
+from core.hangup import until_gone
 from core.methods import Resolved
 from core.models import File, Project
 from core.registry import BaseModelEntry
 
 router = APIRouter(prefix="/regraft/estimate", tags=["regraft"])
+
+T = TypeVar("T")
 
 
 class Size(BaseModel):
@@ -80,9 +85,24 @@ class Asked:
         return usage.with_cost(of(self.past, self.settings, **rows), 0.0, self.price)
 
 
-@router.post("", responses=refusals(404), openapi_extra=FOR_ANY_KEY)
-def estimate_job(body: JobCreate, project: ReadProject, service: Parts) -> EstimateOut:
+@router.post("", response_model=EstimateOut, responses=refusals(404), openapi_extra=FOR_ANY_KEY)
+async def estimate_job(
+    request: Request, body: JobCreate, project: ReadProject, service: Parts
+) -> EstimateOut | Response:
     """Estimate the job that this body would create. Nothing is created."""
+    made = await until_gone(
+        request.receive, in_reader(service, project, partial(_estimate, body, project, service))
+    )
+    return Response(status_code=499) if made is None else made
+
+
+async def in_reader(service: Service, project: Project, read: Callable[[], T]) -> T:
+    """What `read` returns, in a thread of those that read whole files, when it is the project's turn."""
+    async with service.admission.file_reads.admitted(project.id):
+        return await to_thread.run_sync(read, limiter=service.file_readers)
+
+
+def _estimate(body: JobCreate, project: Project, service: Service) -> EstimateOut:
     job = asked(body, project, service)
     return EstimateOut(
         **job.size(),

@@ -1,15 +1,18 @@
 """/v1/fine_tuning/alpha/graders: try a grader before a job depends on it."""
 
-import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from anyio import to_thread
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from pydantic import BeforeValidator
 
-from api.deps import CurrentProject, Parts, ReadProject
+from api.deps import CurrentProject, Parts, ReadProject, Service
 from api.document import FOR_ANY_KEY
 from api.wire import Body
 from core.errors import GraderEnvironmentMissing, InvalidRequest
+from core.hangup import until_gone
+from core.models import Project
 from graders.backends import Backends
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.report import run_report
@@ -58,13 +61,23 @@ def validate_grader(body: GraderValidate, project: ReadProject, service: Parts) 
     return {"grader": dump(body.grader, masked=True)}
 
 
-@router.post("/run")
-def run_grader(body: GraderRun, project: CurrentProject, service: Parts) -> dict[str, Any]:
-    """Grade one sample. A grader that fails is an answer, too: reward 0, and a flag that says why."""
-    refuse_unusable(body.grader, service.backends)
-    sample = Sample.from_text(body.model_sample, parse_json=True)
-    # In this thread and not in the server's event loop, which a grader that computes for a second would stop.
-    grade = asyncio.run(_graded(service.backends, body, sample, body.item or {}))
+@router.post("/run", response_model=None)
+async def run_grader(
+    request: Request, body: GraderRun, project: CurrentProject, service: Parts
+) -> dict[str, Any] | Response:
+    """Grade one sample. A grader that fails is an answer, too: reward 0, and a flag that says why.
+
+    A client that leaves ends the run, or the wait for its turn.
+    """
+    report = await until_gone(request.receive, _report(service, project, body))
+    return Response(status_code=499) if report is None else report
+
+
+async def _report(service: Service, project: Project, body: GraderRun) -> dict[str, Any]:
+    await to_thread.run_sync(refuse_unusable, body.grader, service.backends)
+    async with service.admission.grader_runs.admitted(project.id):
+        sample = Sample.from_text(body.model_sample, parse_json=True)
+        grade = await service.graders.run(_graded(service.backends, body, sample, body.item or {}))
     return run_report(body.grader, grade)
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from anyio import CapacityLimiter, WouldBlock
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, ValidationError, model_validator
 
 from api import estimates as sizes
+from api.admission import Place
 from api.chat import Inference, Upstream, whole
 from api.deps import CurrentProject, Parts, Service
 from api.document import refusals
@@ -25,10 +25,10 @@ from core import datasets, estimates, evals, preview, tenants, usage
 from core.blobs import BlobStore
 from core.chat import Chat, Served
 from core.datasets import Example, LineError
-from core.errors import InvalidRequest, NotReady, ServiceError
+from core.errors import InvalidRequest, NotReady, ServiceError, TooManyAtOnce
 from core.estimates import Range
 from core.hangup import until_gone
-from core.models import File
+from core.models import File, Project
 from core.preview import Answer, Grading, Prompt, Sampling, ShownPrompt, Signal, Spread, Verdict
 from graders.build import missing_item_paths
 from graders.run import grade_all
@@ -39,7 +39,6 @@ router = APIRouter(prefix="/regraft/preview", tags=["regraft"])
 
 MOST_ANSWERS = 512
 REQUESTS_AT_ONCE = 64
-PREVIEWS_AT_ONCE = 4  # in one process; each holds a thread while it grades
 LONGEST_S = 540.0  # OpenAI's client gives up after 600
 
 T = TypeVar("T")
@@ -99,15 +98,14 @@ class Completion:
 
 
 class Slot:
-    """One of the previews that this process runs at once. Raises WouldBlock if there is none left.
+    """A place among the previews that run at once, which is kept until the thread that grades has ended.
 
-    A thread that grades goes on when its client has left or was told that it took too long; the slot is kept until it
-    has ended. Otherwise whoever asks again and again would take all threads there are.
+    That thread goes on when its client has left or was told that it took too long. Otherwise whoever asks again and
+    again would take all threads there are.
     """
 
-    def __init__(self, slots: CapacityLimiter) -> None:
-        slots.acquire_on_behalf_of_nowait(self)
-        self._slots = slots
+    def __init__(self, place: Place) -> None:
+        self._place = place
         self._grading: asyncio.Task[Any] | None = None
 
     async def in_thread(self, call: Callable[[], T]) -> T:
@@ -116,12 +114,12 @@ class Slot:
 
     def release(self) -> None:
         if self._grading is None:
-            self._slots.release_on_behalf_of(self)
+            self._place.leave()
         else:
-            self._grading.add_done_callback(lambda ended: self._slots.release_on_behalf_of(self))
+            self._grading.add_done_callback(lambda ended: self._place.leave())
 
 
-def _prepared(body: PreviewCreate, project: CurrentProject, service: Parts) -> Prepared:
+def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepared:
     """In a thread: it asks the database and reads files."""
     with service.database.read() as session:
         limits = tenants.limits(project, service.settings.default_limits)
@@ -143,7 +141,8 @@ def _prepared(body: PreviewCreate, project: CurrentProject, service: Parts) -> P
 @router.post("", response_model=PreviewOut, responses=refusals(404, 503))
 async def preview_job(
     request: Request,
-    prepared: Annotated[Prepared, Depends(_prepared)],
+    body: PreviewCreate,
+    project: CurrentProject,
     service: Parts,
     upstream: Inference,
 ) -> PreviewOut | Response:
@@ -152,9 +151,13 @@ async def preview_job(
     The answers are sampled as the job would, by the inference server, and judged by the job's grader: what judges read
     and wrote counts towards the project's limit.
     """
+    read = sizes.in_reader(service, project, partial(_prepared, body, project, service))
+    prepared = await until_gone(request.receive, read)
+    if prepared is None:
+        return Response(status_code=499)
     try:
-        slot = Slot(service.previews)
-    except WouldBlock:
+        slot = Slot(await service.admission.previews.enter(project.id))
+    except TooManyAtOnce:
         raise NotReady("Other previews are still running; ask again.", retry_after=10) from None
     try:
         async with asyncio.timeout(LONGEST_S):

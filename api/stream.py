@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from anyio import CapacityLimiter, WouldBlock, to_thread
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from api.admission import Place
 from api.deps import CurrentProject, Parts
 from api.jobs import EventOut
 from api.shutdown import Shutdown
 from core import events, jobs
 from core.db import Database
-from core.errors import TooManyStreams
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 
@@ -42,7 +42,7 @@ async def stream_events(
 ) -> StreamingResponse:
     """Follow a job: all its events so far, then each as it is written, until the job ends."""
     # Both here and not in the stream, where it is too late for a 429 or a 404.
-    place = Place(service.streams)
+    place = await service.admission.streams.enter(project.id)
     try:
         log = JobLog(service.database, project.id, job_id, service.stream_readers)
         first = await log.read(last_event_id)
@@ -50,21 +50,6 @@ async def stream_events(
         place.leave()
         raise
     return Following(follow(log, first, service.shutdown, after=last_event_id), place)
-
-
-class Place:
-    """One of the streams that this process has at once. Raises TooManyStreams if there is none left."""
-
-    def __init__(self, streams: CapacityLimiter) -> None:
-        self._streams = streams
-        try:
-            # For itself and not for the task: a stream that is thrown away is put away by another one.
-            streams.acquire_on_behalf_of_nowait(self)
-        except WouldBlock:
-            raise TooManyStreams(round(streams.total_tokens)) from None
-
-    def leave(self) -> None:
-        self._streams.release_on_behalf_of(self)
 
 
 class Following(StreamingResponse):

@@ -22,7 +22,7 @@ ServiceError                    500 server_error
 ├── PayloadTooLarge             413
 ├── QuotaExceeded               429: asking again does not help
 ├── RateLimited                 429: asking again a little later does
-├── TooManyStreams              429
+├── TooManyAtOnce               429: as many of its kind as may run and wait do so already
 ├── Unavailable                 503: something the service stands on is away
 ├── GraderEnvironmentMissing    503: the operator has not built the environment of python graders
 └── NotReady                    503: come back, after as many seconds as it says
@@ -199,12 +199,16 @@ class RateLimited(ServiceError):
         self.headers = {"retry-after": str(retry_after)}
 
 
-class TooManyStreams(ServiceError):
+class TooManyAtOnce(ServiceError):
     status_code, type, code = 429, "requests", "rate_limit_exceeded"
-    headers = {"retry-after": "10"}
+    headers = {"retry-after": "5"}
 
-    def __init__(self, most: int) -> None:
-        super().__init__(f"{most} jobs are being followed already. Ask again later, or read their /events.")
+    def __init__(self, what: str, *, running: int, waiting: int) -> None:
+        """`what` there is too much of, of which `running` are the project's and `waiting` more may wait."""
+        queue = f", and no more than {waiting} may wait" if waiting else ""
+        super().__init__(
+            f"Too many {what} at once: {running} of this project are running{queue}. Try again in a moment."
+        )
 
 
 class Unavailable(ServiceError):

@@ -87,6 +87,13 @@ class Settings(BaseSettings):
     max_multipart_bytes: int = Field(default=8 << 30, ge=1, le=8 << 30)
     # What a project may use at most where it has no limit of its own, as JSON: {"running_jobs": 2}.
     default_limits: Limits = NO_LIMITS
+    # How many long requests of one project an API process serves at once, and how many more may wait for their turn;
+    # beyond that they get 429 (docs/tenants.md).
+    grader_runs_per_project: int = Field(default=8, ge=1)
+    grader_runs_waiting_per_project: int = Field(default=32, ge=0)
+    uploads_per_project: int = Field(default=8, ge=1)
+    uploads_waiting_per_project: int = Field(default=64, ge=0)
+    streams_per_project: int = Field(default=100, ge=1)
 
     # After how many days a finished job's rollouts and unnamed checkpoints, and files, are deleted (docs/storage.md).
     keep_rollouts_days: float | None = Field(default=None, gt=0)

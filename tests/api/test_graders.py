@@ -1,8 +1,15 @@
+import asyncio
+import threading
 from collections.abc import Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from anyio import to_thread
 
+from api import graders
+from core.errors import TooManyAtOnce
+from core.models import Project
 from graders.backends import Backends
 from graders.judge import JudgeModel
 from tests.api.conftest import GRADER
@@ -153,3 +160,104 @@ def test_a_grader_and_a_job_word_the_same_mistake_in_the_same_way(api, job_reque
     where = "method.reinforcement.hyperparameters.advanced.lora_rank"
     assert of_grader["message"].replace(f"grader.{field}", where) == of_job["message"]
     assert of_grader["code"] == of_job["code"]
+
+
+class Hanging:
+    """Graders that never come to an end, and what became of them."""
+
+    name, type = "hangs", "string_check"
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.ended = 0
+
+    @asynccontextmanager
+    async def open(self, spec, *, trace_id=None, **more):
+        yield self
+
+    def check(self, spec, param="grader"):
+        pass
+
+    async def grade(self, sample, item):
+        self.begun.release()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended += 1
+
+
+class Client:
+    """One who waits for an answer until it leaves."""
+
+    def __init__(self, service, project) -> None:
+        self.left = asyncio.Event()
+        asked = {"grader": GRADER, "model_sample": "4"}
+        self.answer = asyncio.create_task(
+            graders.run_grader(self, graders.GraderRun.model_validate(asked), project, service)
+        )
+
+    async def receive(self):
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def leave(self):
+        self.left.set()
+        return await asyncio.wait_for(self.answer, 10)
+
+
+@pytest.fixture
+def hanging(house):
+    return replace(house.app.state.service, backends=Hanging())
+
+
+async def begun(service, count: int) -> None:
+    for _ in range(count):
+        assert await asyncio.to_thread(service.backends.begun.acquire, timeout=10)
+
+
+def test_a_client_that_leaves_ends_its_run(house, hanging):
+    async def scene() -> None:
+        client = Client(hanging, house.project)
+        await begun(hanging, 1)
+
+        answer = await client.leave()
+
+        assert (answer.status_code, hanging.backends.ended) == (499, 1)
+        assert hanging.admission.grader_runs.taken == 0
+
+    asyncio.run(scene())
+
+
+def test_a_project_that_runs_all_it_may_holds_no_thread_and_keeps_nobody_else_waiting(house, hanging):
+    """8 run and 32 wait. Beyond that it is refused, and another project's run begins at once."""
+
+    async def scene() -> None:
+        clients = [Client(hanging, house.project) for _ in range(41)]
+        await begun(hanging, 8)
+        with pytest.raises(TooManyAtOnce):
+            await clients[-1].answer
+        others = Client(hanging, Project(id="proj_others"))
+        await begun(hanging, 1)
+
+        assert not hanging.backends.begun.acquire(blocking=False)
+        assert to_thread.current_default_thread_limiter().borrowed_tokens == 0
+
+        await clients[20].leave()  # one that waits
+        await clients[0].leave()  # one that runs, so that the next begins
+        await begun(hanging, 1)
+        for client in [*clients[:-1], others]:
+            await client.leave()
+        assert hanging.admission.grader_runs.taken == 0
+
+    asyncio.run(scene())
+
+
+def test_too_many_runs_are_refused_in_openais_shape(house, api):
+    house.app.state.service.admission.grader_runs.places = 0
+    house.app.state.service.admission.grader_runs.waiting = 0
+
+    refused = run(api, item={"answer": "4"})
+
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+    assert refused.json()["error"].keys() == {"message", "type", "param", "code"}
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"

@@ -13,6 +13,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from api import admission
 from api import preview as endpoint
 from api.app import create_app
 from core import tenants
@@ -383,7 +384,7 @@ def test_a_client_that_leaves_ends_the_sampling(house, inference, model, body):
 
 
 def test_no_more_than_a_few_run_at_once(house, inference, model, body, monkeypatch):
-    monkeypatch.setattr(endpoint, "PREVIEWS_AT_ONCE", 1)
+    monkeypatch.setattr(admission, "PREVIEWS", 1)
     model.go.clear()
     asked, answers = body() | {"rows": 1}, []
 
@@ -419,7 +420,7 @@ def test_a_preview_that_nobody_waits_for_keeps_its_place_until_its_grader_has_en
     house, inference, body, monkeypatch
 ):
     """A thread cannot be stopped: let go, its place would be taken again and again, until there is no thread left."""
-    monkeypatch.setattr(endpoint, "PREVIEWS_AT_ONCE", 1)
+    monkeypatch.setattr(admission, "PREVIEWS", 1)
     monkeypatch.setattr(endpoint, "LONGEST_S", 1.0)
     go = threading.Event()
     judge = {"type": "score_model", "name": "j", "model": "judge"}

@@ -15,7 +15,7 @@ from api.shutdown import Server, Shutdown
 from api.stream import KEEP_ALIVE_SECONDS, JobLog, follow, stream_events
 from core import events, jobs
 from core.db import Work
-from core.errors import TooManyStreams
+from core.errors import TooManyAtOnce
 from core.models import Job
 
 
@@ -172,7 +172,7 @@ def test_more_events_than_a_page_are_all_sent_once_and_before_the_end(house, cre
 def test_no_more_are_followed_at_once_than_the_process_can(api, house, create_job):
     job_id = create_job()["id"]
     cancel(house, job_id)
-    house.app.state.service.streams.total_tokens = 0
+    house.app.state.service.admission.streams.places = 0
 
     answer = api.get(f"/v1/regraft/jobs/{job_id}/stream")
 
@@ -191,7 +191,7 @@ def test_a_burst_is_refused_beyond_the_limit_and_nobody_hangs(house, create_job)
     job_id = create_job()["id"]
     cancel(house, job_id)
     service = house.app.state.service
-    service.streams.total_tokens = 1
+    service.admission.streams.places = 1
     sent = []
 
     async def client(message) -> None:
@@ -207,9 +207,9 @@ def test_a_burst_is_refused_beyond_the_limit_and_nobody_hangs(house, create_job)
 
     answers = asyncio.run(burst())
 
-    assert [type(answer) for answer in answers].count(TooManyStreams) == 2
+    assert [type(answer) for answer in answers].count(TooManyAtOnce) == 2
     assert b"data: [DONE]\n\n" in sent
-    assert service.streams.borrowed_tokens == 0
+    assert service.admission.streams.taken == 0
 
 
 def test_neither_a_refusal_nor_a_client_that_has_left_takes_a_place(house, api, create_job):
@@ -226,7 +226,7 @@ def test_neither_a_refusal_nor_a_client_that_has_left_takes_a_place(house, api, 
         asyncio.run(leave())
     assert api.get("/v1/regraft/jobs/ftjob-none/stream").status_code == 404
 
-    assert service.streams.borrowed_tokens == 0
+    assert service.admission.streams.taken == 0
 
 
 def test_a_stream_that_ends_makes_room(api, house, create_job):
@@ -236,7 +236,7 @@ def test_a_stream_that_ends_makes_room(api, house, create_job):
     for _ in range(2):
         assert api.get(f"/v1/regraft/jobs/{job_id}/stream").status_code == 200
 
-    assert house.app.state.service.streams.borrowed_tokens == 0
+    assert house.app.state.service.admission.streams.taken == 0
 
 
 def test_between_two_looks_no_connection_is_held(house, create_job):

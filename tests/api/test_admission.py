@@ -1,0 +1,160 @@
+"""Whose turn it is: places for long requests, shared between projects."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from api.admission import Place, Share
+from core.errors import TooManyAtOnce
+
+
+def share(*, places: int = 2, per_project: int = 2, waiting: int = 10) -> Share:
+    return Share("grader runs", places=places, per_project=per_project, waiting=waiting)
+
+
+class Line:
+    """Requests that ask for a place one after the other, and who got one."""
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self.served: list[str] = []
+        self.places: list[Place] = []
+        self.asking: list[asyncio.Task[None]] = []
+
+    async def ask(self, *names: str) -> None:
+        """A name is a project and a number: a1, a2, b1."""
+        for name in names:
+            self.asking.append(asyncio.create_task(self._one(name)))
+            await settled()
+
+    async def _one(self, name: str) -> None:
+        place = await self.share.enter(name[0])
+        self.served.append(name)
+        self.places.append(place)
+
+    async def leave(self, number: int = 0) -> None:
+        self.places.pop(number).leave()
+        await settled()
+
+
+async def settled() -> None:
+    """Everything that can go on without anybody's doing has done so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(scene())
+
+
+def test_turns_go_round_the_projects_however_many_requests_one_has():
+    async def scene() -> None:
+        line = Line(share(places=1))
+        await line.ask("a1", "a2", "a3", "a4", "b1", "c1")
+        for _ in range(5):
+            await line.leave()
+
+        assert line.served == ["a1", "b1", "c1", "a2", "a3", "a4"]
+
+    in_a_loop(scene)
+
+
+def test_a_project_never_has_more_than_its_places_and_others_get_the_rest():
+    async def scene() -> None:
+        line = Line(share(places=3, per_project=2))
+        await line.ask("a1", "a2", "a3", "b1", "b2")
+        assert line.served == ["a1", "a2", "b1"]
+
+        await line.leave()
+        assert line.served[3:] == ["a3"] or line.served[3:] == ["b2"]
+        assert line.share.taken == 3
+
+    in_a_loop(scene)
+
+
+def test_a_free_place_goes_to_the_project_that_has_the_fewest():
+    async def scene() -> None:
+        line = Line(share(places=3, per_project=3))
+        await line.ask("a1", "a2", "a3", "a4", "b1")
+
+        await line.leave()
+
+        assert line.served[3:] == ["b1"]
+
+    in_a_loop(scene)
+
+
+def test_a_line_that_is_full_is_refused_with_when_to_come_back():
+    async def scene() -> None:
+        line = Line(share(places=1, per_project=1, waiting=1))
+        await line.ask("a1", "a2")
+
+        with pytest.raises(TooManyAtOnce) as refused:
+            await line.share.enter("a")
+
+        assert refused.value.status_code == 429
+        assert refused.value.headers["retry-after"] == "5"
+        assert refused.value.envelope()["error"]["code"] == "rate_limit_exceeded"
+
+        await line.ask("b1")  # the line of one project is not that of another
+        await line.leave()
+        assert line.served == ["a1", "b1"]
+
+    in_a_loop(scene)
+
+
+def test_who_gives_up_leaves_the_line_and_takes_no_place():
+    async def scene() -> None:
+        line = Line(share(places=1))
+        await line.ask("a1", "b1", "c1")
+
+        line.asking[1].cancel()
+        await settled()
+        await line.leave()
+
+        assert line.served == ["a1", "c1"]
+
+    in_a_loop(scene)
+
+
+def test_who_gives_up_at_the_moment_of_their_turn_passes_the_place_on():
+    async def scene() -> None:
+        line = Line(share(places=1))
+        await line.ask("a1", "b1", "c1")
+
+        line.places.pop().leave()  # b's turn has come, and b has not run yet
+        line.asking[1].cancel()
+        await settled()
+
+        assert line.served == ["a1", "c1"]
+        assert line.share.taken == 1
+
+    in_a_loop(scene)
+
+
+def test_leaving_twice_gives_back_one_place():
+    async def scene() -> None:
+        places = share(places=2)
+        first, _ = await places.enter("a"), await places.enter("a")
+
+        first.leave()
+        first.leave()
+
+        assert places.taken == 1
+
+    in_a_loop(scene)
+
+
+def test_a_project_that_has_nothing_here_is_forgotten():
+    async def scene() -> None:
+        places = share(places=1, per_project=1, waiting=0)
+        place = await places.enter("a")
+        with pytest.raises(TooManyAtOnce):
+            await places.enter("b")
+        place.leave()
+
+        assert places._projects == {}
+
+    in_a_loop(scene)
