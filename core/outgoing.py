@@ -1,4 +1,8 @@
-"""HTTP requests to addresses that users name, which must not reach what only this machine can."""
+"""HTTP requests to other people's servers: webhooks, endpoint graders and judges.
+
+One client for all of them. It resolves the name, checks every address against one table, connects to an address that
+was checked, and takes nothing from the environment: no proxy, no .netrc, no redirect.
+"""
 
 import asyncio
 import fnmatch
@@ -12,19 +16,72 @@ from functools import lru_cache
 import httpx
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# Credentials of the machine itself. A name never leads there, not even one that the operator lists as private:
+# `*.internal` would include Google's metadata.google.internal. The operator can list the address itself.
+_METADATA: tuple[tuple[str, str], ...] = (
+    ("168.63.129.16/32", "Azure's WireServer"),
+    ("169.254.0.0/16", "link-local, with the metadata services of most clouds"),
+    ("192.0.0.192/32", "Oracle Cloud's metadata service"),
+    ("100.100.100.200/32", "Alibaba Cloud's metadata service"),
+    ("fd00:ec2::/32", "AWS's services for instances"),
+    ("fd20:ce::254/128", "Google Cloud's metadata service"),
+    ("fe80::/10", "link-local"),
+)
+# The registries of special addresses of IANA, as a table of our own: what `ipaddress` calls global depends on the
+# version of Python (3.11.9 and 3.11.10 differ), and cloud providers use addresses that no registry calls special.
+_NOT_PUBLIC: tuple[tuple[str, str], ...] = (
+    ("0.0.0.0/8", "this host (RFC 791)"),
+    ("10.0.0.0/8", "private (RFC 1918)"),
+    ("100.64.0.0/10", "shared by a provider's customers (RFC 6598)"),
+    ("127.0.0.0/8", "loopback (RFC 1122)"),
+    ("172.16.0.0/12", "private (RFC 1918)"),
+    ("192.0.0.0/24", "protocol assignments (RFC 6890)"),
+    ("192.0.2.0/24", "documentation (RFC 5737)"),
+    ("192.31.196.0/24", "AS112 (RFC 7535)"),
+    ("192.52.193.0/24", "AMT relays (RFC 7450)"),
+    ("192.88.99.0/24", "6to4 relays, deprecated (RFC 7526)"),
+    ("192.168.0.0/16", "private (RFC 1918)"),
+    ("192.175.48.0/24", "AS112 (RFC 7534)"),
+    ("198.18.0.0/15", "benchmarks (RFC 2544)"),
+    ("198.51.100.0/24", "documentation (RFC 5737)"),
+    ("203.0.113.0/24", "documentation (RFC 5737)"),
+    ("224.0.0.0/4", "multicast (RFC 5771)"),
+    ("240.0.0.0/4", "reserved and broadcast (RFC 1112)"),
+    ("::/96", "unspecified, loopback and IPv4-compatible (RFC 4291)"),
+    ("::ffff:0:0:0/96", "IPv4-translated, SIIT (RFC 2765)"),
+    ("64:ff9b:1::/48", "translation within one network (RFC 8215)"),
+    ("100::/64", "discard only (RFC 6666)"),
+    ("100:0:0:1::/64", "dummy prefix (RFC 9780)"),
+    ("2001::/23", "protocol assignments, Teredo and ORCHID among them (RFC 2928)"),
+    ("2001:db8::/32", "documentation (RFC 3849)"),
+    ("2002::/16", "6to4 (RFC 3056), which may lead to any IPv4 address"),
+    ("2620:4f:8000::/48", "AS112 (RFC 7534)"),
+    ("3fff::/20", "documentation (RFC 9637)"),
+    ("5f00::/16", "segment routing (RFC 9602)"),
+    ("fc00::/7", "private (RFC 4193)"),
+    ("fec0::/10", "site-local, deprecated (RFC 3879)"),
+    ("ff00::/8", "multicast (RFC 4291)"),
+)
+# IPv6 addresses that stand for an IPv4 one, in their last 32 bits, are judged by that one.
+_IPV4_IN_IPV6 = (ipaddress.IPv6Network("::ffff:0:0/96"), ipaddress.IPv6Network("64:ff9b::/96"))
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 
 
 class Refused(Exception):
     """A URL we do not send to; the message is for whoever gave it."""
 
 
+class NoAddress(Refused):
+    """The name has no address now. It may have one later."""
+
+
 class Unreachable(Exception):
     """There was no answer."""
 
 
-def _resolve(host: str) -> Sequence[str]:
+def resolve_host(host: str) -> Sequence[str]:
     """Every address of a host name, those to try first in front."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
@@ -35,99 +92,188 @@ def _tls() -> ssl.SSLContext:
     return httpx.create_ssl_context()  # takes longer than a request, so not once a request
 
 
+def trusted_client() -> httpx.AsyncClient:
+    """A client for URLs that the operator has configured, which may be anywhere. It reuses connections.
+
+    Nothing comes from the environment: no proxy, no .netrc. The caller bounds the connections.
+    """
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(verify=_tls(), trust_env=False, follow_redirects=False, limits=limits)
+
+
 @dataclass(frozen=True)
 class Outgoing:
-    """Leave to send to public addresses, and to the `private_hosts` that the operator names (`*` is any run of
-    characters), wherever those are."""
+    """Permission to send to public addresses, and to hosts that the operator names, wherever those are.
+
+    Args:
+        private_hosts: Names and addresses as they stand in a URL; `*` is any run of characters.
+        setting: Where the operator lists those, for messages.
+        timeout_s: Of a `post`, from the first look-up to the answer.
+    """
 
     private_hosts: Sequence[str] = ()
-    resolve: Callable[[str], Sequence[str]] = _resolve
+    resolve: Callable[[str], Sequence[str]] = resolve_host
     tls: Callable[[], ssl.SSLContext] = _tls
     timeout_s: float = 10.0
+    setting: str = "REGRAFT_WEBHOOK_PRIVATE_HOSTS"
 
     def check(self, url: str) -> None:
         """Raise Refused unless `post` would send to this URL now. Asks a name server, so it may take a while."""
-        self._addresses(_parsed(url))
+        self.addresses(parse(url))
+
+    def client(self) -> httpx.AsyncClient:
+        """A client that checks each request and sends it to an address that was checked.
+
+        Its requests raise Refused besides what httpx raises. Connections are not kept: names that share an address must
+        not share a connection, whose certificate is that of the first one.
+        """
+        transport = _Checked(
+            self, httpx.AsyncHTTPTransport(verify=self.tls(), trust_env=False, limits=_KEEP_NONE)
+        )
+        return httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=False)
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> int:
         """The status of the answer, whose body is not read. A redirect is an answer; it is not followed.
 
         Raises:
-            Refused: see `check`. It is asked again here, and the connection goes to an address that was checked:
-                a name may point elsewhere by now.
+            Refused: see `check`. The host is checked again here: a name may point elsewhere by now.
             Unreachable: no connection, or no answer within `timeout_s` of all.
         """
-        target = _parsed(url)
+        parse(url)
+        timeout = httpx.Timeout(self.timeout_s, connect=self.timeout_s / 2)  # leaves time for another address
         try:
-            async with asyncio.timeout(self.timeout_s):
-                addresses = await asyncio.to_thread(self._addresses, target)
-                return await self._post_to_first(addresses, target, body, headers)
+            async with asyncio.timeout(self.timeout_s), self.client() as client:
+                request = client.build_request("POST", url, content=body, headers=headers, timeout=timeout)
+                answer = await client.send(request, stream=True)
+                await answer.aclose()
+                return answer.status_code
         except TimeoutError:
             raise Unreachable(f"no answer within {self.timeout_s:g} seconds") from None
         except (httpx.HTTPError, httpx.InvalidURL) as cause:
             raise Unreachable(str(cause) or type(cause).__name__) from cause
 
-    async def _post_to_first(
-        self, addresses: Sequence[str], target: httpx.URL, body: bytes, headers: Mapping[str, str]
-    ) -> int:
-        timeout = httpx.Timeout(self.timeout_s, connect=self.timeout_s / 2)  # leaves time for another address
-        # trust_env would bring in proxies, which resolve names themselves, and passwords from a .netrc.
-        async with httpx.AsyncClient(verify=self.tls(), trust_env=False, timeout=timeout) as client:
-            for number, address in enumerate(addresses, 1):
-                request = client.build_request(
-                    "POST",
-                    target.copy_with(host=address),
-                    content=body,
-                    headers={**headers, "host": target.netloc.decode()},
-                    # The certificate must be that of the name, not of the address.
-                    extensions={"sni_hostname": target.raw_host.decode()},
-                )
-                try:
-                    answer = await client.send(request, stream=True)
-                except (httpx.ConnectError, httpx.ConnectTimeout):
-                    if number == len(addresses):
-                        raise
-                    continue
-                await answer.aclose()
-                return answer.status_code
-        raise AssertionError("a name that resolves has an address")
+    def addresses(self, target: httpx.URL) -> Sequence[str]:
+        """Every address of the URL's host. Asks a name server.
 
-    def _addresses(self, target: httpx.URL) -> Sequence[str]:
-        host = target.raw_host.decode()
+        Raises:
+            Refused: it has none, or one of them is neither public nor allowed.
+        """
+        host = host_of(target)
         try:
             addresses = self.resolve(host)
-        except (OSError, UnicodeError) as cause:
-            raise Refused(f"the host '{host}' has no address ({cause})") from cause
-        allowed = any(fnmatch.fnmatchcase(host, pattern) for pattern in self.private_hosts)
-        if not allowed and not all(_is_public(ipaddress.ip_address(address)) for address in addresses):
-            raise Refused(
-                f"the host '{host}' is not on the public internet. Whoever runs this service can allow it in "
-                "REGRAFT_WEBHOOK_PRIVATE_HOSTS"
-            )
+        except (OSError, ValueError) as cause:  # a UnicodeError is a ValueError
+            raise NoAddress(f"the host '{host}' has no address ({cause})") from cause
+        if not addresses:
+            raise NoAddress(f"the host '{host}' has no address")
+        for address in addresses:
+            self._check_address(host, ipaddress.ip_address(address))
         return addresses
 
+    def _check_address(self, host: str, address: Address) -> None:
+        if special(address, _METADATA) is not None:
+            if is_address(host) and host in self.private_hosts:
+                return
+            raise Refused(
+                f"the host '{host}' is not on the public internet: it has an address of the machine that asks or of "
+                f"its cloud, which {self.setting} can allow as an address and not by name"
+            )
+        if not is_public(address) and not matches(host, self.private_hosts):
+            raise Refused(
+                f"the host '{host}' is not on the public internet. The operator of this service can allow it in "
+                f"{self.setting}"
+            )
 
-def _parsed(url: str) -> httpx.URL:
-    """httpx's own reading of the URL, so that what is checked is what is connected to."""
+
+_KEEP_NONE = httpx.Limits(max_keepalive_connections=0)
+
+
+class _Checked(httpx.AsyncBaseTransport):
+    """Sends each request to an address of its host that was checked, trying one after the other."""
+
+    def __init__(self, outgoing: Outgoing, inner: httpx.AsyncBaseTransport) -> None:
+        self._outgoing = outgoing
+        self._inner = inner
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        target = request.url
+        addresses = await asyncio.to_thread(self._outgoing.addresses, target)
+        for number, address in enumerate(addresses, 1):
+            to_address = httpx.Request(
+                request.method,
+                target.copy_with(host=address),
+                headers=request.headers,  # with the name as `host`
+                stream=request.stream,
+                # The certificate must be that of the name, not of the address.
+                extensions={**request.extensions, "sni_hostname": host_of(target)},
+            )
+            try:
+                return await self._inner.handle_async_request(to_address)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if number == len(addresses):
+                    raise
+        raise AssertionError("a name that resolves has an address")
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+def parse(url: str) -> httpx.URL:
+    """httpx's own reading of the URL, so that what is checked is what is connected to.
+
+    Raises:
+        Refused: it is no http or https URL, or has credentials in it.
+    """
     try:
         parsed = httpx.URL(url)
-    except httpx.InvalidURL as invalid:
+        # httpx decodes A-labels ("xn--…") when it sends, and fails there on those that are none.
+        host, port = parsed.host, parsed.port
+    except (httpx.InvalidURL, ValueError) as invalid:  # a UnicodeError is a ValueError
         raise Refused(f"it is no URL: {invalid}") from None
-    if parsed.scheme not in ("https", "http") or not parsed.host:
+    if parsed.scheme not in ("https", "http") or not host:
         raise Refused("expected a URL that starts with https:// or http://")
-    if parsed.port is not None and not 0 < parsed.port < 65536:
-        raise Refused(f"it is no URL: there is no port {parsed.port}")
+    if port is not None and not 0 < port < 65536:
+        raise Refused(f"it is no URL: there is no port {port}")
     if parsed.userinfo:
-        raise Refused("it must not hold a user name or password; deliveries are signed")
+        raise Refused("it must not hold a user name or password")
     return parsed
 
 
-def _is_public(address: Address) -> bool:
-    """Reachable by everybody. An IPv6 address that stands for an IPv4 one is judged by that."""
+def host_of(url: httpx.URL) -> str:
+    """The host in ASCII, as it is looked up: international names as A-labels, IPv6 addresses without brackets."""
+    return url.raw_host.decode("ascii").lower()
+
+
+def matches(host: str, patterns: Sequence[str]) -> bool:
+    """Whether a host in ASCII is among names and addresses in which `*` is any run of characters."""
+    return any(fnmatch.fnmatchcase(host, pattern.lower()) for pattern in patterns)
+
+
+def is_public(address: Address) -> bool:
+    """Reachable by everybody, and an address of somebody's server."""
     if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour
-        if address in _NAT64:
-            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner is not None:
-            return _is_public(inner)
-    return address.is_global and not address.is_multicast
+        if any(address in network for network in _IPV4_IN_IPV6):
+            return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if address not in _GLOBAL_UNICAST:
+            return False
+    return special(address, _NOT_PUBLIC) is None and special(address, _METADATA) is None
+
+
+def special(address: Address, table: tuple[tuple[str, str], ...]) -> str | None:
+    """Why a table has this address, or the IPv4 address that it stands for. None: it has not."""
+    if isinstance(address, ipaddress.IPv6Address) and any(address in network for network in _IPV4_IN_IPV6):
+        address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return next((reason for network, reason in _networks(table) if address in network), None)
+
+
+@lru_cache
+def _networks(table: tuple[tuple[str, str], ...]) -> tuple[tuple[Network, str], ...]:
+    return tuple((ipaddress.ip_network(network), reason) for network, reason in table)
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is an address and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

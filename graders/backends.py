@@ -58,9 +58,13 @@ class Inference:
 
 
 class EndpointRules(BaseModel, extra="forbid", frozen=True, strict=True):
-    """[endpoints]: which hosts endpoint graders may call. `*` stands for any run of characters."""
+    """[endpoints]: which hosts endpoint graders may call. `*` stands for any run of characters.
+
+    `private_hosts` are those of them that may have private addresses.
+    """
 
     hosts: list[str] = Field(min_length=1)
+    private_hosts: list[str] = []
 
 
 class _File(BaseModel, extra="forbid", frozen=True, strict=True):
@@ -113,9 +117,11 @@ class Backends:
                 judges[name] = _judge(entry, inference, environment)
             except InvalidBackends as cause:
                 raise InvalidBackends(f"{file}: [judges.{name}] {cause}") from None
-        hosts = read.endpoints.hosts if read.endpoints else None
+        endpoints = None
+        if (rules := read.endpoints) is not None:
+            endpoints = Endpoints(hosts=tuple(rules.hosts), private_hosts=tuple(rules.private_hosts))
         registry_models = frozenset(entry.model for entry in read.judges.values() if entry.model)
-        return cls(judges, Endpoints(hosts=tuple(hosts)) if hosts else None, registry_models, environments)
+        return cls(judges, endpoints, registry_models, environments)
 
     def check(self, spec: GraderSpec, param: str = "grader") -> None:
         """Raise NotConfigured, a kind of InvalidGrader, if this installation cannot run the grader.

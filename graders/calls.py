@@ -1,4 +1,4 @@
-"""HTTP calls to servers that are sometimes busy: retries with jitter, a pace, and an answer of bounded size."""
+"""HTTP calls to servers that are sometimes busy: retries, a pace, and an answer of bounded size and time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import httpx
+
+from core.outgoing import NoAddress, Refused
+from graders.template import quoted
 
 MAX_ANSWER = 1_000_000  # bytes
 MAX_WAIT_S = 60.0  # whatever Retry-After asks for
@@ -77,15 +80,27 @@ async def post(
     pace: Pace,
     timeout_s: float,
 ) -> Answer:
-    """The server's last word. Raise NoAnswer if it never said anything. Redirects are not followed."""
+    """The server's last answer. Redirects are not followed.
+
+    Args:
+        timeout_s: For each attempt, from its start to the last byte of the answer.
+
+    Raises:
+        NoAnswer: no attempt had an answer, or the client refuses the address, which is not retried.
+    """
     for attempt in range(patience.retries + 1):
         await pace.turn()
         answer: Answer | None = None
         failure, retry_after = "", None
         try:
-            answer, retry_after = await _post_once(client, url, body, headers, timeout_s)
-        except httpx.HTTPError as error:
+            async with asyncio.timeout(timeout_s):
+                answer, retry_after = await _post_once(client, url, body, headers, timeout_s)
+        except TimeoutError:
+            failure = f"no answer within {timeout_s:g} seconds"
+        except (httpx.HTTPError, NoAddress) as error:
             failure = str(error) or type(error).__name__
+        except (Refused, httpx.InvalidURL, UnicodeError) as refused:
+            raise NoAnswer(str(refused)) from refused
         if answer is not None and not _is_passing(answer.status):
             return answer
         if attempt < patience.retries:
@@ -98,12 +113,16 @@ async def post(
 async def _post_once(
     client: httpx.AsyncClient, url: str, body: bytes, headers: dict[str, str], timeout_s: float
 ) -> tuple[Answer, str | None]:
-    sent = {**headers, "content-type": "application/json"}
+    # A compressed answer of a megabyte can be a gigabyte: none is asked for, and none is unpacked.
+    sent = {**headers, "content-type": "application/json", "accept-encoding": "identity"}
     async with client.stream(
         "POST", url, content=body, headers=sent, timeout=timeout_s, follow_redirects=False
     ) as response:
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise NoAnswer(f"the answer is compressed ({quoted(encoding)}), which it was not asked to be")
         read = bytearray()
-        async for chunk in response.aiter_bytes():
+        async for chunk in response.aiter_raw():
             read += chunk
             if len(read) > MAX_ANSWER:
                 raise NoAnswer(f"the answer is longer than {MAX_ANSWER} bytes")

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import fnmatch
 import ipaddress
 import json
 import math
 import re
-import ssl
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 import httpx
 
+from core.outgoing import Outgoing, Refused, host_of, is_address, matches, parse, resolve_host
 from graders.calls import NoAnswer, Pace, Patience, post
 from graders.template import quoted
 from graders.types import ErrorKind, Grade, Item, Sample, StepScore, steps_of
@@ -33,15 +29,14 @@ _OURS = frozenset({"host", "content-length", "content-type", "transfer-encoding"
 
 def checked_url(url: str) -> str:
     """The same URL; raise ValueError unless it is https, or http to this very machine."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if not host or parts.scheme not in ("http", "https") or re.search(r"[\s\x00-\x1f]", url):
+    if re.search(r"[\s\x00-\x1f]", url):
         raise ValueError("expected a URL that starts with https://")
-    if parts.scheme == "http" and not _is_loopback(host):
+    try:
+        parsed = parse(url)
+    except Refused as refused:
+        raise ValueError(str(refused)) from None
+    if parsed.scheme == "http" and not _is_loopback(host_of(parsed)):
         raise ValueError("expected https; http is for servers on this machine only")
-    if parts.username is not None or parts.password is not None:
-        raise ValueError("put secrets into 'headers', not into the URL")
-    _ = parts.port  # raises ValueError if it is none
     return url
 
 
@@ -64,33 +59,44 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-@lru_cache(maxsize=1)
-def _tls() -> ssl.SSLContext:
-    return httpx.create_ssl_context()  # takes longer than a call, so not once a call
-
-
-def _connect() -> httpx.AsyncClient:
-    return httpx.AsyncClient(verify=_tls())
-
-
 @dataclass(frozen=True)
 class Endpoints:
-    """Leave to call endpoints, which, and how. Whoever builds graders for users decides whether to give it.
+    """Permission to call endpoints, which, and how. Whoever builds graders for users decides whether to give it.
 
-    `hosts` are names as they stand in the URL, `*` for any run of characters. A user must not reach what only
-    this machine can, so that list is the operator's.
+    Args:
+        hosts: Names and addresses as they stand in the URL, `*` for any run of characters. The operator's list. Names
+            must have public addresses; an address, or `localhost`, that is listed without `*` may be private.
+        private_hosts: Those of the hosts that may have private addresses, `*` for any run of characters.
     """
 
     hosts: tuple[str, ...]
     patience: Patience = field(default_factory=Patience)
-    connect: Callable[[], AbstractAsyncContextManager[httpx.AsyncClient]] = _connect
+    private_hosts: tuple[str, ...] = ()
+    resolve: Callable[[str], Sequence[str]] = resolve_host
     new_trace_id: Callable[[], str] = lambda: f"trace_{uuid.uuid4()}"
     timeout_s: float = TIMEOUT_S
     clock: Callable[[], float] = time.monotonic
 
     def allow(self, url: str) -> bool:
-        host = urlsplit(url).hostname or ""
-        return any(fnmatch.fnmatchcase(host, pattern.lower()) for pattern in self.hosts)
+        """Whether the operator lists the host of a URL. A name is looked up when it is called, and not here."""
+        host = host_of(parse(url))
+        if not matches(host, self.hosts):
+            return False
+        if is_address(host):
+            try:
+                replace(self._outgoing(), resolve=lambda address: [address]).check(url)
+            except Refused:
+                return False
+        return True
+
+    def connect(self) -> httpx.AsyncClient:
+        """A client that checks the addresses of a name at each call."""
+        return self._outgoing().client()
+
+    def _outgoing(self) -> Outgoing:
+        own = tuple(host for host in self.hosts if host == "localhost" or is_address(host))
+        setting = "private_hosts of [endpoints] in the file that REGRAFT_GRADERS_FILE names"
+        return Outgoing((*own, *self.private_hosts), self.resolve, setting=setting)
 
 
 @dataclass(frozen=True)

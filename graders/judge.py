@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from core.outgoing import trusted_client
 from graders.calls import NoAnswer, Pace, Patience, post
 from graders.template import quoted
 from graders.types import ErrorKind, TokenUsage
@@ -128,8 +129,8 @@ class HttpJudges:
         if self._given is not None:
             return self._given
         if self._made is None:
-            # Each model has its own bound; the pool's must not be a second, lower one.
-            self._made = httpx.AsyncClient(limits=httpx.Limits(max_connections=None))
+            # The operator's own addresses. Each model has its own bound; the pool's must not be a second, lower one.
+            self._made = trusted_client()
         return self._made
 
     async def complete(

@@ -189,6 +189,8 @@ def test_an_event_that_is_never_sent_is_refused_with_those_that_are(client, even
         ({"name": ""}, "name"),
         ({"url": "ftp://8.8.8.8/"}, "url"),
         ({"url": "hooks"}, "url"),
+        ({"url": "http://xn--/"}, "url"),
+        ({"url": "http://xn--a/"}, "url"),
         ({"secret": "whsec_mine"}, "secret"),
         ({"thresholds": {"share_of_steps": 0.5}}, "thresholds"),
         ({"thresholds": {"share_of_steps": 2}}, "thresholds.share_of_steps"),

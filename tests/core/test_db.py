@@ -2,10 +2,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
 from sqlalchemy.exc import IntegrityError
 
-from core.db import db_now, json_text, unit_of_work
+from core.db import Database, db_now, json_text, unit_of_work
 from core.models import Job, Organization, Project
 from tests import factories
 
@@ -93,6 +93,14 @@ def test_writers_that_read_first_do_not_lose_each_others_changes(database):
 
     with database.read() as session:
         assert session.scalars(select(Job)).one().failures == 20
+
+
+def test_sqlite_syncs_every_commit(tmp_path):
+    """2 is FULL. Under NORMAL a power cut takes back commits that were answered."""
+    database = Database(f"sqlite:///{tmp_path}/regraft.db")
+    with database.write() as first, database.read() as second:  # two connections
+        assert [session.scalar(text("PRAGMA synchronous")) for session in (first, second)] == [2, 2]
+    database.close()
 
 
 def test_the_databases_clock_counts_unix_seconds(database):

@@ -11,6 +11,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from core.outgoing import Outgoing, Refused, Unreachable
 from tests.hooks import Receiver
@@ -47,6 +49,27 @@ def post(outgoing, url, body=b"{}", **headers):
         "::ffff:169.254.169.254",
         "2002:7f00:1::",
         "64:ff9b::10.0.0.1",
+        "64:ff9b::169.254.169.254",
+        "64:ff9b:1::1",
+        "168.63.129.16",
+        "192.0.0.192",
+        "192.0.0.9",
+        "192.88.99.1",
+        "100.100.100.200",
+        "198.18.0.1",
+        "203.0.113.1",
+        "240.0.0.1",
+        "::127.0.0.1",
+        "::8.8.8.8",
+        "::ffff:0:127.0.0.1",
+        "2001::1",
+        "2001:db8::1",
+        "2002:808:808::",
+        "3fff::1",
+        "5f00::1",
+        "fec0::1",
+        "fd00:ec2::254",
+        "4000::1",
     ],
 )
 def test_a_name_with_an_address_that_is_not_public_is_refused(address):
@@ -88,6 +111,11 @@ def test_no_spelling_of_this_machine_gets_through(url):
         ("https://8.8.8.8:99999/", "no URL"),
         ("https://hooks.invalid/", "no address"),
         (f"https://{'a' * 70}.example/", "no address|no URL"),
+        ("http://xn--/", "no URL"),
+        ("http://xn--a/", "no URL"),
+        ("http://xn--a.example:80/", "no URL"),
+        ("http://\u2024\u2024/", "no URL"),
+        ("http://a\u0300\u200d.example/", "no URL"),
     ],
 )
 def test_what_cannot_be_sent_to_is_refused_with_the_reason(url, why):
@@ -137,6 +165,50 @@ def test_only_the_private_hosts_that_the_operator_names_are_let_through():
     outgoing.check("http://hooks.internal/")
     with pytest.raises(Refused):
         outgoing.check("http://internal.example/")
+
+
+def test_a_private_name_does_not_lead_to_the_metadata_of_the_cloud():
+    outgoing = Outgoing(("*.internal", "169.254.169.254"), pointing_to("169.254.169.254"))
+
+    with pytest.raises(Refused, match="not by name"):
+        outgoing.check("http://metadata.google.internal/")
+    outgoing.check("http://169.254.169.254/")  # the operator has listed the address itself
+
+
+LABEL = st.one_of(
+    st.text(max_size=12),
+    st.text(alphabet="abz019-", max_size=12).map(lambda tail: f"xn--{tail}"),
+    st.text(alphabet="aäß\u0131\u0130漢字\u0640\u200c\u200d\u0300\u3002\uff0e\ud7ff", max_size=8),
+)
+HOST = st.lists(LABEL, min_size=1, max_size=4).map(".".join)
+
+
+@given(host=HOST, scheme=st.sampled_from(["http", "https"]), port=st.sampled_from([":1", ":0", ":99999"]))
+@example(host="xn--", scheme="http", port=":1")
+@example(host="xn--a", scheme="http", port=":1")
+@example(host="xn--a.xn--", scheme="https", port=":1")
+@settings(max_examples=100, deadline=None)
+def test_whatever_the_host_is_called_it_is_sent_to_or_refused(host, scheme, port):
+    url = f"{scheme}://{host}{port}/x"
+    # What `socket.getaddrinfo` does with a name before it asks anybody; nobody listens at port 1.
+    outgoing = Outgoing(("*",), lambda name: [name.encode("idna") and "127.0.0.1"], timeout_s=5.0)
+    try:
+        outgoing.check(url)
+    except Refused as refused:
+        assert str(refused)
+    else:
+        with pytest.raises(Unreachable):
+            post(outgoing, url)
+
+
+@pytest.mark.parametrize("host", ["xn--bcher-kva.example", "b\xfccher.example", "A.EXAMPLE"])
+def test_an_international_name_is_sent_to_in_ascii(host):
+    with Receiver() as receiver:
+        outgoing = Outgoing(("*",), pointing_to("127.0.0.1"))
+
+        assert post(outgoing, f"http://{host}:{receiver.port}/") == 200
+
+    assert receiver.received[0].headers["host"].isascii()
 
 
 def test_the_next_address_is_tried_when_nobody_listens_at_the_first():

@@ -8,7 +8,7 @@ from graders.endpoint import Endpoints
 from graders.run import grade_all
 from graders.spec import InvalidGrader, dump, parse_grader
 from graders.types import ErrorKind, Grade, Sample, StepScore
-from tests.graders.servers import Reply, ScriptedServer, Time
+from tests.graders.servers import Reply, ScriptedServer, Time, serving
 
 RAW = {
     "type": "endpoint",
@@ -110,6 +110,8 @@ def test_the_rate_limit_is_kept():
         "http://127.0.0.1.example.com",
         "https://example.com:x",
         "https://exa mple.com",
+        "https://xn--/",
+        "https://xn--a.example.com/",
         "",
     ],
 )
@@ -143,6 +145,71 @@ def test_header_values_can_be_masked_and_are_in_no_representation():
     assert dump(parse_grader(RAW), masked=True)["headers"] == {"X-Api-Key": "***"}
     assert "secret" not in str(dump(parse_grader(multi), masked=True))
     assert "secret" not in repr(parse_grader(multi))
+
+
+def graded_by(url, endpoints):
+    grader = build(parse_grader({**RAW, "url": url}), endpoints=endpoints)
+    return asyncio.run(grader.grade(Sample("hi"), {}))
+
+
+def test_a_name_that_the_operator_lists_must_not_lead_to_a_private_address():
+    """Whoever has the name decides where it leads, and that need not be the operator."""
+    for hosts in [("graders.example.com",), ("*.example.com",), ("*",)]:
+        inward = Endpoints(hosts, resolve=lambda host: ["127.0.0.1"])
+
+        grade = graded_by("https://graders.example.com/", inward)
+
+        assert (grade.score, grade.error) == (None, ErrorKind.endpoint_grader_server_error)
+        assert "not on the public internet" in grade.reason
+
+
+def test_a_private_name_is_called_where_the_operator_says_that_it_is_private():
+    async def status(endpoints, url):
+        async with endpoints.connect() as client:
+            return (await client.post(url, content=b"{}")).status_code
+
+    private = Endpoints(("*.internal",), private_hosts=("*.internal",), resolve=lambda host: ["127.0.0.1"])
+    with serving(lambda path, body: (200, '{"score": 1}')) as url:
+        assert asyncio.run(status(private, url.replace("127.0.0.1", "graders.internal"))) == 200
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1/", "https://10.0.0.1/", "https://[::ffff:169.254.169.254]/"]
+)
+def test_a_pattern_does_not_list_private_addresses(url):
+    with pytest.raises(NotConfigured):
+        build(parse_grader({**RAW, "url": url}), endpoints=Endpoints(("*",)))
+
+
+def test_nothing_of_the_environment_is_sent_to_an_endpoint(monkeypatch, tmp_path):
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+
+    asked = Asked(Reply(200, '{"score": 1}'))
+
+    assert asked.grade.score == 1.0
+    assert "authorization" not in asked.server.headers[0]
+
+
+def test_a_redirect_is_not_followed():
+    asked = Asked(Reply(307, "", {"location": "http://127.0.0.1:1/"}), Reply(200, '{"score": 1}'))
+
+    assert asked.grade.error is ErrorKind.endpoint_grader_server_error
+    assert len(asked.server.requests) == 1
+
+
+def test_a_compressed_answer_is_not_unpacked():
+    asked = Asked(Reply(200, '{"score": 1}', {"content-encoding": "gzip"}))
+
+    assert asked.grade.error is ErrorKind.endpoint_grader_server_error
+    assert "compressed" in asked.grade.reason
+
+
+@pytest.mark.parametrize("url", ["https://xn--bcher-kva.example.com/", "https://b\xfccher.example.com/"])
+def test_an_international_name_is_a_host_like_others(url):
+    assert parse_grader({**RAW, "url": url}).url == url
+    assert Endpoints(("*.example.com",)).allow(url)
 
 
 def test_endpoints_have_to_be_enabled():

@@ -248,6 +248,18 @@ def test_an_api_key_is_in_no_message_and_no_representation():
     assert "secret" not in Asked(SCORE, Reply(401, "who?"), api_key="secret").grade.reason
 
 
+def test_nothing_of_the_environment_is_sent_to_a_judge(monkeypatch, tmp_path):
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:1")
+
+    asked = Asked(SCORE, verdict(1))
+
+    assert asked.grade.score == 1.0
+    assert "authorization" not in asked.server.headers[0]
+
+
 def test_without_judges_a_model_grader_cannot_be_built():
     with pytest.raises(NotConfigured, match="No judge model is configured") as caught:
         build(parse_grader(multi_of("s", s=SCORE)), param="grader")
