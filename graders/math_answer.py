@@ -6,31 +6,28 @@ number. A half, 0.5, 1/2 and \\frac{1}{2} are one answer. Units and text around 
 
 from __future__ import annotations
 
+import asyncio
 import re
-import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar
 
+from graders.hazards import table
+from graders.hazards.pool import HazardFailed, HazardPool, LimitExceeded, shared
 from graders.template import RenderError, Template, quoted
 from graders.types import ErrorKind, Grade, Item, Sample
 
-# math-verify's own time limit is a signal, which only a main thread can get. So nothing goes in that takes long:
-# these bounds are on the text, before a computer algebra system sees it.
-MAX_LENGTH = 200
-MAX_NESTING = 6
-MAX_POWER = 300  # the product of all numbers in exponents; 12 where there are variables, for (x+y)^12 expands
-MAX_SYMBOLIC_POWER = 12
+MAX_LENGTH = 1000
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"</?answer>", re.IGNORECASE)
+_BRACE = re.compile(r"[{}]")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?%?")
-_COMMAND = re.compile(r"\\[a-zA-Z]+")
-# Sums, integrals and the like are questions, not answers; factorials and binomials of moderate numbers overflow.
-_REFUSED = re.compile(
-    r"!|\\(?:sum|prod|int|iint|oint|lim|binom|dbinom|tbinom|choose|gamma|Gamma|exp|uparrow|operatorname|d?frac\s*\{\s*d)"
-    r"(?![a-zA-Z])"
+# Texts that are read here as math-verify reads them, at a hundredth of its cost.
+_INTEGER = re.compile(r"-?\d{1,12}", re.ASCII)
+_DECIMAL = re.compile(r"-?\d{1,9}\.\d{1,6}", re.ASCII)
+_FRACTION = re.compile(
+    r"(-?)(?:\\d?frac\{(\d{1,12})\}\{([1-9]\d{0,11})\}|(\d{1,12})/([1-9]\d{0,11}))", re.ASCII
 )
-# The parser and its caches are not said to be safe for several threads at once.
-_one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,7 @@ class MathAnswer:
     name: str
     input: Template
     reference: Template
+    pool: HazardPool = field(default_factory=shared, repr=False, compare=False)
     type: ClassVar[str] = "math"
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
@@ -47,20 +45,46 @@ class MathAnswer:
             got, want = self.input.render(sample, item), self.reference.render(sample, item)
         except RenderError as absent:
             return Grade(None, str(absent), absent.kind)
-        return judge(got, want)
+        return await judge(got, want, self.pool)
 
 
-def judge(output: str, reference: str) -> Grade:
+async def judge(output: str, reference: str, pool: HazardPool) -> Grade:
     """The grade of a whole output against a reference, which may be a bare answer or be marked up like one."""
     marked = _marked_answer(reference)
-    want = _parsed(reference if marked is None else marked)
-    if not want:
+    want, answer = reference if marked is None else marked, final_answer(output)
+    # One that is too long is as none at all.
+    readable = answer if answer is not None and len(answer) <= MAX_LENGTH else None
+    try:
+        equal = None
+        if want.strip() and len(want) <= MAX_LENGTH:
+            equal = await asyncio.wrap_future(pool.submit(table.MATH, want, readable))
+    except LimitExceeded as exceeded:
+        what = f"cannot compare {quoted(answer or '')} with the reference {quoted(reference)}"
+        return Grade(None, f"{what}: {exceeded}", ErrorKind.other_error)
+    except HazardFailed as broken:
+        return Grade(None, str(broken), ErrorKind.other_error)
+    if equal is None:
         reason = f"the reference {quoted(reference)} cannot be read as mathematics"
         return Grade(None, reason, ErrorKind.invalid_variable_error)
-    answer = final_answer(output)
     if answer is None:
         return Grade(0.0, f"no final answer in {quoted(output)}")
-    return Grade(float(_equal(want, _parsed(answer))), f"expected {quoted(reference)}, got {quoted(answer)}")
+    return Grade(float(equal), f"expected {quoted(reference)}, got {quoted(answer)}")
+
+
+def compare(reference: str, answer: str | None) -> bool | None:
+    """Whether both are the same mathematics; None if the reference is none. Runs in the hazard pool alone."""
+    want = _parsed(reference)
+    if not want:
+        return None
+    got = [] if answer is None else _parsed(answer)
+    if not got:
+        return False
+    import math_verify.grader
+
+    math_verify.grader.TIMEOUT_WARNING_SHOWN = (
+        True  # it warns that it has no time limit, which is the pool's to keep
+    )
+    return bool(math_verify.verify(want, got, timeout_seconds=None))
 
 
 def final_answer(text: str) -> str | None:
@@ -74,10 +98,18 @@ def final_answer(text: str) -> str | None:
 
 def _marked_answer(text: str) -> str | None:
     boxed = _last_boxed(text)
-    if boxed is not None:
-        return boxed
-    tagged = _ANSWER.findall(text)
-    return tagged[-1].strip() if tagged else None
+    return boxed if boxed is not None else _last_tagged(text)
+
+
+def _last_tagged(text: str) -> str | None:
+    """What stands in the last <answer>...</answer>, in one pass: r"<answer>(.*?)</answer>" takes a square of it."""
+    last, opened = None, None
+    for tag in _TAG.finditer(text):
+        if not tag[0].startswith("</"):
+            opened = tag.end() if opened is None else opened
+        elif opened is not None:
+            last, opened = text[opened : tag.start()].strip(), None
+    return last
 
 
 def _last_boxed(text: str) -> str | None:
@@ -86,77 +118,36 @@ def _last_boxed(text: str) -> str | None:
         return None
     start = text.index("{", opening) + 1
     depth = 1
-    for at in range(start, len(text)):
-        depth += (text[at] == "{") - (text[at] == "}")
+    for brace in _BRACE.finditer(text, start):
+        depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[start:at].strip()
+            return text[start : brace.start()].strip()
     return None  # cut off in the middle
 
 
+@lru_cache(maxsize=256)  # a group of answers has one reference, and many of them agree
 def _parsed(answer: str) -> list[Any]:
-    """Its readings as mathematics; none if it has none, or if working one out might take long."""
-    if not _is_quick(answer):
-        return []
-    import math_verify.parser  # three seconds, paid by who uses it
+    """Its readings as mathematics; none if it has none."""
+    import math_verify.parser  # three seconds, paid by the pool's process
 
-    math_verify.parser.TIMEOUT_WARNING_SHOWN = True  # it warns of the bounds that we keep above
-    kinds = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]
     text = answer.replace("$", "").strip()
-    with _one_at_a_time:
-        return list(math_verify.parse(f"${text}$", kinds, fallback_mode="no_fallback", parsing_timeout=None))
+    plain = _plain_number(text)
+    if plain is not None:
+        return [plain]
+    math_verify.parser.TIMEOUT_WARNING_SHOWN = True
+    kinds = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]
+    return list(math_verify.parse(f"${text}$", kinds, fallback_mode="no_fallback", parsing_timeout=None))
 
 
-def _equal(want: list[Any], got: list[Any]) -> bool:
-    if not got:
-        return False
-    import math_verify.grader
+def _plain_number(text: str) -> Any:
+    """SymPy's number for an integer, a fraction of two or a decimal; None for any other text."""
+    import sympy
 
-    math_verify.grader.TIMEOUT_WARNING_SHOWN = True
-    with _one_at_a_time:
-        return bool(math_verify.verify(want, got, timeout_seconds=None))
-
-
-def _is_quick(answer: str) -> bool:
-    text = answer.replace("**", "^")
-    if not text.strip() or len(text) > MAX_LENGTH or _REFUSED.search(text) or _nesting(text) > MAX_NESTING:
-        return False
-    power = 1
-    for exponent in _exponents(text):
-        if "^" in exponent:  # a tower
-            return False
-        for digits in re.findall(r"\d+", exponent):
-            power *= max(1, int(digits[:6]))
-    has_variables = re.search(r"[a-zA-Z]", _COMMAND.sub("", text)) is not None
-    return power <= (MAX_SYMBOLIC_POWER if has_variables else MAX_POWER)
-
-
-def _nesting(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def _exponents(text: str) -> list[str]:
-    """What follows each "^": a bracketed group, or all up to the next space or operator."""
-    found = []
-    for match in re.finditer(r"\^\s*[-+]?\s*", text):
-        at = match.end()
-        if at < len(text) and text[at] in "({[":
-            found.append(_group(text, at))
-        else:
-            tail = re.match(r"\\?[a-zA-Z0-9.]*(?:\s*[\^{(].*)?", text[at:])
-            found.append(tail[0] if tail else "")
-    return found
-
-
-def _group(text: str, start: int) -> str:
-    depth = 0
-    for at in range(start, len(text)):
-        depth += (text[at] in "([{") - (text[at] in ")]}")
-        if depth == 0:
-            # x^{2}^{3} and x^(2)^3 are towers as well
-            more = re.match(r"\s*\^.*", text[at + 1 :])
-            return text[start : at + 1] + (more[0] if more else "")
-    return text[start:]
+    if _INTEGER.fullmatch(text):
+        return sympy.Integer(int(text))
+    if fraction := _FRACTION.fullmatch(text):
+        sign, a, b, c, d = fraction.groups()
+        return sympy.Rational(int(sign + (a or c)), int(b or d))
+    if _DECIMAL.fullmatch(text) and text != "0.5":  # of which math-verify makes a half
+        return sympy.Float(text)
+    return None

@@ -110,6 +110,11 @@ def _generated_name() -> str:
 
 
 MAX_SOURCE_BYTES = 256 * 1000
+MAX_LABELS = 1000
+MAX_MESSAGES = 100
+MAX_PARTS = 100  # of one message
+MAX_GRADERS = 100  # in a multi
+MAX_HEADERS = 50
 GIVE_STEPS = ("python", "endpoint")  # the types whose grades may have steps
 Source = Annotated[str, AfterValidator(_checked_source)]
 Name = Annotated[str, Field(min_length=1)]
@@ -279,7 +284,7 @@ class ScoreModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     type: Literal["score_model"] = "score_model"
     name: GraderName
     model: Name
-    input: Annotated[list[MessageSpec], Field(min_length=1)]
+    input: Annotated[list[MessageSpec], Field(min_length=1, max_length=MAX_MESSAGES)]
     range: Annotated[list[Finite], Field(min_length=2, max_length=2)] | None = None  # None means [0, 1]
     sampling_params: SamplingParams | None = None
     pass_threshold: Finite | None = None
@@ -298,18 +303,19 @@ class LabelModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     type: Literal["label_model"] = "label_model"
     name: GraderName
     model: Name
-    input: Annotated[list[MessageSpec], Field(min_length=1)]
-    labels: Annotated[list[Name], Field(min_length=1)]
-    passing_labels: list[Name]
+    input: Annotated[list[MessageSpec], Field(min_length=1, max_length=MAX_MESSAGES)]
+    labels: Annotated[list[Name], Field(min_length=1, max_length=MAX_LABELS)]
+    passing_labels: Annotated[list[Name], Field(max_length=MAX_LABELS)]
     sampling_params: SamplingParams | None = None
     pass_threshold: Finite | None = None
 
     @field_validator("passing_labels")
     @classmethod
     def _are_labels(cls, passing: list[str], info: ValidationInfo) -> list[str]:
-        unknown = [label for label in passing if label not in info.data.get("labels", passing)]
-        if unknown:
-            raise ValueError(f"{quoted(unknown[0])} is not among 'labels'")
+        known = set(info.data.get("labels", passing))
+        unknown = next((label for label in passing if label not in known), None)
+        if unknown is not None:
+            raise ValueError(f"{quoted(unknown)} is not among 'labels'")
         return passing
 
 

@@ -24,3 +24,6 @@ class Hazard:
     @property
     def wall_s(self) -> float:
         return self.cpu_s + self.slack_s
+
+
+MATH = Hazard("math", "graders.math_answer:compare", warm_up=("x^{2}", "\\frac{1}{2}"))
