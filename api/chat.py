@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from api.deps import CurrentProject, Parts
 from api.document import refusals
 from api.errors import AsciiJSON
+from api.schemas import refuse_unusable_schema
 from api.wire import Body
 from core import tracing, tuned
 from core.blobs import BlobNotFound, BlobStore
@@ -29,6 +30,7 @@ from core.chat import Adapter, Chat, Served
 from core.errors import InvalidRequest, ModelNotFound, NotReady, ServiceError
 from core.hangup import until_gone
 from core.models import Checkpoint
+from core.response_format import ResponseFormat
 from core.settings import Settings
 
 router = APIRouter(prefix="/chat/completions", tags=["Chat"])
@@ -205,6 +207,8 @@ def described(
     body: ChatCreate, project: CurrentProject, service: Parts, upstream: Inference
 ) -> dict[str, Any]:
     """The request with the weights that its model stands for. In a thread: it asks the database and the blob store."""
+    if isinstance(body.response_format, ResponseFormat):
+        refuse_unusable_schema(body.response_format, "response_format")
     base = service.registry.resolve(body.model)
     if base in service.registry.models:
         # OpenAI's answers name the snapshot that an alias leads to.

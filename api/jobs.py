@@ -26,6 +26,7 @@ from api.document import refusals
 from api.graders import refuse_unusable
 from api.idempotency import Once
 from api.integrations import Integrations, stored
+from api.schemas import refuse_unusable_schema
 from api.wire import After, Body, EndedListing, Limit, Listing, Part, clamped, ends
 from core import budgets, evals, events, files, integrations, jobs, tenants, tuned, usage, waiting
 from core.budgets import Price
@@ -501,6 +502,7 @@ def usable_model(body: JobCreate, service: Service) -> BaseModelEntry:
     """The model to train; refuses what this service cannot do with it."""
     model = service.registry.get(body.model)
     refuse_unusable(body.method.reinforcement.grader, service.backends, GRADER_PARAM)
+    refuse_unusable_schema(body.method.reinforcement.response_format, "method.reinforcement.response_format")
     if where := reads_tools(body.method.reinforcement.grader, GRADER_PARAM):
         message = (
             f"'{where}' reads sample.output_tools, and no answer of a job has any: training has no tools."

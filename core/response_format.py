@@ -12,6 +12,25 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+# Bounds that are checked before anything is compiled, in time that grows with the schema's size alone. OpenAI's are
+# 5,000 properties, 1,000 enum values and 120,000 characters of names and values. What compiling costs within these is
+# limited by the hazard pool, where the API compiles each schema before it is accepted.
+MAX_SCHEMA_CHARACTERS = 200_000
+MAX_SCHEMA_DEPTH = 64
+MAX_ENTRIES = {
+    "properties": 5_000,
+    "enum": 1_000,
+    "anyOf": 1_000,
+    "allOf": 1_000,
+    "oneOf": 1_000,
+    "prefixItems": 1_000,
+}
+MAX_COUNTS = {
+    **dict.fromkeys(("minItems", "maxItems", "minProperties", "maxProperties"), 10_000),
+    **dict.fromkeys(("minLength", "maxLength"), 100_000),
+}
+
+
 class SchemaTooLarge(ValueError):
     """An answer came to a place where the schema allows more than llguidance follows."""
 
@@ -33,9 +52,48 @@ def grammar(held: str) -> str:
     return made
 
 
-def _usable(schema: dict[str, Any]) -> dict[str, Any]:
-    grammar(held_to(schema))
+def problem(held: str) -> str:
+    """Why no answer can be held to what `held_to` made; "" if answers can be. Runs in the hazard pool alone."""
+    try:
+        grammar(held)
+    except ValueError as cause:
+        return str(cause)
+    return ""
+
+
+def checked_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema; raise ValueError, which names the keyword, for one beyond the bounds."""
+    here: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        here = [below for value in here for below in _below(value)]
+        if not here:
+            break
+    else:
+        raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+    size = len(json.dumps(schema))
+    if size > MAX_SCHEMA_CHARACTERS:
+        raise ValueError(
+            f"the schema has {size} characters as JSON, at most {MAX_SCHEMA_CHARACTERS} are supported"
+        )
     return schema
+
+
+def _below(value: Any) -> list[Any]:
+    """The objects and arrays in one, which is checked."""
+    if isinstance(value, dict):
+        for keyword in MAX_COUNTS.keys() & value.keys():
+            if isinstance(value[keyword], int | float) and value[keyword] > MAX_COUNTS[keyword]:
+                raise ValueError(
+                    f"'{keyword}' is {value[keyword]:.15g}, at most {MAX_COUNTS[keyword]} is supported"
+                )
+        for keyword in MAX_ENTRIES.keys() & value.keys():
+            entries = value[keyword]
+            if isinstance(entries, dict | list) and len(entries) > MAX_ENTRIES[keyword]:
+                raise ValueError(
+                    f"'{keyword}' has {len(entries)} entries, at most {MAX_ENTRIES[keyword]} are supported"
+                )
+        value = value.values()
+    return [below for below in value if isinstance(below, dict | list)]
 
 
 class JsonSchema(BaseModel):
@@ -43,7 +101,7 @@ class JsonSchema(BaseModel):
 
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
-    schema_: Annotated[dict[str, Any], AfterValidator(_usable)] = Field(alias="schema")
+    schema_: Annotated[dict[str, Any], AfterValidator(checked_bounds)] = Field(alias="schema")
     strict: bool | None = None  # answers are always held to the schema
 
 

@@ -228,7 +228,7 @@ Part = Annotated[
 Content = Annotated[
     Annotated[TemplateText, Tag("<text>")]
     | Annotated[Part, Tag("<part>")]
-    | Annotated[list[Part], Field(min_length=1), Tag("<parts>")],
+    | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS), Tag("<parts>")],
     Discriminator(_kind_of_content),
 ]
 
@@ -325,9 +325,9 @@ class EndpointSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     type: Literal["endpoint"] = "endpoint"
     name: GraderName
     url: Annotated[str, AfterValidator(checked_url)]
-    headers: Annotated[dict[str, str], AfterValidator(checked_headers)] | None = Field(
-        default=None, repr=False
-    )
+    headers: (
+        Annotated[dict[str, str], Field(max_length=MAX_HEADERS), AfterValidator(checked_headers)] | None
+    ) = Field(default=None, repr=False)
     rate_limit: Annotated[int, Field(ge=1)] | None = None  # requests per second
     pass_threshold: Finite | None = None
 
@@ -443,6 +443,10 @@ def hide_secrets(dumped: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sub_graders(raw: object, param: str) -> dict[str, SubGraderSpec]:
     """The graders of a multi by variable name. A list is accepted too: then their names are the variables."""
+    if isinstance(raw, list | Mapping) and len(raw) > MAX_GRADERS:
+        raise _invalid_value(
+            param, f"a multi grader may have at most {MAX_GRADERS} graders, but got {len(raw)}."
+        )
     graders = _listed_graders(raw, param) if isinstance(raw, list) else _keyed_graders(raw, param)
     if not graders:
         raise _invalid_value(param, "expected at least one grader.")

@@ -21,6 +21,9 @@ from .types import ErrorKind, Item, Sample  # relative: the client ships this fi
 Path = tuple[str | int, ...]
 """What follows the namespace: `item.tags[0]` has the path `("tags", 0)`."""
 
+# A row may have 4 MB, and one that a judge or a metric reads has to be copied, compared and sent.
+MAX_RENDERED = 2_000_000
+
 _NAMESPACE = re.compile(r"\s*(\w*)")
 _STEP = re.compile(r"\.(?P<key>[\w-]+)|\[(?P<index>[0-9]{1,9})\]")
 _SAMPLE_FIELDS = tuple(Sample("").as_namespace())
@@ -67,6 +70,15 @@ class SampleNotJson(RenderError):
         return "sample.output_json is empty: the output is not a JSON object"
 
 
+class RenderedTooLarge(RenderError):
+    """What the template names is too much text together."""
+
+    kind = ErrorKind.other_error
+
+    def __str__(self) -> str:
+        return f"the rendered template has more than {MAX_RENDERED} characters"
+
+
 @dataclass(frozen=True)
 class Reference:
     """One `{{...}}`, split into its namespace and the path below it."""
@@ -97,8 +109,26 @@ class Template:
         return tuple(dict.fromkeys(found))
 
     def render(self, sample: Sample, item: Item) -> str:
-        """The filled-in text. Raise MissingPath or SampleNotJson if something it names is absent."""
-        return "".join([part if isinstance(part, str) else part.text(sample, item) for part in self.parts])
+        """The filled-in text.
+
+        Raises:
+            MissingPath: something it names is absent.
+            SampleNotJson: so is the JSON of the sample.
+            RenderedTooLarge: it has more than MAX_RENDERED characters.
+        """
+        texts: list[str] = []
+        room = MAX_RENDERED
+        encoded: dict[Reference, str] = {}  # what is named twice is made JSON once
+        for part in self.parts:
+            if isinstance(part, Reference):
+                text = encoded[part] if part in encoded else encoded.setdefault(part, part.text(sample, item))
+            else:
+                text = part
+            room -= len(text)
+            if room < 0:
+                raise RenderedTooLarge
+            texts.append(text)
+        return "".join(texts)
 
 
 def resolve(namespace_value: Any, path: Path, namespace: str = "item") -> Any:

@@ -27,3 +27,6 @@ class Hazard:
 
 
 MATH = Hazard("math", "graders.math_answer:compare", warm_up=("x^{2}", "\\frac{1}{2}"))
+
+# JSON schemas of `response_format`. llguidance allocates by a schema's counts, and aborts where it cannot.
+SCHEMA = Hazard("schema", "core.response_format:problem", batch=4, warm_up=('{"type": "object"}',))

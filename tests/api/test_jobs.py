@@ -776,3 +776,30 @@ def test_a_response_format_that_cannot_be_held_to_is_a_400(api, job_request, sen
 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == f"method.reinforcement.response_format{param}"
+
+
+def expensive_schema() -> dict:
+    """Within every bound of ours, and beyond llguidance's own."""
+    return {
+        "anyOf": [{"type": "array", "maxItems": 10_000 - n, "items": {"type": "string"}} for n in range(300)]
+    }
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "array", "items": {"type": "object"}, "minItems": 10**9}, "'minItems' is 1000000000"),
+        (expensive_schema(), "grammar size (number of symbols) too big"),
+    ],
+)
+@pytest.mark.parametrize("url", ["/v1/fine_tuning/jobs", "/v1/regraft/jobs/validate"])
+def test_a_schema_that_takes_too_long_or_too_much_memory_is_a_400(api, job_request, url, schema, says):
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    job = job_request(reinforcement={"response_format": form})
+
+    answer = api.post(url, json={"job": job} if "validate" in url else job)
+
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert says in error["message"]
+    assert error["param"] == "method.reinforcement.response_format.json_schema.schema"

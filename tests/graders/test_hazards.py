@@ -1,4 +1,5 @@
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -6,7 +7,7 @@ import sys
 import pytest
 
 from graders.hazards.pool import HazardFailed, HazardPool, LimitExceeded
-from graders.hazards.table import Hazard
+from graders.hazards.table import SCHEMA, Hazard
 
 # Any expression is a call: what it takes, and how it ends, is the test's to choose.
 EVAL = Hazard("eval", "builtins:eval", cpu_s=0.5, memory=256 << 20, batch=8)
@@ -143,3 +144,11 @@ def test_a_closed_pool_fails_the_calls_it_has_and_takes_no_more():
     assert isinstance(waiting.exception(), HazardFailed)
     with pytest.raises(HazardFailed, match="closed"):
         closing.submit(EVAL, "1")
+
+
+def test_a_schema_that_makes_llguidance_abort_ends_one_call(pool):
+    counts = [{"type": "array", "items": {"type": "object"}, "minItems": count} for count in (10**9, 1)]
+    calls = [pool.submit(SCHEMA, json.dumps(schema)) for schema in counts]
+
+    assert isinstance(calls[0].exception(), LimitExceeded)
+    assert calls[1].result() == ""

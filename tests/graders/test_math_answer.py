@@ -97,8 +97,10 @@ def test_an_answer_or_a_reference_that_takes_for_ever_costs_its_own_grade_alone(
         pool.close()
 
     assert outcomes[2::3] == [True] * len(BOMBS)
-    assert all(isinstance(outcome, LimitExceeded) or not outcome for outcome in outcomes)
-    assert [outcome for outcome in outcomes if isinstance(outcome, LimitExceeded)] != []
+    bombs = [outcome for number, outcome in enumerate(outcomes) if number % 3 != 2]
+    # The matrix power is worked out in time on a quick machine, and is no match.
+    assert all(isinstance(outcome, LimitExceeded) or not outcome for outcome in bombs)
+    assert sum(isinstance(outcome, LimitExceeded) for outcome in bombs) >= len(BOMBS)
 
 
 def test_an_answer_that_runs_into_the_limit_is_not_graded_and_the_reason_has_its_text():

@@ -337,3 +337,80 @@ def test_what_a_row_lacks_is_named_as_in_the_template():
 
     assert missing_item_paths(spec, {"explanations": []}) == ["item.answer", "item.explanations[0]"]
     assert missing_item_paths(spec, {"answer": None, "explanations": ["because"]}) == []
+
+
+def judge_of(**fields: object) -> dict:
+    message = {"role": "user", "content": "{{item.a}}"}
+    return {"type": "label_model", "name": "l", "model": "m", "input": [message], **fields}
+
+
+MANY = [str(number) for number in range(100_000)]
+
+
+@pytest.mark.parametrize(
+    ("raw", "param", "most"),
+    [
+        (judge_of(labels=MANY, passing_labels=MANY), "grader.labels", 1000),
+        (judge_of(labels=["a"], passing_labels=["a"] * 1001), "grader.passing_labels", 1000),
+        (
+            judge_of(labels=["a"], passing_labels=["a"])
+            | {"input": [{"role": "user", "content": "a"}] * 101},
+            "grader.input",
+            100,
+        ),
+        (
+            judge_of(labels=["a"], passing_labels=["a"])
+            | {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 101}]},
+            "grader.input[0].content",
+            100,
+        ),
+        (
+            {
+                "type": "endpoint",
+                "name": "e",
+                "url": "https://a.b/c",
+                "headers": {f"a{n}": "b" for n in range(51)},
+            },
+            "grader.headers",
+            50,
+        ),
+        (
+            {
+                "type": "multi",
+                "name": "m",
+                "graders": {f"a{n}": {} for n in range(101)},
+                "calculate_output": "a1",
+            },
+            "grader.graders",
+            100,
+        ),
+    ],
+)
+def test_every_list_has_a_maximum_which_the_error_names(raw, param, most):
+    with pytest.raises(InvalidGrader) as caught:
+        parse_grader(raw)
+
+    assert caught.value.param == param
+    assert f"at most {most}" in caught.value.message
+
+
+def test_labels_are_looked_up_and_not_searched(counting):
+    """As many comparisons as there are labels, and not their square."""
+    labels = [counting(str(number)) for number in range(1000)]
+    parse_grader(judge_of(labels=labels, passing_labels=labels[::-1]))
+
+    assert counting.comparisons < 10_000
+
+
+@pytest.fixture
+def counting():
+    class Counting(str):
+        comparisons = 0
+
+        def __eq__(self, other: object) -> bool:
+            Counting.comparisons += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    return Counting

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graders.template import MissingPath, SampleNotJson, Template, TemplateSyntaxError, dotted, resolve
+from graders.template import (
+    MAX_RENDERED,
+    MissingPath,
+    RenderedTooLarge,
+    SampleNotJson,
+    Template,
+    TemplateSyntaxError,
+    dotted,
+    resolve,
+)
 from graders.types import ErrorKind, Sample
 
 ROW = {
@@ -200,3 +209,14 @@ def test_a_string_is_inserted_unchanged(value):
 )
 def test_what_is_rendered_as_json_reads_back_as_the_same_value(value):
     assert json.loads(render("{{item.x}}", row={"x": value})) == value
+
+
+def test_a_rendered_text_has_a_size_limit_which_is_kept_while_it_is_built():
+    """3 kB of template over a row of 1 MB would be 300 MB."""
+    row = {"a": "x" * 1_000_000}
+
+    assert len(Template.parse("{{item.a}}" * 2).render(Sample(""), row)) == MAX_RENDERED
+    with pytest.raises(RenderedTooLarge, match="more than 2000000 characters"):
+        Template.parse("{{item.a}}" * 300).render(Sample(""), row)
+    with pytest.raises(RenderedTooLarge):
+        Template.parse("{{item}}" * 300).render(Sample(""), row)

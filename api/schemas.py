@@ -1,0 +1,27 @@
+"""Whether answers can be held to a `response_format`: its schema is compiled in the hazard pool, as samplers will."""
+
+from core.errors import InvalidRequest, ServiceError
+from core.response_format import ResponseFormat, held_to
+from graders import complaints
+from graders.hazards import table
+from graders.hazards.pool import HazardFailed, LimitExceeded, shared
+
+
+def refuse_unusable_schema(form: ResponseFormat | None, param: str) -> None:
+    """Refuse a schema that does not compile, or not within the limits of the hazard pool. Not in an event loop.
+
+    Raises:
+        InvalidRequest: answers cannot be held to it.
+        ServiceError: the pool broke.
+    """
+    if form is None:
+        return
+    try:
+        why = shared().submit(table.SCHEMA, held_to(form.json_schema.schema_)).result()
+    except LimitExceeded as exceeded:
+        why = f"the schema is too expensive to compile: {exceeded}"
+    except HazardFailed as broken:
+        raise ServiceError(f"The schema could not be checked: {broken}") from broken
+    if why:
+        mistake = complaints.invalid_value(f"{param}.json_schema.schema", f"{why}.")
+        raise InvalidRequest(mistake.message, param=mistake.param, code=mistake.code)
