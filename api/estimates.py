@@ -16,12 +16,15 @@ from api.jobs import JobCreate, usable_model
 from core import datasets, estimates, files, usage
 from core.blobs import BlobNotFound, BlobStore
 from core.budgets import Price
+from core.datasets import InvalidDataset
 from core.errors import InvalidRequest
 from core.estimates import History
 from core.hangup import until_gone
 from core.methods import Resolved
 from core.models import File, Project
 from core.registry import BaseModelEntry
+from graders.build import missing_fields
+from graders.spec import GraderSpec
 
 router = APIRouter(prefix="/regraft/estimate", tags=["regraft"])
 
@@ -125,8 +128,9 @@ def asked(body: JobCreate, project: Project, service: Service) -> Asked:
         validation = find(body.validation_file, param="validation_file")
         past = estimates.history(session, model=name, gpu_class=gpu_class)
     # The files are read without holding a connection: they may be large.
-    train_rows = _rows(service.blobs, training, "training_file")
-    valid_rows = _rows(service.blobs, validation, "validation_file")
+    spec = body.method.reinforcement.grader
+    train_rows = _rows(service.blobs, training, "training_file", spec, datasets.MAX_TRAINING_ROWS)
+    valid_rows = _rows(service.blobs, validation, "validation_file", spec, datasets.MAX_VALIDATION_ROWS)
     hyperparameters = body.method.reinforcement.hyperparameters
     return Asked(
         name=name,
@@ -142,11 +146,18 @@ def asked(body: JobCreate, project: Project, service: Service) -> Asked:
     )
 
 
-def _rows(blobs: BlobStore, file: File, param: str) -> int:
+def _rows(blobs: BlobStore, file: File, param: str, spec: GraderSpec, most: int) -> int:
+    """How many rows the file has, by the rules of the job. Holds one at a time.
+
+    Raises:
+        InvalidRequest: the job would refuse the file, in the words of the job.
+    """
     try:
-        rows = datasets.count_rows(blobs.open(file.blob_key))
+        return datasets.count_examples(
+            blobs.open(file.blob_key), check=lambda row: missing_fields(spec, row.item), max_rows=most
+        )
+    except InvalidDataset as invalid:
+        message = f"{param.replace('_', ' ').capitalize()} {file.id}: {invalid}"
+        raise InvalidRequest(message, param=param, code=f"invalid_{param}") from None
     except BlobNotFound:
         raise InvalidRequest(f"The contents of {file.id} are gone from the store.", param=param) from None
-    if rows == 0:
-        raise InvalidRequest(f"The file {file.id} is empty.", param=param)
-    return rows

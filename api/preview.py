@@ -30,7 +30,6 @@ from core.estimates import Range
 from core.hangup import until_gone
 from core.models import File, Project
 from core.preview import Answer, Grading, Prompt, Sampling, ShownPrompt, Signal, Spread, Verdict
-from graders.build import missing_item_paths
 from graders.run import grade_all
 from graders.spec import dump
 from graders.types import Grade, Sample, TokenUsage, summed
@@ -127,13 +126,6 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
             raise beyond
     asked = sizes.asked(body, project, service)
     rows = _some_rows(service.blobs, asked.training, body.rows, body.seed or 0)
-    spec = body.method.reinforcement.grader
-    for row in rows:
-        if missing := missing_item_paths(spec, row.item):
-            raise InvalidRequest(
-                f"line {row.line}: the grader reads {{{{{missing[0]}}}}}, which this row does not have",
-                param="training_file",
-            )
     chats = [_chat(body, asked, row, member) for row in rows for member in range(body.samples)]
     return Prepared(body, project.id, asked, rows, chats)
 

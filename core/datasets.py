@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# OpenAI's limits for reinforcement fine-tuning.
+MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS = 50_000, 1_000
 MAX_REPORTED = 20
 MAX_LINE_BYTES = 4 << 20  # a prompt is kilobytes; a "line" this long is a file without line ends
 MAX_DIGITS = 400  # more than any float has; Python itself gives up at 4300
@@ -75,6 +77,36 @@ def read_examples(
     """
     examples: list[Example] = []
     problems = _Problems()
+    for row in _good_rows(chunks, problems, check, max_rows):
+        if problems.errors:
+            examples.clear()  # nobody will get them
+        else:
+            examples.append(row)
+    problems.refuse(len(examples), min_rows)
+    return examples
+
+
+def count_examples(
+    chunks: Iterable[bytes],
+    *,
+    check: Callable[[Example], Iterable[str]] | None = None,
+    max_rows: int | None = None,
+    min_rows: int = 1,
+) -> int:
+    """How many rows `read_examples` would return, or what it would raise. Holds one row at a time."""
+    problems = _Problems()
+    count = sum(1 for _ in _good_rows(chunks, problems, check, max_rows))
+    problems.refuse(count, min_rows)
+    return count
+
+
+def _good_rows(
+    chunks: Iterable[bytes],
+    problems: "_Problems",
+    check: Callable[[Example], Iterable[str]] | None,
+    max_rows: int | None,
+) -> Iterator[Example]:
+    """The rows in which nothing is wrong; what is wrong with the others goes to `problems`."""
     rows, last_line = 0, 0
     for row in read_rows(chunks):
         if row.line != last_line:  # one line may have several errors
@@ -84,17 +116,11 @@ def read_examples(
         if isinstance(row, LineError):
             problems.add(row)
             continue
-        for problem in check(row) if check else ():
-            problems.add(LineError(row.line, problem))
-        if problems.errors:
-            examples.clear()  # nobody will get them
-        else:
-            examples.append(row)
-    if problems.errors:
-        raise InvalidDataset(problems.errors, problems.more)
-    if len(examples) < min_rows:
-        raise InvalidDataset([LineError(0, _too_few(len(examples), min_rows))])
-    return examples
+        wrong = [LineError(row.line, problem) for problem in (check(row) if check else ())]
+        for problem in wrong:
+            problems.add(problem)
+        if not wrong:
+            yield row
 
 
 def read_rows(chunks: Iterable[bytes]) -> Iterator[Example | LineError]:
@@ -117,11 +143,6 @@ def read_rows(chunks: Iterable[bytes]) -> Iterator[Example | LineError]:
             yield from _row(number, line)
 
 
-def count_rows(chunks: Iterable[bytes]) -> int:
-    """How many lines are not blank; whether they are good rows is for `read_examples`. Holds one line at a time."""
-    return sum(line is None or bool(line.strip()) for _, line in _lines(chunks))
-
-
 class _Problems:
     """Keeps the first MAX_REPORTED errors and counts the lines of the others, however many there are."""
 
@@ -136,6 +157,13 @@ class _Problems:
         elif error.line != self._last_line:
             self.more += 1
         self._last_line = error.line
+
+    def refuse(self, rows: int, min_rows: int) -> None:
+        """Raise InvalidDataset if there was a problem, or there are too few rows."""
+        if self.errors:
+            raise InvalidDataset(self.errors, self.more)
+        if rows < min_rows:
+            raise InvalidDataset([LineError(0, _too_few(rows, min_rows))])
 
 
 def _too_few(rows: int, min_rows: int) -> str:

@@ -6,6 +6,7 @@ sends it again, getting one twice costs nothing.
 
 import logging
 import ssl
+import threading
 from typing import Any
 
 from celery import Celery
@@ -71,3 +72,34 @@ def sender(app: Celery) -> Send:
             return False
 
     return send
+
+
+class WakeUps:
+    """Sends wake-ups from a thread of its own, so that no caller waits for a broker that is away.
+
+    A wake-up that already waits is not queued again: one of a kind says as much as two. What is left when the process
+    ends is lost, and the reconciler sends it.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._waiting: dict[tuple[str, str], None] = {}  # in the order in which they came
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, task: str, queue: str) -> bool:
+        with self._changed:
+            self._waiting[task, queue] = None
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="wake-ups", daemon=True)
+                self._thread.start()
+        return True
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                wake = next(iter(self._waiting))
+                del self._waiting[wake]
+            self._send(*wake)

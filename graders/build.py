@@ -133,6 +133,12 @@ def missing_item_paths(spec: GraderSpec, row: Item) -> list[str]:
     return [dotted("item", path) for path in item_paths(spec) if not _present(row, path)]
 
 
+def missing_fields(spec: GraderSpec, row: Item) -> list[str]:
+    """As missing_item_paths, in the words of a refusal."""
+    missing = missing_item_paths(spec, row)
+    return [f"the grader reads {{{{{path}}}}}, which this row does not have" for path in missing]
+
+
 def reads_tools(spec: GraderSpec, param: str) -> str | None:
     """The path of the grader, at `param` or inside it, with a template that reads sample.output_tools; else None."""
     if isinstance(spec, MultiSpec):

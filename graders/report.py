@@ -26,8 +26,8 @@ def run_report(spec: GraderSpec, grade: Grade) -> dict[str, Any]:
     """The whole response body. An ungraded sample earns 0 here, as the API has it; `errors` says which.
 
     `metadata.reason`, `metadata.output`, what python graders printed, and `metadata.environment`, the packages that
-    they ran with, are ours. For a multi, `scores` holds null for a sub-grader that could not judge, and `sub_rewards`
-    holds what it counted as.
+    they ran with, are ours. For a multi, `scores` holds null for a sub-grader that could not judge; `sub_rewards` holds
+    what `invalid_grade` had it count as, and without that leaves it out, for nothing was scored.
     """
     stand_in = spec.invalid_grade if isinstance(spec, MultiSpec) else None
     return {
@@ -44,7 +44,11 @@ def run_report(spec: GraderSpec, grade: Grade) -> dict[str, Any]:
             "output": _output(grade),
             "environment": ", ".join(environments_of(spec)) or None,
         },
-        "sub_rewards": {key: _reward(sub, stand_in) for key, sub in grade.sub_grades.items()},
+        "sub_rewards": {
+            key: _reward(sub, stand_in)
+            for key, sub in grade.sub_grades.items()
+            if sub.score is not None or stand_in is not None
+        },
         "model_grader_token_usage_per_model": {model: _tokens(usage) for model, usage in grade.usage.items()},
     }
 

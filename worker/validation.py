@@ -9,7 +9,7 @@ from typing import Any
 
 from core import datasets, estimates, events, jobs, logs, tracing
 from core.blobs import BlobNotFound, BlobStore
-from core.datasets import Example, InvalidDataset
+from core.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS, Example, InvalidDataset
 from core.db import Database
 from core.jobs import Claim, LeaseLost
 from core.methods import Hyperparameters
@@ -17,7 +17,7 @@ from core.models import File, Job
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends
-from graders.build import environments_of, missing_item_paths
+from graders.build import environments_of, missing_fields
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.run import grade_all
 from graders.spec import (
@@ -38,8 +38,6 @@ from worker.progress import WatchedGrader
 
 log = logging.getLogger(__name__)
 
-# OpenAI's limits for reinforcement fine-tuning.
-MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS = 50_000, 1_000
 DRY_RUN_ROWS, DRY_RUN_SECONDS = 3, 30.0
 _ANSWER_FIELDS = ("reference_answer", "answer", "solution", "label", "target")
 
@@ -192,8 +190,7 @@ def check_file(
 
     def fields_the_grader_needs(row: Example) -> list[str]:
         progressed()
-        missing = missing_item_paths(spec, row.item)
-        return [f"the grader reads {{{{{path}}}}}, which this row does not have" for path in missing]
+        return missing_fields(spec, row.item)
 
     try:
         return datasets.read_examples(

@@ -1,6 +1,7 @@
 """Budgets, usage and estimates as their user sees them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from openai import BadRequestError, OpenAI
@@ -8,14 +9,17 @@ from sqlalchemy import event, update
 
 from api.app import create_app
 from core import jobs, usage
+from core.datasets import MAX_LINE_BYTES
 from core.db import Work
 from core.estimates import Ahead
-from core.models import Checkpoint, Job
+from core.models import Checkpoint, File, Job
 from core.registry import Registry
 from graders.backends import Backends
+from graders.spec import parse_grader
 from tests import factories
 from tests.api.conftest import MODELS
 from tests.api.test_jobs import JOBS, change, error, post
+from worker.validation import BadFile, check_file
 
 ESTIMATE = "/v1/regraft/estimate"
 
@@ -296,11 +300,39 @@ def test_an_estimate_refuses_what_a_job_would(api, upload, sized_request):
         "training_file",
         "invalid_value",
     )
-    empty = upload(b"\n\n")
-    assert error(api.post(ESTIMATE, json=sized_request | {"training_file": empty})) == (
-        "training_file",
-        "invalid_value",
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\n\n", "the file is empty"),
+        (ROW + b"x" * (MAX_LINE_BYTES + 1) + b"\n", f"line 2: is longer than {MAX_LINE_BYTES} bytes"),
+        (ROW + b"{}\n", "line 2: messages: is missing"),
+        (
+            b'{"messages": [{"role": "user", "content": "hi"}]}\n',
+            "line 1: the grader reads {{item.answer}}, which this row does not have",
+        ),
+    ],
+)
+def test_an_estimate_refuses_a_row_that_the_job_would_refuse_in_the_same_words(
+    house, upload, sized_request, content, said
+):
+    house.app.state.service = replace(
+        house.app.state.service,
+        settings=house.app.state.service.settings.model_copy(update={"max_upload_bytes": 8 << 20}),
     )
+    asked = sized_request | {"training_file": upload(content)}
+
+    refused = house.client(house.key).post(ESTIMATE, json=asked)
+
+    assert error(refused) == ("training_file", "invalid_training_file")
+    assert said in refused.json()["error"]["message"]
+    with house.database.read() as session:
+        file = session.query(File).where(File.id == asked["training_file"]).one()
+    spec = parse_grader(asked["method"]["reinforcement"]["grader"])
+    with pytest.raises(BadFile) as of_the_job:
+        check_file(house.blobs, file, spec, "training_file", 50_000)
+    assert of_the_job.value.message == refused.json()["error"]["message"]
 
 
 # With OpenAI's own client.

@@ -2,7 +2,7 @@ import itertools
 import json
 import pickle
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from core import datasets
 from core.datasets import (
+    MAX_LINE_BYTES,
     MAX_REPORTED,
     Example,
     InvalidDataset,
     LineError,
-    count_rows,
+    count_examples,
     read_examples,
     read_rows,
 )
@@ -206,7 +207,6 @@ def test_a_byte_order_mark_at_the_beginning_of_a_file_is_skipped(size: int) -> N
 
 
 def test_a_file_of_nothing_but_a_byte_order_mark_is_empty() -> None:
-    assert count_rows([b"\xef\xbb\xbf"]) == 0
     with pytest.raises(InvalidDataset, match="the file is empty"):
         read_examples([b"\xef\xbb\xbf"])
 
@@ -372,3 +372,23 @@ def test_the_error_survives_a_process_boundary() -> None:
     error = pickle.loads(pickle.dumps(InvalidDataset([LineError(7, "is blank")], more=3)))
 
     assert str(error) == "line 7: is blank\nand 3 more line(s) with problems"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        row() + b"\n" + row() + b"\n",
+        b"",
+        row() + b"\n{}\n",
+        row() + b"\n" + b"x" * (MAX_LINE_BYTES + 1) + b"\n",
+        b"\n".join([row()] * 4),
+    ],
+)
+def test_counting_rows_comes_to_what_reading_them_does(content: bytes) -> None:
+    def outcome(read: Callable[..., int]) -> int | str:
+        try:
+            return read([content], max_rows=3)
+        except InvalidDataset as invalid:
+            return str(invalid)
+
+    assert outcome(count_examples) == outcome(lambda chunks, **more: len(read_examples(chunks, **more)))

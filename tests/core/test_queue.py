@@ -1,10 +1,12 @@
 """How the broker is reached."""
 
+import socket
 import ssl
+import threading
 
 import pytest
 
-from core.queue import open_celery
+from core.queue import WakeUps, open_celery, sender
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,55 @@ def test_the_certificate_of_an_encrypted_broker_is_checked_unless_its_url_says_o
 def test_a_broker_without_encryption_is_asked_for_none(url):
     with open_celery(url, "cpu").connection() as connection:
         assert not connection.ssl
+
+
+class Broker:
+    """Takes a wake-up when it is let, and keeps what it got."""
+
+    def __init__(self) -> None:
+        self.asked, self.let = threading.Semaphore(0), threading.Semaphore(0)
+        self.got: list[tuple[str, str]] = []
+        self.all = threading.Event()
+
+    def __call__(self, task: str, queue: str) -> bool:
+        self.asked.release()
+        assert self.let.acquire(timeout=10)
+        self.got.append((task, queue))
+        if task == "last":
+            self.all.set()
+        return True
+
+
+def test_nobody_waits_for_a_broker_and_what_waits_twice_is_sent_once():
+    broker = Broker()
+    wake_up = WakeUps(broker)
+
+    wake_up("run", "gpu.cpu")
+    assert broker.asked.acquire(timeout=10)  # the first is on its way, and the broker does not take it
+    for task in ("validate", "validate", "run", "validate", "last"):
+        wake_up(task, "default")
+    assert broker.got == []
+
+    for _ in range(4):
+        broker.let.release()
+    assert broker.all.wait(10)
+    assert broker.got == [("run", "gpu.cpu"), *((task, "default") for task in ("validate", "run", "last"))]
+
+
+def test_a_broker_that_accepts_no_connection_delays_nobody():
+    """Its port is there and nothing answers: the client's own patience is half a minute."""
+    returned = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        send = sender(open_celery(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", "cpu"))
+        sending = threading.Event()
+
+        def watched(task: str, queue: str) -> bool:
+            sending.set()
+            sent = send(task, queue)
+            returned.set()
+            return sent
+
+        WakeUps(watched)("run", "gpu.cpu")
+
+        assert sending.wait(10)
+        assert not returned.is_set()

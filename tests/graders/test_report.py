@@ -143,12 +143,12 @@ def test_where_the_whole_and_a_part_failed_alike_the_details_are_those_of_the_wh
     assert errors["invalid_variable_error_details"] == "acc could not be judged"
 
 
-def test_a_sub_grader_that_could_not_judge_has_no_score_but_a_reward():
+def test_a_sub_grader_that_could_not_judge_claims_no_score():
     body = report(multi(), "42", {"answer": "42"})
 
     assert body["reward"] == 0.0
     assert body["metadata"]["scores"] == {"acc": 1.0, "fmt": None}
-    assert body["sub_rewards"] == {"acc": 1.0, "fmt": 0.0}
+    assert body["sub_rewards"] == {"acc": 1.0}
 
 
 def test_an_invalid_grade_counts_as_the_reward_and_the_flag_stays_up():
