@@ -126,6 +126,7 @@ def create_app(
         most_bytes=MOST_JSON_BYTES,
         streamed=STREAMED,
         most_drained=settings.max_upload_bytes,
+        least_rate=settings.min_upload_bytes_per_second,
     )
     app.add_middleware(azure.AzurePaths)  # outside of what looks at the path
     app.add_middleware(RequestHeaders)

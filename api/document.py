@@ -17,6 +17,7 @@ REFUSALS = {
     413: "The body is too large.",
     429: "Too many requests; `retry-after` says when to ask again.",
     503: "The service cannot answer now.",
+    507: "The service has no room left to store anything.",
 }
 
 

@@ -12,7 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from api.explain import explain
-from core import db
+from api.middleware import no_room
+from core import db, disk
 from core.errors import InvalidRequest, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(DataError, _not_storable)
     app.add_exception_handler(DBAPIError, _database_error)
+    app.add_exception_handler(OSError, _system_error)
     app.add_exception_handler(ClientDisconnect, _gone)
 
 
@@ -55,6 +57,8 @@ def _framework_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         message = f"Not allowed to {request.method} on {request.url.path}."
         code = "method_not_supported"
+    elif error.status_code == 408:
+        code = "request_timeout"
     elif error.status_code == 413:
         code = "payload_too_large"
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
@@ -71,12 +75,21 @@ def _not_storable(request: Request, error: Exception) -> Response:
 
 def _database_error(request: Request, error: Exception) -> Response:
     """A database that is away is not a crash of ours, and worth asking again for."""
+    if disk.is_full(error):
+        return _service_error(request, no_room(error))
     if not db.is_away(error):
         raise error
     log.warning("the database does not answer: %s", error)
     return _service_error(
         request, Unavailable("The service cannot reach its database. Try again in a moment.")
     )
+
+
+def _system_error(request: Request, error: Exception) -> Response:
+    """A full disk is no crash of ours, either."""
+    if not disk.is_full(error):
+        raise error
+    return _service_error(request, no_room(error))
 
 
 def _gone(request: Request, error: Exception) -> Response:

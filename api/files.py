@@ -1,32 +1,34 @@
 """/v1/files: uploads, streamed to the blob store while they arrive, and downloads."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import quote
 
 from anyio import to_thread
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
 
 from api.deps import CurrentProject, Parts, ReadSession, Service, Uow
 from api.explain import explain
 from api.idempotency import OnceOnly, OnceStreamed
-from api.multipart import FormPart, at_most, form_of
+from api.multipart import FormPart, Text, receive
 from api.wire import After, Deleted, EndedListing, Part, ends
 from core import files, tenants
-from core.blobs import BlobInfo, BlobNotFound
+from core.blobs import BlobInfo, BlobNotFound, BlobWriter
 from core.db import Work
-from core.errors import FileNotFound, InvalidRequest
+from core.errors import FileNotFound, InvalidRequest, PayloadTooLarge
 from core.ids import new_id
-from core.limits import Limits
 from core.models import File, Project, now
 
 router = APIRouter(prefix="/files", tags=["Files"])
 
 
+# OpenAI's contract lets a client ask for 10,000, and its clients go on wherever `has_more` is true, whatever they asked
+# for. A page of 10,000 is 2 MB, and took a second to put together.
+MOST_FILES_A_PAGE = 1000
 # The other fields of the form, the lines between them and the headers of each: no more than this by any client.
 MOST_AROUND_A_FILE = 64 << 10
 
@@ -98,27 +100,31 @@ async def create_file(
     request: Request, project: CurrentProject, service: Parts, once: OnceStreamed
 ) -> FileOut | JSONResponse:
     """Upload a file."""
-    declared = int(request.headers.get("content-length", "0"))
-    upload = partial(_upload, service, project, once, declared, form_of(request))
-    return await to_thread.run_sync(upload, limiter=service.upload_threads)
+    arriving = Arriving(service, project, int(request.headers.get("content-length", "0")))
+    async with service.admission.uploads.admitted(project.id):
+        await to_thread.run_sync(arriving.open, limiter=service.upload_threads)
+        return await receive(request, arriving, partial(arriving.finish, once), service.upload_threads)
 
 
-@router.get("")
+@router.get("", response_model=EndedListing[FileOut])
 def list_files(
     project: CurrentProject,
     session: ReadSession,
     purpose: str | None = None,
-    limit: Annotated[int, Query(ge=1, le=10000)] = 10000,
+    limit: Annotated[int, Query(ge=1, le=10000)] = MOST_FILES_A_PAGE,
     order: Literal["asc", "desc"] = "desc",
     after: After = None,
-) -> EndedListing[FileOut]:
-    """List the project's files."""
+) -> Response:
+    """List the project's files, at most 1000 a page: with `has_more`, the next page begins `after` the last one."""
     newest_first = order == "desc"
+    most = min(limit, MOST_FILES_A_PAGE)
     page = files.page(
-        session, project.id, purpose=purpose, newest_first=newest_first, after=after, limit=limit
+        session, project.id, purpose=purpose, newest_first=newest_first, after=after, limit=most
     )
     data = [FileOut.of(file) for file in page.items]
-    return EndedListing(data=data, has_more=page.has_more, **ends(page))
+    listing = EndedListing[FileOut](data=data, has_more=page.has_more, **ends(page))
+    # Here, in a thread: FastAPI would serialize what is returned in the event loop.
+    return Response(listing.model_dump_json(), media_type="application/json")
 
 
 @router.get("/{file_id}")
@@ -152,72 +158,102 @@ def download_file(file_id: str, project: CurrentProject, service: Parts) -> Stre
     return StreamingResponse(chunks, media_type=media_type, headers=headers)
 
 
-def _upload(
-    service: Service, project: Project, once: OnceOnly, declared: int, form: Iterator[FormPart]
-) -> FileOut | JSONResponse:
-    """Store the file first: fields may come after it. If then anything is wrong, remove it again.
+class Arriving:
+    """A file on its way, which is stored first: fields may come after it. If then anything is wrong, it goes again.
 
-    `declared` is the length of the whole body, 0 if the client has not said.
+    Its methods take their time, each in whatever thread.
+
+    Args:
+        declared: the length of the whole body, 0 if the client has not said.
     """
-    limits = tenants.limits(project, service.settings.default_limits)
-    with service.database.read() as session:  # before any of it is stored
-        needed = max(1, declared - MOST_AROUND_A_FILE)
-        room = partial(
-            _room, service, project, limits, tenants.free_storage(session, project.id, limits, needed=needed)
-        )
-    file_id = new_id("file-", 22)
-    blob_key = f"projects/{project.id}/files/{file_id}"
-    try:
-        sent, stored = _read(service, blob_key, room, form)
-        asked = _checked(sent)
-        if stored is None or stored.size == 0:
+
+    def __init__(self, service: Service, project: Project, declared: int) -> None:
+        self._service, self._project = service, project
+        self._limits = tenants.limits(project, service.settings.default_limits)
+        self._declared = declared
+        self._id = new_id("file-", 22)
+        self._blob_key = f"projects/{project.id}/files/{self._id}"
+        self._sent: dict[str, Any] = {}
+        self._stored: _Stored | None = None
+        self._kept = False
+
+    def open(self) -> None:
+        """Refuse what has no room, before any of it is stored."""
+        self._free = self._free_bytes(max(1, self._declared - MOST_AROUND_A_FILE))
+
+    def begin(self, name: str, filename: str | None) -> FormPart:
+        if name != "file":
+            return Text(name, partial(_set, self._sent, name))
+        if self._stored is not None:
+            raise InvalidRequest("Send one file at a time.", param="file")
+        self._sent["file"] = last_segment(filename or "") or "upload"
+        self._stored = _Stored(self._service.blobs.writer(self._blob_key), self._refuse_beyond)
+        return self._stored
+
+    def finish(self, once: OnceOnly) -> FileOut | JSONResponse:
+        """The file, or the answer to the first request with this Idempotency-Key."""
+        asked = _checked(self._sent)
+        info = None if self._stored is None else self._stored.info
+        if info is None or info.size == 0:
             raise InvalidRequest("The file is empty.", param="file")
         created_at = now()
         file = File(
-            id=file_id,
-            project_id=project.id,
+            id=self._id,
+            project_id=self._project.id,
             filename=asked.file,
             purpose=asked.purpose,
-            bytes=stored.size,
-            sha256=stored.sha256,
-            blob_key=blob_key,
+            bytes=info.size,
+            sha256=info.sha256,
+            blob_key=self._blob_key,
             created_at=created_at,
             expires_at=created_at + asked.expires_after.seconds if asked.expires_after else None,
         )
 
         def create(work: Work) -> FileOut:
-            tenants.refuse_file_beyond(work.session, project.id, limits, file.bytes)
+            tenants.refuse_file_beyond(work.session, self._project.id, self._limits, file.bytes)
             files.add(work, file)
             return FileOut.of(file)
 
-        answer = once.about(sent | {"sha256": stored.sha256})(create)
-    except BaseException:
-        service.blobs.delete(blob_key)
-        raise
-    if isinstance(answer, JSONResponse):  # the first upload is the file; this one was only needed to compare
-        service.blobs.delete(blob_key)
-    return answer
+        answer = once.about(self._sent | {"sha256": info.sha256})(create)
+        # Else the first upload is the file; this one was only needed to compare.
+        self._kept = not isinstance(answer, JSONResponse)
+        return answer
+
+    def abort(self) -> None:
+        if self._stored is not None and not self._kept:
+            self._stored.abort()
+            self._service.blobs.delete(self._blob_key)
+
+    def _refuse_beyond(self, received: int) -> None:
+        most = self._service.settings.max_upload_bytes
+        if received > most:
+            raise PayloadTooLarge(f"The file is larger than the maximum of {most} bytes.", param="file")
+        if self._free is not None and received > self._free:
+            self._free = self._free_bytes(received)
+
+    def _free_bytes(self, needed: int) -> int | None:
+        with self._service.database.read() as session:
+            return tenants.free_storage(session, self._project.id, self._limits, needed=needed)
 
 
-def _read(
-    service: Service,
-    blob_key: str,
-    room: Callable[[Iterator[bytes]], Iterator[bytes]],
-    form: Iterator[FormPart],
-) -> tuple[dict[str, Any], BlobInfo | None]:
-    """The fields as one object, and what was stored of the file."""
-    sent: dict[str, Any] = {}
-    stored = None
-    for part in form:
-        if part.name != "file":
-            _set(sent, part.name, part.text())
-        elif stored is not None:
-            raise InvalidRequest("Send one file at a time.", param="file")
-        else:
-            sent["file"] = last_segment(part.filename or "") or "upload"
-            most = service.settings.max_upload_bytes
-            stored = service.blobs.put_stream(blob_key, room(at_most(most, part)))
-    return sent, stored
+class _Stored:
+    """The field that holds the file's bytes. `check` is told how many there are, before they are stored."""
+
+    def __init__(self, writer: BlobWriter, check: Callable[[int], None]) -> None:
+        self._writer, self._check = writer, check
+        self._received = 0
+        self.info: BlobInfo | None = None
+
+    def write(self, data: bytes) -> None:
+        self._received += len(data)
+        self._check(self._received)
+        self._writer.write(data)
+
+    def end(self) -> None:
+        self.info = self._writer.commit()
+
+    def abort(self) -> None:
+        self._writer.abort()
 
 
 def last_segment(path: str) -> str:
@@ -227,8 +263,6 @@ def last_segment(path: str) -> str:
 
 def _set(sent: dict[str, Any], name: str, value: str) -> None:
     """`expires_after[seconds]` is how a form spells {"expires_after": {"seconds": …}}."""
-    if len(sent) > 16:
-        raise InvalidRequest("The form has too many fields.")
     if nested := re.fullmatch(r"(\w+)\[(\w+)\]", name):
         inner = sent.setdefault(nested[1], {})
         if isinstance(inner, dict):
@@ -243,16 +277,3 @@ def _checked(sent: dict[str, Any]) -> FileCreate:
     except ValidationError as invalid:
         complaints = [error | {"loc": ("body", *error["loc"])} for error in invalid.errors()]
         raise explain(complaints, sent) from None
-
-
-def _room(
-    service: Service, project: Project, limits: Limits, free: int | None, chunks: Iterator[bytes]
-) -> Iterator[bytes]:
-    """The chunks, for as long as the project may store them; `free` bytes may be, for all we know."""
-    received = 0
-    for chunk in chunks:
-        received += len(chunk)
-        if free is not None and received > free:
-            with service.database.read() as session:
-                free = tenants.free_storage(session, project.id, limits, needed=received)
-        yield chunk

@@ -6,6 +6,7 @@ from starlette.exceptions import HTTPException
 
 from api.deps import Parts
 from api.document import refusals
+from core.disk import Disks
 from core.migrate import is_ready
 
 router = APIRouter(tags=["Health"])
@@ -19,7 +20,7 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz", responses=refusals(503))
 def readyz(service: Parts) -> dict[str, str]:
-    """Requests can be served: the database answers, and its tables are of this version or of a later one."""
+    """Requests can be served: the database answers with tables of this version or a later one, and disks have room."""
     try:
         with service.database.read() as session:
             ready = is_ready(session.connection())
@@ -27,4 +28,6 @@ def readyz(service: Parts) -> dict[str, str]:
         raise HTTPException(503, f"The database does not answer: {type(cause).__name__}.") from cause
     if not ready:
         raise HTTPException(503, "The tables are not those of this version: run the migrations.")
+    if problem := Disks(service.settings).problem():
+        raise HTTPException(503, problem)
     return {"status": "ok"}

@@ -3,18 +3,20 @@
 Plain ASGI, because Starlette's BaseHTTPMiddleware would put a queue between an endpoint and its streams.
 """
 
+import asyncio
 import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from core import logs
-from core.errors import ServiceError
+from core import disk, logs
+from core.errors import InsufficientStorage, ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -53,27 +55,84 @@ class RequestHeaders:
         with logs.bound(request_id=request_id):
             try:
                 await self.app(scope, receive, send_with_headers)
-            except Exception:
-                log.exception("request failed: %s %s", scope["method"], scope["path"])
+            except Exception as cause:
+                error = _crash(cause, scope, request_id)
                 if answering:
                     raise  # too late for another answer: the server cuts the connection, and the client notices
-                message = (
-                    f"The server had an error while processing your request. The request ID is {request_id}."
-                )
-                answer = JSONResponse(ServiceError(message).envelope(), status_code=500)
+                answer = JSONResponse(error.envelope(), error.status_code, dict(error.headers))
                 await answer(scope, receive, send_with_headers)
 
 
+class TooSlow(HTTPException):
+    """The client has stopped sending the body that it announced, or sends it by the drop."""
+
+    def __init__(self, least: int, window_s: float) -> None:
+        super().__init__(
+            408,
+            f"The request body arrives too slowly: fewer than {least} bytes a second for {window_s:g} s.",
+            # Whatever comes after this on the connection is the rest of the body.
+            {"connection": "close"},
+        )
+
+
+class Pace:
+    """The least that a client has to send: `least` bytes a second, in each `window_s` seconds that we wait for it.
+
+    Time in which nobody asks for the next piece, because a slow disk or the request's turn is waited for, is not the
+    client's.
+    """
+
+    def __init__(self, least: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._least, self._window_s, self._clock = least, window_s, clock
+        self._waited, self._received = 0.0, 0
+
+    async def keep(self, receive: Receive) -> Message:
+        """The next piece of the body. Raises TooSlow."""
+        if not self._least:
+            return await receive()
+        began = self._clock()
+        try:
+            async with asyncio.timeout(max(0.0, self._window_s - self._waited)):
+                message = await receive()
+        except TimeoutError:
+            message = {"type": "http.request", "body": b"", "more_body": True}
+            if not self._enough():
+                raise TooSlow(self._least, self._window_s) from None
+            self._waited, self._received = 0.0, 0
+            return message
+        self._waited += self._clock() - began
+        self._received += len(message.get("body", b""))
+        if self._waited >= self._window_s:
+            if not self._enough():
+                raise TooSlow(self._least, self._window_s)
+            self._waited, self._received = 0.0, 0
+        return message
+
+    def _enough(self) -> bool:
+        return self._received >= self._least * self._window_s
+
+
 class BodyLimit:
-    """No body is held in memory beyond `most_bytes`, and none is left half read.
+    """No body is held in memory beyond `most_bytes`, none is left half read, and none arrives by the drop.
 
     A request whose whole path matches `streamed` reads its body in pieces and has a limit of its own.
+
+    Args:
+        least_rate: bytes a second that a client has to send, on average over `window_s`; 0: any.
     """
 
     def __init__(
-        self, app: ASGIApp, *, most_bytes: int, streamed: re.Pattern[str], most_drained: int
+        self,
+        app: ASGIApp,
+        *,
+        most_bytes: int,
+        streamed: re.Pattern[str],
+        most_drained: int,
+        least_rate: int = 0,
+        window_s: float = 30.0,
     ) -> None:
         self.app = app
+        self.least_rate, self.window_s = least_rate, window_s
         self.most_bytes = most_bytes
         self.streamed = streamed
         self.most_drained = most_drained
@@ -86,10 +145,21 @@ class BodyLimit:
         unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         limited = not self.streamed.fullmatch(scope["path"])
         received = 0
+        pace = Pace(self.least_rate, self.window_s)
+
+        async def next_piece() -> Message:
+            nonlocal unread
+            if not unread:
+                return await receive()
+            try:
+                return await pace.keep(receive)
+            except TooSlow:
+                unread = False  # nobody reads the rest
+                raise
 
         async def counted() -> Message:
             nonlocal unread, received
-            message = await receive()
+            message = await next_piece()
             unread = unread and message.get("more_body", False)
             received += len(message.get("body", b""))
             if limited and received > self.most_bytes:
@@ -102,13 +172,33 @@ class BodyLimit:
             # A client that is still sending when the connection closes may never see why. So read on a while.
             budget = self.most_drained
             while unread and budget > 0:
-                rest = await receive()
+                try:
+                    rest = await next_piece()
+                except TooSlow:
+                    break
                 unread = rest.get("more_body", False)
                 budget -= len(rest.get("body", b""))
             unread = False
             await send(message)
 
         await self.app(scope, counted, send_after_reading)
+
+
+def no_room(cause: BaseException) -> InsufficientStorage:
+    """What is told of a full disk."""
+    disk.REFUSALS.inc()
+    log.error("no room left: %s", cause)
+    return InsufficientStorage()
+
+
+def _crash(cause: Exception, scope: Scope, request_id: str) -> ServiceError:
+    """What is told of an exception that nobody expected. That a store is full shows in the errors of any library."""
+    if disk.is_full(cause):
+        return no_room(cause)
+    log.error("request failed: %s %s", scope["method"], scope["path"], exc_info=cause)
+    return ServiceError(
+        f"The server had an error while processing your request. The request ID is {request_id}."
+    )
 
 
 def _request_id(headers: Headers) -> str:

@@ -1,137 +1,172 @@
 """multipart/form-data read while it arrives: nothing is kept that the caller did not ask for."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
-from anyio import from_thread
+from anyio import CancelScope, CapacityLimiter, to_thread
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
-from core.errors import InvalidRequest, PayloadTooLarge
+from core.errors import InvalidRequest
 
-Kind = Literal["begin", "data", "end", "field", "value", "header_end", "headers_end", "form_end"]
-Event = tuple[Kind, bytes]
-
-
-@dataclass(frozen=True)
-class FormPart:
-    """One field of the form. Read `chunks` before the next part is asked for; the rest of them is skipped."""
-
-    name: str
-    filename: str | None
-    chunks: Iterator[bytes]
-
-    def text(self, most_bytes: int = 1024) -> str:
-        value = b""
-        for chunk in self.chunks:
-            value += chunk
-            if len(value) > most_bytes:
-                message = f"The form field '{self.name}' is longer than {most_bytes} bytes."
-                raise InvalidRequest(message, param=self.name)
-        return value.decode("utf-8", "replace")
+MOST_FIELDS = 16
+MOST_FIELD_BYTES = 1024
+# So much is collected before a thread writes it. Between two of these, an upload holds no thread.
+PIECE_BYTES = 256 << 10
 
 
-def form_of(request: Request) -> Iterator[FormPart]:
-    """The parts of a request's body, to be read in a thread of its own, where writing may take its time."""
-    body = request.stream()
+class FormPart(Protocol):
+    """Takes what one field of the form holds, as it arrives."""
 
-    def chunks() -> Iterator[bytes]:
-        # The next piece is fetched when this one is written, so a client is never faster than the store, and
-        # there is never more than a piece in memory.
-        while chunk := from_thread.run(anext, body, b""):
-            yield chunk
+    def write(self, data: bytes) -> None: ...
 
-    return read_form(request.headers.get("content-type", ""), chunks())
+    def end(self) -> None: ...
 
 
-def at_most(limit: int, part: FormPart) -> Iterator[bytes]:
-    """What the part holds; PayloadTooLarge as soon as that is more than `limit` bytes."""
-    received = 0
-    for chunk in part.chunks:
-        received += len(chunk)
-        if received > limit:
-            message = f"The {part.name} is larger than the maximum of {limit} bytes."
-            raise PayloadTooLarge(message, param=part.name)
-        yield chunk
+class Text:
+    """A field that is text, for `done` when all of it is there."""
+
+    def __init__(self, name: str, done: Callable[[str], None]) -> None:
+        self._name, self._done = name, done
+        self._value = bytearray()
+
+    def write(self, data: bytes) -> None:
+        self._value += data
+        if len(self._value) > MOST_FIELD_BYTES:
+            message = f"The form field '{self._name}' is longer than {MOST_FIELD_BYTES} bytes."
+            raise InvalidRequest(message, param=self._name)
+
+    def end(self) -> None:
+        self._done(self._value.decode("utf-8", "replace"))
 
 
-def read_form(content_type: str, chunks: Iterable[bytes]) -> Iterator[FormPart]:
-    """The parts of a body in their order.
+class FormReader:
+    """A form that arrives in pieces.
+
+    Args:
+        begin: called with the name and the file name of each field; what it returns gets the field.
 
     Raises:
-        InvalidRequest: it is not a form, or ends before the form does.
+        InvalidRequest: it is not a form.
     """
-    media_type, options = parse_options_header(content_type)
-    if media_type != b"multipart/form-data" or not options.get(b"boundary"):
-        raise InvalidRequest("Send the file as multipart/form-data.", code="invalid_content_type")
-    events = _events(options[b"boundary"], chunks)
-    headers: dict[bytes, bytes] = {}
-    field = value = b""
-    for kind, data in events:
-        if kind == "begin":
-            headers = {}
-        elif kind == "field":
-            field += data
-        elif kind == "value":
-            value += data
-        elif kind == "header_end":
-            headers[field.lower()] = value
-            field = value = b""
-        elif kind == "headers_end":
-            part = _part(headers, _data(events))
-            yield part
-            for _ in part.chunks:
-                pass
-        elif kind == "form_end":
-            return
+
+    def __init__(self, content_type: str, begin: Callable[[str, str | None], FormPart]) -> None:
+        media_type, options = parse_options_header(content_type)
+        if media_type != b"multipart/form-data" or not options.get(b"boundary"):
+            raise InvalidRequest("Send the file as multipart/form-data.", code="invalid_content_type")
+        self._begin = begin
+        self._part: FormPart | None = None
+        self._fields = 0
+        self._headers: dict[bytes, bytes] = {}
+        self._name = self._value = b""
+        self._ended = False
+        with _readable():
+            self._parser = MultipartParser(
+                options[b"boundary"],
+                {
+                    "on_part_begin": self._on_part_begin,
+                    "on_header_field": self._on_header_field,
+                    "on_header_value": self._on_header_value,
+                    "on_header_end": self._on_header_end,
+                    "on_headers_finished": self._on_headers_finished,
+                    "on_part_data": self._on_part_data,
+                    "on_part_end": self._on_part_end,
+                    "on_end": self._on_end,
+                },
+            )
+
+    def feed(self, data: bytes) -> None:
+        """Read the next piece.
+
+        Raises:
+            InvalidRequest: it is no form, or has too many fields. What a field raises goes through.
+        """
+        if not self._ended:
+            with _readable():
+                self._parser.write(data)
+
+    def close(self) -> None:
+        """InvalidRequest unless the form has ended."""
+        if not self._ended:
+            raise InvalidRequest("The request ended in the middle of the form.", code="invalid_form")
+
+    def _on_part_begin(self) -> None:
+        self._headers = {}
+        self._fields += 1
+        if self._fields > MOST_FIELDS:
+            raise InvalidRequest("The form has too many fields.", code="invalid_form")
+
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _on_header_end(self) -> None:
+        self._headers[self._name.lower()] = self._value
+        self._name = self._value = b""
+
+    def _on_headers_finished(self) -> None:
+        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        if b"name" not in options:
+            raise InvalidRequest("A part of the form has no name.", code="invalid_form")
+        filename = options.get(b"filename")
+        name = options[b"name"].decode("utf-8", "replace")
+        self._part = self._begin(name, None if filename is None else filename.decode("utf-8", "replace"))
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        assert self._part is not None
+        self._part.write(data[start:end])
+
+    def _on_part_end(self) -> None:
+        assert self._part is not None
+        self._part.end()
+
+    def _on_end(self) -> None:
+        self._ended = True
 
 
-def _part(headers: dict[bytes, bytes], chunks: Iterator[bytes]) -> FormPart:
-    _, options = parse_options_header(headers.get(b"content-disposition", b""))
-    if b"name" not in options:
-        raise InvalidRequest("A part of the form has no name.", code="invalid_form")
-    filename = options.get(b"filename")
-    name = options[b"name"].decode("utf-8", "replace")
-    return FormPart(name, None if filename is None else filename.decode("utf-8", "replace"), chunks)
+class FormReceiver(Protocol):
+    """What becomes of a form."""
+
+    def begin(self, name: str, filename: str | None) -> FormPart: ...
+
+    def abort(self) -> None:
+        """Leave nothing behind. Also called at the end, then without effect."""
 
 
-def _data(events: Iterator[Event]) -> Iterator[bytes]:
-    for kind, data in events:
-        if kind == "end":
-            return
-        yield data
+Made = TypeVar("Made")
 
 
-def _events(boundary: bytes, chunks: Iterable[bytes]) -> Iterator[Event]:
-    """The parser calls back; this turns its calls into a sequence that can be waited for."""
-    found: list[Event] = []
+async def receive(
+    request: Request, to: FormReceiver, finish: Callable[[], Made], threads: CapacityLimiter
+) -> Made:
+    """What `finish` makes of the request's form. A thread is held while something is written, and not in between.
 
-    def note(kind: Kind) -> None:
-        found.append((kind, b""))
-
-    def keep(kind: Kind, data: bytes, start: int, end: int) -> None:
-        found.append((kind, data[start:end]))
-
+    The next piece is read from the client when this one is written: a client is never faster than the store, and
+    there is never more than a piece in memory.
+    """
+    form = FormReader(request.headers.get("content-type", ""), to.begin)
+    piece = bytearray()
     try:
-        parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": lambda: note("begin"),
-                "on_header_field": lambda data, start, end: keep("field", data, start, end),
-                "on_header_value": lambda data, start, end: keep("value", data, start, end),
-                "on_header_end": lambda: note("header_end"),
-                "on_headers_finished": lambda: note("headers_end"),
-                "on_part_data": lambda data, start, end: keep("data", data, start, end),
-                "on_part_end": lambda: note("end"),
-                "on_end": lambda: note("form_end"),
-            },
-        )
-        for chunk in chunks:
-            parser.write(chunk)
-            yield from found
-            found.clear()
+        async for chunk in request.stream():
+            piece += chunk
+            if len(piece) >= PIECE_BYTES:
+                await to_thread.run_sync(form.feed, bytes(piece), limiter=threads)
+                piece.clear()
+        await to_thread.run_sync(form.feed, bytes(piece), limiter=threads)
+        form.close()
+        return await to_thread.run_sync(finish, limiter=threads)
+    finally:
+        with CancelScope(shield=True):
+            await to_thread.run_sync(to.abort, limiter=threads)
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
     except FormParserError as problem:
         raise InvalidRequest(f"The form cannot be read: {problem}", code="invalid_form") from None
-    raise InvalidRequest("The request ended in the middle of the form.", code="invalid_form")

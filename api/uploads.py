@@ -1,7 +1,6 @@
 """/v1/uploads: files too large for one request, in parts that may arrive in parallel."""
 
 import logging
-from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Literal
 
@@ -13,7 +12,7 @@ from pydantic import BaseModel, Field
 from api.deps import CurrentActor, CurrentProject, Parts, Service, Uow
 from api.files import ExpiresAfter, FileName, FileOut, Purpose, last_segment
 from api.idempotency import Once
-from api.multipart import FormPart, at_most, form_of
+from api.multipart import FormPart, receive
 from api.wire import Body
 from core import tenants, uploads
 from core.audit import Actor
@@ -102,6 +101,7 @@ def create_upload(
             size=body.bytes,
             file_expires_after=body.expires_after.seconds if body.expires_after else None,
             limits=tenants.limits(project, service.settings.default_limits),
+            most_pending=service.settings.pending_uploads_per_project,
         )
         work.session.flush()  # gives it its id and its times
         return UploadOut.of(upload)
@@ -117,8 +117,45 @@ async def add_upload_part(
     upload_id: str, request: Request, project: CurrentProject, service: Parts
 ) -> PartOut:
     """Add a part of at most 64 MB. Parts may be sent in any order and at the same time."""
-    add = partial(_add_part, service, project.id, upload_id, form_of(request))
-    return PartOut.of(await to_thread.run_sync(add, limiter=service.upload_threads))
+    limits = tenants.limits(project, service.settings.default_limits)
+    open_part = partial(
+        uploads.PartWriter, service.database, service.blobs, project.id, upload_id, limits=limits
+    )
+    async with service.admission.uploads.admitted(project.id):
+        arriving = Arriving(await to_thread.run_sync(open_part, limiter=service.upload_threads))
+        return await receive(request, arriving, arriving.finish, service.upload_threads)
+
+
+class Arriving:
+    """A form with nothing but `data`, which is the part."""
+
+    def __init__(self, part: uploads.PartWriter) -> None:
+        self._part = part
+        self._begun = False
+
+    def begin(self, name: str, filename: str | None) -> FormPart:
+        if name != "data":
+            raise InvalidRequest(f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
+        if self._begun:
+            raise InvalidRequest("Send one part at a time.", param="data")
+        self._begun = True
+        return self
+
+    def write(self, data: bytes) -> None:
+        self._part.write(data)
+
+    def end(self) -> None:
+        pass
+
+    def finish(self) -> PartOut:
+        if not self._begun:
+            raise InvalidRequest(
+                "Missing required parameter: 'data'.", param="data", code="missing_required_parameter"
+            )
+        return PartOut.of(self._part.commit())
+
+    def abort(self) -> None:
+        self._part.abort()
 
 
 @router.post("/{upload_id}/complete")
@@ -127,7 +164,8 @@ async def complete_upload(
 ) -> UploadOut:
     """Put the parts together, in the order of `part_ids`, into a file."""
     complete = partial(_complete, service, project, actor, upload_id, body)
-    return await to_thread.run_sync(complete, limiter=service.upload_threads)
+    async with service.admission.uploads.admitted(project.id):
+        return await to_thread.run_sync(complete, limiter=service.upload_threads)
 
 
 @router.post("/{upload_id}/cancel")
@@ -137,21 +175,6 @@ def cancel_upload(upload_id: str, project: CurrentProject, service: Parts, uow: 
         upload = uploads.cancel(work, project.id, upload_id)
     _discard_parts(service, upload_id)
     return UploadOut.of(upload)
-
-
-def _add_part(service: Service, project_id: str, upload_id: str, form: Iterator[FormPart]) -> UploadPart:
-    with service.database.read() as session:  # before 64 MB arrive for nothing
-        uploads.check_open(uploads.get(session, project_id, upload_id))
-    for part in form:
-        if part.name != "data":
-            raise InvalidRequest(
-                f"Unknown parameter: '{part.name}'.", param=part.name, code="unknown_parameter"
-            )
-        chunks = at_most(uploads.MOST_PART_BYTES, part)
-        return uploads.add_part(service.database, service.blobs, project_id, upload_id, chunks)
-    raise InvalidRequest(
-        "Missing required parameter: 'data'.", param="data", code="missing_required_parameter"
-    )
 
 
 def _complete(

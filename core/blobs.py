@@ -94,12 +94,38 @@ class BlobCorrupt(Exception):
     """The bytes do not have the sha256 they were stored with, or were replaced while they were read."""
 
 
+class BlobWriter(Protocol):
+    """A blob on its way into a store. It may be handed from thread to thread, and is not for two at once."""
+
+    def write(self, data: bytes) -> None:
+        """Append. Nothing is visible under the key yet."""
+        ...
+
+    def commit(self) -> BlobInfo:
+        """Make the blob visible: all of it, under its key."""
+        ...
+
+    def abort(self) -> None:
+        """Leave nothing behind; after `commit`, and a second time, without effect."""
+        ...
+
+
 class BlobStore(Protocol):
     """Bytes by key. The bodies given here follow from the others; inherit them, or do better."""
 
+    def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
+        """For bytes that arrive bit by bit, where no thread should wait for the next of them."""
+        ...
+
     def put_stream(self, key: str, chunks: Iterable[bytes], *, if_absent: bool = False) -> BlobInfo:
         """Store what `chunks` yields without ever holding all of it; an exception half way stores nothing."""
-        ...
+        writer = self.writer(key, if_absent=if_absent)
+        try:
+            for chunk in chunks:
+                writer.write(chunk)
+            return writer.commit()
+        finally:
+            writer.abort()
 
     def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
         """The bytes in chunks of `chunk_size`. BlobNotFound comes at once, not with the first next()."""
@@ -183,16 +209,8 @@ class FolderBlobs(BlobStore):
         self._objects = root / "objects"
         self._temp = root / "tmp"
 
-    def put_stream(self, key: str, chunks: Iterable[bytes], *, if_absent: bool = False) -> BlobInfo:
-        target = self._path(key)
-        meter = _Meter()
-        with _temporary(self._temp) as temp:
-            _write(temp, meter.over(chunks))
-            try:
-                _publish(temp, target, if_absent=if_absent)
-            except _Taken:
-                raise BlobExists(key) from None
-        return meter.info(key)
+    def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
+        return _FileWriter(key, self._path(key), self._temp, if_absent)
 
     def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
         return _file_chunks(self._opened(key), chunk_size)
@@ -277,17 +295,8 @@ class S3Blobs(BlobStore):
         self._conditional: bool | None = None  # not tried yet
         self._trying = threading.Lock()
 
-    def put_stream(self, key: str, chunks: Iterable[bytes], *, if_absent: bool = False) -> BlobInfo:
-        where = self._where(key)
-        condition = self._condition(key) if if_absent else {}
-        meter = _Meter()
-        parts = _parts(meter.over(chunks), PART_BYTES)
-        first, second = next(parts), next(parts, None)
-        if second is None:
-            self._put_whole(where, first, meter.info(key), condition)
-        else:
-            self._put_parts(where, key, itertools.chain([first, second], parts), condition)
-        return meter.info(key)
+    def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
+        return _S3Writer(self, key, self._condition(key) if if_absent else {})
 
     def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
         """As BlobStore promises. A connection that breaks half way is taken up again where it broke.
@@ -359,33 +368,6 @@ class S3Blobs(BlobStore):
             if not (_code(error) in _TAKEN and self._is_ours(where, mark)):
                 with self._named(info.key):
                     raise
-
-    def _put_parts(
-        self, where: dict[str, str], key: str, parts: Iterable[bytes], condition: dict[str, str]
-    ) -> None:
-        mark = secrets.token_hex(8)
-        algorithm = {"ChecksumAlgorithm": "SHA256"} if self._checksums else {}
-        begun = self._client.create_multipart_upload(**where, Metadata={"put": mark}, **algorithm)
-        upload = where | {"UploadId": begun["UploadId"]}
-        try:
-            done = []
-            for number, part in enumerate(parts, start=1):
-                sent = self._client.upload_part(
-                    **upload, PartNumber=number, Body=part, **self._checksum(part)
-                )
-                # Checksums that went with a part must be repeated at the end, or S3 may refuse.
-                checksums = {name: value for name, value in sent.items() if name in _PART_CHECKSUMS}
-                done.append({"PartNumber": number, "ETag": sent["ETag"], **checksums})
-            self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": done}, **condition)
-        except BaseException as error:
-            ended = isinstance(error, self._client.exceptions.ClientError) and _code(error) in _ENDED
-            if ended and self._is_ours(where, mark):
-                return
-            # The caller must see what went wrong first; the sweep and the bucket's lifecycle rule are the next nets.
-            with contextlib.suppress(Exception):
-                self._client.abort_multipart_upload(**upload)
-            with self._named(key):
-                raise
 
     def _is_ours(self, where: dict[str, str], mark: str) -> bool:
         """Did we write what is there? A request whose answer got lost is sent again, and then meets itself."""
@@ -492,6 +474,103 @@ class S3Blobs(BlobStore):
             raise
 
 
+class _FileWriter(BlobWriter):
+    """Writes a temporary file, and gives it its name at the end."""
+
+    def __init__(self, key: str, target: Path, folder: Path, if_absent: bool) -> None:
+        self._key, self._target, self._if_absent = key, target, if_absent
+        self._meter = _Meter()
+        _make_folder(folder)
+        handle, name = tempfile.mkstemp(dir=folder, prefix=_UNFINISHED)
+        self._temp = Path(name)
+        self._file = os.fdopen(handle, "wb")
+
+    def write(self, data: bytes) -> None:
+        self._meter.add(data)
+        self._file.write(data)
+
+    def commit(self) -> BlobInfo:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        try:
+            _publish(self._temp, self._target, if_absent=self._if_absent)
+        except _Taken:
+            raise BlobExists(self._key) from None
+        return self._meter.info(self._key)
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):  # closing writes what is left, for which there may be no room
+            self._file.close()
+        self._temp.unlink(missing_ok=True)
+
+
+class _S3Writer(BlobWriter):
+    """Sends a part whenever one is full; what fits into one goes as a whole."""
+
+    def __init__(self, store: S3Blobs, key: str, condition: dict[str, str]) -> None:
+        self._store, self._key, self._condition = store, key, condition
+        self._where = store._where(key)
+        self._meter, self._buffer = _Meter(), bytearray()
+        self._mark = secrets.token_hex(8)
+        self._upload: dict[str, str] | None = None
+        self._done: list[dict[str, Any]] = []
+
+    def write(self, data: bytes) -> None:
+        self._meter.add(data)
+        self._buffer += data
+        while len(self._buffer) > PART_BYTES:  # the last part is sent by `commit`, and is never empty
+            with self._named():
+                self._send(bytes(self._buffer[:PART_BYTES]))
+            del self._buffer[:PART_BYTES]
+
+    def commit(self) -> BlobInfo:
+        info = self._meter.info(self._key)
+        if self._upload is None:
+            self._store._put_whole(self._where, bytes(self._buffer), info, self._condition)
+            return info
+        with self._named():
+            self._send(bytes(self._buffer))
+            self._store._client.complete_multipart_upload(
+                **self._upload, MultipartUpload={"Parts": self._done}, **self._condition
+            )
+        self._upload = None
+        return info
+
+    def abort(self) -> None:
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            # The caller must see what went wrong first; the sweep and the bucket's lifecycle rule are the next nets.
+            with contextlib.suppress(Exception):
+                self._store._client.abort_multipart_upload(**upload)
+
+    def _send(self, part: bytes) -> None:
+        client = self._store._client
+        if self._upload is None:
+            algorithm = {"ChecksumAlgorithm": "SHA256"} if self._store._checksums else {}
+            metadata = {"put": self._mark}
+            begun = client.create_multipart_upload(**self._where, Metadata=metadata, **algorithm)
+            self._upload = self._where | {"UploadId": begun["UploadId"]}
+        number = len(self._done) + 1
+        sent = client.upload_part(**self._upload, PartNumber=number, Body=part, **self._store._checksum(part))
+        # Checksums that went with a part must be repeated at the end, or S3 may refuse.
+        checksums = {name: value for name, value in sent.items() if name in _PART_CHECKSUMS}
+        self._done.append({"PartNumber": number, "ETag": sent["ETag"], **checksums})
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """S3's answers by our names; that an upload has ended is fine where it was us who ended it."""
+        try:
+            with self._store._named(self._key):
+                yield
+        except Exception as error:
+            kind = self._store._client.exceptions.ClientError
+            cause = error if isinstance(error, kind) else error.__cause__
+            ended = isinstance(cause, kind) and _code(cause) in _ENDED
+            if not (ended and self._store._is_ours(self._where, self._mark)):
+                raise
+
+
 def open_blobs(
     url: str,
     *,
@@ -575,10 +654,13 @@ class _Meter:
         self._size = 0
         self._sha256 = hashlib.sha256()
 
+    def add(self, chunk: bytes) -> None:
+        self._size += len(chunk)
+        self._sha256.update(chunk)
+
     def over(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
         for chunk in chunks:
-            self._size += len(chunk)
-            self._sha256.update(chunk)
+            self.add(chunk)
             yield chunk
 
     def info(self, key: str) -> BlobInfo:
@@ -607,20 +689,6 @@ def _check_folder(prefix: str) -> None:
     if not prefix.endswith("/"):
         raise ValueError(f"{prefix!r} must end in '/' to say where the deletion stops")
     _check_prefix(prefix)
-
-
-def _parts(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """Cut a stream into parts of `size` bytes and a last, shorter one; an empty stream is one empty part."""
-    buffer = bytearray()
-    empty = True
-    for chunk in chunks:
-        buffer += chunk
-        while len(buffer) >= size:
-            yield bytes(buffer[:size])
-            del buffer[:size]
-            empty = False
-    if buffer or empty:
-        yield bytes(buffer)
 
 
 def _file_chunks(file: BinaryIO, size: int) -> Iterator[bytes]:

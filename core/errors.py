@@ -24,6 +24,7 @@ ServiceError                    500 server_error
 ├── RateLimited                 429: asking again a little later does
 ├── TooManyAtOnce               429: as many of its kind as may run and wait do so already
 ├── Unavailable                 503: something the service stands on is away
+├── InsufficientStorage         507: the database or the blob store is full
 ├── GraderEnvironmentMissing    503: the operator has not built the environment of python graders
 └── NotReady                    503: come back, after as many seconds as it says
 """
@@ -214,6 +215,17 @@ class TooManyAtOnce(ServiceError):
 class Unavailable(ServiceError):
     status_code, code = 503, "unavailable"
     headers = {"retry-after": "2"}
+
+
+class InsufficientStorage(ServiceError):
+    status_code, code = 507, "insufficient_storage"
+    headers = {"x-should-retry": "false"}  # until somebody has made room
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The service has no room left to store this: the disk of its database or of its files is full. "
+            "Tell its operator; nothing was stored."
+        )
 
 
 class GraderEnvironmentMissing(ServiceError):

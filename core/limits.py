@@ -30,3 +30,5 @@ class Limits(BaseModel):
 
 
 NO_LIMITS = Limits()
+# Where the operator says nothing: far above what a team's scripts need, and below what one process can serve.
+DEFAULT_LIMITS = Limits(requests_per_minute=6000)

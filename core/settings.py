@@ -5,11 +5,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from core.limits import NO_LIMITS, Limits
+from core.limits import DEFAULT_LIMITS, Limits
 from core.monitors import Thresholds
 
 Checksums = Literal["when_supported", "when_required"]
@@ -83,10 +83,15 @@ class Settings(BaseSettings):
     # Where Prometheus reads (docs/observability.md), without a key, so not the API's port; 0: nowhere.
     metrics_port: int = Field(default=0, ge=0, le=65535)
     max_upload_bytes: int = 512 * 1024 * 1024
+    # With less room than this on the disk of the SQLite database or of the blob folder, /readyz is 503; 0: never.
+    min_free_bytes: int = Field(default=256 << 20, ge=0)
+    # A client that sends a request's body more slowly than this, on average over 30 s, gets 408; 0: any speed.
+    min_upload_bytes_per_second: int = Field(default=1000, ge=0)
     # A file that arrives in parts (docs/storage.md).
     max_multipart_bytes: int = Field(default=8 << 30, ge=1, le=8 << 30)
-    # What a project may use at most where it has no limit of its own, as JSON: {"running_jobs": 2}.
-    default_limits: Limits = NO_LIMITS
+    # What a project may use at most where it has no limit of its own, as JSON: {"running_jobs": 2}. A limit on requests
+    # stays unless it is named: {"requests_per_minute": null}.
+    default_limits: Limits = DEFAULT_LIMITS
     # How many long requests of one project an API process serves at once, and how many more may wait for their turn;
     # beyond that they get 429 (docs/tenants.md).
     grader_runs_per_project: int = Field(default=8, ge=1)
@@ -94,6 +99,8 @@ class Settings(BaseSettings):
     uploads_per_project: int = Field(default=8, ge=1)
     uploads_waiting_per_project: int = Field(default=64, ge=0)
     streams_per_project: int = Field(default=100, ge=1)
+    # Uploads in parts that are neither completed nor cancelled nor expired.
+    pending_uploads_per_project: int = Field(default=100, ge=1)
 
     # After how many days a finished job's rollouts and unnamed checkpoints, and files, are deleted (docs/storage.md).
     keep_rollouts_days: float | None = Field(default=None, gt=0)
@@ -154,6 +161,11 @@ class Settings(BaseSettings):
     # in money. An ISO 4217 code.
     price_per_gpu_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$")
+
+    @field_validator("default_limits", mode="before")
+    @classmethod
+    def _beside_the_default(cls, given: Any) -> Any:
+        return DEFAULT_LIMITS.given() | given if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _has_a_key_for_inference(self) -> Self:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, case, func, select
 from sqlalchemy.orm import Session
 
 from core import jobs
 from core.db import Work
 from core.errors import InvalidRequest, OrganizationNotFound, ProjectNotFound, QuotaExceeded
 from core.limits import Limits
-from core.models import File, Job, Organization, Project, ProjectUsage, Upload, now
+from core.models import File, Job, Organization, Project, ProjectUsage, Upload, UploadPart, now
 from core.waiting import RUNNING, WAITING
 
 DAY = 86400
@@ -184,6 +184,19 @@ def refuse_file_beyond(session: Session, project_id: str, limits: Limits, size: 
         free_storage(session, project_id, limits, needed=size)
 
 
+def refuse_upload_beyond(session: Session, project_id: str, most: int) -> None:
+    """Call it before an upload in parts is announced, in that transaction.
+
+    Raises:
+        QuotaExceeded: the project has `most` uploads that are neither completed nor cancelled nor expired.
+    """
+    _lock(session, project_id)
+    pending = session.scalars(select(func.count()).select_from(Upload).where(*_pending(project_id))).one()
+    if pending >= most:
+        so = "complete or cancel some; each expires an hour after its creation"
+        raise QuotaExceeded("pending_uploads", used=pending, maximum=most, so=so)
+
+
 # Usage.
 
 
@@ -209,12 +222,27 @@ def in_use(session: Session, project_id: str) -> dict[str, Any]:
 
 
 def stored_bytes(session: Session, project_id: str) -> int:
-    """Of all its files that are not deleted, results too, and what uploads that may still be completed announced."""
+    """Of all its files that are not deleted, results too, and of its uploads in parts.
+
+    A pending upload counts as what it announced, or as what it has received if that is more; one that was cancelled or
+    has expired, as what it has received until that is deleted.
+    """
     files = select(func.sum(File.bytes)).where(File.project_id == project_id, File.deleted_at.is_(None))
-    coming = select(func.sum(Upload.bytes)).where(
-        Upload.project_id == project_id, Upload.status == "pending", Upload.expires_at > now()
+    received = select(func.coalesce(func.sum(UploadPart.bytes), 0)).where(UploadPart.upload_id == Upload.id)
+    arrived = received.scalar_subquery()
+    open_ = (Upload.status == "pending") & (Upload.expires_at > now())
+    uploads = (
+        select(case((open_ & (Upload.bytes > arrived), Upload.bytes), else_=arrived).label("bytes"))
+        # The parts of a completed one are in its file, and deleted at once.
+        .where(Upload.project_id == project_id, Upload.status != "completed")
+        .where(open_ | select(UploadPart.seq).where(UploadPart.upload_id == Upload.id).exists())
+        .subquery()
     )
-    return sum(int(session.scalar(one) or 0) for one in (files, coming))
+    return sum(int(session.scalar(one) or 0) for one in (files, select(func.sum(uploads.c.bytes))))
+
+
+def _pending(project_id: str) -> tuple[ColumnElement[bool], ...]:
+    return Upload.project_id == project_id, Upload.status == "pending", Upload.expires_at > now()
 
 
 def _jobs(session: Session, project_id: str, statuses: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ after the commit, and by the reconciler if the process dies before that.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from sqlalchemy import Select, delete, func, select, update
 from sqlalchemy.orm import Session
@@ -20,7 +20,7 @@ from core import files, tenants
 from core.audit import OPERATOR, Actor
 from core.blobs import BlobCorrupt, BlobNotFound, BlobStore
 from core.db import Database, Work
-from core.errors import InvalidRequest, UploadNotFound
+from core.errors import InvalidRequest, PayloadTooLarge, UploadNotFound
 from core.ids import new_id
 from core.limits import NO_LIMITS, Limits
 from core.models import File, Upload, UploadPart, now
@@ -30,6 +30,7 @@ LIFETIME = 3600
 COMPLETION_SECONDS = 1800
 MOST_PART_BYTES = 64 << 20
 MOST_PARTS = 10_000
+MOST_PENDING = 100  # of one project
 
 
 def create(
@@ -42,12 +43,14 @@ def create(
     size: int,
     file_expires_after: int | None,
     limits: Limits = NO_LIMITS,
+    most_pending: int = MOST_PENDING,
 ) -> Upload:
     """A pending upload that will have `size` bytes in all; its file lives for `file_expires_after` seconds.
 
     Raises:
-        QuotaExceeded: there would be no room for it.
+        QuotaExceeded: there would be no room for it, or the project has `most_pending` of them already.
     """
+    tenants.refuse_upload_beyond(work.session, project_id, most_pending)
     tenants.refuse_file_beyond(work.session, project_id, limits, size)
     created_at = now()
     upload = Upload(
@@ -71,31 +74,77 @@ def get(session: Session, project_id: str, upload_id: str) -> Upload:
     return _found(session.scalar(_the(project_id, upload_id)), upload_id)
 
 
-def add_part(
-    database: Database, blobs: BlobStore, project_id: str, upload_id: str, chunks: Iterable[bytes]
-) -> UploadPart:
-    """Store one part while it arrives. Any number may arrive at the same time.
+class PartWriter:
+    """One part on its way, stored as it arrives. Any number may arrive at the same time.
 
     Raises:
         UploadNotFound: the project has no such upload.
-        InvalidRequest: the part is empty, or the upload takes no more.
+        InvalidRequest: the upload takes no more.
     """
-    part_id = new_id("part_")
-    blob_key = f"projects/{project_id}/uploads/{upload_id}/{part_id}"
-    try:
-        size = blobs.put_stream(blob_key, chunks).size
-        if size == 0:
-            raise InvalidRequest("The part is empty.", param="data")
-        with database.write() as session:
-            upload = _locked(session, project_id, upload_id)  # it may have ended while the part arrived
+
+    def __init__(
+        self,
+        database: Database,
+        blobs: BlobStore,
+        project_id: str,
+        upload_id: str,
+        *,
+        limits: Limits = NO_LIMITS,
+    ) -> None:
+        with database.read() as session:  # before 64 MB arrive for nothing
+            upload = get(session, project_id, upload_id)
             check_open(upload)
-            _check_room(session, upload, size)
-            part = UploadPart(id=part_id, upload_id=upload_id, bytes=size, blob_key=blob_key)
+        self._database, self._blobs, self._limits = database, blobs, limits
+        self._project_id, self._upload_id, self._announced = project_id, upload_id, upload.bytes
+        self._id = new_id("part_")
+        self._blob_key = f"projects/{project_id}/uploads/{upload_id}/{self._id}"
+        self._writer = blobs.writer(self._blob_key)
+        self._received = 0
+        self._kept = False
+
+    def write(self, data: bytes) -> None:
+        """Append.
+
+        Raises:
+            PayloadTooLarge: a part has no more than MOST_PART_BYTES.
+            InvalidRequest: it is larger than the whole upload was announced to be.
+        """
+        self._received += len(data)
+        if self._received > MOST_PART_BYTES:
+            message = f"The data is larger than the maximum of {MOST_PART_BYTES} bytes."
+            raise PayloadTooLarge(message, param="data")
+        if self._received > self._announced:
+            message = f"The upload was announced with {self._announced} bytes, and this part has more."
+            raise InvalidRequest(message, param="data")
+        self._writer.write(data)
+
+    def commit(self) -> UploadPart:
+        """The part, which belongs to the upload from now on.
+
+        Raises:
+            InvalidRequest: it is empty, or the upload takes no more.
+            QuotaExceeded: the upload has received more than it announced, for which there is no room.
+        """
+        if self._received == 0:
+            raise InvalidRequest("The part is empty.", param="data")
+        size = self._writer.commit().size
+        with self._database.write() as session:
+            # It may have ended while the part arrived.
+            upload = _locked(session, self._project_id, self._upload_id)
+            check_open(upload)
+            beyond = _beyond_announced(session, upload, size)
+            if beyond:
+                tenants.refuse_file_beyond(session, self._project_id, self._limits, beyond)
+            part = UploadPart(id=self._id, upload_id=upload.id, bytes=size, blob_key=self._blob_key)
             session.add(part)
-    except BaseException:
-        blobs.delete(blob_key)
-        raise
-    return part
+        self._kept = True
+        return part
+
+    def abort(self) -> None:
+        """Leave nothing behind; after `commit` without effect."""
+        if not self._kept:
+            self._writer.abort()
+            self._blobs.delete(self._blob_key)
 
 
 def check_open(upload: Upload) -> None:
@@ -239,17 +288,22 @@ def _file(session: Session, upload: Upload) -> File | None:
     return session.scalar(select(File).where(File.id == upload.file_id, File.deleted_at.is_(None)))
 
 
-def _check_room(session: Session, upload: Upload, size: int) -> None:
-    """A part that is sent again after a lost answer is there twice. But there is an end to it."""
+def _beyond_announced(session: Session, upload: Upload, size: int) -> int:
+    """By how many bytes one more part takes the upload further beyond what it announced.
+
+    A part that is sent again after a lost answer is there twice, so all of them may be: but no more than that.
+    """
     sums = select(func.count(), func.coalesce(func.sum(UploadPart.bytes), 0))
     count, total = session.execute(sums.where(UploadPart.upload_id == upload.id)).one()
     if count >= MOST_PARTS:
         raise InvalidRequest(f"The upload has {MOST_PARTS} parts already. Use larger ones.", param="data")
-    if total + size > 2 * upload.bytes + MOST_PART_BYTES:
+    total = int(total)
+    if total + size > 2 * upload.bytes:
         raise InvalidRequest(
             f"The upload was announced with {upload.bytes} bytes, and has received {total} already.",
             param="data",
         )
+    return max(0, total + size - max(upload.bytes, total))
 
 
 def _chosen(session: Session, upload: Upload, part_ids: Sequence[str]) -> list[UploadPart]:

@@ -1,13 +1,17 @@
+import errno
 import re
 import sqlite3
 from dataclasses import replace
 
+import psycopg.errors
 import pytest
+from botocore.exceptions import ClientError
 from fastapi import APIRouter
 from sqlalchemy.exc import OperationalError
 
 from api.app import MOST_JSON_BYTES
-from core import logs
+from core import disk, logs
+from core.blobs import FolderBlobs
 from core.db import Database
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -163,3 +167,77 @@ def test_a_database_that_is_away_is_a_503_that_clients_ask_again(house, api):
     assert answer.headers["retry-after"] == "2"
     assert answer.json()["error"]["code"] == "unavailable"
     assert "database" in answer.json()["error"]["message"]
+
+
+class FullFolder(FolderBlobs):
+    """Has room for the beginning of a blob."""
+
+    def writer(self, key, *, if_absent=False):
+        writer = super().writer(key)
+
+        def write(data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        writer.write = write
+        return writer
+
+
+def answers_of(error: Exception):
+    class Full:
+        def read(self):
+            raise error
+
+        write = read
+
+    return Full()
+
+
+FULL = {
+    "sqlite": OperationalError("insert", {}, sqlite3.OperationalError("database or disk is full")),
+    "postgresql": OperationalError("insert", {}, psycopg.errors.DiskFull("could not extend file")),
+    "folder": OSError(errno.ENOSPC, "No space left on device"),
+    "quota": OSError(errno.EDQUOT, "Disk quota exceeded"),
+    "s3": ClientError({"Error": {"Code": "XMinioStorageFull"}}, "PutObject"),
+    "s3 by its status": ClientError({"ResponseMetadata": {"HTTPStatusCode": 507}}, "PutObject"),
+}
+
+
+@pytest.mark.parametrize("full", FULL.values(), ids=FULL.keys())
+def test_a_store_without_room_is_507_whichever_it_is(house, api, full):
+    counted = disk.REFUSALS._value.get()
+    house.app.state.service = replace(house.app.state.service, database=answers_of(full))
+
+    answer = api.get(JOBS)
+
+    assert envelope(answer, 507)["code"] == "insufficient_storage"
+    assert answer.headers["x-should-retry"] == "false"
+    assert disk.REFUSALS._value.get() == counted + 1
+
+
+@pytest.mark.parametrize(
+    "other", [OSError(errno.EACCES, "no"), ClientError({"Error": {"Code": "AccessDenied"}}, "PutObject")]
+)
+def test_another_error_of_a_store_is_none_of_room(house, api, other):
+    house.app.state.service = replace(house.app.state.service, database=answers_of(other))
+
+    assert envelope(api.get(JOBS), 500)["code"] == "internal_error"
+
+
+def test_a_file_for_which_the_folder_has_no_room_is_507_and_leaves_nothing(house, api):
+    full = FullFolder(house.folder / "blobs")
+    house.app.state.service = replace(house.app.state.service, blobs=full)
+
+    answer = api.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": b"x" * 300_000})
+
+    assert envelope(answer, 507)["code"] == "insufficient_storage"
+    assert [path for path in (house.folder / "blobs").rglob("*") if path.is_file()] == []
+    assert house.app.state.service.admission.uploads.taken == 0
+
+
+def test_a_service_whose_disk_is_nearly_full_is_alive_and_not_ready(house):
+    service = house.app.state.service
+    settings = service.settings.model_copy(update={"min_free_bytes": 1 << 60})
+    house.app.state.service = replace(service, settings=settings)
+
+    assert house.client().get("/healthz").status_code == 200
+    assert "The disk of the database has" in envelope(house.client().get("/readyz"), 503)["message"]

@@ -1,3 +1,4 @@
+import openai
 import pytest
 from sqlalchemy import update
 from starlette.testclient import TestClient
@@ -231,6 +232,19 @@ def test_files_can_be_listed_by_purpose(api, upload):
 
     assert api.get("/v1/files", params={"purpose": "fine-tune-results"}).json()["data"] == []
     assert len(api.get("/v1/files", params={"purpose": "fine-tune"}).json()["data"]) == 1
+
+
+def test_a_page_has_no_more_than_a_thousand_files_and_openais_client_reads_on(house, api, monkeypatch):
+    monkeypatch.setattr("api.files.MOST_FILES_A_PAGE", 2)
+    ids = [post(api).json()["id"] for _ in range(5)]
+
+    page = api.get("/v1/files", params={"limit": 10000}).json()
+    http = house.client()
+    client = openai.OpenAI(api_key=house.key, base_url="http://testserver/v1", http_client=http)
+
+    assert (len(page["data"]), page["has_more"]) == (2, True)
+    assert [file.id for file in client.files.list(limit=10000)] == ids[::-1]
+    http.close()
 
 
 @pytest.mark.parametrize(

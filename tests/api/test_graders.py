@@ -144,6 +144,25 @@ def test_a_malformed_request_is_a_400(api, body, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+def test_a_judge_that_fails_raises_the_contracts_flag_and_claims_no_score(house, api):
+    """The reward of a grader that failed is 0, as OpenAI has it. What it would have scored is nowhere."""
+    multi = {"type": "multi", "name": "m", "graders": {"j": LABEL, "a": GRADER}, "calculate_output": "j + a"}
+    with serving(
+        lambda path, asked: (404, {"error": {"message": "gone"}})
+    ) as url:  # 500 would be asked again
+        backends = Backends({"judge": JudgeModel(f"{url}/v1")})
+        house.app.state.service = replace(house.app.state.service, backends=backends)
+
+        answer = run(api, multi, item={"answer": "4"})
+
+    report = answer.json()
+    assert (answer.status_code, report["reward"]) == (200, 0.0)
+    assert report["metadata"]["errors"]["model_grader_server_error"] is True
+    assert report["metadata"]["errors"]["model_grader_server_error_details"]
+    assert report["metadata"]["scores"] == {"j": None, "a": 1.0}
+    assert report["sub_rewards"] == {"a": 1.0}
+
+
 @pytest.mark.parametrize(
     ("grader", "field", "wrong"),
     [

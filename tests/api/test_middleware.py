@@ -1,11 +1,12 @@
 import asyncio
+import json
 import re
 from typing import Any
 
 import pytest
 from starlette.responses import PlainTextResponse
 
-from api.middleware import BodyLimit
+from api.middleware import BodyLimit, Pace, TooSlow
 
 SCOPE = {
     "type": "http",
@@ -51,3 +52,87 @@ def test_what_is_still_coming_is_read_before_the_answer_but_not_without_end(most
 
 def test_a_client_that_has_gone_is_not_waited_for():
     assert pieces_read([BODY[0], {"type": "http.disconnect"}], 100) == 2
+
+
+class Drip:
+    """A client that takes its time, which is a number here."""
+
+    def __init__(self, *pieces: tuple[float, bytes]) -> None:
+        self.now, self.pieces = 0.0, iter(pieces)
+
+    def clock(self) -> float:
+        return self.now
+
+    async def receive(self):
+        seconds, body = next(self.pieces)
+        self.now += seconds
+        return {"type": "http.request", "body": body, "more_body": True}
+
+
+def kept_pace(client: Drip, pieces: int, pause: float = 0.0) -> int:
+    """How many pieces were taken before the client was found too slow."""
+    pace = Pace(100, 30.0, client.clock)
+
+    async def read() -> int:
+        for number in range(pieces):
+            try:
+                await pace.keep(client.receive)
+            except TooSlow:
+                return number
+            client.now += pause
+        return pieces
+
+    return asyncio.run(read())
+
+
+def test_a_body_may_take_any_time_if_it_keeps_coming():
+    assert kept_pace(Drip(*[(10.0, b"x" * 1000)] * 100), 100) == 100
+
+
+def test_a_body_that_comes_by_the_drop_is_refused_after_half_a_minute():
+    assert kept_pace(Drip(*[(1.0, b"x")] * 100), 100) == 29
+
+
+def test_a_fast_beginning_does_not_pay_for_a_slow_end():
+    assert kept_pace(Drip((1.0, b"x" * 1_000_000), (30.0, b""), *[(1.0, b"x")] * 100), 100) == 31
+
+
+def test_time_in_which_the_client_is_not_asked_is_not_its_own():
+    assert kept_pace(Drip(*[(1.0, b"x" * 200)] * 100), 100, pause=60.0) == 100
+
+
+def test_a_client_that_stops_in_the_middle_of_its_body_gets_408(house):
+    sent, cancelled = [], []
+
+    async def receive():
+        if cancelled:
+            return {"type": "http.disconnect"}
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(1)
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [
+        (b"authorization", f"Bearer {house.key}".encode()),
+        (b"content-type", b"multipart/form-data; boundary=b"),
+        (b"content-length", b"1000"),
+    ]
+    scope = SCOPE | {"headers": headers, "query_string": b"", "http_version": "1.1", "root_path": ""}
+    app = BodyLimit(
+        house.app,
+        most_bytes=10,
+        streamed=re.compile("/v1/files"),
+        most_drained=10,
+        least_rate=1000,
+        window_s=0.01,
+    )
+
+    asyncio.run(app(scope, receive, send))
+
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert json.loads(sent[1]["body"])["error"]["code"] == "request_timeout"
+    assert house.app.state.service.admission.uploads.taken == 0

@@ -84,8 +84,8 @@ def test_a_deleted_file_makes_room(house, api):
 def test_an_upload_that_says_how_large_it_is_is_refused_before_it_is_stored(house, api):
     house.limit(storage_bytes=100)
     stored = []
-    put = house.blobs.put_stream
-    house.blobs.put_stream = lambda *given: stored.append(given) or put(*given)
+    writer = house.blobs.writer
+    house.blobs.writer = lambda *given: stored.append(given) or writer(*given)
 
     quota_of(upload(api, b"x" * 200_000))
 
@@ -109,13 +109,16 @@ def test_an_upload_that_does_not_say_is_cut_off_where_the_room_ends(house, api):
         yield b"\r\n--b--\r\n"
 
     calls, stored = [], []
-    put = house.blobs.put_stream
+    writer = house.blobs.writer
 
-    def put_stream(key, chunks):
+    def watched(key):
         calls.append(key)
-        return put(key, (stored.append(len(one)) or one for one in chunks))
+        made = writer(key)
+        write = made.write
+        made.write = lambda data: stored.append(len(data)) or write(data)
+        return made
 
-    house.blobs.put_stream = put_stream
+    house.blobs.writer = watched
     headers = {"content-type": "multipart/form-data; boundary=b"}
     answer = api.post("/v1/files", content=body(), headers=headers)
 

@@ -2,16 +2,37 @@
 
 import logging
 import socket
+from dataclasses import replace
 
 import pytest
 
 from api.rates import LocalRates, RedisRates, duration, open_rates
+from core.limits import NO_LIMITS
+from core.settings import Settings
 from tests.api.conftest import Clock
 
 FILES = "/v1/files"
 
 
-def test_a_project_without_a_limit_hears_nothing_of_limits(api):
+def test_a_limit_is_on_by_default_and_far_away(api):
+    assert api.get(FILES).headers["x-ratelimit-limit-requests"] == "6000"
+
+
+def test_the_default_stays_beside_other_limits_until_it_is_named(monkeypatch):
+    def default(limits: str) -> int | None:
+        monkeypatch.setenv("REGRAFT_DEFAULT_LIMITS", limits)
+        return Settings().default_limits.requests_per_minute
+
+    assert default('{"running_jobs": 2}') == 6000
+    assert default('{"requests_per_minute": 60}') == 60
+    assert default('{"requests_per_minute": null}') is None
+
+
+def test_a_project_without_a_limit_hears_nothing_of_limits(house, api):
+    service = house.app.state.service
+    settings = service.settings.model_copy(update={"default_limits": NO_LIMITS})
+    house.app.state.service = replace(service, settings=settings)
+
     assert not [name for name in api.get(FILES).headers if name.startswith("x-ratelimit")]
 
 

@@ -14,7 +14,6 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from core import blobs
 from core.blobs import (
     BREAKS_IN_A_ROW,
     BlobCorrupt,
@@ -171,12 +170,30 @@ def test_a_stream_is_never_whole_in_memory(folder_store: FolderBlobs) -> None:
     assert peak < 32 * MIB
 
 
-def test_parts_are_cut_to_size_whatever_the_chunks() -> None:
-    chunks = [b"a", b"bcdefgh", b"", b"ij"]
+def test_a_blob_that_arrives_bit_by_bit_is_there_when_it_is_committed(store: BlobStore) -> None:
+    data = os.urandom(9 * MIB)
+    writer = store.writer("files/a")
+    for at in range(0, len(data), MIB):
+        writer.write(data[at : at + MIB])
+    assert list(store.list("")) == []
 
-    assert list(blobs._parts(chunks, 4)) == [b"abcd", b"efgh", b"ij"]
-    assert list(blobs._parts([b"abcd"], 4)) == [b"abcd"]
-    assert list(blobs._parts([], 4)) == [b""]
+    info = writer.commit()
+    writer.abort()  # too late
+
+    assert (info.size, info.sha256) == (len(data), sha256(data).hexdigest())
+    assert store.read("files/a") == data
+
+
+@pytest.mark.parametrize("size", [1, 9 * MIB])
+def test_a_blob_that_is_given_up_half_way_leaves_nothing(store: BlobStore, size: int) -> None:
+    writer = store.writer("files/a")
+    writer.write(b"x" * size)
+
+    writer.abort()
+    writer.abort()
+
+    assert list(store.list("")) == []
+    assert store.abort_stale_uploads(time.time() + 3600) == 0
 
 
 # What is not there

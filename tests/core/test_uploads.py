@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import select, update
 
-from core import uploads
+from core import tenants, uploads
 from core.blobs import FolderBlobs
 from core.db import Work
-from core.errors import InvalidRequest, UploadNotFound
+from core.errors import InvalidRequest, QuotaExceeded, UploadNotFound
+from core.limits import Limits
 from core.models import File, Upload, UploadPart
 from tests import factories
 
@@ -38,8 +39,14 @@ class House:
             asked |= {"file_expires_after": None} | fields
             return uploads.create(Work(session), self.project.id, size=size, **asked).id
 
-    def add(self, upload_id, data):
-        return uploads.add_part(self.database, self.blobs, self.project.id, upload_id, [data]).id
+    def add(self, upload_id, *pieces, **more):
+        part = uploads.PartWriter(self.database, self.blobs, self.project.id, upload_id, **more)
+        try:
+            for piece in pieces:
+                part.write(piece() if callable(piece) else piece)
+            return part.commit().id
+        finally:
+            part.abort()
 
     def complete(self, upload_id, *part_ids, blobs=None, **more):
         return uploads.complete(
@@ -203,11 +210,11 @@ def test_an_upload_that_is_cancelled_while_a_part_arrives_does_not_get_it(house)
     upload_id = house.begin(1)
 
     def arriving():
-        yield b"a"
         house.cancel(upload_id)
+        return b"a"
 
     with pytest.raises(InvalidRequest, match="cancelled"):
-        uploads.add_part(house.database, house.blobs, house.project.id, upload_id, arriving())
+        house.add(upload_id, arriving)
     assert (house.keys("uploads"), house.rows(UploadPart)) == ([], [])
 
 
@@ -301,17 +308,88 @@ def test_an_upload_has_an_hour_and_its_file_the_time_that_was_asked_for(house):
     assert row.created_at + uploads.LIFETIME <= row.expires_at
 
 
-def test_there_is_an_end_to_parts_that_are_sent_again_and_again(house, monkeypatch):
-    monkeypatch.setattr(uploads, "MOST_PART_BYTES", 4)
+def test_every_part_may_be_sent_twice_and_then_there_is_an_end(house, monkeypatch):
     upload_id = house.begin(4)
-    for _ in range(3):
-        house.add(upload_id, b"abcd")
+    for piece in (b"ab", b"ab", b"cd", b"cd"):
+        house.add(upload_id, piece)
 
-    with pytest.raises(InvalidRequest, match="announced with 4 bytes, and has received 12"):
+    with pytest.raises(InvalidRequest, match="announced with 4 bytes, and has received 8"):
         house.add(upload_id, b"e")
-    monkeypatch.setattr(uploads, "MOST_PARTS", 3)
-    with pytest.raises(InvalidRequest, match="3 parts already"):
+    monkeypatch.setattr(uploads, "MOST_PARTS", 4)
+    with pytest.raises(InvalidRequest, match="4 parts already"):
         house.add(upload_id, b"e")
+
+
+def test_a_part_larger_than_the_upload_was_announced_is_refused_while_it_arrives(house):
+    upload_id = house.begin(1)
+    asked = []
+
+    def more():
+        asked.append(1)
+        return b"x" * 1000
+
+    with pytest.raises(InvalidRequest, match="announced with 1 bytes, and this part has more"):
+        house.add(upload_id, b"a", more, more)
+
+    assert asked == [1]
+    assert house.keys("uploads") == []
+
+
+def stored(house):
+    with house.database.read() as session:
+        return tenants.stored_bytes(session, house.project.id)
+
+
+def test_the_quota_counts_what_an_upload_announced_or_has_received_whichever_is_more(house):
+    upload_id, other = house.begin(4), house.begin(10)
+    assert stored(house) == 14
+
+    for piece in (b"abc", b"abc"):
+        house.add(upload_id, piece)
+
+    assert stored(house) == 16
+    house.cancel(other)
+    assert stored(house) == 6
+
+
+def test_what_an_ended_upload_has_received_counts_until_it_is_deleted(house):
+    late, cancelled = house.begin(4), house.begin(4)
+    house.add(late, b"abc")
+    house.add(cancelled, b"ab")
+    house.change(late, expires_at=int(time.time()) - 1)
+    house.cancel(cancelled)
+    assert stored(house) == 5
+
+    with house.database.write() as session:
+        uploads.expire(session)
+    uploads.discard_parts(house.database, house.blobs)
+
+    assert stored(house) == 0
+
+
+def test_a_part_beyond_what_was_announced_needs_room_of_its_own(house):
+    limits = Limits(storage_bytes=5)
+    upload_id = house.begin(4, limits=limits)
+    house.add(upload_id, b"abc", limits=limits)
+
+    with pytest.raises(QuotaExceeded, match="storage_bytes is 5"):
+        house.add(upload_id, b"abc", limits=limits)
+
+    house.add(upload_id, b"de", limits=limits)
+    assert stored(house) == 5
+    assert len(house.keys("uploads")) == 2
+
+
+def test_a_project_has_no_more_than_so_many_pending_uploads(house):
+    first = house.begin(1, most_pending=2)
+    late = house.begin(1, most_pending=2)
+    with pytest.raises(QuotaExceeded, match="pending_uploads is 2"):
+        house.begin(1, most_pending=2)
+
+    house.cancel(first)
+    house.change(late, expires_at=int(time.time()) - 1)
+
+    assert house.begin(1, most_pending=2) and house.begin(1, most_pending=2)
 
 
 def test_another_projects_upload_does_not_exist(house):

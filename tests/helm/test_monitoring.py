@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from api import metrics as _requests  # noqa: F401 - it makes the API's
+from core.disk import Disks
 from core.figures import ServiceFigures
 from core.metrics import COUNTED
+from core.settings import Settings
 from tests import factories
 from tests.helm.charts import CHART, VARIATIONS, of_kind, pods, profile, render
 from tests.helm.test_policy import allowed
@@ -36,7 +38,7 @@ class TwoGpus(Gpus):
 
 
 @pytest.fixture
-def exported(sqlite_database):
+def exported(sqlite_database, tmp_path):
     """Every metric of API, workers and runs, by the names that it has in expressions."""
     with sqlite_database.write() as session:
         factories.job(session, factories.project(session))
@@ -47,6 +49,7 @@ def exported(sqlite_database):
         ServiceFigures(sqlite_database, patience=60),
         TwoGpus(),
         Runs("cpu"),
+        Disks(Settings(data_dir=tmp_path)),
     ]
     ends = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
     return {
@@ -145,7 +148,7 @@ def promtool(*words, **options):
 
 @PROMTOOL
 def test_promtool_takes_the_alerts_and_every_expression_of_the_dashboard(tmp_path):
-    assert "12 rules found" in promtool("check", "rules", str(RULES))
+    assert "14 rules found" in promtool("check", "rules", str(RULES))
 
     panels = []
     for one in expressions()[1]:

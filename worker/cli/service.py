@@ -22,10 +22,11 @@ from api.shutdown import Server
 from core import keys, logs, metrics, tracing
 from core.blobs import BlobStore, blobs_of
 from core.db import Database, Send
+from core.disk import Disks
 from core.figures import ServiceFigures
 from core.metrics import Collector
 from core.migrate import InvalidDatabaseUrl, upgrade
-from core.queue import open_celery, sender
+from core.queue import WakeUps, open_celery, sender
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends, InvalidBackends
@@ -204,7 +205,7 @@ def serve_api(
 ) -> None:
     """Answer requests until a signal. Returns afterwards, so that the caller can put things away."""
     registry, rates = Registry.load(settings.models_file), open_rates(settings.broker_url)
-    app = create_app(settings, database, blobs, registry, backends, send, rates)
+    app = create_app(settings, database, blobs, registry, backends, WakeUps(send), rates)
     # uvicorn stops at a signal and then raises it once more; without a handler of ours that second one would
     # end the process before the worker has drained.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -263,7 +264,8 @@ def inference_on_demand(listening: socket.socket | None) -> Iterator[None]:
 
 def measured(settings: Settings, *figures: Collector) -> AbstractContextManager[None]:
     """For Prometheus to read meanwhile, where a port is set for it."""
-    return metrics.served(settings.host, settings.metrics_port, [*figures, Sandbox("regraft_sandbox")])
+    collectors = [*figures, Disks(settings), Sandbox("regraft_sandbox")]
+    return metrics.served(settings.host, settings.metrics_port, collectors)
 
 
 def open_stores(settings: Settings) -> tuple[Database, BlobStore]:
