@@ -77,9 +77,13 @@ def _nothing(value: Any, info: ValidationInfo) -> None:
 Nothing = Annotated[None, BeforeValidator(_nothing)]
 
 
+def _empty_for_null(value: Any) -> Any:
+    return {} if value is None else value
+
+
 class Reinforcement(Part):
     grader: Annotated[GraderSpec, Checked]
-    hyperparameters: Hyperparameters = Hyperparameters()
+    hyperparameters: Annotated[Hyperparameters, BeforeValidator(_empty_for_null)] = Hyperparameters()
     response_format: ResponseFormat | None = None
     tools: Nothing = None  # Azure's, as the next one
     max_episode_steps: Nothing = None

@@ -11,6 +11,7 @@ ServiceError                    500 server_error
 │   ├── JobNotFound
 │   ├── CheckpointNotFound
 │   ├── ModelNotFound           lists what there is
+│   ├── TunedModelGiven         where only a base model will do
 │   ├── PermissionNotFound
 │   ├── UploadNotFound
 │   ├── EvalNotFound            an eval, a run or an output item
@@ -131,6 +132,17 @@ class ModelNotFound(NotFound):
     def __init__(self, model: str, available: Iterable[str]) -> None:
         names = ", ".join(sorted(available)) or "none"
         super().__init__(f"The model '{model}' does not exist. Available: {names}.", param="model")
+
+
+class TunedModelGiven(NotFound):
+    code = "model_not_found"
+
+    def __init__(self, model: str, available: Iterable[str]) -> None:
+        names = ", ".join(sorted(available)) or "none"
+        super().__init__(
+            f"'{model}' names a tuned model, which cannot be trained further. Base models: {names}.",
+            param="model",
+        )
 
 
 class UploadNotFound(NotFound):

@@ -177,6 +177,12 @@ class Hyperparameters(Value):
     eval_samples: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
     advanced: Advanced = Advanced()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, sent: Any) -> Any:
+        """OpenAI's own types write null for what their user has not set."""
+        return {k: v for k, v in sent.items() if v is not None} if isinstance(sent, dict) else sent
+
     @model_validator(mode="after")
     def combinations_that_work(self) -> "Hyperparameters":
         samples, temperature = self.eval_samples, self.advanced.eval_temperature

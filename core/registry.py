@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from core import chat_templates
-from core.errors import ModelNotFound
+from core.errors import ModelNotFound, TunedModelGiven
 
 SamplerName = Literal["transformers", "vllm"]
 Device = Literal["cpu", "cuda"]
@@ -162,9 +162,12 @@ class Registry(BaseModel):
         """The entry of a model by its id or an alias.
 
         Raises:
+            TunedModelGiven: it looks like the id of a tuned model.
             ModelNotFound: it is neither.
         """
         found = self.models.get(self.resolve(model))
+        if found is None and model.startswith("ft:"):
+            raise TunedModelGiven(model, self.names)
         if found is None:
             raise ModelNotFound(model, self.names)
         return found

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -39,7 +40,12 @@ from worker.progress import WatchedGrader
 log = logging.getLogger(__name__)
 
 DRY_RUN_ROWS, DRY_RUN_SECONDS = 3, 30.0
+_MISSING_MODULE = re.compile(r"^(?:ModuleNotFoundError|ImportError): ", re.MULTILINE)
 _ANSWER_FIELDS = ("reference_answer", "answer", "solution", "label", "target")
+
+
+class GraderCannotRun(Exception):
+    """A module that the grader imports is not there, so no answer will ever be graded."""
 
 
 class BadFile(Exception):
@@ -110,18 +116,36 @@ def _validate(
         return []
     form = job.reinforcement["response_format"]
     schema = None if form is None else form["json_schema"]["schema"]
-    doubt = asyncio.run(_doubt(backends, spec, rows[:DRY_RUN_ROWS], schema, lease))
+    try:
+        doubt = asyncio.run(_doubt(backends, spec, rows[:DRY_RUN_ROWS], schema, lease))
+    except GraderCannotRun as never:
+        with jobs.fenced(database, claim) as (session, job):
+            param = "method.reinforcement.grader"
+            jobs.fail(session, job, code="invalid_grader", message=str(never), param=param)
+        return []
     estimate = _estimate(settings, database, job, len(rows), len(valid_rows))
     with jobs.fenced(database, claim) as (session, job):
         if estimate is not None:
             job.usage = {"estimate": estimate}
-        if doubt is not None:
-            events.append(session, job.id, doubt, level="warn")
+        for warning in filter(None, (doubt, _not_held_out(rows, valid_rows))):
+            events.append(session, job.id, warning, level="warn")
         if environments := environments_of(spec):
             message = f"Python graders run in the environment {', '.join(environments)}"
             events.append(session, job.id, message, data={"grader_environments": environments})
         wake = jobs.validated(session, job)
     return [wake]
+
+
+def _not_held_out(rows: Sequence[Example], valid_rows: Sequence[Example]) -> str | None:
+    """A warning if prompts are in both files."""
+    learned = {json.dumps(row.messages, sort_keys=True) for row in rows}
+    shared = sum(json.dumps(row.messages, sort_keys=True) in learned for row in valid_rows)
+    if not shared:
+        return None
+    return (
+        f"{shared} of {len(valid_rows)} validation rows have the messages of a training row. Their rewards say nothing "
+        "about new prompts."
+    )
 
 
 def _does_not_fit(settings: Settings, job: Job, rows: int, valid_rows: int) -> str | None:
@@ -207,8 +231,12 @@ async def dry_run(
 ) -> str | None:
     """Grade a right and an empty reply to a few rows. Returns a warning if the grader fails or cannot tell them apart.
 
-    The right reply is what the grader itself compares with, where it says so. It is a guess, so it never fails a job.
-    Under a `schema` both replies satisfy it, as every answer of the job will: the right one has the row's values.
+    The right reply is what the grader itself compares with, where it says so. It is a guess, so a failure is a warning,
+    with one exception. Under a `schema` both replies satisfy it, as every answer of the job will: the right one has the
+    row's values.
+
+    Raises:
+        GraderCannotRun: every reply failed because of a module that is not there.
     """
     try:
         replies = [(reply, row) for row in rows for reply in _replies(spec, row.item, schema)]
@@ -219,6 +247,8 @@ async def dry_run(
     # One after another: the deadline is for a grade, not for waiting behind the others.
     grades = await grade_all(grader, pairs, concurrency=1, timeout_s=DRY_RUN_SECONDS)
     failed = [grade.reason for grade in grades if grade.score is None]
+    if len(failed) == len(grades) and all(_MISSING_MODULE.search(reason) for reason in failed):
+        raise GraderCannotRun(f"The grader cannot run: {failed[0]}")
     if failed:
         return (
             f"The grader failed on {len(failed)} of {len(grades)} replies that it was tried on. {failed[0]}"

@@ -3,6 +3,8 @@
 import openai
 import pytest
 from openai import OpenAI
+from openai.types.fine_tuning import ReinforcementHyperparameters, ReinforcementMethod
+from openai.types.graders import StringCheckGrader
 
 from tests.conformance.data import EXACT, TEST, TRAIN
 from tests.conformance.helpers import NEW_JOB, assert_documented
@@ -48,6 +50,20 @@ def test_the_defaults_are_shown(files):
             "reasoning_effort": "default",
         }.items()
     )
+
+
+def test_a_dumped_object_of_the_clients_types_may_be_sent(files):
+    """model_dump() writes null for all that was not set."""
+    grader = StringCheckGrader.model_validate(EXACT)
+    hyperparameters = ReinforcementHyperparameters(n_epochs=1)
+    method = ReinforcementMethod(grader=grader, hyperparameters=hyperparameters)
+    bare = ReinforcementMethod(grader=grader)
+
+    job = create(files, method={"type": "reinforcement", "reinforcement": method.model_dump()})
+    assert job.method.reinforcement.hyperparameters.n_epochs == 1
+    assert job.method.reinforcement.hyperparameters.batch_size == "auto"
+    job = create(files, method={"type": "reinforcement", "reinforcement": bare.model_dump()})
+    assert job.method.reinforcement.hyperparameters.n_epochs == "auto"
 
 
 def test_everything_that_is_set_comes_back(files):

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from core.errors import ModelNotFound
+from core.errors import ModelNotFound, TunedModelGiven
 from core.registry import BaseModelEntry, InvalidRegistry, Registry, sampler_of
 
 
@@ -33,6 +33,10 @@ def test_a_file_of_ones_own_replaces_the_packaged_list(registry_of):
 def test_an_unknown_model_is_answered_with_those_there_are(registry_of):
     registry = registry_of('[models.one]\nhub = "a/one"\n[models.two]\nhub = "a/two"\n')
 
+    with pytest.raises(
+        TunedModelGiven, match=r"tuned model, which cannot be trained further. Base models: one, two\."
+    ):
+        registry.get("ft:one:acme::abc")
     with pytest.raises(ModelNotFound, match=r"'three' does not exist. Available: one, two\."):
         registry.get("three")
 

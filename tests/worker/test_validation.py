@@ -24,6 +24,8 @@ from worker.validation import dry_run, validate_next
 
 GOOD = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
 
+HELD_OUT = {"messages": [{"role": "user", "content": "say blue"}], "answer": "red"}
+
 
 @pytest.fixture
 def validate(bench, tmp_path):
@@ -31,7 +33,7 @@ def validate(bench, tmp_path):
 
     def run(
         train,
-        valid=(GOOD,),
+        valid=(HELD_OUT,),
         grader=GRADER,
         blobs=bench.blobs,
         backends=Backends.none(),
@@ -197,6 +199,35 @@ def test_a_grader_that_fails_on_its_own_reference_is_warned_of():
     assert warning == "The grader failed on 2 of 2 replies that it was tried on. no opinion"
 
 
+def test_a_grader_whose_package_is_not_there_fails_the_job_before_it_is_queued(validate):
+    source = "import torch\ndef grade(sample, item):\n    return 1.0\n"
+
+    job, wakes = validate([GOOD], grader={"type": "python", "name": "p", "source": source})
+
+    assert (job.status, wakes) == ("failed", [])
+    assert (job.error["code"], job.error["param"]) == ("invalid_grader", "method.reinforcement.grader")
+    assert "The grader cannot run" in job.error["message"]
+    assert "No module named 'torch'" in job.error["message"]
+
+
+def test_validation_rows_that_are_trained_on_are_warned_of(bench, validate):
+    other = {"messages": [{"role": "user", "content": "say green"}], "answer": "blue"}
+
+    validate(
+        [GOOD, other],
+        valid=[
+            GOOD,
+            {**other, "answer": "green"},
+            {**GOOD, "messages": [{"role": "user", "content": "say pink"}]},
+        ],
+    )
+
+    assert (
+        "2 of 3 validation rows have the messages of a training row. Their rewards say nothing about new prompts."
+        in bench.events()
+    )
+
+
 def test_a_job_that_fits_on_no_gpu_of_its_class_fails_before_it_is_queued(bench, validate, tmp_path):
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_text(json.dumps(QWEN3_14B))
@@ -291,7 +322,12 @@ EXPLAINED = "def grade(sample, item):\n    return len(sample['output_json']['exp
     "grader", [STRUCTURED, {"type": "python", "source": EXPLAINED}], ids=["multi", "python"]
 )
 def test_a_grader_of_structured_answers_is_tried_on_answers_of_their_schema(bench, validate, grader):
-    job, _ = validate([COMPLIANT] * 3, valid=[COMPLIANT], grader=grader, response_format=YES_OR_NO)
+    job, _ = validate(
+        [COMPLIANT] * 3,
+        valid=[COMPLIANT | {"messages": HELD_OUT["messages"]}],
+        grader=grader,
+        response_format=YES_OR_NO,
+    )
 
     assert job.status == "queued"
     assert bench.events("warn") == []
@@ -311,7 +347,7 @@ def test_the_right_structured_answer_has_what_the_grader_compares_with():
 def test_a_grader_that_reads_what_no_structured_answer_has_is_still_warned_of(bench, validate):
     validate(
         [COMPLIANT],
-        valid=[COMPLIANT],
+        valid=[COMPLIANT | {"messages": HELD_OUT["messages"]}],
         grader=GRADER | {"input": "{{sample.output_json.colour}}"},
         response_format=YES_OR_NO,
     )
