@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from api.deps import Parts, ReadProject, Service
 from api.document import FOR_ANY_KEY, refusals
-from api.jobs import JobCreate, usable_model
+from api.graders import refuse
+from api.jobs import GRADER_PARAM, JobCreate, usable_model
 from core import datasets, estimates, files, usage
 from core.blobs import BlobNotFound, BlobStore
 from core.budgets import Price
@@ -93,9 +94,12 @@ async def estimate_job(
     request: Request, body: JobCreate, project: ReadProject, service: Parts
 ) -> EstimateOut | Response:
     """Estimate the job that this body would create. Nothing is created."""
-    made = await until_gone(
-        request.receive, in_reader(service, project, partial(_estimate, body, project, service))
-    )
+
+    async def estimated() -> EstimateOut:
+        await refuse(body.method.reinforcement.grader, service, project, GRADER_PARAM)
+        return await in_reader(service, project, partial(_estimate, body, project, service))
+
+    made = await until_gone(request.receive, estimated())
     return Response(status_code=499) if made is None else made
 
 

@@ -10,13 +10,15 @@ from pydantic import BeforeValidator
 from api.deps import CurrentProject, Parts, ReadProject, Service
 from api.document import FOR_ANY_KEY
 from api.wire import Body
-from core.errors import GraderEnvironmentMissing, InvalidRequest
+from core.errors import GraderEnvironmentMissing, InvalidRequest, Unavailable
 from core.hangup import until_gone
 from core.models import Project
 from graders.backends import Backends
+from graders.build import python_parts
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.report import run_report
 from graders.run import grade_within
+from graders.sandbox.pool import SandboxFailed, SandboxUnavailable
 from graders.spec import GraderSpec, InvalidGrader, dump, parse_grader
 from graders.types import Grade, Item, Sample
 
@@ -54,11 +56,35 @@ class GraderRun(Body):
     trace_id: str | None = None  # sent to endpoints, so that their logs can be found again
 
 
-@router.post("/validate", openapi_extra=FOR_ANY_KEY)
-def validate_grader(body: GraderValidate, project: ReadProject, service: Parts) -> dict[str, Any]:
+async def refuse(spec: GraderSpec, service: Service, project: Project, param: str = "grader") -> None:
+    """Refuse what `refuse_unusable` does, and python graders whose source does not compile.
+
+    The sandbox compiles it, when it is the project's turn among grader runs.
+    """
+    await to_thread.run_sync(refuse_unusable, spec, service.backends, param)
+    if not any(python_parts(spec)):
+        return
+    try:
+        async with service.admission.grader_runs.admitted(project.id):
+            await service.backends.compile(spec, project.id, param)
+    except InvalidGrader as cause:
+        raise InvalidRequest(cause.message, param=cause.param, code=cause.code) from cause
+    except (SandboxUnavailable, SandboxFailed) as cause:
+        raise Unavailable(f"The sandbox of python graders: {cause}") from cause
+
+
+@router.post("/validate", openapi_extra=FOR_ANY_KEY, response_model=dict[str, Any])
+async def validate_grader(
+    request: Request, body: GraderValidate, project: ReadProject, service: Parts
+) -> dict[str, Any] | Response:
     """Check a grader without running it; the answer has it as a job would keep it."""
-    refuse_unusable(body.grader, service.backends)
-    return {"grader": dump(body.grader, masked=True)}
+
+    async def validated() -> dict[str, Any]:
+        await refuse(body.grader, service, project)
+        return {"grader": dump(body.grader, masked=True)}
+
+    valid = await until_gone(request.receive, validated())
+    return Response(status_code=499) if valid is None else valid
 
 
 @router.post("/run", response_model=None)
@@ -74,13 +100,15 @@ async def run_grader(
 
 
 async def _report(service: Service, project: Project, body: GraderRun) -> dict[str, Any]:
-    await to_thread.run_sync(refuse_unusable, body.grader, service.backends)
+    await refuse(body.grader, service, project)
     async with service.admission.grader_runs.admitted(project.id):
         sample = Sample.from_text(body.model_sample, parse_json=True)
-        grade = await service.graders.run(_graded(service.backends, body, sample, body.item or {}))
+        grade = await service.graders.run(
+            _graded(service.backends, project.id, body, sample, body.item or {})
+        )
     return run_report(body.grader, grade)
 
 
-async def _graded(backends: Backends, body: GraderRun, sample: Sample, item: Item) -> Grade:
-    async with backends.open(body.grader, trace_id=body.trace_id) as grader:
+async def _graded(backends: Backends, owner: str, body: GraderRun, sample: Sample, item: Item) -> Grade:
+    async with backends.open(body.grader, owner=owner, trace_id=body.trace_id) as grader:
         return await grade_within(TIMEOUT_S, grader, sample, item)

@@ -1,17 +1,21 @@
 """/v1/regraft/jobs/validate: whether a job would be accepted, without creating it."""
 
+from collections.abc import Collection
 from functools import partial
 from typing import Annotated, Any, Literal
 
+from anyio import to_thread
 from fastapi import APIRouter
 from pydantic import BaseModel, Field, ValidationError
 
-from api.deps import Parts, ReadProject
+from api.deps import Parts, ReadProject, Service
 from api.document import FOR_ANY_KEY, refusals
 from api.explain import explain
-from api.jobs import JobCreate, accept
+from api.graders import refuse
+from api.jobs import GRADER_PARAM, JobCreate, accept
 from api.wire import Body
 from core import files
+from core.models import Project
 from graders.spec import hide_secrets
 
 router = APIRouter(prefix="/regraft/jobs/validate", tags=["regraft"])
@@ -36,7 +40,7 @@ class JobValidation(BaseModel):
 
 
 @router.post("", responses=refusals(404), openapi_extra=FOR_ANY_KEY)
-def validate_job(body: JobValidate, project: ReadProject, service: Parts) -> JobValidation:
+async def validate_job(body: JobValidate, project: ReadProject, service: Parts) -> JobValidation:
     """Check a job by the rules that creating it applies. Nothing is created, and no file is read."""
     # A file that is only at the caller's has no id yet; any two that differ stand for those.
     sent = body.job | {field: f"file-local-{field}" for field in body.local_files}
@@ -45,12 +49,19 @@ def validate_job(body: JobValidate, project: ReadProject, service: Parts) -> Job
     except ValidationError as invalid:
         complaints = [error | {"loc": ("body", *error["loc"])} for error in invalid.errors()]
         raise explain(complaints, sent) from None
+    await refuse(job.method.reinforcement.grader, service, project, GRADER_PARAM)
+    return await to_thread.run_sync(_validated, job, body.local_files, project, service)
+
+
+def _validated(
+    job: JobCreate, local_files: Collection[str], project: Project, service: Service
+) -> JobValidation:
     accepted = accept(job, service)
     with service.database.read() as session:
         find = partial(files.get_dataset, session, project.id)
-        if "training_file" not in body.local_files:
+        if "training_file" not in local_files:
             find(job.training_file, param="training_file")
-        if "validation_file" not in body.local_files:
+        if "validation_file" not in local_files:
             find(job.validation_file, param="validation_file")
     reinforcement = job.reinforcement()
     shown = reinforcement | {"grader": hide_secrets(reinforcement["grader"])}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
+from anyio import to_thread
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import (
@@ -23,7 +24,7 @@ from sqlalchemy.orm import Session
 
 from api.deps import CurrentProject, Parts, ReadSession, Service, Uow
 from api.document import refusals
-from api.graders import refuse_unusable
+from api.graders import refuse, refuse_unusable
 from api.idempotency import Once
 from api.integrations import Integrations, stored
 from api.schemas import refuse_unusable_schema
@@ -34,7 +35,7 @@ from core.db import Work
 from core.devices import device_of
 from core.errors import InvalidParameter, InvalidRequest
 from core.methods import NO_SAMPLER_OF_ITS_OWN, Hyperparameters
-from core.models import Checkpoint, Event, Job
+from core.models import Checkpoint, Event, Job, Project
 from core.registry import BaseModelEntry, SamplerName, sampler_of
 from core.response_format import ResponseFormat
 from core.settings import Settings
@@ -357,8 +358,15 @@ def shown(session: Session, service: Service, *some: Job) -> list[JobOut]:
 
 
 @router.post("", response_model=JobOut, responses=refusals(404))
-def create_job(body: JobCreate, project: CurrentProject, service: Parts, once: Once) -> JobOut | JSONResponse:
+async def create_job(
+    body: JobCreate, project: CurrentProject, service: Parts, once: Once
+) -> JobOut | JSONResponse:
     """Queue a reinforcement fine-tuning job."""
+    await refuse(body.method.reinforcement.grader, service, project, GRADER_PARAM)
+    return await to_thread.run_sync(_created, body, project, service, once)
+
+
+def _created(body: JobCreate, project: Project, service: Service, once: Once) -> JobOut | JSONResponse:
     accepted = accept(body, service)
 
     def create(work: Work) -> JobOut:

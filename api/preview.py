@@ -19,8 +19,8 @@ from api.chat import Inference, Upstream, whole
 from api.deps import CurrentProject, Parts, Service
 from api.document import refusals
 from api.estimates import Asked, Size
-from api.graders import TIMEOUT_S
-from api.jobs import JobCreate
+from api.graders import TIMEOUT_S, refuse
+from api.jobs import GRADER_PARAM, JobCreate
 from core import datasets, estimates, evals, preview, tenants, usage
 from core.blobs import BlobStore
 from core.chat import Chat, Served
@@ -143,8 +143,12 @@ async def preview_job(
     The answers are sampled as the job would, by the inference server, and judged by the job's grader: what judges read
     and wrote counts towards the project's limit.
     """
-    read = sizes.in_reader(service, project, partial(_prepared, body, project, service))
-    prepared = await until_gone(request.receive, read)
+
+    async def read() -> Prepared:
+        await refuse(body.method.reinforcement.grader, service, project, GRADER_PARAM)
+        return await sizes.in_reader(service, project, partial(_prepared, body, project, service))
+
+    prepared = await until_gone(request.receive, read())
     if prepared is None:
         return Response(status_code=499)
     try:
@@ -306,7 +310,7 @@ def _graded(
     ]
 
     async def grade() -> list[Grade]:
-        async with service.backends.open(reinforcement.grader) as grader:
+        async with service.backends.open(reinforcement.grader, owner=prepared.project_id) as grader:
             return await grade_all(grader, pairs, timeout_s=TIMEOUT_S)
 
     grades = asyncio.run(grade())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tomllib
 from collections.abc import AsyncIterator, Mapping
@@ -11,11 +12,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from graders.build import build
+from graders import complaints
+from graders.build import build, python_parts
 from graders.endpoint import Endpoints
-from graders.environments.catalog import default_folder
+from graders.environments.catalog import DEFAULT, default_folder, find
 from graders.judge import HttpJudges, JudgeModel
-from graders.spec import GraderSpec
+from graders.sandbox.pool import shared
+from graders.spec import GraderSpec, InvalidGrader
 from graders.types import Grader
 
 
@@ -130,14 +133,35 @@ class Backends:
         """
         build(spec, HttpJudges(self.judges), self.endpoints, self.environments, param=param)
 
+    async def compile(self, spec: GraderSpec, owner: str = "", param: str = "grader") -> None:
+        """Raise InvalidGrader if no grader can be made of the source of a python grader.
+
+        The sandbox finds out, and keeps what it compiled for the grades of this owner. A call that is cancelled ends
+        that. `check` has accepted the spec before.
+
+        Raises:
+            SandboxUnavailable, SandboxFailed: nothing is known about the source.
+        """
+        for where, part in python_parts(spec, param):
+            environment = find(self.environments, part.image_tag or DEFAULT)
+            error = await asyncio.wrap_future(shared().compile_error(part.source, environment, owner))
+            if error:
+                mistake = complaints.invalid_value(f"{where}.source", error)
+                raise InvalidGrader(mistake.message, mistake.param, mistake.code)
+
     @asynccontextmanager
-    async def open(self, spec: GraderSpec, *, trace_id: str | None = None) -> AsyncIterator[Grader]:
-        """The grader, ready for use in the running event loop. `trace_id` goes to endpoints instead of a new one."""
+    async def open(
+        self, spec: GraderSpec, *, owner: str = "", trace_id: str | None = None
+    ) -> AsyncIterator[Grader]:
+        """The grader of a project, the `owner`, ready for use in the running event loop.
+
+        `trace_id` goes to endpoints instead of a new one.
+        """
         endpoints = self.endpoints
         if endpoints is not None and trace_id is not None:
             endpoints = replace(endpoints, new_trace_id=lambda: trace_id)
         async with HttpJudges(self.judges) as judges:
-            yield build(spec, judges, endpoints, self.environments)
+            yield build(spec, judges, endpoints, self.environments, owner=owner)
 
 
 def _judge(entry: JudgeEntry, inference: Inference | None, environment: Mapping[str, str]) -> JudgeModel:

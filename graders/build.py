@@ -51,12 +51,14 @@ def build(
     endpoints: Endpoints | None = None,
     environments: Folder | None = None,
     *,
+    owner: str = "",
     param: str = "grader",
 ) -> Grader:
     """The grader a spec describes. A spec has been checked, so it fails only with NotConfigured or EnvironmentNotBuilt.
 
     Without `judges` there is no score_model and no label_model, without `endpoints` no endpoint. `environments` is
-    the folder with those of python graders; without it, the one beside this installation.
+    the folder with those of python graders; without it, the one beside this installation. `owner` is the project that
+    they run for, by which processes and turns of the sandbox are told apart.
     """
     match spec:
         case StringCheckSpec():
@@ -104,10 +106,10 @@ def build(
                     "invalid_value",
                 )
             environment = find(environments or default_folder(), spec.image_tag or DEFAULT)
-            return PythonGrader(spec.name, spec.source, environment=environment)
+            return PythonGrader(spec.name, spec.source, environment=environment, owner=owner)
         case MultiSpec():
             graders = {
-                key: build(sub, judges, endpoints, environments, param=f"{param}.graders.{key}")
+                key: build(sub, judges, endpoints, environments, owner=owner, param=f"{param}.graders.{key}")
                 for key, sub in spec.graders.items()
             }
             return Multi(
@@ -117,10 +119,19 @@ def build(
             assert_never(spec)
 
 
+def python_parts(spec: GraderSpec, param: str = "grader") -> Iterator[tuple[str, PythonSpec]]:
+    """The python graders of the spec, each with its path."""
+    match spec:
+        case PythonSpec():
+            yield param, spec
+        case MultiSpec():
+            for key, sub in spec.graders.items():
+                yield from python_parts(sub, f"{param}.graders.{key}")
+
+
 def environments_of(spec: GraderSpec) -> list[str]:
     """The environments that python graders of the spec run in, each once."""
-    parts = spec.graders.values() if isinstance(spec, MultiSpec) else [spec]
-    return list(dict.fromkeys(part.image_tag or DEFAULT for part in parts if isinstance(part, PythonSpec)))
+    return list(dict.fromkeys(part.image_tag or DEFAULT for _, part in python_parts(spec)))
 
 
 def item_paths(spec: GraderSpec) -> list[Path]:

@@ -23,11 +23,12 @@ class PythonGrader:
     source: str
     pool: Pool = field(default_factory=shared, repr=False, compare=False)
     environment: Environment | None = None  # the default one
+    owner: str = ""  # the project, which shares its processes with no other
     type: ClassVar[str] = "python"
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
         try:
-            coming = self.pool.submit(self.source, sample.as_namespace(), item, self.environment)
+            coming = self.pool.submit(self.source, sample.as_namespace(), item, self.environment, self.owner)
             outcome = await asyncio.wrap_future(coming)
         except (SandboxUnavailable, SandboxFailed) as trouble:
             return Grade(None, str(trouble), ErrorKind.python_grader_server_error)

@@ -117,7 +117,7 @@ def _validate(
     form = job.reinforcement["response_format"]
     schema = None if form is None else form["json_schema"]["schema"]
     try:
-        doubt = asyncio.run(_doubt(backends, spec, rows[:DRY_RUN_ROWS], schema, lease))
+        doubt = asyncio.run(_doubt(backends, spec, job.project_id, rows[:DRY_RUN_ROWS], schema, lease))
     except GraderCannotRun as never:
         with jobs.fenced(database, claim) as (session, job):
             param = "method.reinforcement.grader"
@@ -175,6 +175,7 @@ def _estimate(
 async def _doubt(
     backends: Backends,
     spec: GraderSpec,
+    owner: str,
     rows: Sequence[Example],
     schema: Mapping[str, Any] | None,
     lease: LeaseKeeper,
@@ -188,7 +189,7 @@ async def _doubt(
     assert running is not None
     lease.when_lost(lambda: loop.call_soon_threadsafe(running.cancel))
     try:
-        async with backends.open(spec) as grader:
+        async with backends.open(spec, owner=owner) as grader:
             return await dry_run(WatchedGrader(grader, lease.moved), spec, rows, schema=schema)
     except asyncio.CancelledError:
         lease.progressed()

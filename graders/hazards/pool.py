@@ -25,7 +25,8 @@ from typing import Any, Literal
 
 from graders.environments.catalog import bare
 from graders.hazards.table import Hazard
-from graders.sandbox.pool import VARIABLES, cores, visible_to
+from graders.sandbox.pool import VARIABLES, visible_to
+from graders.sandbox.sizes import cores
 
 IDLE_S = 1800.0  # then its process ends, and the next call starts a new one
 BOOT_S = 120.0

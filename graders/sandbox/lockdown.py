@@ -10,9 +10,12 @@ import resource
 import signal
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 NOBODY = 65534
+SCOPES = 6  # the version of Landlock that scopes signals: Linux 6.12
+NICE = 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -20,6 +23,7 @@ _libc.syscall.restype = ctypes.c_long
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x08000000, 0x40000000
+_CLONE_NEWPID = 0x20000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH = 2
@@ -36,10 +40,32 @@ def no_new_privs() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
+def first_to_be_killed() -> None:
+    """Be what the kernel kills first when memory runs out, with all that this process forks. Needs no rights."""
+    with suppress(OSError):  # no /proc, or one that is read-only
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def low_priority() -> None:
+    """Run after the service's own threads. Needs no rights, and costs nothing on an idle core."""
+    os.nice(NICE)
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def private_processes() -> None:
+    """Put the next fork, and what it forks, into a PID namespace of its own, whose end it is. Needs root.
+
+    The processes in it can neither name those outside nor send signals to the first of their own.
+    """
+    _checked(_libc.unshare(_CLONE_NEWPID))
+
+
 def die_with(parent: int) -> None:
     """Be killed when the parent ends. A change of uid undoes this, so it comes after.
 
-    The kernel means the parent's thread: who starts a process that calls this must do it from a lasting one.
+    `parent` is 0 if it is outside of this process's PID namespace. The kernel means the parent's thread: who starts a
+    process that calls this must do it from a lasting one.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we could ask
@@ -52,22 +78,31 @@ def undumpable() -> None:
 
 
 def become_nobody() -> None:
-    """Drop every group, then the user. Before namespaces map anything: a mapped nobody would still be root."""
+    become(NOBODY)
+
+
+def become(user: int) -> None:
+    """Drop every group, then root. Before namespaces map anything: a mapped user would still be root."""
     os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
 
 
-def rlimits(memory: int, cpu_s: int, file_bytes: int, threads: int) -> None:
-    """Memory is enforced per process, which is enough only because seccomp lets a grader have just one."""
+def rlimits(memory: int, cpu_s: int, file_bytes: int, threads: int | None = None) -> None:
+    """Memory is enforced per process, which is enough only because seccomp lets a grader have just one.
+
+    `threads` counts all of the user's threads, so it is for a user that has no other process.
+    """
     for what, limit in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_FSIZE, file_bytes),
         (resource.RLIMIT_NOFILE, 32),
-        (resource.RLIMIT_NPROC, threads),  # counts all of the user's threads, not only ours
+        (resource.RLIMIT_NPROC, threads),
         (resource.RLIMIT_CORE, 0),
     ):
+        if limit is None:
+            continue
         hard = resource.getrlimit(what)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(what, (limit, limit))
@@ -80,50 +115,79 @@ def seccomp(program: bytes) -> None:
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.create_string_buffer(header, len(header)))
 
 
-def landlock(readable: Iterable[str], writable: Iterable[str] = (), listed: Iterable[str] = ()) -> int:
-    """See these files and folders and no others; the kernel's Landlock version. Needs no_new_privs.
+def landlock_version() -> int:
+    """The kernel's, as it numbers its interface. Raise OSError if Landlock is missing or turned off."""
+    return _checked(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
+
+
+def landlock(
+    readable: Iterable[str], writable: Iterable[str] = (), listed: Iterable[str] = (), scoped: bool = True
+) -> None:
+    """See these files and folders and no others, as `ruleset` has it. Needs no_new_privs."""
+    made = ruleset(readable, writable, listed, scoped)
+    try:
+        restrict(made)
+    finally:
+        os.close(made)
+
+
+def restrict(ruleset: int) -> None:
+    """Hold this process to a ruleset, besides those that already hold."""
+    _checked(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0))
+
+
+def ruleset(
+    readable: Iterable[str], writable: Iterable[str] = (), listed: Iterable[str] = (), scoped: bool = True
+) -> int:
+    """The descriptor of a Landlock ruleset that shows these files and folders and no others.
 
     Of `listed` folders the names of what is in them can be read, and of that only what is `readable` as well.
+    `scoped` also keeps signals within, where the kernel's version is SCOPES or later.
     """
-    version = _checked(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
+    version = landlock_version()
     files = (1 << 13) - 1
     files |= 1 << 13 if version >= 2 else 0
     files |= _TRUNCATE if version >= 3 else 0
     files |= 1 << 15 if version >= 5 else 0
     network = 3 if version >= 4 else 0  # bind and connect
-    scopes = 3 if version >= 6 else 0  # abstract sockets and signals
-    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    scopes = 3 if version >= SCOPES and scoped else 0  # abstract sockets and signals
+    size = 24 if version >= SCOPES else 16 if version >= 4 else 8
     attributes = struct.pack("=QQQ", files, network, scopes)[:size]
-    ruleset = _checked(_libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0))
+    made = _checked(_libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0))
     try:
         for path in readable:
-            _allow(ruleset, path, _READ_FILE | _READ_DIR)
+            _allow(made, path, _READ_FILE | _READ_DIR)
         for path in listed:
-            _allow(ruleset, path, _READ_DIR)
+            _allow(made, path, _READ_DIR)
         for path in writable:
-            _allow(ruleset, path, (_READ_FILE | _READ_DIR | _MODIFY | _TRUNCATE) & files)
-        _checked(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0))
-    finally:
-        os.close(ruleset)
-    return version
+            _allow(made, path, (_READ_FILE | _READ_DIR | _MODIFY | _TRUNCATE) & files)
+    except BaseException:
+        os.close(made)
+        raise
+    return made
 
 
-def private_root(readable: Iterable[str], scratch: str = "", scratch_bytes: int = 0) -> None:
+def private_root(
+    readable: Iterable[str],
+    scratch: str = "",
+    scratch_bytes: int = 0,
+    user: int = NOBODY,
+    root: str = "/proc",
+) -> None:
     """Leave the host's files, network and IPC for a root of our own with only these, read-only. Needs root.
 
-    What lies inside a folder that the next user may not enter, such as a home, can be reached here.
+    What lies inside a folder that the next user may not enter, such as a home, can be reached here. `root` is the
+    folder to build on: any will do in which nothing is `readable`, and /proc is always there.
     """
     _checked(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS))
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-    # Any folder will do to build on, as long as nothing we bind lies in it. This one is always there.
-    root = "/proc"
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID, "mode=755,size=1m")
     for path in readable:
         _bind(path, root + path)
     if scratch:
         Path(root + scratch).mkdir(parents=True)
         # noexec also keeps the loader from mapping a shared object that the grader wrote.
-        options = f"mode=700,uid={NOBODY},gid={NOBODY},size={scratch_bytes},nr_inodes=1024"
+        options = f"mode=700,uid={user},gid={user},size={scratch_bytes},nr_inodes=1024"
         _mount("tmpfs", root + scratch, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, options)
     os.chdir(root)
     _checked(_libc.syscall(_PIVOT_ROOT[platform.machine()], b".", b"."))

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import ast
 import atexit
 import hashlib
+import itertools
 import json
 import math
 import os
 import select
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from struct import pack, unpack
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from graders.environments.catalog import Environment, EnvironmentNotBuilt, bare, default_folder, find
-from graders.sandbox import scratch
+from graders.sandbox import folders, scratch, sizes, users
+from graders.sandbox.lockdown import NOBODY
+from graders.sandbox.turns import Turns
 from graders.types import StepScore, steps_of
 
 # Loaded before the first grade if the source names them; all else is imported when and if a grade gets there.
@@ -32,15 +34,17 @@ STANDARD = (
     "collections", "dataclasses", "datetime", "decimal", "difflib", "fractions", "functools", "itertools",
     "json", "math", "random", "re", "statistics", "string", "textwrap", "typing", "unicodedata",
 )  # fmt: skip
-# Those of an environment whose modules are, too.
-INSTALLED = frozenset(
-    {
-        "ast_grep_py", "deepdiff", "jsonschema", "nltk", "numpy", "pandas", "pydantic", "rapidfuzz", "rdkit",
-        "rouge_score", "scipy", "skbio", "sklearn", "sqlparse", "sympy", "yaml",
-    }
-)  # fmt: skip
 # More threads would not be faster on one core, and those of the zygote are not there in its forks.
-VARIABLES = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+VARIABLES = dict.fromkeys(
+    (
+        "OPENBLAS_NUM_THREADS",
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "NUMEXPR_NUM_THREADS",
+        "RAYON_NUM_THREADS",
+    ),
+    "1",
+)
 REQUIRED = ("no_new_privs", "seccomp", "rlimits")
 INSECURE = "REGRAFT_PYTHON_GRADERS"
 
@@ -48,11 +52,21 @@ _BOOT_S, _GRACE_S = 60.0, 5.0
 _FORKS = 5000
 _MAX_ANSWER = 1 << 20
 
-_MOST_MODULES = 64
+_MAX_KNOWN = 1024
+IDLE_S = 600.0
 
 Kind = Literal[
-    "ok", "user_error", "timeout", "memory", "crash", "output_limit", "scratch_limit", "bad_result"
+    "ok",
+    "user_error",
+    "timeout",
+    "memory",
+    "crash",
+    "output_limit",
+    "scratch_limit",
+    "thread_limit",
+    "bad_result",
 ]
+T = TypeVar("T")
 
 
 class SandboxUnavailable(RuntimeError):
@@ -91,7 +105,7 @@ class Outcome:
 
 
 class Zygote:
-    """One process that serves one source. Not for two threads at once."""
+    """One process that serves one source. Not for two threads at once, but for `kill`."""
 
     def __init__(
         self,
@@ -100,17 +114,38 @@ class Zygote:
         environment: Environment,
         insecure: bool = False,
         without: Iterable[str] = (),
+        folder: str | None = None,
+        user: int = NOBODY,
     ) -> None:
+        """Start the process. `folder` is where its scratch folder is made; `user` is who it becomes if we are root."""
         if sys.platform != "linux":
             raise SandboxUnavailable("Python graders need Linux: seccomp and Landlock are missing here.")
-        self.limits, self.served, self.retired = limits, 0, False
+        self.limits, self.insecure, self.user = limits, insecure, user
+        self.served, self.retired = 0, False
+        self.layers: dict[str, str] = {}
+        self._compile_error: str | None = None
         root = str(Path(__file__).parents[2])
         # Last on the path: the standard library must not be shadowed by what else lies there.
         start = f"import sys; sys.path.append({root!r}); from graders.sandbox.zygote import main; main()"
         try:
-            self.scratch = tempfile.mkdtemp(prefix="regraft-grader-")
+            self.scratch = folders.make(folder)
         except OSError as cause:
             raise SandboxUnavailable(f"Python graders need a writable temporary folder: {cause}") from cause
+        visible = visible_to(environment)
+        self._config = {
+            "source": source,
+            "parent": os.getpid(),
+            "readable": visible.readable,
+            "listed": visible.listed,
+            "path": visible.path,
+            "modules": STANDARD,
+            "variables": VARIABLES | ({"NLTK_DATA": environment.corpora} if environment.corpora else {}),
+            "scratch": self.scratch,
+            "user": user,
+            "insecure": insecure,
+            "without": list(without),
+            **asdict(limits),
+        }
         # env={}: what the service knows of keys must not be in this process at all, not even at its start.
         self.process = subprocess.Popen(
             [environment.interpreter.program, "-I", "-S", "-B", "-X", "utf8", "-c", start],
@@ -121,45 +156,66 @@ class Zygote:
             cwd="/",
             bufsize=0,
         )
-        visible = visible_to(environment)
-        config = {
-            "source": source,
-            "parent": os.getpid(),
-            "readable": visible.readable,
-            "listed": visible.listed,
-            "path": visible.path,
-            "modules": [*STANDARD, *named_modules(source)],
-            "variables": VARIABLES | ({"NLTK_DATA": environment.corpora} if environment.corpora else {}),
-            "scratch": self.scratch,
-            "insecure": insecure,
-            "without": list(without),
-            **asdict(limits),
-        }
-        answer = self._ask(config, _BOOT_S)
+
+    def boot(self) -> None:
+        """Wait until it has locked itself down, once.
+
+        Raises:
+            SandboxUnavailable: it lacks a layer.
+            SandboxFailed: it did not start.
+        """
+        if self.layers:
+            return
+        answer = self._ask(self._config, _BOOT_S)
         if "layers" not in answer:
             self.close()
             raise SandboxFailed(f"the sandbox did not start: {answer.get('error')}")
-        self.layers: dict[str, str] = answer["layers"]
+        self.layers = answer["layers"]
         if not self.layers["namespaces"]:
             scratch.remove(self.scratch)  # it writes to memory instead
-        if not insecure:
+        if not self.insecure:
             self._refuse_if_thin()
+
+    def compile(self) -> str:
+        """Boot, and wait for what the compiler says of the source, once: "" or why no grader can be made of it."""
+        self.boot()
+        if self._compile_error is None:
+            self._compile_error = str(self._answer(_BOOT_S).get("compile_error"))
+            if self._compile_error:
+                self.close()
+            else:
+                self._answer(_BOOT_S)  # it has imported what the source imports
+        return self._compile_error
 
     def grade(self, sample: Mapping[str, Any], item: Mapping[str, Any]) -> Outcome:
         """Run the source once. Raise SandboxFailed if the answer is none; then this zygote is spent."""
+        if error := self.compile():
+            return Outcome("user_error", reason=error)
         answer = self._ask({"sample": sample, "item": item}, self.limits.wall_s + _GRACE_S)
         self.served += 1
         self.retired = self.retired or bool(answer.get("retire")) or self.served >= _FORKS
+        if "failed" in answer:
+            self.close()
+            raise SandboxFailed(str(answer["failed"]))
         try:
             return _outcome(answer, self.limits, len(sample.get("output_text", "")))
         except (KeyError, TypeError, ValueError) as cause:
             self.close()
             raise SandboxFailed(f"the sandbox gave no sensible answer: {cause!r}") from cause
 
+    @property
+    def lives(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """End it from another thread: who waits for its answer gets SandboxFailed."""
+        self.retired = True
+        with suppress(OSError):
+            self.process.kill()  # its child follows: it asked to die with its parent
+
     def close(self) -> None:
         """End it and the grade it may be running. Closing twice is fine."""
-        self.retired = True
-        self.process.kill()  # its child follows: it asked to die with its parent
+        self.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -178,6 +234,14 @@ class Zygote:
         deadline = time.monotonic() + wait_s
         try:
             self._send(memoryview(pack("!I", len(body)) + body), deadline)
+        except (OSError, SandboxFailed) as cause:
+            self.close()
+            raise SandboxFailed(f"the sandbox ended or hung: {cause}") from cause
+        return self._answer(deadline - time.monotonic())
+
+    def _answer(self, wait_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + wait_s
+        try:
             size = unpack("!I", self._receive(4, deadline))[0]
             if size > _MAX_ANSWER:
                 raise SandboxFailed("the sandbox answered with too much")
@@ -217,19 +281,55 @@ class Load:
     processes: int
 
 
-def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Those that this process may use: a container sees all of its node's, and is held to a share of their time."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = cgroup / "cpu.max"
-    if limit.exists():
-        quota, period = limit.read_text().split()
-        if quota != "max":
-            usable = min(usable, math.ceil(int(quota) / int(period)))
-    return max(1, usable)
+class Call(Future[T]):
+    """A result to come of a process of the pool. Cancelling it ends that process, also while it is at work."""
+
+    def __init__(
+        self, source: str, environment: Environment | None, owner: str, work: Callable[[Zygote], T]
+    ) -> None:
+        super().__init__()
+        self.source, self.environment, self.owner, self.work = source, environment, owner, work
+        self._abandoned = False
+        self._zygote: Zygote | None = None
+        self._with_zygote = threading.Lock()
+
+    def cancel(self) -> bool:
+        """Whether it will come to no result, or has come to none."""
+        if super().cancel():
+            return True
+        with self._with_zygote:
+            self._abandoned = not self.done()
+            if self._abandoned and self._zygote is not None:
+                self._zygote.kill()
+            return self._abandoned
+
+    @contextmanager
+    def uses(self, zygote: Zygote) -> Iterator[None]:
+        """For as long as the block runs, this process is ended if the call is cancelled."""
+        with self._with_zygote:
+            if self._abandoned:
+                raise SandboxFailed("the grade was cancelled")
+            self._zygote = zygote
+        try:
+            yield
+        finally:
+            with self._with_zygote:
+                self._zygote = None
+
+
+@dataclass(frozen=True)
+class _Idle:
+    key: str
+    zygote: Zygote
+    since: float
 
 
 class Pool:
-    """Grades by any number of sources, one per core at a time. Idle zygotes stay warm, the oldest make room."""
+    """Grades by any number of sources, one per core at a time, in turns of their owners.
+
+    Each owner has processes of its own. Idle ones stay warm for `idle_s`; where there are too many, the longest idle
+    makes room. Without `limits` and `size` they are those of graders.sandbox.sizes.
+    """
 
     def __init__(
         self,
@@ -237,14 +337,26 @@ class Pool:
         size: int | None = None,
         insecure: bool = False,
         without: Iterable[str] = (),
+        *,
+        idle_s: float = IDLE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.limits, self.insecure, self.without = limits or Limits(), insecure, tuple(without)
-        self.size = size or cores()
+        here = sizes.here()
+        self.limits = limits or Limits(memory=here.memory, scratch_bytes=here.scratch_bytes)
+        self.insecure, self.without = insecure, tuple(without)
+        self.size = size or here.slots
+        self.idle_s, self.clock = idle_s, clock
         # Its threads also start the zygotes: these die with the thread that started them, and threads of a
         # web server come and go.
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="sandbox")
-        self._idle: list[tuple[str, Zygote]] = []  # longest idle first
+        self._turns: Turns[Callable[[], None]] = Turns()
+        self._waiting: set[Future[Any]] = set()
+        self._idle: list[_Idle] = []  # longest idle first
         self._all: set[Zygote] = set()
+        self._known: OrderedDict[str, str] = OrderedDict()  # what the compiler said, by key
+        self._folder: folders.Folder | None = None
+        self._users = itertools.cycle(users.available())
+        self._timer: threading.Timer | None = None
         self._lock = threading.Lock()
         self._under_way = 0
         self._closed = False
@@ -255,20 +367,37 @@ class Pool:
         sample: Mapping[str, Any],
         item: Mapping[str, Any],
         environment: Environment | None = None,
+        owner: str = "",
     ) -> Future[Outcome]:
         """A grade to come. It fails with SandboxUnavailable or SandboxFailed, never with the grader's error.
 
-        Without an environment it runs in the default one, which has to be in the default folder.
+        Cancelling it ends it, also while it runs. Without an environment it runs in the default one, which has to be
+        in the default folder. `owner` shares its processes with no other, and the cores fairly with all.
         """
-        grade = self._threads.submit(self._grade, source, sample, item, environment)
-        with self._lock:
-            self._under_way += 1
-        grade.add_done_callback(self._done)
-        return grade
 
-    def _done(self, grade: Future[Outcome]) -> None:
+        def grade(zygote: Zygote) -> Outcome:
+            return zygote.grade(sample, item)
+
+        if error := self._known_error(_key(source, environment, owner)):
+            refused: Future[Outcome] = Future()
+            refused.set_result(Outcome("user_error", reason=error))
+            return refused
+        return self._submit(Call(source, environment, owner, grade))
+
+    def compile_error(
+        self, source: str, environment: Environment | None = None, owner: str = ""
+    ) -> Future[str]:
+        """Why no grader can be made of the source, to come; "" if one can. It fails and is cancelled as a grade is."""
+        known = self._known_error(_key(source, environment, owner))
+        if known is not None:
+            answer: Future[str] = Future()
+            answer.set_result(known)
+            return answer
+        return self._submit(Call(source, environment, owner, Zygote.compile))
+
+    def _known_error(self, key: str) -> str | None:
         with self._lock:
-            self._under_way -= 1
+            return self._known.get(key)
 
     def load(self) -> Load:
         """How busy it is at this moment."""
@@ -279,58 +408,140 @@ class Pool:
         """Start one zygote and tell of each layer whether it holds: "", or why not."""
         return self._threads.submit(self._probe).result()
 
+    def expire(self) -> None:
+        """End the processes that have been idle for `idle_s`."""
+        with self._lock:
+            before = self.clock() - self.idle_s
+            old = [idle.zygote for idle in self._idle if idle.since <= before]
+            self._idle = [idle for idle in self._idle if idle.since > before]
+            self._all.difference_update(old)
+            self._timer = None
+            self._wait_to_expire()
+        for zygote in old:
+            zygote.close()
+
     def close(self) -> None:
         """End every process, also those at work. Later grades are refused."""
         with self._lock:
             self._closed = True
             zygotes, self._idle = list(self._all), []
+            waiting = list(self._waiting)
+            if self._timer is not None:
+                self._timer.cancel()
+        for call in waiting:
+            call.cancel()
         for zygote in zygotes:
-            with suppress(OSError):
-                zygote.process.kill()
+            zygote.kill()
         self._threads.shutdown(cancel_futures=True)
         for zygote in zygotes:
             zygote.close()
         self._all.clear()
+        if self._folder is not None:
+            self._folder.remove()
 
-    def _grade(
-        self,
-        source: str,
-        sample: Mapping[str, Any],
-        item: Mapping[str, Any],
-        environment: Environment | None,
-    ) -> Outcome:
+    def _submit(self, call: Call[T]) -> Future[T]:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            self._turns.put(call.owner, lambda: self._run(call))
+            self._under_way += 1
+            self._waiting.add(call)
+        call.add_done_callback(self._done)
+        self._threads.submit(self._next)
+        return call
+
+    def _done(self, call: Future[Any]) -> None:
+        with self._lock:
+            self._under_way -= 1
+            self._waiting.discard(call)
+
+    def _next(self) -> None:
+        """Run the call whose turn it is: for each call there is one of these."""
+        with self._lock:
+            turn = self._turns.take()
+        if turn is None:
+            return
+        owner, run = turn
+        try:
+            run()
+        finally:
+            with self._lock:
+                self._turns.end(owner)
+
+    def _run(self, call: Call[T]) -> None:
+        if not call.set_running_or_notify_cancel():
+            return
+        with self._lock:
+            self._waiting.discard(call)
+        try:
+            result = self._worked(call)
+        except BaseException as cause:
+            call.set_exception(cause)
+        else:
+            call.set_result(result)
+
+    def _worked(self, call: Call[T]) -> T:
+        environment = call.environment
         if environment is None:
             try:
                 environment = find(default_folder())
             except EnvironmentNotBuilt as cause:
                 raise SandboxUnavailable(str(cause)) from cause
-        key = hashlib.sha256(f"{environment}\n{source}".encode()).hexdigest()
-        zygote = self._take(key) or self._start(source, environment)
+        key = _key(call.source, call.environment, call.owner)
+        zygote = self._take(key) or self._start(call.source, environment)
         try:
-            return zygote.grade(sample, item)
+            with call.uses(zygote):
+                self._note(key, zygote.compile())
+                return call.work(zygote)
         finally:
             self._give(key, zygote)
 
-    def _take(self, key: str) -> Zygote | None:
+    def _note(self, key: str, compile_error: str) -> None:
         with self._lock:
-            for index in reversed(range(len(self._idle))):
-                if self._idle[index][0] == key:
-                    return self._idle.pop(index)[1]
-        return None
+            self._known[key] = compile_error
+            self._known.move_to_end(key)
+            if len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+
+    def _take(self, key: str) -> Zygote | None:
+        dead = []
+        try:
+            with self._lock:
+                for index in reversed(range(len(self._idle))):
+                    if self._idle[index].key == key:
+                        zygote = self._idle.pop(index).zygote
+                        if zygote.lives:
+                            return zygote
+                        dead.append(zygote)
+                        self._all.discard(zygote)
+            return None
+        finally:
+            for zygote in dead:
+                zygote.close()
 
     def _give(self, key: str, zygote: Zygote) -> None:
         with self._lock:
             spent = [zygote] if zygote.retired or self._closed else []
             if not spent:
-                self._idle.append((key, zygote))
+                self._idle.append(_Idle(key, zygote, self.clock()))
                 if len(self._idle) > 2 * self.size:
-                    spent = [self._idle.pop(0)[1]]
+                    spent = [self._idle.pop(0).zygote]
+                self._wait_to_expire()
             self._all.difference_update(spent)
         for old in spent:
             old.close()
 
+    def _wait_to_expire(self) -> None:
+        """Holding the lock: see to it that `expire` is called when the longest idle process is due."""
+        if self._timer is not None or not self._idle or self._closed:
+            return
+        left = self._idle[0].since + self.idle_s - self.clock()
+        self._timer = threading.Timer(max(left, 1.0), self.expire)
+        self._timer.daemon = True
+        self._timer.start()
+
     def _start(self, source: str, environment: Environment) -> Zygote:
-        zygote = Zygote(source, self.limits, environment, self.insecure, self.without)
+        zygote = self._launched(source, environment, self.insecure)
         with self._lock:
             if not self._closed:
                 self._all.add(zygote)
@@ -338,10 +549,30 @@ class Pool:
         zygote.close()
         raise SandboxFailed("the pool is closed")
 
+    def _launched(self, source: str, environment: Environment, insecure: bool) -> Zygote:
+        with self._lock:
+            try:
+                self._folder = self._folder or folders.Folder.claim()
+            except OSError as cause:
+                raise SandboxUnavailable(
+                    f"Python graders need a writable temporary folder: {cause}"
+                ) from cause
+            taken = {zygote.user for zygote in self._all}
+            candidates = itertools.islice(self._users, len(taken) + 1)
+            user = next((user for user in candidates if user not in taken), NOBODY)
+        return Zygote(source, self.limits, environment, insecure, self.without, self._folder.path, user)
+
     def _probe(self) -> dict[str, str]:
-        zygote = Zygote("", self.limits, bare(), insecure=True, without=self.without)
-        zygote.close()
+        zygote = self._launched("", bare(), insecure=True)
+        try:
+            zygote.boot()
+        finally:
+            zygote.close()
         return zygote.layers
+
+
+def _key(source: str, environment: Environment | None, owner: str) -> str:
+    return hashlib.sha256(json.dumps([owner, str(environment), source]).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1)
@@ -362,8 +593,11 @@ def described() -> str:
     """One line for the log: what python graders run behind here, or why they do not run."""
     if unsafe := refusal():
         return f"python graders are refused: {unsafe}"
-    holds = ", ".join(name for name, missing in probe().items() if not missing) or "nothing"
-    return f"python graders run behind {holds}" + (" (declared insecure)" if shared().insecure else "")
+    layers = probe()
+    holds = ", ".join(name for name, missing in layers.items() if not missing) or "nothing"
+    lacks = "; ".join(f"{name} ({missing})" for name, missing in layers.items() if missing)
+    how = f"python graders run behind {holds}" + (f"; without {lacks}" if lacks else "")
+    return how + (" (declared insecure)" if shared().insecure else "")
 
 
 def not_built(environments: Path | None) -> str:
@@ -407,6 +641,9 @@ def _outcome(answer: Mapping[str, Any], limits: Limits, length: int) -> Outcome:
         case "scratch_limit":
             most = f"{limits.scratch_bytes >> 20} MiB in {scratch.MAX_ENTRIES} files"
             return Outcome("scratch_limit", reason=f"it wrote more than {most}", output=output)
+        case "thread_limit":
+            reason = f"it started more than {limits.threads} threads"
+            return Outcome("thread_limit", reason=reason, output=output)
         case "cpu_limit":
             return Outcome("timeout", reason="it used too much processor time", output=output)
         case "memory":
@@ -441,8 +678,6 @@ def _result(text: str, output: str, length: int) -> Outcome:
             return Outcome("bad_result", reason=why, output=output)
         case {"error": "user", "text": str(why), **rest} if not rest:
             return Outcome("user_error", reason=why, output=output)
-        case {"error": "sandbox", "text": str(why), **rest} if not rest:
-            raise ValueError(why)
     return Outcome("bad_result", reason="its result is not one that grade() can give", output=output)
 
 
@@ -459,26 +694,6 @@ def _wait(fd: int, event: int, deadline: float) -> None:
     poll.register(fd, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
         raise SandboxFailed("it did not answer in time")
-
-
-def named_modules(source: str) -> list[str]:
-    """The modules of INSTALLED packages that a source imports anywhere: loaded once, not by each of its grades."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []  # its grades will say so
-    names = dict.fromkeys(name for node in ast.walk(tree) for name in _imported(node))
-    return [name for name in names if name.partition(".")[0] in INSTALLED][:_MOST_MODULES]
-
-
-def _imported(node: ast.AST) -> list[str]:
-    match node:
-        case ast.Import():
-            return [alias.name for alias in node.names]
-        case ast.ImportFrom(module=str(module), level=0):
-            # Each name may be a module of its own or something in the first one, which an import will show.
-            return [module, *(f"{module}.{alias.name}" for alias in node.names if alias.name != "*")]
-    return []
 
 
 @dataclass(frozen=True)

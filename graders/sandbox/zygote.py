@@ -2,11 +2,16 @@
 
 Frames go both ways, on stdin and stdout: four bytes of length, then JSON. The first one in says what to be:
 
-    {"source", "parent", "readable", "listed", "path", "modules", "variables", "scratch", "insecure", "without", and
-     all of Limits}
+    {"source", "parent", "readable", "listed", "path", "modules", "variables", "scratch", "user", "insecure", "without",
+     and all of Limits}
         ->  {"layers"} or {"error"}
+        ->  {"compile_error"}: "" if a grader can be made of the source, else the end
+        ->  {"ready"}
     {"sample", "item"}
-        ->  {"status", "exit", "result", "output", "retire"}
+        ->  {"status", "exit", "result", "output", "retire"}, or {"failed"} and the end
+
+The last request is read by the fork that makes the grade, and never by the zygote: what it reads, the next fork could
+find in its memory.
 
 It runs on the Python of the grader's environment, where nothing of the service can be imported. Here lie no secrets:
 children inherit this memory, and their code is not ours.
@@ -20,6 +25,8 @@ import gc
 import importlib
 import json
 import linecache
+import marshal
+import math
 import os
 import select
 import signal
@@ -30,17 +37,21 @@ import traceback
 import types
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from graders.sandbox import lockdown, scratch, syscalls
+from graders.sandbox.source import FILE, TOO_DEEP, compiled
 from graders.types import MAX_STEPS, steps_of
 
-FILE = "grader.py"
 SCRATCH = "/scratch"
 SCRATCH_S = 0.05  # how often its bytes are counted
+THREADS_S = 0.02  # how often its threads are counted, where no limit of the kernel's is its own
+COMPILE_S, COMPILE_MEMORY = 10, 512 << 20  # of processor time, and of address space
 MAX_RESULT = 64 * 1024
 MAX_OUTPUT = 16 * 1024  # bytes of printed text that are kept
 MAX_REASON = 4096
+BEGUN = b"."
 _OUT_OF_MEMORY = b'{"error": "memory"}'  # made beforehand: when it is needed, there is no memory to make it
 
 
@@ -49,78 +60,173 @@ def main() -> None:
     config = read_frame(0)
     assert config is not None
     try:
-        zygote = Zygote(config)
+        lockdown.first_to_be_killed()
+        zygote = Zygote(config, own_processes(config))
     except BaseException as cause:
         write_frame(1, {"error": f"{type(cause).__name__}: {cause}"[:MAX_REASON]})
         return
     write_frame(1, {"layers": zygote.layers})
-    while (request := read_body(0)) is not None:
-        write_frame(1, zygote.grade(request))
-        zygote.prepare()  # while the service is busy with the answer
+    error = zygote.compile()
+    write_frame(1, {"compile_error": error})
+    if error:
+        return
+    zygote.load()
+    write_frame(1, {"ready": True})
+    while True:
+        zygote.prepare()  # while the service is busy with the answer before
+        answer = zygote.grade()
+        if answer is None:
+            return
+        write_frame(1, answer)
+        if "failed" in answer:
+            return
+
+
+def own_processes(config: dict[str, Any]) -> str:
+    """Continue as the first process of a PID namespace, or say why not. What started us waits outside until its end."""
+    if "pid_namespace" in config["without"]:
+        return "turned off"
+    if os.geteuid() != 0:
+        return "needs root"
+    try:
+        lockdown.private_processes()
+    except OSError as cause:
+        return str(cause)
+    alive, held = os.pipe()
+    zygote = os.fork()
+    if zygote == 0:
+        os.close(held)
+        config.update(parent=0, alive=alive)
+        return ""
+    try:
+        os.dup2(held, 0)
+        os.closerange(1, 1 << 16)  # the service must see when the zygote's ends are closed
+        with suppress(OSError):
+            lockdown.become(config["user"])
+        lockdown.die_with(config["parent"])
+        os.waitpid(zygote, 0)
+    finally:
+        os._exit(0)  # and the zygote with it, if it still lives
 
 
 class Zygote:
     """One source, compiled, behind every layer that a fork inherits. It never runs the source itself."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], pid_namespace: str) -> None:
         self.config = config
-        self.layers: dict[str, str] = {}  # "" holds, otherwise why not
+        self.layers = {"pid_namespace": pid_namespace}  # "" holds, otherwise why not
         self.scratch = config["scratch"]  # a folder of the host's, unless one in memory can take its place
         self.in_memory = False
+        self.counts_threads = False
+        self.ruleset = -1
         self.ready: Ready | None = None
+        self.code: types.CodeType | None = None
+        self.modules: list[str] = config["modules"]
         self._lock_down()
         os.environ.update(config["variables"], HOME=self.scratch, TMPDIR=self.scratch)
         self.filter = self._filter()
+
+    def compile(self) -> str:
+        """Compile the source in a fork with limits; why no grader can be made of it, or ""."""
+        result, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            self._compile(write)
+        os.close(write)
+        answer = bytearray()
+        while data := os.read(result, 1 << 20):
+            answer += data
+        os.close(result)
+        _, status, used = os.wait4(child, 0)
+        if status != 0:
+            is_late = used.ru_utime + used.ru_stime > COMPILE_S - 1
+            return f"compiling the source took more than {COMPILE_S} s" if is_late else TOO_DEEP
+        head, _, marshalled = bytes(answer).partition(b"\n")
+        found = json.loads(head)
+        if found["error"]:
+            return str(found["error"])
+        self.code = marshal.loads(marshalled)
+        self.modules = [*self.modules, *found["modules"]]
+        return ""
+
+    def _compile(self, result: int) -> None:
+        """In the fork. The memory that it takes goes with it."""
+        zygote = os.getppid()
+        try:
+            os.dup2(result, 3)
+            null = os.open(os.devnull, os.O_RDONLY)
+            for fd in range(3):
+                os.dup2(null, fd)
+            os.closerange(4, 1 << 16)
+            lockdown.die_with(zygote)
+            lockdown.low_priority()
+            if "rlimits" not in self.config["without"]:
+                lockdown.rlimits(COMPILE_MEMORY, COMPILE_S, 0)
+            if self.filter:
+                lockdown.seccomp(self.filter)
+            try:
+                done = compiled(self.config["source"])
+            except ValueError as cause:
+                _write(3, json.dumps({"error": str(cause)[:MAX_REASON]}).encode())
+            else:
+                _write(3, json.dumps({"error": "", "modules": done.modules}).encode() + b"\n" + done.code)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+
+    def load(self) -> None:
+        """Import what the source imports, and give the memory a form that forks can share."""
+        config = self.config
         sys.path[:] = config["path"]
         for name in [name for name in sys.modules if name.partition(".")[0] == "graders"]:
             del sys.modules[name]  # what is ours stays in use, and cannot be imported
-        _import(config["modules"])
+        _import(self.modules)
         lines = config["source"].splitlines(keepends=True)
         linecache.cache[FILE] = (len(config["source"]), None, lines, FILE)  # tracebacks show the line
-        self.code: types.CodeType | None = None
-        self.compile_error = b""
-        try:
-            self.code = compile(config["source"], FILE, "exec", dont_inherit=True)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
-            self.compile_error = _error("user", "".join(traceback.format_exception_only(cause)))
         gc.collect()
         gc.freeze()  # else the first collection in every child copies each page it looks at
 
     def prepare(self) -> None:
         """Fork the process of the next grade. It locks itself down and waits: most of the cost is paid early."""
-        (request_r, request_w), (result_r, result_w), (output_r, output_w) = (os.pipe() for _ in range(3))
+        (begun_r, begun_w), (result_r, result_w), (output_r, output_w) = (os.pipe() for _ in range(3))
         child = os.fork()
         if child == 0:
-            self._child(request_r, result_w, output_w)
-        for fd in (request_r, result_w, output_w):
+            self._child(begun_w, result_w, output_w)
+        for fd in (begun_w, result_w, output_w):
             os.close(fd)
-        self.ready = Ready(child, request_w, result_r, output_r)
+        self.ready = Ready(child, begun_r, result_r, output_r)
 
-    def grade(self, request: bytes) -> dict[str, Any]:
-        """Let the waiting child run, wait no longer than the limit, and tell what happened."""
-        if self.ready is None:
-            self.prepare()
+    def grade(self) -> dict[str, Any] | None:
+        """Let the waiting child run, wait no longer than the limit, and tell what happened. None: stdin has ended."""
         assert self.ready is not None
         ready, self.ready = self.ready, None
-        with suppress(BrokenPipeError):  # a child that a layer failed in has ended already, and said why
-            write_body(ready.request, request)
-        os.close(ready.request)
+        begun = os.read(ready.begun, MAX_REASON)
+        os.close(ready.begun)
+        if begun != BEGUN:  # it ended before the grader's code ran
+            code = os.waitstatus_to_exitcode(os.waitpid(ready.child, 0)[1])
+            if begun or code != 0:
+                return {"failed": begun.decode() or f"the process for the grade ended with status {code}"}
+            return None
         watch = Watch(ready.child, ready.result, ready.output, self.config)
         if not self.in_memory:
             watch.scratch = self.scratch
+        if self.counts_threads:
+            watch.threads = self.config["threads"]
         answer = watch.until_it_ends()
         answer["retire"] = not self._swept()
         return answer
 
-    def _child(self, request: int, result: int, output: int) -> None:
+    def _child(self, begun: int, result: int, output: int) -> None:
+        self._hold(begun, result, output)
+        body = _request(0)
+        os.dup2(5, 0)
+        os.write(4, BEGUN)
+        os.close(4)  # from here on the zygote hears of the grader's end only, and on descriptor 3
+        os.close(5)
         try:
-            self._hold(request, result, output)
-            asked = read_frame(0)
-            if asked is None:
-                os._exit(0)
-            os.dup2(4, 0)
-            os.close(4)
-            answer = self._run(asked)
+            if body is None:
+                raise MemoryError
+            answer = self._run(json.loads(body))
         except MemoryError:
             answer = _OUT_OF_MEMORY
         except BaseException as cause:
@@ -131,37 +237,44 @@ class Zygote:
             os.write(3, answer)
         os._exit(0)
 
-    def _hold(self, request: int, result: int, output: int) -> None:
-        """The layers of a single grade. Ends the process if one does not hold."""
+    def _hold(self, begun: int, result: int, output: int) -> None:
+        """The layers of a single grade. Ends the process if one does not hold.
+
+        Then its descriptors are: 0 the requests, 1 and 2 its output, 3 its result, 4 `begun`, 5 /dev/null.
+        """
         zygote = os.getppid()
         # Signals a grader blocks or handles change nothing: only SIGKILL is ever sent.
         null = os.open(os.devnull, os.O_RDONLY)
         # Out of the way first: any of them may have one of the numbers they are to get.
-        wanted = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (request, output, output, result, null)]
-        for number, fd in enumerate(wanted):
+        wanted = (output, output, result, begun, null, self.ruleset)
+        moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in wanted if fd >= 0]
+        for number, fd in enumerate(moved, 1):
             os.dup2(fd, number)
-        os.closerange(5, 1 << 16)
+        os.closerange(7, 1 << 16)
         config = self.config
         os.chdir(self.scratch)
         # A folder in memory has a size of its own; of the host's, no file may be larger than can be counted in time.
         largest = (
             max(config["file_bytes"], config["scratch_bytes"]) if self.in_memory else config["file_bytes"]
         )
+        threads = None if self.counts_threads else config["threads"]
         try:
             lockdown.die_with(zygote)
+            lockdown.low_priority()
+            if self.ruleset >= 0:
+                lockdown.restrict(6)
             if "rlimits" not in config["without"]:
-                cpu_s = _cpu_limit(config["wall_s"])
-                lockdown.rlimits(config["memory"], cpu_s, largest, config["threads"])
+                lockdown.rlimits(config["memory"], _cpu_limit(config["wall_s"]), largest, threads)
+            os.closerange(6, 7)
             if self.filter:
                 lockdown.seccomp(self.filter)
         except (OSError, ValueError) as cause:
             if not config["insecure"]:
-                os.write(3, _error("sandbox", f"a layer failed: {cause}"))
+                os.write(4, f"a layer failed: {cause}".encode()[:MAX_REASON])
                 os._exit(0)
 
     def _run(self, request: dict[str, Any]) -> bytes:
-        if self.code is None:
-            return self.compile_error
+        assert self.code is not None
         # New ones: those from before the fork remember what their descriptors were.
         stream = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         sys.stdout = sys.stderr = stream
@@ -181,25 +294,52 @@ class Zygote:
         def separate() -> None:
             if not root:
                 raise OSError("needs root")
-            lockdown.private_root(readable, SCRATCH, scratch_bytes)
+            lockdown.private_root(readable, SCRATCH, scratch_bytes, config["user"])
             self.scratch, self.in_memory = SCRATCH, True
 
-        def nobody() -> None:
+        def own_user() -> None:
             if not root:
                 raise OSError("not root, so the user stays the service's own")
             if not self.in_memory:
-                os.chown(self.scratch, lockdown.NOBODY, lockdown.NOBODY)
-            lockdown.become_nobody()
+                os.chown(self.scratch, config["user"], config["user"])
+            lockdown.become(config["user"])
 
         self._layer("namespaces", separate)
-        self._layer("uid", nobody)
+        self._layer("uid", own_user)
         self._layer("no_new_privs", lockdown.no_new_privs)
         lockdown.undumpable()
         lockdown.die_with(config["parent"])
-        writable = [self.scratch]
-        self._layer("landlock", lambda: lockdown.landlock([*readable, *writable], writable, config["listed"]))
+        if "alive" in config:
+            _end_if_closed(config["alive"])  # outside of a PID namespace every parent has the number 0
+        # RLIMIT_NPROC counts the threads of all processes of a user, and would be used up by the service's own.
+        self.counts_threads = bool(self.layers["uid"]) and Path("/proc/self/stat").exists()
+        self._layer("landlock", self._see_little)
+        self._layer("signal_scope", self._scoped)
         # These two take hold in each child; a child in which one fails ends before the grader starts.
         self._layer("rlimits", lambda: None)
+
+    def _see_little(self) -> None:
+        config = self.config
+        readable, writable = [*config["readable"], self.scratch], [self.scratch]
+        scoped = "signal_scope" not in config["without"]
+        ruleset = lockdown.ruleset(readable, writable, config["listed"], scoped)
+        if not self.counts_threads:
+            lockdown.restrict(ruleset)
+            os.close(ruleset)
+            return
+        # The zygote may read /proc, to count the threads of a grade, and the grade may not.
+        wider = lockdown.ruleset([*readable, "/proc"], writable, config["listed"], scoped)
+        lockdown.restrict(wider)
+        os.close(wider)
+        self.ruleset = ruleset
+
+    def _scoped(self) -> None:
+        if self.layers["landlock"]:
+            raise OSError("needs Landlock")
+        if (version := lockdown.landlock_version()) < lockdown.SCOPES:
+            raise OSError(
+                f"Landlock is of version {version}, and scopes signals from {lockdown.SCOPES} (Linux 6.12)"
+            )
 
     def _filter(self) -> bytes:
         program = b""
@@ -232,10 +372,13 @@ class Zygote:
 
 
 class Ready(NamedTuple):
-    """A child that waits for its request, and our ends of its pipes."""
+    """A child that waits for its request, and our ends of its pipes.
+
+    `begun` ends with BEGUN, before the grader's code runs, or with why a layer failed. The grader cannot write to it.
+    """
 
     child: int
-    request: int
+    begun: int
     result: int
     output: int
 
@@ -250,10 +393,10 @@ class Watch:
         self.kept = {result: bytearray(), output: bytearray()}
         self.result, self.output = result, output
         self.seen = 0
-        self.scratch, self.scratch_bytes = (
-            "",
-            config.get("scratch_bytes", 0),
-        )  # to be counted, where no mount limits it
+        # These are counted, where no limit of the kernel's is the grade's own.
+        self.scratch, self.scratch_bytes = "", config.get("scratch_bytes", 0)
+        self.threads: int | None = None
+        self.next_scan = 0.0
 
     def until_it_ends(self) -> dict[str, Any]:
         ended = os.pidfd_open(self.child)
@@ -288,19 +431,29 @@ class Watch:
 
     def _wait(self, poll: select.poll, ended: int) -> str:
         """Why it has to be killed, or "" if it ended by itself."""
+        often = THREADS_S if self.threads is not None else SCRATCH_S if self.scratch else math.inf
         while True:
             left = self.deadline - time.monotonic()
             if left <= 0:
                 return "timeout"
-            for fd, _ in poll.poll(min(left, SCRATCH_S if self.scratch else left) * 1000 + 1):
+            for fd, _ in poll.poll(min(left, often) * 1000 + 1):
                 if fd == ended:
                     return ""
                 if not self._drain(fd):
                     poll.unregister(fd)
             if self.seen > self.output_limit or len(self.kept[self.result]) > MAX_RESULT:
                 return "output_limit"
-            if self.scratch and scratch.is_over(self.scratch, self.scratch_bytes):
+            if self.threads is not None and threads_of(self.child) > self.threads:
+                return "thread_limit"
+            if self._is_over():
                 return "scratch_limit"
+
+    def _is_over(self) -> bool:
+        now = time.monotonic()
+        if not self.scratch or now < self.next_scan:
+            return False
+        self.next_scan = now + SCRATCH_S
+        return scratch.is_over(self.scratch, self.scratch_bytes)
 
     def _status(self, status: int, cpu_s: float) -> str:
         code = os.waitstatus_to_exitcode(status)
@@ -315,6 +468,22 @@ class Watch:
         room = (MAX_RESULT + 1 if fd == self.result else MAX_OUTPUT) - len(self.kept[fd])
         self.kept[fd] += data[: max(room, 0)]
         return bool(data) and self.seen <= 2 * self.output_limit
+
+
+def _end_if_closed(fd: int) -> None:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    if poll.poll(0):
+        os._exit(0)
+    os.close(fd)
+
+
+def threads_of(process: int) -> int:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return 0  # it has ended
+    return int(stat.rpartition(")")[2].split()[17])
 
 
 def _cpu_limit(wall_s: float) -> int:
@@ -430,9 +599,31 @@ def write_frame(fd: int, value: dict[str, Any]) -> None:
 
 
 def write_body(fd: int, body: bytes) -> None:
-    left = memoryview(struct.pack("!I", len(body)) + body)
+    _write(fd, struct.pack("!I", len(body)) + body)
+
+
+def _write(fd: int, data: bytes) -> None:
+    left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]
+
+
+def _request(fd: int) -> bytearray | None:
+    """The body of the next frame; None if there is no memory for it. Ends the process if there is no frame."""
+    header = _read_exactly(fd, 4)
+    if header is None:
+        os._exit(0)
+    size = struct.unpack("!I", header)[0]
+    body = None
+    with suppress(MemoryError):
+        body = bytearray(size)
+    left, chunk = size, memoryview(bytearray(1 << 16))
+    while left:
+        into = chunk[:left] if body is None else memoryview(body)[size - left :]
+        if not (count := os.readv(fd, [into])):
+            os._exit(0)
+        left -= count
+    return body
 
 
 def _read_exactly(fd: int, count: int) -> bytes | None:

@@ -10,8 +10,9 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from graders.sandbox import lockdown
 from graders.sandbox.pool import Limits, Outcome, Pool, SandboxFailed
@@ -19,12 +20,14 @@ from tests.graders import packages
 
 ROOT = Path(__file__).parents[2]
 SECRET = "hunter2-of-the-service"
-LIMITS = Limits(wall_s=1, memory=192 << 20, file_bytes=1 << 20, threads=64, scratch_bytes=4 << 20)
+LIMITS = Limits(wall_s=20, memory=192 << 20, file_bytes=1 << 20, threads=64, scratch_bytes=4 << 20)
 
 DENIED = "Operation not permitted|Permission denied"
 UNSEEN = f"{DENIED}|No such file|Not a directory"
 FULL = "No space left|File too large"
 STOPPED = ("timeout",)
+# For those about time. All others have long enough for a machine that is busy with something else.
+SHORT = replace(LIMITS, wall_s=1)
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,24 @@ class Attack:
         )
 
 
+class Pools:
+    """One for attacks that are to run out of time, and one for all others."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.long, self.short = Pool(LIMITS, size=1, **kwargs), Pool(SHORT, size=1, **kwargs)
+
+    def close(self) -> None:
+        self.long.close()
+        self.short.close()
+
+
 def denied(code: str, says: str = DENIED) -> Attack:
     return Attack(code, ("user_error",), says)
+
+
+def stopped(code: str, says: str, kind: str) -> Attack:
+    """Refused by the kernel, or ended by the sandbox where it counts itself."""
+    return Attack(code, ("user_error", kind), f"{says}|it started more than")
 
 
 def in_scratch(code: str, says: str) -> Attack:
@@ -116,9 +135,10 @@ ATTACKS: dict[str, Attack] = {
     ),
     # processes
     "fork": denied("import os\nwhile True: os.fork()"),
-    "bomb with threads": denied(
+    "bomb with threads": stopped(
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
         "can't start new thread",
+        "thread_limit",
     ),
     "start a process pool": denied(
         "import multiprocessing as m; m.Pool(4)", UNSEEN + "|not implemented|Errno"
@@ -129,6 +149,24 @@ ATTACKS: dict[str, Attack] = {
     "kill its parent": denied("import os, signal; os.kill(os.getppid(), signal.SIGKILL)"),
     "kill everyone": denied("import os, signal; os.kill(-1, signal.SIGKILL)"),
     "send a signal to process 1": denied("import os; os.kill(1, 15)"),
+    "have the kernel kill its parent": denied(
+        "import fcntl, os\nread, write = os.pipe()\nfcntl.fcntl(read, fcntl.F_SETOWN, os.getppid())"
+    ),
+    "ask for signals about a pipe": denied(
+        "import fcntl, os\nread, write = os.pipe()\nfcntl.fcntl(read, fcntl.F_SETFL, os.O_NONBLOCK)\n"
+        "fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC)"
+    ),
+    "lock a library for another grader to see": denied(
+        "import fcntl, json\nfcntl.lockf(open(json.__file__), fcntl.LOCK_SH | fcntl.LOCK_NB, 7, 3)"
+    ),
+    "use any other command of fcntl": denied(
+        "import fcntl, os\nread, write = os.pipe()\nallowed = []\n"
+        "for command in {*range(64), *range(1024, 1088)} - {0, 1, 2, 3, 4, 1030}:\n"
+        "    try: allowed.append((command, fcntl.fcntl(read, command, 0)))\n"
+        "    except OSError as cause:\n        if cause.errno != 1: allowed.append((command, cause))\n"
+        "raise ValueError(f'allowed: {allowed}')",
+        r"allowed: \[\]",
+    ),
     "trace its parent": denied(f"{RAW}result = libc.ptrace(16, os.getppid(), 0, 0){CHECK}"),
     "read its parent's memory": denied(
         f"{RAW}result = libc.process_vm_readv(os.getppid(), None, 0, None, 0, 0){CHECK}"
@@ -226,6 +264,19 @@ ATTACKS: dict[str, Attack] = {
         "    try: os.write(fd, b'{\"score\": 9.0}\\n')\n    except OSError: pass\nreturn 1",
         ("bad_result",),
     ),
+    "blame the service": Attack(
+        "import json, os\nfor fd in range(3, 32):\n"
+        "    try: os.write(fd, json.dumps({'error': 'sandbox', 'text': 'ours'}).encode())\n"
+        "    except OSError: pass\nos._exit(0)",
+        ("bad_result",),
+        "not one that grade",
+    ),
+    "say that a layer failed": Attack(
+        "import os\nfor fd in range(3, 32):\n"
+        "    try: os.write(fd, b'a layer failed: ours')\n    except OSError: pass\nos._exit(0)",
+        ("bad_result",),
+        "not one that grade",
+    ),
     "forge an infinite result": Attack(
         "import os\nos.write(3, b'{\"score\": 1e999}')\nos._exit(0)", ("bad_result",)
     ),
@@ -285,36 +336,54 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-def run(pool: Pool, attack: Attack, database: str) -> tuple[Outcome, Outcome]:
+def run(pools: Pools, attack: Attack, database: str) -> tuple[Outcome, Outcome]:
     """How the attack ended, and how the honest grade after it did, by the same source."""
     sample = {"output_text": "42"}
     row = {"attack": True, "database": database}
+    pool = pools.short if "timeout" in attack.kinds else pools.long
     return (
         pool.submit(attack.source, sample, row).result(),
         pool.submit(attack.source, sample, {}).result(),
     )
 
 
-def unprivileged(folder: str) -> Iterator[tuple[str, list[dict[str, object]]]]:
-    """Every attack on a service without rights. It has a temporary folder, as a pod has."""
+def drop_rights(folder: str) -> None:
+    """Become a service without rights. It has /proc and a temporary folder, as a pod has."""
     environment = Path(sys.executable).parents[1].resolve()
-    system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/dev/null", "/etc/ld.so.cache", "/etc/passwd"]
+    system = [
+        "/proc",
+        "/lib",
+        "/lib64",
+        "/usr/lib",
+        "/usr/lib64",
+        "/dev/null",
+        "/etc/ld.so.cache",
+        "/etc/passwd",
+    ]
     seen = [*system, sys.base_prefix, str(environment), str(ROOT), folder]
     lockdown.private_root(
-        sorted({path for path in seen if Path(path).exists()}, key=len), "/writable", 64 << 20
+        sorted({path for path in seen if Path(path).exists()}, key=len),
+        "/writable",
+        64 << 20,
+        root="/sys",
     )
     tempfile.tempdir = "/writable"
     lockdown.become_nobody()
     lockdown.no_new_privs()
-    pool = Pool(LIMITS, size=1)
-    yield "layers", [pool.layers()]
+
+
+def unprivileged(folder: str) -> Iterator[tuple[str, list[dict[str, object]]]]:
+    """Every attack on a service without rights."""
+    drop_rights(folder)
+    pools = Pools()
+    yield "layers", [pools.long.layers()]
     for name, attack in ATTACKS.items():
         try:
-            ends = run(pool, attack, f"{folder}/regraft.db")
+            ends = run(pools, attack, f"{folder}/regraft.db")
             yield name, [asdict(end) for end in ends]
         except SandboxFailed as failed:
             yield name, [{"kind": f"SandboxFailed: {failed}"}]
-    pool.close()
+    pools.close()
     pool = Pool(size=1)
     for name in packages.USES:
         yield name, [asdict(pool.submit(packages.SOURCE, {}, {"package": name}).result())]

@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import pytest
 from graders.build import build, missing_item_paths
 from graders.python import PythonGrader
 from graders.run import grade_all
-from graders.sandbox.pool import Limits, Pool, SandboxFailed, SandboxUnavailable, cores, missing_layers, probe
+from graders.sandbox.pool import Limits, Pool, SandboxUnavailable, missing_layers, probe
+from graders.sandbox.sizes import cores
+from graders.sandbox.source import TOO_DEEP, compiled
 from graders.sandbox.syscalls import TABLES, grader_filter
-from graders.sandbox.zygote import Watch
+from graders.sandbox.zygote import COMPILE_S, Watch
 from graders.spec import InvalidGrader, dump, parse_grader
 from graders.types import ErrorKind, Grade, Sample, StepScore
 
@@ -232,7 +235,20 @@ def test_what_was_sent_is_what_is_echoed():
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("", "defines no function grade(sample, item)"),
+        (EXACT + "\n# \0", "line 4: the source holds a NUL character"),
+        (EXACT + "\n# \ud800", "lone surrogate"),
+        (EXACT + "#" * 256_000, "must have less than 256000"),
+        (EXACT + "#" + "é" * 128_000, "must have less than 256000"),
+    ],
+)
+def test_a_source_that_can_never_grade_is_refused_with_its_line(source, says):
+    assert says in refused(source).message
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("", "the source defines no function grade(sample, item) at its top level"),
         ("grade = 1", "defines no function grade(sample, item)"),
         ("class A:\n    def grade(sample, item): return 1", "defines no function grade(sample, item)"),
         ("x = 1\ndef grade(sample): return 1", "line 2: grade must be callable as grade(sample, item)"),
@@ -242,24 +258,54 @@ def test_what_was_sent_is_what_is_echoed():
         ("def grade(a, b, *, c): return 1", "any further ones with defaults"),
         ("def grade(a, *, b=1): return 1", "two positional parameters"),
         ("async def grade(sample, item): return 1", "line 1: grade must be a plain function, not async"),
+        ("def grade(a): return 1\n" + EXACT, ""),
+        (EXACT + "def grade(a): return 1\n", "line 3: grade must be callable"),
         (EXACT + "return 1", "line 3: 'return' outside function"),
         ("def grade(sample, item):\n  return (", "line 2: '(' was never closed"),
-        (EXACT + "\n# \0", "line 4: the source holds a NUL character"),
-        (EXACT + "\n# \ud800", "lone surrogate"),
         (EXACT + "x = " + "(" * 5000 + ")" * 5000, "nested"),
         (EXACT + "x = " + "-" * 100_000 + "1", "nested too deeply"),
-        (EXACT + "#" * 256_000, "must have less than 256000"),
-        (EXACT + "#" + "é" * 128_000, "must have less than 256000"),
     ],
 )
-def test_a_source_that_can_never_grade_is_refused_with_its_line(source, says):
-    assert says in refused(source).message
+def test_a_source_of_which_no_grader_can_be_made_is_refused_with_its_line(source, says):
+    assert says in compile_error(source)
+    assert bool(says) == bool(compile_error(source))
 
 
-def test_the_last_definition_is_the_one_that_counts():
-    parse_grader({**PYTHON, "source": "def grade(a): return 1\n" + EXACT})
+def compile_error(source: str) -> str:
+    try:
+        compiled(source)
+    except ValueError as cause:
+        return str(cause)
+    return ""
 
-    assert "line 3" in refused(EXACT + "def grade(a): return 1\n").message
+
+def test_the_sandbox_compiles_and_a_grade_of_what_does_not_compile_says_the_same(pool):
+    source = "def grade(sample, item):\n  return ("
+
+    assert pool.compile_error(source).result() == "line 2: '(' was never closed"
+    outcome = pool.submit(source, {}, {}).result()
+    assert (outcome.kind, outcome.reason) == ("user_error", "line 2: '(' was never closed")
+    assert pool.compile_error(EXACT).result() == ""
+
+
+def nested_finally(depth: int) -> str:
+    """The compiler copies the body of a `finally` for each way out of its `try`: more with each level."""
+    lines = ["def grade(a, b):"]
+    for level in range(1, depth + 1):
+        lines += [" " * level + "try:", *(" " * (level + 1) + f"if a: return {n}" for n in range(3))]
+        lines += [" " * level + "finally:"]
+    return "\n".join([*lines, " " * (depth + 1) + "b()"])
+
+
+def test_a_source_that_takes_gigabytes_to_compile_is_its_authors_to_mend(pool):
+    assert pool.compile_error("def grade(a, b): return 1").result() == ""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    refused = pool.compile_error(nested_finally(19)).result()
+
+    assert refused in (TOO_DEEP, f"compiling the source took more than {COMPILE_S} s")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+    assert pool.submit(EXACT, {"output_text": ""}, {"answer": ""}).result().score == 1
 
 
 def test_a_source_has_to_be_a_string():
@@ -342,7 +388,9 @@ def test_who_insists_may_run_without_a_layer():
 
 
 def test_the_probe_names_every_layer():
-    assert set(probe()) == {"namespaces", "uid", "no_new_privs", "landlock", "rlimits", "seccomp"}
+    assert set(probe()) == {
+        "pid_namespace", "namespaces", "uid", "no_new_privs", "landlock", "signal_scope", "rlimits", "seccomp"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("machine", TABLES)
@@ -365,15 +413,14 @@ def test_why_the_kernel_ended_a_grade_shows_in_the_processor_time_it_used(used_s
     assert watch._status(signal.SIGKILL, used_s) == status
 
 
-def test_a_zygote_killed_from_outside_fails_one_grade_and_is_replaced(pool):
+def test_a_zygote_killed_from_outside_is_replaced(pool):
     source = returns("1") + "# killed\n"
     pool.submit(source, {}, {}).result()
-    _, victim = pool._idle[-1]
+    victim = pool._idle[-1].zygote
     assert victim.served == 1
     os.kill(victim.process.pid, signal.SIGKILL)
+    victim.process.wait()
 
-    with pytest.raises(SandboxFailed):
-        pool.submit(source, {}, {}).result()
     assert pool.submit(source, {}, {}).result().score == 1.0
 
 

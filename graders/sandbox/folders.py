@@ -1,0 +1,60 @@
+"""Where the scratch folders of a service are: one folder for each, locked, and removed by the next if it was killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from graders.sandbox import scratch
+
+_PREFIX = "regraft-graders-"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where a pool has its scratch folders. It is locked for as long as the service lives."""
+
+    path: str
+    _lock: int
+
+    @classmethod
+    def claim(cls) -> Folder:
+        """A new one, after removing those that services left behind which were killed."""
+        parent = tempfile.gettempdir()
+        for left in Path(parent).glob(f"{_PREFIX}*"):
+            if (abandoned := _locked(str(left))) is not None:
+                scratch.remove(str(left))
+                os.close(abandoned)
+        while True:
+            path = tempfile.mkdtemp(prefix=_PREFIX)
+            if (lock := _locked(path)) is not None:  # else another service took it for abandoned
+                Path(path).chmod(0o711)  # a user of its own has to reach its scratch folder
+                return cls(path, lock)
+
+    def remove(self) -> None:
+        scratch.remove(self.path)
+        os.close(self._lock)
+
+
+def _locked(folder: str) -> int | None:
+    """The descriptor of a folder of ours that is locked now; None if another process holds it, or it is not ours."""
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(opened).st_uid == os.geteuid() and os.path.samestat(os.fstat(opened), os.lstat(folder)):
+            return opened
+    except OSError:
+        pass
+    os.close(opened)
+    return None
+
+
+def make(parent: str | None = None) -> str:
+    """A new scratch folder."""
+    return tempfile.mkdtemp(prefix="grader-", dir=parent)

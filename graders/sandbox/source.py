@@ -1,0 +1,81 @@
+"""Compiles a grader's source, which nobody has read: only ever in a process with limits. Runs inside the sandbox."""
+
+from __future__ import annotations
+
+import ast
+import marshal
+from dataclasses import dataclass
+
+FILE = "grader.py"
+# Modules of an environment that are loaded before the first grade if the source names them.
+INSTALLED = frozenset(
+    {
+        "ast_grep_py", "deepdiff", "jsonschema", "nltk", "numpy", "pandas", "pydantic", "rapidfuzz", "rdkit",
+        "rouge_score", "scipy", "skbio", "sklearn", "sqlparse", "sympy", "yaml",
+    }
+)  # fmt: skip
+MAX_MODULES = 64
+TOO_DEEP = "the source is nested too deeply, or too large to compile"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A source that a grader can be made of, and the modules of INSTALLED packages that it imports anywhere."""
+
+    code: bytes  # marshalled
+    modules: list[str]
+
+
+def compiled(source: str) -> Compiled:
+    """Compile the source and check its `grade`.
+
+    Raises:
+        ValueError: no grader can be made of it; the message names the line where there is one.
+    """
+    try:
+        tree = ast.parse(source)
+        # Finds more than parsing, such as a `return` outside a function.
+        code = compile(source, FILE, "exec", dont_inherit=True)
+        _check_signature(tree)
+        return Compiled(marshal.dumps(code), named_modules(tree))
+    except SyntaxError as cause:
+        raise ValueError(f"line {cause.lineno}: {cause.msg}") from cause
+    except (RecursionError, MemoryError) as cause:
+        raise ValueError(TOO_DEEP) from cause
+
+
+def named_modules(tree: ast.Module) -> list[str]:
+    names = dict.fromkeys(name for node in ast.walk(tree) for name in _imported(node))
+    return [name for name in names if name.partition(".")[0] in INSTALLED][:MAX_MODULES]
+
+
+def _imported(node: ast.AST) -> list[str]:
+    match node:
+        case ast.Import():
+            return [alias.name for alias in node.names]
+        case ast.ImportFrom(module=str(module), level=0):
+            # Each name may be a module of its own or something in the first one, which an import will show.
+            return [module, *(f"{module}.{alias.name}" for alias in node.names if alias.name != "*")]
+    return []
+
+
+def _check_signature(tree: ast.Module) -> None:
+    functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    graders = [node for node in functions if node.name == "grade"]
+    if not graders:
+        raise ValueError("the source defines no function grade(sample, item) at its top level")
+    function = graders[-1]  # the one that stands when the module has run
+    if isinstance(function, ast.AsyncFunctionDef):
+        raise ValueError(f"line {function.lineno}: grade must be a plain function, not async")
+    if not _takes_two(function.args):
+        raise ValueError(
+            f"line {function.lineno}: grade must be callable as grade(sample, item): two positional parameters, "
+            "any further ones with defaults"
+        )
+
+
+def _takes_two(has: ast.arguments) -> bool:
+    """Whether a function with these parameters can be called with two positional arguments and nothing else."""
+    positional = len(has.posonlyargs) + len(has.args)
+    enough = positional >= 2 or has.vararg is not None
+    return enough and positional - len(has.defaults) <= 2 and None not in has.kw_defaults

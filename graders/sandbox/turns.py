@@ -1,0 +1,46 @@
+"""Who is next: items that wait, taken fairly between their owners."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Turns(Generic[Item]):
+    """A queue for each owner. Not for two threads at once.
+
+    `take` serves the owner with the fewest items under way; among those, the one whose last turn was longest ago.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[Item]] = {}  # in the order of their turns
+        self._under_way: Counter[str] = Counter()
+
+    def put(self, owner: str, item: Item) -> None:
+        self._waiting.setdefault(owner, deque()).append(item)
+
+    def take(self) -> tuple[str, Item] | None:
+        """The next item with its owner, who has it under way from now on; None if nothing waits."""
+        if not self._waiting:
+            return None
+        owner = min(self._waiting, key=self._under_way.__getitem__)
+        queue = self._waiting.pop(owner)
+        item = queue.popleft()
+        if queue:
+            self._waiting[owner] = queue  # behind the others
+        self._under_way[owner] += 1
+        return owner, item
+
+    def end(self, owner: str) -> None:
+        """An item of this owner is no longer under way."""
+        self._under_way[owner] -= 1
+        if not self._under_way[owner]:
+            del self._under_way[owner]
+
+    def clear(self) -> list[Item]:
+        """Everything that waits; then nothing does."""
+        items = [item for queue in self._waiting.values() for item in queue]
+        self._waiting.clear()
+        return items
