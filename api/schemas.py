@@ -1,10 +1,16 @@
 """Whether answers can be held to a `response_format`: its schema is compiled in the hazard pool, as samplers will."""
 
-from core.errors import InvalidRequest, ServiceError
+import threading
+
+from core.errors import InvalidRequest, NotReady, ServiceError
 from core.response_format import ResponseFormat, held_to
 from graders import complaints
 from graders.hazards import table
 from graders.hazards.pool import HazardFailed, LimitExceeded, shared
+
+# Each waits in one of the 40 threads that answer everybody: the rest of these are for others.
+CHECKS_AT_ONCE = 12
+_checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
 
 
 def refuse_unusable_schema(form: ResponseFormat | None, param: str) -> None:
@@ -12,10 +18,20 @@ def refuse_unusable_schema(form: ResponseFormat | None, param: str) -> None:
 
     Raises:
         InvalidRequest: answers cannot be held to it.
+        NotReady: too many schemas are checked already.
         ServiceError: the pool broke.
     """
     if form is None:
         return
+    if not _checks.acquire(blocking=False):
+        raise NotReady("Too many schemas are checked at once; ask again.", retry_after=2)
+    try:
+        _check(form, param)
+    finally:
+        _checks.release()
+
+
+def _check(form: ResponseFormat, param: str) -> None:
     try:
         why = shared().submit(table.SCHEMA, held_to(form.json_schema.schema_)).result()
     except LimitExceeded as exceeded:
