@@ -1,4 +1,5 @@
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
@@ -280,3 +281,16 @@ def test_too_many_runs_are_refused_in_openais_shape(house, api):
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
     assert refused.json()["error"].keys() == {"message", "type", "param", "code"}
     assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
+@pytest.mark.parametrize("path", [VALIDATE, RUN])
+def test_a_source_that_does_not_compile_is_refused_with_its_line(api, path):
+    grader = {"type": "python", "name": "py", "source": "def grade(sample, item):\n  return ("}
+
+    answer = api.post(path, json={"grader": grader, **({"model_sample": "4"} if path == RUN else {})})
+
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("grader.source", "invalid_value")
+    assert "line 2: '(' was never closed" in error["message"]
