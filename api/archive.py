@@ -7,8 +7,6 @@ from fastapi.responses import StreamingResponse
 
 from api.deps import CurrentProject, Parts
 from core import export
-from core.blobs import BlobNotFound
-from core.errors import NotFound
 from graders.spec import hide_secrets
 
 router = APIRouter(prefix="/regraft/checkpoints", tags=["regraft"])
@@ -25,10 +23,8 @@ def download_checkpoint(checkpoint_id: str, project: CurrentProject, service: Pa
     with service.database.read() as session:
         checkpoint = export.of_project(session, project.id, checkpoint_id)
     home = export.gather(service.database, service.blobs, service.registry, checkpoint, hide_secrets)
-    try:
-        chunks = home.tar(service.blobs)
-    except BlobNotFound:
-        raise NotFound(f"The files of checkpoint {checkpoint_id} are gone.", param="checkpoint_id") from None
+    export.check(home, service.blobs, checkpoint_id)
+    chunks = home.tar(service.blobs)
     headers = {
         "content-length": str(home.tar_bytes),
         "content-disposition": f'attachment; filename="{home.folder}.tar"',

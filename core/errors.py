@@ -121,6 +121,16 @@ class CheckpointNotFound(NotFound):
         super().__init__(f"No such checkpoint: {checkpoint_id}", param="checkpoint_id")
 
 
+class CheckpointDamaged(ServiceError):
+    """410: asking again will not help, and clients retry 409 and 5xx."""
+
+    status_code, type, code = 410, "invalid_request_error", "checkpoint_damaged"
+
+    def __init__(self, checkpoint_id: str, damage: str) -> None:
+        message = f"The checkpoint {checkpoint_id} is damaged: {damage}. Use another checkpoint of its job."
+        super().__init__(message, param="checkpoint_id")
+
+
 class PermissionNotFound(NotFound):
     def __init__(self, permission_id: str) -> None:
         super().__init__(f"No such checkpoint permission: {permission_id}", param="permission_id")

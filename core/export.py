@@ -13,10 +13,11 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core import events, tuned
+from core import events, manifests, tuned
 from core.blobs import BlobCorrupt, BlobNotFound, BlobStore
 from core.db import Database
-from core.errors import CheckpointNotFound, NotFound
+from core.errors import CheckpointDamaged, CheckpointNotFound, NotFound
+from core.manifests import Damaged
 from core.models import Checkpoint, Event, File, Job, TunedModel
 from core.registry import Registry
 from core.verdict import Verdict
@@ -83,6 +84,22 @@ class TakeHome:
             (folder / name).write_bytes(text)
 
 
+def check(home: TakeHome, blobs: BlobStore, checkpoint_id: str) -> None:
+    """Read every stored file of a checkpoint once: an answer that has begun can only break off.
+
+    Raises:
+        CheckpointDamaged: one is missing or has other bytes than were stored.
+    """
+    for file in home.files:
+        try:
+            for _ in verified(file, blobs.open(file.key)):
+                pass
+        except BlobNotFound:
+            raise CheckpointDamaged(checkpoint_id, str(Damaged(file.name, missing=True))) from None
+        except BlobCorrupt:
+            raise CheckpointDamaged(checkpoint_id, str(Damaged(file.name))) from None
+
+
 def verified(file: Stored, chunks: Iterator[bytes]) -> Iterator[bytes]:
     digest = hashlib.sha256()
     for chunk in chunks:
@@ -144,15 +161,19 @@ def gather(
 
     Raises:
         NotFound: its files are gone.
+        CheckpointDamaged: its manifest is no manifest.
     """
     try:
-        manifest = json.loads(blobs.read(f"{checkpoint.blob_prefix}/manifest.json"))
-    except BlobNotFound:
-        raise NotFound(f"The files of checkpoint {checkpoint.id} are gone.", param="checkpoint_id") from None
+        manifest = manifests.read(blobs, checkpoint.blob_prefix)
+    except Damaged as damage:
+        if damage.problem == "missing":
+            message = f"The files of checkpoint {checkpoint.id} are gone."
+            raise NotFound(message, param="checkpoint_id") from None
+        raise CheckpointDamaged(checkpoint.id, str(damage)) from None
     files = [
-        Stored(one["name"], f"{checkpoint.blob_prefix}/{one['name']}", one["bytes"], one["sha256"])
-        for one in manifest["files"]
-        if one["name"] not in STAYS
+        Stored(one.name, f"{checkpoint.blob_prefix}/{one.name}", one.bytes, one.sha256)
+        for one in manifest.files
+        if one.name not in STAYS
     ]
     with database.read() as session:
         job = session.scalars(select(Job).where(Job.id == checkpoint.job_id)).one()

@@ -1,9 +1,15 @@
 """Uploaded files and results, as rows; their bytes are in the blob store under `blob_key`."""
 
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
 from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.orm import Session
 
-from core import pages
+from core import datasets, pages
+from core.blobs import BlobCorrupt, BlobNotFound, BlobStore
+from core.datasets import Example, InvalidDataset
 from core.db import Work
 from core.errors import FileNotFound, InvalidRequest
 from core.jobs import FINAL
@@ -32,6 +38,57 @@ def get_dataset(session: Session, project_id: str, file_id: str, *, param: str) 
         message = f"The file {file_id} has purpose '{file.purpose}', but must have '{FINE_TUNE}'."
         raise InvalidRequest(message, param=param)
     return file
+
+
+class FileDamaged(Exception):
+    """The contents of a file are missing or are not what was uploaded. The message is for users."""
+
+    def __init__(self, file: File, problem: str) -> None:
+        super().__init__(
+            f"The contents of the file {file.id} ({file.filename}) {problem} in the service's store. Upload the file "
+            "again and create the job with the new one."
+        )
+
+
+def read_rows(
+    blobs: BlobStore,
+    file: File,
+    *,
+    check: Callable[[Example], Iterable[str]] | None = None,
+    max_rows: int | None = None,
+) -> list[Example]:
+    """The rows of a file that is what was uploaded; `check` and `max_rows` as for `datasets.read_examples`.
+
+    Raises:
+        FileDamaged: its contents are missing, or have another hash than when they were uploaded.
+        InvalidDataset: they are what was uploaded, and not rows as they should be.
+    """
+    try:
+        meter = hashlib.sha256()
+        try:
+            rows = datasets.read_examples(
+                _metered(blobs.open(file.blob_key), meter), check=check, max_rows=max_rows
+            )
+        except InvalidDataset:
+            # Some damage looks like a mistake in a row, and the reading may have ended there.
+            meter = hashlib.sha256()
+            for _ in _metered(blobs.open(file.blob_key), meter):
+                pass
+            if meter.hexdigest() == file.sha256:
+                raise
+    except BlobNotFound:
+        raise FileDamaged(file, "are missing") from None
+    except BlobCorrupt:
+        raise FileDamaged(file, "are damaged") from None
+    if meter.hexdigest() != file.sha256:
+        raise FileDamaged(file, "are damaged")
+    return rows
+
+
+def _metered(chunks: Iterator[bytes], meter: Any) -> Iterator[bytes]:
+    for chunk in chunks:
+        meter.update(chunk)
+        yield chunk
 
 
 def page(

@@ -5,7 +5,7 @@ again has another name, and a folder that is there is right.
 """
 
 import hashlib
-import json
+import logging
 import os
 import shutil
 import tempfile
@@ -15,11 +15,14 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from core import manifests
 from core.blobs import BlobCorrupt, BlobNotFound, BlobStore
 from core.chat import Adapter
+from core.manifests import MANIFEST, Damaged
 from worker.answering import loading
 
-MANIFEST = "manifest.json"
+log = logging.getLogger(__name__)
+
 CHAT_TEMPLATE = "chat_template.jinja"  # as transformers saves it with a tokenizer
 NEEDED = ("adapter_model.safetensors", "adapter_config.json", CHAT_TEMPLATE)
 KEPT = 256
@@ -27,6 +30,10 @@ KEPT = 256
 
 class AdapterGone(Exception):
     """The blob store no longer has the adapter, or has another one in its place."""
+
+
+class AdapterDamaged(Exception):
+    """An object of the adapter is missing or is not what was stored."""
 
 
 class AdapterFolders:
@@ -44,6 +51,7 @@ class AdapterFolders:
 
         Raises:
             AdapterGone: it is not in the blob store any more.
+            AdapterDamaged: it is, and some of it is missing or damaged.
         """
         target = self.root / adapter.manifest_sha256
         with self._lock:
@@ -80,18 +88,21 @@ class AdapterFolders:
         try:
             manifest = self.blobs.read(f"{adapter.prefix}/{MANIFEST}")
             if hashlib.sha256(manifest).hexdigest() != adapter.manifest_sha256:
-                raise AdapterGone(f"{adapter.prefix} holds other weights than those that were asked for")
-            for file in json.loads(manifest)["files"]:
-                if file["name"] in NEEDED:
-                    key = f"{adapter.prefix}/{file['name']}"
-                    self.blobs.download(key, scratch / file["name"], sha256=file["sha256"])
+                raise AdapterGone("other weights are in the place of those that were asked for")
+            for file in manifests.parse(manifest).files:
+                if file.name in NEEDED:
+                    manifests.download(self.blobs, adapter.prefix, file, scratch)
             try:
                 scratch.rename(target)
             except OSError:
                 if not target.exists():  # otherwise another process was first; its folder is as good
                     raise
-        except (BlobNotFound, BlobCorrupt) as cause:
-            raise AdapterGone(f"the weights in {adapter.prefix} are gone or damaged") from cause
+        except BlobNotFound as cause:
+            raise AdapterGone("its files are gone") from cause
+        except (Damaged, BlobCorrupt) as cause:
+            log.error("the checkpoint %s is damaged: %s", adapter.prefix, cause)
+            found = cause if isinstance(cause, Damaged) else Damaged(MANIFEST)
+            raise AdapterDamaged(f"{found}") from cause
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 

@@ -4,8 +4,10 @@ A checkpoint is a blob prefix with the adapter in PEFT format, the trainer's sta
 lists every file with its hash and is written last: without it the prefix is litter, not a checkpoint.
 """
 
+import errno
 import hashlib
 import json
+import logging
 import re
 import tempfile
 from collections.abc import Sequence
@@ -16,15 +18,16 @@ from typing import Any, Protocol
 from sqlalchemy import Select, delete, select
 from sqlalchemy.orm import Session
 
-from core import events, jobs, pages, tuned, usage
-from core.blobs import BlobCorrupt, BlobExists, BlobNotFound, BlobStore
+from core import events, jobs, manifests, pages, tuned, usage
+from core.blobs import BlobExists, BlobStore
 from core.db import Database
 from core.jobs import Claim
+from core.manifests import MANIFEST, Damaged
 from core.models import Checkpoint, Job, Organization, RolloutPage, TunedModel
 from worker.patience import Patience
-from worker.refusals import InvalidModel
 
-MANIFEST = "manifest.json"
+log = logging.getLogger(__name__)
+
 # Of the manifest and the files it lists, trainer.pt included. Raise it when an older version could not go on from what
 # this one writes, and not before a release that reads both is out: two versions take turns during a rollout.
 FORMAT = 1
@@ -62,32 +65,60 @@ class Checkpoints:
         self.patience = patience
 
     def restore(self, trainer: Savable) -> int:
-        """Load the newest checkpoint into the trainer and return its step; 0 when there is none.
+        """Load the newest whole checkpoint into the trainer and return its step; 0 when there is none.
 
-        Whatever was recorded beyond that step is forgotten: it will be done again.
+        Every object of a checkpoint is checked against the manifest before anything is loaded. Damaged checkpoints
+        are passed over and withdrawn, with a warning that names the object. Whatever was recorded beyond the returned
+        step is forgotten: it will be done again.
 
         Raises:
             UnknownFormat: this version cannot read it. Nothing was loaded or forgotten.
-            InvalidModel: its files are gone or damaged. Nothing was forgotten.
+            InvalidModel: its files are as they were stored, and do not fit the model. Nothing was forgotten.
         """
-        return self.patience(lambda: self._restore(trainer))
-
-    def _restore(self, trainer: Savable) -> int:
-        with self.database.read() as session:
-            newest = session.scalar(_of_job(self.job.id).order_by(Checkpoint.step.desc()).limit(1))
-        step = newest.step if newest else 0
-        if newest:
+        damaged: list[tuple[Checkpoint, Damaged]] = []
+        whole = None
+        for checkpoint in self.patience(self._newest_first):
             with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
                 try:
-                    self._download(newest.blob_prefix, Path(folder))
-                except (BlobCorrupt, BlobNotFound) as cause:
-                    raise InvalidModel(
-                        f"The checkpoint of step {step} is damaged, so the job cannot resume from it: {cause}"
-                    ) from cause
+                    self._fetch(checkpoint, Path(folder))
+                except Damaged as damage:
+                    log.warning("the checkpoint %s is damaged: %s", checkpoint.blob_prefix, damage)
+                    damaged.append((checkpoint, damage))
+                    continue
                 trainer.load(Path(folder))
+            whole = checkpoint
+            break
+        return self.patience(partial(self._resume, whole, damaged))
+
+    def _newest_first(self) -> Sequence[Checkpoint]:
+        with self.database.read() as session:
+            return session.scalars(_of_job(self.job.id).order_by(Checkpoint.step.desc())).all()
+
+    def _fetch(self, checkpoint: Checkpoint, folder: Path) -> None:
+        """Download all files of a checkpoint. Raise Damaged unless each is what was stored."""
+        prefix = checkpoint.blob_prefix
+        try:
+            self.patience(partial(self._download, prefix, folder))
+        except OSError as cause:
+            # A disk that cannot read a sector says so for ever. Anything else that lasts is not about this checkpoint.
+            if cause.errno != errno.EIO:
+                raise
+            raise Damaged("an object that the disk cannot read") from cause
+
+    def _resume(self, whole: Checkpoint | None, damaged: Sequence[tuple[Checkpoint, Damaged]]) -> int:
+        """Have the job go on from the whole checkpoint, or from its first step."""
+        step = whole.step if whole else 0
         with jobs.fenced(self.database, self.claim) as (session, job):
             jobs.resumed_from(session, self.claim, step)
-            if newest:
+            for checkpoint, _ in damaged:
+                # Its step is done again and stored under the same number and name. The sweep removes the objects.
+                if (row := session.get(Checkpoint, checkpoint.seq)) is not None:
+                    tuned.delete_names_of(session, row.id)
+                    pages.delete_row(session, row, owner=row.job_id)
+            if damaged:
+                message, data = _described(damaged, step)
+                events.append(session, job.id, message, level="warn", data=data)
+            if whole:
                 events.append(
                     session, job.id, f"Resuming from the checkpoint of step {step}", data={"step": step}
                 )
@@ -185,14 +216,31 @@ class Checkpoints:
                 raise
 
     def _download(self, prefix: str, folder: Path) -> None:
-        manifest = json.loads(self.blobs.read(f"{prefix}/{MANIFEST}"))
-        if manifest["format"] > FORMAT:
+        manifest = manifests.read(self.blobs, prefix)
+        if manifest.format > FORMAT:
             raise UnknownFormat(
-                f"The checkpoint {prefix} has format {manifest['format']}, and this worker reads formats up to "
+                f"The checkpoint {prefix} has format {manifest.format}, and this worker reads formats up to "
                 f"{FORMAT}: run the job on workers of the version of regraft that wrote it, or of a later one."
             )
-        for file in manifest["files"]:
-            self.blobs.download(f"{prefix}/{file['name']}", folder / file["name"], sha256=file["sha256"])
+        for file in manifest.files:
+            manifests.download(self.blobs, prefix, file, folder)
+
+
+def _described(damaged: Sequence[tuple[Checkpoint, Damaged]], step: int) -> tuple[str, dict[str, Any]]:
+    """The warning about checkpoints that were passed over."""
+    which = "; ".join(f"of step {one.step} ({one.id}): {damage}" for one, damage in damaged)
+    what = "Checkpoint" if len(damaged) == 1 else "Checkpoints"
+    if step:
+        then = (
+            f"The job resumes from step {step}, the newest whole checkpoint, and repeats the steps after it."
+        )
+    else:
+        then = "No whole checkpoint is left: the job starts again from its first step."
+    objects = [
+        {"step": one.step, "checkpoint": one.id, "file": damage.file, "problem": damage.problem}
+        for one, damage in damaged
+    ]
+    return f"{what} damaged: {which}. {then}", {"step": step, "damaged": objects}
 
 
 def job_prefix(job: Job) -> str:

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from core.chat import Adapter, Served
 from core.registry import BaseModelEntry, Device, Registry, sampler_of
 from core.settings import Settings
-from worker.adapters import AdapterFolders, AdapterGone
+from worker.adapters import AdapterDamaged, AdapterFolders, AdapterGone
 from worker.answering import loading
 from worker.engine import Engine
 from worker.refusals import ModelUnavailable, Refusal
@@ -131,6 +131,9 @@ class Engines:
             ) from None
         except AdapterGone as gone:
             raise Refused(f"The model cannot be loaded: {gone}.", 404, code="model_not_found") from gone
+        except AdapterDamaged as damaged:
+            message = f"The model's checkpoint is damaged: {damaged}. Use another checkpoint of its job."
+            raise Refused(message, 410, code="checkpoint_damaged") from damaged
 
     def _task(self, name: str) -> "asyncio.Task[Loaded]":
         if name not in self._loading:

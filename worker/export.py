@@ -7,7 +7,7 @@ from pathlib import Path
 from core import export
 from core.blobs import BlobStore
 from core.db import Database
-from core.errors import NotFound
+from core.errors import CheckpointDamaged, NotFound
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
 from graders.spec import hide_secrets
@@ -28,8 +28,9 @@ def export_to(
             checkpoint = export.find(session, name)
             base_model = export.base_model(session, checkpoint)
         home = export.gather(database, blobs, registry, checkpoint, hide_secrets)
-    except NotFound as unknown:
-        sys.exit(unknown.message)
+        export.check(home, blobs, checkpoint.id)
+    except (NotFound, CheckpointDamaged) as refused:
+        sys.exit(refused.message)
     if not merged:
         home.write(blobs, folder)
         return

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from core import datasets, events, jobs, logs, methods
+from core import datasets, events, files, jobs, logs, methods
 from core.blobs import BlobStore, blobs_of
 from core.db import Database
 from core.estimates import Ahead
@@ -526,12 +526,24 @@ def load(
 def read_data(
     database: Database, blobs: BlobStore, job: Job
 ) -> tuple[list[datasets.Example], list[datasets.Example]]:
-    """The rows of the training file and of the validation file."""
+    """The rows of the training file and of the validation file.
+
+    Raises:
+        UserMistake: one of them is missing or damaged. Another attempt would find the same.
+    """
     assert job.validation_file is not None, "the API requires one"
     with database.read() as session:
-        files = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
-    train, valid = files[job.training_file].blob_key, files[job.validation_file].blob_key
-    return datasets.read_examples(blobs.open(train)), datasets.read_examples(blobs.open(valid))
+        stored = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
+
+    def rows(param: str, file_id: str) -> list[datasets.Example]:
+        if file_id not in stored:
+            raise UserMistake(f"invalid_{param}", f"The file {file_id} was deleted.", param)
+        try:
+            return files.read_rows(blobs, stored[file_id])
+        except (files.FileDamaged, datasets.InvalidDataset) as cause:
+            raise UserMistake(f"invalid_{param}", str(cause), param) from cause
+
+    return rows("training_file", job.training_file), rows("validation_file", job.validation_file)
 
 
 def get_ready() -> None:

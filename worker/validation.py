@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from core import datasets, estimates, events, jobs, logs, tracing
-from core.blobs import BlobNotFound, BlobStore
+from core import estimates, events, files, jobs, logs, tracing
+from core.blobs import BlobStore
 from core.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS, Example, InvalidDataset
 from core.db import Database
 from core.jobs import Claim, LeaseLost
@@ -91,12 +91,12 @@ def _validate(
 
     with database.read() as session:
         job = session.query(Job).where(Job.id == claim.job_id).one()
-        files = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
+        stored = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
     try:
         spec = parse_grader(job.reinforcement["grader"])
         backends.check(spec)  # the API did, but this machine may be configured differently
-        rows = check("training_file", files.get(job.training_file), MAX_TRAINING_ROWS)
-        valid_rows = check("validation_file", files.get(job.validation_file or ""), MAX_VALIDATION_ROWS)
+        rows = check("training_file", stored.get(job.training_file), MAX_TRAINING_ROWS)
+        valid_rows = check("validation_file", stored.get(job.validation_file or ""), MAX_VALIDATION_ROWS)
     except BadFile as bad:
         with jobs.fenced(database, claim) as (session, job):
             jobs.fail(session, job, code=f"invalid_{bad.param}", message=bad.message, param=bad.param)
@@ -218,13 +218,11 @@ def check_file(
         return missing_fields(spec, row.item)
 
     try:
-        return datasets.read_examples(
-            blobs.open(file.blob_key), check=fields_the_grader_needs, max_rows=max_rows
-        )
+        return files.read_rows(blobs, file, check=fields_the_grader_needs, max_rows=max_rows)
     except InvalidDataset as cause:
         raise BadFile(param, f"{param.replace('_', ' ').capitalize()} {file.id}: {cause}") from cause
-    except BlobNotFound as cause:
-        raise BadFile(param, f"The contents of {file.id} are gone from the store.") from cause
+    except files.FileDamaged as damage:
+        raise BadFile(param, str(damage)) from damage
 
 
 async def dry_run(

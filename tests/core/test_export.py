@@ -37,7 +37,7 @@ def test_without_such_events_there_is_no_sampler_and_no_grader_environment(datab
 
 def reproduce(database, folder, job_id):
     blobs = FolderBlobs(folder / "blobs")
-    blobs.put_bytes("step-1/manifest.json", b'{"files": []}')
+    blobs.put_bytes("step-1/manifest.json", b'{"format": 1, "files": []}')
     with database.write() as session:
         checkpoint = Checkpoint(job_id=job_id, step=1, epoch=1, blob_prefix="step-1")
         session.add(checkpoint)

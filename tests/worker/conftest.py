@@ -150,6 +150,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         factories.job(
             session,
             project,
+            training_file="file-a",
             validation_file="file-b",
             suffix="colours",
             seed=3,

@@ -10,7 +10,7 @@ import pytest
 
 from core.blobs import FolderBlobs
 from core.chat import Adapter
-from worker.adapters import AdapterFolders, AdapterGone
+from worker.adapters import AdapterDamaged, AdapterFolders, AdapterGone
 
 
 class CountingBlobs(FolderBlobs):
@@ -30,12 +30,12 @@ def blobs(tmp_path):
 def store(blobs):
     def store(prefix, weights: bytes, damaged: bool = False) -> Adapter:
         files = [
-            {"name": name, "sha256": hashlib.sha256(weights).hexdigest()}
+            {"name": name, "bytes": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}
             for name in ("adapter_config.json", "adapter_model.safetensors", "trainer.pt")
         ]
         for file in files[:2]:
             blobs.put_bytes(f"{prefix}/{file['name']}", b"damaged" if damaged else weights)
-        manifest = json.dumps({"files": files}).encode()
+        manifest = json.dumps({"format": 1, "files": files}).encode()
         blobs.put_bytes(f"{prefix}/manifest.json", manifest)
         return Adapter(prefix=prefix, manifest_sha256=hashlib.sha256(manifest).hexdigest())
 
@@ -76,7 +76,7 @@ def test_what_is_not_the_right_adapter_is_not_kept(blobs, store, tmp_path, what)
     if what == "deleted":
         blobs.delete_prefix("a/")
 
-    with pytest.raises(AdapterGone):
+    with pytest.raises(AdapterDamaged if what == "damaged" else AdapterGone):
         AdapterFolders(blobs, tmp_path / "cache").folder(adapter)
     assert list((tmp_path / "cache").iterdir()) == []
 

@@ -1,12 +1,15 @@
 """A checkpoint is there when its manifest is, and that is written last, once."""
 
+import asyncio
+import errno
 import json
 
 import pytest
 
 from core.blobs import BlobExists, FolderBlobs
+from core.models import TunedModel
 from worker.checkpoints import Checkpoints, model_name
-from worker.refusals import InvalidModel
+from worker.patience import Patience
 
 
 class Weights:
@@ -102,12 +105,117 @@ def test_a_store_that_fails_before_the_manifest_leaves_no_checkpoint(bench, chec
     assert [key.rpartition("/")[2] for key in checkpoints.blobs.list("projects/")] == ["adapter"]
 
 
-def test_a_checkpoint_whose_manifest_is_gone_is_not_loaded(checkpoints):
-    save(checkpoints, Weights(adapter=b"a"))
-    checkpoints.blobs.delete(manifest_of(checkpoints))
+@pytest.fixture
+def three(bench, checkpoints):
+    """Three checkpoints, all kept since they were validated; `damage(step, file, change)` damages one of them."""
+    for step in (1, 2, 3):
+        weights = Weights(adapter=b"a%d" % step, state=b"s%d" % step)
+        checkpoints.save(weights, step=step, valid_reward=0.5, metrics={"step": step})
 
-    with pytest.raises(InvalidModel, match=r"damaged.*manifest\.json"):
-        checkpoints.restore(Weights())
+    def damage(step, file, change):
+        [row] = [row for row in bench.checkpoints() if row.step == step]
+        key = f"{row.blob_prefix}/{file}"
+        if change is None:
+            checkpoints.blobs.delete(key)
+        else:
+            checkpoints.blobs.put_bytes(key, change(checkpoints.blobs.read(key)))
+
+    return damage
+
+
+DAMAGE = {
+    "a flipped bit": ("state", lambda data: bytes([data[0] ^ 1]) + data[1:]),
+    "a file that is cut short": ("adapter", lambda data: data[:-1]),
+    "a file that is gone": ("state", None),
+    "a manifest that is gone": ("manifest.json", None),
+    "a manifest that is cut short": ("manifest.json", lambda data: data[:-9]),
+    "a manifest of zeros": ("manifest.json", lambda data: bytes(len(data))),
+    "a manifest with another hash": (
+        "manifest.json",
+        lambda data: data.replace(b'"sha256": "', b'"sha256": "0'),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_job_resumes_from_the_newest_whole_checkpoint(bench, checkpoints, three, what):
+    file, change = DAMAGE[what]
+    [newest] = [row for row in bench.checkpoints() if row.step == 3]
+    three(3, file, change)
+
+    restored = Weights()
+    step = checkpoints.restore(restored)
+
+    assert (step, restored.files) == (2, {"adapter": b"a2", "state": b"s2"})
+    [warning] = bench.events("warn")
+    assert warning.startswith(f"Checkpoint damaged: of step 3 ({newest.id}): ")
+    assert "resumes from step 2" in warning
+    assert "projects/" not in warning  # keys of the store are the operator's
+    assert [row.step for row in bench.checkpoints()] == [1, 2]
+
+
+def test_the_step_of_a_damaged_checkpoint_is_stored_again_under_its_name(bench, checkpoints, three):
+    three(3, *DAMAGE["a flipped bit"])
+    bench.again()
+    checkpoints = Checkpoints(
+        bench.database, checkpoints.blobs, bench.claim, bench.job(), bench.tmp_path, bench.patience
+    )
+    checkpoints.restore(Weights())
+
+    checkpoints.save(Weights(adapter=b"new"), step=3, valid_reward=0.5, metrics={})
+
+    restored = Weights()
+    assert checkpoints.restore(restored) == 3
+    assert restored.files == {"adapter": b"new"}
+    with bench.database.read() as session:
+        names = [model.name for model in session.query(TunedModel)]
+    assert sum(name.endswith(":ckpt-step-3") for name in names) == 1
+
+
+def test_without_a_whole_checkpoint_the_job_starts_from_its_first_step_and_says_so(bench, checkpoints, three):
+    for step in (1, 2, 3):
+        three(step, *DAMAGE["a file that is gone"])
+
+    restored = Weights(untouched=b"base")
+
+    assert checkpoints.restore(restored) == 0
+    assert restored.files == {"untouched": b"base"}
+    [warning] = bench.events("warn")
+    assert "starts again from its first step" in warning
+    assert warning.count("state is missing") == 3
+    assert bench.checkpoints() == []
+
+
+def test_a_sector_that_the_disk_cannot_read_is_damage(bench, checkpoints, three):
+    class Failing(Recording):
+        def download(self, key, path, *, sha256=None):
+            if "step-000003" in key:
+                raise OSError(errno.EIO, "Input/output error")
+            super().download(key, path, sha256=sha256)
+
+    checkpoints.blobs = Failing(bench.tmp_path / "blobs")
+    checkpoints.patience = Patience(0, print)
+
+    assert checkpoints.restore(Weights()) == 2
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_ends_as_one_that_was_not_interrupted(bench):
+    """What was recorded after the whole checkpoint is done again, once."""
+    run = bench.run(n_epochs=2, eval_interval=1)
+    run.stop_requested = lambda: run.trainer.updates == 3
+    asyncio.run(run.train())
+    newest = bench.checkpoints()[-1]
+    key = next(key for key in bench.blobs.list(newest.blob_prefix) if not key.endswith("manifest.json"))
+    bench.blobs.put_bytes(key, b"rot")
+    bench.again()
+
+    resumed = bench.run(n_epochs=2, eval_interval=1)
+    asyncio.run(resumed.train())
+
+    assert bench.job().status == "succeeded"
+    assert [step["step"] for step in bench.steps()] == list(range(9))
+    assert resumed.trainer.updates == 8
+    assert sum("resumes from step 2" in message for message in bench.events("warn")) == 1
 
 
 @pytest.mark.parametrize(

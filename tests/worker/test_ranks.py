@@ -256,9 +256,15 @@ def test_a_run_that_loses_a_helper_ends_as_a_crash(bench, tiny_model, tmp_path, 
     registry = tmp_path / "models.toml"
     registry.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
     rows = [{"messages": [{"role": "user", "content": text}], "answer": "yes no"} for text in TEXTS]
-    bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    info = bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in rows).encode())
     with bench.database.write() as session:
-        about = {"filename": "a", "purpose": "fine-tune", "bytes": 1, "sha256": "", "blob_key": "files/rows"}
+        about = {
+            "filename": "a",
+            "purpose": "fine-tune",
+            "bytes": 1,
+            "sha256": info.sha256,
+            "blob_key": "files/rows",
+        }
         for name in ("file-a", "file-b"):
             session.add(File(id=name, project_id=bench.project.id, **about))
         job = session.scalars(select(Job)).one()

@@ -13,12 +13,11 @@ from sqlalchemy import select
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from core import joblogs, jobs
-from core.blobs import BlobCorrupt, BlobNotFound
+from core.blobs import BlobNotFound
 from core.models import File, Job
 from core.settings import Settings
 from tests.families.zoo import FAMILIES
 from tests.tiny import make_tiny_model, tiny_tokenizer
-from worker.checkpoints import Checkpoints
 from worker.policy import load_base
 from worker.refusals import InvalidModel, ModelUnavailable, NotEnoughMemory, Refusal
 from worker.run import UserMistake, attempt, failing_once
@@ -50,13 +49,13 @@ def queued(bench, tmp_path, monkeypatch):
         text = "".join(f"{name} = {json.dumps(str(value))}\n" for name, value in entry.items())
         registry = tmp_path / "models.toml"
         registry.write_text(f'[models.tiny]\n{text}dtype = "float32"\ncontext = 128\n')
-        bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        info = bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in rows).encode())
         with bench.database.write() as session:
             about = {
                 "filename": "a",
                 "purpose": "fine-tune",
                 "bytes": 1,
-                "sha256": "",
+                "sha256": info.sha256,
                 "blob_key": "files/rows",
             }
             for name in ("file-a", "file-b"):
@@ -221,25 +220,6 @@ class TestOfItsSurroundings:
 
 
 class TestOfACheckpoint:
-    def test_a_damaged_one_is_named(self, bench):
-        bench.train()
-        with bench.database.write() as session:
-            session.scalars(select(Job)).one().status = "running"
-        [newest] = bench.checkpoints()[-1:]
-
-        class Damaged:
-            def __getattr__(self, name):
-                return getattr(bench.blobs, name)
-
-            def download(self, key, path, **options):
-                raise BlobCorrupt(f"{key!r} has another sha256")
-
-        checkpoints = Checkpoints(
-            bench.database, Damaged(), bench.claim, bench.job(), bench.tmp_path, bench.patience
-        )
-        with pytest.raises(InvalidModel, match=f"The checkpoint of step {newest.step} is damaged"):
-            checkpoints.restore(bench.run().trainer)
-
     def test_an_adapter_that_cannot_be_read(self, make_policy, tmp_path):
         policy = make_policy()
         policy.save(tmp_path)
@@ -257,6 +237,27 @@ class TestOfACheckpoint:
 
         with pytest.raises(InvalidModel, match="does not fit the model"):
             policy.load(tmp_path)
+
+
+class TestOfTheFiles:
+    @pytest.mark.parametrize(
+        "change", [None, lambda data: data.replace(b"yes", b"yet"), lambda data: data[:-20]]
+    )
+    def test_a_missing_or_damaged_file_is_named(self, bench, refused, model, change):
+        """Its job fails once: another attempt would find the same."""
+        original = bench.blobs.put_bytes
+
+        def damaging(key, data, **options):
+            info = original(key, data, **options)
+            if key == "files/rows":
+                bench.blobs.delete(key) if change is None else original(key, change(data))
+            return info
+
+        bench.blobs.put_bytes = damaging
+        error = refused(path=model)
+
+        assert (error.code, error.param) == ("invalid_training_file", "training_file")
+        assert "file-a (a)" in error.message and "Upload the file again" in error.message
 
 
 @pytest.mark.parametrize("kind", Refusal.__subclasses__())

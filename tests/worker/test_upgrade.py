@@ -264,11 +264,17 @@ def test_a_job_that_begins_now_has_what_this_version_chooses():
 def test_a_run_that_is_loaded_again_has_the_hyperparameters_of_the_first(bench, tiny_model, tmp_path):
     registry = tmp_path / "models.toml"
     registry.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
-    bench.blobs.put_bytes(
+    info = bench.blobs.put_bytes(
         "files/rows", b'{"messages": [{"role": "user", "content": "say yes"}], "answer": "yes"}\n'
     )
     with bench.database.write() as session:
-        about = {"filename": "a", "purpose": "fine-tune", "bytes": 1, "sha256": "", "blob_key": "files/rows"}
+        about = {
+            "filename": "a",
+            "purpose": "fine-tune",
+            "bytes": 1,
+            "sha256": info.sha256,
+            "blob_key": "files/rows",
+        }
         for name in ("file-a", "file-b"):
             session.add(File(id=name, project_id=bench.project.id, **about))
         job = session.scalars(select(Job)).one()

@@ -259,7 +259,7 @@ def test_an_event_names_the_environment_of_python_graders(bench, validate):
 
 def reproduce(bench):
     """reproduce.json of a checkpoint of the job."""
-    bench.blobs.put_bytes("step-1/manifest.json", b'{"files": []}')
+    bench.blobs.put_bytes("step-1/manifest.json", b'{"format": 1, "files": []}')
     with bench.database.write() as session:
         checkpoint = Checkpoint(job_id=bench.job().id, step=1, epoch=1, blob_prefix="step-1")
         session.add(checkpoint)
