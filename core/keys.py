@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import or_, select, text, update
 from sqlalchemy.orm import Session
 
 from core.audit import operator_of
@@ -38,14 +38,16 @@ def create_key(
     scope: Scope = "admin",
     owner: str = "",
     expires_at: int | None = None,
+    token: str = "",
 ) -> NewKey:
     """A new key of the project. Only its hash and last characters are stored.
 
     Args:
+        token: Its text; empty: a random one.
         owner: The person it is made for.
         expires_at: Unix seconds; None: never.
     """
-    made = _new(work, project.id, name, scope=scope, owner=owner, expires_at=expires_at)
+    made = _new(work, project.id, name, scope=scope, owner=owner, expires_at=expires_at, token=token)
     work.record("api_key.created", made.key.id, _described(made.key))
     return made
 
@@ -148,23 +150,40 @@ def note_use(session: Session, key_id: str) -> None:
     session.execute(update(ApiKey).where(ApiKey.id == key_id, old).values(last_used_at=now()))
 
 
-def bootstrap(session: Session) -> str | None:
-    """Make an empty service usable: an organization, a project and a key. None if it is not empty."""
-    if session.scalar(select(Organization.id).limit(1)) is not None:
+def bootstrap(session: Session, token: str = "") -> str | None:
+    """Make an empty service usable: an organization, a project and a key with this text, by default a random one.
+
+    Returns the key's text. None if the service is not empty.
+    """
+    empty = select(Organization.id).limit(1)
+    if session.scalar(empty) is not None:
         return None
+    if (
+        session.get_bind().dialect.name == "postgresql"
+    ):  # several API processes start at once; SQLite has one writer
+        session.execute(text("LOCK TABLE organizations IN SHARE ROW EXCLUSIVE MODE"))
+        if session.scalar(empty) is not None:
+            return None
     organization = Organization(name="default")
     session.add(organization)
     session.flush()
     project = Project(organization_id=organization.id, name="default")
     session.add(project)
     session.flush()
-    return create_key(Work(session, operator_of(project)), project, "default").token
+    return create_key(Work(session, operator_of(project)), project, "default", token=token).token
 
 
 def _new(
-    work: Work, project_id: str, name: str, *, scope: Scope, owner: str, expires_at: int | None
+    work: Work,
+    project_id: str,
+    name: str,
+    *,
+    scope: Scope,
+    owner: str,
+    expires_at: int | None,
+    token: str = "",
 ) -> NewKey:
-    token = "rg-" + secrets.token_urlsafe(32)
+    token = token or "rg-" + secrets.token_urlsafe(32)
     key = ApiKey(
         project_id=project_id,
         name=name,

@@ -65,6 +65,10 @@ class Settings(BaseSettings):
     # The highest rank of an adapter that vLLM serves; each of its slots is as large as that.
     inference_max_lora_rank: int = Field(default=64, ge=1, le=512)
 
+    # The text of the first API key, which an empty service makes at its start; empty: a random one. Only its hash is
+    # stored, so it is used once.
+    first_key: str = Field(default="", repr=False, pattern=r"^(\S{32,200})?$")
+
     # Host names, comma separated, `*` for any run of characters: webhooks may go there although their addresses
     # are private (docs/webhooks.md).
     webhook_private_hosts: str = ""

@@ -93,7 +93,8 @@ def buckets(kubelet):
 
 def test_the_first_upload_makes_the_bucket_and_the_worker_reads_from_it(demo):
     """The job is one that the worker refuses: so it has heard of it by the broker, and has read its file."""
-    server = Server(None, demo.ports["api"], demo.folder / "migrate/data")
+    (demo.folder / "api_key").write_text(demo.secrets["regraft-bundled"]["first-key"])
+    server = Server(None, demo.ports["api"], demo.folder)
     client = server.client(max_retries=5)
     assert buckets(demo) == []
 

@@ -77,13 +77,39 @@ def test_the_passwords_that_the_chart_makes_are_nowhere_but_in_their_secret():
     manifests = render(profile("cpu-demo"))
     [secret] = of_kind(manifests, "Secret")
     made = [
-        secret["stringData"][key] for key in ("postgres-password", "valkey-password", "AWS_SECRET_ACCESS_KEY")
+        secret["stringData"][key]
+        for key in ("postgres-password", "valkey-password", "AWS_SECRET_ACCESS_KEY", "first-key")
     ]
     elsewhere = [text for one in manifests if one is not secret for text in strings(one)]
 
-    assert all(len(password) == 32 for password in made) and len(set(made)) == 3
+    assert all(len(password) == 32 for password in made) and len(set(made)) == 4
     assert not [text for text in elsewhere for password in made if password in text]
     assert secret["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+@pytest.mark.parametrize("name", ["cpu-demo", "production"])
+def test_only_the_api_has_the_first_key_and_only_from_a_secret(name):
+    manifests = render(profile(name))
+    holders = {
+        one["metadata"]["name"] for one in manifests for text in strings(one) if text == "REGRAFT_FIRST_KEY"
+    }
+
+    assert holders == {"regraft-api"}
+
+
+def test_the_migration_makes_no_key_and_leaves_no_job_behind():
+    [job] = of_kind(render(profile("production")), "Job")
+
+    assert job["spec"]["template"]["spec"]["containers"][0]["command"] == [
+        "regraft-server",
+        "migrate",
+        "--schema-only",
+    ]
+    assert job["metadata"]["annotations"]["helm.sh/hook-delete-policy"].split(",") == [
+        "before-hook-creation",
+        "hook-succeeded",
+    ]
+    assert job["spec"]["ttlSecondsAfterFinished"] <= 3600
 
 
 def test_with_servers_of_your_own_the_chart_makes_no_secret():

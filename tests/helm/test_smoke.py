@@ -20,6 +20,8 @@ from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.slow
 
+FIRST_KEY = "a-first-key-of-the-operators-own-choice"
+
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory, postgres, redis_url, seaweed):
@@ -54,6 +56,7 @@ def installed(tmp_path_factory, postgres, redis_url, seaweed):
             "regraft-database": {"url": postgres.new_database().replace("+psycopg", "")},
             "regraft-broker": {"url": redis_url},
             "regraft-inference": {"key": "a-key-of-our-choice"},
+            "regraft-first-key": {"key": FIRST_KEY},
             "regraft-s3": {
                 "AWS_ACCESS_KEY_ID": SeaweedFS.access_key,
                 "AWS_SECRET_ACCESS_KEY": SeaweedFS.secret_key,
@@ -78,8 +81,9 @@ def installed(tmp_path_factory, postgres, redis_url, seaweed):
 
 
 def server_of(kubelet: Kubelet, process) -> Server:
-    """The first key is where the migration has left it."""
-    return Server(process, kubelet.ports["api"], kubelet.folder / "migrate/data")
+    """The first key is that of the Secret."""
+    (kubelet.folder / "api_key").write_text(FIRST_KEY)
+    return Server(process, kubelet.ports["api"], kubelet.folder)
 
 
 def test_a_job_is_done_by_what_the_chart_starts(installed, seaweed):

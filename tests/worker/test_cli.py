@@ -1,5 +1,6 @@
 """`regraft-server` before a command runs: help, versions and the table of commands."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -8,8 +9,12 @@ from importlib import import_module
 from importlib.metadata import version
 
 import pytest
+from pydantic import ValidationError
+from sqlalchemy import select
 
 from core import keys
+from core.db import Database
+from core.models import ApiKey
 from core.settings import Settings
 from worker.cli import admin, main, parser, service
 
@@ -85,3 +90,44 @@ def test_the_login_command_names_the_server_and_its_key_file(tmp_path):
     assert service.login_command(settings) == "regraft login --base-url http://127.0.0.1:8123"
     (folder / "api_key").write_text("k")
     assert service.login_command(settings).endswith(f":8123 < '{folder}/api_key'")
+
+
+def keys_of(settings):
+    database = Database(settings.database)
+    with database.read() as session:
+        found = session.scalars(select(ApiKey)).all()
+    database.close()
+    return found
+
+
+def test_without_a_terminal_the_first_key_is_in_its_file_and_in_no_log(tmp_path, capfd):
+    settings = Settings(data_dir=tmp_path)
+
+    service.prepare(settings)
+
+    key = (tmp_path / "api_key").read_text().strip()
+    assert (tmp_path / "api_key").stat().st_mode & 0o777 == 0o600
+    printed = "".join(capfd.readouterr())
+    assert str(tmp_path / "api_key") in printed and key not in printed
+
+
+def test_the_first_key_is_the_one_that_the_operator_gives(tmp_path, capfd):
+    """Once: later starts change nothing, whatever it is by then."""
+    for token in ("first" * 8, "other" * 8):
+        service.prepare(Settings(data_dir=tmp_path, first_key=token))
+
+    [key] = keys_of(Settings(data_dir=tmp_path))
+    assert key.sha256 == hashlib.sha256(("first" * 8).encode()).hexdigest()
+    assert not (tmp_path / "api_key").exists()
+    assert "first" * 8 not in "".join(capfd.readouterr())
+
+
+def test_a_first_key_that_is_short_enough_to_guess_is_refused():
+    with pytest.raises(ValidationError):
+        Settings(first_key="password")
+
+
+def test_a_migration_of_the_schema_alone_makes_no_key(tmp_path):
+    service.prepare(Settings(data_dir=tmp_path), first_key=False)
+
+    assert keys_of(Settings(data_dir=tmp_path)) == []

@@ -74,6 +74,10 @@ def _inference(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8100)
 
 
+def _migrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--schema-only", action="store_true", help="leave the first key to the API's start")
+
+
 def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="a checkpoint's id, a tuned model's name, or a job's id")
     parser.add_argument("-o", "--output", type=Path, required=True, help="an empty folder, or a new one")
@@ -92,6 +96,10 @@ def _environments(parser: argparse.ArgumentParser) -> None:
 def _sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--older-than-hours", type=float, help="instead of REGRAFT_ORPHAN_HOURS; at least 1")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+
+
+def _fsck(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each finding")
 
 
 def _admin(parser: argparse.ArgumentParser) -> None:
@@ -177,6 +185,7 @@ COMMANDS = (
         "migrate",
         "migrate the database to this version, and create the first key",
         "worker.cli.service:migrate",
+        _migrate,
     ),
     Command(
         "inference",
@@ -196,6 +205,9 @@ COMMANDS = (
         "build the packages that python graders run with (docs/graders.md)",
         "worker.cli.environments:main",
         _environments,
+    ),
+    Command(
+        "fsck", "read every blob against its hash (docs/storage.md)", "worker.cli.service:check_blobs", _fsck
     ),
     Command(
         "sweep", "delete blobs that nothing refers to (docs/storage.md)", "worker.cli.service:sweep", _sweep

@@ -2,6 +2,7 @@
 
 import argparse
 import fcntl
+import json
 import logging
 import os
 import shlex
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from types import FrameType
 
 import uvicorn
@@ -19,7 +21,7 @@ import uvicorn
 from api.app import create_app
 from api.rates import open_rates
 from api.shutdown import Server
-from core import keys, logs, metrics, tracing
+from core import fsck, keys, logs, metrics, tracing
 from core.blobs import BlobStore, blobs_of
 from core.db import Database, Send
 from core.disk import Disks
@@ -85,7 +87,7 @@ def worker(arguments: argparse.Namespace) -> int:
     backends = _backends(settings)
     _require_broker(settings)
     _check_exporters(settings)
-    prepare(settings)
+    prepare(settings, first_key=False)  # that is for whoever runs the API
     _describe_python_graders(settings)
     work(settings, backends)
     return 0
@@ -98,7 +100,7 @@ def _describe_python_graders(settings: Settings) -> None:
 
 
 def migrate(arguments: argparse.Namespace) -> int:
-    prepare(configured())
+    prepare(configured(), first_key=not arguments.schema_only)
     return 0
 
 
@@ -120,6 +122,26 @@ def sweep(arguments: argparse.Namespace) -> int:
     prepare(settings)
     delete_orphans(settings, hours, dry_run=arguments.dry_run)
     return 0
+
+
+def check_blobs(arguments: argparse.Namespace) -> int:
+    """Print every missing, damaged and orphaned blob. The exit status is 1 if there is one."""
+    settings = configured()
+    prepare(settings, first_key=False)
+    database, blobs = open_stores(settings)
+    count = 0
+    try:
+        older_than = time.time() - settings.orphan_hours * retention.HOUR
+        for finding in fsck.check(database, blobs, orphans_older_than=older_than):
+            count += 1
+            if arguments.json:
+                print(json.dumps(asdict(finding)), flush=True)
+            else:
+                print(f"{finding.problem:8}  {finding.owner or '-'}  {finding.key}", flush=True)
+    finally:
+        database.close()
+    print(f"{count} findings.", file=sys.stderr)
+    return 1 if count else 0
 
 
 def login_command(settings: Settings) -> str:
@@ -272,8 +294,10 @@ def open_stores(settings: Settings) -> tuple[Database, BlobStore]:
     return Database(settings.database), blobs_of(settings)
 
 
-def prepare(settings: Settings) -> None:
+def prepare(settings: Settings, *, first_key: bool = True) -> None:
     """Migrate, and on the very first start make the organisation, the project and one key.
+
+    The key is shown on a terminal and nowhere else: what is printed without one ends in a log.
 
     Raises:
         UsageError: REGRAFT_DATABASE_URL is no URL of a database that the service can use.
@@ -283,17 +307,29 @@ def prepare(settings: Settings) -> None:
         upgrade(settings.database)
     except InvalidDatabaseUrl as invalid:
         raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
+    if not first_key:
+        return
     database = Database(settings.database)
     try:
         with database.write() as session:
-            key = keys.bootstrap(session)
+            key = keys.bootstrap(session, settings.first_key)
     finally:
         database.close()
-    if key is not None:
-        path = settings.data_dir / "api_key"
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(key + "\n")
+    if key is None:
+        return
+    if settings.first_key:
+        print("The first API key is the one in REGRAFT_FIRST_KEY.", file=sys.stderr)
+        return
+    path = settings.data_dir / "api_key"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(key + "\n")
+    if sys.stderr.isatty():
         print(f"Your API key is {key}\nIt is shown this once, and kept in {path}.", file=sys.stderr)
+    else:
+        print(
+            f"The first API key is in {path}. `regraft-server admin key create` makes others.",
+            file=sys.stderr,
+        )
 
 
 def delete_orphans(settings: Settings, hours: float, *, dry_run: bool) -> None:

@@ -80,6 +80,15 @@ capabilities:
 {{- end -}}
 {{- end -}}
 
+{{/* Nothing: there is none, and the API keeps a random key to itself. */}}
+{{- define "regraft.firstKeySecret" -}}
+{{- if .Values.firstKey.existingSecret -}}
+{name: {{ .Values.firstKey.existingSecret | quote }}, key: {{ .Values.firstKey.secretKey | quote }}}
+{{- else if or .Values.bundled.postgresql.enabled .Values.bundled.valkey.enabled .Values.bundled.seaweedfs.enabled -}}
+{name: {{ include "regraft.name" . }}-bundled, key: first-key}
+{{- end -}}
+{{- end -}}
+
 {{/* The environment of the API and of a pool. Takes (dict "root" $ "gpuClass" "cpu"). */}}
 {{- define "regraft.env" -}}
 {{- $v := .root.Values -}}

@@ -1,0 +1,112 @@
+"""Reads every blob that a row refers to against its hash, and lists the blobs that no row refers to."""
+
+import errno
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from sqlalchemy import select
+
+from core import manifests, orphans
+from core.blobs import BlobCorrupt, BlobNotFound, BlobStore
+from core.db import Database
+from core.manifests import Damaged
+from core.models import Checkpoint, File, RolloutPage, UploadPart
+
+Problem = Literal["missing", "damaged", "orphaned"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`owner` is the id of the file, checkpoint or upload part, or the job and step of a page; "" of an orphan."""
+
+    problem: Problem
+    owner: str
+    key: str
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What a row says of a blob. Without a hash only the size is compared."""
+
+    owner: str
+    key: str
+    size: int
+    sha256: str | None = None
+
+
+def check(database: Database, blobs: BlobStore, *, orphans_older_than: float) -> Iterator[Finding]:
+    """Every finding, as it is found. Safe while the service runs: a blob that was deleted meanwhile is looked up again.
+
+    Args:
+        orphans_older_than: Unix time; a younger blob may still get its row.
+    """
+    yield from damaged(database, blobs)
+    for batch in orphans.find(database, blobs, older_than=orphans_older_than):
+        for entry in batch:
+            yield Finding("orphaned", "", entry.key)
+
+
+def damaged(database: Database, blobs: BlobStore) -> Iterator[Finding]:
+    """The blobs of rows that are missing, or have other bytes than were stored."""
+    with database.read() as session:
+        checkpoints = session.scalars(select(Checkpoint).order_by(Checkpoint.seq)).all()
+    for expected in _of_rows(database):
+        if (problem := _problem(blobs, expected)) and expected in _of_rows(database):  # not deleted meanwhile
+            yield Finding(problem, expected.owner, expected.key)
+    for checkpoint in checkpoints:
+        found = list(_of_checkpoint(blobs, checkpoint))
+        if found and _is_there(database, checkpoint):
+            yield from found
+
+
+def _of_rows(database: Database) -> list[_Expected]:
+    with database.read() as session:
+        files = session.scalars(select(File).where(File.deleted_at.is_(None)).order_by(File.seq))
+        expected = [_Expected(one.id, one.blob_key, one.bytes, one.sha256) for one in files]
+        parts = session.scalars(select(UploadPart).order_by(UploadPart.seq))
+        expected += [_Expected(one.id, one.blob_key, one.bytes) for one in parts]
+        for page in session.scalars(select(RolloutPage)):
+            owner = f"{page.job_id} step {page.step} {page.split}"
+            expected.append(_Expected(owner, page.blob_key, page.bytes))
+    return expected
+
+
+def _of_checkpoint(blobs: BlobStore, checkpoint: Checkpoint) -> Iterator[Finding]:
+    prefix = checkpoint.blob_prefix
+    try:
+        manifest = manifests.read(blobs, prefix)
+    except Damaged as damage:
+        problem: Problem = "missing" if damage.problem == "missing" else "damaged"
+        yield Finding(problem, checkpoint.id, f"{prefix}/{damage.file}")
+        return
+    for file in manifest.files:
+        expected = _Expected(checkpoint.id, f"{prefix}/{file.name}", file.bytes, file.sha256)
+        if (found := _problem(blobs, expected)) is not None:
+            yield Finding(found, checkpoint.id, expected.key)
+
+
+def _problem(blobs: BlobStore, expected: _Expected) -> Problem | None:
+    digest, size = hashlib.sha256(), 0
+    try:
+        for chunk in blobs.open(expected.key):
+            digest.update(chunk)
+            size += len(chunk)
+    except BlobNotFound:
+        return "missing"
+    except (BlobCorrupt, ValueError):
+        return "damaged"
+    except OSError as cause:
+        if cause.errno != errno.EIO:  # a sector that the disk cannot read; anything else is about the store
+            raise
+        return "damaged"
+    if expected.sha256 is not None:
+        return None if digest.hexdigest() == expected.sha256 else "damaged"
+    # 0: an older version did not note the size.
+    return None if expected.size in (0, size) else "damaged"
+
+
+def _is_there(database: Database, checkpoint: Checkpoint) -> bool:
+    with database.read() as session:
+        return session.get(Checkpoint, checkpoint.seq) is not None

@@ -1,0 +1,61 @@
+"""Every blob that a row refers to is read against what was stored; the rest is listed."""
+
+import hashlib
+
+import pytest
+
+from core import fsck
+from core.blobs import FolderBlobs
+from core.fsck import Finding
+from core.models import Checkpoint
+from tests import factories
+
+FUTURE = 4e9
+
+
+@pytest.fixture
+def store(database, tmp_path):
+    blobs = FolderBlobs(tmp_path / "blobs")
+    with database.write() as session:
+        project = factories.project(session)
+        for name in ("a", "b"):
+            info = blobs.put_bytes(f"projects/p/files/{name}", name.encode() * 100)
+            factories.file(session, project, id=name, blob_key=info.key, bytes=info.size, sha256=info.sha256)
+    return blobs
+
+
+def findings(database, blobs):
+    return list(fsck.check(database, blobs, orphans_older_than=FUTURE))
+
+
+def test_a_whole_store_has_no_findings(database, store):
+    assert findings(database, store) == []
+
+
+def test_each_problem_is_named_with_its_owner(database, store):
+    key = "projects/p/files/"
+    store.put_bytes(key + "a", b"A" + b"a" * 99)
+    store.delete(key + "b")
+    store.put_bytes(key + "c", b"left over")
+
+    assert findings(database, store) == [
+        Finding("damaged", "a", key + "a"),
+        Finding("missing", "b", key + "b"),
+        Finding("orphaned", "", key + "c"),
+    ]
+
+
+def test_every_file_of_a_checkpoint_is_read(database, store):
+    manifest = b'{"format": 1, "files": [{"name": "w", "bytes": 3, "sha256": "%s"}]}'
+    with database.write() as session:
+        job = factories.job(session, factories.project(session))
+        session.add(Checkpoint(id="ftckpt_1", job_id=job.id, step=1, epoch=1, blob_prefix="projects/p/ck"))
+    store.put_bytes("projects/p/ck/w", b"abc")
+    store.put_bytes("projects/p/ck/manifest.json", manifest % hashlib.sha256(b"abc").hexdigest().encode())
+    assert findings(database, store) == []
+
+    store.put_bytes("projects/p/ck/w", b"abd")
+    assert findings(database, store) == [Finding("damaged", "ftckpt_1", "projects/p/ck/w")]
+
+    store.put_bytes("projects/p/ck/manifest.json", b"{")
+    assert findings(database, store) == [Finding("damaged", "ftckpt_1", "projects/p/ck/manifest.json")]
