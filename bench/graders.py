@@ -1,11 +1,13 @@
 """How many grades a second, and what a process of its own costs a python grader.
 
+`math_grades_per_second` is of integers, fractions and decimals, `math_expressions_per_second` of what SymPy parses.
 `fresh_process_ratio` compares with the other way to the same isolation: a fresh interpreter for each grade, locked down
 as ours are. `bare_process_ratio` compares with a fresh interpreter that nothing is kept from.
 """
 
 import asyncio
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -42,6 +44,12 @@ MULTI = {
     "graders": {"exact": EXACT, "similar": SIMILAR},
     "calculate_output": "0.8*exact + 0.2*similar",
 }
+MATH = {
+    "type": "math",
+    "name": "math",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+}
 SOURCE = "def grade(sample, item):\n    return float(sample['output_text'] == item['answer'])\n"
 # The same work in a fresh interpreter, without any protection.
 FRESH = SOURCE + "import json, sys\nprint(grade(*json.load(sys.stdin)))"
@@ -57,6 +65,9 @@ def main() -> None:
         figures = {
             "string_checks_per_second": per_second(build(parse_grader(EXACT)), 20_000),
             "multi_per_second": per_second(build(parse_grader(MULTI)), 5_000),
+            # Each pair another one: groups of eight answers to a question, as a step of a job has them.
+            "math_grades_per_second": math_per_second(plain_answers, 4_000),
+            "math_expressions_per_second": math_per_second(expressions, 800),
             "python_overhead_ms": one * 1000,
             "python_grades_per_second": per_second(python, 200),
             "fresh_process_ratio": isolated / again,
@@ -75,6 +86,32 @@ def grade(grader: Grader, count: int) -> None:
 
 def per_second(grader: Grader, count: int) -> float:
     return count / median_seconds(lambda: grade(grader, count), ROUNDS)
+
+
+def math_per_second(pairs: Callable[[int], list[tuple[Sample, Item]]], count: int) -> float:
+    grader, asked = build(parse_grader(MATH)), pairs(count)
+    return count / median_seconds(lambda: asyncio.run(grade_all(grader, asked)), ROUNDS)
+
+
+def plain_answers(count: int) -> list[tuple[Sample, Item]]:
+    """Integers, fractions and decimals, about half of them right."""
+    draw = random.Random(0)
+    pairs: list[tuple[Sample, Item]] = []
+    for number in range(count):
+        want = number // 8 + 2
+        got = want + draw.choice((0, 0, 1, number % 8))
+        shape = ("{}", r"\frac{{{}}}{{7}}", "{}.25")[number // 8 % 3]
+        pairs.append((Sample(rf"so \boxed{{{shape.format(got)}}}"), {"answer": shape.format(want)}))
+    return pairs
+
+
+def expressions(count: int) -> list[tuple[Sample, Item]]:
+    """The same with a root, which SymPy has to read and compare."""
+    return [
+        (Sample(sample.output_text.replace("}", r"\sqrt{3}}", 1)), {"answer": rf"{item['answer']}\sqrt{{3}}"})
+        for sample, item in plain_answers(3 * count)
+        if "." not in item["answer"] and "frac" not in item["answer"]
+    ][:count]
 
 
 def median_seconds(work: Callable[[], Any], rounds: int) -> float:

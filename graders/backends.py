@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from graders import complaints
 from graders.build import build, python_parts
+from graders.checks import check_patterns
 from graders.endpoint import Endpoints
 from graders.environments.catalog import DEFAULT, default_folder, find
 from graders.judge import HttpJudges, JudgeModel
@@ -127,10 +128,13 @@ class Backends:
         return cls(judges, endpoints, registry_models, environments)
 
     def check(self, spec: GraderSpec, param: str = "grader") -> None:
-        """Raise NotConfigured, a kind of InvalidGrader, if this installation cannot run the grader.
+        """Check what parse_grader cannot. Not in an event loop: it waits for the hazard pool.
 
-        Raise EnvironmentNotBuilt if it is meant to, and lacks the environment.
+        Raises:
+            InvalidGrader: a regular expression does not compile, or (NotConfigured) this installation cannot run it.
+            EnvironmentNotBuilt: it is meant to, and lacks the environment.
         """
+        check_patterns(spec, param)
         build(spec, HttpJudges(self.judges), self.endpoints, self.environments, param=param)
 
     async def compile(self, spec: GraderSpec, owner: str = "", param: str = "grader") -> None:

@@ -2,49 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import regex
 
+from graders.hazards import table
+from graders.hazards.pool import HazardFailed, HazardPool, LimitExceeded, shared
 from graders.template import RenderError, Template, quoted
 from graders.types import ErrorKind, Grade, Item, Sample
 
 Form = Literal["think_answer"]
 Credit = Literal["full", "partial"]
 
-# A pattern may try exponentially many ways to match. `re` cannot be told to stop, the `regex` package can, in any
-# thread. It unrolls counted repeats, though, before there is anything to stop: ((a{1000}){1000}){1000} is a
-# billion nodes. Hence a bound on the product of all counts, too.
 MAX_PATTERN = 1000
-MAX_TEXT = 200_000
-MAX_REPEATS = 10_000
-MATCH_SECONDS = 0.5
 
-_COUNTED = re.compile(r"\{(\d*),?(\d*)\}")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 
 
-class PatternError(ValueError):
-    """The text is not a regular expression that we run."""
-
-
-def checked_pattern(text: str) -> str:
-    """The same text; raise PatternError unless it is a regular expression, and one of moderate size."""
-    if len(text) > MAX_PATTERN:
-        raise PatternError(f"the pattern is longer than {MAX_PATTERN} characters")
-    repeats = 1
-    for low, high in _COUNTED.findall(text):
-        repeats *= max(int(low[:9] or 0), int(high[:9] or 0), 1)
-    if repeats > MAX_REPEATS:
-        raise PatternError(f"the counted repeats multiply to more than {MAX_REPEATS}")
+def pattern_problem(pattern: str, pool: HazardPool) -> str:
+    """Why a text is no regular expression that graders can use; "" if it is one. Not in an event loop."""
     try:
-        regex.compile(text)
+        found = pool.submit(table.PATTERN, pattern, "").result()
+    except LimitExceeded as exceeded:
+        return f"the pattern is too expensive: {exceeded}"
+    return f"not a regular expression: {found}" if isinstance(found, str) else ""
+
+
+def match(pattern: str, text: str) -> bool | str:
+    """Whether all of the text matches, or what is wrong with the pattern. Runs in the hazard pool alone.
+
+    A pattern may try exponentially many ways to match, and its counted repeats are unrolled: ((a{1000}){1000}){1000}
+    is a billion nodes.
+    """
+    try:
+        compiled = regex.compile(pattern)
     except (regex.error, RecursionError, OverflowError, ValueError) as mistake:
-        raise PatternError(f"not a regular expression: {str(mistake) or type(mistake).__name__}") from None
-    return text
+        return str(mistake) or type(mistake).__name__
+    return compiled.fullmatch(text) is not None
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ class Pattern:
     name: str
     input: Template
     pattern: str
+    pool: HazardPool = field(default_factory=shared, repr=False, compare=False)
     type: ClassVar[str] = "format"
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
@@ -61,13 +60,14 @@ class Pattern:
             text = self.input.render(sample, item)
         except RenderError as absent:
             return Grade(None, str(absent), absent.kind)
-        if len(text) > MAX_TEXT:
-            return _cannot(f"{len(text)} characters are too many, at most {MAX_TEXT}")
-        compiled: Any = regex.compile(self.pattern)
         try:
-            matches = compiled.fullmatch(text, timeout=MATCH_SECONDS) is not None
-        except (TimeoutError, MemoryError):
-            return _cannot(f"matching {quoted(self.pattern)} took longer than {MATCH_SECONDS} s")
+            matches = await asyncio.wrap_future(self.pool.submit(table.PATTERN, self.pattern, text))
+        except LimitExceeded as exceeded:
+            return _cannot(f"cannot match {quoted(self.pattern)}: {exceeded}")
+        except HazardFailed as broken:
+            return _cannot(str(broken))
+        if isinstance(matches, str):
+            return _cannot(f"{quoted(self.pattern)} is not a regular expression: {matches}")
         return Grade(float(matches), f"{'matches' if matches else 'does not match'} {quoted(self.pattern)}")
 
 

@@ -29,7 +29,7 @@ from graders import complaints
 from graders.complaints import Mistake
 from graders.endpoint import checked_headers, checked_url
 from graders.environments.catalog import pins
-from graders.format_check import Credit, Form, checked_pattern
+from graders.format_check import MAX_PATTERN, Credit, Form
 from graders.formula import Formula, is_name
 from graders.string_check import Operation
 from graders.template import Template, quoted
@@ -130,7 +130,7 @@ class FormatSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     type: Literal["format"] = "format"
     name: GraderName
     input: TemplateText
-    pattern: Annotated[str, AfterValidator(checked_pattern)] | None = None
+    pattern: Annotated[str, Field(max_length=MAX_PATTERN)] | None = None  # compiled by graders/checks.py
     template: Form | None = None
     credit: Credit | None = None  # None means "full"
     pass_threshold: Finite | None = None

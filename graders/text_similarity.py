@@ -9,14 +9,17 @@ first two. ROUGE's are runs of a-z and 0-9 in lower case. Nothing but meteor ste
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal
 
 from rapidfuzz import fuzz
 
+from graders.hazards import table
+from graders.hazards.pool import HazardFailed, HazardPool, LimitExceeded, shared
 from graders.template import RenderError, Template, quoted
 from graders.types import ErrorKind, Grade, Item, Sample
 
@@ -33,10 +36,8 @@ Metric = Literal[
     "rouge_l",
 ]
 
-# Grading holds up the event loop, so a text is not measured for seconds. rouge_l takes time in the product of the
-# numbers of words, in Python: 4000 words each are three seconds.
-MAX_CHARACTERS = {"fuzzy_match": 1_000_000, "rouge_l": 8_000}
-MAX_CHARACTERS_OF_OTHERS = 20_000
+# Longer texts are measured in the hazard pool: rouge_l takes time in the product of the numbers of words, in Python.
+MAX_CHARACTERS_HERE = 2_000
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -44,13 +45,14 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 class TextSimilarity:
     """The score is the metric itself; a pass threshold does not change it.
 
-    A text longer than MAX_CHARACTERS is not judged.
+    Texts that take longer to measure than the hazard pool allows are not judged.
     """
 
     name: str
     input: Template
     reference: Template
     evaluation_metric: Metric
+    pool: HazardPool = field(default_factory=shared, repr=False, compare=False)
     type: ClassVar[str] = "text_similarity"
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
@@ -59,12 +61,23 @@ class TextSimilarity:
         except RenderError as absent:
             return Grade(None, str(absent), absent.kind)
         longest = max(len(got), len(want))
-        limit = MAX_CHARACTERS.get(self.evaluation_metric, MAX_CHARACTERS_OF_OTHERS)
-        if longest > limit:
-            reason = f"{longest} characters are too many for {self.evaluation_metric}, at most {limit}"
-            return Grade(None, reason, ErrorKind.other_error)
-        score = METRICS[self.evaluation_metric](got, want)
+        if longest <= MAX_CHARACTERS_HERE:
+            score = measure(self.evaluation_metric, got, want)
+        else:
+            try:
+                call = self.pool.submit(table.SIMILARITY, self.evaluation_metric, got, want)
+                score = await asyncio.wrap_future(call)
+            except LimitExceeded as exceeded:
+                reason = f"cannot measure {self.evaluation_metric} of {longest} characters: {exceeded}"
+                return Grade(None, reason, ErrorKind.other_error)
+            except HazardFailed as broken:
+                return Grade(None, str(broken), ErrorKind.other_error)
         return Grade(score, f"{score:.3f} similar to {quoted(want)}, got {quoted(got)}")
+
+
+def measure(metric: Metric, got: str, want: str) -> float:
+    """The metric of two texts. Those that may be long are measured in the hazard pool."""
+    return METRICS[metric](got, want)
 
 
 def fuzzy_match(a: str, b: str) -> float:

@@ -18,7 +18,7 @@ class Hazard:
     cpu_s: float = 2.0
     memory: int = 1 << 30  # address space in bytes, with what the interpreter and the libraries take
     batch: int = 32  # calls per fork
-    warm_up: tuple[Any, ...] | None = None  # the arguments of a call made before the first fork
+    warm_up: tuple[tuple[Any, ...], ...] = ()  # the arguments of calls made before the first fork
     slack_s: float = 30.0  # wall-clock time beyond `cpu_s`: on a busy machine a call may wait for a core
 
     @property
@@ -26,7 +26,19 @@ class Hazard:
         return self.cpu_s + self.slack_s
 
 
-MATH = Hazard("math", "graders.math_answer:compare", warm_up=("x^{2}", "\\frac{1}{2}"))
+MATH = Hazard("math", "graders.math_answer:compare", warm_up=(("x^{2}", "\\frac{1}{2}"),))
 
 # JSON schemas of `response_format`. llguidance allocates by a schema's counts, and aborts where it cannot.
-SCHEMA = Hazard("schema", "core.response_format:problem", batch=4, warm_up=('{"type": "object"}',))
+SCHEMA = Hazard("schema", "core.response_format:problem", batch=4, warm_up=(('{"type": "object"}',),))
+
+# Regular expressions of format graders, compiled and matched.
+PATTERN = Hazard("pattern", "graders.format_check:match", warm_up=(("a+", "a"),))
+
+# text_similarity on long texts: rouge_l of 4,000 words each takes three seconds.
+SIMILARITY = Hazard(
+    "similarity",
+    "graders.text_similarity:measure",
+    cpu_s=5.0,
+    batch=8,
+    warm_up=tuple((metric, "a b", "a c") for metric in ("bleu", "gleu", "meteor", "rouge_l")),
+)

@@ -72,8 +72,8 @@ class HazardZygote:
         # Before the layers: whoever installed the service may have put it where nobody else can read.
         module, _, name = config["function"].partition(":")
         self.function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        if config["warm_up"] is not None:
-            self.function(*config["warm_up"])
+        for arguments in config["warm_up"]:
+            self.function(*arguments)
         self._lock_down()
         self.filter = self._filter()
         self.batches: dict[int, Batch] = {}  # by the descriptor of their results
