@@ -68,7 +68,6 @@ class HazardZygote:
         os.environ.update(config["variables"])
         sys.path[:] = config["path"]
         lockdown.die_with(config["parent"])
-        os.nice(NICE)
         # Before the layers: whoever installed the service may have put it where nobody else can read.
         module, _, name = config["function"].partition(":")
         self.function: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -174,6 +173,7 @@ class HazardZygote:
         for number, fd in enumerate(wanted):
             os.dup2(fd, number)
         os.closerange(3, 1 << 16)
+        os.nice(NICE)
         lockdown.die_with(zygote)
         for what, limit in (
             (resource.RLIMIT_AS, self.config["memory"]),
