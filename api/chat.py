@@ -10,13 +10,12 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BeforeValidator, ValidationInfo
-from pydantic_core import PydanticCustomError
 from starlette.types import Receive, Scope, Send
 
 from api.deps import CurrentProject, Parts
@@ -27,7 +26,7 @@ from api.wire import Body
 from core import tracing, tuned
 from core.blobs import BlobNotFound, BlobStore
 from core.chat import Adapter, Chat, Served
-from core.errors import InvalidRequest, ModelNotFound, NotReady, ServiceError
+from core.errors import InvalidParameter, InvalidRequest, ModelNotFound, NotReady, ServiceError
 from core.hangup import until_gone
 from core.models import Checkpoint
 from core.response_format import ResponseFormat
@@ -43,10 +42,11 @@ MANIFESTS_REMEMBERED = 4096
 
 
 def _default_only(value: Any, info: ValidationInfo) -> None:
-    """Accept what asks for nothing; whoever asks for something must hear that it would not happen."""
+    """Accept only values that ask for nothing; reject anything else by name."""
     if value not in (None, 0, [], {}, "auto", "none", "default"):
-        message = f"'{info.field_name}' is not supported by this server; leave it out"
-        raise PydanticCustomError("unsupported", "{message}", {"message": message})
+        name = str(info.field_name)
+        message = f"Unsupported parameter: '{name}' is not supported by this server; leave it out."
+        raise InvalidParameter(message, param=name, code="unsupported_parameter")
 
 
 def _text_only(value: Any) -> None:
@@ -55,9 +55,25 @@ def _text_only(value: Any) -> None:
 
 
 Unsupported = Annotated[None, BeforeValidator(_default_only)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
+Verbosity = Literal["low", "medium", "high"] | None
 
 
-class ChatCreate(Chat, Body):
+class Generation(Body):
+    """Parameters that are accepted without effect on the answer, in every API that a model answers in."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+
+class ChatCreate(Chat, Generation):
     """What OpenAI's client may send: honoured, refused by name, or without effect on the answer."""
 
     model_config = Chat.model_config
@@ -71,21 +87,13 @@ class ChatCreate(Chat, Body):
     function_call: Unsupported = None
     audio: Unsupported = None
     prediction: Unsupported = None
-    reasoning_effort: Unsupported = None
-    verbosity: Unsupported = None
     web_search_options: Unsupported = None
     moderation: Unsupported = None
     modalities: Annotated[None, BeforeValidator(_text_only)] = None
 
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    parallel_tool_calls: bool | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    # Without effect, as in a job (core/methods.py): the model reasons as it does.
+    reasoning_effort: ReasoningEffort = None
+    verbosity: Verbosity = None
 
     def forwarded(self, served: Served) -> dict[str, Any]:
         """The request as the inference server takes it."""
@@ -295,12 +303,16 @@ def _of_something_else(status: int) -> ServiceError:
 
 
 class PassedOn(StreamingResponse):
-    """The bytes of another server's answer, read as fast as the client takes them; both end together."""
+    """The events of another server's answer, read as fast as the client takes them; both end together.
 
-    def __init__(self, answer: httpx.Response) -> None:
+    Args:
+        events: made of the answer; None: its bytes as they are.
+    """
+
+    def __init__(self, answer: httpx.Response, events: AsyncGenerator[bytes, None] | None = None) -> None:
         self.answer = answer
         super().__init__(
-            _events(answer), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+            events or _events(answer), media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from core import chat_templates
 from core.response_format import ResponseFormat, held_to
@@ -10,15 +10,52 @@ from core.response_format import ResponseFormat, held_to
 MOST_CHOICES = 128
 NotEmpty = Annotated[str, Field(min_length=1)]
 Stop = NotEmpty | Annotated[list[NotEmpty], Field(max_length=4)] | None
+Temperature = Annotated[float, Field(ge=0, le=2)] | None
+TopP = Annotated[float, Field(gt=0, le=1)] | None
+MaxTokens = Annotated[int, Field(ge=1)] | None
+TopLogprobs = Annotated[int, Field(ge=0, le=20)] | None
 
 
 class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class TextPart(Part):
+# Kinds of content that OpenAI's models read, in words; this service reads text.
+NOT_TEXT = {
+    "image_url": "an image",
+    "input_image": "an image",
+    "input_audio": "audio",
+    "file": "a file",
+    "input_file": "a file",
+    "refusal": "a refusal",
+}
+
+
+class ContentPart(Part):
+    """One part of a message; its subclasses are kinds of text."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in NOT_TEXT:
+            raise ValueError(f"this part is {NOT_TEXT[kind]} ('{kind}'), and this server reads text only")
+        return part
+
+
+class TextPart(ContentPart):
     type: Literal["text"]
     text: str
+
+
+def _text_or_list(value: Any) -> str | None:
+    return "text" if isinstance(value, str) else "list" if isinstance(value, list) else None
+
+
+# Chooses between a string and a list, so that a mistake inside the list is reported where it is.
+TEXT_OR_LIST = Discriminator(
+    _text_or_list, custom_error_type="text_or_list", custom_error_message="expected a string or an array"
+)
 
 
 # What an assistant's message has besides when it is an earlier answer of ours, sent back by OpenAI's client.
@@ -27,7 +64,10 @@ SENT_BACK = ("annotations", "audio", "function_call", "tool_calls")
 
 class Message(Part):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(min_length=1), Tag("list")],
+        TEXT_OR_LIST,
+    ]
     name: str | None = None
     refusal: None = None
 
@@ -58,15 +98,15 @@ class Chat(Part):
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1)]
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Temperature = None
+    top_p: TopP = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stop: Stop = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: MaxTokens = None
+    max_completion_tokens: MaxTokens = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs = None
     response_format: Annotated[Text | AnyObject | ResponseFormat, Field(discriminator="type")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -12,6 +12,7 @@ ServiceError                    500 server_error
 │   ├── CheckpointNotFound
 │   ├── ModelNotFound           lists what there is
 │   ├── TunedModelGiven         where only a base model will do
+│   ├── ResponseNotFound        none is stored
 │   ├── PermissionNotFound
 │   ├── UploadNotFound
 │   ├── EvalNotFound            an eval, a run or an output item
@@ -152,6 +153,17 @@ class TunedModelGiven(NotFound):
         super().__init__(
             f"'{model}' names a tuned model, which cannot be trained further. Base models: {names}.",
             param="model",
+        )
+
+
+class ResponseNotFound(NotFound):
+    code = "response_not_found"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"Response with id '{response_id}' not found: this server does not store responses ('store' has no "
+            "effect). Use the answer of POST /v1/responses, and send earlier messages again in 'input'.",
+            param="response_id",
         )
 
 

@@ -23,6 +23,7 @@ _EXPECTED = {
     "model_type": "an object",
     "model_attributes_type": "an object",
     "none_required": "null",
+    "text_or_list": "a string or an array",  # core/chat.py
 }
 _BOUNDS = {
     "greater_than_equal": (">=", "ge", "below_min_value", "below minimum"),

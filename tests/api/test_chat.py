@@ -210,6 +210,9 @@ def test_a_deleted_model_is_not_served_any_more(web, inference, tuned):
         ({"n": 0}, "n"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages[0].content[0].type"),
+        ({"reasoning_effort": "hard"}, "reasoning_effort"),
         ({"temprature": 1}, "temprature"),
     ],
 )
@@ -218,6 +221,34 @@ def test_what_would_not_be_honoured_is_refused_by_its_name(web, inference, field
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert inference.asked == []
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+@ONE_DATABASE
+def test_a_part_that_is_no_text_is_refused_by_what_it_is(web, inference, kind):
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {}}]
+    answer = ask(web, messages=[{"role": "user", "content": parts}])
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages[0].content[1]")
+    assert {"image_url": "image", "input_audio": "audio", "file": "file"}[kind] in error["message"]
+    assert inference.asked == []
+
+
+@ONE_DATABASE
+def test_what_is_not_supported_has_openais_code(web):
+    error = ask(web, logit_bias={"1": 2}).json()["error"]
+
+    assert (error["param"], error["code"]) == ("logit_bias", "unsupported_parameter")
+
+
+@ONE_DATABASE
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max", None])
+def test_reasoning_effort_and_verbosity_are_accepted_without_effect(web, inference, effort):
+    answer = ask(web, reasoning_effort=effort, verbosity=effort if effort in ("low", "high") else None)
+
+    assert answer.status_code == 200
+    assert inference.asked == [USER | {"regraft": {"base_model": "tiny", "adapter": None}}]
 
 
 def test_an_earlier_answer_is_sent_back_as_openais_client_has_it(web, inference):

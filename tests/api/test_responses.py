@@ -1,0 +1,460 @@
+"""/v1/responses through OpenAI's client: a chat completion is asked for, and its answer has the client's types."""
+
+import asyncio
+import json
+import shutil
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from openai import AsyncOpenAI, AzureOpenAI, OpenAI
+from openai.types.responses import Response as OpenAIResponse
+from openai.types.responses import ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from core.db import Database
+from core.models import Checkpoint, TunedModel
+from tests.api.conftest import House, open_house
+from tests.api.test_chat import api_over, served
+
+NAME = "ft:tiny:acme::12345678"
+USER = {"role": "user", "content": "hello"}
+LOGPROB = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
+USAGE = {
+    "prompt_tokens": 7,
+    "completion_tokens": 3,
+    "total_tokens": 10,
+    "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+}
+ERROR = {"error": {"message": "no room", "type": "server_error", "param": None, "code": "loading"}}
+IN_ORDER = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+]
+
+
+@dataclass
+class Inference:
+    """An inference server that writes `pieces`."""
+
+    pieces: list[str] = field(default_factory=lambda: ["a", "b"])
+    finish_reason: str = "stop"
+    error: Response | None = None
+    error_event: dict[str, Any] | None = None
+    whole: bool = True
+    endless: bool = False
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    left: threading.Event = field(default_factory=threading.Event)
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.get("/healthz")
+        async def healthy() -> dict[str, str]:
+            return {"status": "ok"}
+
+        @app.post("/v1/chat/completions")
+        async def chat(request: Request) -> Response:
+            self.asked.append(await request.json())
+            if self.error is not None:
+                return self.error
+            if self.asked[-1].get("stream"):
+                return StreamingResponse(self.events(), media_type="text/event-stream")
+            logprobs = {"content": [LOGPROB], "refusal": None} if self.asked[-1].get("logprobs") else None
+            message = {"role": "assistant", "content": "".join(self.pieces), "refusal": None}
+            choice = {"index": 0, "message": message, "finish_reason": self.finish_reason}
+            return JSONResponse({"choices": [choice | {"logprobs": logprobs}], "usage": USAGE})
+
+        return app
+
+    async def events(self) -> AsyncIterator[bytes]:
+        def event(**body: Any) -> bytes:
+            return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+
+        def choice(delta: dict[str, Any], reason: str | None = None) -> bytes:
+            logprobs = {"content": [LOGPROB], "refusal": None} if self.asked[-1].get("logprobs") else None
+            only = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+            return event(choices=[only], usage=None)
+
+        try:
+            yield event(choices=[{"index": 0, "delta": {}, "finish_reason": None, "logprobs": None}])
+            for piece in self.pieces:
+                data = choice({"content": piece})
+                yield data[:9]  # the network cuts where it likes
+                await asyncio.sleep(0)
+                yield data[9:]
+            while self.endless:
+                yield choice({"content": "x" * 1000})
+                await asyncio.sleep(0)
+            if self.error_event is not None:
+                yield event(**self.error_event)
+            elif self.whole:
+                last = {"index": 0, "delta": {}, "finish_reason": self.finish_reason, "logprobs": None}
+                yield event(choices=[last], usage=None)
+                yield event(choices=[], usage=USAGE) + b"data: [DONE]\n\n"
+        finally:
+            self.left.set()
+
+
+@pytest.fixture(scope="module")
+def house(migrated_sqlite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """One for all tests: the database has no part in them."""
+    folder = tmp_path_factory.mktemp("responses")
+    database = Database(f"sqlite:///{shutil.copy(migrated_sqlite, folder / 'regraft.db')}")
+    yield open_house(database, folder)
+    database.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Inference:
+    return Inference()
+
+
+@pytest.fixture(scope="module")
+def url(house: House, server: Inference) -> Iterator[str]:
+    for upstream in served(server.app()):
+        yield from served(api_over(house, upstream))
+
+
+@pytest.fixture
+def inference(server: Inference) -> Inference:
+    """The inference server, as it is at first."""
+    vars(server).update(vars(Inference()))
+    return server
+
+
+@pytest.fixture(scope="module")
+def stream_event() -> TypeAdapter[Any]:
+    return TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.fixture
+def client(house, url: str, inference: Inference) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{url}/v1", api_key=house.key, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def create(client: OpenAI):
+    return lambda **fields: client.responses.create(**{"model": "tiny", "input": "hello"} | fields)
+
+
+@pytest.fixture
+def post(house, url: str, inference: Inference):
+    headers = {"Authorization": f"Bearer {house.key}"}
+
+    def post(**fields: Any) -> httpx.Response:
+        body = {"model": "tiny", "input": "hello"} | fields
+        return httpx.post(f"{url}/v1/responses", json=body, headers=headers)
+
+    return post
+
+
+def test_a_string_is_a_message_of_the_user(create, inference):
+    answer = create(instructions="Be brief.", max_output_tokens=5, temperature=0, top_p=0.5)
+
+    assert answer.output_text == "ab"
+    [asked] = inference.asked
+    assert asked == {
+        "model": "tiny",
+        "messages": [{"role": "system", "content": "Be brief."}, USER],
+        "max_completion_tokens": 5,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "regraft": {"base_model": "tiny", "adapter": None},
+    }
+
+
+def test_a_list_is_a_conversation_and_takes_an_earlier_output(create, inference):
+    first = create()
+    create(
+        input=[
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "type": "message", "content": [{"type": "input_text", "text": "hello"}]},
+            *first.output,
+            {"role": "user", "content": "and?"},
+        ]
+    )
+
+    assert inference.asked[1]["messages"] == [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "ab"}]},
+        {"role": "user", "content": "and?"},
+    ]
+
+
+def test_the_answer_has_every_type_of_the_client_and_repeats_the_request(post):
+    sent = {
+        "instructions": "Be brief.",
+        "metadata": {"k": "v"},
+        "reasoning": {"effort": "high"},
+        "store": True,
+        "text": {"verbosity": "low"},
+        "user": "me",
+    }
+    body = post(**sent).json()
+    answer = OpenAIResponse.model_validate(body, strict=True)
+
+    assert (answer.status, answer.object, answer.model) == ("completed", "response", "tiny")
+    assert answer.id.startswith("resp_") and answer.output[0].id.startswith("msg_")
+    assert body["store"] is False and body["reasoning"] == {"effort": "high", "summary": None}
+    assert {name: body[name] for name in ("instructions", "metadata", "user")} == {
+        name: sent[name] for name in ("instructions", "metadata", "user")
+    }
+    assert body["text"] == {"format": {"type": "text"}, "verbosity": "low"}
+    assert body["usage"] == {
+        "input_tokens": 7,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": 3,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 10,
+    }
+
+
+def test_an_answer_that_is_cut_is_incomplete(create, inference):
+    inference.finish_reason = "length"
+    answer = create(max_output_tokens=3)
+
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (answer.output[0].status, answer.output_text, answer.completed_at) == ("incomplete", "ab", None)
+
+
+def test_reasoning_and_verbosity_have_no_effect(create, inference):
+    create(reasoning={"effort": "xhigh", "summary": "auto"}, text={"verbosity": "low"})
+
+    assert inference.asked[0].keys() == {"model", "messages", "regraft"}
+
+
+def test_a_schema_reaches_the_inference_server_in_chats_spelling(create, inference):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    format_ = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    answer = create(text={"format": format_})
+
+    nested = {"name": "x", "schema": schema, "strict": True}
+    assert inference.asked[0]["response_format"] == {"type": "json_schema", "json_schema": nested}
+    assert answer.text.format.to_dict(mode="json") == format_ | {"description": None}
+
+
+def test_a_schema_that_does_not_compile_is_refused_by_its_own_place(post):
+    format_ = {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}
+    error = post(text={"format": format_}).json()["error"]
+
+    assert error["param"] == "text.format.schema"
+    assert "response_format" not in error["message"]
+
+
+class Number(BaseModel):
+    n: int
+
+
+def test_parse_gives_the_class_that_was_asked_for(client, inference):
+    inference.pieces = ['{"n":', " 5}"]
+    answer = client.responses.parse(model="tiny", input="a number", text_format=Number)
+
+    assert answer.output_parsed == Number(n=5)
+    assert inference.asked[0]["response_format"]["json_schema"]["name"] == "Number"
+    client.responses.parse(
+        model="tiny", input=[*answer.output, {"role": "user", "content": "more"}], text_format=Number
+    )
+    assert inference.asked[1]["messages"][0]["role"] == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "last"), [("stop", "response.completed"), ("length", "response.incomplete")]
+)
+def test_a_stream_has_the_clients_events_in_openais_order(post, inference, stream_event, finish_reason, last):
+    inference.finish_reason = finish_reason
+    inference.pieces = ["a\u2028", "b"]  # JSON may hold a line separator as it is
+    answer = post(stream=True)
+    blocks = [block.split("\n") for block in answer.text.removesuffix("\n\n").split("\n\n")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
+
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert [event["type"] for event in events] == [*IN_ORDER, last]
+    assert [name for name, _ in blocks] == [f"event: {event['type']}" for event in events]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        stream_event.validate_python(event, strict=True)
+    first, final = events[0]["response"], events[-1]["response"]
+    assert (first["status"], first["output"], first["usage"]) == ("in_progress", [], None)
+    assert first["id"] == final["id"]
+    assert final["output"][0]["content"][0]["text"] == "a\u2028b"
+    assert final["usage"]["output_tokens"] == 3
+    assert inference.asked[0]["stream_options"] == {"include_usage": True}
+
+
+def test_a_stream_ends_with_the_response_that_would_have_come_in_one_piece(create):
+    def comparable(answer):
+        body = answer.to_dict(mode="json") | {"id": "", "created_at": 0, "completed_at": 0}
+        body["output"][0]["id"] = ""
+        return body
+
+    *_, last = create(stream=True)
+
+    assert comparable(last.response) == comparable(create())
+
+
+def test_the_clients_stream_helper_collects_text_and_parsed_answer(client, inference):
+    inference.pieces = ['{"n":', " 5}"]
+    with client.responses.stream(model="tiny", input="a number", text_format=Number) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        answer = stream.get_final_response()
+
+    assert deltas == ['{"n":', " 5}"]
+    assert answer.output_parsed == Number(n=5)
+
+
+def test_the_async_client_reads_answers_and_streams(house, url, inference):
+    async def both() -> tuple[str, str]:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key=house.key, max_retries=0) as client:
+            answer = await client.responses.create(model="tiny", input="hello")
+            stream = await client.responses.create(model="tiny", input="hello", stream=True)
+            text = "".join([e.delta async for e in stream if e.type == "response.output_text.delta"])
+            return answer.output_text, text
+
+    assert asyncio.run(both()) == ("ab", "ab")
+
+
+@pytest.mark.parametrize("fields", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
+def test_log_probabilities_are_in_answers_and_events(create, inference, fields):
+    answer = create(**fields)
+    events = list(create(stream=True, **fields))
+
+    assert inference.asked[0]["logprobs"] is True
+    assert inference.asked[0].get("top_logprobs") == fields.get("top_logprobs")
+    assert [one.token for one in answer.output[0].content[0].logprobs] == ["a"]
+    assert [len(event.logprobs) for event in events if event.type == "response.output_text.delta"] == [1, 1]
+    assert len(events[-1].response.output[0].content[0].logprobs) == 2
+
+
+@pytest.mark.parametrize("kind", ["error", "broken off"])
+def test_a_stream_that_fails_ends_with_response_failed(create, inference, kind):
+    if kind == "error":
+        inference.error_event = ERROR
+    inference.whole = False
+    *_, last = create(stream=True)
+
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert last.response.error.code == "server_error"
+    assert {"error": "no room", "broken off": "broke off"}[kind] in last.response.error.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_inference_server_comes_through(create, inference, stream):
+    inference.error = JSONResponse(ERROR, 503, {"retry-after": "7"})
+    with pytest.raises(openai.InternalServerError) as refused:
+        create(stream=stream)
+
+    assert (refused.value.status_code, refused.value.code) == (503, "loading")
+    assert refused.value.response.headers["retry-after"] == "7"
+
+
+def test_a_client_that_leaves_a_stream_ends_it_upstream(create, inference):
+    inference.endless = True
+    stream = create(stream=True)
+    next(stream)
+    stream.close()
+
+    assert inference.left.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools", "'tools' is not supported"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "stores no responses"),
+        ({"conversation": "conv_1"}, "conversation", "stores no responses"),
+        ({"background": True}, "background", "'background' is not supported"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "'prompt' is not supported"),
+        ({"include": ["file_search_call.results"]}, "include[0]", "file_search_call.results"),
+        ({"truncation": "auto"}, "truncation", "'auto'"),
+        ({"stop": "x"}, "stop", "Unknown parameter"),
+        ({"temperature": 3}, "temperature", "above maximum"),
+        ({"input": 3}, "input", "a string or an array"),
+        ({"input": []}, "input", "at least 1"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0]", "'function_call_output'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "image"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", "file"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Missing"),
+        ({"reasoning": {"effort": "hard"}}, "reasoning.effort", "'hard'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_its_name(post, inference, fields, param, said):
+    answer = post(**fields)
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert said in error["message"]
+    assert inference.asked == []
+
+
+def test_what_asks_for_nothing_is_accepted(post):
+    nothing = {
+        "tools": [],
+        "tool_choice": "auto",
+        "previous_response_id": None,
+        "background": False,
+        "truncation": "disabled",
+        "include": ["reasoning.encrypted_content"],
+        "parallel_tool_calls": True,
+        "service_tier": "auto",
+        "prompt_cache_key": "k",
+        "safety_identifier": "me",
+    }
+
+    assert post(**nothing).status_code == 200
+
+
+def test_a_model_is_what_it_is_in_a_chat(house, create, inference):
+    house.blobs.put_bytes("jobs/1/step-5/manifest.json", b"{}")
+    with house.database.write() as session:
+        checkpoint = Checkpoint(job_id="ftjob-1", step=5, epoch=1, blob_prefix="jobs/1/step-5")
+        session.add(checkpoint)
+        session.flush()
+        model = TunedModel(name=NAME, project_id=house.project.id, job_id="ftjob-1", base_model="tiny")
+        model.checkpoint_id = checkpoint.id
+        session.add(model)
+
+    assert create(model=NAME).model == NAME
+    assert inference.asked[0]["regraft"]["adapter"]["prefix"] == "jobs/1/step-5"
+    assert create(model="o4-mini-2025-04-16").model == "tiny"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        create(model="gpt-9")
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+
+
+def test_azures_paths_reach_it(house, url, inference):
+    azure = AzureOpenAI(azure_endpoint=url, api_key=house.key, api_version="2025-04-01-preview")
+    newer = OpenAI(base_url=f"{url}/openai/v1/", api_key=house.key)
+
+    for client in (azure, newer):
+        assert client.responses.create(model="tiny", input="hello").output_text == "ab"
+
+
+def test_nothing_is_stored_and_the_refusal_says_so(client, create):
+    answer = create()
+    for look_up in (
+        lambda: client.responses.retrieve(answer.id),
+        lambda: client.responses.delete(answer.id),
+        lambda: client.responses.cancel(answer.id),
+        lambda: client.responses.input_items.list(answer.id),
+    ):
+        with pytest.raises(openai.NotFoundError, match="does not store responses") as unknown:
+            look_up()
+        assert unknown.value.code == "response_not_found"
