@@ -206,6 +206,45 @@ CHAT = {
     ],
     "usage": {"prompt_tokens": int, "completion_tokens": int, "total_tokens": int},
 }
+RESPONSE = {
+    "id": starts("resp_"),
+    "object": "response",
+    "created_at": NUMBER,
+    "status": "completed",
+    "error": None,
+    "incomplete_details": None,
+    "instructions": TEXT_OR_NULL,
+    "max_output_tokens": INT_OR_NULL,
+    "model": str,
+    "output": [
+        {
+            "type": "message",
+            "id": starts("msg_"),
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": str, "annotations": list}],
+        }
+    ],
+    "parallel_tool_calls": bool,
+    "previous_response_id": None,
+    "reasoning": {"effort": TEXT_OR_NULL, "summary": TEXT_OR_NULL},
+    "store": bool,
+    "temperature": NUMBER,
+    "text": {"format": {"type": str}},
+    "tool_choice": "auto",
+    "tools": list,
+    "top_p": NUMBER,
+    "truncation": "disabled",
+    "usage": {
+        "input_tokens": int,
+        "input_tokens_details": {"cached_tokens": int},
+        "output_tokens": int,
+        "output_tokens_details": {"reasoning_tokens": int},
+        "total_tokens": int,
+    },
+    "user": TEXT_OR_NULL,
+    "metadata": dict,
+}
 GRADER_ERRORS = {
     "formula_parse_error": bool,
     "sample_parse_error": bool,

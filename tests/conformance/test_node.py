@@ -17,6 +17,7 @@ from tests.conformance.helpers import (
     JOB,
     MODEL,
     NEW_JOB,
+    RESPONSE,
     UPLOAD,
     assert_documented,
     starts,
@@ -83,3 +84,14 @@ def test_errors_headers_and_webhooks(run):
     assert (answers["refused"]["class"], answers["refused"]["param"]) == ("BadRequestError", "grader.type")
     assert_documented(answers["requestId"], starts("req_"))
     assert answers["event"]["type"] == "fine_tuning.job.succeeded"
+
+
+@pytest.mark.slow
+def test_responses_and_their_stream(run, inference):
+    answers = run("responses.mjs")
+
+    assert_documented(answers["response"], RESPONSE)
+    assert answers["text"] == answers["response"]["output"][0]["content"][0]["text"]
+    assert (answers["events"][0], answers["events"][-1]) == ("response.created", "response.completed")
+    assert_documented(answers["final"], RESPONSE)
+    assert answers["refused"] == {"status": 400, "code": "unsupported_parameter", "param": "tools"}
