@@ -68,6 +68,7 @@ class HazardZygote:
         os.environ.update(config["variables"])
         sys.path[:] = config["path"]
         lockdown.die_with(config["parent"])
+        lockdown.first_to_be_killed()
         # Before the layers: whoever installed the service may have put it where nobody else can read.
         module, _, name = config["function"].partition(":")
         self.function: Callable[..., Any] = getattr(importlib.import_module(module), name)

@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,12 @@ def test_a_process_that_dies_is_replaced_and_its_calls_are_made_again(pool):
 
     assert pool.submit(EVAL, "7").result() == 7
     assert pool.submit(EVAL, parent).result() != before
+
+
+def test_its_processes_are_the_first_to_be_killed_when_memory_runs_out(pool):
+    zygote = pool.submit(EVAL, "__import__('os').getppid()").result()
+
+    assert Path(f"/proc/{zygote}/oom_score_adj").read_text().strip() == "1000"
 
 
 def test_it_runs_without_any_layer_of_the_sandbox():

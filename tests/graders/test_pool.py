@@ -106,6 +106,13 @@ def test_a_grade_that_waits_is_cancelled_without_a_process(pool):
     assert pool.load().grades <= 1
 
 
+def test_its_processes_are_the_first_to_be_killed_when_memory_runs_out(pool):
+    pool.submit(ONE, {}, {}).result()
+
+    [zygote] = pool._all
+    assert Path(f"/proc/{zygote.process.pid}/oom_score_adj").read_text().strip() == "1000"
+
+
 def test_idle_processes_end_after_their_time():
     now = [0.0]
     pool = Pool(size=1, idle_s=600, clock=lambda: now[0])
