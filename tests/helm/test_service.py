@@ -187,7 +187,9 @@ def test_the_service_reads_the_models_and_judges_that_were_asked_for(tmp_path):
     assert backends.judges["big"].base_url == "https://judge.example.com/v1"
     assert backends.judges["small"].requests_per_second == 2.0
     assert backends.judges["small"].timeout_s == 30.5
-    assert backends.endpoints is not None and backends.endpoints.hosts == ("*.graders.example.com",)
+    assert backends.endpoints is not None
+    assert backends.endpoints.hosts == ("*.graders.example.com", "graders.internal")
+    assert backends.endpoints.private_hosts == ("graders.internal",)
 
 
 def test_a_model_of_the_chart_has_every_field_of_the_registry(tmp_path):
