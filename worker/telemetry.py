@@ -5,7 +5,7 @@ import subprocess
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -108,6 +108,23 @@ class Sandbox:
             ("processes", "Processes kept for python graders.", load.processes),
         ):
             yield GaugeMetricFamily(f"{self.name}_{name}", help, value=value)
+
+
+class SandboxLayers:
+    """Which layers of the sandbox hold on this host. Asked once, and answered by the start of one process."""
+
+    def __init__(self, probe: Callable[[], Mapping[str, str]] = pool.probe) -> None:
+        self._probe = probe
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "regraft_sandbox_layer",
+            "1 if the layer protects python graders on this host, 0 if it is missing; the log says why.",
+            labels=["layer"],
+        )
+        for layer, missing in self._probe().items():
+            family.add_metric([layer], float(not missing))
+        yield family
 
 
 class Gpus:

@@ -12,7 +12,7 @@ from graders.types import ErrorKind, Grade, Sample
 from tests.fakes import ExactGrader
 from worker import observed
 from worker.observed import ObservedGrader
-from worker.telemetry import Gpus, Runs, Sandbox
+from worker.telemetry import Gpus, Runs, Sandbox, SandboxLayers
 
 
 def read(collector):
@@ -201,3 +201,12 @@ def test_python_grades_under_way_are_counted_until_they_end():
         sandbox.close()
     assert sandbox.load().grades == 0
     assert {series[0] for series in read(Sandbox("its"))} == {"its_slots", "its_grades", "its_processes"}
+
+
+def test_a_missing_layer_of_the_sandbox_is_0():
+    layers = SandboxLayers(lambda: {"seccomp": "", "signal_scope": "needs Linux 6.12"})
+
+    assert read(layers) == {
+        ("regraft_sandbox_layer", "seccomp"): 1.0,
+        ("regraft_sandbox_layer", "signal_scope"): 0.0,
+    }

@@ -42,7 +42,7 @@ from worker.export import export_to
 from worker.inference import InferenceServer, own_address
 from worker.members import Seat
 from worker.sinks.choice import problem as sinks_problem
-from worker.telemetry import Gpus, Sandbox
+from worker.telemetry import Gpus, Sandbox, SandboxLayers
 
 log = logging.getLogger("regraft")
 
@@ -286,7 +286,7 @@ def inference_on_demand(listening: socket.socket | None) -> Iterator[None]:
 
 def measured(settings: Settings, *figures: Collector) -> AbstractContextManager[None]:
     """For Prometheus to read meanwhile, where a port is set for it."""
-    collectors = [*figures, Disks(settings), Sandbox("regraft_sandbox")]
+    collectors = [*figures, Disks(settings), Sandbox("regraft_sandbox"), SandboxLayers()]
     return metrics.served(settings.host, settings.metrics_port, collectors)
 
 
