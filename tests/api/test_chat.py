@@ -430,7 +430,7 @@ def test_a_checkpoint_is_downloaded_as_a_tar_by_its_own_project_only(house, web,
     ]
     for file in files:
         house.blobs.put_bytes(f"step-1/{file['name']}", weights)
-    house.blobs.put_bytes("step-1/manifest.json", json.dumps({"files": files}).encode())
+    house.blobs.put_bytes("step-1/manifest.json", json.dumps({"format": 1, "files": files}).encode())
     with house.database.write() as session:
         checkpoint = Checkpoint(job_id=job_id, step=1, epoch=1, blob_prefix="step-1", valid_reward=0.5)
         session.add(checkpoint)
@@ -448,3 +448,8 @@ def test_a_checkpoint_is_downloaded_as_a_tar_by_its_own_project_only(house, web,
     assert found[f"{folder}/adapter_model.safetensors"] == weights
     assert json.loads(found[f"{folder}/reproduce.json"])["checkpoint"]["valid_reward"] == 0.5
     assert web.get(url, headers={"Authorization": f"Bearer {house.other_key}"}).status_code == 404
+
+    house.blobs.put_bytes("step-1/adapter_model.safetensors", weights[:-1] + b"?")
+    damaged = web.get(url)
+    assert (damaged.status_code, damaged.json()["error"]["code"]) == (410, "checkpoint_damaged")
+    assert "adapter_model.safetensors is not what was stored" in damaged.json()["error"]["message"]

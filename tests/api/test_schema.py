@@ -122,7 +122,7 @@ def test_every_refusal_that_all_such_routes_document_is_real(house, known, metho
     refused = set(refusals_of(method, path, operation)) - {404}
     if "multipart/form-data" in operation.get("requestBody", {}).get("content", {}):
         refused -= {400, 413}  # read while it arrives: test_files.py and test_uploads.py
-    for status in refused:
+    for status in sorted(refused, key=lambda one: one == 429):  # it leaves nothing for further requests
         if status == 401:
             answer = house.client().request(method, url)
         elif status == 403:
