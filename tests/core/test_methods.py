@@ -197,6 +197,12 @@ def test_what_was_asked_for_under_advanced_is_kept(field, value):
 # Each refusal.
 
 
+def test_a_null_is_the_default():
+    nulls = dict.fromkeys(Hyperparameters.model_fields)
+
+    assert Hyperparameters.model_validate(nulls) == Hyperparameters()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -205,7 +211,6 @@ def test_what_was_asked_for_under_advanced_is_kept(field, value):
         ("batch_size", "8"),
         ("batch_size", True),
         ("batch_size", 8.5),
-        ("batch_size", None),
         ("batch_size", "automatic"),
         ("learning_rate_multiplier", 0),
         ("learning_rate_multiplier", float("nan")),
