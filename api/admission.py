@@ -8,7 +8,7 @@ Everything here runs in the server's event loop: nothing is locked, and who wait
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from core.errors import TooManyAtOnce
@@ -84,7 +84,8 @@ class Share:
             if turn.done() and not turn.cancelled():  # its turn came at the same moment
                 self._leave(project_id)
             else:
-                project.waiting.remove(turn)
+                with suppress(ValueError):  # a place became free at the same moment, and passed it over
+                    project.waiting.remove(turn)
                 self._forget(project_id)
             raise
         return Place(self, project_id)

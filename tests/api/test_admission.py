@@ -158,3 +158,17 @@ def test_a_project_that_has_nothing_here_is_forgotten():
         assert places._projects == {}
 
     in_a_loop(scene)
+
+
+def test_a_request_that_gives_up_as_a_place_becomes_free_ends_as_cancelled():
+    async def scene() -> None:
+        line = Line(share(places=1))
+        await line.ask("a1", "b1", "c1")
+        line.asking[1].cancel()
+        await line.leave()
+
+        with pytest.raises(asyncio.CancelledError):
+            await line.asking[1]
+        assert line.served == ["a1", "c1"]
+
+    in_a_loop(scene)
