@@ -9,6 +9,7 @@ from pydantic import BeforeValidator
 
 from api.deps import CurrentProject, Parts, ReadProject, Service
 from api.document import FOR_ANY_KEY
+from api.schemas import checks_at_once
 from api.wire import Body
 from core.errors import GraderEnvironmentMissing, InvalidRequest, Unavailable
 from core.hangup import until_gone
@@ -16,6 +17,7 @@ from core.models import Project
 from graders.backends import Backends
 from graders.build import python_parts
 from graders.environments.catalog import EnvironmentNotBuilt
+from graders.hazards.pool import HazardFailed
 from graders.report import run_report
 from graders.run import grade_within
 from graders.sandbox.pool import SandboxFailed, SandboxUnavailable
@@ -36,13 +38,18 @@ def refuse_unusable(spec: GraderSpec, backends: Backends, param: str = "grader")
     Raises:
         InvalidRequest: the operator does not offer what it needs.
         GraderEnvironmentMissing: the server lacks the environment that it is meant to have.
+        NotReady: too many requests have patterns or schemas checked already.
+        Unavailable: the hazard pool broke.
     """
     try:
-        backends.check(spec, param)
+        with checks_at_once():
+            backends.check(spec, param)
     except InvalidGrader as cause:
         raise InvalidRequest(cause.message, param=cause.param, code=cause.code) from cause
     except EnvironmentNotBuilt as missing:
         raise GraderEnvironmentMissing(str(missing)) from missing
+    except HazardFailed as broken:
+        raise Unavailable(f"The grader could not be checked: {broken}") from broken
 
 
 class GraderValidate(Body):

@@ -148,9 +148,9 @@ async def receive(
     The next piece is read from the client when this one is written: a client is never faster than the store, and
     there is never more than a piece in memory.
     """
-    form = FormReader(request.headers.get("content-type", ""), to.begin)
     piece = bytearray()
     try:
+        form = FormReader(request.headers.get("content-type", ""), to.begin)
         async for chunk in request.stream():
             piece += chunk
             if len(piece) >= PIECE_BYTES:

@@ -1,6 +1,8 @@
 """Whether answers can be held to a `response_format`: its schema is compiled in the hazard pool, as samplers will."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from core.errors import InvalidRequest, NotReady, ServiceError
 from core.response_format import ResponseFormat, held_to
@@ -23,10 +25,17 @@ def refuse_unusable_schema(form: ResponseFormat | None, param: str) -> None:
     """
     if form is None:
         return
-    if not _checks.acquire(blocking=False):
-        raise NotReady("Too many schemas are checked at once; ask again.", retry_after=2)
-    try:
+    with checks_at_once():
         _check(form, param)
+
+
+@contextmanager
+def checks_at_once() -> Iterator[None]:
+    """A place for a check that waits for the hazard pool. Raises NotReady where all are taken."""
+    if not _checks.acquire(blocking=False):
+        raise NotReady("Too many schemas and graders are checked at once; ask again.", retry_after=2)
+    try:
+        yield
     finally:
         _checks.release()
 

@@ -40,7 +40,8 @@ class Settings(BaseSettings):
     broker, all under `data_dir`.
     """
 
-    model_config = SettingsConfigDict(env_prefix="REGRAFT_", frozen=True)
+    # A mistake is reported without its value, which may be a key.
+    model_config = SettingsConfigDict(env_prefix="REGRAFT_", frozen=True, hide_input_in_errors=True)
 
     data_dir: Path = Path(".regraft")
     database_url: str = ""

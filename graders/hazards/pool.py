@@ -122,13 +122,16 @@ class _Kind:
 
     def add(self, call: _Call) -> None:
         with self._lock:
+            if self._closed:
+                raise HazardFailed("the pool is closed")
             first = not self._queue
             self._queue.append(call)
         if first:
             self._rouse()
 
     def close(self) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
         self._rouse()
         self._thread.join(BOOT_S)
 
@@ -166,13 +169,15 @@ class _Kind:
                 continue
             try:
                 process = _Process(self)
-            except (OSError, HazardFailed) as cause:
+            except (
+                Exception
+            ) as cause:  # whatever it is: without this thread every later call would wait for ever
                 for call in self.take(self.queued()):
                     call.result.set_exception(HazardFailed(f"{self.hazard.name}: {cause}"))
                 continue
             try:
                 self._serve(process)
-            except (OSError, ValueError, HazardFailed) as cause:
+            except Exception as cause:
                 self.give_back(process.calls(), f"{self.hazard.name}: its process broke: {cause}")
                 self._rouse()
             finally:

@@ -97,7 +97,7 @@ class HazardZygote:
             now = time.monotonic()
             for batch in [batch for batch in self.batches.values() if batch.deadline <= now]:
                 os.kill(batch.child, signal.SIGKILL)
-                self._reap(batch, _limit("time"))
+                self._reap(batch, _starved(self.config["wall_s"]))
 
     def _patience_ms(self) -> float | None:
         if not self.batches:
@@ -237,6 +237,12 @@ def _ended(code: int) -> bytes:
 
 def _limit(kind: str, text: str = "") -> bytes:
     return json.dumps({"limit": kind, "text": text}).encode() + b"\n"
+
+
+def _starved(wall_s: float) -> bytes:
+    """Of a call that was ended before it had its processor time: that is about the host, and not about its input."""
+    text = f"no result within {wall_s:g} s, and its processor time was not used up: the host is overloaded"
+    return json.dumps({"error": "TimeoutError", "text": text}).encode() + b"\n"
 
 
 def _write(fd: int, data: bytes) -> None:

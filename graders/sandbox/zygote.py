@@ -127,7 +127,11 @@ class Zygote:
         self.filter = self._filter()
 
     def compile(self) -> str:
-        """Compile the source in a fork with limits; why no grader can be made of it, or ""."""
+        """Compile the source in a fork with limits; why no grader can be made of it, or "".
+
+        Raises:
+            OSError: the system killed the fork, which says nothing about the source.
+        """
         result, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -140,6 +144,8 @@ class Zygote:
         _, status, used = os.wait4(child, 0)
         if status != 0:
             is_late = used.ru_utime + used.ru_stime > COMPILE_S - 1
+            if os.waitstatus_to_exitcode(status) == -signal.SIGKILL and not is_late:
+                raise OSError("the system killed it while it compiled the source, most likely for its memory")
             return f"compiling the source took more than {COMPILE_S} s" if is_late else TOO_DEEP
         head, _, marshalled = bytes(answer).partition(b"\n")
         found = json.loads(head)

@@ -183,3 +183,12 @@ def test_the_device_of_a_class_is_stated_or_that_of_an_embedded_service(
     monkeypatch.setattr(devices, "GPU_FILES", (tmp_path if has_gpu else tmp_path / "none",))
 
     assert devices.device_of(Settings(), "cpu") == device
+
+
+def test_a_key_that_is_refused_is_not_shown(monkeypatch):
+    monkeypatch.setenv("REGRAFT_FIRST_KEY", "too-short")
+
+    with pytest.raises(ValueError, match="first_key") as refused:
+        Settings()
+
+    assert "too-short" not in str(refused.value)

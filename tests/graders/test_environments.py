@@ -199,8 +199,9 @@ def test_each_pool_removes_its_folders(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     pool = Pool(Limits(), size=1)
     pool.submit(PYTHON["source"], {}, {}).result()
+    [folder] = tmp_path.iterdir()
     # With a private root, scratch is in memory.
-    assert len(list(tmp_path.iterdir())) == (0 if not pool.layers()["namespaces"] else 1)
+    assert len(list(folder.iterdir())) == (0 if not pool.layers()["namespaces"] else 1)
 
     pool.close()
 

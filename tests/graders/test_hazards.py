@@ -62,10 +62,11 @@ def test_a_call_that_breaks_a_limit_takes_no_other_call_with_it(pool, bomb, limi
     assert met == [0, 1, 2, limit, 4, limit, 6]
 
 
-def test_a_call_that_waits_is_ended_too(pool):
+def test_a_call_that_gets_no_processor_is_ended_and_says_nothing_of_its_input(pool):
     sleeper = Hazard("sleeper", "time:sleep", cpu_s=0.1, slack_s=0.1)
 
-    assert results(pool, 60, hazard=sleeper) == ["time"]
+    with pytest.raises(HazardFailed, match=r"no result within 0\.2 s, .*: the host is overloaded"):
+        pool.submit(sleeper, 60).result(60)
 
 
 def test_the_error_says_which_limit_and_how_much(pool):
@@ -131,13 +132,13 @@ def test_a_coroutine_waits_for_a_result_without_a_thread(pool):
 def test_a_call_that_nobody_waits_for_is_not_made():
     alone = HazardPool(size=1)
     try:
-        busy = alone.submit(EVAL, "sum(iter(int, 1))")
-        waiting = alone.submit(EVAL, "1")
-        cancelled = waiting.cancel()
+        one_a_batch = Hazard("one a batch", EVAL.function, EVAL.cpu_s, EVAL.memory, batch=1)
+        busy = alone.submit(one_a_batch, "sum(iter(int, 1))")
+        waiting = alone.submit(one_a_batch, "1")
 
+        assert waiting.cancel()
         assert isinstance(busy.exception(), LimitExceeded)
-        assert alone.submit(EVAL, "2").result() == 2
-        assert cancelled == waiting.cancelled()
+        assert alone.submit(one_a_batch, "2").result() == 2
     finally:
         alone.close()
 

@@ -22,7 +22,7 @@ from tests.helm.charts import CHART, ROOT, VARIATIONS, of_kind, pods, profile, r
 from worker import alive, cli
 
 
-def environment(pod, secrets="secret"):
+def environment(pod, secrets="secret" * 6):
     """The environment of a pod's container, with the same word for all that comes from Secrets."""
     return {one["name"]: one.get("value", secrets) for one in pod.containers[0]["env"]}
 
