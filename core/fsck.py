@@ -37,7 +37,7 @@ class _Expected:
 
 
 def check(database: Database, blobs: BlobStore, *, orphans_older_than: float) -> Iterator[Finding]:
-    """Every finding, as it is found. Safe while the service runs: a blob that was deleted meanwhile is looked up again.
+    """Every finding, after all blobs were read. Safe while the service runs: rows deleted meanwhile are no findings.
 
     Args:
         orphans_older_than: Unix time; a younger blob may still get its row.
@@ -52,13 +52,16 @@ def damaged(database: Database, blobs: BlobStore) -> Iterator[Finding]:
     """The blobs of rows that are missing, or have other bytes than were stored."""
     with database.read() as session:
         checkpoints = session.scalars(select(Checkpoint).order_by(Checkpoint.seq)).all()
-    for expected in _of_rows(database):
-        if (problem := _problem(blobs, expected)) and expected in _of_rows(database):  # not deleted meanwhile
-            yield Finding(problem, expected.owner, expected.key)
-    for checkpoint in checkpoints:
-        found = list(_of_checkpoint(blobs, checkpoint))
-        if found and _is_there(database, checkpoint):
-            yield from found
+    of_rows = [(row, problem) for row in _of_rows(database) if (problem := _problem(blobs, row))]
+    of_checkpoints = [(one.seq, found) for one in checkpoints for found in _of_checkpoint(blobs, one)]
+    # Rows are read again once, after all blobs: what was deleted meanwhile is no finding.
+    if of_rows:
+        still = set(_of_rows(database))
+        yield from (Finding(problem, row.owner, row.key) for row, problem in of_rows if row in still)
+    if of_checkpoints:
+        with database.read() as session:
+            present = set(session.scalars(select(Checkpoint.seq)))
+        yield from (found for seq, found in of_checkpoints if seq in present)
 
 
 def _of_rows(database: Database) -> list[_Expected]:
@@ -105,8 +108,3 @@ def _problem(blobs: BlobStore, expected: _Expected) -> Problem | None:
         return None if digest.hexdigest() == expected.sha256 else "damaged"
     # 0: an older version did not note the size.
     return None if expected.size in (0, size) else "damaged"
-
-
-def _is_there(database: Database, checkpoint: Checkpoint) -> bool:
-    with database.read() as session:
-        return session.get(Checkpoint, checkpoint.seq) is not None

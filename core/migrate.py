@@ -15,7 +15,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect, make_url, text
 from sqlalchemy.exc import ArgumentError, OperationalError
 
-from core.db import open_engine
+from core.db import Database, open_engine
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,34 @@ LOCK_SECONDS, LOCK_TRY = 5.0, "50ms"
 
 class InvalidDatabaseUrl(ValueError):
     """There can be no database at this URL. The message does not quote it: it may have a password."""
+
+
+class SchemaNotReady(Exception):
+    """There is no database, or it has the schema of an older version. The message is for operators."""
+
+
+def open_unchanged(database_url: str) -> Database:
+    """Open a database without migrating or creating it.
+
+    Raises:
+        InvalidDatabaseUrl: as `upgrade`.
+        SchemaNotReady: this version cannot work on it before a migration.
+    """
+    name = make_url(database_url).database if _backend_of(database_url) == "sqlite" else None
+    if name is not None and not Path(name).is_file():
+        raise SchemaNotReady(f"There is no database at {name}.")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    database = Database(database_url)
+    try:
+        with database.read() as session:
+            if not is_ready(session.connection()):
+                raise SchemaNotReady(
+                    "The database has no schema, or that of an older version: run `regraft-server migrate` first."
+                )
+    except BaseException:
+        database.close()
+        raise
+    return database
 
 
 def upgrade(database_url: str) -> None:

@@ -3,11 +3,12 @@
 import hashlib
 
 import pytest
+from sqlalchemy import event
 
 from core import fsck
 from core.blobs import FolderBlobs
 from core.fsck import Finding
-from core.models import Checkpoint
+from core.models import Checkpoint, File
 from tests import factories
 
 FUTURE = 4e9
@@ -59,3 +60,40 @@ def test_every_file_of_a_checkpoint_is_read(database, store):
 
     store.put_bytes("projects/p/ck/manifest.json", b"{")
     assert findings(database, store) == [Finding("damaged", "ftckpt_1", "projects/p/ck/manifest.json")]
+
+
+class DeletesOnRead(FolderBlobs):
+    """Another process deletes a file and a checkpoint, with their blobs, while the first blob is read."""
+
+    def __init__(self, root, delete_rows):
+        super().__init__(root)
+        self.delete_rows = delete_rows
+
+    def open(self, key, **options):
+        self.delete_rows()
+        return super().open(key, **options)
+
+
+def test_what_is_deleted_during_the_check_is_no_finding(database, store, tmp_path):
+    with database.write() as session:
+        job = factories.job(session, factories.project(session))
+        session.add(Checkpoint(id="ftckpt_1", job_id=job.id, step=1, epoch=1, blob_prefix="projects/p/ck"))
+
+    def delete_rows():
+        with database.write() as session:
+            session.query(Checkpoint).delete()
+            session.query(File).filter(File.id == "b").delete()
+        store.delete("projects/p/files/b")
+
+    assert findings(database, DeletesOnRead(tmp_path / "blobs", delete_rows)) == []
+
+
+def test_the_rows_are_read_twice_however_many_findings_there_are(database, store):
+    """Reading them for every finding would take hours where a whole store is missing."""
+    for entry in list(store.list("")):
+        store.delete(entry)
+    statements = []
+    event.listen(database.engine, "before_cursor_execute", lambda *call: statements.append(call[2]))
+
+    assert [finding.problem for finding in findings(database, store)] == ["missing", "missing"]
+    assert sum("FROM files" in statement for statement in statements) == 2

@@ -9,11 +9,13 @@ from importlib import import_module
 from importlib.metadata import version
 
 import pytest
+from alembic import command
 from pydantic import ValidationError
-from sqlalchemy import select
+from sqlalchemy import inspect, select
 
 from core import keys
 from core.db import Database
+from core.migrate import alembic_config, migrating
 from core.models import ApiKey
 from core.settings import Settings
 from worker.cli import admin, main, parser, service
@@ -130,4 +132,46 @@ def test_a_first_key_that_is_short_enough_to_guess_is_refused():
 def test_a_migration_of_the_schema_alone_makes_no_key(tmp_path):
     service.prepare(Settings(data_dir=tmp_path), first_key=False)
 
+    assert keys_of(Settings(data_dir=tmp_path)) == []
+
+
+@pytest.fixture
+def fsck(tmp_path, monkeypatch, capsys):
+    """The exit status of `regraft-server fsck` on this data folder, and what it prints to stderr."""
+    monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path))
+
+    def run():
+        try:
+            status = main(["fsck"])
+        except SystemExit as refused:
+            status = refused.code
+        return status, capsys.readouterr().err
+
+    return run
+
+
+def test_fsck_makes_no_database_and_no_key(tmp_path, fsck):
+    status, printed = fsck()
+
+    assert status == 2 and "There is no database" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fsck_refuses_the_schema_of_an_older_version_and_leaves_it(tmp_path, fsck):
+    settings = Settings(data_dir=tmp_path)
+    with migrating(settings.database) as connection:
+        command.upgrade(alembic_config(connection), "+1")
+        before = inspect(connection).get_table_names()
+
+    status, printed = fsck()
+
+    assert status == 2 and "regraft-server migrate" in printed
+    with migrating(settings.database) as connection:
+        assert inspect(connection).get_table_names() == before
+
+
+def test_fsck_of_a_service_without_blobs_finds_nothing(tmp_path, fsck):
+    service.prepare(Settings(data_dir=tmp_path), first_key=False)
+
+    assert fsck() == (0, "0 findings.\n")
     assert keys_of(Settings(data_dir=tmp_path)) == []

@@ -27,7 +27,7 @@ from core.db import Database, Send
 from core.disk import Disks
 from core.figures import ServiceFigures
 from core.metrics import Collector
-from core.migrate import InvalidDatabaseUrl, upgrade
+from core.migrate import InvalidDatabaseUrl, SchemaNotReady, open_unchanged, upgrade
 from core.queue import WakeUps, open_celery, sender
 from core.registry import Registry
 from core.settings import Settings
@@ -127,8 +127,12 @@ def sweep(arguments: argparse.Namespace) -> int:
 def check_blobs(arguments: argparse.Namespace) -> int:
     """Print every missing, damaged and orphaned blob. The exit status is 1 if there is one."""
     settings = configured()
-    prepare(settings, first_key=False)
-    database, blobs = open_stores(settings)
+    try:
+        database, blobs = open_unchanged(settings.database), blobs_of(settings)
+    except InvalidDatabaseUrl as invalid:
+        raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
+    except SchemaNotReady as refused:
+        raise UsageError(str(refused)) from refused
     count = 0
     try:
         older_than = time.time() - settings.orphan_hours * retention.HOUR
