@@ -17,7 +17,7 @@ from core.models import Project
 from graders.backends import Backends
 from graders.build import python_parts
 from graders.environments.catalog import EnvironmentNotBuilt
-from graders.hazards.pool import HazardFailed
+from graders.hazards.pool import OWNER, HazardFailed
 from graders.report import run_report
 from graders.run import grade_within
 from graders.sandbox.pool import SandboxFailed, SandboxUnavailable
@@ -68,6 +68,7 @@ async def refuse(spec: GraderSpec, service: Service, project: Project, param: st
 
     The sandbox compiles it, when it is the project's turn among grader runs.
     """
+    OWNER.set(project.id)
     await to_thread.run_sync(refuse_unusable, spec, service.backends, param)
     if not any(python_parts(spec)):
         return
@@ -117,5 +118,6 @@ async def _report(service: Service, project: Project, body: GraderRun) -> dict[s
 
 
 async def _graded(backends: Backends, owner: str, body: GraderRun, sample: Sample, item: Item) -> Grade:
+    OWNER.set(owner)
     async with backends.open(body.grader, owner=owner, trace_id=body.trace_id) as grader:
         return await grade_within(TIMEOUT_S, grader, sample, item)

@@ -83,9 +83,8 @@ def _below(value: Any) -> list[Any]:
     if isinstance(value, dict):
         for keyword in MAX_COUNTS.keys() & value.keys():
             if isinstance(value[keyword], int | float) and value[keyword] > MAX_COUNTS[keyword]:
-                raise ValueError(
-                    f"'{keyword}' is {value[keyword]:.15g}, at most {MAX_COUNTS[keyword]} is supported"
-                )
+                count = f"{value[keyword]:.15g}" if value[keyword] < 1e300 else "too large"
+                raise ValueError(f"'{keyword}' is {count}, at most {MAX_COUNTS[keyword]} is supported")
         for keyword in MAX_ENTRIES.keys() & value.keys():
             entries = value[keyword]
             if isinstance(entries, dict | list) and len(entries) > MAX_ENTRIES[keyword]:

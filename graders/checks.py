@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from graders import complaints
-from graders.format_check import pattern_problem
-from graders.hazards.pool import HazardPool, shared
+from graders.hazards import table
+from graders.hazards.pool import HazardPool, LimitExceeded, shared
 from graders.spec import FormatSpec, GraderSpec, InvalidGrader, MultiSpec
 
 
 def check_patterns(spec: GraderSpec, param: str = "grader", pool: HazardPool | None = None) -> None:
-    """Compile the regular expressions of a spec.
+    """Compile the regular expressions of a spec, all within the limits of one call.
 
     Raises:
-        InvalidGrader: one is none, or takes too long or too much memory to compile.
+        InvalidGrader: one is none, or they take too long or too much memory to compile.
         HazardFailed: the pool broke.
     """
+    patterns = dict(_patterns(spec, param))
+    if not patterns:
+        return
+    try:
+        found = (pool or shared()).submit(table.PATTERNS, *patterns.values()).result()
+    except LimitExceeded as exceeded:
+        many = "the patterns of this grader are together" if len(patterns) > 1 else "the pattern is"
+        found = [f"{many} too expensive: {exceeded}"]
+    for where, why in zip(patterns, found, strict=False):
+        if why:
+            mistake = complaints.invalid_value(where, f"{why}.")
+            raise InvalidGrader(mistake.message, mistake.param, mistake.code)
+
+
+def _patterns(spec: GraderSpec, param: str) -> Iterator[tuple[str, str]]:
+    """Where each pattern of a spec stands, and what it is."""
     if isinstance(spec, MultiSpec):
         for key, sub in spec.graders.items():
-            check_patterns(sub, f"{param}.graders.{key}", pool)
-    if not isinstance(spec, FormatSpec) or spec.pattern is None:
-        return
-    if why := pattern_problem(spec.pattern, pool or shared()):
-        mistake = complaints.invalid_value(f"{param}.pattern", f"{why}.")
-        raise InvalidGrader(mistake.message, mistake.param, mistake.code)
+            yield from _patterns(sub, f"{param}.graders.{key}")
+    if isinstance(spec, FormatSpec) and spec.pattern is not None:
+        yield f"{param}.pattern", spec.pattern

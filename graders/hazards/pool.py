@@ -15,8 +15,10 @@ import sysconfig
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -35,11 +37,17 @@ _ROOT = Path(__file__).parents[2]
 _ATTEMPTS = 2  # of a call whose process broke, which says nothing about the call
 _CHUNK = 1 << 16
 
-Limit = Literal["time", "memory", "crash"]
+# Characters of one call's arguments as JSON, and of all calls of a kind that wait.
+MAX_CALL, MAX_WAITING = 4 << 20, 64 << 20
+
+# Whose calls the current task makes: a project.
+OWNER: ContextVar[str] = ContextVar("owner", default="")
+
+Limit = Literal["time", "memory", "crash", "size"]
 
 
 class LimitExceeded(Exception):
-    """One call took more than it may. `limit` is "crash" where the call ended its process."""
+    """A call took more than it may. `limit` is "crash" if it ended its process, and "size" if it was not made."""
 
     def __init__(self, hazard: Hazard, limit: Limit, detail: str = "") -> None:
         super().__init__(hazard, limit, detail)
@@ -51,6 +59,8 @@ class LimitExceeded(Exception):
                 return f"it takes more than {self.hazard.cpu_s:g} s"
             case "memory":
                 return f"it takes more than {self.hazard.memory >> 20} MiB of memory"
+            case "size":
+                return f"its input is more than {MAX_CALL:,} characters of JSON"
         return f"it ended its process ({self.detail}), which most often means too much memory"
 
 
@@ -61,8 +71,10 @@ class HazardFailed(RuntimeError):
 @dataclass
 class _Call:
     body: str
+    owner: str
     result: Future[Any] = field(default_factory=Future)
-    attempts: int = 0
+    begun: bool = False  # its future can no longer be cancelled
+    breaks: int = 0  # how often its process broke under it
 
 
 class HazardPool:
@@ -75,8 +87,14 @@ class HazardPool:
         self._closed = False
 
     def submit(self, hazard: Hazard, *arguments: Any) -> Future[Any]:
-        """The result to come of a call. It fails with LimitExceeded or HazardFailed."""
-        call = _Call(json.dumps(arguments))
+        """The result to come of a call. It fails with LimitExceeded or HazardFailed.
+
+        It waits in the line of OWNER; the owners take turns.
+        """
+        call = _Call(json.dumps(arguments), OWNER.get())
+        if len(call.body) > MAX_CALL:
+            call.result.set_exception(LimitExceeded(hazard, "size"))
+            return call.result
         with self._lock:
             if self._closed:
                 raise HazardFailed("the pool is closed")
@@ -110,7 +128,8 @@ class _Kind:
 
     def __init__(self, hazard: Hazard, slots: int, without: tuple[str, ...]) -> None:
         self.hazard, self.slots, self.without = hazard, slots, without
-        self._queue: deque[_Call] = deque()
+        self._queues: dict[str, deque[_Call]] = {}  # by owner, in the order of their turns
+        self._waiting = 0  # characters
         self._lock = threading.Lock()
         self._closed = False
         self._awake, self._wake = os.pipe()
@@ -124,8 +143,11 @@ class _Kind:
         with self._lock:
             if self._closed:
                 raise HazardFailed("the pool is closed")
-            first = not self._queue
-            self._queue.append(call)
+            if self._queues and self._waiting + len(call.body) > MAX_WAITING:
+                raise HazardFailed(f"{self.hazard.name}: too many calls wait")
+            first = not self._queues
+            self._queues.setdefault(call.owner, deque()).append(call)
+            self._waiting += len(call.body)
         if first:
             self._rouse()
 
@@ -140,27 +162,46 @@ class _Kind:
             os.write(self._wake, b"!")
 
     def take(self, most: int) -> list[_Call]:
-        """Calls for a batch, without those that nobody waits for any more."""
+        """Calls of the owner whose turn it is, without those that nobody waits for any more."""
         batch: list[_Call] = []
         with self._lock:
-            while self._queue and len(batch) < most:
-                call = self._queue.popleft()
-                if call.attempts or call.result.set_running_or_notify_cancel():
+            if not self._queues:
+                return []
+            owner = next(iter(self._queues))
+            queue = self._queues.pop(owner)
+            while queue and len(batch) < most:
+                call = queue.popleft()
+                self._waiting -= len(call.body)
+                call.begun = call.begun or call.result.set_running_or_notify_cancel()
+                if call.begun:
                     batch.append(call)
+            if queue:
+                self._queues[owner] = queue  # behind the others
         return batch
+
+    def put_back(self, calls: Iterable[_Call]) -> None:
+        """Queue calls of a batch that ended before them, first in the line of their owner."""
+        with self._lock:
+            for call in reversed(list(calls)):
+                self._queues.setdefault(call.owner, deque()).appendleft(call)
+                self._waiting += len(call.body)
 
     def give_back(self, calls: list[_Call], why: str) -> None:
         """Queue calls once more whose process broke; fail those that had their second try."""
-        for call in reversed(calls):
-            call.attempts += 1
-            if call.attempts < _ATTEMPTS:
-                with self._lock:
-                    self._queue.appendleft(call)
-            else:
+        for call in calls:
+            call.breaks += 1
+            if call.breaks >= _ATTEMPTS:
                 call.result.set_exception(HazardFailed(why))
+        self.put_back(call for call in calls if call.breaks < _ATTEMPTS)
 
     def queued(self) -> int:
-        return len(self._queue)
+        with self._lock:
+            return sum(map(len, self._queues.values()))
+
+    def _fail_all(self, why: str) -> None:
+        while self.queued():
+            for call in self.take(self.hazard.batch):
+                call.result.set_exception(HazardFailed(why))
 
     def _run(self) -> None:
         while not self._closed:
@@ -172,8 +213,7 @@ class _Kind:
             except (
                 Exception
             ) as cause:  # whatever it is: without this thread every later call would wait for ever
-                for call in self.take(self.queued()):
-                    call.result.set_exception(HazardFailed(f"{self.hazard.name}: {cause}"))
+                self._fail_all(f"{self.hazard.name}: {cause}")
                 continue
             try:
                 self._serve(process)
@@ -182,8 +222,7 @@ class _Kind:
                 self._rouse()
             finally:
                 process.close()
-        for call in self.take(self.queued()):
-            call.result.set_exception(HazardFailed("the pool is closed"))
+        self._fail_all("the pool is closed")
 
     def _serve(self, process: _Process) -> None:
         while not self._closed:
@@ -314,7 +353,13 @@ class _Process:
             if "value" in outcome:
                 call.result.set_result(outcome["value"])
             elif "limit" in outcome:
-                call.result.set_exception(LimitExceeded(self.hazard, outcome["limit"], outcome["text"]))
+                if outcome["limit"] == "starved":
+                    call.result.set_exception(HazardFailed(f"{self.hazard.name}: {outcome['text']}"))
+                else:
+                    call.result.set_exception(LimitExceeded(self.hazard, outcome["limit"], outcome["text"]))
+                # Its fork is gone. The rest waits for its next turn, lest one owner's bombs hold a slot for long.
+                self.kind.put_back(batch)
+                batch.clear()
             else:
                 text = f"{self.hazard.name}: {outcome['error']}: {outcome['text']}"
                 call.result.set_exception(HazardFailed(text))

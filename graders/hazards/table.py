@@ -34,6 +34,9 @@ SCHEMA = Hazard("schema", "core.response_format:problem", batch=4, warm_up=(('{"
 # Regular expressions of format graders, compiled and matched.
 PATTERN = Hazard("pattern", "graders.format_check:match", warm_up=(("a+", "a"),))
 
+# All regular expressions of a grader, compiled before it is accepted: one call, however many there are.
+PATTERNS = Hazard("patterns", "graders.format_check:problems", batch=1, warm_up=(("a+",),))
+
 # text_similarity on long texts: rouge_l of 4,000 words each takes three seconds.
 SIMILARITY = Hazard(
     "similarity",

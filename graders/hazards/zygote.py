@@ -7,9 +7,9 @@ Frames go both ways on stdin and stdout, as in graders/sandbox/zygote.py:
     {"batch", "calls": [[argument, ...], ...]}
         ->  any number of frames: the batch's number on the first line, then an outcome on each line, in order
 
-An outcome is {"value"}, {"error", "text"}, or {"limit"}: "time", "memory" or "crash", and then "text" has the details.
-Several batches may run at once, each in a fork of its own. After a call that is ended for its limits, a new fork
-makes the rest of the batch.
+An outcome is {"value"}, {"error", "text"}, or {"limit", "text"}: "time", "memory", "crash", or "starved" where the host
+gave it no processor time. A limit is the last outcome of its batch: the service asks for the rest again. Several
+batches may run at once, each in a fork of its own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from graders.sandbox import lockdown, syscalls
 from graders.sandbox.zygote import MAX_REASON, read_body, read_frame, try_in_a_child, write_body, write_frame
 
 NICE = 5  # the service's own threads come first
-_OUT_OF_MEMORY = b'{"limit": "memory", "text": ""}\n'  # made beforehand: later there is no memory to make it
+OUT_OF_MEMORY = 100  # the exit status of a fork that ran out of it
 
 
 def main() -> None:
@@ -48,13 +47,12 @@ def main() -> None:
 
 
 class Batch:
-    """Calls that one fork after another makes, and how far they have come."""
+    """Calls that one fork makes, one after the other, until one meets a limit."""
 
     def __init__(self, number: int, calls: list[list[Any]]) -> None:
         self.number, self.calls = number, calls
         self.done = 0
         self.child, self.results = 0, -1
-        self.begun = 0  # of `done`, those before this fork
         self.partial = b""
         self.deadline = 0.0
 
@@ -111,7 +109,7 @@ class HazardZygote:
         if child == 0:
             self._child(batch, write)
         os.close(write)
-        batch.child, batch.results, batch.begun, batch.partial = child, results, batch.done, b""
+        batch.child, batch.results = child, results
         batch.deadline = time.monotonic() + self.config["wall_s"]
         self.batches[results] = batch
         self.poll.register(results, select.POLLIN)
@@ -131,29 +129,24 @@ class HazardZygote:
         write_body(1, b"%d\n" % batch.number + lines)
 
     def _reap(self, batch: Batch, verdict: bytes) -> None:
-        """Collect a fork that ended, or that is being killed for what `verdict` says, and go on with its batch."""
+        """Collect a fork that ended, or that is being killed for what `verdict` says, and forget its batch."""
         self.poll.unregister(batch.results)
         os.close(batch.results)
         del self.batches[batch.results]
         code = os.waitstatus_to_exitcode(os.waitpid(batch.child, 0)[1])
         if batch.done < len(batch.calls):
-            if verdict or code != 0 or batch.done == batch.begun:
-                self._answer(batch, verdict or _ended(code))
-            if batch.done < len(batch.calls):
-                self._fork(batch)
+            self._answer(batch, verdict or _ended(code))
 
     def _child(self, batch: Batch, results: int) -> None:
         try:
             self._hold(results)
-            for arguments in batch.calls[batch.done :]:
+            for arguments in batch.calls:
                 # Per call, where RLIMIT_CPU is per process and in whole seconds. The signal ends the process.
                 signal.setitimer(signal.ITIMER_PROF, self.config["cpu_s"])
                 _write(1, self._outcome(arguments))
             os._exit(0)
         except MemoryError:
-            with suppress(BaseException):
-                _write(1, _OUT_OF_MEMORY)
-            os._exit(0)
+            os._exit(OUT_OF_MEMORY)
         except BaseException:
             os._exit(1)
 
@@ -232,6 +225,8 @@ def _ended(code: int) -> bytes:
             return _limit("memory")
         case number if number > 0:
             return _limit("crash", signal.Signals(number).name)
+    if code == OUT_OF_MEMORY:
+        return _limit("memory")
     return _limit("crash", f"exit status {code}")
 
 
@@ -242,7 +237,7 @@ def _limit(kind: str, text: str = "") -> bytes:
 def _starved(wall_s: float) -> bytes:
     """Of a call that was ended before it had its processor time: that is about the host, and not about its input."""
     text = f"no result within {wall_s:g} s, and its processor time was not used up: the host is overloaded"
-    return json.dumps({"error": "TimeoutError", "text": text}).encode() + b"\n"
+    return _limit("starved", text)
 
 
 def _write(fd: int, data: bytes) -> None:

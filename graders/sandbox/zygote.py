@@ -80,6 +80,7 @@ def main() -> None:
         write_frame(1, answer)
         if "failed" in answer:
             return
+        del answer  # the next fork inherits the frames of this process, and must not read what this one said
 
 
 def own_processes(config: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from tests.api.conftest import ALIASES, MODELS
 NAME = "ft:tiny:acme::12345678"
 # What is said here of the inference server does not depend on it.
 ONE_DATABASE = pytest.mark.parametrize("house", ["sqlite"], indirect=True)
-MANIFEST = b'{"files": []}'
+MANIFEST = b'{"format": 1, "files": []}'
 USER = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
 

@@ -57,7 +57,7 @@ def test_a_checkpoint_goes_home_without_a_connection(house, api, create_job, blo
     weights = b"weights"
     file = {"name": "adapter_model.safetensors", "bytes": 7, "sha256": hashlib.sha256(weights).hexdigest()}
     house.blobs.put_bytes(f"step-1/{file['name']}", weights)
-    house.blobs.put_bytes("step-1/manifest.json", json.dumps({"files": [file]}).encode())
+    house.blobs.put_bytes("step-1/manifest.json", json.dumps({"format": 1, "files": [file]}).encode())
     job = create_job()
     with house.database.write() as session:
         checkpoint = Checkpoint(job_id=job["id"], step=1, epoch=1, blob_prefix="step-1")

@@ -46,7 +46,7 @@ def rows(house, api, create_job) -> dict[str, str]:
                 id="ftckpt_1", job_id=job["id"], step=1, epoch=1, blob_prefix="checkpoint", valid_reward=1.0
             )
         )
-    house.blobs.put_bytes("checkpoint/manifest.json", json.dumps({"files": []}).encode())
+    house.blobs.put_bytes("checkpoint/manifest.json", json.dumps({"format": 1, "files": []}).encode())
     secret = job["id"].removeprefix("ftjob-")
     return {
         "job_id": job["id"],

@@ -15,6 +15,7 @@ def refused(schema: dict) -> str:
     ("schema", "says"),
     [
         ({"type": "array", "minItems": 10**9}, "'minItems' is 1000000000, at most 10000 is supported"),
+        ({"type": "array", "minItems": 10**400}, "'minItems' is too large, at most 10000 is supported"),
         ({"items": {"maxItems": 1e8}}, "'maxItems' is 100000000, at most 10000"),
         ({"properties": {"a": {"minProperties": 10**6}}}, "'minProperties' is 1000000"),
         ({"$defs": {"a": {"maxLength": 10**12}}}, "'maxLength' is 1000000000000, at most 100000"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graders.hazards.pool import HazardFailed, HazardPool, LimitExceeded
+from graders.hazards.pool import MAX_CALL, MAX_WAITING, OWNER, HazardFailed, HazardPool, LimitExceeded
 from graders.hazards.table import SCHEMA, Hazard
 
 # Any expression is a call: what it takes, and how it ends, is the test's to choose.
@@ -160,3 +160,40 @@ def test_a_schema_that_makes_llguidance_abort_ends_one_call(pool):
 
     assert isinstance(calls[0].exception(), LimitExceeded)
     assert calls[1].result() == ""
+
+
+def test_owners_take_turns_and_a_bomb_ends_a_turn():
+    alone = HazardPool(size=1)
+    try:
+        for owner, expressions in (("a", ["sum(iter(int, 1))"] * 4), ("b", ["2"])):
+            token = OWNER.set(owner)
+            calls = [alone.submit(EVAL, expression) for expression in expressions]
+            OWNER.reset(token)
+            if owner == "a":
+                bombs = calls
+
+        assert calls[0].result(60) == 2
+        assert not bombs[-1].done()
+        assert [type(bomb.exception(60)) for bomb in bombs] == [LimitExceeded] * 4
+    finally:
+        alone.close()
+
+
+def test_a_call_that_is_too_large_is_not_made(pool):
+    assert "its input is more than" in str(pool.submit(EVAL, " " * MAX_CALL).exception())
+
+
+def test_calls_that_wait_are_bounded_by_their_size():
+    alone = HazardPool(size=1)
+    try:
+        large = "1" + " " * (MAX_CALL - 10)
+        most = MAX_WAITING // MAX_CALL + EVAL.batch  # those that it makes at the moment wait no longer
+
+        def submit_many() -> None:
+            for _ in range(2 * most):
+                alone.submit(EVAL, large)
+
+        with pytest.raises(HazardFailed, match="too many calls wait"):
+            submit_many()
+    finally:
+        alone.close()

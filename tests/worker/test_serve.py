@@ -203,10 +203,10 @@ def test_a_stream_ends_with_its_usage_if_it_was_asked_for(client):
             {
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "v"}},
+                    "json_schema": {"name": "x", "schema": {"type": "array", "minItems": 10**9}},
                 }
             },
-            "schema",
+            "minItems",
         ),
     ],
 )
@@ -394,8 +394,11 @@ def stored(blobs, prefix):
     weights = {name: prefix.encode() for name in ("adapter_config.json", "adapter_model.safetensors")}
     for name, content in weights.items():
         blobs.put_bytes(f"{prefix}/{name}", content)
-    files = [{"name": name, "sha256": sha256(content).hexdigest()} for name, content in weights.items()]
-    manifest = json.dumps({"files": files}).encode()
+    files = [
+        {"name": name, "bytes": len(content), "sha256": sha256(content).hexdigest()}
+        for name, content in weights.items()
+    ]
+    manifest = json.dumps({"format": 1, "files": files}).encode()
     blobs.put_bytes(f"{prefix}/manifest.json", manifest)
     return {"base_model": "a", "adapter": {"prefix": prefix, "manifest_sha256": sha256(manifest).hexdigest()}}
 

@@ -52,7 +52,7 @@ def publish(folder, policy, prefix):
     for path in sorted((folder / "scratch").iterdir()):
         info = blobs.put_file(f"{prefix}/{path.name}", path)
         files.append({"name": path.name, "bytes": info.size, "sha256": info.sha256})
-    manifest = json.dumps({"files": files}).encode()
+    manifest = json.dumps({"format": 1, "files": files}).encode()
     blobs.put_bytes(f"{prefix}/manifest.json", manifest)
     return {"prefix": prefix, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
 
