@@ -14,7 +14,7 @@ SAMPLER ?= registry
 # Files of tests are dealt out to this many processes.
 TEST_PROCESSES ?= 2
 
-.PHONY: demo test check format bench chart chart-docs setup help
+.PHONY: demo test attacks check format bench chart chart-docs setup help
 
 help:    ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ demo: setup    ## Train a real model on this machine, from a dataset to a better
 
 test: setup    ## All tests, on SQLite and PostgreSQL, memory:// and Redis, a folder and S3
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+
+attacks: setup    ## API abuse against a server with little memory to spare, on a machine with nothing else to do
+	REGRAFT_ATTACKS=1 $(BIN)/python -m pytest tests/attacks
 
 check: setup    ## Format, lint, types
 	$(BIN)/ruff format --check .

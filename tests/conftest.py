@@ -1,6 +1,7 @@
 """Real servers that the tests start themselves, from packages, and databases of either kind."""
 
 import logging
+import os
 import shutil
 import tempfile
 import warnings
@@ -14,6 +15,9 @@ from core.db import Database
 from core.migrate import upgrade
 from core.models import Table
 from tests.servers import Postgres, SeaweedFS
+
+# What these measure is latency, so they want a machine to themselves: `make attacks`.
+collect_ignore = [] if os.environ.get("REGRAFT_ATTACKS") else ["attacks"]
 
 
 @pytest.fixture(autouse=True)
