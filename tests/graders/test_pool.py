@@ -180,6 +180,7 @@ def test_the_next_grade_finds_nothing_of_the_one_before_in_memory(pool):
     source = (
         "import gc, sys\n"
         "def grade(sample, item):\n"
+        "    print(sample['output_text'])\n"
         "    seen, frame = [], sys._getframe()\n"
         "    while frame:\n        values = frame.f_locals.values()\n"
         "        seen += [repr(v) for v in values if type(v) in (bytes, bytearray, dict)]\n"
