@@ -69,8 +69,8 @@ def write(tmp_path):
 def servers_words(path, tmp_path, grader) -> str:
     """What a job with this file would fail with."""
     blobs = FolderBlobs(tmp_path / "blobs")
-    blobs.put_file("file", path)
-    file = File(id="file-1", blob_key="file")
+    info = blobs.put_file("file", path)
+    file = File(id="file-1", filename=path.name, blob_key="file", bytes=info.size, sha256=info.sha256)
     with pytest.raises(validation.BadFile) as bad:
         validation.check_file(
             blobs, file, parse_grader(grader), "training_file", validation.MAX_TRAINING_ROWS
