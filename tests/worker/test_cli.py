@@ -19,6 +19,7 @@ from core.migrate import alembic_config, migrating
 from core.models import ApiKey
 from core.settings import Settings
 from worker.cli import admin, main, parser, service
+from worker.cli.parser import UsageError
 
 HELP = [
     ["--help"],
@@ -111,6 +112,20 @@ def test_without_a_terminal_the_first_key_is_in_its_file_and_in_no_log(tmp_path,
     assert (tmp_path / "api_key").stat().st_mode & 0o777 == 0o600
     printed = "".join(capfd.readouterr())
     assert str(tmp_path / "api_key") in printed and key not in printed
+
+
+def test_a_first_key_that_cannot_be_written_is_not_made(tmp_path):
+    settings = Settings(data_dir=tmp_path)
+    (tmp_path / "api_key").mkdir()
+
+    with pytest.raises(UsageError, match="api_key"):
+        service.prepare(settings)
+    assert keys_of(settings) == []
+
+    (tmp_path / "api_key").rmdir()
+    service.prepare(settings)
+    [key] = keys_of(settings)
+    assert key.sha256 == hashlib.sha256((tmp_path / "api_key").read_bytes().strip()).hexdigest()
 
 
 def test_the_first_key_is_the_one_that_the_operator_gives(tmp_path, capfd):

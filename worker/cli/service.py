@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -304,7 +305,8 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
     The key is shown on a terminal and nowhere else: what is printed without one ends in a log.
 
     Raises:
-        UsageError: REGRAFT_DATABASE_URL is no URL of a database that the service can use.
+        UsageError: REGRAFT_DATABASE_URL is no URL of a database that the service can use, or the file of the first key
+            cannot be written. Then there is no key, and the next start tries again.
     """
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     try:
@@ -313,10 +315,15 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
         raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
     if not first_key:
         return
+    path = settings.data_dir / "api_key"
     database = Database(settings.database)
     try:
         with database.write() as session:
             key = keys.bootstrap(session, settings.first_key)
+            if key is not None and not settings.first_key:
+                _write_first_key(
+                    path, key
+                )  # before the commit: a key that is nowhere to be read helps nobody
     finally:
         database.close()
     if key is None:
@@ -324,9 +331,6 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
     if settings.first_key:
         print("The first API key is the one in REGRAFT_FIRST_KEY.", file=sys.stderr)
         return
-    path = settings.data_dir / "api_key"
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(key + "\n")
     if sys.stderr.isatty():
         print(f"Your API key is {key}\nIt is shown this once, and kept in {path}.", file=sys.stderr)
     else:
@@ -334,6 +338,16 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
             f"The first API key is in {path}. `regraft-server admin key create` makes others.",
             file=sys.stderr,
         )
+
+
+def _write_first_key(path: Path, key: str) -> None:
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(key + "\n")
+    except OSError as cause:
+        raise UsageError(
+            f"REGRAFT_DATA_DIR: the first API key cannot be written to {path} ({cause.strerror}); none was made"
+        ) from cause
 
 
 def delete_orphans(settings: Settings, hours: float, *, dry_run: bool) -> None:
