@@ -39,9 +39,11 @@ T = TypeVar("T")
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether the store may answer again if one only waits: out of reach, overloaded, cut off, or full."""
+    """Whether the store may answer again if one only waits: out of reach, overloaded, cut off, full, or empty."""
     if isinstance(error, OSError):
         return isinstance(error, ConnectionError | TimeoutError) or error.errno in _PASSING_ERRNOS
+    if isinstance(error, StoreEmpty):
+        return True
     if "botocore" not in sys.modules:
         return False
     from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
@@ -92,6 +94,13 @@ class BlobExists(Exception):
 
 class BlobCorrupt(Exception):
     """The bytes do not have the sha256 they were stored with, or were replaced while they were read."""
+
+
+class StoreEmpty(Exception):
+    """A blob is missing from a store that has none at all, such as another bucket or a folder that is not mounted."""
+
+    def __init__(self) -> None:
+        super().__init__("The blob store is empty; is it the right one?")
 
 
 class BlobWriter(Protocol):
@@ -604,6 +613,15 @@ def blobs_of(settings: Settings) -> BlobStore:
         region=settings.s3_region,
         checksums=settings.s3_checksums,
     )
+
+
+def check_not_empty(blobs: BlobStore) -> None:
+    """Raise StoreEmpty if the store has no blobs. Call it before a missing blob counts as damage.
+
+    Logs of attempts do not count: workers write those to a wrong store, too, after each attempt that fails there.
+    """
+    if all(key.endswith("/log.txt") for key in blobs.list("")):
+        raise StoreEmpty
 
 
 def _accepted(url: str) -> str:

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.orm import Session
 
 from core import datasets, pages
-from core.blobs import BlobCorrupt, BlobNotFound, BlobStore
+from core.blobs import BlobCorrupt, BlobNotFound, BlobStore, check_not_empty
 from core.datasets import Example, InvalidDataset
 from core.db import Work
 from core.errors import FileNotFound, InvalidRequest
@@ -61,6 +61,7 @@ def read_rows(
 
     Raises:
         FileDamaged: its contents are missing, or have another hash than when they were uploaded.
+        StoreEmpty: they are missing, and so is everything else in the store.
         InvalidDataset: they are what was uploaded, and not rows as they should be.
     """
     try:
@@ -77,6 +78,7 @@ def read_rows(
             if meter.hexdigest() == file.sha256:
                 raise
     except BlobNotFound:
+        check_not_empty(blobs)
         raise FileDamaged(file, "are missing") from None
     except BlobCorrupt:
         raise FileDamaged(file, "are damaged") from None

@@ -19,7 +19,7 @@ from sqlalchemy import Select, delete, select
 from sqlalchemy.orm import Session
 
 from core import events, jobs, manifests, pages, tuned, usage
-from core.blobs import BlobExists, BlobStore
+from core.blobs import BlobExists, BlobStore, check_not_empty
 from core.db import Database
 from core.jobs import Claim
 from core.manifests import MANIFEST, Damaged
@@ -72,6 +72,7 @@ class Checkpoints:
         step is forgotten: it will be done again.
 
         Raises:
+            StoreEmpty: the store has no blobs at all. Nothing was loaded or forgotten.
             UnknownFormat: this version cannot read it. Nothing was loaded or forgotten.
             InvalidModel: its files are as they were stored, and do not fit the model. Nothing was forgotten.
         """
@@ -216,6 +217,14 @@ class Checkpoints:
                 raise
 
     def _download(self, prefix: str, folder: Path) -> None:
+        try:
+            self._download_all(prefix, folder)
+        except Damaged as damage:
+            if damage.problem == "missing":
+                check_not_empty(self.blobs)
+            raise
+
+    def _download_all(self, prefix: str, folder: Path) -> None:
         manifest = manifests.read(self.blobs, prefix)
         if manifest.format > FORMAT:
             raise UnknownFormat(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from core.blobs import BlobExists, FolderBlobs
+from core.blobs import BlobExists, FolderBlobs, StoreEmpty
 from core.models import TunedModel
 from worker.checkpoints import Checkpoints, model_name
 from worker.patience import Patience
@@ -184,6 +184,29 @@ def test_without_a_whole_checkpoint_the_job_starts_from_its_first_step_and_says_
     assert "starts again from its first step" in warning
     assert warning.count("state is missing") == 3
     assert bench.checkpoints() == []
+
+
+@pytest.mark.parametrize("left", [[], ["projects/p/jobs/j/attempts/2/log.txt"]], ids=["empty", "only a log"])
+def test_an_empty_store_is_waited_for_and_no_checkpoint_is_withdrawn(bench, checkpoints, three, left):
+    """Another bucket, or a folder that is not mounted. Attempts that failed there have left their logs."""
+    right, wrong = checkpoints.blobs, FolderBlobs(bench.tmp_path / "not mounted")
+    for key in left:
+        wrong.put_bytes(key, b"")
+    checkpoints.blobs = wrong
+
+    with pytest.raises(StoreEmpty, match="is it the right one"):
+        checkpoints.restore(Weights())
+    assert [row.step for row in bench.checkpoints()] == [1, 2, 3]
+
+    def mount(seconds):
+        checkpoints.blobs = right
+
+    incidents = []
+    checkpoints.patience = Patience(600, incidents.append, wait=mount)
+    assert checkpoints.restore(Weights()) == 3
+    assert [row.step for row in bench.checkpoints()] == [1, 2, 3]
+    [incident] = incidents
+    assert "The blob store is empty; is it the right one?" in incident
 
 
 def test_a_sector_that_the_disk_cannot_read_is_damage(bench, checkpoints, three):

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from core import export, jobs, logs, tracing
-from core.blobs import CHUNK_BYTES, FolderBlobs
+from core.blobs import CHUNK_BYTES, FolderBlobs, StoreEmpty
 from core.datasets import Example
 from core.db import Work
 from core.models import Checkpoint, File, Job
@@ -20,6 +20,7 @@ from graders.types import Grade
 from tests.fakes import NeverGrades
 from tests.worker.conftest import GRADER
 from tests.worker.test_memory import QWEN3_14B
+from worker.run import read_data
 from worker.validation import dry_run, validate_next
 
 GOOD = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
@@ -84,6 +85,27 @@ def test_bad_lines_fail_the_job_and_are_named(validate):
     assert job.training_file in job.error["message"]
     assert "line 2" in job.error["message"]
     assert "line 4" in job.error["message"]
+
+
+def test_a_file_that_is_missing_from_an_empty_store_fails_no_job(bench, validate, tmp_path):
+    """The store is another one, or is not mounted: the validation, or the run, tries again later."""
+    empty = FolderBlobs(tmp_path / "not mounted")
+
+    with pytest.raises(StoreEmpty):
+        validate([GOOD], blobs=empty)
+
+    assert bench.job().status == "validating_files"
+    with pytest.raises(StoreEmpty):
+        read_data(bench.database, empty, bench.job())
+
+
+def test_a_file_that_is_missing_from_a_store_with_others_fails_the_job(bench, validate, tmp_path):
+    store = FolderBlobs(tmp_path / "another copy")
+    store.put_bytes("projects/p/files/other", b"x")
+
+    job, _ = validate([GOOD], blobs=store)
+
+    assert (job.status, job.error["code"]) == ("failed", "invalid_training_file")
 
 
 def test_the_validation_file_is_named_when_it_is_the_bad_one(validate):
