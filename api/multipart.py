@@ -26,7 +26,7 @@ class FormPart(Protocol):
 
 
 class Text:
-    """A field that is text, for `done` when all of it is there."""
+    """Collects a text field and passes it to `done`."""
 
     def __init__(self, name: str, done: Callable[[str], None]) -> None:
         self._name, self._done = name, done

@@ -14,8 +14,11 @@ MANIFEST = "manifest.json"
 class Damaged(Exception):
     """An object of a checkpoint is missing, or its bytes are not those that were stored. The message is for users."""
 
-    def __init__(self, file: str, *, missing: bool = False) -> None:
-        super().__init__(f"{file} is {'missing' if missing else 'not what was stored'}")
+    def __init__(self, file: str, *, missing: bool = False, unreadable: bool = False) -> None:
+        if unreadable:
+            super().__init__(f"{file} cannot be read (I/O error)")
+        else:
+            super().__init__(f"{file} is {'missing' if missing else 'not what was stored'}")
         self.file = file
         self.problem = "missing" if missing else "damaged"
 

@@ -174,8 +174,8 @@ class Outgoing:
             if is_address(host) and host in self.private_hosts:
                 return
             raise Refused(
-                f"the host '{host}' is not on the public internet: it has an address of the machine that asks or of "
-                f"its cloud, which {self.setting} can allow as an address and not by name"
+                f"'{host}' resolves to a link-local or cloud-metadata address. {self.setting} accepts such a host as a "
+                "literal IP address only."
             )
         if not is_public(address) and not matches(host, self.private_hosts):
             raise Refused(

@@ -224,8 +224,8 @@ def in_use(session: Session, project_id: str) -> dict[str, Any]:
 def stored_bytes(session: Session, project_id: str) -> int:
     """Of all its files that are not deleted, results too, and of its uploads in parts.
 
-    A pending upload counts as what it announced, or as what it has received if that is more; one that was cancelled or
-    has expired, as what it has received until that is deleted.
+    A pending upload counts as what it announced, or as what it has received if that is more. Cancelled and expired
+    uploads count their received bytes until deleted.
     """
     files = select(func.sum(File.bytes)).where(File.project_id == project_id, File.deleted_at.is_(None))
     received = select(func.coalesce(func.sum(UploadPart.bytes), 0)).where(UploadPart.upload_id == Upload.id)

@@ -63,6 +63,7 @@ class Checkpoints:
         self.job = job
         self.scratch = scratch
         self.patience = patience
+        self._reading = MANIFEST  # the file of a checkpoint that was asked for last
 
     def restore(self, trainer: Savable) -> int:
         """Load the newest whole checkpoint into the trainer and return its step; 0 when there is none.
@@ -104,7 +105,7 @@ class Checkpoints:
             # A disk that cannot read a sector says so for ever. Anything else that lasts is not about this checkpoint.
             if cause.errno != errno.EIO:
                 raise
-            raise Damaged("an object that the disk cannot read") from cause
+            raise Damaged(self._reading, unreadable=True) from cause
 
     def _resume(self, whole: Checkpoint | None, damaged: Sequence[tuple[Checkpoint, Damaged]]) -> int:
         """Have the job go on from the whole checkpoint, or from its first step."""
@@ -225,6 +226,7 @@ class Checkpoints:
             raise
 
     def _download_all(self, prefix: str, folder: Path) -> None:
+        self._reading = MANIFEST
         manifest = manifests.read(self.blobs, prefix)
         if manifest.format > FORMAT:
             raise UnknownFormat(
@@ -232,6 +234,7 @@ class Checkpoints:
                 f"{FORMAT}: run the job on workers of the version of regraft that wrote it, or of a later one."
             )
         for file in manifest.files:
+            self._reading = file.name
             manifests.download(self.blobs, prefix, file, folder)
 
 

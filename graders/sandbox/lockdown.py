@@ -54,7 +54,7 @@ def low_priority() -> None:
 
 
 def private_processes() -> None:
-    """Put the next fork, and what it forks, into a PID namespace of its own, whose end it is. Needs root.
+    """Fork next into a new PID namespace; the namespace ends with that process. Needs root.
 
     The processes in it can neither name those outside nor send signals to the first of their own.
     """

@@ -74,7 +74,7 @@ def post(outgoing, url, body=b"{}", **headers):
 )
 def test_a_name_with_an_address_that_is_not_public_is_refused(address):
     for addresses in [(address,), ("8.8.8.8", address)]:
-        with pytest.raises(Refused, match="not on the public internet"):
+        with pytest.raises(Refused, match=r"not on the public internet|link-local or cloud-metadata"):
             Outgoing(resolve=pointing_to(*addresses)).check("https://hooks.example/x")
 
 
@@ -170,7 +170,7 @@ def test_only_the_private_hosts_that_the_operator_names_are_let_through():
 def test_a_private_name_does_not_lead_to_the_metadata_of_the_cloud():
     outgoing = Outgoing(("*.internal", "169.254.169.254"), pointing_to("169.254.169.254"))
 
-    with pytest.raises(Refused, match="not by name"):
+    with pytest.raises(Refused, match="as a literal IP address only"):
         outgoing.check("http://metadata.google.internal/")
     outgoing.check("http://169.254.169.254/")  # the operator has listed the address itself
 

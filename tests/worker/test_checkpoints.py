@@ -220,6 +220,8 @@ def test_a_sector_that_the_disk_cannot_read_is_damage(bench, checkpoints, three)
     checkpoints.patience = Patience(0, print)
 
     assert checkpoints.restore(Weights()) == 2
+    [warning] = bench.events("warn")
+    assert "adapter cannot be read (I/O error). The job resumes" in warning
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_ends_as_one_that_was_not_interrupted(bench):
