@@ -141,7 +141,7 @@ def test_the_api_installs_and_starts_by_the_commands_of_its_image(tmp_path):
 
     log = (tmp_path / "log").read_text()
     assert status == 0, log
-    assert "Your API key is" in log
+    assert "The first API key is in" in log
 
 
 @pytest.mark.slow
