@@ -15,8 +15,9 @@ UNITS = {"Mi": 1 << 20, "Gi": 1 << 30}
 # Of an idle process, without the pages of libraries that all of them share: 169 MB with all packages of the
 # environment, 84 MB with scikit-learn.
 IDLE = 96 << 20
-# The API with uploads under way; a worker beside its model's weights: Python with torch, and a run of it.
-API, WORKER = GIB, 3 * GIB
+# The API with uploads under way; a worker beside its model's weights: Python with torch, and a run of it; one that no job
+# goes to: Python, a file that is being checked, and the idle child that every worker has ready (0.5 GiB).
+API, WORKER, WITHOUT_JOBS = GIB, 3 * GIB, 3 * GIB // 2
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def graders_at_worst(limits: dict[str, str]) -> int:
 def memory_of(pod: Pod, weights: dict[str, int]) -> Memory:
     limits = pod.spec["containers"][0]["resources"]["limits"]
     gpu_class = environment(pod).get("REGRAFT_GPU_CLASS", "")
-    service = API if pod.component == "api" else WORKER + weights.get(gpu_class, 0)
+    worker = WORKER + weights[gpu_class] if gpu_class in weights else WITHOUT_JOBS
+    service = API if pod.component == "api" else worker
     return Memory(pod.name, quantity(limits["memory"]), graders_at_worst(limits), service)
 
 
