@@ -15,8 +15,8 @@ UNITS = {"Mi": 1 << 20, "Gi": 1 << 30}
 # Of an idle process, without the pages of libraries that all of them share: 169 MB with all packages of the
 # environment, 84 MB with scikit-learn.
 IDLE = 96 << 20
-# The API with uploads under way; a worker beside its model's weights: Python with torch, and a run of it; one that no job
-# goes to: Python, a file that is being checked, and the idle child that every worker has ready (0.5 GiB).
+# The API with uploads under way; a worker beside its model's weights: Python with torch, and a run of it; a worker that
+# no job goes to: Python, a file that is being checked, and the idle child that every worker has ready (0.5 GiB).
 API, WORKER, WITHOUT_JOBS = GIB, 3 * GIB, 3 * GIB // 2
 
 
