@@ -17,6 +17,7 @@ from worker.lease import LeaseKeeper
 from worker.validation import validate_next
 
 ROW = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
+HELD_OUT = {"messages": [{"role": "user", "content": "say it in red"}], "answer": "red"}
 
 
 class Clock:
@@ -121,8 +122,8 @@ def validate(bench, tmp_path):
 
     def run(grader):
         with bench.database.write() as session:
-            for name in ("file-a", "file-b"):
-                info = bench.blobs.put_bytes(f"files/{name}", json.dumps(ROW).encode())
+            for name, row in (("file-a", ROW), ("file-b", HELD_OUT)):
+                info = bench.blobs.put_bytes(f"files/{name}", json.dumps(row).encode())
                 about = {"filename": "a", "purpose": "fine-tune", "bytes": info.size, "sha256": info.sha256}
                 session.add(File(id=name, project_id=bench.project.id, blob_key=info.key, **about))
             job = session.get_one(Job, bench.job().seq)
