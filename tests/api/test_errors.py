@@ -135,10 +135,20 @@ def test_the_service_is_alive_and_ready(house):
     assert house.client().get("/readyz").status_code == 200
 
 
-def test_a_service_whose_tables_are_old_is_alive_and_not_ready(house):
+@pytest.fixture
+def old_tables(house):
+    """No migration seems to have been applied. The database is that of other tests, too, so it does not stay so."""
     with house.database.write() as session:
-        session.connection().exec_driver_sql("DELETE FROM alembic_version")
+        sql = session.connection().exec_driver_sql
+        version = sql("SELECT version_num FROM alembic_version").scalar_one()
+        sql("DELETE FROM alembic_version")
+    yield
+    with house.database.write() as session:
+        session.connection().exec_driver_sql(f"INSERT INTO alembic_version VALUES ('{version}')")
 
+
+@pytest.mark.usefixtures("old_tables")
+def test_a_service_whose_tables_are_old_is_alive_and_not_ready(house):
     assert house.client().get("/healthz").status_code == 200
     assert "migrations" in envelope(house.client().get("/readyz"), 503)["message"]
 
