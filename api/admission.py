@@ -68,7 +68,7 @@ class Share:
             TooManyAtOnce: as many as may wait do so already.
         """
         project = self._projects.setdefault(project_id, _Project())
-        # Where a place is free, nobody waits who could take it.
+        # A free place is always given to a waiting request first, so none is passed over here.
         if self.taken < self.places and project.running < self.per_project:
             self._take(project)
             return Place(self, project_id)

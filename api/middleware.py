@@ -154,7 +154,7 @@ class BodyLimit:
             try:
                 return await pace.keep(receive)
             except TooSlow:
-                unread = False  # nobody reads the rest
+                unread = False  # the rest is not read
                 raise
 
         async def counted() -> Message:
@@ -185,14 +185,14 @@ class BodyLimit:
 
 
 def no_room(cause: BaseException) -> InsufficientStorage:
-    """What is told of a full disk."""
+    """The error for a full disk."""
     disk.REFUSALS.inc()
     log.error("no room left: %s", cause)
     return InsufficientStorage()
 
 
 def _crash(cause: Exception, scope: Scope, request_id: str) -> ServiceError:
-    """What is told of an exception that nobody expected. That a store is full shows in the errors of any library."""
+    """The error for an unexpected exception. Any library may raise what means that a store is full."""
     if disk.is_full(cause):
         return no_room(cause)
     log.error("request failed: %s %s", scope["method"], scope["path"], exc_info=cause)

@@ -1,7 +1,7 @@
 """/v1/responses: the same answers as chat completions, in the shapes of OpenAI's Responses API.
 
 A request becomes a chat completion (api/chat.py), and its answer or its events become those of the Responses API.
-Nothing is stored: a conversation goes on by sending the earlier messages again.
+Nothing is stored: to continue a conversation, send the earlier messages again.
 """
 
 import json

@@ -79,7 +79,7 @@ def read_examples(
     problems = _Problems()
     for row in _good_rows(chunks, problems, check, max_rows):
         if problems.errors:
-            examples.clear()  # nobody will get them
+            examples.clear()  # a file with errors returns none
         else:
             examples.append(row)
     problems.refuse(len(examples), min_rows)

@@ -253,7 +253,7 @@ class Unavailable(ServiceError):
 
 class InsufficientStorage(ServiceError):
     status_code, code = 507, "insufficient_storage"
-    headers = {"x-should-retry": "false"}  # until somebody has made room
+    headers = {"x-should-retry": "false"}  # a retry would fail until there is room
 
     def __init__(self) -> None:
         super().__init__(
