@@ -2,7 +2,7 @@
 
 import errno
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,8 +52,8 @@ def damaged(database: Database, blobs: BlobStore) -> Iterator[Finding]:
     """The blobs of rows that are missing, or have other bytes than were stored."""
     with database.read() as session:
         checkpoints = session.scalars(select(Checkpoint).order_by(Checkpoint.seq)).all()
-    of_rows = [(row, problem) for row in _of_rows(database) if (problem := _problem(blobs, row))]
-    of_checkpoints = [(one.seq, found) for one in checkpoints for found in _of_checkpoint(blobs, one)]
+    of_rows = [(row, problem) for row in _of_rows(database) if (problem := _last(_compare(blobs, row)))]
+    of_checkpoints = [(one.seq, found) for one in checkpoints for found in of_checkpoint(blobs, one) if found]
     # Rows are read again once, after all blobs: what was deleted meanwhile is no finding.
     if of_rows:
         still = set(_of_rows(database))
@@ -64,10 +64,34 @@ def damaged(database: Database, blobs: BlobStore) -> Iterator[Finding]:
         yield from (found for seq, found in of_checkpoints if seq in present)
 
 
+def of_file(blobs: BlobStore, file: File) -> Iterator[Finding | None]:
+    """What is wrong with a file's contents. Yields None after each chunk, so that its reader can pause."""
+    problem = yield from _compare(blobs, _contents(file))
+    if problem is not None:
+        yield Finding(problem, file.id, file.blob_key)
+
+
+def of_checkpoint(blobs: BlobStore, checkpoint: Checkpoint) -> Iterator[Finding | None]:
+    """What is wrong with the objects of a checkpoint. Yields None after each chunk, so that its reader can pause."""
+    prefix = checkpoint.blob_prefix
+    try:
+        manifest = manifests.read(blobs, prefix)
+    except Damaged as damage:
+        yield Finding(
+            "missing" if damage.problem == "missing" else "damaged", checkpoint.id, f"{prefix}/{damage.file}"
+        )
+        return
+    for file in manifest.files:
+        expected = _Expected(checkpoint.id, f"{prefix}/{file.name}", file.bytes, file.sha256)
+        problem = yield from _compare(blobs, expected)
+        if problem is not None:
+            yield Finding(problem, checkpoint.id, expected.key)
+
+
 def _of_rows(database: Database) -> list[_Expected]:
     with database.read() as session:
         files = session.scalars(select(File).where(File.deleted_at.is_(None)).order_by(File.seq))
-        expected = [_Expected(one.id, one.blob_key, one.bytes, one.sha256) for one in files]
+        expected = [_contents(one) for one in files]
         parts = session.scalars(select(UploadPart).order_by(UploadPart.seq))
         expected += [_Expected(one.id, one.blob_key, one.bytes) for one in parts]
         for page in session.scalars(select(RolloutPage)):
@@ -76,26 +100,17 @@ def _of_rows(database: Database) -> list[_Expected]:
     return expected
 
 
-def _of_checkpoint(blobs: BlobStore, checkpoint: Checkpoint) -> Iterator[Finding]:
-    prefix = checkpoint.blob_prefix
-    try:
-        manifest = manifests.read(blobs, prefix)
-    except Damaged as damage:
-        problem: Problem = "missing" if damage.problem == "missing" else "damaged"
-        yield Finding(problem, checkpoint.id, f"{prefix}/{damage.file}")
-        return
-    for file in manifest.files:
-        expected = _Expected(checkpoint.id, f"{prefix}/{file.name}", file.bytes, file.sha256)
-        if (found := _problem(blobs, expected)) is not None:
-            yield Finding(found, checkpoint.id, expected.key)
+def _contents(file: File) -> _Expected:
+    return _Expected(file.id, file.blob_key, file.bytes, file.sha256)
 
 
-def _problem(blobs: BlobStore, expected: _Expected) -> Problem | None:
+def _compare(blobs: BlobStore, expected: _Expected) -> Generator[None, None, Problem | None]:
     digest, size = hashlib.sha256(), 0
     try:
         for chunk in blobs.open(expected.key):
             digest.update(chunk)
             size += len(chunk)
+            yield
     except BlobNotFound:
         return "missing"
     except (BlobCorrupt, ValueError):
@@ -108,3 +123,12 @@ def _problem(blobs: BlobStore, expected: _Expected) -> Problem | None:
         return None if digest.hexdigest() == expected.sha256 else "damaged"
     # 0: an older version did not note the size.
     return None if expected.size in (0, size) else "damaged"
+
+
+def _last(comparison: Generator[None, None, Problem | None]) -> Problem | None:
+    while True:
+        try:
+            next(comparison)
+        except StopIteration as end:
+            problem: Problem | None = end.value
+            return problem

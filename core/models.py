@@ -307,6 +307,17 @@ class Checkpoint(Table):
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
 
+class ScrubRound(Table):
+    """How far the daily reading of all objects has come: one row, shared by all workers (worker/scrub.py)."""
+
+    __tablename__ = "scrub_rounds"
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # always 1
+    started_at: Mapped[float] = mapped_column(Double)
+    # The `seq` of the last file and of the last checkpoint that a worker has taken in this round.
+    file_seq: Mapped[int] = mapped_column(BigInteger, default=0)
+    checkpoint_seq: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
 class TunedModel(Table):
     """A name that can be called: the job's result, or one of its kept checkpoints."""
 

@@ -117,6 +117,9 @@ class Settings(BaseSettings):
     rollouts_per_step: int = Field(default=10_000, ge=0)
     # How old a blob must be to be deleted when no row refers to it: older than any upload takes.
     orphan_hours: float = Field(default=24.0, ge=1)
+    # Within so many days every file and every checkpoint is read once against its hash, a share of them each day. 0:
+    # never (docs/storage.md).
+    scrub_days: float = Field(default=30.0, ge=0)
 
     # The queue this machine's worker serves, and the one new jobs are sent to.
     gpu_class: str = Field(default="cpu", pattern=r"^[a-z0-9_-]{1,32}$")

@@ -17,6 +17,7 @@ from core.models import File, Job, StepMetric, now
 from core.settings import Settings
 from worker import deliveries, results
 from worker.retention import Retention
+from worker.scrub import Scrub
 from worker.telemetry import PASS_FAILURES
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Reconciler:
         self._database_was_away = False
         self._broker_is_away = False
         self.retention = Retention(settings, database, blobs, clock)
+        self.scrub = Scrub(settings.scrub_days, database, blobs, clock)
 
     @property
     def passes(self) -> list[Callable[[], None]]:
@@ -58,6 +60,7 @@ class Reconciler:
             self.stale_wake_ups,
             self.missing_results,
             *self.retention.passes,
+            self.scrub.run_for_a_second,
             self.deleted_files,
             self.old_deliveries,
             self.forgotten_answers,

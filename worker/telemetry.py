@@ -32,6 +32,14 @@ PASS_FAILURES = prometheus.Counter(
     ("pass",),
     registry=COUNTED,
 )
+SCRUBBED = prometheus.Counter(
+    "regraft_scrubbed_objects",
+    "Files and checkpoints that the scrub has read against their hashes: whole, damaged, or missing.",
+    ("result",),
+    registry=COUNTED,
+)
+for _result in ("whole", "damaged", "missing"):
+    SCRUBBED.labels(_result)
 
 # By the name of a sample and its labels.
 Counts = Counter[tuple[str, tuple[tuple[str, str], ...]]]

@@ -1,0 +1,230 @@
+"""The scrub reads each file and each checkpoint once in a round, and says what it finds."""
+
+import logging
+
+import pytest
+
+from core.blobs import FolderBlobs
+from core.models import Checkpoint, File, ScrubRound
+from tests import factories
+from worker.scrub import DAY, PAUSE_SECONDS, SECONDS_AT_ONCE, Scrub
+from worker.telemetry import SCRUBBED
+
+DAYS = 10.0
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+    def go(self, seconds):
+        self.now += seconds
+
+
+class Reads(FolderBlobs):
+    """Notes which objects were read."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.keys = []
+
+    def open(self, key, **options):
+        self.keys.append(key)
+        return super().open(key, **options)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request):
+    return request.getfixturevalue(f"{request.param}_database")
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def blobs(database, tmp_path):
+    blobs = Reads(tmp_path / "blobs")
+    with database.write() as session:
+        project = factories.project(session)
+        for number in range(10):
+            info = blobs.put_bytes(f"projects/p/files/{number}", b"%d" % number * 100)
+            factories.file(
+                session, project, id=f"file-{number}", blob_key=info.key, bytes=info.size, sha256=info.sha256
+            )
+    return blobs
+
+
+def scrub(database, blobs, clock, days=DAYS):
+    return Scrub(days, database, blobs, clock, wall=clock)
+
+
+def run(one, clock, days):
+    """As the reconciler does: one pass after the other, here every two hours."""
+    for _ in range(round(days * 12)):
+        clock.go(DAY / 12)
+        one.run_for_a_second()
+
+
+def counted(result):
+    return SCRUBBED.labels(result)._value.get()
+
+
+def names(blobs):
+    return [key.rpartition("/")[2] for key in blobs.keys]
+
+
+def test_a_day_reads_its_share_and_a_round_reads_each_object_once(database, blobs, clock):
+    one = scrub(database, blobs, clock)
+    clock.go(PAUSE_SECONDS)
+    one.run_for_a_second()  # the first pass begins the round
+
+    run(one, clock, days=1)
+    assert names(blobs) == ["0"]
+    run(one, clock, days=4)
+    assert names(blobs) == ["0", "1", "2", "3", "4"]
+    run(one, clock, days=5.1)
+    assert names(blobs) == [str(number) for number in range(10)]
+
+    run(one, clock, days=1)
+    assert names(blobs)[10:] == ["0"]
+
+
+def test_workers_share_the_round(database, blobs, clock):
+    several = [scrub(database, blobs, clock) for _ in range(3)]
+    for one in several:
+        clock.go(PAUSE_SECONDS)
+        one.run_for_a_second()
+    for _ in range(60):
+        clock.go(DAY / 6)
+        for one in several:
+            one.run_for_a_second()
+
+    assert sorted(names(blobs)) == [str(number) for number in range(10)]
+
+
+def test_a_round_goes_on_where_it_was_when_all_workers_were_stopped(database, blobs, clock):
+    first = scrub(database, blobs, clock)
+    clock.go(PAUSE_SECONDS)
+    first.run_for_a_second()
+    run(first, clock, days=3)
+    run(scrub(database, blobs, clock), clock, days=3)
+
+    assert names(blobs) == [str(number) for number in range(6)]
+
+
+def test_what_is_damaged_or_missing_is_logged_and_counted(database, blobs, clock, caplog):
+    blobs.put_bytes("projects/p/files/3", b"4" * 100)
+    blobs.delete("projects/p/files/5")
+    before = {result: counted(result) for result in ("whole", "damaged", "missing")}
+
+    with caplog.at_level(logging.ERROR):
+        one = scrub(database, blobs, clock)
+        clock.go(PAUSE_SECONDS)
+        one.run_for_a_second()
+        run(one, clock, days=DAYS)
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "projects/p/files/3 of file-3 is damaged; the scrub has found it",
+        "projects/p/files/5 of file-5 is missing; the scrub has found it",
+    ]
+    grown = {result: counted(result) - count for result, count in before.items()}
+    assert grown == {"whole": 8, "damaged": 1, "missing": 1}
+
+
+def test_checkpoints_are_read_by_their_manifests(database, blobs, clock, caplog):
+    with database.write() as session:
+        job = factories.job(session, factories.project(session))
+        session.add(Checkpoint(id="ftckpt_1", job_id=job.id, step=1, epoch=1, blob_prefix="projects/p/ck"))
+
+    one = scrub(database, blobs, clock)
+    clock.go(PAUSE_SECONDS)
+    one.run_for_a_second()
+    run(one, clock, days=DAYS)
+
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
+        "projects/p/ck/manifest.json of ftckpt_1 is missing; the scrub has found it"
+    ]
+
+
+class DeletedMeanwhile(FolderBlobs):
+    """Another process deletes each file, with its contents, before it is read."""
+
+    def __init__(self, root, database):
+        super().__init__(root)
+        self.database = database
+
+    def open(self, key, **options):
+        with self.database.write() as session:
+            session.query(File).filter(File.blob_key == key).delete()
+        self.delete(key)
+        return super().open(key, **options)
+
+
+def test_what_is_deleted_while_it_is_read_is_no_finding(database, blobs, clock, tmp_path, caplog):
+    one = scrub(database, DeletedMeanwhile(tmp_path / "blobs", database), clock)
+    clock.go(PAUSE_SECONDS)
+    one.run_for_a_second()
+    run(one, clock, days=2)
+
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+class Slow(FolderBlobs):
+    """A chunk takes longer than a pass may."""
+
+    def __init__(self, root, clock):
+        super().__init__(root)
+        self.clock = clock
+        self.chunks = 0
+
+    def open(self, key, **options):
+        for byte in super().open(key, **options):
+            for start in range(0, len(byte), 25):
+                self.chunks += 1
+                self.clock.go(SECONDS_AT_ONCE)
+                yield byte[start : start + 25]
+
+
+def test_a_large_object_is_read_in_several_passes(database, blobs, clock, tmp_path):
+    slow = Slow(tmp_path / "blobs", clock)
+    one = scrub(database, slow, clock)
+    clock.go(PAUSE_SECONDS)
+    one.run_for_a_second()
+    clock.go(DAY)
+
+    chunks = []
+    for _ in range(4):
+        one.run_for_a_second()
+        chunks.append(slow.chunks)
+
+    assert chunks == [1, 2, 3, 4]
+
+
+class Away(FolderBlobs):
+    def open(self, key, **options):
+        raise ConnectionError("the store is away")
+
+
+def test_a_store_that_is_away_is_no_finding(database, blobs, clock, tmp_path):
+    before = [counted(result) for result in ("whole", "damaged", "missing")]
+    one = scrub(database, Away(tmp_path / "blobs"), clock)
+    clock.go(PAUSE_SECONDS)
+    one.run_for_a_second()
+    clock.go(DAY)
+
+    with pytest.raises(ConnectionError):
+        one.run_for_a_second()
+
+    assert [counted(result) for result in ("whole", "damaged", "missing")] == before
+
+
+def test_zero_days_read_nothing(database, blobs, clock):
+    run(scrub(database, blobs, clock, days=0), clock, days=20)
+
+    assert blobs.keys == []
+    with database.read() as session:
+        assert session.get(ScrubRound, 1) is None
