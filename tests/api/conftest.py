@@ -1,9 +1,11 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
@@ -42,6 +44,7 @@ class House:
     """A whole service but for the network, with two projects that must not know of each other."""
 
     app: FastAPI
+    portal: BlockingPortal
     database: Database
     blobs: BlobStore
     project: Project
@@ -68,10 +71,14 @@ class House:
 
     def client(self, key: str | None = None) -> TestClient:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        return TestClient(self.app, headers=headers, raise_server_exceptions=False)
+        client = TestClient(self.app, headers=headers, raise_server_exceptions=False)
+        # As in a server, one event loop has all requests: those that wait for each other would not wake up in two.
+        client.portal = self.portal
+        return client
 
 
-def open_house(database: Database, folder: Path) -> House:
+@contextmanager
+def open_house(database: Database, folder: Path) -> Iterator[House]:
     """Put it together around an empty, migrated database."""
     settings = Settings(data_dir=folder, max_upload_bytes=1 << 20)
     blobs = FolderBlobs(folder / "blobs")
@@ -92,13 +99,15 @@ def open_house(database: Database, folder: Path) -> House:
         lambda *wake: sent.append(wake) is None,
         LocalRates(clock),
     )
-    return House(app, database, blobs, project, key, other_key, folder, clock, sent)
+    with start_blocking_portal() as portal:
+        yield House(app, portal, database, blobs, project, key, other_key, folder, clock, sent)
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def house(request: pytest.FixtureRequest, tmp_path: Path) -> House:
+def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
     """On either kind of database."""
-    return open_house(request.getfixturevalue(f"{request.param}_database"), tmp_path)
+    with open_house(request.getfixturevalue(f"{request.param}_database"), tmp_path) as house:
+        yield house
 
 
 def second_project(session: Any) -> str:

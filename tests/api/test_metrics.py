@@ -29,7 +29,8 @@ def total(**labels: str) -> float:
 def house(request, tmp_path, sqlite_database):
     from tests.api.conftest import open_house
 
-    return open_house(sqlite_database, tmp_path)
+    with open_house(sqlite_database, tmp_path) as house:
+        yield house
 
 
 def test_requests_are_counted_by_the_template_of_their_route(api, create_job):

@@ -116,7 +116,8 @@ def house(migrated_sqlite: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     """One for all tests: the database has no part in them."""
     folder = tmp_path_factory.mktemp("responses")
     database = Database(f"sqlite:///{shutil.copy(migrated_sqlite, folder / 'regraft.db')}")
-    yield open_house(database, folder)
+    with open_house(database, folder) as house:
+        yield house
     database.close()
 
 
