@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 # Models that may put white space anywhere tend to put it everywhere. llguidance reads this from the schema itself, so
@@ -29,6 +30,9 @@ MAX_COUNTS = {
     **dict.fromkeys(("minItems", "maxItems", "minProperties", "maxProperties"), 10_000),
     **dict.fromkeys(("minLength", "maxLength"), 100_000),
 }
+
+# So many bytes of an answer are written before a schema is accepted.
+FIRST_BYTES = 16
 
 
 class SchemaTooLarge(ValueError):
@@ -55,10 +59,27 @@ def grammar(held: str) -> str:
 def problem(held: str) -> str:
     """Why no answer can be held to what `held_to` made; "" if answers can be. Runs in the hazard pool alone."""
     try:
-        grammar(held)
+        made = grammar(held)
     except ValueError as cause:
         return str(cause)
-    return ""
+    # Much of the work is put off until an answer begins: some patterns are only then found to be too large.
+    matcher = LLMatcher(_bytes(), made)
+    for _ in range(FIRST_BYTES):
+        allowed = matcher.compute_bitmask()
+        token = next((8 * i + _lowest_bit(byte) for i, byte in enumerate(allowed) if byte), None)
+        if token is None or not matcher.consume_token(token) or matcher.is_stopped():
+            break
+    return matcher.get_error().strip().split("\n")[0] if matcher.is_error() else ""
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    """A tokenizer whose tokens are the 256 bytes."""
+    return LLTokenizer("byte")
+
+
+def _lowest_bit(byte: int) -> int:
+    return (byte & -byte).bit_length() - 1
 
 
 def checked_bounds(schema: dict[str, Any]) -> dict[str, Any]:

@@ -325,7 +325,7 @@ async def attempt(
     job = patience(partial(read_job, database, claim))
     try:
         spec = parse_grader(job.reinforcement["grader"])
-        async with open_backends(settings).open(spec, owner=job.project_id) as grader:
+        async with open_backends(settings).open(spec) as grader:
             watched = ObservedGrader(WatchedGrader(grader, beat), spec)
             with Ranks(settings.ranks, members_of(settings)) as ranks:
                 with failing_once():

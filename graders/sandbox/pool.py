@@ -327,6 +327,8 @@ class _Idle:
 class Pool:
     """Grades by any number of sources, one per core at a time, in turns of their owners.
 
+    No owner has all places, so that another one's grade need not wait for the slow ones of the first; where there is
+    only one place, it waits for at most `wall_s`. The owner "" has the process for itself, and may have all of them.
     Each owner has processes of its own. Idle ones stay warm for `idle_s`; where there are too many, the longest idle
     makes room. Without `limits` and `size` they are those of graders.sandbox.sizes.
     """
@@ -349,7 +351,7 @@ class Pool:
         # Its threads also start the zygotes: these die with the thread that started them, and threads of a
         # web server come and go.
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="sandbox")
-        self._turns: Turns[Callable[[], None]] = Turns()
+        self._turns: Turns[Callable[[], None]] = Turns(most=max(1, self.size - 1))
         self._waiting: set[Future[Any]] = set()
         self._idle: list[_Idle] = []  # longest idle first
         self._all: set[Zygote] = set()
@@ -456,17 +458,18 @@ class Pool:
             self._waiting.discard(call)
 
     def _next(self) -> None:
-        """Run the call whose turn it is: for each call there is one of these."""
-        with self._lock:
-            turn = self._turns.take()
-        if turn is None:
-            return
-        owner, run = turn
-        try:
-            run()
-        finally:
+        """Run the calls whose turn it is, until there is none. Each call begins with one of these."""
+        while True:
             with self._lock:
-                self._turns.end(owner)
+                turn = self._turns.take()
+            if turn is None:
+                return
+            owner, run = turn
+            try:
+                run()
+            finally:
+                with self._lock:
+                    self._turns.end(owner)
 
     def _run(self, call: Call[T]) -> None:
         if not call.set_running_or_notify_cancel():

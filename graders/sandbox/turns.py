@@ -11,10 +11,12 @@ Item = TypeVar("Item")
 class Turns(Generic[Item]):
     """A queue for each owner. Not for two threads at once.
 
-    `take` serves the owner with the fewest items under way; among those, the one whose last turn was longest ago.
+    `take` serves the owner with the fewest items under way; among those, the one whose last turn was longest ago. No
+    owner but "" has more than `most` of them under way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self.most = most
         self._waiting: dict[str, deque[Item]] = {}  # in the order of their turns
         self._under_way: Counter[str] = Counter()
 
@@ -22,10 +24,11 @@ class Turns(Generic[Item]):
         self._waiting.setdefault(owner, deque()).append(item)
 
     def take(self) -> tuple[str, Item] | None:
-        """The next item with its owner, who has it under way from now on; None if nothing waits."""
-        if not self._waiting:
+        """The next item with its owner, who has it under way from now on; None if there is none whose turn it is."""
+        owners = [owner for owner in self._waiting if self._may_have_more(owner)]
+        if not owners:
             return None
-        owner = min(self._waiting, key=self._under_way.__getitem__)
+        owner = min(owners, key=self._under_way.__getitem__)
         queue = self._waiting.pop(owner)
         item = queue.popleft()
         if queue:
@@ -38,6 +41,9 @@ class Turns(Generic[Item]):
         self._under_way[owner] -= 1
         if not self._under_way[owner]:
             del self._under_way[owner]
+
+    def _may_have_more(self, owner: str) -> bool:
+        return self.most is None or owner == "" or self._under_way[owner] < self.most
 
     def clear(self) -> list[Item]:
         """Everything that waits; then nothing does."""

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from core.response_format import MAX_SCHEMA_DEPTH, ResponseFormat
+from core.response_format import MAX_SCHEMA_DEPTH, ResponseFormat, held_to, problem
 
 
 def refused(schema: dict) -> str:
@@ -42,3 +42,19 @@ def test_a_property_may_have_the_name_of_a_keyword():
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
     assert ResponseFormat.model_validate(form).json_schema.schema_ == schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "string", "pattern": "^(a{1000}){1000}{1000}$"}, "too many expressions"),
+        ({"type": "string", "pattern": "^(a{1000}){3}$"}, ""),
+        ({"type": "string", "maxLength": 0}, ""),
+        ({"type": "boolean"}, ""),
+        ({"const": {"a": [1, 2, 3, 4, 5, 6, 7, 8, 9]}}, ""),
+    ],
+)
+def test_a_schema_that_no_answer_can_be_begun_with_has_a_problem(schema, says):
+    found = problem(held_to(schema))
+
+    assert says in found if says else found == ""

@@ -45,6 +45,17 @@ def test_owners_take_turns_however_many_items_one_of_them_has():
     assert taken == [("a", 1), ("b", 4), ("c", 5), ("a", 2), ("a", 3), None]
 
 
+def test_no_owner_has_more_than_its_share_under_way_but_for_the_one_without_a_name():
+    turns: Turns[int] = Turns(most=1)
+    for owner, item in [("a", 1), ("a", 2), ("b", 3), ("", 4), ("", 5)]:
+        turns.put(owner, item)
+
+    assert [turns.take() for _ in range(5)] == [("a", 1), ("b", 3), ("", 4), ("", 5), None]
+
+    turns.end("a")
+    assert turns.take() == ("a", 2)
+
+
 def test_the_next_item_is_of_the_owner_with_the_fewest_under_way():
     turns: Turns[int] = Turns()
     for owner, item in [("a", 1), ("a", 2), ("a", 3)]:
