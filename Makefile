@@ -24,9 +24,10 @@ demo: setup    ## Train a real model on this machine, from a dataset to a better
 
 test: setup    ## All tests, on SQLite and PostgreSQL, memory:// and Redis, a folder and S3
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+	$(MAKE) attacks
 
-attacks: setup    ## API abuse against a server with little memory to spare, on a machine with nothing else to do
-	REGRAFT_ATTACKS=1 $(BIN)/python -m pytest tests/attacks
+attacks: setup    ## Of the tests only API abuse, against a server with little memory to spare: it measures latency
+	REGRAFT_ATTACKS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/attacks
 
 check: setup    ## Format, lint, types
 	$(BIN)/ruff format --check .

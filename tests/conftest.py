@@ -16,7 +16,7 @@ from core.migrate import upgrade
 from core.models import Table
 from tests.servers import Postgres, SeaweedFS
 
-# What these measure is latency, so they want a machine to themselves: `make attacks`.
+# What these measure is latency: `make test` runs them last, when nothing else runs beside them.
 collect_ignore = [] if os.environ.get("REGRAFT_ATTACKS") else ["attacks"]
 
 
