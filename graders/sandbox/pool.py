@@ -24,7 +24,7 @@ from struct import pack, unpack
 from typing import Any, Literal, TypeVar
 
 from graders.environments.catalog import Environment, EnvironmentNotBuilt, bare, default_folder, find
-from graders.sandbox import folders, scratch, sizes, users
+from graders.sandbox import cgroup, folders, scratch, sizes, users
 from graders.sandbox.lockdown import NOBODY
 from graders.sandbox.turns import Turns
 from graders.types import StepScore, steps_of
@@ -156,6 +156,10 @@ class Zygote:
             cwd="/",
             bufsize=0,
         )
+        # Now, when it has not started anything yet.
+        self._no_cgroup = (
+            "turned off" if "cgroup" in self._config["without"] else cgroup.join(self.process.pid)
+        )
 
     def boot(self) -> None:
         """Wait until it has locked itself down, once.
@@ -170,7 +174,7 @@ class Zygote:
         if "layers" not in answer:
             self.close()
             raise SandboxFailed(f"the sandbox did not start: {answer.get('error')}")
-        self.layers = answer["layers"]
+        self.layers = answer["layers"] | {"cgroup": self._no_cgroup}
         if not self.layers["namespaces"]:
             scratch.remove(self.scratch)  # it writes to memory instead
         if not self.insecure:

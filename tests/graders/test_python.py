@@ -389,7 +389,8 @@ def test_who_insists_may_run_without_a_layer():
 
 def test_the_probe_names_every_layer():
     assert set(probe()) == {
-        "pid_namespace", "namespaces", "uid", "no_new_privs", "landlock", "signal_scope", "rlimits", "seccomp"
+        "cgroup", "pid_namespace", "namespaces", "uid", "no_new_privs", "landlock", "signal_scope", "rlimits",
+        "seccomp",
     }  # fmt: skip
 
 

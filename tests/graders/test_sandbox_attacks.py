@@ -88,7 +88,7 @@ def test_a_service_without_rights_says_which_layers_it_has(ends_without_rights):
     [layers] = ends_without_rights["layers"]
 
     held = {name for name, why_not in layers.items() if not why_not}
-    assert held - {"signal_scope"} == {"no_new_privs", "landlock", "rlimits", "seccomp"}
+    assert held - {"signal_scope", "cgroup"} == {"no_new_privs", "landlock", "rlimits", "seccomp"}
 
 
 def test_a_service_without_rights_leaves_no_scratch_folder_behind(ends_without_rights):

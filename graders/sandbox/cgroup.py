@@ -1,0 +1,87 @@
+"""A control group for python graders: where processor time is short, all of them together weigh as half a thread.
+
+Beside the low priority of each process (lockdown.py), which a grader could make up for by the number of its threads. Not
+less: a grade that gets next to nothing ends by its wall time. It is a layer that may be missing: in most containers
+control groups cannot be written to.
+
+On cgroup v2 a group with processes of its own shares out nothing. So ours is made in the root group, or beside that of
+the service where systemd has delegated the group above it (`Delegate=cpu`, `DelegateSubgroup=service`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+NAME = "regraft-graders"
+SHARES, WEIGHT = "512", "50"  # of v1, where a thread has 1,024, and of v2, where it has 100
+PROC = Path("/proc/self")
+
+
+def join(pid: int) -> str:
+    """Put a process into the group, and with it all that it will start. "" if it is in it, else why not."""
+    folder, why = group()
+    if folder is None:
+        return why
+    try:
+        (folder / "cgroup.procs").write_text(str(pid))
+    except OSError as cause:
+        return cause.strerror or str(cause)
+    return ""
+
+
+@cache
+def group() -> tuple[Path | None, str]:
+    """The group of this host's graders, made if need be; None and the reason if it cannot be. It is left when we end."""
+    return make((PROC / "cgroup").read_text(), (PROC / "mounts").read_text())
+
+
+def make(memberships: str, mounts: str) -> tuple[Path | None, str]:
+    """As `group`, for the texts of /proc/self/cgroup and /proc/self/mounts."""
+    why = "no control group for processor time is mounted"
+    for folder, is_v2 in _places(memberships, mounts):
+        ours = folder / NAME
+        try:
+            ours.mkdir(exist_ok=True)
+        except OSError as cause:
+            why = cause.strerror or str(cause)
+            continue
+        try:
+            if is_v2 and "cpu" not in (folder / "cgroup.subtree_control").read_text().split():
+                (folder / "cgroup.subtree_control").write_text("+cpu")
+            file, value = ("cpu.weight", WEIGHT) if is_v2 else ("cpu.shares", SHARES)
+            (ours / file).write_text(value)
+        except OSError as cause:
+            why = cause.strerror or str(cause)
+            with suppress(OSError):
+                ours.rmdir()
+            continue
+        return ours, ""
+    return None, why
+
+
+def _places(memberships: str, mounts: str) -> Iterator[tuple[Path, bool]]:
+    """Groups in which ours may be made, and whether they are of v2."""
+    mounted = [line.split()[1:4] for line in mounts.splitlines()]
+    groups = [line.split(":", 2) for line in memberships.splitlines()]
+    for where, kind, options in mounted:
+        for _, controllers, path in groups:
+            own = Path(where, path.lstrip("/"))
+            if kind == "cgroup" and "cpu" in controllers.split(",") and "cpu" in options.split(","):
+                yield own, False
+            elif kind == "cgroup2" and not controllers and (own / "cgroup.controllers").exists():
+                for folder in (own, own.parent) if _is_delegated(own.parent) else (own,):
+                    if "cpu" in (folder / "cgroup.controllers").read_text().split():
+                        yield folder, True
+
+
+def _is_delegated(folder: Path) -> bool:
+    """Whether systemd has left this group to the service, as it says in an attribute of it."""
+    for name in ("user.delegate", "trusted.delegate"):
+        with suppress(OSError):
+            if os.getxattr(folder, name) == b"1":
+                return True
+    return False

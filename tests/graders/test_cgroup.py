@@ -1,0 +1,89 @@
+"""The control group of python graders: made where it can be, and otherwise a layer that is missing, with the reason."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from graders.sandbox import cgroup
+from graders.sandbox.pool import Limits, Pool
+
+ONE = "def grade(sample, item): return 1"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A hierarchy of v2, with the files that the kernel would put there."""
+    (tmp_path / "cgroup.controllers").write_text("cpu memory pids\n")
+    (tmp_path / "cgroup.subtree_control").write_text("memory\n")
+    return tmp_path
+
+
+def test_of_v2_the_group_gets_half_the_usual_weight(tree):
+    folder, why = cgroup.make("0::/\n", f"cgroup2 {tree} cgroup2 rw,relatime 0 0\n")
+
+    assert (folder, why) == (tree / cgroup.NAME, "")
+    assert (tree / "cgroup.subtree_control").read_text() == "+cpu"
+    assert (folder / "cpu.weight").read_text() == "50"
+
+
+def test_of_v2_a_hierarchy_without_the_controller_is_no_place(tree):
+    (tree / "cgroup.controllers").write_text("memory pids\n")
+
+    folder, why = cgroup.make("0::/\n", f"cgroup2 {tree} cgroup2 rw 0 0\n")
+
+    assert (folder, why) == (None, "no control group for processor time is mounted")
+    assert not (tree / cgroup.NAME).exists()
+
+
+def test_of_v1_the_group_of_the_service_gets_one_below_it(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    memberships = "9:name=systemd:/x\n4:cpu,cpuacct:/a/b\n1:memory:/c\n0::/\n"
+    mounts = f"cgroup /nowhere cgroup rw,memory 0 0\ncgroup {tmp_path} cgroup rw,relatime,cpu,cpuacct 0 0\n"
+
+    folder, why = cgroup.make(memberships, mounts)
+
+    assert (folder, why) == (tmp_path / "a" / "b" / cgroup.NAME, "")
+    assert (folder / "cpu.shares").read_text() == "512"
+
+
+def test_where_nothing_is_mounted_the_layer_is_missing():
+    assert cgroup.make("0::/\n", "proc /proc proc rw 0 0\n") == (
+        None,
+        "no control group for processor time is mounted",
+    )
+
+
+def test_a_group_that_cannot_be_made_says_why_and_leaves_nothing(tree):
+    (tree / "cgroup.subtree_control").unlink()
+    (
+        tree / "cgroup.subtree_control"
+    ).mkdir()  # refuses to be written, as the kernel does where processes are in it
+
+    folder, why = cgroup.make("0::/\n", f"cgroup2 {tree} cgroup2 rw 0 0\n")
+
+    assert (folder, why) == (None, os.strerror(errno.EISDIR))
+    assert not (tree / cgroup.NAME).exists()
+
+
+def test_a_group_of_a_service_above_which_systemd_delegated_nothing_is_left_alone(tree):
+    own = tree / "service"
+    own.mkdir()
+    (own / "cgroup.controllers").write_text("")
+
+    assert cgroup.make("0::/service\n", f"cgroup2 {tree} cgroup2 rw 0 0\n")[0] is None
+    assert not (tree / cgroup.NAME).exists()
+
+
+def test_graders_are_in_the_group_of_this_host():
+    pool = Pool(Limits(wall_s=60), size=1)
+    try:
+        if why := pool.layers()["cgroup"]:
+            pytest.skip(f"no control group can be made here: {why}")
+        pool.submit(ONE, {}, {}).result()
+        (zygote,) = pool._all
+
+        assert f"/{cgroup.NAME}\n" in Path(f"/proc/{zygote.process.pid}/cgroup").read_text()
+    finally:
+        pool.close()
