@@ -1,8 +1,8 @@
 """A control group for python graders: where processor time is short, all of them together weigh as half a thread.
 
-Beside the low priority of each process (lockdown.py), which a grader could make up for by the number of its threads. Not
-less: a grade that gets next to nothing ends by its wall time. It is a layer that may be missing: in most containers
-control groups cannot be written to.
+Beside the low priority of each process (lockdown.py), which a grader could make up for by the number of its threads.
+Not less: a grade that gets next to nothing ends by its wall time. It is a layer that may be missing: in most
+containers control groups cannot be written to.
 
 On cgroup v2 a group with processes of its own shares out nothing. So ours is made in the root group, or beside that of
 the service where systemd has delegated the group above it (`Delegate=cpu`, `DelegateSubgroup=service`).
@@ -35,7 +35,7 @@ def join(pid: int) -> str:
 
 @cache
 def group() -> tuple[Path | None, str]:
-    """The group of this host's graders, made if need be; None and the reason if it cannot be. It is left when we end."""
+    """The group of this host's graders, made if need be and left at the end; None and the reason if it cannot be."""
     return make((PROC / "cgroup").read_text(), (PROC / "mounts").read_text())
 
 
