@@ -2,7 +2,8 @@
 
 Each run is the whole loop with its database, in the sizes of the demo unless `--epochs` says less. `--keep FOLDER`
 writes the recorded steps as JSON, and `--read FOLDER` applies the rules to those again without training: thresholds can
-be compared in a second. `alarms` is the number of warnings of all runs.
+be compared in a second. `alarms` is the number of warnings that the rules gave in all runs, `warning_events` of all events that users
+would have seen above level info.
 """
 
 import argparse
@@ -57,8 +58,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.read:
         runs = {path.name: json.loads(path.read_text()) for path in sorted(args.read.glob("*.json"))}
+        seen = None
     else:
-        runs = {f"{args.learning_rate or 'auto'}-{seed}.json": train(seed, args) for seed in args.seeds}
+        trained = {f"{args.learning_rate or 'auto'}-{seed}.json": train(seed, args) for seed in args.seeds}
+        runs = {name: steps for name, (steps, _) in trained.items()}
+        seen = sum(len(warned) for _, warned in trained.values())
     alarms = {name: list(warnings(steps)) for name, steps in runs.items()}
     for name, steps in runs.items():
         if args.keep:
@@ -66,7 +70,7 @@ def main() -> None:
             (args.keep / name).write_text(json.dumps(steps))
         for step, finding in alarms[name]:
             print(f"{name} step {step}: {finding.message}")
-    report("monitors", {"runs": len(runs), "alarms": sum(map(len, alarms.values()))})
+    report("monitors", {"runs": len(runs), "alarms": sum(map(len, alarms.values())), "warning_events": seen})
 
 
 def warnings(steps: list[dict[str, Any]]) -> Iterator[tuple[int, Finding]]:
@@ -79,7 +83,8 @@ def warnings(steps: list[dict[str, Any]]) -> Iterator[tuple[int, Finding]]:
             yield step["step"], finding
 
 
-def train(seed: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """The recorded steps of a run, and its events above level info."""
     asked: dict[str, Any] = HYPERPARAMETERS | {"n_epochs": args.epochs, "eval_interval": args.eval_interval}
     if args.learning_rate:
         asked["advanced"] = asked["advanced"] | {"learning_rate": args.learning_rate}
@@ -121,7 +126,7 @@ def train(seed: int, args: argparse.Namespace) -> list[dict[str, Any]]:
                 e.message for e in session.query(Event).where(Event.level != "info").order_by(Event.seq)
             ]
             print(seed, warned, flush=True)
-            return [row.data for row in events.steps(session, job.id)]
+            return [row.data for row in events.steps(session, job.id)], warned
 
 
 @contextmanager

@@ -121,13 +121,22 @@ def ungraded(groups_P: Sequence[Group]) -> Ungraded | None:
     return Ungraded(f"{count} Most often: {reasons[0]}", counts.total() / len(grades), reasons)
 
 
+@dataclass(frozen=True)
+class Silence:
+    """A step from which nothing can be learned. `is_success`: because the model has learned what there was to learn."""
+
+    message: str
+    is_success: bool = False
+
+
 def no_signal(
     groups_P: Sequence[Group], supervision: Supervision, steps: Steps = (), *, cause_known: bool = False
-) -> str | None:
+) -> Silence | None:
     """A sentence about a step from which nothing can be learned; None if some group had signal.
 
     `steps` are those before it. Where one of them had a much higher reward, the model has collapsed, and neither the
-    task nor the grader is to blame. With `cause_known`, after a warning of collapse, the sentence names no cause.
+    task nor the grader is to blame. Where one of them had signal and now most groups have nothing but full scores, the
+    model has learned the task. With `cause_known`, after a warning of collapse, the sentence names no cause.
     """
     kinds = Counter(grpo.signal(group.taught_by(supervision)) for group in groups_P)
     if kinds["mixed"]:
@@ -141,15 +150,20 @@ def no_signal(
     kind, _ = kinds.most_common(1)[0]
     silence = f"No signal: in none of the {len(groups_P)} groups did the answers differ in score."
     if cause_known:
-        return silence
+        return Silence(silence)
     reward, earlier = mean_reward(groups_P), _best_reward(steps)
     if reward is not None and earlier is not None and reward < earlier[2] / 2:
         split, step, best = earlier
-        return (
+        return Silence(
             f"{silence} The model has collapsed: its mean reward is {reward:.2f}, and {split} reward at step {step} "
             f"was {best:.2f}. Lower the learning rate."
         )
-    return f"{silence} Mostly {what[kind]}."
+    if kind == "all_one" and any(step.get("groups_mixed_share") for step in steps):
+        return Silence(
+            f"{silence} Mostly all answers scored 1: the model has learned the prompts of this step.",
+            is_success=True,
+        )
+    return Silence(f"{silence} Mostly {what[kind]}.")
 
 
 def _best_reward(steps: Steps) -> tuple[str, int, float] | None:

@@ -238,7 +238,8 @@ class Run:
         if silence is not None:
             silent = stopping.in_a_row(steps, lambda one: one.get("groups_mixed_share") == 0.0)
             if silent in (1, 5, 25):  # not every step: a warning has to stay news
-                self.recorder.warn(silence, {"step": step, "steps_in_a_row": silent})
+                tell = self.recorder.inform if silence.is_success else self.recorder.warn
+                tell(silence.message, {"step": step, "steps_in_a_row": silent})
 
     def gate(self, data: dict[str, Any]) -> None:
         """Fail a job that asked for it and has too little to learn from, after its first step and no checkpoint."""

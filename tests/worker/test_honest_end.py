@@ -298,9 +298,27 @@ def test_the_no_signal_text_blames_the_task_where_the_model_never_was_better(ben
     run = trained(bench, grader=SameForAll(0.0))
     groups_P, _ = asyncio.run(run.collector.collect(1, Clock()))
 
-    text = no_signal(groups_P, "outcome", [{"step": 0, "full_valid_mean_reward": 0.0}])
+    silence = no_signal(groups_P, "outcome", [{"step": 0, "full_valid_mean_reward": 0.0}])
 
-    assert "all answers scored 0: the task is too hard" in text
+    assert silence is not None
+    assert "all answers scored 0: the task is too hard" in silence.message
+
+
+@pytest.mark.parametrize(("earlier_share", "is_success"), [(0.5, True), (0.0, False)])
+def test_full_scores_after_steps_with_signal_are_no_reason_for_a_warning(bench, earlier_share, is_success):
+    run = trained(bench, grader=SameForAll(1.0))
+    groups_P, _ = asyncio.run(run.collector.collect(1, Clock()))
+    steps = [
+        {"step": 0, "full_valid_mean_reward": 0.4},
+        {"step": 1, "train_mean_reward": 0.5, "groups_mixed_share": earlier_share},
+    ]
+
+    silence = no_signal(groups_P, "outcome", steps)
+
+    assert silence is not None
+    assert silence.is_success == is_success
+    assert ("the model has learned the prompts" in silence.message) == is_success
+    assert ("too easy" in silence.message) != is_success
 
 
 def test_a_step_reads_no_metrics_of_earlier_steps(bench):
