@@ -2,8 +2,8 @@
 
 Each run is the whole loop with its database, in the sizes of the demo unless `--epochs` says less. `--keep FOLDER`
 writes the recorded steps as JSON, and `--read FOLDER` applies the rules to those again without training: thresholds can
-be compared in a second. `alarms` is the number of warnings that the rules gave in all runs, `warning_events` of all events that users
-would have seen above level info.
+be compared in a second. `alarms` is the number of warnings that the rules gave in all runs, `warning_events` that of
+all events above level info.
 """
 
 import argparse

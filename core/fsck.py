@@ -6,13 +6,13 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 
 from core import manifests, orphans
-from core.blobs import BlobCorrupt, BlobNotFound, BlobStore
+from core.blobs import BlobCorrupt, BlobNotFound, BlobStore, check_not_empty
 from core.db import Database
 from core.manifests import Damaged
-from core.models import Checkpoint, File, RolloutPage, UploadPart
+from core.models import Checkpoint, File, RolloutPage, UploadPart, now
 
 Problem = Literal["missing", "damaged", "orphaned"]
 
@@ -49,11 +49,19 @@ def check(database: Database, blobs: BlobStore, *, orphans_older_than: float) ->
 
 
 def damaged(database: Database, blobs: BlobStore) -> Iterator[Finding]:
-    """The blobs of rows that are missing, or have other bytes than were stored."""
+    """The blobs of rows that are missing, or have other bytes than were stored.
+
+    Raises:
+        StoreEmpty: not one blob is there, so this is another store, and nothing is missing from it.
+    """
     with database.read() as session:
         checkpoints = session.scalars(select(Checkpoint).order_by(Checkpoint.seq)).all()
     of_rows = [(row, problem) for row in _of_rows(database) if (problem := _last(_compare(blobs, row)))]
     of_checkpoints = [(one.seq, found) for one in checkpoints for found in of_checkpoint(blobs, one) if found]
+    if any(problem == "missing" for _, problem in of_rows) or any(
+        found.problem == "missing" for _, found in of_checkpoints
+    ):
+        check_not_empty(blobs)
     # Rows are read again once, after all blobs: what was deleted meanwhile is no finding.
     if of_rows:
         still = set(_of_rows(database))
@@ -90,7 +98,9 @@ def of_checkpoint(blobs: BlobStore, checkpoint: Checkpoint) -> Iterator[Finding 
 
 def _of_rows(database: Database) -> list[_Expected]:
     with database.read() as session:
-        files = session.scalars(select(File).where(File.deleted_at.is_(None)).order_by(File.seq))
+        # The reconciler removes what has expired, its contents first.
+        valid = or_(File.expires_at.is_(None), File.expires_at > now())
+        files = session.scalars(select(File).where(File.deleted_at.is_(None), valid).order_by(File.seq))
         expected = [_contents(one) for one in files]
         parts = session.scalars(select(UploadPart).order_by(UploadPart.seq))
         expected += [_Expected(one.id, one.blob_key, one.bytes) for one in parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,10 @@ def read(blobs: BlobStore, prefix: str) -> Manifest:
         raise Damaged(MANIFEST, missing=True) from None
     except BlobCorrupt:
         raise Damaged(MANIFEST) from None
+    except OSError as cause:
+        if cause.errno != errno.EIO:  # a sector that the disk cannot read; anything else is about the store
+            raise
+        raise Damaged(MANIFEST, unreadable=True) from cause
 
 
 def parse(content: bytes) -> Manifest:

@@ -308,12 +308,15 @@ class Checkpoint(Table):
 
 
 class ScrubRound(Table):
-    """How far the daily reading of all objects has come: one row, shared by all workers (worker/scrub.py)."""
+    """How far the round that reads all objects has come: one row, shared by all workers (worker/scrub.py)."""
 
     __tablename__ = "scrub_rounds"
     id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # always 1
     started_at: Mapped[float] = mapped_column(Double)
-    # The `seq` of the last file and of the last checkpoint that a worker has taken in this round.
+    # The worker that reads, and until when nobody else does. Unix time.
+    holder: Mapped[str] = mapped_column(String(64), default="")
+    held_until: Mapped[float] = mapped_column(Double, default=0.0)
+    # The `seq` of the last file and of the last checkpoint that were read in this round.
     file_seq: Mapped[int] = mapped_column(BigInteger, default=0)
     checkpoint_seq: Mapped[int] = mapped_column(BigInteger, default=0)
 

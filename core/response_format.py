@@ -69,7 +69,9 @@ def problem(held: str) -> str:
         token = next((8 * i + _lowest_bit(byte) for i, byte in enumerate(allowed) if byte), None)
         if token is None or not matcher.consume_token(token) or matcher.is_stopped():
             break
-    return matcher.get_error().strip().split("\n")[0] if matcher.is_error() else ""
+    if not matcher.is_error():
+        return ""
+    return f"a 'pattern' repeats too much to be followed ({matcher.get_error().strip().splitlines()[0]})"
 
 
 @cache

@@ -51,7 +51,7 @@ class Reconciler:
         self._database_was_away = False
         self._broker_is_away = False
         self.retention = Retention(settings, database, blobs, clock)
-        self.scrub = Scrub(settings.scrub_days, database, blobs, clock)
+        self.scrubber = Scrub(settings.scrub_days, database, blobs, clock)
 
     @property
     def passes(self) -> list[Callable[[], None]]:
@@ -60,7 +60,7 @@ class Reconciler:
             self.stale_wake_ups,
             self.missing_results,
             *self.retention.passes,
-            self.scrub.run_for_a_second,
+            self.scrubber.scrub,
             self.deleted_files,
             self.old_deliveries,
             self.forgotten_answers,

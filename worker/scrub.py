@@ -1,20 +1,23 @@
 """Reads every file and every checkpoint against its hash, again and again, a share of them each day.
 
 A byte that changes on a disk is found while other copies are still around, and not on the day it is needed. All
-workers share one row that says how far the round has come, so each object is read once in a round.
+workers share one row that says how far the round has come; one of them at a time holds it and reads.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from sqlalchemy import func, select
+from sqlalchemy import func, or_, select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from core import fsck
-from core.blobs import BlobStore
+from core.blobs import BlobStore, check_not_empty
 from core.db import Database
 from core.fsck import Finding
+from core.ids import new_id
 from core.models import Checkpoint, File, ScrubRound
 from worker.telemetry import SCRUBBED
 
@@ -23,8 +26,18 @@ log = logging.getLogger(__name__)
 DAY = 86400.0
 # The reconciler has more urgent things to do in between.
 SECONDS_AT_ONCE = 1.0
-# How long a worker that has nothing to read waits before it looks again.
+# How long a worker that has nothing to read, or could not read, waits before it looks again.
 PAUSE_SECONDS = 60.0
+# How long the round stays with a worker that was last heard of so long ago.
+HELD_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """An object on its way through the hash. `chunks` yields after each chunk."""
+
+    owner: File | Checkpoint
+    chunks: Iterator[None]
 
 
 class Scrub:
@@ -48,65 +61,120 @@ class Scrub:
         self.blobs = blobs
         self._clock = clock
         self._wall = wall
+        self._name = new_id("scrub_")
         # Not at once: a worker that starts has jobs to run.
         self._next = clock() + PAUSE_SECONDS
-        self._reading: Iterator[None] | None = None
+        self._reading: _Reading | None = None
+        self._done: File | Checkpoint | None = None
 
-    def run_for_a_second(self) -> None:
-        """Read what is due. A large object is gone on with in the next pass."""
+    def scrub(self) -> None:
+        """Read what is due for about a second. A large object is gone on with in the next pass."""
         until = self._clock() + SECONDS_AT_ONCE
-        while self.days and (self._reading is not None or self._clock() >= self._next):
-            reading, self._reading = self._reading or self._take(), None  # one that fails is not gone on with
-            if reading is None:
-                self._next = self._clock() + PAUSE_SECONDS
-                return
-            for _ in reading:
-                if self._clock() >= until:
-                    self._reading = reading
+        while self.days and self._clock() >= self._next:
+            try:
+                if not self._read_on(until):
                     return
+            except Exception:
+                # What could not be read is not done: the next object to be taken is the same one.
+                self._reading, self._next = None, self._clock() + PAUSE_SECONDS
+                raise
 
-    def _take(self) -> Iterator[None] | None:
-        """Claim the next object that is due and begin to read it. None: nothing is due."""
+    def _read_on(self, until: float) -> bool:
+        """Go on with an object, or begin the next one. False: enough for now."""
+        reading = self._reading = self._hold()
+        if reading is None:
+            self._next = self._clock() + PAUSE_SECONDS
+            return False
+        for _ in reading.chunks:
+            if self._clock() >= until:
+                return False
+        self._reading, self._done = None, reading.owner
+        return self._clock() < until
+
+    def _hold(self) -> _Reading | None:
+        """Stay the one that reads, note what was read, choose what is read now. None: nothing is due, or not here."""
         with self.database.write() as session:
-            turn = session.get(ScrubRound, 1, with_for_update=True)
-            if turn is None:
-                turn = ScrubRound(id=1, started_at=self._wall(), file_seq=0, checkpoint_seq=0)
+            turn = self._round(session)
+            now = self._wall()
+            if turn.holder != self._name and now < turn.held_until <= now + HELD_SECONDS:
+                self._done = None
+                return None
+            if turn.holder == self._name:
+                self._note_done(turn)
+            elif self._reading is not None:
+                self._reading = None  # another worker has read on in the meantime
+            turn.holder, turn.held_until = self._name, now + HELD_SECONDS
+            self._done = None
+            if self._reading is None:
+                self._reading = self._due(session, turn, now)
+            if self._reading is None:
+                turn.held_until = 0.0
+        return self._reading
+
+    def _round(self, session: Session) -> ScrubRound:
+        turn = session.get(ScrubRound, 1, with_for_update=True)
+        if turn is not None:
+            return turn
+        try:
+            with session.begin_nested():
+                turn = ScrubRound(id=1, started_at=self._wall())
                 session.add(turn)
-            share = min(1.0, (self._wall() - turn.started_at) / (self.days * DAY))
-            file = session.scalars(
-                select(File)
-                .where(File.seq > turn.file_seq, File.seq <= share * _newest(session, File))
-                .where(File.deleted_at.is_(None))
-                .order_by(File.seq)
-                .limit(1)
-            ).first()
-            if file is not None:
-                turn.file_seq = file.seq
-                return self._read(file, fsck.of_file(self.blobs, file))
-            checkpoint = session.scalars(
-                select(Checkpoint)
-                .where(Checkpoint.seq > turn.checkpoint_seq)
-                .where(Checkpoint.seq <= share * _newest(session, Checkpoint))
-                .order_by(Checkpoint.seq)
-                .limit(1)
-            ).first()
-            if checkpoint is not None:
-                turn.checkpoint_seq = checkpoint.seq
-                return self._read(checkpoint, fsck.of_checkpoint(self.blobs, checkpoint))
-            if share == 1.0:
-                turn.started_at, turn.file_seq, turn.checkpoint_seq = self._wall(), 0, 0
+        except IntegrityError:  # another worker was quicker
+            return session.get_one(ScrubRound, 1, with_for_update=True)
+        return turn
+
+    def _note_done(self, turn: ScrubRound) -> None:
+        if isinstance(self._done, File):
+            turn.file_seq = self._done.seq
+        elif self._done is not None:
+            turn.checkpoint_seq = self._done.seq
+
+    def _due(self, session: Session, turn: ScrubRound, now: float) -> _Reading | None:
+        """The next object of this round whose day has come. At the end of the round, the next round begins."""
+        turn.started_at = min(turn.started_at, now)  # a clock that was ahead must not stop it until then
+        share = min(1.0, (now - turn.started_at) / (self.days * DAY))
+        file = session.scalars(
+            select(File)
+            .where(File.seq > turn.file_seq, File.seq <= share * _newest(session, File))
+            .where(File.deleted_at.is_(None), or_(File.expires_at.is_(None), File.expires_at > now))
+            .order_by(File.seq)
+            .limit(1)
+        ).first()
+        if file is not None:
+            return self._begun(file, fsck.of_file(self.blobs, file))
+        checkpoint = session.scalars(
+            select(Checkpoint)
+            .where(Checkpoint.seq > turn.checkpoint_seq)
+            .where(Checkpoint.seq <= share * _newest(session, Checkpoint))
+            .order_by(Checkpoint.seq)
+            .limit(1)
+        ).first()
+        if checkpoint is not None:
+            return self._begun(checkpoint, fsck.of_checkpoint(self.blobs, checkpoint))
+        if share == 1.0:
+            turn.started_at, turn.file_seq, turn.checkpoint_seq = now, 0, 0
         return None
 
-    def _read(self, owner: File | Checkpoint, reading: Iterator[Finding | None]) -> Iterator[None]:
+    def _begun(self, owner: File | Checkpoint, findings: Iterator[Finding | None]) -> _Reading:
+        return _Reading(owner, self._read(owner, findings))
+
+    def _read(self, owner: File | Checkpoint, findings: Iterator[Finding | None]) -> Iterator[None]:
         found: list[Finding] = []
-        for finding in reading:
+        for finding in findings:
             if finding is not None:
                 found.append(finding)
             yield
+        if any(finding.problem == "missing" for finding in found):
+            check_not_empty(self.blobs)
         if found and not self._is_there(owner):
             return
         for finding in found:
-            log.error("%s of %s is %s; the scrub has found it", finding.key, finding.owner, finding.problem)
+            log.error(
+                "%s of %s is %s; docs/storage.md (Integrity) says what to do",
+                finding.key,
+                finding.owner,
+                finding.problem,
+            )
         SCRUBBED.labels(found[0].problem if found else "whole").inc()
 
     def _is_there(self, owner: File | Checkpoint) -> bool:

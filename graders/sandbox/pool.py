@@ -307,6 +307,14 @@ class Call(Future[T]):
                 self._zygote.kill()
             return self._abandoned
 
+    def forget_its_input(self) -> None:
+        """Of a call that is done: it may stay in line for as long as its owner's other grades take."""
+
+        def nothing(zygote: Zygote) -> T:
+            raise AssertionError("a call that is done is not made")
+
+        self.source, self.work = "", nothing
+
     @contextmanager
     def uses(self, zygote: Zygote) -> Iterator[None]:
         """For as long as the block runs, this process is ended if the call is cancelled."""
@@ -331,8 +339,10 @@ class _Idle:
 class Pool:
     """Grades by any number of sources, one per core at a time, in turns of their owners.
 
-    No owner has all places, so that another one's grade need not wait for the slow ones of the first; where there is
-    only one place, it waits for at most `wall_s`. The owner "" has the process for itself, and may have all of them.
+    No owner has all places, so that another one's grade need not wait for the slow ones of the first. Where others
+    have all of them, it waits for at most `wall_s`, and as long again for each owner whose turn comes before. The
+    owner "" has the process for itself, and may have all places.
+
     Each owner has processes of its own. Idle ones stay warm for `idle_s`; where there are too many, the longest idle
     makes room. Without `limits` and `size` they are those of graders.sandbox.sizes.
     """
@@ -453,6 +463,7 @@ class Pool:
             self._under_way += 1
             self._waiting.add(call)
         call.add_done_callback(self._done)
+        call.add_done_callback(lambda _: call.forget_its_input())
         self._threads.submit(self._next)
         return call
 

@@ -37,10 +37,12 @@ class Turns(Generic[Item]):
         return owner, item
 
     def end(self, owner: str) -> None:
-        """An item of this owner is no longer under way."""
+        """An item of this owner is no longer under way. Its next one is behind those of owners that wait already."""
         self._under_way[owner] -= 1
         if not self._under_way[owner]:
             del self._under_way[owner]
+        if (queue := self._waiting.pop(owner, None)) is not None:
+            self._waiting[owner] = queue
 
     def _may_have_more(self, owner: str) -> bool:
         return self.most is None or owner == "" or self._under_way[owner] < self.most

@@ -1,4 +1,4 @@
-"""How far the daily reading of all objects has come."""
+"""How far the round that reads all objects has come."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -14,6 +14,8 @@ def upgrade() -> None:
         "scrub_rounds",
         sa.Column("id", sa.Integer(), autoincrement=False, nullable=False),
         sa.Column("started_at", sa.Double(), nullable=False),
+        sa.Column("holder", sa.String(length=64), nullable=False),
+        sa.Column("held_until", sa.Double(), nullable=False),
         sa.Column("file_seq", sa.BigInteger(), nullable=False),
         sa.Column("checkpoint_seq", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_scrub_rounds"),

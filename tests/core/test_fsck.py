@@ -1,12 +1,13 @@
 """Every blob that a row refers to is read against what was stored; the rest is listed."""
 
+import errno
 import hashlib
 
 import pytest
 from sqlalchemy import event
 
 from core import fsck
-from core.blobs import FolderBlobs
+from core.blobs import FolderBlobs, StoreEmpty
 from core.fsck import Finding
 from core.models import Checkpoint, File
 from tests import factories
@@ -92,8 +93,33 @@ def test_the_rows_are_read_twice_however_many_findings_there_are(database, store
     """Reading them for every finding would take hours where a whole store is missing."""
     for entry in list(store.list("")):
         store.delete(entry)
+    store.put_bytes("projects/p/other", b"x")
     statements = []
     event.listen(database.engine, "before_cursor_execute", lambda *call: statements.append(call[2]))
 
-    assert [finding.problem for finding in findings(database, store)] == ["missing", "missing"]
+    assert [finding.problem for finding in fsck.damaged(database, store)] == ["missing", "missing"]
     assert sum("FROM files" in statement for statement in statements) == 2
+
+
+def test_an_empty_store_is_another_one_and_nothing_is_missing_from_it(database, store, tmp_path):
+    with pytest.raises(StoreEmpty):
+        findings(database, FolderBlobs(tmp_path / "not mounted"))
+
+
+class BadSector(FolderBlobs):
+    """A disk that cannot read what lies under these names."""
+
+    def read(self, key):
+        if key.endswith("manifest.json"):
+            raise OSError(errno.EIO, "Input/output error")
+        return super().read(key)
+
+
+def test_a_manifest_that_the_disk_cannot_read_is_damaged(database, store, tmp_path):
+    with database.write() as session:
+        job = factories.job(session, factories.project(session))
+        session.add(Checkpoint(id="ftckpt_1", job_id=job.id, step=1, epoch=1, blob_prefix="projects/p/ck"))
+
+    assert findings(database, BadSector(tmp_path / "blobs")) == [
+        Finding("damaged", "ftckpt_1", "projects/p/ck/manifest.json")
+    ]

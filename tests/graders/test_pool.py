@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,17 @@ def test_owners_take_turns_however_many_items_one_of_them_has():
     assert taken == [("a", 1), ("b", 4), ("c", 5), ("a", 2), ("a", 3), None]
 
 
+def test_an_owner_whose_turn_ends_is_behind_those_that_came_meanwhile():
+    turns: Turns[int] = Turns(most=1)
+    for item in (1, 2, 3):
+        turns.put("a", item)
+    turns.take()
+    turns.put("b", 4)
+    turns.end("a")
+
+    assert turns.take() == ("b", 4)
+
+
 def test_no_owner_has_more_than_its_share_under_way_but_for_the_one_without_a_name():
     turns: Turns[int] = Turns(most=1)
     for owner, item in [("a", 1), ("a", 2), ("b", 3), ("", 4), ("", 5)]:
@@ -83,6 +95,25 @@ def test_a_grade_of_another_project_does_not_wait_for_all_of_the_first():
         pool.close()
 
     assert "second" in ended[:3]
+
+
+def test_a_grade_that_was_cancelled_in_line_keeps_nothing_of_its_input_in_memory():
+    class Item(dict[str, str]):
+        """Can be referred to weakly, as a dict cannot."""
+
+    pool = Pool(Limits(wall_s=60), size=1)
+    try:
+        running = pool.submit(SPINS, {}, {}, owner="a")
+        begun(pool)
+        item = Item(text="x" * 1000)
+        in_line, alive = pool.submit(ONE, {}, item, owner="a"), weakref.ref(item)
+        del item
+
+        assert in_line.cancel()
+        assert alive() is None
+        running.cancel()
+    finally:
+        pool.close()
 
 
 def test_a_grade_that_runs_ends_when_it_is_cancelled(pool):

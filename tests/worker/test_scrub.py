@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
-from core.blobs import FolderBlobs
+from core.blobs import FolderBlobs, StoreEmpty
 from core.models import Checkpoint, File, ScrubRound
 from tests import factories
-from worker.scrub import DAY, PAUSE_SECONDS, SECONDS_AT_ONCE, Scrub
+from worker.scrub import DAY, HELD_SECONDS, PAUSE_SECONDS, SECONDS_AT_ONCE, Scrub
 from worker.telemetry import SCRUBBED
 
 DAYS = 10.0
@@ -66,7 +66,7 @@ def run(one, clock, days):
     """As the reconciler does: one pass after the other, here every two hours."""
     for _ in range(round(days * 12)):
         clock.go(DAY / 12)
-        one.run_for_a_second()
+        one.scrub()
 
 
 def counted(result):
@@ -80,7 +80,7 @@ def names(blobs):
 def test_a_day_reads_its_share_and_a_round_reads_each_object_once(database, blobs, clock):
     one = scrub(database, blobs, clock)
     clock.go(PAUSE_SECONDS)
-    one.run_for_a_second()  # the first pass begins the round
+    one.scrub()  # the first pass begins the round
 
     run(one, clock, days=1)
     assert names(blobs) == ["0"]
@@ -97,11 +97,11 @@ def test_workers_share_the_round(database, blobs, clock):
     several = [scrub(database, blobs, clock) for _ in range(3)]
     for one in several:
         clock.go(PAUSE_SECONDS)
-        one.run_for_a_second()
+        one.scrub()
     for _ in range(60):
         clock.go(DAY / 6)
         for one in several:
-            one.run_for_a_second()
+            one.scrub()
 
     assert sorted(names(blobs)) == [str(number) for number in range(10)]
 
@@ -109,7 +109,7 @@ def test_workers_share_the_round(database, blobs, clock):
 def test_a_round_goes_on_where_it_was_when_all_workers_were_stopped(database, blobs, clock):
     first = scrub(database, blobs, clock)
     clock.go(PAUSE_SECONDS)
-    first.run_for_a_second()
+    first.scrub()
     run(first, clock, days=3)
     run(scrub(database, blobs, clock), clock, days=3)
 
@@ -124,12 +124,12 @@ def test_what_is_damaged_or_missing_is_logged_and_counted(database, blobs, clock
     with caplog.at_level(logging.ERROR):
         one = scrub(database, blobs, clock)
         clock.go(PAUSE_SECONDS)
-        one.run_for_a_second()
+        one.scrub()
         run(one, clock, days=DAYS)
 
     assert [record.getMessage() for record in caplog.records] == [
-        "projects/p/files/3 of file-3 is damaged; the scrub has found it",
-        "projects/p/files/5 of file-5 is missing; the scrub has found it",
+        "projects/p/files/3 of file-3 is damaged; docs/storage.md (Integrity) says what to do",
+        "projects/p/files/5 of file-5 is missing; docs/storage.md (Integrity) says what to do",
     ]
     grown = {result: counted(result) - count for result, count in before.items()}
     assert grown == {"whole": 8, "damaged": 1, "missing": 1}
@@ -142,11 +142,11 @@ def test_checkpoints_are_read_by_their_manifests(database, blobs, clock, caplog)
 
     one = scrub(database, blobs, clock)
     clock.go(PAUSE_SECONDS)
-    one.run_for_a_second()
+    one.scrub()
     run(one, clock, days=DAYS)
 
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
-        "projects/p/ck/manifest.json of ftckpt_1 is missing; the scrub has found it"
+        "projects/p/ck/manifest.json of ftckpt_1 is missing; docs/storage.md (Integrity) says what to do"
     ]
 
 
@@ -167,7 +167,7 @@ class DeletedMeanwhile(FolderBlobs):
 def test_what_is_deleted_while_it_is_read_is_no_finding(database, blobs, clock, tmp_path, caplog):
     one = scrub(database, DeletedMeanwhile(tmp_path / "blobs", database), clock)
     clock.go(PAUSE_SECONDS)
-    one.run_for_a_second()
+    one.scrub()
     run(one, clock, days=2)
 
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -193,33 +193,107 @@ def test_a_large_object_is_read_in_several_passes(database, blobs, clock, tmp_pa
     slow = Slow(tmp_path / "blobs", clock)
     one = scrub(database, slow, clock)
     clock.go(PAUSE_SECONDS)
-    one.run_for_a_second()
+    one.scrub()
     clock.go(DAY)
 
     chunks = []
     for _ in range(4):
-        one.run_for_a_second()
+        one.scrub()
         chunks.append(slow.chunks)
 
     assert chunks == [1, 2, 3, 4]
 
 
 class Away(FolderBlobs):
+    """Away until it is not."""
+
+    is_away = True
+
     def open(self, key, **options):
-        raise ConnectionError("the store is away")
+        if self.is_away:
+            raise ConnectionError("the store is away")
+        return super().open(key, **options)
 
 
-def test_a_store_that_is_away_is_no_finding(database, blobs, clock, tmp_path):
-    before = [counted(result) for result in ("whole", "damaged", "missing")]
-    one = scrub(database, Away(tmp_path / "blobs"), clock)
+def test_what_could_not_be_read_while_the_store_was_away_is_read_afterwards(database, blobs, clock, tmp_path):
+    before = {result: counted(result) for result in ("whole", "damaged", "missing")}
+    away = Away(tmp_path / "blobs")
+    one = scrub(database, away, clock)
     clock.go(PAUSE_SECONDS)
-    one.run_for_a_second()
+    one.scrub()
+    clock.go(5 * DAY)
+
+    for _ in range(3):
+        with pytest.raises(ConnectionError):
+            one.scrub()
+        one.scrub()  # waits a while before it tries again
+        clock.go(PAUSE_SECONDS)
+    assert {result: counted(result) for result in before} == before
+
+    away.is_away = False
+    one.scrub()
+    assert counted("whole") == before["whole"] + 5
+
+
+def test_an_empty_store_is_an_outage_and_no_damage(database, blobs, clock, tmp_path):
+    before = {result: counted(result) for result in ("whole", "damaged", "missing")}
+    one = scrub(database, FolderBlobs(tmp_path / "not mounted"), clock)
+    clock.go(PAUSE_SECONDS)
+    one.scrub()
     clock.go(DAY)
 
-    with pytest.raises(ConnectionError):
-        one.run_for_a_second()
+    with pytest.raises(StoreEmpty):
+        one.scrub()
 
-    assert [counted(result) for result in ("whole", "damaged", "missing")] == before
+    assert {result: counted(result) for result in before} == before
+
+
+def test_an_object_that_a_worker_did_not_read_to_its_end_is_read_by_the_next(
+    database, blobs, clock, tmp_path
+):
+    slow = Slow(tmp_path / "blobs", clock)
+    stopped = scrub(database, slow, clock)
+    clock.go(PAUSE_SECONDS)
+    stopped.scrub()
+    clock.go(DAY)
+    stopped.scrub()
+    assert slow.chunks == 1
+
+    other = scrub(database, blobs, clock)
+    clock.go(HELD_SECONDS - 60)
+    other.scrub()
+    assert names(blobs) == []  # the first may still be at it
+
+    clock.go(120)
+    other.scrub()
+    assert names(blobs) == ["0"]
+
+
+def test_a_round_that_began_with_a_clock_that_was_ahead_goes_on(database, blobs, clock):
+    clock.go(365 * DAY)
+    one = scrub(database, blobs, clock)
+    clock.go(PAUSE_SECONDS)
+    one.scrub()
+    clock.now -= 365 * DAY
+
+    run(scrub(database, blobs, clock), clock, days=DAYS + 1)
+
+    assert names(blobs)[:10] == [str(number) for number in range(10)]
+
+
+def test_a_file_that_has_expired_is_not_missed(database, blobs, clock, caplog):
+    with database.write() as session:
+        session.query(File).update({File.expires_at: 500})
+    for number in range(10):
+        blobs.delete(f"projects/p/files/{number}")
+    blobs.put_bytes("projects/p/files/other", b"x")
+
+    one = scrub(database, blobs, clock)
+    clock.go(PAUSE_SECONDS)
+    one.scrub()
+    run(one, clock, days=DAYS)
+
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_zero_days_read_nothing(database, blobs, clock):

@@ -23,7 +23,7 @@ from api.app import create_app
 from api.rates import open_rates
 from api.shutdown import Server
 from core import fsck, keys, logs, metrics, tracing
-from core.blobs import BlobStore, blobs_of
+from core.blobs import BlobStore, StoreEmpty, blobs_of
 from core.db import Database, Send
 from core.disk import Disks
 from core.figures import ServiceFigures
@@ -143,6 +143,8 @@ def check_blobs(arguments: argparse.Namespace) -> int:
                 print(json.dumps(asdict(finding)), flush=True)
             else:
                 print(f"{finding.problem:8}  {finding.owner or '-'}  {finding.key}", flush=True)
+    except StoreEmpty as empty:
+        raise UsageError(f"REGRAFT_BLOB_URL: {empty}") from empty
     finally:
         database.close()
     print(f"{count} findings.", file=sys.stderr)
