@@ -1,9 +1,9 @@
 """Do healthy runs raise warnings, and do ruined ones? The demo's task with the real model, one run for each seed.
 
 Each run is the whole loop with its database, in the sizes of the demo unless `--epochs` says less. `--keep FOLDER`
-writes the recorded steps as JSON, and `--read FOLDER` applies the rules to those again without training: thresholds can
-be compared in a second. `alarms` is the number of warnings that the rules gave in all runs, `warning_events` that of
-all events above level info.
+writes what the rules read of the recorded steps, and `--read FOLDER` applies the rules to those again without
+training: thresholds can be compared in a second. `alarms` is the number of warnings that the rules gave in all runs,
+`warning_events` that of all events above level info.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from graders.spec import parse_grader
 from tests import factories
 from worker.checkpoints import Checkpoints
 from worker.data import PromptStream, tokenize
-from worker.history import History
+from worker.history import History, reduced
 from worker.monitors import Finding, check
 from worker.patience import Patience
 from worker.policy import Policy, load_base, render
@@ -60,14 +60,17 @@ def main() -> None:
         runs = {path.name: json.loads(path.read_text()) for path in sorted(args.read.glob("*.json"))}
         seen = None
     else:
-        trained = {f"{args.learning_rate or 'auto'}-{seed}.json": train(seed, args) for seed in args.seeds}
+        trained = {}
+        for seed in args.seeds:
+            name = f"{args.learning_rate or 'auto'}-{seed}.json"
+            trained[name] = train(seed, args)
+            if args.keep:
+                args.keep.mkdir(parents=True, exist_ok=True)
+                (args.keep / name).write_text(json.dumps(trained[name][0]))
         runs = {name: steps for name, (steps, _) in trained.items()}
         seen = sum(len(warned) for _, warned in trained.values())
     alarms = {name: list(warnings(steps)) for name, steps in runs.items()}
-    for name, steps in runs.items():
-        if args.keep:
-            args.keep.mkdir(parents=True, exist_ok=True)
-            (args.keep / name).write_text(json.dumps(steps))
+    for name in runs:
         for step, finding in alarms[name]:
             print(f"{name} step {step}: {finding.message}")
     report("monitors", {"runs": len(runs), "alarms": sum(map(len, alarms.values())), "warning_events": seen})
@@ -126,7 +129,7 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
                 e.message for e in session.query(Event).where(Event.level != "info").order_by(Event.seq)
             ]
             print(seed, warned, flush=True)
-            return [row.data for row in events.steps(session, job.id)], warned
+            return [dict(reduced(row.data)) for row in events.steps(session, job.id)], warned
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Every environment variable the service reads, typed, in one place."""
 
+import re
 import sys
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from core.limits import DEFAULT_LIMITS, Limits
@@ -68,7 +69,7 @@ class Settings(BaseSettings):
 
     # The text of the first API key, which an empty service makes at its start; empty: a random one. Only its hash is
     # stored, so it is used once.
-    first_key: str = Field(default="", repr=False, pattern=r"^(\S{32,200})?$")
+    first_key: str = Field(default="", repr=False)
 
     # Host names, comma separated, `*` for any run of characters: webhooks may go there although their addresses
     # are private (docs/webhooks.md).
@@ -169,6 +170,13 @@ class Settings(BaseSettings):
     # in money. An ISO 4217 code.
     price_per_gpu_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$")
+
+    @field_validator("first_key")
+    @classmethod
+    def _hard_to_guess(cls, key: str) -> str:
+        if key and not re.fullmatch(r"\S{32,200}", key):
+            raise PydanticCustomError("first_key", "must have 32 to 200 characters and no white space")
+        return key
 
     @field_validator("default_limits", mode="before")
     @classmethod
