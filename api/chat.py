@@ -293,7 +293,7 @@ def _of_something_else(status: int) -> ServiceError:
     """What it says itself is a page for people, or about another program; our clients could not read it."""
     if status in (502, 503, 504):
         return NotReady(
-            f"What stands before the inference server does not reach it (status {status}); ask again.",
+            f"The proxy could not reach the inference server (status {status}); ask again.",
             retry_after=5,
         )
     return ServiceError(

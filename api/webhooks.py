@@ -34,7 +34,7 @@ Url = Annotated[str, Field(max_length=2048, pattern=NoNul)]
 
 
 class Thresholds(Part):
-    """Each is told of once a job, when a step brings the job to it or beyond."""
+    """Each threshold fires at most once per job, when a step reaches or passes it."""
 
     full_valid_mean_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
     share_of_steps: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -139,7 +139,7 @@ def _new_secret() -> str:
 
 
 def status_changed(job: Job) -> None:
-    """Tell those who want to know of the job's new status, if it is one that is told of."""
+    """Queue a delivery for each endpoint subscribed to this status."""
     if job.status in _STATUS_EVENTS:
         emit(job, _STATUS_EVENTS[job.status])
 

@@ -40,7 +40,7 @@ class Engine(Protocol):
     stop_ids: frozenset[int]
 
     def generate(self, ask: Ask) -> AsyncGenerator[Token, None]:
-        """The answer's tokens as they come. Whoever closes the iterator has no more computed for them."""
+        """The answer's tokens as they come. Closing the iterator aborts the request."""
         ...
 
     @property

@@ -169,7 +169,7 @@ class Gpus:
             GaugeMetricFamily(f"regraft_gpu_{name}", help, labels=["gpu"])
             for name, help in (
                 ("memory_used_bytes", "Memory in use, whoever uses it."),
-                ("memory_total_bytes", "Memory there is."),
+                ("memory_total_bytes", "Total GPU memory in bytes."),
                 ("utilisation_ratio", "Share of the last moment in which the GPU computed."),
             )
         )

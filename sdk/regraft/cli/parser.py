@@ -99,7 +99,10 @@ def _data(top: Commands) -> None:
     validate.add_argument("files", nargs="+", type=Path, metavar="FILE")
     validate.add_argument("--grader", type=Path, metavar="FILE", help="also check the fields that it reads")
     validate.add_argument(
-        "--split", choices=("train", "valid"), default="train", help="what it is for: that limits its size"
+        "--split",
+        choices=("train", "valid"),
+        default="train",
+        help="which split to validate against (sets the row limit)",
     )
 
 
@@ -177,7 +180,7 @@ def _results(top: Commands) -> None:
         "  regraft rollouts ftjob-... --to rollouts.parquet --format parquet",
     )
     _id(rollouts, "job_id")
-    rollouts.add_argument("--step", type=int, metavar="N", help="the last one, unless given; of a file: all")
+    rollouts.add_argument("--step", type=int, metavar="N", help="default: latest step (all steps with --to)")
     rollouts.add_argument("--step-from", type=int, metavar="N", help="the first of several")
     rollouts.add_argument("--step-to", type=int, metavar="N", help="the last of several")
     rollouts.add_argument(
