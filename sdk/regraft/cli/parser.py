@@ -180,7 +180,7 @@ def _results(top: Commands) -> None:
         "  regraft rollouts ftjob-... --to rollouts.parquet --format parquet",
     )
     _id(rollouts, "job_id")
-    rollouts.add_argument("--step", type=int, metavar="N", help="default: latest step (all steps with --to)")
+    rollouts.add_argument("--step", type=int, metavar="N", help="default: latest step (all steps of a file)")
     rollouts.add_argument("--step-from", type=int, metavar="N", help="the first of several")
     rollouts.add_argument("--step-to", type=int, metavar="N", help="the last of several")
     rollouts.add_argument(
