@@ -14,13 +14,13 @@ import subprocess
 import sysconfig
 import threading
 import time
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from struct import pack, unpack
 from typing import Any, Literal
@@ -70,15 +70,35 @@ class HazardFailed(RuntimeError):
 
 @dataclass
 class _Call:
+    """One call. Its future stays pending until the outcome is known, so that it can be cancelled while it runs."""
+
     body: str
     owner: str
     result: Future[Any] = field(default_factory=Future)
-    begun: bool = False  # its future can no longer be cancelled
     breaks: int = 0  # how often its process broke under it
+
+    def succeed(self, value: Any) -> None:
+        with suppress(InvalidStateError):  # cancelled
+            self.result.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        with suppress(InvalidStateError):
+            self.result.set_exception(error)
+
+
+@dataclass
+class _Batch:
+    """Calls of one owner that a fork makes, without those that it has answered."""
+
+    owner: str
+    calls: deque[_Call]
 
 
 class HazardPool:
-    """Runs calls of any number of hazards, at most `size` batches of each at a time."""
+    """Runs calls of any number of hazards, at most `size` batches of each at a time.
+
+    No owner but "" has more than `size - 1` batches of a hazard under way, or one if `size` is 1.
+    """
 
     def __init__(self, size: int | None = None, without: tuple[str, ...] = ()) -> None:
         self.size, self.without = size or cores(), without
@@ -89,7 +109,8 @@ class HazardPool:
     def submit(self, hazard: Hazard, *arguments: Any) -> Future[Any]:
         """The result to come of a call. It fails with LimitExceeded or HazardFailed.
 
-        It waits in the line of OWNER; the owners take turns.
+        It waits in the line of OWNER; the owners take turns. A call that is cancelled leaves the line. One that a
+        fork was given already may still be made.
         """
         call = _Call(json.dumps(arguments), OWNER.get())
         if len(call.body) > MAX_CALL:
@@ -128,7 +149,9 @@ class _Kind:
 
     def __init__(self, hazard: Hazard, slots: int, without: tuple[str, ...]) -> None:
         self.hazard, self.slots, self.without = hazard, slots, without
-        self._queues: dict[str, deque[_Call]] = {}  # by owner, in the order of their turns
+        self.most = max(1, slots - 1)  # batches of one owner at a time
+        # By owner, in the order of their turns. By future, because a cancelled call leaves from anywhere in the line.
+        self._queues: dict[str, OrderedDict[Future[Any], _Call]] = {}
         self._waiting = 0  # characters
         self._lock = threading.Lock()
         self._closed = False
@@ -140,16 +163,30 @@ class _Kind:
         self._thread.start()
 
     def add(self, call: _Call) -> None:
+        call.result.add_done_callback(partial(self._drop_if_cancelled, call.owner))
         with self._lock:
             if self._closed:
                 raise HazardFailed("the pool is closed")
             if self._queues and self._waiting + len(call.body) > MAX_WAITING:
                 raise HazardFailed(f"{self.hazard.name}: too many calls wait")
-            first = not self._queues
-            self._queues.setdefault(call.owner, deque()).append(call)
+            # Whether or not others wait: one of the slots may be kept for this owner.
+            first = call.owner not in self._queues
+            self._queues.setdefault(call.owner, OrderedDict())[call.result] = call
             self._waiting += len(call.body)
         if first:
             self._rouse()
+
+    def _drop_if_cancelled(self, owner: str, result: Future[Any]) -> None:
+        # It refers to the future and not to its call, which must be freed at once and not with the next cycle.
+        if not result.cancelled():
+            return
+        result.set_running_or_notify_cancel()
+        with self._lock:
+            queue = self._queues.get(owner)
+            if queue and result in queue:
+                self._waiting -= len(queue.pop(result).body)
+                if not queue:
+                    del self._queues[owner]
 
     def close(self) -> None:
         with self._lock:
@@ -161,29 +198,39 @@ class _Kind:
         with suppress(BlockingIOError):
             os.write(self._wake, b"!")
 
-    def take(self, most: int) -> list[_Call]:
-        """Calls of the owner whose turn it is, without those that nobody waits for any more."""
-        batch: list[_Call] = []
+    def take(self, most: int, under_way: Counter[str]) -> list[_Call]:
+        """At most this many calls of the owner whose turn it is; none if nobody who waits may have another batch.
+
+        It is the turn of the owner with the fewest batches under way, and among those of the first in line.
+        """
         with self._lock:
-            if not self._queues:
+            owners = [owner for owner in self._queues if self._may_have_more(owner, under_way)]
+            if not owners:
                 return []
-            owner = next(iter(self._queues))
+            owner = min(owners, key=under_way.__getitem__)
             queue = self._queues.pop(owner)
-            while queue and len(batch) < most:
-                call = queue.popleft()
-                self._waiting -= len(call.body)
-                call.begun = call.begun or call.result.set_running_or_notify_cancel()
-                if call.begun:
-                    batch.append(call)
+            batch = [queue.popitem(last=False)[1] for _ in range(min(most, len(queue)))]
+            self._waiting -= sum(len(call.body) for call in batch)
             if queue:
                 self._queues[owner] = queue  # behind the others
         return batch
 
+    def _may_have_more(self, owner: str, under_way: Counter[str]) -> bool:
+        return owner == "" or under_way[owner] < self.most
+
     def put_back(self, calls: Iterable[_Call]) -> None:
-        """Queue calls of a batch that ended before them, first in the line of their owner."""
+        """Queue calls of a batch that ended before them, first in the line of their owner, which is the last one.
+
+        Cancelled calls are dropped.
+        """
         with self._lock:
             for call in reversed(list(calls)):
-                self._queues.setdefault(call.owner, deque()).appendleft(call)
+                if call.result.cancelled():
+                    continue
+                queue = self._queues.pop(call.owner, OrderedDict())
+                queue[call.result] = call
+                queue.move_to_end(call.result, last=False)
+                self._queues[call.owner] = queue
                 self._waiting += len(call.body)
 
     def give_back(self, calls: list[_Call], why: str) -> None:
@@ -191,7 +238,7 @@ class _Kind:
         for call in calls:
             call.breaks += 1
             if call.breaks >= _ATTEMPTS:
-                call.result.set_exception(HazardFailed(why))
+                call.fail(HazardFailed(why))
         self.put_back(call for call in calls if call.breaks < _ATTEMPTS)
 
     def queued(self) -> int:
@@ -199,9 +246,9 @@ class _Kind:
             return sum(map(len, self._queues.values()))
 
     def _fail_all(self, why: str) -> None:
-        while self.queued():
-            for call in self.take(self.hazard.batch):
-                call.result.set_exception(HazardFailed(why))
+        while calls := self.take(self.hazard.batch, Counter()):
+            for call in calls:
+                call.fail(HazardFailed(why))
 
     def _run(self) -> None:
         while not self._closed:
@@ -252,7 +299,7 @@ class _Process:
 
     def __init__(self, kind: _Kind) -> None:
         self.kind, self.hazard = kind, kind.hazard
-        self.batches: dict[int, deque[_Call]] = {}
+        self.batches: dict[int, _Batch] = {}
         self.number = 0
         self._out = bytearray()
         self._in = bytearray()
@@ -288,6 +335,7 @@ class _Process:
                 "path": [*visible.path, *dict.fromkeys((*packages, str(_ROOT)))],
                 "variables": VARIABLES,
                 "cpu_s": self.hazard.cpu_s,
+                "turn_s": self.hazard.turn_s,
                 "wall_s": self.hazard.wall_s,
                 "memory": self.hazard.memory,
                 "without": list(kind.without),
@@ -303,15 +351,16 @@ class _Process:
         self.layers: dict[str, str] = answer["layers"]
 
     def send_batches(self) -> None:
-        """Fill the free slots from the queue, with a share of it for each."""
+        """Fill the free slots from the queue, with a share of it for each. Some stay free if nobody may have them."""
         while (free := self.kind.slots - len(self.batches)) > 0 and (queued := self.kind.queued()):
-            calls = self.kind.take(min(self.hazard.batch, -(-queued // free)))
+            under_way = Counter(batch.owner for batch in self.batches.values())
+            calls = self.kind.take(min(self.hazard.batch, -(-queued // free)), under_way)
             if not calls:
-                continue
+                return
             if not self.batches:
                 self._progressed()
             self.number += 1
-            self.batches[self.number] = deque(calls)
+            self.batches[self.number] = _Batch(calls[0].owner, deque(calls))
             bodies = ",".join(call.body for call in calls)
             self._put_body(f'{{"batch":{self.number},"calls":[{bodies}]}}'.encode())
 
@@ -335,7 +384,7 @@ class _Process:
 
     def calls(self) -> list[_Call]:
         """Those that it has not answered."""
-        return [call for batch in self.batches.values() for call in batch]
+        return [call for batch in self.batches.values() for call in batch.calls]
 
     def close(self) -> None:
         self.process.kill()  # its children follow
@@ -346,26 +395,28 @@ class _Process:
 
     def _settle(self, frame: bytes) -> None:
         number, _, lines = frame.partition(b"\n")
-        batch = self.batches[int(number)]
+        calls = self.batches[int(number)].calls
         for line in lines.splitlines():
-            call = batch.popleft()
             outcome = json.loads(line)
-            if "value" in outcome:
-                call.result.set_result(outcome["value"])
-            elif "limit" in outcome:
-                if outcome["limit"] == "starved":
-                    call.result.set_exception(HazardFailed(f"{self.hazard.name}: {outcome['text']}"))
-                else:
-                    call.result.set_exception(LimitExceeded(self.hazard, outcome["limit"], outcome["text"]))
-                # Its fork is gone. The rest waits for its next turn, lest one owner's bombs hold a slot for long.
-                self.kind.put_back(batch)
-                batch.clear()
-            else:
-                text = f"{self.hazard.name}: {outcome['error']}: {outcome['text']}"
-                call.result.set_exception(HazardFailed(text))
-        if not batch:
+            if "over" not in outcome:
+                self._answer(calls.popleft(), outcome)
+            if "over" in outcome or "limit" in outcome:
+                # Its fork is gone. The rest waits for its next turn, lest one owner's calls hold a slot for long.
+                self.kind.put_back(calls)
+                calls.clear()
+        if not calls:
             del self.batches[int(number)]
         self._progressed()
+
+    def _answer(self, call: _Call, outcome: dict[str, Any]) -> None:
+        if "value" in outcome:
+            call.succeed(outcome["value"])
+        elif "error" in outcome:
+            call.fail(HazardFailed(f"{self.hazard.name}: {outcome['error']}: {outcome['text']}"))
+        elif outcome["limit"] == "starved":
+            call.fail(HazardFailed(f"{self.hazard.name}: {outcome['text']}"))
+        else:
+            call.fail(LimitExceeded(self.hazard, outcome["limit"], outcome["text"]))
 
     def _progressed(self) -> None:
         self._deadline = time.monotonic() + self.hazard.wall_s + GRACE_S

@@ -18,6 +18,7 @@ class Hazard:
     cpu_s: float = 2.0
     memory: int = 1 << 30  # address space in bytes, with what the interpreter and the libraries take
     batch: int = 32  # calls per fork
+    turn_s: float = 2.0  # wall-clock time of a fork, beyond which it begins no other call
     warm_up: tuple[tuple[Any, ...], ...] = ()  # the arguments of calls made before the first fork
     slack_s: float = 30.0  # wall-clock time beyond `cpu_s`: on a busy machine a call may wait for a core
 

@@ -2,14 +2,15 @@
 
 Frames go both ways on stdin and stdout, as in graders/sandbox/zygote.py:
 
-    {"function", "warm_up", "parent", "readable", "listed", "path", "variables", "cpu_s", "wall_s", "memory", "without"}
+    {"function", "warm_up", "parent", "readable", "listed", "path", "variables", "cpu_s", "turn_s", "wall_s", "memory",
+     "without"}
         ->  {"layers"} or {"error"}
     {"batch", "calls": [[argument, ...], ...]}
         ->  any number of frames: the batch's number on the first line, then an outcome on each line, in order
 
 An outcome is {"value"}, {"error", "text"}, or {"limit", "text"}: "time", "memory", "crash", or "starved" where the host
-gave it no processor time. A limit is the last outcome of its batch: the service asks for the rest again. Several
-batches may run at once, each in a fork of its own.
+gave it no processor time. A limit is the last outcome of its batch, and so is {"over"}, which is no call's: its turn
+is over. The service asks for the rest again. Several batches may run at once, each in a fork of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from graders.sandbox.zygote import MAX_REASON, read_body, read_frame, try_in_a_c
 
 NICE = 5  # the service's own threads come first
 OUT_OF_MEMORY = 100  # the exit status of a fork that ran out of it
+TURN_OVER = 101  # of one that used up its time before its calls
 
 
 def main() -> None:
@@ -47,7 +49,7 @@ def main() -> None:
 
 
 class Batch:
-    """Calls that one fork makes, one after the other, until one meets a limit."""
+    """Calls that one fork makes, one after the other, until one meets a limit or the turn is over."""
 
     def __init__(self, number: int, calls: list[list[Any]]) -> None:
         self.number, self.calls = number, calls
@@ -135,15 +137,20 @@ class HazardZygote:
         del self.batches[batch.results]
         code = os.waitstatus_to_exitcode(os.waitpid(batch.child, 0)[1])
         if batch.done < len(batch.calls):
-            self._answer(batch, verdict or _ended(code))
+            # Not without a call that was made, or a call that exits like this would be asked for again for ever.
+            over = code == TURN_OVER and batch.done > 0
+            self._answer(batch, verdict or (_OVER if over else _ended(code)))
 
     def _child(self, batch: Batch, results: int) -> None:
         try:
+            end = time.monotonic() + self.config["turn_s"]
             self._hold(results)
             for arguments in batch.calls:
                 # Per call, where RLIMIT_CPU is per process and in whole seconds. The signal ends the process.
                 signal.setitimer(signal.ITIMER_PROF, self.config["cpu_s"])
                 _write(1, self._outcome(arguments))
+                if time.monotonic() >= end:
+                    os._exit(TURN_OVER)
             os._exit(0)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
@@ -215,6 +222,9 @@ class HazardZygote:
             self.layers[name] = ""
         except OSError as cause:
             self.layers[name] = str(cause) or type(cause).__name__
+
+
+_OVER = b'{"over": true}\n'
 
 
 def _ended(code: int) -> bytes:

@@ -3,7 +3,10 @@ import json
 import os
 import signal
 import sys
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,10 @@ from graders.hazards.table import SCHEMA, Hazard
 
 # Any expression is a call: what it takes, and how it ends, is the test's to choose.
 EVAL = Hazard("eval", "builtins:eval", cpu_s=0.5, memory=256 << 20, batch=8)
+# A turn of these is one call, though a fork is given up to eight.
+SHORT_TURNS = replace(EVAL, turn_s=0.0)
+SLEEP = "__import__('time').sleep(60)"
+LAYERS = ("namespaces", "no_new_privs", "landlock", "seccomp")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")
 
@@ -29,6 +36,28 @@ def results(pool: HazardPool, *expressions: str, hazard: Hazard = EVAL) -> list[
     return [
         met.limit if isinstance(met := call.exception(60), LimitExceeded) else call.result() for call in calls
     ]
+
+
+def submit_for(owner: str, pool: HazardPool, hazard: Hazard, *expressions: str) -> list[Future[Any]]:
+    token = OWNER.set(owner)
+    try:
+        return [pool.submit(hazard, expression) for expression in expressions]
+    finally:
+        OWNER.reset(token)
+
+
+def meet(mine: Path, other: Path) -> str:
+    """An expression that returns "met" once another one that names these files the other way round is evaluated."""
+    wait = f"all(__import__('time').sleep(0.01) is None for _ in iter({exists(other)}, True))"
+    return f"({touch(mine)}, {wait}, 'met')[-1]"
+
+
+def exists(path: Path) -> str:
+    return f"__import__('pathlib').Path({str(path)!r}).exists"
+
+
+def touch(path: Path) -> str:
+    return f"__import__('pathlib').Path({str(path)!r}).touch()"
 
 
 def test_a_call_returns_what_the_function_returns(pool):
@@ -106,7 +135,7 @@ def test_its_processes_are_the_first_to_be_killed_when_memory_runs_out(pool):
 
 
 def test_it_runs_without_any_layer_of_the_sandbox():
-    bare = HazardPool(size=1, without=("namespaces", "no_new_privs", "landlock", "seccomp"))
+    bare = HazardPool(size=1, without=LAYERS)
     try:
         assert results(bare, "1", "sum(iter(int, 1))", "2") == [1, "time", 2]
     finally:
@@ -165,16 +194,110 @@ def test_a_schema_that_makes_llguidance_abort_ends_one_call(pool):
 def test_owners_take_turns_and_a_bomb_ends_a_turn():
     alone = HazardPool(size=1)
     try:
-        for owner, expressions in (("a", ["sum(iter(int, 1))"] * 4), ("b", ["2"])):
-            token = OWNER.set(owner)
-            calls = [alone.submit(EVAL, expression) for expression in expressions]
-            OWNER.reset(token)
-            if owner == "a":
-                bombs = calls
+        bombs = submit_for("a", alone, EVAL, *["sum(iter(int, 1))"] * 4)
+        [call] = submit_for("b", alone, EVAL, "2")
 
-        assert calls[0].result(60) == 2
+        assert call.result(60) == 2
         assert not bombs[-1].done()
         assert [type(bomb.exception(60)) for bomb in bombs] == [LimitExceeded] * 4
+    finally:
+        alone.close()
+
+
+def test_a_turn_that_has_lasted_long_enough_ends_before_the_batch_does():
+    alone, order = HazardPool(size=1), []
+    try:
+        calls = submit_for("a", alone, SHORT_TURNS, "'a0'", "'a1'", "'a2'")
+        calls += submit_for("b", alone, SHORT_TURNS, "'b0'", "'b1'")
+        for call in calls:
+            call.add_done_callback(lambda call: order.append(call.result()))
+
+        assert [call.result(60) for call in calls] == ["a0", "a1", "a2", "b0", "b1"]
+    finally:
+        alone.close()
+
+    assert order == ["a0", "b0", "a1", "b1", "a2"]
+
+
+def test_what_is_left_of_a_turn_goes_behind_the_owners_that_came_during_it():
+    alone, order = HazardPool(size=1), []
+    late: list[Future[Any]] = []
+
+    def note(call: Future[Any]) -> None:
+        order.append(call.result())
+        if call.result() == "a0":
+            late.extend(submit_for("b", alone, pairs, "'b0'"))
+            late[0].add_done_callback(note)
+
+    pairs = replace(SHORT_TURNS, batch=2)  # so that others of the first owner wait while a batch runs
+    try:
+        calls = submit_for("a", alone, pairs, "'a0'", "'a1'", "'a2'", "'a3'")
+        for call in calls:
+            call.add_done_callback(note)
+
+        assert [call.result(60) for call in calls] == ["a0", "a1", "a2", "a3"]
+    finally:
+        alone.close()
+
+    assert order == ["a0", "b0", "a1", "a2", "a3"]
+
+
+def test_a_call_that_ends_its_process_as_a_turn_ends_is_not_made_for_ever(pool):
+    assert results(pool, "1", "__import__('os')._exit(101)", "2") == [1, "crash", 2]
+
+
+def test_one_slot_is_kept_for_other_owners():
+    two = HazardPool(size=2)
+    one_a_batch = replace(EVAL, batch=1)
+    late: list[Future[Any]] = []
+    try:
+        first, *sleepers = submit_for("a", two, one_a_batch, "1", SLEEP, SLEEP, SLEEP)
+        first.add_done_callback(lambda _: late.extend(submit_for("b", two, one_a_batch, "2")))
+
+        assert first.result(60) == 1
+        assert submit_for("b", two, one_a_batch, "3")[0].result(60) == 3
+        assert late[0].result(60) == 2
+        assert submit_for("b", two, one_a_batch, "4")[0].result(60) == 4
+        assert not any(sleeper.done() for sleeper in sleepers)
+    finally:
+        two.close()
+
+
+@pytest.mark.parametrize(("owner", "size"), [("", 2), ("a", 3)])
+def test_an_owner_may_have_all_other_slots_and_the_process_of_one_job_every_slot(owner, size, tmp_path):
+    slots = HazardPool(size=size, without=LAYERS)
+    one, other = tmp_path / "one", tmp_path / "other"
+    try:
+        calls = submit_for(owner, slots, replace(EVAL, batch=1), meet(one, other), meet(other, one))
+
+        assert [call.result(60) for call in calls] == ["met", "met"]
+    finally:
+        slots.close()
+
+
+def test_a_call_that_is_cancelled_while_its_batch_runs_is_not_made(tmp_path):
+    alone = HazardPool(size=1, without=LAYERS)
+    made, cancelled = tmp_path / "made", []
+    try:
+        first, second, third = submit_for("a", alone, SHORT_TURNS, "1", touch(made), "3")
+        first.add_done_callback(lambda _: cancelled.append(second.cancel()))
+
+        assert third.result(60) == 3
+    finally:
+        alone.close()
+
+    assert cancelled == [True]
+    assert not made.exists()
+
+
+def test_a_result_that_nobody_waits_for_any_more_is_dropped():
+    alone = HazardPool(size=1)
+    try:
+        first, second, third = submit_for("a", alone, EVAL, "1", "2", "3")
+        first.add_done_callback(lambda _: second.cancel())
+
+        assert third.result(60) == 3
+        assert alone.submit(EVAL, "4").result(60) == 4
     finally:
         alone.close()
 
@@ -195,5 +318,20 @@ def test_calls_that_wait_are_bounded_by_their_size():
 
         with pytest.raises(HazardFailed, match="too many calls wait"):
             submit_many()
+    finally:
+        alone.close()
+
+
+def test_a_cancelled_call_leaves_its_room_to_others():
+    alone = HazardPool(size=1)
+    one_a_batch = replace(EVAL, batch=1)
+    large = "1" + " " * (MAX_CALL - 10)
+    try:
+        sleeper = alone.submit(one_a_batch, SLEEP)
+        small = alone.submit(one_a_batch, "1")
+        cancelled = [alone.submit(one_a_batch, large).cancel() for _ in range(2 * MAX_WAITING // MAX_CALL)]
+
+        assert all(cancelled)
+        assert not sleeper.done() and not small.done()
     finally:
         alone.close()
