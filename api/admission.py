@@ -7,15 +7,21 @@ Everything here runs in the server's event loop: nothing is locked, and who wait
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+from anyio import CapacityLimiter, to_thread
 
 from core.errors import TooManyAtOnce
 from core.settings import Settings
 
 # In one process, for all projects together.
 GRADER_RUNS, UPLOADS, STREAMS, PREVIEWS, FILE_READS = 64, 32, 500, 4, 4
+CHECKS = 12  # each waits in one of the 40 threads that answer everybody: the rest of these are for others
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -60,6 +66,18 @@ class Share:
             yield
         finally:
             place.leave()
+
+    async def in_thread(
+        self, project_id: str, call: Callable[[], T], limiter: CapacityLimiter | None = None
+    ) -> T:
+        """What `call` returns in a thread, by default one of those that answer everybody. Raises as `enter` does.
+
+        A thread cannot be stopped: if the caller is cancelled, the place is kept until the thread has ended.
+        """
+        place = await self.enter(project_id)
+        running = asyncio.ensure_future(to_thread.run_sync(call, limiter=limiter))
+        running.add_done_callback(lambda ended: place.leave())
+        return await asyncio.shield(running)
 
     async def enter(self, project_id: str) -> Place:
         """A place for a request of this project, after those that are before it. Cancelling gives up the wait.
@@ -139,3 +157,5 @@ class Admission:
         self.previews = Share("previews", places=PREVIEWS, per_project=2)
         # What reads whole files before it can answer: estimates, and the beginning of a preview.
         self.file_reads = Share("estimates and previews", places=FILE_READS, per_project=2, waiting=16)
+        # Of schemas and patterns (api/schemas.py).
+        self.checks = Share("checks of schemas and patterns", places=CHECKS, per_project=4, waiting=16)

@@ -45,10 +45,10 @@ class DeploymentChat(ChatCreate):
     model: str = ""
 
 
-def _described(
+async def _described(
     deployment: str, body: DeploymentChat, project: CurrentProject, service: Parts, upstream: Inference
 ) -> dict[str, Any]:
-    return described(body.model_copy(update={"model": deployment}), project, service, upstream)
+    return await described(body.model_copy(update={"model": deployment}), project, service, upstream)
 
 
 @router.post(DEPLOYMENTS + "{deployment:path}/chat/completions")

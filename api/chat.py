@@ -13,12 +13,13 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
 import httpx
+from anyio import to_thread
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BeforeValidator, ValidationInfo
 from starlette.types import Receive, Scope, Send
 
-from api.deps import CurrentProject, Parts
+from api.deps import CurrentProject, Parts, Service
 from api.document import refusals
 from api.errors import AsciiJSON
 from api.schemas import refuse_unusable_schema
@@ -28,7 +29,7 @@ from core.blobs import BlobNotFound, BlobStore
 from core.chat import Adapter, Chat, Served
 from core.errors import InvalidParameter, InvalidRequest, ModelNotFound, NotReady, ServiceError
 from core.hangup import until_gone
-from core.models import Checkpoint
+from core.models import Checkpoint, Project
 from core.response_format import ResponseFormat
 from core.settings import Settings
 
@@ -211,12 +212,17 @@ async def _upstream(request: Request) -> Upstream:
 Inference = Annotated[Upstream, Depends(_upstream)]
 
 
-def described(
+async def described(
     body: ChatCreate, project: CurrentProject, service: Parts, upstream: Inference
 ) -> dict[str, Any]:
-    """The request with the weights that its model stands for. In a thread: it asks the database and the blob store."""
+    """The request with the weights that its model stands for."""
     if isinstance(body.response_format, ResponseFormat):
-        refuse_unusable_schema(body.response_format, "response_format")
+        await refuse_unusable_schema(body.response_format, "response_format", service, project)
+    return await to_thread.run_sync(_with_weights, body, project, service, upstream)
+
+
+def _with_weights(body: ChatCreate, project: Project, service: Service, upstream: Upstream) -> dict[str, Any]:
+    """In a thread: it asks the database and the blob store."""
     base = service.registry.resolve(body.model)
     if base in service.registry.models:
         # OpenAI's answers name the snapshot that an alias leads to.

@@ -5,15 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from anyio import to_thread
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
 from api.deps import Parts, ReadProject, Service
 from api.document import FOR_ANY_KEY, refusals
-from api.graders import refuse
-from api.jobs import GRADER_PARAM, JobCreate, usable_model
+from api.jobs import JobCreate, refuse_unusable, usable_model
 from core import datasets, estimates, files, usage
 from core.blobs import BlobNotFound, BlobStore
 from core.budgets import Price
@@ -96,7 +94,7 @@ async def estimate_job(
     """Estimate the job that this body would create. Nothing is created."""
 
     async def estimated() -> EstimateOut:
-        await refuse(body.method.reinforcement.grader, service, project, GRADER_PARAM)
+        await refuse_unusable(body, service, project)
         return await in_reader(service, project, partial(_estimate, body, project, service))
 
     made = await until_gone(request.receive, estimated())
@@ -105,8 +103,7 @@ async def estimate_job(
 
 async def in_reader(service: Service, project: Project, read: Callable[[], T]) -> T:
     """What `read` returns, in a thread of those that read whole files, when it is the project's turn."""
-    async with service.admission.file_reads.admitted(project.id):
-        return await to_thread.run_sync(read, limiter=service.file_readers)
+    return await service.admission.file_reads.in_thread(project.id, read, service.file_readers)
 
 
 def _estimate(body: JobCreate, project: Project, service: Service) -> EstimateOut:
@@ -119,7 +116,7 @@ def _estimate(body: JobCreate, project: Project, service: Service) -> EstimateOu
 
 
 def asked(body: JobCreate, project: Project, service: Service) -> Asked:
-    """Read what the job would be made of; refuses what creating it would refuse."""
+    """Read what the job would be made of; refuses what creating it would refuse, after `refuse_unusable`."""
     model = usable_model(body, service)
     name = service.registry.resolve(body.model)
     price = Price.of(service.settings)

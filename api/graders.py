@@ -1,5 +1,6 @@
 """/v1/fine_tuning/alpha/graders: try a grader before a job depends on it."""
 
+from functools import partial
 from typing import Annotated, Any
 
 from anyio import to_thread
@@ -9,13 +10,14 @@ from pydantic import BeforeValidator
 
 from api.deps import CurrentProject, Parts, ReadProject, Service
 from api.document import FOR_ANY_KEY
-from api.schemas import checks_at_once
+from api.schemas import in_turn
 from api.wire import Body
 from core.errors import GraderEnvironmentMissing, InvalidRequest, Unavailable
 from core.hangup import until_gone
 from core.models import Project
 from graders.backends import Backends
 from graders.build import python_parts
+from graders.checks import has_patterns
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.hazards.pool import OWNER, HazardFailed
 from graders.report import run_report
@@ -32,18 +34,16 @@ TIMEOUT_S = 180.0
 Grader = Annotated[GraderSpec, BeforeValidator(parse_grader)]
 
 
-def refuse_unusable(spec: GraderSpec, backends: Backends, param: str = "grader") -> None:
-    """Refuse a grader that is well formed but that this server cannot run.
+def _refuse_unusable(spec: GraderSpec, backends: Backends, param: str) -> None:
+    """Refuse a grader that is well formed but that this server cannot run. Not in an event loop.
 
     Raises:
         InvalidRequest: the operator does not offer what it needs.
         GraderEnvironmentMissing: the server lacks the environment that it is meant to have.
-        NotReady: too many requests have patterns or schemas checked already.
         Unavailable: the hazard pool broke.
     """
     try:
-        with checks_at_once():
-            backends.check(spec, param)
+        backends.check(spec, param)
     except InvalidGrader as cause:
         raise InvalidRequest(cause.message, param=cause.param, code=cause.code) from cause
     except EnvironmentNotBuilt as missing:
@@ -64,12 +64,19 @@ class GraderRun(Body):
 
 
 async def refuse(spec: GraderSpec, service: Service, project: Project, param: str = "grader") -> None:
-    """Refuse what `refuse_unusable` does, and python graders whose source does not compile.
+    """Refuse what `_refuse_unusable` does, and python graders whose source does not compile.
 
-    The sandbox compiles it, when it is the project's turn among grader runs.
+    Patterns are compiled when it is the project's turn among checks, and a source in the sandbox, when it is the
+    project's turn among grader runs.
+
+    Raises:
+        TooManyAtOnce: as many of these of this project as may wait do so already.
     """
-    OWNER.set(project.id)
-    await to_thread.run_sync(refuse_unusable, spec, service.backends, param)
+    check = partial(_refuse_unusable, spec, service.backends, param)
+    if has_patterns(spec):
+        await in_turn(check, service, project)
+    else:
+        await to_thread.run_sync(check)
     if not any(python_parts(spec)):
         return
     try:

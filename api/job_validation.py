@@ -11,8 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from api.deps import Parts, ReadProject, Service
 from api.document import FOR_ANY_KEY, refusals
 from api.explain import explain
-from api.graders import refuse
-from api.jobs import GRADER_PARAM, JobCreate, accept
+from api.jobs import JobCreate, accept, refuse_unusable
 from api.wire import Body
 from core import files
 from core.models import Project
@@ -49,7 +48,7 @@ async def validate_job(body: JobValidate, project: ReadProject, service: Parts) 
     except ValidationError as invalid:
         complaints = [error | {"loc": ("body", *error["loc"])} for error in invalid.errors()]
         raise explain(complaints, sent) from None
-    await refuse(job.method.reinforcement.grader, service, project, GRADER_PARAM)
+    await refuse_unusable(job, service, project)
     return await to_thread.run_sync(_validated, job, body.local_files, project, service)
 
 

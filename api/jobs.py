@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session
 
 from api.deps import CurrentProject, Parts, ReadSession, Service, Uow
 from api.document import refusals
-from api.graders import refuse, refuse_unusable
+from api.graders import refuse
 from api.idempotency import Once
 from api.integrations import Integrations, stored
 from api.schemas import refuse_unusable_schema
@@ -362,7 +362,7 @@ async def create_job(
     body: JobCreate, project: CurrentProject, service: Parts, once: Once
 ) -> JobOut | JSONResponse:
     """Queue a reinforcement fine-tuning job."""
-    await refuse(body.method.reinforcement.grader, service, project, GRADER_PARAM)
+    await refuse_unusable(body, service, project)
     return await to_thread.run_sync(_created, body, project, service, once)
 
 
@@ -490,6 +490,17 @@ def list_checkpoints(
     return EndedListing(data=data, has_more=page.has_more, **ends(page))
 
 
+async def refuse_unusable(body: JobCreate, service: Service, project: Project) -> None:
+    """Refuse a grader that this server cannot run, and a schema that answers cannot be held to.
+
+    Together with `accept` these are the rules of a job. A check that waits for the project's turn holds no thread.
+    """
+    asked = body.method.reinforcement
+    await refuse(asked.grader, service, project, GRADER_PARAM)
+    where = "method.reinforcement.response_format"
+    await refuse_unusable_schema(asked.response_format, where, service, project)
+
+
 @dataclass(frozen=True)
 class Accepted:
     """What the service makes of a request for a job that it accepts, but for the files."""
@@ -501,7 +512,10 @@ class Accepted:
 
 
 def accept(body: JobCreate, service: Service) -> Accepted:
-    """Check what is well formed against this installation: creating a job and validating one share these rules."""
+    """Check against this installation what `refuse_unusable` has let through.
+
+    Creating a job and validating one share these rules.
+    """
     return Accepted(
         base_model=service.registry.resolve(body.model),
         model=usable_model(body, service),
@@ -513,8 +527,6 @@ def accept(body: JobCreate, service: Service) -> Accepted:
 def usable_model(body: JobCreate, service: Service) -> BaseModelEntry:
     """The model to train; refuses what this service cannot do with it."""
     model = service.registry.get(body.model)
-    refuse_unusable(body.method.reinforcement.grader, service.backends, GRADER_PARAM)
-    refuse_unusable_schema(body.method.reinforcement.response_format, "method.reinforcement.response_format")
     if where := reads_tools(body.method.reinforcement.grader, GRADER_PARAM):
         message = (
             f"'{where}' reads sample.output_tools, and no answer of a job has any: training has no tools."

@@ -19,8 +19,8 @@ from api.chat import Inference, Upstream, whole
 from api.deps import CurrentProject, Parts, Service
 from api.document import refusals
 from api.estimates import Asked, Size
-from api.graders import TIMEOUT_S, refuse
-from api.jobs import GRADER_PARAM, JobCreate
+from api.graders import TIMEOUT_S
+from api.jobs import JobCreate, refuse_unusable
 from core import datasets, estimates, evals, preview, tenants, usage
 from core.blobs import BlobStore
 from core.chat import Chat, Served
@@ -30,6 +30,7 @@ from core.estimates import Range
 from core.hangup import until_gone
 from core.models import File, Project
 from core.preview import Answer, Grading, Prompt, Sampling, ShownPrompt, Signal, Spread, Verdict
+from graders.hazards.pool import OWNER
 from graders.run import grade_all
 from graders.spec import dump
 from graders.types import Grade, Sample, TokenUsage, summed
@@ -145,7 +146,7 @@ async def preview_job(
     """
 
     async def read() -> Prepared:
-        await refuse(body.method.reinforcement.grader, service, project, GRADER_PARAM)
+        await refuse_unusable(body, service, project)
         return await sizes.in_reader(service, project, partial(_prepared, body, project, service))
 
     prepared = await until_gone(request.receive, read())
@@ -301,6 +302,7 @@ def _graded(
 
     In a thread and not in the server's event loop, which a grader that computes for a second would stop.
     """
+    OWNER.set(prepared.project_id)
     reinforcement = prepared.body.method.reinforcement
     parse_json = reinforcement.response_format is not None
     items = [row.item for row in prepared.rows for _ in range(prepared.body.samples)]

@@ -13,6 +13,7 @@ from itertools import count
 from typing import Annotated, Any, Literal
 
 import httpx
+from anyio import to_thread
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, model_validator
@@ -292,11 +293,12 @@ class Described:
     chat: dict[str, Any]
 
 
-def _described(
+async def _described(
     body: ResponseCreate, project: CurrentProject, service: Parts, upstream: Inference
 ) -> Described:
     try:
-        return Described(body, described(body.chat(), project, service, upstream))
+        chat = await to_thread.run_sync(body.chat)
+        return Described(body, await described(chat, project, service, upstream))
     except InvalidRequest as cause:
         if cause.param != CHATS_SCHEMA:
             raise

@@ -1,43 +1,39 @@
-"""Whether answers can be held to a `response_format`: its schema is compiled in the hazard pool, as samplers will."""
+"""Checks of schemas and patterns: the hazard pool compiles what a user wrote, and a thread waits for it."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 
-from core.errors import InvalidRequest, NotReady, ServiceError
+from api.deps import Service
+from core.errors import InvalidRequest, ServiceError
+from core.models import Project
 from core.response_format import ResponseFormat, held_to
 from graders import complaints
 from graders.hazards import table
-from graders.hazards.pool import HazardFailed, LimitExceeded, shared
-
-# Each waits in one of the 40 threads that answer everybody: the rest of these are for others.
-CHECKS_AT_ONCE = 12
-_checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
+from graders.hazards.pool import OWNER, HazardFailed, LimitExceeded, shared
 
 
-def refuse_unusable_schema(form: ResponseFormat | None, param: str) -> None:
-    """Refuse a schema that does not compile, or not within the limits of the hazard pool. Not in an event loop.
+async def refuse_unusable_schema(
+    form: ResponseFormat | None, param: str, service: Service, project: Project
+) -> None:
+    """Refuse a schema that does not compile, or not within the limits of the hazard pool.
 
     Raises:
         InvalidRequest: answers cannot be held to it.
-        NotReady: too many schemas are checked already.
+        TooManyAtOnce: as many checks of this project as may wait do so already.
         ServiceError: the pool broke.
     """
-    if form is None:
-        return
-    with checks_at_once():
-        _check(form, param)
+    if form is not None:
+        await in_turn(partial(_check, form, param), service, project)
 
 
-@contextmanager
-def checks_at_once() -> Iterator[None]:
-    """A place for a check that waits for the hazard pool. Raises NotReady where all are taken."""
-    if not _checks.acquire(blocking=False):
-        raise NotReady("Too many schemas and graders are checked at once; ask again.", retry_after=2)
-    try:
-        yield
-    finally:
-        _checks.release()
+async def in_turn(check: Callable[[], None], service: Service, project: Project) -> None:
+    """Run a check that waits for the hazard pool, in a thread, when it is the project's turn.
+
+    Raises:
+        TooManyAtOnce: as many checks of this project as may wait do so already.
+    """
+    OWNER.set(project.id)  # the thread has a copy of this context
+    await service.admission.checks.in_thread(project.id, check)
 
 
 def _check(form: ResponseFormat, param: str) -> None:

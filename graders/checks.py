@@ -31,6 +31,11 @@ def check_patterns(spec: GraderSpec, param: str = "grader", pool: HazardPool | N
             raise InvalidGrader(mistake.message, mistake.param, mistake.code)
 
 
+def has_patterns(spec: GraderSpec) -> bool:
+    """Whether `check_patterns` waits for the hazard pool."""
+    return any(_patterns(spec, ""))
+
+
 def _patterns(spec: GraderSpec, param: str) -> Iterator[tuple[str, str]]:
     """Where each pattern of a spec stands, and what it is."""
     if isinstance(spec, MultiSpec):

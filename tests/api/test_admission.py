@@ -1,6 +1,7 @@
 """Whose turn it is: places for long requests, shared between projects."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -170,5 +171,46 @@ def test_a_request_that_gives_up_as_a_place_becomes_free_ends_as_cancelled():
         with pytest.raises(asyncio.CancelledError):
             await line.asking[1]
         assert line.served == ["a1", "c1"]
+
+    in_a_loop(scene)
+
+
+def test_a_thread_keeps_its_place_until_it_has_ended_even_if_nobody_waits_for_it():
+    """Otherwise clients that ask and leave would have any number of threads at once."""
+
+    async def scene() -> None:
+        places = share(places=1)
+        begun, go = threading.Event(), threading.Event()
+
+        def call() -> None:
+            begun.set()
+            go.wait(10)
+
+        asking = asyncio.create_task(places.in_thread("a", call))
+        assert await asyncio.to_thread(begun.wait, 10)
+        asking.cancel()
+        await settled()
+        assert asking.cancelled()
+        assert places.taken == 1
+
+        go.set()
+        (await places.enter("a")).leave()
+        assert places.taken == 0
+
+    in_a_loop(scene)
+
+
+def test_what_a_thread_raises_reaches_the_caller_and_frees_the_place():
+    def call() -> None:
+        raise ValueError("no")
+
+    async def scene() -> None:
+        places = share(places=1)
+
+        with pytest.raises(ValueError, match="no"):
+            await places.in_thread("a", call)
+        await settled()
+
+        assert places.taken == 0
 
     in_a_loop(scene)

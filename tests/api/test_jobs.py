@@ -1,11 +1,9 @@
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from sqlalchemy import select, update
 
-from api import schemas
 from core import devices, events, queue
 from core.models import Checkpoint, File, Job, StepMetric, TunedModel
 from core.settings import GpuClass
@@ -805,20 +803,3 @@ def test_a_schema_that_takes_too_long_or_too_much_memory_is_a_400(api, job_reque
     error = answer.json()["error"]
     assert says in error["message"]
     assert error["param"] == "method.reinforcement.response_format.json_schema.schema"
-
-
-def test_schemas_that_take_long_to_check_leave_threads_to_everybody_else(api, job_request):
-    """Each check waits in a thread. One too many is told to come back."""
-    schema = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
-    asked = job_request(reinforcement={"response_format": form})
-
-    with ExitStack() as checks:
-        for _ in range(schemas.CHECKS_AT_ONCE):
-            checks.enter_context(schemas._checks)
-        refused = api.post(JOBS, json=asked)
-    answer = api.post(JOBS, json=asked)
-
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
-    assert refused.headers["retry-after"] == "2"
-    assert answer.status_code == 200, answer.text

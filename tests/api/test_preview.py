@@ -4,7 +4,8 @@ import asyncio
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,10 @@ from core import tenants
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
 from graders.backends import Backends
+from graders.hazards.pool import OWNER
 from graders.judge import JudgeModel
+from graders.spec import GraderSpec
+from graders.types import Grader
 from tests.api.conftest import GRADER
 from tests.api.test_chat import served
 from tests.graders.servers import serving, verdict
@@ -436,3 +440,26 @@ def test_a_preview_that_nobody_waits_for_keeps_its_place_until_its_grader_has_en
     assert error(slow, 400)["code"] == "preview_too_slow"
     assert error(meanwhile, 503)["message"] == "Other previews are still running; ask again."
     assert later.json()["grading"]["failed"] == 0
+
+
+@dataclass(frozen=True)
+class Noting(Backends):
+    """Notes whose line of the hazard pool each grader would wait in."""
+
+    owners: list[str] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def open(
+        self, spec: GraderSpec, *, owner: str = "", trace_id: str | None = None
+    ) -> AsyncIterator[Grader]:
+        self.owners.append(OWNER.get())
+        async with super().open(spec, owner=owner, trace_id=trace_id) as grader:
+            yield grader
+
+
+def test_what_its_grader_asks_of_the_hazard_pool_has_its_project_for_an_owner(house, inference, body):
+    backends = Noting({})
+    for web in opened(house, inference, backends):
+        assert web.post(PREVIEW, json=body() | {"rows": 1}).status_code == 200
+
+    assert backends.owners == [house.project.id]
