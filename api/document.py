@@ -14,6 +14,7 @@ REFUSALS = {
     401: "The API key is missing or wrong.",
     403: "The API key may not do this.",
     404: "What the request names does not exist in this project.",
+    410: "What the request names is damaged or missing in the service's store; asking again does not help.",
     413: "The body is too large.",
     429: "Too many requests; `retry-after` says when to ask again.",
     503: "The service cannot answer now.",

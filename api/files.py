@@ -1,8 +1,10 @@
 """/v1/files: uploads, streamed to the blob store while they arrive, and downloads."""
 
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import quote
 
@@ -12,16 +14,19 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
 
 from api.deps import CurrentProject, Parts, ReadSession, Service, Uow
+from api.document import refusals
 from api.explain import explain
 from api.idempotency import OnceOnly, OnceStreamed
 from api.multipart import FormPart, Text, receive
 from api.wire import After, Deleted, EndedListing, Part, ends
 from core import files, tenants
-from core.blobs import BlobInfo, BlobNotFound, BlobWriter
+from core.blobs import BlobInfo, BlobNotFound, BlobWriter, StoreEmpty, check_not_empty
 from core.db import Work
-from core.errors import FileNotFound, InvalidRequest, PayloadTooLarge
+from core.errors import ContentDamaged, InvalidRequest, PayloadTooLarge, ServiceError, Unavailable
 from core.ids import new_id
 from core.models import File, Project, now
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/files", tags=["Files"])
 
@@ -141,21 +146,53 @@ def delete_file(file_id: str, project: CurrentProject, uow: Uow) -> Deleted:
     return Deleted(id=file_id, object="file")
 
 
-@router.get("/{file_id}/content", response_class=StreamingResponse)
+@router.get("/{file_id}/content", response_class=StreamingResponse, responses=refusals(410, 503))
 def download_file(file_id: str, project: CurrentProject, service: Parts) -> StreamingResponse:
-    """The bytes of a file."""
-    with service.database.read() as session:  # closed before the blob store is asked, which may take its time
-        file = files.get(session, project.id, file_id)
+    """The bytes of a file. The connection breaks before the last of them if they are not those that were uploaded."""
+    file = _row(service, project, file_id)
     try:
-        chunks = service.blobs.open(file.blob_key)
-    except BlobNotFound:  # removed in between
-        raise FileNotFound(file_id) from None
+        content = _logged(file, files.read_content(service.blobs, file))
+        first = next(content)  # all of a small file: one that is damaged can still be refused
+    except BlobNotFound:
+        raise _missing(service, project, file_id) from None
+    except files.FileDamaged as damage:
+        raise ContentDamaged(str(damage)) from None
     media_type = "text/csv" if file.purpose == files.RESULTS else "application/octet-stream"
     headers = {
         "content-length": str(file.bytes),
         "content-disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
     }
-    return StreamingResponse(chunks, media_type=media_type, headers=headers)
+    return StreamingResponse(chain([first], content), media_type=media_type, headers=headers)
+
+
+def _row(service: Service, project: Project, file_id: str) -> File:
+    """In a session that is closed before the blob store is asked, which may take its time."""
+    with service.database.read() as session:
+        return files.get(session, project.id, file_id)
+
+
+def _missing(service: Service, project: Project, file_id: str) -> ServiceError:
+    """The error for a file whose blob is not in the store: 410, or 503 if the store has no blobs at all.
+
+    Raises:
+        FileNotFound: the file was deleted after its row was read.
+    """
+    file = _row(service, project, file_id)
+    try:
+        check_not_empty(service.blobs)
+    except StoreEmpty as empty:
+        log.error("%s of %s is missing: %s", file.blob_key, file.id, empty)
+        return Unavailable("The service cannot find its stored files. Try again later, or tell its operator.")
+    log.error("%s of %s is missing; a download has found it", file.blob_key, file.id)
+    return ContentDamaged(str(files.content_damaged(file, files.MISSING)))
+
+
+def _logged(file: File, content: Iterator[bytes]) -> Iterator[bytes]:
+    try:
+        yield from content
+    except files.FileDamaged:
+        log.error("%s of %s is damaged; a download has found it", file.blob_key, file.id)
+        raise
 
 
 class Arriving:

@@ -20,6 +20,8 @@ ServiceError                    500 server_error
 │   ├── OrganizationNotFound
 │   ├── ProjectNotFound
 │   └── KeyNotFound
+├── CheckpointDamaged           410: asking again does not help
+├── ContentDamaged              410: the same, of a file
 ├── MadeByJobs                  405: it can be read, and not made or changed
 ├── PayloadTooLarge             413
 ├── QuotaExceeded               429: asking again does not help
@@ -130,6 +132,15 @@ class CheckpointDamaged(ServiceError):
     def __init__(self, checkpoint_id: str, damage: str) -> None:
         message = f"The checkpoint {checkpoint_id} is damaged: {damage}. Use another checkpoint of its job."
         super().__init__(message, param="checkpoint_id")
+
+
+class ContentDamaged(ServiceError):
+    """410, for the reason that CheckpointDamaged gives. The message is that of core.files.FileDamaged."""
+
+    status_code, type, code = 410, "invalid_request_error", "file_damaged"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="id")
 
 
 class PermissionNotFound(NotFound):

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.orm import Session
 
 from core import datasets, pages
-from core.blobs import BlobCorrupt, BlobNotFound, BlobStore, check_not_empty
+from core.blobs import CHUNK_BYTES, BlobCorrupt, BlobNotFound, BlobStore, check_not_empty
 from core.datasets import Example, InvalidDataset
 from core.db import Work
 from core.errors import FileNotFound, InvalidRequest
@@ -40,13 +40,19 @@ def get_dataset(session: Session, project_id: str, file_id: str, *, param: str) 
     return file
 
 
+MISSING, DAMAGED = "are missing", "are damaged"
+USE_ANOTHER = "Upload the file again and create the job with the new one."
+RESTORE = "Upload the file again, or ask the operator of the service to restore it from a backup."
+RESTORE_RESULTS = "Ask the operator of the service to restore it from a backup."
+
+
 class FileDamaged(Exception):
     """The contents of a file are missing or are not what was uploaded. The message is for users."""
 
-    def __init__(self, file: File, problem: str) -> None:
+    def __init__(self, file: File, problem: str, remedy: str = USE_ANOTHER) -> None:
+        """`problem` is MISSING or DAMAGED, `remedy` a sentence on what to do."""
         super().__init__(
-            f"The contents of the file {file.id} ({file.filename}) {problem} in the service's store. Upload the file "
-            "again and create the job with the new one."
+            f"The contents of the file {file.id} ({file.filename}) {problem} in the service's store. {remedy}"
         )
 
 
@@ -79,11 +85,11 @@ def read_rows(
                 raise
     except BlobNotFound:
         check_not_empty(blobs)
-        raise FileDamaged(file, "are missing") from None
+        raise FileDamaged(file, MISSING) from None
     except BlobCorrupt:
-        raise FileDamaged(file, "are damaged") from None
+        raise FileDamaged(file, DAMAGED) from None
     if meter.hexdigest() != file.sha256:
-        raise FileDamaged(file, "are damaged")
+        raise FileDamaged(file, DAMAGED)
     return rows
 
 
@@ -91,6 +97,44 @@ def _metered(chunks: Iterator[bytes], meter: Any) -> Iterator[bytes]:
     for chunk in chunks:
         meter.update(chunk)
         yield chunk
+
+
+def read_content(blobs: BlobStore, file: File) -> Iterator[bytes]:
+    """Read the content of a file for a download, in chunks, and verify its size and hash on the way.
+
+    The last chunk is yielded only if both are right, so a damaged file is never read to its end. A file of at most
+    CHUNK_BYTES is one chunk.
+
+    Raises:
+        BlobNotFound: with this call; the blob is not in the store.
+        FileDamaged: with next(); for a file of one chunk with the first.
+    """
+    return _verified(file, blobs.open(file.blob_key))
+
+
+def content_damaged(file: File, problem: str) -> FileDamaged:
+    """The error for a download; `problem` is MISSING or DAMAGED."""
+    return FileDamaged(file, problem, RESTORE_RESULTS if file.purpose == RESULTS else RESTORE)
+
+
+def _verified(file: File, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    meter, size, held = hashlib.sha256(), 0, b""
+    try:
+        for chunk in chunks:
+            meter.update(chunk)
+            size += len(chunk)
+            if size > file.bytes:
+                break
+            if size <= CHUNK_BYTES:
+                held += chunk  # a store may give less than a whole chunk at a time
+            else:
+                yield held
+                held = chunk
+    except BlobCorrupt:
+        raise content_damaged(file, DAMAGED) from None
+    if (size, meter.hexdigest()) != (file.bytes, file.sha256):
+        raise content_damaged(file, DAMAGED)
+    yield held
 
 
 def page(

@@ -1,8 +1,20 @@
+import hashlib
+import logging
+import socket
+import threading
+from dataclasses import replace
+
+import httpx
 import openai
 import pytest
-from sqlalchemy import update
+import uvicorn
+from sqlalchemy import select, update
 from starlette.testclient import TestClient
 
+from api.shutdown import Server
+from core import files
+from core.blobs import CHUNK_BYTES, BlobCorrupt, FolderBlobs
+from core.db import Work
 from core.models import File, now
 
 ROW = b'{"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}\n'
@@ -44,6 +56,200 @@ def test_its_content_comes_back_byte_for_byte(api):
     assert answer.content == content
     assert answer.headers["content-type"] == "application/octet-stream"
     assert answer.headers["content-length"] == str(len(content))
+
+
+def key_of(house, file_id: str) -> str:
+    with house.database.read() as session:
+        return session.scalars(select(File.blob_key).where(File.id == file_id)).one()
+
+
+def make_large(house, file_id: str) -> bytes:
+    """Give the file contents of several chunks, and return them."""
+    content = b"".join(bytes([number]) * CHUNK_BYTES for number in range(3)) + b"end"
+    house.blobs.put_bytes(key_of(house, file_id), content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    with house.database.write() as session:
+        session.execute(update(File).where(File.id == file_id).values(bytes=len(content), sha256=sha256))
+    return content
+
+
+def flipped(content: bytes) -> bytes:
+    """The same with one bit changed."""
+    return bytes([content[0] ^ 1]) + content[1:]
+
+
+def assert_damaged(answer, file_id: str) -> None:
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (410, "file_damaged")
+    assert (error["type"], error["param"]) == ("invalid_request_error", "id")
+    assert f"{file_id} (train.jsonl)" in error["message"]
+    assert error["message"].endswith(files.RESTORE)
+
+
+@pytest.mark.parametrize("damage", [flipped, lambda row: row[:-1], lambda row: row + b"x", lambda row: b""])
+def test_a_small_file_that_is_damaged_is_a_410_that_names_it(api, house, caplog, damage):
+    file_id = post(api).json()["id"]
+    key = key_of(house, file_id)
+    house.blobs.put_bytes(key, damage(ROW))
+
+    assert_damaged(api.get(f"/v1/files/{file_id}/content"), file_id)
+
+    [told] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert key in told.getMessage() and file_id in told.getMessage()
+
+
+def test_a_large_file_that_lost_its_end_is_a_410_if_one_chunk_is_left(api, house):
+    file_id = post(api).json()["id"]
+    house.blobs.put_bytes(key_of(house, file_id), make_large(house, file_id)[:CHUNK_BYTES])
+
+    assert_damaged(api.get(f"/v1/files/{file_id}/content"), file_id)
+
+
+def test_a_file_that_is_missing_is_a_410_that_names_it(api, house, caplog):
+    file_id, other = post(api).json()["id"], post(api).json()["id"]
+    house.blobs.delete(key_of(house, file_id))
+
+    assert_damaged(api.get(f"/v1/files/{file_id}/content"), file_id)
+
+    assert f"{key_of(house, file_id)} of {file_id} is missing" in caplog.text
+    assert api.get(f"/v1/files/{other}/content").content == ROW
+
+
+def test_a_file_of_results_that_is_missing_cannot_be_uploaded_again(api, house):
+    file_id, _ = post(api).json()["id"], post(api)
+    house.blobs.delete(key_of(house, file_id))
+    with house.database.write() as session:
+        session.execute(update(File).values(purpose="fine-tune-results"))
+
+    message = api.get(f"/v1/files/{file_id}/content").json()["error"]["message"]
+
+    assert message.endswith(files.RESTORE_RESULTS) and "pload" not in message
+
+
+def test_a_file_of_a_store_that_is_empty_is_a_503_that_clients_ask_again(api, house):
+    """The folder is not mounted, or the bucket is another one: nothing says that the file is lost."""
+    file_id = post(api).json()["id"]
+    house.blobs.delete(key_of(house, file_id))
+
+    answer = api.get(f"/v1/files/{file_id}/content")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert answer.headers["retry-after"] == "2"
+
+
+def test_a_file_that_is_deleted_while_a_download_begins_is_a_404(api, house):
+    class DeletedMeanwhile(FolderBlobs):
+        def open(self, key, **options):
+            with house.database.write() as session:
+                files.delete(Work(session), house.project.id, file_id)
+            self.delete(key)
+            return super().open(key, **options)
+
+    blobs = DeletedMeanwhile(house.folder / "blobs")
+    house.app.state.service = replace(house.app.state.service, blobs=blobs)
+    file_id = post(api).json()["id"]
+
+    answer = api.get(f"/v1/files/{file_id}/content")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, None)
+    assert answer.json()["error"]["message"] == f"No such File object: {file_id}"
+
+
+def test_a_small_file_that_the_store_itself_finds_damaged_is_a_410(api, house):
+    """S3 has the hash of a blob of one part, which is compared after its last byte."""
+
+    class Corrupt(FolderBlobs):
+        def open(self, key, **options):
+            yield from super().open(key, **options)
+            raise BlobCorrupt(key)
+
+    blobs = Corrupt(house.folder / "blobs")
+    house.app.state.service = replace(house.app.state.service, blobs=blobs)
+    file_id = post(api).json()["id"]
+
+    assert_damaged(api.get(f"/v1/files/{file_id}/content"), file_id)
+
+
+def test_a_small_file_that_arrives_in_pieces_is_whole_or_a_410(api, house):
+    """A connection to the store that broke and was taken up again gives less than a chunk at a time."""
+
+    class InPieces(FolderBlobs):
+        def open(self, key, **options):
+            return super().open(key, chunk_size=5)
+
+    blobs = InPieces(house.folder / "blobs")
+    house.app.state.service = replace(house.app.state.service, blobs=blobs)
+    file_id = post(api).json()["id"]
+    assert api.get(f"/v1/files/{file_id}/content").content == ROW
+
+    house.blobs.put_bytes(key_of(house, file_id), flipped(ROW))
+
+    assert_damaged(api.get(f"/v1/files/{file_id}/content"), file_id)
+
+
+def test_a_large_file_comes_back_byte_for_byte(api, house):
+    file_id = post(api).json()["id"]
+    content = make_large(house, file_id)
+
+    assert api.get(f"/v1/files/{file_id}/content").content == content
+
+
+@pytest.fixture
+def server(house):
+    """The house's application behind a real port; its URL."""
+    config = uvicorn.Config(house.app, log_level="critical", lifespan="off")
+    server = Server(config, house.app.state.service.shutdown)
+    listening = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("damage", [flipped, lambda content: content[:-1], lambda content: content + b"x"])
+def test_the_client_of_a_large_file_that_is_damaged_sees_an_incomplete_body(
+    api, house, server, caplog, damage
+):
+    file_id = post(api).json()["id"]
+    content = damage(make_large(house, file_id))
+    house.blobs.put_bytes(key_of(house, file_id), content)
+    received = bytearray()
+
+    with pytest.raises(httpx.RemoteProtocolError, match="without sending complete"):
+        read_into(received, f"{server}/v1/files/{file_id}/content", house.key)
+
+    assert content.startswith(received)
+    assert 2 * CHUNK_BYTES <= len(received) < len(content)
+    assert f"{key_of(house, file_id)} of {file_id} is damaged" in caplog.text
+
+
+def read_into(received: bytearray, url: str, key: str) -> None:
+    with httpx.stream("GET", url, headers={"Authorization": f"Bearer {key}"}, timeout=20) as answer:
+        assert answer.status_code == 200
+        for piece in answer.iter_bytes():
+            received += piece
+
+
+def test_a_download_reads_one_chunk_ahead_of_the_client(house, api):
+    file_id = post(api).json()["id"]
+    make_large(house, file_id)
+    read = []
+
+    class Counted(FolderBlobs):
+        def open(self, key, **options):
+            for chunk in super().open(key, **options):
+                read.append(len(chunk))
+                yield chunk
+
+    with house.database.read() as session:
+        file = files.get(session, house.project.id, file_id)
+    content = files.read_content(Counted(house.folder / "blobs"), file)
+
+    ahead = [len(read) - sent for sent, _ in enumerate(content, 1)]
+
+    assert ahead == [1, 1, 1, 0]
 
 
 def test_results_come_back_as_csv(api, house):

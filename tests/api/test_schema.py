@@ -134,6 +134,13 @@ def test_every_refusal_that_all_such_routes_document_is_real(house, known, metho
         assert answer.status_code == status
 
 
+def test_the_refusals_of_damaged_and_of_lost_contents_are_documented():
+    """test_files.py has the answers themselves: no request that is made from the document damages the store."""
+    documented = DOCUMENT["paths"]["/v1/files/{file_id}/content"]["get"]["responses"]
+
+    assert {"404", "410", "503"} <= documented.keys()
+
+
 def test_an_id_with_a_nul_character_is_none_on_either_database(house):
     answer = house.client(house.key).get("/v1/fine_tuning/jobs/ftjob-%00")
 
