@@ -14,6 +14,7 @@ import sys
 import threading
 
 from core.settings import Settings
+from worker.process import quiet_environment
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,9 @@ class InferenceServer:
         while self._knocked():
             descriptor = self._listening.fileno()
             command = [sys.executable, "-m", "worker.serve", str(descriptor), str(os.getpid())]
-            self._child = subprocess.Popen(command, start_new_session=True, pass_fds=[descriptor])
+            self._child = subprocess.Popen(
+                command, start_new_session=True, pass_fds=[descriptor], env=quiet_environment()
+            )
             if self._told_to_stop(0):  # while it was started, so that nobody has killed it yet
                 self._child.kill()
             status = self._child.wait()

@@ -3,7 +3,6 @@
 Linux, with either version of control groups. Files that do not exist count as "unknown"; on other systems all do.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,8 +132,3 @@ def _gib(size: int) -> str:
 
 def _rose(before: int | None, after: int | None) -> bool:
     return before is not None and after is not None and after > before
-
-
-def quiet_environment() -> dict[str, str]:
-    """This process's environment for a run whose log is a file: no progress bars, unless the operator asks for them."""
-    return {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}

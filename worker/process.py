@@ -1,4 +1,4 @@
-"""What a supervisor and the run it starts agree on: exit statuses, and that the child never outlives its parent."""
+"""What a process and its child agree on: exit statuses, environment, and that the child never outlives its parent."""
 
 import ctypes
 import os
@@ -21,6 +21,14 @@ _PR_SET_PDEATHSIG = 1
 def figures_of(progress: Path) -> Path:
     """Where a run writes what it counts (worker/observed.py): beside the file by which it shows its progress."""
     return progress.with_name(f"{progress.name}.prom")
+
+
+def quiet_environment() -> dict[str, str]:
+    """This process's environment for one whose output is a log: no progress bars, unless the operator asks for them.
+
+    The libraries read these variables when they are imported.
+    """
+    return {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
 
 
 def die_with_parent(parent: int) -> None:

@@ -28,7 +28,7 @@ from core.jobs import Claim, LeaseLost
 from core.models import Job
 from core.settings import Settings
 from worker import process
-from worker.killed import KernelMemory, quiet_environment
+from worker.killed import KernelMemory
 from worker.livelog import LiveLog, end_of
 from worker.patience import Patience
 from worker.telemetry import Runs
@@ -235,7 +235,7 @@ class Child:
             command(Path(self._progress.name)),
             stdin=subprocess.PIPE,
             stderr=self.words,
-            env=quiet_environment(),
+            env=process.quiet_environment(),
             start_new_session=True,
         )
 

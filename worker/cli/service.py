@@ -42,6 +42,7 @@ from worker.cli.parser import UsageError
 from worker.export import export_to
 from worker.inference import InferenceServer, own_address
 from worker.members import Seat
+from worker.process import quiet_environment
 from worker.sinks.choice import problem as sinks_problem
 from worker.telemetry import Gpus, Sandbox, SandboxLayers
 
@@ -263,6 +264,7 @@ def inference(arguments: argparse.Namespace) -> int:
     if not settings.inference_key:
         raise UsageError("set REGRAFT_INFERENCE_KEY, here and where the API runs, to a secret of your choice")
     check_models(settings)
+    os.environ.update(quiet_environment())
     from worker.serve import serve  # here, because it brings torch
 
     for number in (signal.SIGINT, signal.SIGTERM):
