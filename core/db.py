@@ -2,7 +2,7 @@
 
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
-from core import audit
+from core import audit, private
 from core.audit import OPERATOR, Actor
 
 
@@ -70,8 +70,15 @@ def open_engine(url: str) -> Engine:
 def _open_sqlite(url: str) -> Engine:
     database = make_url(url).database
     if database:
-        Path(database).parent.mkdir(parents=True, exist_ok=True)
+        private.make_folder(Path(database).parent)
     engine = create_engine(url, connect_args={"timeout": 30}, pool_size=10, max_overflow=20)
+
+    @event.listens_for(engine, "do_connect")
+    def on_do_connect(dialect: Any, record: Any, arguments: list[Any], options: dict[str, Any]) -> None:
+        # SQLite would make it with mode 0644. It gives the -wal and -shm files the mode of the database.
+        if database:
+            with suppress(OSError):  # SQLite says what is wrong
+                private.make_file(Path(database))
 
     @event.listens_for(engine, "connect")
     def on_connect(connection: Any, record: Any) -> None:

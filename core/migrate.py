@@ -15,6 +15,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect, make_url, text
 from sqlalchemy.exc import ArgumentError, OperationalError
 
+from core import private
 from core.db import Database, open_engine
 
 log = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ def _file_lock(database_url: str) -> Iterator[None]:
             "SQLite in memory is not supported: every process would have a database of its own"
         )
     database = Path(name)
-    database.parent.mkdir(parents=True, exist_ok=True)
+    private.make_folder(database.parent)
     with Path(f"{database}.migrate.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # let go by the close
         yield

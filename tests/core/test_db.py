@@ -1,11 +1,13 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from sqlalchemy import func, select, text
 from sqlalchemy.exc import IntegrityError
 
 from core.db import Database, db_now, json_text, unit_of_work
+from core.migrate import upgrade
 from core.models import Job, Organization, Project
 from tests import factories
 
@@ -101,6 +103,36 @@ def test_sqlite_syncs_every_commit(tmp_path):
     with database.write() as first, database.read() as second:  # two connections
         assert [session.scalar(text("PRAGMA synchronous")) for session in (first, second)] == [2, 2]
     database.close()
+
+
+def mode(path):
+    return path.stat().st_mode & 0o777
+
+
+def test_a_new_sqlite_database_is_its_owners_only(tmp_path):
+    """It has secrets of webhooks in clear. The log beside it has what was written last."""
+    file = tmp_path / "data" / "regraft.db"
+    url = f"sqlite:///{file}"
+
+    upgrade(url)
+    database = Database(url)
+    with database.write() as session:
+        factories.organization(session)
+
+    assert mode(file.parent) == 0o700
+    assert [mode(Path(f"{file}{end}")) for end in ("", "-wal", "-shm")] == [0o600] * 3
+    database.close()
+
+
+def test_the_modes_of_a_sqlite_database_and_its_folder_that_exist_are_kept(tmp_path):
+    file = tmp_path / "regraft.db"
+    file.touch()
+    file.chmod(0o640)
+    tmp_path.chmod(0o750)
+
+    upgrade(f"sqlite:///{file}")
+
+    assert (mode(tmp_path), mode(file)) == (0o750, 0o640)
 
 
 def test_the_databases_clock_counts_unix_seconds(database):

@@ -114,6 +114,23 @@ def test_without_a_terminal_the_first_key_is_in_its_file_and_in_no_log(tmp_path,
     assert str(tmp_path / "api_key") in printed and key not in printed
 
 
+def test_a_new_data_folder_is_its_owners_only(tmp_path):
+    folder = tmp_path / "data"
+
+    service.prepare(Settings(data_dir=folder))
+
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "regraft.db").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_mode_of_a_data_folder_that_exists_is_kept(tmp_path):
+    tmp_path.chmod(0o750)
+
+    service.prepare(Settings(data_dir=tmp_path))
+
+    assert tmp_path.stat().st_mode & 0o777 == 0o750
+
+
 def test_a_first_key_that_cannot_be_written_is_not_made(tmp_path):
     settings = Settings(data_dir=tmp_path)
     (tmp_path / "api_key").mkdir()

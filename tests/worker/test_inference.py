@@ -23,7 +23,12 @@ def registry(tiny_model, tmp_path, monkeypatch):
     """The environment of a service with one tiny model."""
     models = tmp_path / "models.toml"
     models.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
-    settings = {"DATA_DIR": tmp_path, "MODELS_FILE": models, "INFERENCE_KEY": KEY, "TORCH_THREADS": 1}
+    settings = {
+        "DATA_DIR": tmp_path / "data",
+        "MODELS_FILE": models,
+        "INFERENCE_KEY": KEY,
+        "TORCH_THREADS": 1,
+    }
     for name, value in settings.items():
         monkeypatch.setenv(f"REGRAFT_{name}", str(value))
     for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
@@ -62,7 +67,7 @@ def test_the_inference_process_of_up_draws_no_progress_bars(capfd):
 
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("bars", [False, True])
-def test_an_inference_server_draws_progress_bars_only_if_the_operator_asks_for_them(bars):
+def test_an_inference_server_draws_progress_bars_only_if_the_operator_asks_for_them(bars, tmp_path):
     asked = {"TQDM_DISABLE": "", "HF_HUB_DISABLE_PROGRESS_BARS": "0"} if bars else {}
     command = [sys.executable, "-m", "worker.cli", "inference", "--port", "0"]
     with subprocess.Popen(
@@ -80,3 +85,4 @@ def test_an_inference_server_draws_progress_bars_only_if_the_operator_asks_for_t
             server.kill()
 
     assert (BAR in said) == bars
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700

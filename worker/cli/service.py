@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ import uvicorn
 from api.app import create_app
 from api.rates import open_rates
 from api.shutdown import Server
-from core import fsck, keys, logs, metrics, tracing
+from core import fsck, keys, logs, metrics, private, tracing
 from core.blobs import BlobStore, StoreEmpty, blobs_of
 from core.db import Database, Send
 from core.disk import Disks
@@ -214,7 +214,7 @@ def member(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "set REGRAFT_LEADER to host:port of the worker whose runs this machine is to help with"
         )
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    private.make_folder(settings.data_dir)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.set())
@@ -264,6 +264,8 @@ def inference(arguments: argparse.Namespace) -> int:
     if not settings.inference_key:
         raise UsageError("set REGRAFT_INFERENCE_KEY, here and where the API runs, to a secret of your choice")
     check_models(settings)
+    with suppress(OSError):  # it has only caches here, and base models are served without them
+        private.make_folder(settings.data_dir)
     os.environ.update(quiet_environment())
     from worker.serve import serve  # here, because it brings torch
 
@@ -312,7 +314,7 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
         UsageError: REGRAFT_DATABASE_URL is no URL of a database that the service can use, or the file of the first key
             cannot be written. Then there is no key, and the next start tries again.
     """
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    private.make_folder(settings.data_dir)
     try:
         upgrade(settings.database)
     except InvalidDatabaseUrl as invalid:
