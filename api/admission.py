@@ -19,6 +19,9 @@ from core.settings import Settings
 
 # In one process, for all projects together.
 GRADER_RUNS, UPLOADS, STREAMS, PREVIEWS, FILE_READS = 64, 32, 500, 4, 4
+# Large JSON bodies (api/large_bodies.py) that arrive, of up to 2 MiB each, and that are parsed, of up to 30 MB each.
+ARRIVING_BODIES, PARSED_BODIES = 64, 8
+ARRIVING_BODIES_PER_PROJECT = 8
 CHECKS = 12  # each waits in one of the 40 threads that answer everybody: the rest of these are for others
 
 T = TypeVar("T")
@@ -159,3 +162,16 @@ class Admission:
         self.file_reads = Share("estimates and previews", places=FILE_READS, per_project=2, waiting=16)
         # Of schemas and patterns (api/schemas.py).
         self.checks = Share("checks of schemas and patterns", places=CHECKS, per_project=4, waiting=16)
+        self.arriving_bodies = Share(
+            "large request bodies",
+            places=ARRIVING_BODIES,
+            per_project=ARRIVING_BODIES_PER_PROJECT,
+            waiting=256,
+        )
+        # Only bodies that have arrived wait here, so that none is refused.
+        self.parsed_bodies = Share(
+            "large request bodies",
+            places=PARSED_BODIES,
+            per_project=PARSED_BODIES // 2,
+            waiting=ARRIVING_BODIES_PER_PROJECT,
+        )

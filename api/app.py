@@ -34,9 +34,10 @@ from api import (
     webhooks,
 )
 from api.admission import FILE_READS, UPLOADS, Admission
-from api.deps import Service
+from api.deps import Service, key_owner
 from api.document import Documented
 from api.grader_loop import GraderLoop
+from api.large_bodies import LargeBodies
 from api.metrics import Measured
 from api.middleware import BodyLimit, RequestHeaders
 from api.rates import LocalRates, Rates
@@ -50,6 +51,8 @@ from graders.backends import Backends
 
 # Nothing but files is large: a python grader has at most 256 kB.
 MOST_JSON_BYTES = 2 << 20
+# A larger body is read only for a valid key, and waits its turn.
+SMALL_JSON_BYTES = 64 << 10
 STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
 STREAM_READERS = 4
 
@@ -82,6 +85,7 @@ def create_app(
         redirect_slashes=False,
         lifespan=lifespan,
     )
+    admission = Admission(settings)
     app.state.service = Service(
         settings,
         database,
@@ -90,7 +94,7 @@ def create_app(
         backends,
         send,
         rates=rates or LocalRates(),
-        admission=Admission(settings),
+        admission=admission,
         upload_threads=CapacityLimiter(UPLOADS),
         stream_readers=CapacityLimiter(STREAM_READERS),
         file_readers=CapacityLimiter(FILE_READS),
@@ -100,6 +104,14 @@ def create_app(
     app.state.upstream = chat.Upstream(settings)
     app.router.routes.extend(all_routes())
     errors.add_handlers(app)
+    app.add_middleware(
+        LargeBodies,
+        small=SMALL_JSON_BYTES,
+        streamed=STREAMED,
+        owner=key_owner,
+        arriving=admission.arriving_bodies,
+        parsed=admission.parsed_bodies,
+    )
     app.add_middleware(
         BodyLimit,
         most_bytes=MOST_JSON_BYTES,

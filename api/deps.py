@@ -11,6 +11,7 @@ from anyio import CapacityLimiter
 from fastapi import BackgroundTasks, Depends, Header, Request
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
 
 from api.admission import Admission
 from api.grader_loop import GraderLoop
@@ -91,21 +92,48 @@ def _caller(
     organization: Annotated[str | None, Header(alias="OpenAI-Organization", include_in_schema=False)] = None,
     project: Annotated[str | None, Header(alias="OpenAI-Project", include_in_schema=False)] = None,
 ) -> Caller:
+    token = _token(credentials, azures_key)
+    key, found = _authenticated(service.database, token, organization, project)
+    request.state.organization_id = found.organization_id  # for the openai-organization header
+    _limit_rate(request, service, found)
+    if keys.use_is_news(key):
+        background.add_task(_note_use, service.database, key.id)  # when the answer is on its way
+    return Caller(key, found)
+
+
+async def key_owner(request: Request) -> str:
+    """The id of the project that the request's key opens, for use before the request's body is read.
+
+    Nothing but the key is checked, and no request is counted.
+
+    Raises:
+        InvalidApiKey: as every endpoint that needs a key would.
+    """
+    token = _token(await _bearer(request), await _azures_header(request))
+    organization, project = (request.headers.get(f"openai-{name}") for name in ("organization", "project"))
+    database = request.app.state.service.database
+    _, found = await run_in_threadpool(_authenticated, database, token, organization, project)
+    return found.id
+
+
+def _token(credentials: HTTPAuthorizationCredentials | None, azures_key: str | None) -> str:
     token = credentials.credentials if credentials else azures_key
     if not token:
         raise InvalidApiKey(
             "You didn't provide an API key. You need to provide your API key in an Authorization header "
             "using Bearer auth (i.e. Authorization: Bearer YOUR_KEY), or in an api-key header."
         )
+    return token
+
+
+def _authenticated(
+    database: Database, token: str, organization: str | None, project: str | None
+) -> tuple[ApiKey, Project]:
     # A session of its own: an upload holds its request open for minutes, and must not hold a connection.
-    with service.database.read() as session:
+    with database.read() as session:
         key, found = keys.authenticate(session, token)
         _refuse_mismatched(session, found, organization, project)
-    request.state.organization_id = found.organization_id  # for the openai-organization header
-    _limit_rate(request, service, found)
-    if keys.use_is_news(key):
-        background.add_task(_note_use, service.database, key.id)  # when the answer is on its way
-    return Caller(key, found)
+    return key, found
 
 
 def _refuse_mismatched(

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from api.explain import explain
+from api.large_bodies import Refused
 from api.middleware import no_room
 from core import db, disk
 from core.errors import InvalidRequest, ServiceError, Unavailable
@@ -31,6 +32,7 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _framework_error)
+    app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(DataError, _not_storable)
     app.add_exception_handler(DBAPIError, _database_error)
     app.add_exception_handler(OSError, _system_error)
@@ -64,6 +66,17 @@ def _framework_error(request: Request, error: Exception) -> Response:
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
     return AsciiJSON(body, status_code=error.status_code, headers=error.headers)
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    """The answer that the cause gets where it is raised in an endpoint."""
+    assert isinstance(error, Refused)
+    handlers = request.app.exception_handlers
+    for kind in type(error.cause).__mro__:
+        if kind in handlers:
+            response: Response = handlers[kind](request, error.cause)
+            return response
+    raise error.cause
 
 
 def _not_storable(request: Request, error: Exception) -> Response:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator
 
 from api.deps import CurrentProject, Parts, ReadProject, Service
 from api.document import FOR_ANY_KEY
+from api.large_bodies import body_is_read
 from api.schemas import in_turn
 from api.wire import Body
 from core.errors import GraderEnvironmentMissing, InvalidRequest, Unavailable
@@ -72,6 +73,7 @@ async def refuse(spec: GraderSpec, service: Service, project: Project, param: st
     Raises:
         TooManyAtOnce: as many of these of this project as may wait do so already.
     """
+    body_is_read()  # creating and validating a job do not watch for a disconnect, and may wait for minutes here
     check = partial(_refuse_unusable, spec, service.backends, param)
     if has_patterns(spec):
         await in_turn(check, service, project)
