@@ -33,6 +33,8 @@ from api.deps import CurrentCaller, CurrentProject, Parts
 from api.document import refusals
 from api.wire import Part
 from core.chat import (
+    MAX_MESSAGES,
+    MAX_PARTS,
     TEXT_OR_LIST,
     AnyObject,
     ContentPart,
@@ -84,7 +86,8 @@ class InputMessage(Part):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[ResponseText], Field(min_length=1), Tag("list")],
+        Annotated[str, Tag("text")]
+        | Annotated[list[ResponseText], Field(min_length=1, max_length=MAX_PARTS), Tag("list")],
         TEXT_OR_LIST,
     ]
     id: str | None = None
@@ -149,7 +152,8 @@ class ResponseCreate(Generation):
 
     model: str
     input: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[InputMessage], Field(min_length=1), Tag("list")],
+        Annotated[str, Tag("text")]
+        | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), Tag("list")],
         TEXT_OR_LIST,
     ]
     instructions: str | None = None

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from api.deps import Service
+from api.large_bodies import body_is_read
 from core.errors import InvalidRequest, ServiceError
 from core.models import Project
 from core.response_format import ResponseFormat, held_to
@@ -32,6 +33,7 @@ async def in_turn(check: Callable[[], None], service: Service, project: Project)
     Raises:
         TooManyAtOnce: as many checks of this project as may wait do so already.
     """
+    body_is_read()
     OWNER.set(project.id)  # the thread has a copy of this context
     await service.admission.checks.in_thread(project.id, check)
 

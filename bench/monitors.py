@@ -58,7 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.read:
         runs = {path.name: json.loads(path.read_text()) for path in sorted(args.read.glob("*.json"))}
-        seen = None
+        seen = {}
     else:
         trained = {}
         for seed in args.seeds:
@@ -68,12 +68,12 @@ def main() -> None:
                 args.keep.mkdir(parents=True, exist_ok=True)
                 (args.keep / name).write_text(json.dumps(trained[name][0]))
         runs = {name: steps for name, (steps, _) in trained.items()}
-        seen = sum(len(warned) for _, warned in trained.values())
+        seen = {"warning_events": sum(len(warned) for _, warned in trained.values())}
     alarms = {name: list(warnings(steps)) for name, steps in runs.items()}
     for name in runs:
         for step, finding in alarms[name]:
             print(f"{name} step {step}: {finding.message}")
-    report("monitors", {"runs": len(runs), "alarms": sum(map(len, alarms.values())), "warning_events": seen})
+    report("monitors", {"runs": len(runs), "alarms": sum(map(len, alarms.values())), **seen})
 
 
 def warnings(steps: list[dict[str, Any]]) -> Iterator[tuple[int, Finding]]:

@@ -62,10 +62,15 @@ TEXT_OR_LIST = Discriminator(
 SENT_BACK = ("annotations", "audio", "function_call", "tool_calls")
 
 
+# Of a conversation, and of a message. Without them 2 MB of empty objects become gigabytes of complaints.
+MAX_MESSAGES, MAX_PARTS = 2048, 256
+
+
 class Message(Part):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(min_length=1), Tag("list")],
+        Annotated[str, Tag("text")]
+        | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS), Tag("list")],
         TEXT_OR_LIST,
     ]
     name: str | None = None
@@ -97,7 +102,7 @@ class Chat(Part):
     """The fields that change the answer. Everything else of OpenAI's API is accepted or refused in api/chat.py."""
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     temperature: Temperature = None
     top_p: TopP = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None

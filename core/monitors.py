@@ -14,7 +14,8 @@ class Thresholds(BaseModel):
     below_base: float | None = Field(default=0.0, ge=0)
     # Overfitting: training less validation reward is above this, by more than the standard error explains.
     overfitting: float | None = Field(default=0.1, ge=0)
-    # KL jump: in two steps in a row `kl` is above the median of the five before by more than this, in nats a token.
+    # KL jump: in two steps in a row `kl` is above the median of the five before by more than this, in nats a token, and
+    # the training reward is lower than in those five.
     kl_jump: float | None = Field(default=1.0, ge=0)
     # Truncation: in five steps in a row more than this share of the answers is cut off at max_completion_tokens.
     truncated_share: float | None = Field(default=0.2, ge=0, le=1)
