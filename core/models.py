@@ -313,7 +313,7 @@ class ScrubRound(Table):
     __tablename__ = "scrub_rounds"
     id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # always 1
     started_at: Mapped[float] = mapped_column(Double)
-    # The worker that reads, and until when nobody else does. Unix time.
+    # The worker that holds the lease on the round, and when the lease ends (Unix time).
     holder: Mapped[str] = mapped_column(String(64), default="")
     held_until: Mapped[float] = mapped_column(Double, default=0.0)
     # The `seq` of the last file and of the last checkpoint that were read in this round.

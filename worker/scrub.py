@@ -45,7 +45,7 @@ class Scrub:
 
     Args:
         clock: In seconds, never goes back.
-        wall: Unix time: a round goes on where it was when all workers had been stopped.
+        wall: Unix time, so that a round resumes at its position after all workers were stopped.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Scrub:
         self._done: File | Checkpoint | None = None
 
     def scrub(self) -> None:
-        """Read what is due for about a second. A large object is gone on with in the next pass."""
+        """Read due objects for about a second. The next pass continues with a large object."""
         until = self._clock() + SECONDS_AT_ONCE
         while self.days and self._clock() >= self._next:
             try:
@@ -80,7 +80,7 @@ class Scrub:
                 raise
 
     def _read_on(self, until: float) -> bool:
-        """Go on with an object, or begin the next one. False: enough for now."""
+        """Continue with an object, or begin the next one. Returns whether this pass has time left."""
         reading = self._reading = self._hold()
         if reading is None:
             self._next = self._clock() + PAUSE_SECONDS
@@ -92,24 +92,24 @@ class Scrub:
         return self._clock() < until
 
     def _hold(self) -> _Reading | None:
-        """Stay the one that reads, note what was read, choose what is read now. None: nothing is due, or not here."""
+        """Renew the lease on the round, record the object that was read, and select the one to read.
+
+        Returns:
+            None if no object is due, or if another worker holds the lease.
+        """
+        reading, done, self._done = self._reading, self._done, None
         with self.database.write() as session:
             turn = self._round(session)
             now = self._wall()
-            if turn.holder != self._name and now < turn.held_until <= now + HELD_SECONDS:
-                self._done = None
-                return None
             if turn.holder == self._name:
-                self._note_done(turn)
-            elif self._reading is not None:
-                self._reading = None  # another worker has read on in the meantime
-            turn.holder, turn.held_until = self._name, now + HELD_SECONDS
-            self._done = None
-            if self._reading is None:
-                self._reading = self._due(session, turn, now)
-            if self._reading is None:
-                turn.held_until = 0.0
-        return self._reading
+                self._record(turn, done)
+            elif now < turn.held_until <= now + HELD_SECONDS:
+                return None
+            else:
+                reading = None  # another worker has moved the position since
+            reading = reading or self._due(session, turn, now)
+            turn.holder, turn.held_until = self._name, now + HELD_SECONDS if reading else 0.0
+        return reading
 
     def _round(self, session: Session) -> ScrubRound:
         turn = session.get(ScrubRound, 1, with_for_update=True)
@@ -123,11 +123,12 @@ class Scrub:
             return session.get_one(ScrubRound, 1, with_for_update=True)
         return turn
 
-    def _note_done(self, turn: ScrubRound) -> None:
-        if isinstance(self._done, File):
-            turn.file_seq = self._done.seq
-        elif self._done is not None:
-            turn.checkpoint_seq = self._done.seq
+    @staticmethod
+    def _record(turn: ScrubRound, done: File | Checkpoint | None) -> None:
+        if isinstance(done, File):
+            turn.file_seq = done.seq
+        elif done is not None:
+            turn.checkpoint_seq = done.seq
 
     def _due(self, session: Session, turn: ScrubRound, now: float) -> _Reading | None:
         """The next object of this round whose day has come. At the end of the round, the next round begins."""

@@ -16,30 +16,31 @@ from prometheus_client.parser import text_string_to_metric_families
 from core.metrics import COUNTED
 from graders.sandbox import pool
 
-WEBHOOK_ATTEMPTS = prometheus.Counter(
+
+def _results(name: str, help: str, results: Iterable[str]) -> prometheus.Counter:
+    """A counter by result. Each starts at 0: a series that begins at 1 has not grown, says Prometheus."""
+    counter = prometheus.Counter(name, help, ("result",), registry=COUNTED)
+    for result in results:
+        counter.labels(result)
+    return counter
+
+
+WEBHOOK_ATTEMPTS = _results(
     "regraft_webhook_attempts",
     "Attempts to deliver a webhook: delivered, failed (and tried again), or given_up.",
-    ("result",),
-    registry=COUNTED,
+    ("delivered", "failed", "given_up"),
 )
-for _result in ("delivered", "failed", "given_up"):
-    WEBHOOK_ATTEMPTS.labels(
-        _result
-    )  # 0 from the start: a series that begins at 1 has not grown, says Prometheus
+SCRUBBED = _results(
+    "regraft_scrubbed_objects",
+    "Files and checkpoints that the scrub has read against their hashes: whole, damaged, or missing.",
+    ("whole", "damaged", "missing"),
+)
 PASS_FAILURES = prometheus.Counter(
     "regraft_reconciler_failures",
     "Passes of the reconciler that failed; each is tried again.",
     ("pass",),
     registry=COUNTED,
 )
-SCRUBBED = prometheus.Counter(
-    "regraft_scrubbed_objects",
-    "Files and checkpoints that the scrub has read against their hashes: whole, damaged, or missing.",
-    ("result",),
-    registry=COUNTED,
-)
-for _result in ("whole", "damaged", "missing"):
-    SCRUBBED.labels(_result)
 
 # By the name of a sample and its labels.
 Counts = Counter[tuple[str, tuple[tuple[str, str], ...]]]

@@ -199,7 +199,7 @@ class _Kind:
             os.write(self._wake, b"!")
 
     def take(self, most: int, under_way: Counter[str]) -> list[_Call]:
-        """At most this many calls of the owner whose turn it is; none if nobody who waits may have another batch.
+        """Take up to `most` calls of the owner whose turn it is; none if all waiting owners are at their limit.
 
         It is the turn of the owner with the fewest batches under way, and among those of the first in line.
         """
@@ -351,7 +351,7 @@ class _Process:
         self.layers: dict[str, str] = answer["layers"]
 
     def send_batches(self) -> None:
-        """Fill the free slots from the queue, with a share of it for each. Some stay free if nobody may have them."""
+        """Fill the free slots with equal shares of the queue; one stays free if all waiting owners are at their limit."""
         while (free := self.kind.slots - len(self.batches)) > 0 and (queued := self.kind.queued()):
             under_way = Counter(batch.owner for batch in self.batches.values())
             calls = self.kind.take(min(self.hazard.batch, -(-queued // free)), under_way)

@@ -1,4 +1,4 @@
-"""Checks of schemas and patterns: which requests take a place for one, and whom they delay."""
+"""Checks of schemas and patterns: which requests take a place, and which requests they delay."""
 
 import asyncio
 from collections.abc import Iterator
