@@ -351,7 +351,7 @@ class _Process:
         self.layers: dict[str, str] = answer["layers"]
 
     def send_batches(self) -> None:
-        """Fill the free slots with equal shares of the queue; one stays free if all waiting owners are at their limit."""
+        """Fill the free slots with equal shares of the queue; one stays free if all who wait are at their limit."""
         while (free := self.kind.slots - len(self.batches)) > 0 and (queued := self.kind.queued()):
             under_way = Counter(batch.owner for batch in self.batches.values())
             calls = self.kind.take(min(self.hazard.batch, -(-queued // free)), under_way)
