@@ -23,6 +23,11 @@ Path = tuple[str | int, ...]
 
 # A row may have 4 MB, and one that a judge or a metric reads has to be copied, compared and sent.
 MAX_RENDERED = 2_000_000
+# Parsing takes microseconds for each reference, and longer for a long path.
+MAX_REFERENCES = 1_000  # of one template
+MAX_REFERENCE = 1_000  # characters between the braces
+# Characters of a template that is kept when it has been parsed: what is parsed takes ten times as much memory.
+MAX_KEPT = 4_000
 
 _NAMESPACE = re.compile(r"\s*(\w*)")
 _STEP = re.compile(r"\.(?P<key>[\w-]+)|\[(?P<index>[0-9]{1,9})\]")
@@ -100,7 +105,7 @@ class Template:
     @classmethod
     def parse(cls, text: str) -> Template:
         """Raise TemplateSyntaxError for bad syntax and for what no sample can ever have."""
-        return _parse(text)
+        return _kept(text) if len(text) <= MAX_KEPT else _parse(text)
 
     @property
     def item_paths(self) -> tuple[Path, ...]:
@@ -171,13 +176,21 @@ def _resolve_sample(sample: Sample, path: Path) -> Any:
 
 
 @lru_cache(maxsize=256)  # the dataset check asks for the same few templates once per row
+def _kept(text: str) -> Template:
+    return _parse(text)
+
+
 def _parse(text: str) -> Template:
+    if text.count("{{") > MAX_REFERENCES:
+        raise TemplateSyntaxError(f"a template may have at most {MAX_REFERENCES} references", 0)
     parts: list[str | Reference] = []
     at = 0
     while (start := text.find("{{", at)) >= 0:
         end = text.find("}}", start)
         if end < 0:
             raise TemplateSyntaxError("'{{' is never closed", start)
+        if end - start > MAX_REFERENCE:
+            raise TemplateSyntaxError(f"a reference may have at most {MAX_REFERENCE} characters", start)
         parts += [text[at:start], _reference(text, start + 2, end)]
         at = end + 2
     parts.append(text[at:])

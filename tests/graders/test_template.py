@@ -4,7 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graders import template
 from graders.template import (
+    MAX_KEPT,
+    MAX_REFERENCE,
+    MAX_REFERENCES,
     MAX_RENDERED,
     MissingPath,
     RenderedTooLarge,
@@ -220,3 +224,25 @@ def test_a_rendered_text_has_a_size_limit_which_is_kept_while_it_is_built():
         Template.parse("{{item.a}}" * 300).render(Sample(""), row)
     with pytest.raises(RenderedTooLarge):
         Template.parse("{{item}}" * 300).render(Sample(""), row)
+
+
+@pytest.mark.parametrize(
+    "text", ["{{item}}" * (MAX_REFERENCES + 1), "{{item" + ".a" * MAX_REFERENCE + "}}"], ids=["many", "long"]
+)
+def test_a_template_that_takes_long_to_parse_is_refused(text: str):
+    with pytest.raises(TemplateSyntaxError, match=r"at most 1000 (references|characters)"):
+        Template.parse(text)
+
+
+def test_references_up_to_the_limit_are_parsed():
+    assert Template.parse("{{item.n}}" * MAX_REFERENCES).render(HI, ROW) == "3" * MAX_REFERENCES
+
+
+def test_large_templates_are_not_kept_in_memory():
+    before = template._kept.cache_info().misses
+
+    Template.parse("x" * (MAX_KEPT + 1))
+    assert template._kept.cache_info().misses == before
+
+    Template.parse("y" * MAX_KEPT)
+    assert template._kept.cache_info().misses == before + 1
