@@ -153,7 +153,9 @@ class ResponseCreate(Generation):
     model: str
     input: Annotated[
         Annotated[str, Tag("text")]
-        | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), Tag("list")],
+        | Annotated[
+            list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("list")
+        ],
         TEXT_OR_LIST,
     ]
     instructions: str | None = None
@@ -161,7 +163,13 @@ class ResponseCreate(Generation):
     temperature: Temperature = None
     top_p: TopP = None
     text: TextConfig | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(max_length=100, fail_fast=True),
+        ]
+        | None
+    ) = None
     top_logprobs: TopLogprobs = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

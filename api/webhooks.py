@@ -28,7 +28,8 @@ def _known(event_type: str) -> str:
 
 NoNul = r"^[^\x00]*$"
 EventType = Annotated[str, AfterValidator(_known)]
-EventTypes = Annotated[list[EventType], Field(min_length=1)]
+# The first unknown one is reported. Complaints of a whole body of them would take a gigabyte.
+EventTypes = Annotated[list[EventType], Field(min_length=1, max_length=100, fail_fast=True)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=NoNul)]
 Url = Annotated[str, Field(max_length=2048, pattern=NoNul)]
 

@@ -11,6 +11,13 @@ from core.pages import Page
 T = TypeVar("T")
 
 
+# Of an object anywhere in a request: as many as a schema may have properties. Pydantic makes a complaint of each
+# unknown key, a kilobyte in memory, although only the first is reported.
+MAX_KEYS = 5_000
+# No body with fewer characters has an object of more keys: one takes at least six (`"":0, `).
+_FEW = 6 * MAX_KEYS
+
+
 class Part(BaseModel):
     """A piece of a request: strict, and without keys that we do not know."""
 
@@ -28,10 +35,26 @@ class Body(Part):
         if not isinstance(sent, dict):  # pydantic will say so
             return sent
         try:
-            json.dumps(sent, allow_nan=False, ensure_ascii=False).encode()
+            text = json.dumps(sent, allow_nan=False, ensure_ascii=False)
+            text.encode()
         except (ValueError, RecursionError) as problem:
             raise ValueError(f"the body holds something that JSON cannot express: {problem}") from None
+        if len(text) > _FEW:
+            _refuse_many_keys(sent)
         return sent
+
+
+def _refuse_many_keys(sent: dict[str, Any]) -> None:
+    containers: list[Any] = [sent]
+    while containers:
+        one = containers.pop()
+        if isinstance(one, dict):
+            if len(one) > MAX_KEYS:
+                raise ValueError(
+                    f"an object in the body has {len(one)} keys, at most {MAX_KEYS} are supported"
+                )
+            one = one.values()
+        containers += [below for below in one if isinstance(below, dict | list) and below]
 
 
 class Listing(BaseModel, Generic[T]):

@@ -7,6 +7,7 @@ a name that nothing defines, a type this version cannot run. A spec that exists 
 from __future__ import annotations
 
 import difflib
+import json
 import secrets
 import string
 from collections.abc import Iterable, Mapping
@@ -82,6 +83,7 @@ MAX_MESSAGES = 100
 MAX_PARTS = 100  # of one message
 MAX_GRADERS = 100  # in a multi
 MAX_HEADERS = 50
+MAX_REFERENCES = 20_000  # in all templates of a grader: parsing them takes a tenth of a second
 GIVE_STEPS = ("python", "endpoint")  # the types whose grades may have steps
 Source = Annotated[str, AfterValidator(_checked_source)]
 Name = Annotated[str, Field(min_length=1)]
@@ -195,7 +197,7 @@ Part = Annotated[
 Content = Annotated[
     Annotated[TemplateText, Tag("<text>")]
     | Annotated[Part, Tag("<part>")]
-    | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS), Tag("<parts>")],
+    | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
     Discriminator(_kind_of_content),
 ]
 
@@ -251,7 +253,7 @@ class ScoreModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     type: Literal["score_model"] = "score_model"
     name: GraderName
     model: Name
-    input: Annotated[list[MessageSpec], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: Annotated[list[MessageSpec], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     range: Annotated[list[Finite], Field(min_length=2, max_length=2)] | None = None  # None means [0, 1]
     sampling_params: SamplingParams | None = None
     pass_threshold: Finite | None = None
@@ -270,7 +272,7 @@ class LabelModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     type: Literal["label_model"] = "label_model"
     name: GraderName
     model: Name
-    input: Annotated[list[MessageSpec], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: Annotated[list[MessageSpec], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     labels: Annotated[list[Name], Field(min_length=1, max_length=MAX_LABELS)]
     passing_labels: Annotated[list[Name], Field(max_length=MAX_LABELS)]
     sampling_params: SamplingParams | None = None
@@ -367,13 +369,23 @@ MASK = "***"
 
 def parse_grader(raw: object, param: str = "grader") -> GraderSpec:
     """The spec in `raw`, parsed JSON. Raise InvalidGrader, its `param` starting with the one given here."""
+    if _references(raw) > MAX_REFERENCES:
+        raise _invalid_value(param, f"its templates may have at most {MAX_REFERENCES} references in all.")
     return _parsed(_object(raw, param), param)
 
 
+def _references(raw: object) -> int:
+    """No fewer than there are in the templates of what may be a grader. Found without parsing them."""
+    try:
+        return json.dumps(raw, default=str).count("{{")
+    except (ValueError, RecursionError):  # circular, or too deep to be one
+        return 0
+
+
 def _parsed(fields: dict[str, Any], param: str) -> GraderSpec:
+    fields = _with_one_unknown(fields, model := _MODELS[_one_of(_MODELS, fields, f"{param}.type")])
     if "name" in fields and fields["name"] is None:  # typed clients send a null where nothing was set
         del fields["name"]
-    model = _MODELS[_one_of(_MODELS, fields, f"{param}.type")]
     if model is MultiSpec and "graders" in fields:
         fields["graders"] = _sub_graders(fields["graders"], f"{param}.graders")
     try:
@@ -387,6 +399,12 @@ def _parsed(fields: dict[str, Any], param: str) -> GraderSpec:
             hint = f" Did you mean '{close[0]}'?" if close else ""
             mistake = replace(mistake, message=mistake.message + hint)
         raise _refusal(mistake) from None
+
+
+def _with_one_unknown(fields: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """The known fields and the first unknown one, which is all that is reported: pydantic makes a complaint of each."""
+    unknown = next((key for key in fields if key not in model.model_fields), None)
+    return {key: value for key, value in fields.items() if key in model.model_fields or key == unknown}
 
 
 def dump(spec: GraderSpec, *, masked: bool = False) -> dict[str, Any]:

@@ -111,6 +111,61 @@ def test_a_hundred_thousand_labels_are_refused(contained: Attacked) -> None:
     assert answer.status_code == 400, answer.text
 
 
+MISTAKES = {
+    "unknown event types": (
+        "/webhook_endpoints",
+        {"name": "w", "url": "https://example.com/", "event_types": ["z"] * 400_000},
+    ),
+    "messages of empty parts": (
+        "/chat/completions",
+        {"model": "tiny", "messages": [{"role": "user", "content": [{}] * 256}] * 1_800},
+    ),
+    "inputs of empty parts": (
+        "/responses",
+        {"model": "tiny", "input": [{"role": "user", "content": [{}] * 256}] * 1_800},
+    ),
+    "includes": ("/responses", {"model": "tiny", "input": "hi", "include": ["z"] * 400_000}),
+    "unknown keys": ("/fine_tuning/jobs", job() | {f"{number:x}": 1 for number in range(180_000)}),
+    "numbers in metadata": (
+        "/chat/completions",
+        {"model": "tiny", "messages": [], "metadata": {f"{number:x}": 1 for number in range(180_000)}},
+    ),
+    "unknown keys of a grader": (
+        "/fine_tuning/alpha/graders/validate",
+        {"grader": GRADER | {f"{number:x}": 1 for number in range(180_000)}},
+    ),
+    "references": (
+        "/fine_tuning/alpha/graders/validate",
+        {"grader": GRADER | {"input": "{{item}}" * 240_000}},
+    ),
+}
+
+
+@pytest.mark.parametrize("mistakes", MISTAKES)
+def test_a_body_full_of_mistakes_is_refused_for_the_first(contained: Attacked, mistakes: str) -> None:
+    """A complaint of pydantic is a kilobyte, so that 2 MB of mistakes took gigabytes, and ended the process."""
+    route, body = MISTAKES[mistakes]
+    content = json.dumps(body, separators=(",", ":"))
+    assert len(content) <= 2 << 20
+    before = contained.process.cpu_times()
+    with contained.client() as client:
+        answer = client.post(route, content=content, headers={"Content-Type": "application/json"})
+
+    after = contained.process.cpu_times()
+    assert answer.status_code == 400
+    assert after.user + after.system - before.user - before.system < 1.5
+
+
+def test_templates_of_many_graders_are_given_back(contained: Attacked) -> None:
+    with contained.client(contained.read_key) as client:
+        for number in range(60):
+            text = f"{{{{item.a{number}}}}}" * 900 + "x" * 1_900_000
+            answer = client.post(
+                "/fine_tuning/alpha/graders/validate", json={"grader": GRADER | {"input": text}}
+            )
+            assert answer.status_code == 200
+
+
 ANSWERS = {
     "root": r"\boxed{\sqrt[10^{-9}]{7}}",
     "small root": r"\boxed{\sqrt[\frac{1}{9999999}]{9}}",

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+from graders import complaints
 from graders.build import build, item_paths, missing_item_paths
-from graders.spec import InvalidGrader, MultiSpec, dump, parse_grader
+from graders.spec import MAX_REFERENCES, InvalidGrader, MultiSpec, dump, parse_grader
 from graders.types import Sample
 
 EXACT = {
@@ -414,3 +415,44 @@ def counting():
         __hash__ = str.__hash__
 
     return Counting
+
+
+def test_the_references_of_all_templates_of_a_grader_are_bounded():
+    """Each template may have a thousand, a judge's message a hundred templates, and a judge a hundred messages."""
+    parts = [{"type": "input_text", "text": "{{item.a}}" * 900} for _ in range(MAX_REFERENCES // 900 + 1)]
+    judge = {"type": "score_model", "name": "j", "model": "m", "input": [{"role": "user", "content": parts}]}
+
+    assert "at most 20000 references" in refused(judge).message
+
+
+@pytest.mark.parametrize(
+    "grader",
+    [
+        EXACT | {f"k{number}": 1 for number in range(1000)},
+        {"type": "score_model", "name": "j", "model": "m", "input": [{"role": "user", "content": [{}] * 100}] * 100},
+        {"type": "score_model", "name": "j", "model": "m", "input": [{"role": "user"}] * 100},
+        {
+            "type": "score_model", "name": "j", "model": "m",
+            "input": [{"role": "user", "content": [{"type": "input_text"}] * 100}] * 100,
+        },
+    ],
+    ids=["unknown keys", "parts", "messages", "texts"],
+)  # fmt: skip
+def test_a_grader_with_thousands_of_mistakes_is_refused_for_the_first(grader: dict, monkeypatch):
+    """Each complaint of pydantic takes a kilobyte and some microseconds, in the event loop of the API."""
+    counts = []
+    first_of = complaints.first_of
+
+    def counted(all_of_them, *more):
+        counts.append(len(all_of_them))
+        return first_of(all_of_them, *more)
+
+    monkeypatch.setattr(complaints, "first_of", counted)
+
+    refused(grader)
+
+    assert counts[0] <= 2
+
+
+def test_the_first_unknown_field_is_named():
+    assert refused(EXACT | {"first": 1, "second": 2}).param == "grader.first"
