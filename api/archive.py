@@ -18,12 +18,20 @@ ARCHIVE: dict[int | str, dict[str, Any]] = {
 
 
 @router.get("/{checkpoint_id}/archive", response_class=StreamingResponse, responses=ARCHIVE)
-def download_checkpoint(checkpoint_id: str, project: CurrentProject, service: Parts) -> StreamingResponse:
+async def download_checkpoint(
+    checkpoint_id: str, project: CurrentProject, service: Parts
+) -> StreamingResponse:
     """The adapter in PEFT's format, its tokenizer, a model card and reproduce.json, as an uncompressed tar."""
-    with service.database.read() as session:
-        checkpoint = export.of_project(session, project.id, checkpoint_id)
-    home = export.gather(service.database, service.blobs, service.registry, checkpoint, hide_secrets)
-    export.check(home, service.blobs, checkpoint_id)
+
+    def gather() -> export.TakeHome:
+        with service.database.read() as session:
+            checkpoint = export.of_project(session, project.id, checkpoint_id)
+        home = export.gather(service.database, service.blobs, service.registry, checkpoint, hide_secrets)
+        export.check(home, service.blobs, checkpoint_id)
+        return home
+
+    # It reads the whole checkpoint, and no project may take all threads with that.
+    home = await service.admission.file_reads.in_thread(project.id, gather)
     chunks = home.tar(service.blobs)
     headers = {
         "content-length": str(home.tar_bytes),

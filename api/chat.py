@@ -16,7 +16,7 @@ import httpx
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic import BeforeValidator, ValidationInfo
 from starlette.types import Receive, Scope, Send
 
 from api.deps import CurrentProject, Parts, Service
@@ -26,7 +26,7 @@ from api.schemas import refuse_unusable_schema
 from api.wire import Body
 from core import tracing, tuned
 from core.blobs import BlobNotFound, BlobStore
-from core.chat import MAX_MESSAGES, Adapter, Chat, Message, Served
+from core.chat import Adapter, Chat, Served
 from core.errors import InvalidParameter, InvalidRequest, ModelNotFound, NotReady, ServiceError
 from core.hangup import until_gone
 from core.models import Checkpoint, Project
@@ -79,9 +79,6 @@ class ChatCreate(Chat, Generation):
 
     model_config = Chat.model_config
 
-    # As in Chat, and the first message that is wrong is the last one that is looked at: 256 empty objects in each of
-    # 2048 messages become a million complaints.
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     frequency_penalty: Unsupported = None
     presence_penalty: Unsupported = None
     logit_bias: Unsupported = None

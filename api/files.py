@@ -181,10 +181,23 @@ def _missing(service: Service, project: Project, file_id: str) -> ServiceError:
     try:
         check_not_empty(service.blobs)
     except StoreEmpty as empty:
-        log.error("%s of %s is missing: %s", file.blob_key, file.id, empty)
-        return Unavailable("The service cannot find its stored files. Try again later, or tell its operator.")
+        return _store_is_lost(empty)
     log.error("%s of %s is missing; a download has found it", file.blob_key, file.id)
     return ContentDamaged(str(files.content_damaged(file, files.MISSING)))
+
+
+def refuse_lost_store(service: Service) -> None:
+    """Raise Unavailable if there are files and the store has no blobs: it is not the one that they were stored in."""
+    with service.database.read() as session:
+        try:
+            files.refuse_lost_store(session, service.blobs)
+        except StoreEmpty as empty:
+            raise _store_is_lost(empty) from empty
+
+
+def _store_is_lost(empty: StoreEmpty) -> Unavailable:
+    log.error("%s", empty)
+    return Unavailable("The service cannot find its stored files. Try again later, or tell its operator.")
 
 
 def _logged(file: File, content: Iterator[bytes]) -> Iterator[bytes]:
@@ -216,6 +229,7 @@ class Arriving:
 
     def open(self) -> None:
         """Refuse what has no room, before any of it is stored."""
+        refuse_lost_store(self._service)
         self._free = self._free_bytes(max(1, self._declared - MOST_AROUND_A_FILE))
 
     def begin(self, name: str, filename: str | None) -> FormPart:

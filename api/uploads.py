@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from api.deps import CurrentActor, CurrentProject, Parts, Service, Uow
-from api.files import ExpiresAfter, FileName, FileOut, Purpose, last_segment
+from api.files import ExpiresAfter, FileName, FileOut, Purpose, last_segment, refuse_lost_store
 from api.idempotency import Once
 from api.multipart import FormPart, receive
 from api.wire import Body
@@ -118,9 +118,11 @@ async def add_upload_part(
 ) -> PartOut:
     """Add a part of at most 64 MB. Parts may be sent in any order and at the same time."""
     limits = tenants.limits(project, service.settings.default_limits)
-    open_part = partial(
-        uploads.PartWriter, service.database, service.blobs, project.id, upload_id, limits=limits
-    )
+
+    def open_part() -> uploads.PartWriter:
+        refuse_lost_store(service)
+        return uploads.PartWriter(service.database, service.blobs, project.id, upload_id, limits=limits)
+
     async with service.admission.uploads.admitted(project.id):
         arriving = Arriving(await to_thread.run_sync(open_part, limiter=service.upload_threads))
         return await receive(request, arriving, arriving.finish, service.upload_threads)

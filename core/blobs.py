@@ -62,6 +62,7 @@ _PASSING_ERRNOS = {
     errno.ESTALE,
     errno.EAGAIN,
     errno.EHOSTUNREACH,
+    errno.ENOTCONN,  # the process of a FUSE mount has ended
     errno.ENETUNREACH,
 }
 

@@ -70,7 +70,7 @@ class Message(Part):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Annotated[str, Tag("text")]
-        | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS), Tag("list")],
+        | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("list")],
         TEXT_OR_LIST,
     ]
     name: str | None = None
@@ -102,7 +102,8 @@ class Chat(Part):
     """The fields that change the answer. Everything else of OpenAI's API is accepted or refused in api/chat.py."""
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    # It ends at the first mistake: 256 empty objects in each of 2048 messages would become a million complaints.
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     temperature: Temperature = None
     top_p: TopP = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None

@@ -1,5 +1,6 @@
 """Uploaded files and results, as rows; their bytes are in the blob store under `blob_key`."""
 
+import errno
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -132,9 +133,28 @@ def _verified(file: File, chunks: Iterator[bytes]) -> Iterator[bytes]:
                 held = chunk
     except BlobCorrupt:
         raise content_damaged(file, DAMAGED) from None
+    except OSError as cause:
+        if (
+            cause.errno != errno.EIO
+        ):  # EIO: a sector that the disk cannot read; anything else is about the store
+            raise
+        raise content_damaged(file, DAMAGED) from cause
     if (size, meter.hexdigest()) != (file.bytes, file.sha256):
         raise content_damaged(file, DAMAGED)
     yield held
+
+
+def refuse_lost_store(session: Session, blobs: BlobStore) -> None:
+    """Refuse to write into a store that has lost its blobs: a folder that is not mounted, or another bucket.
+
+    Its first new blob would make all others look deleted.
+
+    Raises:
+        StoreEmpty: there are files, and the store has no blobs.
+    """
+    valid = or_(File.expires_at.is_(None), File.expires_at > now())
+    if session.scalar(select(File.seq).where(File.deleted_at.is_(None), valid).limit(1)) is not None:
+        check_not_empty(blobs)
 
 
 def page(

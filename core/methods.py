@@ -205,7 +205,8 @@ class Hyperparameters(Value):
             return []
         return [
             f"reasoning_effort '{self.reasoning_effort}' has no effect in this version: the model reasons as it does "
-            "by default. To bound the length of answers, set advanced.max_completion_tokens."
+            "by default. To bound the length of answers, set "
+            "hyperparameters.advanced.max_completion_tokens."
         ]
 
 
@@ -312,7 +313,8 @@ def meant(param: str) -> str | None:
     close = [name] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     if not close:
         return None
-    return f"advanced.{close[0]}" if close[0] in Advanced.model_fields else f"hyperparameters.{close[0]}"
+    group = "hyperparameters.advanced" if close[0] in Advanced.model_fields else "hyperparameters"
+    return f"{group}.{close[0]}"
 
 
 def base_learning_rate(parameters: int) -> float:

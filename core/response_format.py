@@ -52,7 +52,12 @@ def grammar(held: str) -> str:
     """
     made = LLMatcher.grammar_from_json_schema(held)
     if problem := LLMatcher.validate_grammar(made):
-        raise ValueError(problem.strip().split("\n")[0])
+        lines = problem.strip().splitlines()
+        # A complaint about a regular expression has its reason in the last line, below a drawing of the place.
+        reason = lines[-1].removeprefix("error: ")
+        raise ValueError(
+            f"a 'pattern' is invalid: {reason}" if lines[0] == "regex parse error:" else lines[0]
+        )
     return made
 
 

@@ -68,8 +68,10 @@ class Verdict:
             return (
                 f"worse, for it is below the base and the run shows damage ({self.ground.replace('_', ' ')})"
             )
+        if self.outcome == "no_difference" and self.ci_low is None:
+            return "too few rows to tell"
         if self.outcome == "no_difference" and self.below_base:
-            return "too few rows to tell" if self.ci_low is None else "not significantly different"
+            return "not significantly different"
         return self.outcome.replace("_", " ")
 
 

@@ -138,10 +138,13 @@ def rouge(kind: str, got: str, want: str) -> float:
     two texts without any n words in a row.
     """
     from rouge_score.rouge_scorer import RougeScorer
+    from rouge_score.tokenizers import DefaultTokenizer
 
     if got == want == "":
         return 1.0
-    return float(RougeScorer([kind]).score(want, got)[kind].fmeasure)
+    # Without a tokenizer every scorer writes a line into the log that it takes this one.
+    scorer = RougeScorer([kind], tokenizer=DefaultTokenizer())
+    return float(scorer.score(want, got)[kind].fmeasure)
 
 
 class _NoSynonyms:

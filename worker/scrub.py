@@ -13,8 +13,9 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from core import fsck
+from core import db, fsck
 from core.blobs import BlobStore, check_not_empty
+from core.blobs import is_away as store_is_away
 from core.db import Database
 from core.fsck import Finding
 from core.ids import new_id
@@ -30,6 +31,8 @@ SECONDS_AT_ONCE = 1.0
 PAUSE_SECONDS = 60.0
 # How long the round stays with a worker that was last heard of so long ago.
 HELD_SECONDS = 300.0
+# How often an object is tried that cannot be read although the store answers, such as one without permission.
+MAX_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Scrub:
         self._next = clock() + PAUSE_SECONDS
         self._reading: _Reading | None = None
         self._done: File | Checkpoint | None = None
+        self._tries = 0  # of the object that is read now
 
     def scrub(self) -> None:
         """Read due objects for about a second. The next pass continues with a large object."""
@@ -85,10 +89,18 @@ class Scrub:
         if reading is None:
             self._next = self._clock() + PAUSE_SECONDS
             return False
-        for _ in reading.chunks:
-            if self._clock() >= until:
-                return False
-        self._reading, self._done = None, reading.owner
+        try:
+            for _ in reading.chunks:
+                if self._clock() >= until:
+                    return False
+        except Exception as cause:
+            self._tries += 1
+            if db.is_away(cause) or store_is_away(cause) or self._tries < MAX_TRIES:
+                raise
+            # The objects after it must be read, too.
+            log.exception("%s cannot be read; the round continues without it", reading.owner.id)
+            SCRUBBED.labels("unreadable").inc()
+        self._reading, self._done, self._tries = None, reading.owner, 0
         return self._clock() < until
 
     def _hold(self) -> _Reading | None:

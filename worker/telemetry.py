@@ -32,8 +32,8 @@ WEBHOOK_ATTEMPTS = _results(
 )
 SCRUBBED = _results(
     "regraft_scrubbed_objects",
-    "Files and checkpoints that the scrub has read against their hashes: whole, damaged, or missing.",
-    ("whole", "damaged", "missing"),
+    "Files and checkpoints that the scrub has read against their hashes: whole, damaged, missing, or unreadable.",
+    ("whole", "damaged", "missing", "unreadable"),
 )
 PASS_FAILURES = prometheus.Counter(
     "regraft_reconciler_failures",

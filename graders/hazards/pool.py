@@ -37,8 +37,8 @@ _ROOT = Path(__file__).parents[2]
 _ATTEMPTS = 2  # of a call whose process broke, which says nothing about the call
 _CHUNK = 1 << 16
 
-# Characters of one call's arguments as JSON, and of all calls of a kind that wait.
-MAX_CALL, MAX_WAITING = 4 << 20, 64 << 20
+# Characters of one call's arguments as JSON, and of the calls of a kind that wait: of one owner, and of all.
+MAX_CALL, MAX_WAITING_PER_OWNER, MAX_WAITING = 4 << 20, 16 << 20, 64 << 20
 
 # Whose calls the current task makes: a project.
 OWNER: ContextVar[str] = ContextVar("owner", default="")
@@ -152,7 +152,7 @@ class _Kind:
         self.most = max(1, slots - 1)  # batches of one owner at a time
         # By owner, in the order of their turns. By future, because a cancelled call leaves from anywhere in the line.
         self._queues: dict[str, OrderedDict[Future[Any], _Call]] = {}
-        self._waiting = 0  # characters
+        self._waiting: Counter[str] = Counter()  # characters, by owner
         self._lock = threading.Lock()
         self._closed = False
         self._awake, self._wake = os.pipe()
@@ -167,14 +167,21 @@ class _Kind:
         with self._lock:
             if self._closed:
                 raise HazardFailed("the pool is closed")
-            if self._queues and self._waiting + len(call.body) > MAX_WAITING:
+            if self._is_full_for(call):
                 raise HazardFailed(f"{self.hazard.name}: too many calls wait")
             # Whether or not others wait: one of the slots may be kept for this owner.
             first = call.owner not in self._queues
             self._queues.setdefault(call.owner, OrderedDict())[call.result] = call
-            self._waiting += len(call.body)
+            self._waiting[call.owner] += len(call.body)
         if first:
             self._rouse()
+
+    def _is_full_for(self, call: _Call) -> bool:
+        """Whether the call would exceed a limit. A first call always fits; the owner "" has no limit of its own."""
+        size, of_owner = len(call.body), self._waiting[call.owner]
+        if call.owner and of_owner and of_owner + size > MAX_WAITING_PER_OWNER:
+            return True
+        return bool(self._queues) and self._waiting.total() + size > MAX_WAITING
 
     def _drop_if_cancelled(self, owner: str, result: Future[Any]) -> None:
         # It refers to the future and not to its call, which must be freed at once and not with the next cycle.
@@ -184,9 +191,9 @@ class _Kind:
         with self._lock:
             queue = self._queues.get(owner)
             if queue and result in queue:
-                self._waiting -= len(queue.pop(result).body)
+                self._waiting[owner] -= len(queue.pop(result).body)
                 if not queue:
-                    del self._queues[owner]
+                    del self._queues[owner], self._waiting[owner]
 
     def close(self) -> None:
         with self._lock:
@@ -210,9 +217,11 @@ class _Kind:
             owner = min(owners, key=under_way.__getitem__)
             queue = self._queues.pop(owner)
             batch = [queue.popitem(last=False)[1] for _ in range(min(most, len(queue)))]
-            self._waiting -= sum(len(call.body) for call in batch)
+            self._waiting[owner] -= sum(len(call.body) for call in batch)
             if queue:
                 self._queues[owner] = queue  # behind the others
+            else:
+                del self._waiting[owner]
         return batch
 
     def _may_have_more(self, owner: str, under_way: Counter[str]) -> bool:
@@ -231,7 +240,7 @@ class _Kind:
                 queue[call.result] = call
                 queue.move_to_end(call.result, last=False)
                 self._queues[call.owner] = queue
-                self._waiting += len(call.body)
+                self._waiting[call.owner] += len(call.body)
 
     def give_back(self, calls: list[_Call], why: str) -> None:
         """Queue calls once more whose process broke; fail those that had their second try."""

@@ -137,6 +137,19 @@ def test_a_file_of_a_store_that_is_empty_is_a_503_that_clients_ask_again(api, ho
     assert answer.headers["retry-after"] == "2"
 
 
+def test_nothing_is_uploaded_into_a_store_that_has_lost_its_blobs(api, house):
+    """The first new file would make all others look deleted, and be lost itself when the right store is back."""
+    upload = api.post(
+        "/v1/uploads", json={"filename": "a", "bytes": 1, "mime_type": "text/jsonl", "purpose": "fine-tune"}
+    ).json()
+    house.blobs.delete(key_of(house, post(api).json()["id"]))
+
+    answers = [post(api), api.post(f"/v1/uploads/{upload['id']}/parts", files={"data": b"x"})]
+
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert list(house.blobs.list("")) == []
+
+
 def test_a_file_that_is_deleted_while_a_download_begins_is_a_404(api, house):
     class DeletedMeanwhile(FolderBlobs):
         def open(self, key, **options):

@@ -320,15 +320,15 @@ def test_a_value_that_fits_neither_auto_nor_a_number_gets_one_sentence(api, job_
 @pytest.mark.parametrize(
     ("asked", "meant"),
     [
-        ({"group_size": 4}, "advanced.group_size"),
-        ({"num_generations": 4}, "advanced.group_size"),
-        ({"beta": 0.1}, "advanced.kl"),
-        ({"epsilon": 0.2}, "advanced.clip_low"),
-        ({"max_completion_length": 64}, "advanced.max_completion_tokens"),
-        ({"lora_rnak": 8}, "advanced.lora_rank"),
+        ({"group_size": 4}, "hyperparameters.advanced.group_size"),
+        ({"num_generations": 4}, "hyperparameters.advanced.group_size"),
+        ({"beta": 0.1}, "hyperparameters.advanced.kl"),
+        ({"epsilon": 0.2}, "hyperparameters.advanced.clip_low"),
+        ({"max_completion_length": 64}, "hyperparameters.advanced.max_completion_tokens"),
+        ({"lora_rnak": 8}, "hyperparameters.advanced.lora_rank"),
         ({"num_train_epochs": 1}, "hyperparameters.n_epochs"),
         ({"advanced": {"batch_size": 4}}, "hyperparameters.batch_size"),
-        ({"advanced": {"num_generations": 4}}, "advanced.group_size"),
+        ({"advanced": {"num_generations": 4}}, "hyperparameters.advanced.group_size"),
     ],
     ids=str,
 )

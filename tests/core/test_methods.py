@@ -353,7 +353,7 @@ def test_what_a_step_is_a_mean_over_is_asked_for_and_shown(rule):
 
 def test_every_advanced_name_is_recognised_one_level_too_high():
     for name in Advanced.model_fields:
-        assert meant(f"method.reinforcement.hyperparameters.{name}") == f"advanced.{name}"
+        assert meant(f"method.reinforcement.hyperparameters.{name}") == f"hyperparameters.advanced.{name}"
 
 
 def test_every_name_of_another_trainer_means_one_that_exists():

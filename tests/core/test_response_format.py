@@ -48,6 +48,11 @@ def test_a_property_may_have_the_name_of_a_keyword():
     ("schema", "says"),
     [
         ({"type": "string", "pattern": "^(a{1000}){1000}{1000}$"}, "too many expressions"),
+        (
+            {"type": "string", "pattern": "^(?=a)b$"},
+            "a 'pattern' is invalid: look-around, including look-ahead",
+        ),
+        ({"type": "string", "pattern": "^a(b$"}, "a 'pattern' is invalid: unclosed group"),
         ({"type": "string", "pattern": "^(a{1000}){3}$"}, ""),
         ({"type": "string", "maxLength": 0}, ""),
         ({"type": "boolean"}, ""),

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from graders.hazards.pool import MAX_CALL, MAX_WAITING, OWNER, HazardFailed, HazardPool, LimitExceeded
+from graders.hazards.pool import (
+    MAX_CALL,
+    MAX_WAITING,
+    MAX_WAITING_PER_OWNER,
+    OWNER,
+    HazardFailed,
+    HazardPool,
+    LimitExceeded,
+)
 from graders.hazards.table import SCHEMA, Hazard
 
 # Any expression is a call: what it takes, and how it ends, is the test's to choose.
@@ -318,6 +326,20 @@ def test_calls_that_wait_are_bounded_by_their_size():
 
         with pytest.raises(HazardFailed, match="too many calls wait"):
             submit_many()
+    finally:
+        alone.close()
+
+
+def test_an_owner_whose_calls_fill_its_room_leaves_room_to_others():
+    alone = HazardPool(size=1)
+    try:
+        large = "1" + " " * (MAX_CALL - 10)
+        submit_for("a", alone, EVAL, SLEEP)
+
+        with pytest.raises(HazardFailed, match="too many calls wait"):
+            submit_for("a", alone, EVAL, *[large] * (2 * MAX_WAITING_PER_OWNER // MAX_CALL))
+        [waiting] = submit_for("b", alone, EVAL, large)
+        assert not waiting.done()
     finally:
         alone.close()
 

@@ -86,6 +86,13 @@ def test_rouge_is_the_f_measure_of_the_n_grams_in_common(metric, score):
     assert METRICS[metric]("a b x", "a b c d") == pytest.approx(score)
 
 
+def test_rouge_writes_nothing_into_the_log(caplog):
+    with caplog.at_level("INFO"):
+        METRICS["rouge_l"]("a b x", "a b c d")
+
+    assert caplog.records == []
+
+
 def test_rouge_l_allows_gaps_where_rouge_2_does_not():
     assert METRICS["rouge_2"]("a x b x c", "a b c") == 0.0
     assert METRICS["rouge_l"]("a x b x c", "a b c") == pytest.approx(0.75)

@@ -1,5 +1,6 @@
 """The scrub reads each file and each checkpoint once in a round, and says what it finds."""
 
+import errno
 import logging
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from core.blobs import FolderBlobs, StoreEmpty
 from core.models import Checkpoint, File, ScrubRound
 from tests import factories
-from worker.scrub import DAY, HELD_SECONDS, PAUSE_SECONDS, SECONDS_AT_ONCE, Scrub
+from worker.scrub import DAY, HELD_SECONDS, MAX_TRIES, PAUSE_SECONDS, SECONDS_AT_ONCE, Scrub
 from worker.telemetry import SCRUBBED
 
 DAYS = 10.0
@@ -233,6 +234,32 @@ def test_what_could_not_be_read_while_the_store_was_away_is_read_afterwards(data
     away.is_away = False
     one.scrub()
     assert counted("whole") == before["whole"] + 5
+
+
+class Forbidden(Reads):
+    def open(self, key, **options):
+        if key.endswith("/1"):
+            raise PermissionError(errno.EACCES, "Permission denied", key)
+        return super().open(key, **options)
+
+
+def test_an_object_that_the_store_refuses_to_read_does_not_stop_the_round(
+    database, blobs, clock, tmp_path, caplog
+):
+    unreadable, whole = counted("unreadable"), counted("whole")
+    one = scrub(database, Forbidden(tmp_path / "blobs"), clock)
+    clock.go(PAUSE_SECONDS)
+    one.scrub()
+    clock.go(5 * DAY)
+
+    for _ in range(MAX_TRIES - 1):
+        with pytest.raises(PermissionError):
+            one.scrub()
+        clock.go(PAUSE_SECONDS)
+    one.scrub()
+
+    assert (counted("unreadable"), counted("whole")) == (unreadable + 1, whole + 4)
+    assert "file-1 cannot be read; the round continues without it" in caplog.text
 
 
 def test_an_empty_store_is_an_outage_and_no_damage(database, blobs, clock, tmp_path):
