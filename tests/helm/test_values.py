@@ -62,12 +62,12 @@ WRONG_TOGETHER = {
     "no bucket": ({"bundled": {"seaweedfs": {"enabled": False}}}, "objectStore.bucket: name your bucket"),
     "a database nobody may reach": (
         {"bundled": {"postgresql": {"enabled": False}}, "database": {"existingSecret": "db"}},
-        "networkPolicy.database.to: say where it is",
+        "networkPolicy.database.to: list its peers",
     ),
     "pools of one name": ({"workers": [POOL, POOL]}, "two pools are named cpu"),
-    "a model for nobody": ({"models": {"m": {"hub": "a/b", "gpuClass": "h100"}}}, "m wants the gpuClass h100"),
+    "a model for nobody": ({"models": {"m": {"hub": "a/b", "gpuClass": "h100"}}}, "m needs the gpuClass h100"),
     "a model from nowhere": ({"models": {"m": {"context": 512}}}, "models: m needs exactly one of path"),
-    "an alias of nothing": ({"modelAliases": {"o4": "m"}}, "modelAliases: o4 leads to m, which is not in models"),
+    "an alias of nothing": ({"modelAliases": {"o4": "m"}}, "modelAliases: o4 refers to m, which is not in models"),
     "an alias that hides a model": (
         {"models": {"m": {"hub": "a/b"}}, "modelAliases": {"m": "m"}},
         "modelAliases: m is the name of a model",
@@ -76,23 +76,24 @@ WRONG_TOGETHER = {
     "a judge from nowhere": ({"graders": {"judges": {"j": {"explains": False}}}}, "j needs either baseUrl or model"),
     "a judge that nobody serves": (
         {"graders": {"judges": {"j": {"model": "m"}}}, "inference": {"enabled": False}},
-        "name the server .* inference.url",
+        "set inference.url to a server",
     ),
     "nobody left to look after the rows": ({"workers": [SCALED]}, "keep one pool with at least one replica"),
-    "two words on how many": ({"workers": [SCALED | {"replicas": 1}]}, "replicas and autoscaling; give one of them"),
+    "two words on how many": ({"workers": [SCALED | {"replicas": 1}]}, "both replicas and autoscaling; set only one"),
     "a group that KEDA would scale": (
         {"workers": [POOL, SCALED | {"name": "b", "nodes": 2}], "groups": {"existingSecret": "groups"}},
-        "the pool b has nodes and autoscaling",
+        "the pool b has both nodes and autoscaling",
     ),
     "a group without a key": ({"workers": [POOL | {"nodes": 2}]}, "groups.existingSecret: name the Secret .* cpu"),
-    "a port twice": ({"metrics": {"enabled": True, "port": 8200}}, "metrics.port: is a group's own"),
+    "a port twice": ({"metrics": {"enabled": True, "port": 8200}}, "metrics.port: is a group's port"),
     "upside down": (
         {"workers": [POOL, SCALED | {"name": "b", "autoscaling": {"minReplicas": 3, "maxReplicas": 2}}]},
         "the pool b has an autoscaling.minReplicas above",
     ),
-    "a setting as other environment": ({"extraEnv": {"REGRAFT_PORT": "1"}}, "REGRAFT_PORT is for settings"),
+    "a setting as other environment": ({"extraEnv": {"REGRAFT_PORT": "1"}}, "REGRAFT_PORT must be set in settings"),
     "a mount of nothing": (
-        {"extraVolumeMounts": [{"name": "ca", "mountPath": "/ca"}]}, "extraVolumeMounts: ca is no name in extraVolumes"
+        {"extraVolumeMounts": [{"name": "ca", "mountPath": "/ca"}]},
+        "extraVolumeMounts: ca is not a name in extraVolumes",
     ),
     "a volume of the chart's own name": (
         {"extraVolumes": [{"name": "cache", "configMap": {"name": "ca"}}]}, "extraVolumes: the name cache is taken"
@@ -102,14 +103,14 @@ WRONG_TOGETHER = {
             "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
             "extraVolumeMounts": [{"name": "ca", "mountPath": "/tmp/"}],
         },
-        "something is mounted at /tmp/ already",
+        "/tmp/ is already a mount path",
     ),
     "a secret in the open": ({"extraEnv": {"AWS_SECRET_ACCESS_KEY": "x"}}, "belongs into a Secret"),
     "a server of models without its key": (
         {"inference": {"enabled": False, "url": "http://other/v1", "existingSecret": ""}},
         "inference.existingSecret: name the Secret with the key of the server",
     ),
-    "two servers of models": ({"inference": {"url": "http://other/v1"}}, "give it or inference.enabled"),
+    "two servers of models": ({"inference": {"url": "http://other/v1"}}, "set either it or inference.enabled"),
     "an entry for no host": ({"ingress": {"enabled": True}}, "ingress.host: name the host"),
     "a route to no gateway": ({"gateway": {"enabled": True}}, "gateway.parentRefs: name the Gateway"),
     "an API upside down": ({"api": {"autoscaling": {"minReplicas": 9}}}, "api.autoscaling.minReplicas"),

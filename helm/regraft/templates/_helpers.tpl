@@ -303,7 +303,7 @@ imagePullSecrets:
 {{- $bundled := dict "database" $v.bundled.postgresql.enabled "broker" $v.bundled.valkey.enabled "objectStore" $v.bundled.seaweedfs.enabled -}}
 {{- range $name := list "database" "broker" "objectStore" -}}
 {{- if not (or (index $bundled $name) (index $v.networkPolicy $name).to) -}}
-{{- $wrong = append $wrong (printf "networkPolicy.%s.to: say where it is, as [{ipBlock: {cidr: …}}], or set networkPolicy.enabled to false" $name) -}}
+{{- $wrong = append $wrong (printf "networkPolicy.%s.to: list its peers, such as [{ipBlock: {cidr: …}}], or set networkPolicy.enabled to false" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -319,7 +319,7 @@ imagePullSecrets:
 {{- $classes = append $classes .gpuClass -}}
 {{- $said := include "regraft.gpuClass" . -}}
 {{- if ne (get $perClass .gpuClass | default $said) $said -}}
-{{- $wrong = append $wrong (printf "workers: the pool %s and another of the gpuClass %s differ in gpus, gpuMemoryGiB, kvCacheGiB, trainTokenBudget or sampler; a job may come to either, so give one of them a class of its own" .name .gpuClass) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s and another of the gpuClass %s differ in gpus, gpuMemoryGiB, kvCacheGiB, trainTokenBudget or sampler; pools of the same gpuClass must be equal, so give one of them another gpuClass" .name .gpuClass) -}}
 {{- end -}}
 {{- $_ := set $perClass .gpuClass $said -}}
 {{- if and (hasKey . "gpuMemoryGiB") (eq (int .gpus) 0) -}}
@@ -330,28 +330,28 @@ imagePullSecrets:
 {{- $wrong = append $wrong (printf "workers: the pool %s has an autoscaling.minReplicas above its maxReplicas" .name) -}}
 {{- end -}}
 {{- if hasKey . "replicas" -}}
-{{- $wrong = append $wrong (printf "workers: the pool %s has replicas and autoscaling; give one of them" .name) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has both replicas and autoscaling; set only one" .name) -}}
 {{- end -}}
 {{- if gt (int .nodes) 1 -}}
-{{- $wrong = append $wrong (printf "workers: the pool %s has nodes and autoscaling; KEDA does not scale groups here, so give it replicas" .name) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has both nodes and autoscaling; the chart does not scale groups, so set replicas instead" .name) -}}
 {{- end -}}
 {{- if gt (int .autoscaling.minReplicas) 0 -}}{{- $permanent = true -}}{{- end -}}
 {{- else if gt (int (dig "replicas" 1 .)) 0 -}}
 {{- $permanent = true -}}
 {{- end -}}
 {{- if and (gt (int .nodes) 1) (gt (len (printf "%s-worker-%s" (include "regraft.name" $) .name)) 48) -}}
-{{- $wrong = append $wrong (printf "workers: the pool %s has nodes, and pods of groups have long names; give it, or the release, a shorter one" .name) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has nodes, and the names of its pods would be too long; shorten its name or the release's name" .name) -}}
 {{- end -}}
 {{- if and (gt (int .nodes) 1) (not $v.groups.existingSecret) -}}
-{{- $wrong = append $wrong (printf "groups.existingSecret: name the Secret with the key that the pods of the pool %s show each other" .name) -}}
+{{- $wrong = append $wrong (printf "groups.existingSecret: name the Secret with the key that authenticates the pods of the pool %s to each other" .name) -}}
 {{- end -}}
 {{- end -}}
 {{- if not $permanent -}}
-{{- $wrong = append $wrong "workers: every pool may be at nothing, and then nobody validates files, sends webhooks or takes back the jobs of a lost worker; keep one pool with at least one replica (gpus: 0 and a gpuClass that no model has will do)" -}}
+{{- $wrong = append $wrong "workers: every pool can scale to zero, and without workers no files are validated, no webhooks are sent and the jobs of lost workers are not requeued; keep one pool with at least one replica (it may have gpus: 0 and a gpuClass that no model uses)" -}}
 {{- end -}}
 {{- range $name, $model := $v.models -}}
 {{- if and $model.gpuClass (not (has $model.gpuClass $classes)) -}}
-{{- $wrong = append $wrong (printf "models: %s wants the gpuClass %s, which no pool of workers serves" $name $model.gpuClass) -}}
+{{- $wrong = append $wrong (printf "models: %s needs the gpuClass %s, which no pool of workers serves" $name $model.gpuClass) -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $model := $v.models -}}
@@ -363,7 +363,7 @@ imagePullSecrets:
 {{- if hasKey $v.models $alias -}}
 {{- $wrong = append $wrong (printf "modelAliases: %s is the name of a model, which it would hide" $alias) -}}
 {{- else if not (or (hasKey $v.models $model) (hasKey $v.modelAliases $model)) -}}
-{{- $wrong = append $wrong (printf "modelAliases: %s leads to %s, which is not in models" $alias $model) -}}
+{{- $wrong = append $wrong (printf "modelAliases: %s refers to %s, which is not in models" $alias $model) -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $judge := $v.graders.judges -}}
@@ -371,21 +371,21 @@ imagePullSecrets:
 {{- $wrong = append $wrong (printf "graders.judges: %s needs either baseUrl or model" $name) -}}
 {{- end -}}
 {{- if and $judge.model (not $v.inference.url) (not $v.inference.enabled) -}}
-{{- $wrong = append $wrong (printf "graders.judges: %s is a model of the registry; set inference.enabled, or name the server that has those in inference.url" $name) -}}
+{{- $wrong = append $wrong (printf "graders.judges: %s is a model of the registry; set inference.enabled, or set inference.url to a server that serves the registry's models" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $v.inference.enabled $v.inference.url -}}
-{{- $wrong = append $wrong "inference.url: is for a server other than the chart's; give it or inference.enabled" -}}
+{{- $wrong = append $wrong "inference.url: names a server other than the chart's; set either it or inference.enabled" -}}
 {{- end -}}
 {{- if and $v.inference.url (not $v.inference.existingSecret) -}}
 {{- $wrong = append $wrong "inference.existingSecret: name the Secret with the key of the server in inference.url" -}}
 {{- end -}}
 {{- if and $v.inference.enabled (not (or $v.inference.existingSecret $v.bundled.postgresql.enabled $v.bundled.valkey.enabled $v.bundled.seaweedfs.enabled)) -}}
-{{- $wrong = append $wrong "inference.existingSecret: name the Secret with a key of your choice, which API and workers show it" -}}
+{{- $wrong = append $wrong "inference.existingSecret: name the Secret with a key of your choice, which API and workers send to the inference server" -}}
 {{- end -}}
 {{- range $name, $_ := $v.extraEnv -}}
 {{- if and (hasPrefix "REGRAFT_" $name) (ne $name "REGRAFT_PYTHON_GRADERS") -}}
-{{- $wrong = append $wrong (printf "extraEnv: %s is for settings, or for the value of the chart that has its own name" $name) -}}
+{{- $wrong = append $wrong (printf "extraEnv: %s must be set in settings, or by the chart's value for it" $name) -}}
 {{- else if has $name (list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" "AWS_SESSION_TOKEN") -}}
 {{- $wrong = append $wrong (printf "extraEnv: %s belongs into a Secret, named by objectStore.existingSecret" $name) -}}
 {{- end -}}
@@ -400,28 +400,28 @@ imagePullSecrets:
 {{- $paths := list -}}
 {{- range $v.extraVolumeMounts -}}
 {{- if not (has .name $volumes) -}}
-{{- $wrong = append $wrong (printf "extraVolumeMounts: %s is no name in extraVolumes" .name) -}}
+{{- $wrong = append $wrong (printf "extraVolumeMounts: %s is not a name in extraVolumes" .name) -}}
 {{- end -}}
 {{- if has (trimSuffix "/" .mountPath) (concat $paths (list "/data" "/data/models" "/tmp" "/etc/regraft" "/cache/huggingface" "/dev/shm" "/models")) -}}
-{{- $wrong = append $wrong (printf "extraVolumeMounts: something is mounted at %s already; choose another mountPath" .mountPath) -}}
+{{- $wrong = append $wrong (printf "extraVolumeMounts: %s is already a mount path; choose another mountPath" .mountPath) -}}
 {{- end -}}
 {{- $paths = append $paths (trimSuffix "/" .mountPath) -}}
 {{- end -}}
 {{- if and $v.ingress.enabled (not $v.ingress.host) -}}
-{{- $wrong = append $wrong "ingress.host: name the host that the Ingress answers to" -}}
+{{- $wrong = append $wrong "ingress.host: name the host of the Ingress" -}}
 {{- end -}}
 {{- if not $v.metrics.enabled -}}
 {{- range $name := list "monitors" "rules" "dashboard" -}}
 {{- if (index $v.metrics $name).enabled -}}
-{{- $wrong = append $wrong (printf "metrics.%s.enabled: there is nothing to see without metrics.enabled" $name) -}}
+{{- $wrong = append $wrong (printf "metrics.%s.enabled: requires metrics.enabled" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- with get (dict "8000" "the API's" "8100" "inference's" "8200" "a group's") (toString (int $v.metrics.port)) -}}
-{{- $wrong = append $wrong (printf "metrics.port: is %s own" .) -}}
+{{- $wrong = append $wrong (printf "metrics.port: is %s port" .) -}}
 {{- end -}}
 {{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
-{{- $wrong = append $wrong "gateway.parentRefs: name the Gateway that the route belongs to" -}}
+{{- $wrong = append $wrong "gateway.parentRefs: name the Gateway of the route" -}}
 {{- end -}}
 {{- if gt (int $v.api.autoscaling.minReplicas) (int $v.api.autoscaling.maxReplicas) -}}
 {{- $wrong = append $wrong "api.autoscaling.minReplicas: is above maxReplicas" -}}
