@@ -1,7 +1,7 @@
-"""Adapters on this machine's disk, fetched from the blob store when they are first asked for.
+"""Local cache of adapters, downloaded from the blob store on first use.
 
-A folder is named by the hash of its checkpoint's manifest, which has the hash of every file in it: what was trained
-again has another name, and a folder that is there is right.
+A folder's name is the hash of its checkpoint's manifest, which contains the hash of every file. A retrained checkpoint
+therefore has another folder, and an existing folder is always valid.
 """
 
 import hashlib
@@ -29,15 +29,15 @@ KEPT = 256
 
 
 class AdapterGone(Exception):
-    """The blob store no longer has the adapter, or has another one in its place."""
+    """The adapter was deleted from the blob store, or replaced by another one."""
 
 
 class AdapterDamaged(Exception):
-    """An object of the adapter is missing or is not what was stored."""
+    """An object of the adapter is missing or damaged."""
 
 
 class AdapterFolders:
-    """At most `kept` folders under `root`; the one that was not asked for the longest goes first."""
+    """An LRU cache of at most `kept` folders under `root`."""
 
     def __init__(self, blobs: BlobStore, root: Path, *, kept: int = KEPT) -> None:
         self.blobs = blobs
@@ -47,16 +47,16 @@ class AdapterFolders:
         self._fetching: dict[str, threading.Lock] = {}
 
     def folder(self, adapter: Adapter) -> Path:
-        """A folder that PEFT and vLLM load. Blocks while it is downloaded.
+        """Return a folder that PEFT and vLLM can load. Blocks during the download.
 
         Raises:
-            AdapterGone: it is not in the blob store any more.
-            AdapterDamaged: it is, and some of it is missing or damaged.
+            AdapterGone: it was deleted from the blob store.
+            AdapterDamaged: an object of it is missing or damaged.
         """
         target = self.root / adapter.manifest_sha256
         with self._lock:
             fetching = self._fetching.setdefault(target.name, threading.Lock())
-        with fetching:  # who comes second waits for the first one's download
+        with fetching:  # one download per folder; concurrent callers wait
             fetched = False
             while not self._taken(target):
                 with loading("adapter"):
@@ -67,15 +67,15 @@ class AdapterFolders:
         return target
 
     def found(self, adapter: Adapter) -> Path | None:
-        """The folder, if it is there."""
+        """Return the folder if it is in the cache."""
         target = self.root / adapter.manifest_sha256
         return target if self._taken(target) else None
 
     def _taken(self, target: Path) -> bool:
-        """Make it the last one to go. False: it is not there, or not any more."""
+        """Mark the folder as recently used. Returns False if it does not exist."""
         with self._lock:
             try:
-                # Ours: the system's own goes on in jumps, by which two could be as old as each other.
+                # Set mtime explicitly: file-system timestamps are too coarse for LRU.
                 now = time.time_ns()
                 os.utime(target, ns=(now, now))
             except FileNotFoundError:
@@ -88,17 +88,17 @@ class AdapterFolders:
         try:
             manifest = self.blobs.read(f"{adapter.prefix}/{MANIFEST}")
             if hashlib.sha256(manifest).hexdigest() != adapter.manifest_sha256:
-                raise AdapterGone("other weights are in the place of those that were asked for")
+                raise AdapterGone("it has been replaced by other weights")
             for file in manifests.parse(manifest).files:
                 if file.name in NEEDED:
                     manifests.download(self.blobs, adapter.prefix, file, scratch)
             try:
                 scratch.rename(target)
             except OSError:
-                if not target.exists():  # otherwise another process was first; its folder is as good
+                if not target.exists():  # another process may have downloaded the same files
                     raise
         except BlobNotFound as cause:
-            raise AdapterGone("its files are gone") from cause
+            raise AdapterGone("its files have been deleted") from cause
         except (Damaged, BlobCorrupt) as cause:
             log.error("the checkpoint %s is damaged: %s", adapter.prefix, cause)
             found = cause if isinstance(cause, Damaged) else Damaged(MANIFEST)
@@ -107,17 +107,17 @@ class AdapterFolders:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _evict(self) -> None:
-        """Rename before removing: whoever asks meanwhile has either kept a folder or finds none, never half of one."""
+        """Evict the oldest folders. Renames before removing, so that concurrent readers never see a partial folder."""
         with self._lock:
             found = [one for one in os.scandir(self.root) if not one.name.startswith(".")]
             if len(found) <= self.kept:
                 return
             ages = {}
             for one in found:
-                with suppress(FileNotFoundError):  # another process has removed it
+                with suppress(FileNotFoundError):  # another process has evicted it
                     ages[one.name] = one.stat().st_mtime_ns
             for name in sorted(ages, key=lambda name: ages[name])[: -self.kept]:
                 with suppress(FileNotFoundError):
                     (self.root / name).rename(self.root / f".gone-{uuid.uuid4().hex}")
-        for gone in self.root.glob(".gone-*"):  # and what a process that was killed had not come to
+        for gone in self.root.glob(".gone-*"):  # left over by a process that was killed
             shutil.rmtree(gone, ignore_errors=True)

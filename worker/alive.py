@@ -1,4 +1,4 @@
-"""A file that a probe looks at: fresh as long as every thread of the worker is at work."""
+"""A heartbeat file for liveness probes, touched while every thread of the worker is alive."""
 
 import logging
 import threading
@@ -17,12 +17,16 @@ def file_in(data_dir: Path) -> Path:
 def tell(file: Path, threads: Sequence[threading.Thread], stop: threading.Event) -> None:
     """Touch `file` every few seconds until `stop`, or until one of the threads has ended.
 
-    A database or broker that is away ends no thread: starting the worker anew would not bring it back.
+    Threads survive an unreachable database or broker, because a restart of the worker would not fix it.
     """
     while True:
         dead = [thread.name for thread in threads if not thread.is_alive()]
         if dead and not stop.is_set():
-            log.error("ended without being asked to: %s. Probes of %s will notice.", ", ".join(dead), file)
+            log.error(
+                "threads exited unexpectedly: %s. The heartbeat file %s is no longer updated.",
+                ", ".join(dead),
+                file,
+            )
         if dead:
             return
         file.touch()

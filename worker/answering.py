@@ -1,4 +1,4 @@
-"""What the inference server counts of the requests that it answers, for Prometheus."""
+"""Prometheus metrics of the inference server."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ Result = Literal["answered", "refused", "not_ready", "failed", "left"]
 
 REQUESTS = Counter(
     "regraft_inference_requests",
-    "Requests by what came of them; left: the client went away first.",
+    "Requests by result; left: the client disconnected first.",
     ("result",),
     registry=COUNTED,
 )
@@ -21,20 +21,20 @@ for _result in Result.__args__:  # type: ignore[attr-defined]
     REQUESTS.labels(_result)
 FIRST_TOKEN_SECONDS = Histogram(
     "regraft_inference_first_token_seconds",
-    "From a request's arrival to the first token of an answer, loading included.",
+    "Time from a request's arrival to its first token, including the time to load the model.",
     buckets=(0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
     registry=COUNTED,
 )
 TOKENS = Counter(
     "regraft_inference_tokens",
-    "Tokens read (prompt) and written (completion).",
+    "Tokens processed, by kind: prompt or completion.",
     ("model", "kind"),
     registry=COUNTED,
 )
-UNDER_WAY = Gauge("regraft_inference_answers", "Answers that are being written.", registry=COUNTED)
+UNDER_WAY = Gauge("regraft_inference_answers", "Completions in flight.", registry=COUNTED)
 LOAD_SECONDS = Histogram(
     "regraft_inference_load_seconds",
-    "How long loading took: of a base model, or of an adapter from the blob store.",
+    "Time to load a base model, or an adapter from the blob store.",
     ("what",),
     buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
     registry=COUNTED,
@@ -42,7 +42,7 @@ LOAD_SECONDS = Histogram(
 
 
 class Tally:
-    """One request that is being answered. `model` is one of the registry's: a client's own words are no label."""
+    """Metrics of one request. `model` is a name from the registry: client input must not become a label."""
 
     def __init__(self, arrived: float, model: str, prompt_tokens: int, answers: int) -> None:
         self._arrived: float | None = arrived
@@ -64,18 +64,18 @@ class Tally:
 
 
 def refused(status: int) -> None:
-    """A request that was never begun."""
+    """Count a request that was refused."""
     REQUESTS.labels("not_ready" if status == 503 else "failed" if status >= 500 else "refused").inc()
 
 
 def left() -> None:
-    """A client went away before its request was begun."""
+    """Count a client that disconnected before its request started."""
     REQUESTS.labels("left").inc()
 
 
 @contextmanager
 def loading(what: Literal["model", "adapter"]) -> Iterator[None]:
-    """Time what is loaded meanwhile, unless that fails."""
+    """Record the duration of a load, unless it fails."""
     started = time.perf_counter()
     yield
     LOAD_SECONDS.labels(what).observe(time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Tokens to what a client reads: text that is never half a letter, stop strings, log-probabilities, finish reasons."""
+"""Convert tokens to complete characters, and apply stop strings, log-probabilities and finish reasons."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from worker.engine import Token
 
-UNFINISHED = "\ufffd"  # what a tokenizer writes for bytes that are no letter yet
+UNFINISHED = "\ufffd"  # U+FFFD, which tokenizers emit for incomplete UTF-8
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What an answer has grown by."""
+    """An increment of an answer: its new text and log-probabilities."""
 
     text: str
     logprobs: list[dict[str, Any]]
@@ -22,7 +22,7 @@ class Piece:
 
 @dataclass
 class Answer:
-    """One answer as its tokens come in."""
+    """Incremental detokenizer of one answer."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: frozenset[int]
@@ -30,14 +30,16 @@ class Answer:
     finish_reason: Literal["stop", "length"] | None = None
     tokens: int = 0
     _ids: list[int] = field(default_factory=list)
-    _from: int = 0  # the text is decoded from here, so that a token is seen with those before it
-    _read: int = 0  # and the text of the tokens before this one is in `_text`
+    _from: int = 0  # decode from this token, because the text of a token depends on those before it
+    _read: int = 0  # the text of the tokens before this one is in `_text`
     _text: str = ""
-    _shown: int = 0  # letters of it that have been handed on
-    _logprobs: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # with where their text begins
+    _shown: int = 0  # characters of it that have been returned
+    _logprobs: list[tuple[int, dict[str, Any]]] = field(
+        default_factory=list
+    )  # each with the offset of its text
 
     def add(self, token: Token) -> Piece:
-        """What may be shown now. Afterwards `finish_reason` says whether the answer has ended."""
+        """Add a token and return the text that is final. Sets `finish_reason` when the answer ends."""
         self.tokens += 1
         if token.logprob is not None and token.id not in self.stop_ids:
             self._logprobs.append((len(self._text), entry(self.tokenizer, token)))
@@ -70,7 +72,7 @@ class Answer:
         return max(0, self._shown - len(stop))
 
     def _held_back(self) -> int:
-        """Letters at the end that may become a stop string."""
+        """Return the number of characters at the end that may be the start of a stop string."""
         return max(
             (
                 size
@@ -82,14 +84,14 @@ class Answer:
         )
 
     def _logprobs_until(self, until: int) -> list[dict[str, Any]]:
-        """Of the tokens whose text begins in what is shown; a token of an ended letter belongs to it."""
+        """Return the log-probabilities of tokens whose text begins before `until`."""
         ready = [one for at, one in self._logprobs if at < until]
         self._logprobs = self._logprobs[len(ready) :]
         return ready
 
 
 def entry(tokenizer: PreTrainedTokenizerBase, token: Token) -> dict[str, Any]:
-    """A token as OpenAI's logprobs.content has it."""
+    """Convert a token to an entry of OpenAI's logprobs.content."""
     top = [spelled(tokenizer, id) | {"logprob": value} for id, value in token.top]
     return spelled(tokenizer, token.id) | {"logprob": token.logprob, "top_logprobs": top}
 
@@ -98,7 +100,7 @@ def spelled(tokenizer: PreTrainedTokenizerBase, id: int) -> dict[str, Any]:
     text = str(tokenizer.decode([id]))
     if UNFINISHED not in text:
         return {"token": text, "bytes": list(text.encode())}
-    # Part of a letter: byte-level tokenizers spell each byte with a letter of their own.
+    # An incomplete character: byte-level tokenizers map each byte to one character.
     piece = str(tokenizer.convert_ids_to_tokens(id))
     known = _byte_letters()
     whole = all(letter in known for letter in piece)
@@ -107,7 +109,7 @@ def spelled(tokenizer: PreTrainedTokenizerBase, id: int) -> dict[str, Any]:
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable Latin-1 stands for itself, the others follow from 256 on."""
+    """Return GPT-2's mapping of characters to bytes: printable Latin-1 maps to itself, other bytes to U+0100 and up."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}

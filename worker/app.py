@@ -1,4 +1,4 @@
-"""The Celery side of the worker: two thin tasks, and one thread-pool worker that serves them.
+"""The Celery app of the worker: two thin tasks, and a thread-pool worker that runs them.
 
 The same worker runs inside `regraft-server up` on memory:// and alone as `regraft-server worker` on Redis. It
 uses threads because its tasks only watch child processes or read files (docs/adr/0002).
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerService:
-    """Everything a machine that runs jobs does: tasks, supervisor, reconciler, webhooks.
+    """Runs all components of a worker machine: tasks, supervisor, reconciler and webhooks.
 
     `start` and `stop` are the whole use.
     """
@@ -52,7 +52,7 @@ class WorkerService:
             self.supervisor.keep_spare()
 
         def validate_files() -> None:
-            # One wake-up may stand for many jobs, so look until there are none.
+            # One message may stand for many jobs, so loop until none is left.
             while not self._stopping.is_set():
                 wakes = validate_next(self.settings, database, blobs, backends, self.supervisor.owner)
                 if wakes is None:
@@ -66,7 +66,7 @@ class WorkerService:
     def start(self) -> None:
         capacity.warn(self.settings)
         self._consumer = self.celery.WorkController(
-            # One thread for the run, one for validation, so that a long job never holds up the next one's checks.
+            # One thread for the run and one for validation, so that a long job does not delay validation.
             pool="threads",
             concurrency=2,
             queues=[DEFAULT_QUEUE, gpu_queue(self.settings.gpu_class)],
@@ -89,10 +89,10 @@ class WorkerService:
         self._consumer.start()
 
     def stop(self) -> None:
-        """Drain: the run in progress checkpoints and its job is queued again. Returns when all threads have ended."""
+        """Drain: the run in progress writes a checkpoint and its job is queued again. Blocks until all threads exit."""
         self._stopping.set()
         self.supervisor.stop()
-        # What Celery looks at every second while it waits for a broker that is away, where `stop` does not reach it.
+        # Celery checks this flag every second while it reconnects to the broker; `stop` has no effect then.
         state.should_stop = 0
         try:
             if self._consumer is not None:

@@ -22,11 +22,11 @@ NAME = "regraft"
 # arithmetic takes 0.1 to 0.25 s. The memory-efficient kernel, which comes next, needs none.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-# Arguments that change nothing here: windows are seen to by worker/support.py, the rest is not for attention.
+# Arguments without effect here: worker/support.py checks windows, and the rest does not concern attention.
 HARMLESS = frozenset(
     {"sliding_window", "position_ids", "use_cache", "is_causal", "output_attentions", "output_router_logits"}
 )
-# Those that would, and what they are.
+# Arguments that would change the result, with the name of the feature.
 FEATURES = {
     "s_aux": "attention sinks",
     "softcap": "soft-capped attention scores",
@@ -37,8 +37,8 @@ FEATURES = {
 class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for us
     """Keys and values: of P prompts once, and of R rows' own tokens (Hkv heads of size d).
 
-    Fill it with one forward over the prompts, call `expand` with the group of each row, then decode. Rows that
-    have finished leave with `keep`, so nobody computes for them.
+    Fill it with one forward over the prompts, call `expand` with the group of each row, then decode. Remove
+    finished rows with `keep`, so that they are not computed.
     """
 
     def __init__(self, prompt_lengths_P: Tensor) -> None:
@@ -57,12 +57,12 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         return self.group_R is not None
 
     def expand(self, group_R: Tensor) -> None:
-        """From now on R rows decode; row r answers prompt group_R[r]. Rows of a group must be neighbours."""
+        """Start decoding R rows; row r answers prompt group_R[r]. Rows of a group must be adjacent."""
         self.group_R = group_R
         self._place()
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these rows (indices into the present ones, ascending)."""
+        """Keep only these rows (indices into the current ones, ascending)."""
         assert self.group_R is not None
         self.group_R = self.group_R[rows]
         for tails in (self._keys, self._values):
@@ -71,17 +71,17 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         self._place()
 
     def _place(self) -> None:
-        """Give each row a slot in its group, so that a group's queries lie in one block."""
+        """Assign each row a slot in its group, so that the queries of a group are one block."""
         assert self.group_R is not None
         first = torch.searchsorted(self.group_R, self.group_R)
         self.slot_R = torch.arange(len(self.group_R), device=self.group_R.device) - first
         self.slots = int(self.slot_R.max()) + 1 if len(self.group_R) else 0
 
     def to_groups(self, rows: Tensor) -> Tensor:
-        """[R, Hkv, share, n] -> [P, Hkv, slots * share, n]: what a group's rows ask of its prompt, in one block."""
+        """[R, Hkv, share, n] -> [P, Hkv, slots * share, n]: the queries of each group in one block."""
         assert self.group_R is not None
         prompts, (count, heads, share, n) = len(self.prompt_mask_P), rows.shape
-        if count == prompts * self.slots:  # no row has left yet, so they lie in place already
+        if count == prompts * self.slots:  # no row was removed, so the layout is already right
             block = rows.view(prompts, self.slots, heads, share, n)
         else:
             block = rows.new_zeros(prompts, self.slots, heads, share, n)
@@ -89,7 +89,7 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         return block.transpose(1, 2).reshape(prompts, heads, self.slots * share, n)
 
     def to_rows(self, groups: Tensor, share: int) -> Tensor:
-        """The way back: [P, Hkv, slots * share, n] -> [R, Hkv, share, n]."""
+        """Invert `to_groups`: [P, Hkv, slots * share, n] -> [R, Hkv, share, n]."""
         assert self.group_R is not None
         prompts, heads, _, n = groups.shape
         block = groups.view(prompts, heads, self.slots, share, n).transpose(1, 2)
@@ -98,7 +98,7 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         return block[self.group_R, self.slot_R]
 
     def start_token(self) -> None:
-        """Call before each decoding forward: every row's tail grows by one."""
+        """Extend every row's tail by one token. Call it before each decoding step."""
         self.length += 1
 
     def update(
@@ -132,7 +132,7 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
 
 
 def no_mask(input_ids: Tensor) -> Tensor:
-    """A mask that says nothing, for the decoding step, which needs none: four axes stop transformers making one."""
+    """Return an empty mask for decoding, which needs none: a 4-D mask keeps transformers from creating one."""
     return torch.ones(input_ids.shape[0], 1, 1, 1, dtype=torch.bool, device=input_ids.device)
 
 

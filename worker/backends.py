@@ -1,4 +1,4 @@
-"""The operator's graders file, read with what the settings add to it."""
+"""Read the operator's graders file, with defaults from the settings."""
 
 from core.registry import Registry
 from core.settings import Settings

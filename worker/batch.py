@@ -1,9 +1,9 @@
-"""Graded groups to what the trainer computes: which answers, in what packs, with what mask. Pure.
+"""Convert graded groups to packs, masks and micro-batches for the trainer. Pure functions.
 
 A pack is one row: the prompt once, then its answers one after the other.
 
-    p p p p a a a b b c c c        every answer sees the prompt and itself, never a sibling,
-    0 1 2 3 4 5 6 4 5 4 5 6        and its positions go on where the prompt's end
+    p p p p a a a b b c c c        each answer attends to the prompt and itself, not to siblings,
+    0 1 2 3 4 5 6 4 5 4 5 6        and its positions continue those of the prompt
 
 A prompt of 256 tokens with eight answers of 16 is 376 tokens this way and 2,168 without.
 """
@@ -28,19 +28,19 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Share:
-    """What one group gives to its step, known as soon as it is graded.
+    """The contribution of one group to its step, available as soon as the group is graded.
 
-    The weights and advantages in `pack` lack what only the whole step knows: see `divisors`.
+    The weights and advantages in `pack` still have to be divided by values of the whole step: see `divisors`.
     """
 
     line: int  # of its prompt
     pack: Pack | None  # None: nothing to compute
-    lengths: tuple[int, ...]  # tokens of each answer that counts
-    rewards_N: tuple[float | None, ...]  # what its advantages are made of: rewards of answers, or of steps
+    lengths: tuple[int, ...]  # tokens of each answer in the loss
+    rewards_N: tuple[float | None, ...]  # the rewards behind its advantages: of answers, or of steps
 
 
 def share_of(group: Group, settings: Resolved, decode: Decode) -> Share:
-    """The answers worth computing, each with its advantages and its share of the step's loss.
+    """Return the answers with a gradient, each with its advantages and its weight in the step's loss.
 
     An answer with no advantage has exactly no gradient, so it is dropped, unless there is a KL penalty, which pulls
     on every graded answer. With `normalize` "papers" dropping changes nothing but the time: the loss is a mean over all
@@ -73,16 +73,16 @@ def share_of(group: Group, settings: Resolved, decode: Decode) -> Share:
 
 
 def in_batch(groups_P: Sequence[tuple[int, Sequence[float | None]]], settings: Resolved) -> list[bool]:
-    """Which groups of a step its update is made of.
+    """Return which groups of a step its update uses.
 
     All of them, except with `resample_prompts` under the papers' rule: DAPO's dynamic sampling (section 3.2) filters
-    groups without signal out before the batch and fills it up with others. So each drawn group with signal takes the
-    place of one of the step's own without, in the order of their lines, and a drawn group without signal never counts.
-    If the budget is spent before each has a stand-in, the remaining ones stay in the batch.
+    zero-variance groups out of the batch and refills it. So each resampled group with signal replaces one of the
+    step's own zero-variance groups, in the order of their lines, and resampled zero-variance groups are dropped.
+    If the budget is spent before all are replaced, the remaining ones stay in the batch.
 
     Args:
-        groups_P: of each group the line of its prompt and what its advantages are made of; the `batch_size` groups of
-            the step's own prompts first, in any order.
+        groups_P: for each group the line of its prompt and the rewards behind its advantages; the `batch_size` groups
+            of the step's own prompts first, in any order.
     """
     mixed_P = [grpo.signal(rewards_N) == "mixed" for _, rewards_N in groups_P]
     if settings.normalize == "signal" or not settings.resample_prompts:
@@ -94,13 +94,13 @@ def in_batch(groups_P: Sequence[tuple[int, Sequence[float | None]]], settings: R
 
 
 def batch_of(shares: Sequence[Share], settings: Resolved) -> list[Share]:
-    """The shares of the groups that the step's update is made of: see `in_batch`."""
+    """Return the shares of the groups that the step's update uses: see `in_batch`."""
     chosen = in_batch([(share.line, share.rewards_N) for share in shares], settings)
     return [share for share, is_in in zip(shares, chosen, strict=True) if is_in]
 
 
 def divisors(shares: Sequence[Share], settings: Resolved) -> tuple[float, float]:
-    """What the step's gradient is still to be divided by: its normaliser, and the std of its rewards.
+    """Return the divisors of the step's gradient: its normaliser, and the std of its rewards.
 
     `shares` are those of `batch_of`.
     The second is 1 where the advantages have been divided already, or need not be. A penalty is not divided by it.
@@ -116,14 +116,14 @@ def divisors(shares: Sequence[Share], settings: Resolved) -> tuple[float, float]
 
 @dataclass(frozen=True)
 class Lesson:
-    """What one answer was worth to its step."""
+    """The training signal of one answer."""
 
-    advantage: float | None  # of its first token, for outcomes of all; None: it was not learned from
+    advantage: float | None  # of its first token; with outcome rewards of all tokens; None: not trained on
     steps_J: tuple[float, ...]  # under process supervision: of the tokens of each step
 
 
 def lessons(groups_P: Sequence[Group], settings: Resolved) -> list[list[Lesson]]:
-    """What a step took from its groups, all of them, for each answer: `share_of` and `divisors` for people to read."""
+    """Return the advantages of all answers of a step, for reports: `share_of` and `divisors` in readable form."""
     chosen = in_batch([(group.prompt.line, _taught(group, settings)) for group in groups_P], settings)
     batch = iter(
         _batch_lessons([group for group, is_in in zip(groups_P, chosen, strict=True) if is_in], settings)
@@ -145,7 +145,7 @@ def _batch_lessons(groups_P: Sequence[Group], settings: Resolved) -> list[list[L
             [[step.score for step in grade.steps] for grade in group.grades_G] for group in groups_P
         ]
         normalised_PGJ = grpo.step_advantages(rewards_PGJ, scale, std, normalize)
-        # DeepSeekMath's eq. 5 at each step's first token: what its step and all after it are worth.
+        # DeepSeekMath's eq. 5 at each step's first token: the sum over this step and all later ones.
         steps_PGJ = [
             [tuple(accumulate(reversed(r)))[::-1] for r in rewards_GJ] for rewards_GJ in normalised_PGJ
         ]
@@ -157,7 +157,7 @@ def _batch_lessons(groups_P: Sequence[Group], settings: Resolved) -> list[list[L
 
 
 def _taught(group: Group, settings: Resolved) -> list[float | None]:
-    """What the advantages of a group are made of: rewards as training takes them, of its answers or of their steps."""
+    """Return the training rewards of a group, of its answers or of their steps."""
     if settings.supervision == "process":
         return group.taught_by("process")
     return [_shaped(*pair, settings) for pair in _pairs(group)]
@@ -176,14 +176,14 @@ def _lessons(
 
 
 def _counts(rollout: Rollout, reward: float | None, settings: Resolved) -> bool:
-    """Whether an answer is in the loss; `overlong` may keep one out that is in its group's baseline."""
+    """Return whether an answer is in the loss; `overlong` excludes some that are in their group's baseline."""
     return reward is not None and not (settings.overlong == "mask" and rollout.finish_reason == "length")
 
 
 def _advantages(
     group: Group, settings: Resolved, decode: Decode
 ) -> tuple[tuple[float | None, ...], list[tuple[float, ...]]]:
-    """What the advantages are made of, and one for every token of every answer, before any std of the batch."""
+    """Return the training rewards, and an advantage per token of each answer, before division by the batch's std."""
     scale = "none" if settings.advantage_scale == "batch" else settings.advantage_scale
     rewards_N = _taught(group, settings)
     if settings.supervision == "outcome":
@@ -205,7 +205,7 @@ def _pairs(group: Group) -> Iterator[tuple[Rollout, float | None]]:
 
 
 def _shaped(rollout: Rollout, reward: float | None, settings: Resolved) -> float | None:
-    """The reward as training takes it; what is reported stays the grader's."""
+    """Return the training reward. Reports show the grader's own reward."""
     if reward is None or settings.overlong_buffer is None:
         return reward
     length, longest = len(rollout.output_ids_T), settings.max_completion_tokens
@@ -220,7 +220,7 @@ def _by_step(
 
 
 def deal(packs: Sequence[Pack], ranks: int) -> list[list[Pack]]:
-    """About as many tokens to each rank: the longest pack first, each to whoever has least. Rank 0 gets the first."""
+    """Balance tokens over ranks: longest pack first, each to the rank with the fewest tokens; rank 0 gets the first."""
     hands: list[list[Pack]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for pack in sorted(packs, key=lambda pack: pack.tokens, reverse=True):
@@ -233,10 +233,10 @@ def deal(packs: Sequence[Pack], ranks: int) -> list[list[Pack]]:
 def micro_batches(
     packs: Sequence[Pack], token_budget: int, device: torch.device | str = "cpu"
 ) -> Iterator[list[Pack]]:
-    """Packs of like length together, each batch at most `token_budget` tokens with its padding.
+    """Yield batches of packs of similar length, each of at most `token_budget` tokens including padding.
 
-    A pack longer than the budget is split between answers (its prompt is then computed once a part); a
-    single answer longer than the budget still gets a batch of its own.
+    A pack above the budget is split between answers (its prompt is then computed once per part); a single answer
+    above the budget still gets its own batch.
     """
     parts = sorted(
         (part for pack in packs for part in _split(pack, token_budget)), key=lambda part: part.tokens
@@ -285,10 +285,10 @@ class Tensors:
 
     @cached_property
     def mask(self) -> Tensor:
-        """What attention is restricted by, [B, 1, T, T], made once, on the device of `segment`.
+        """The attention mask [B, 1, T, T], computed once, on the device of `segment`.
 
-        On a CPU `group_mask`, elsewhere `group_bias`: from a bool mask SDPA makes such a bias anew in every layer, and
-        autograd keeps each of them (16 GiB at 16k tokens and 32 layers).
+        On a CPU `group_mask`, elsewhere `group_bias`: SDPA converts a bool mask to such a bias in every layer, and
+        autograd keeps each copy (16 GiB at 16k tokens and 32 layers).
         """
         if self.segment.device.type == "cpu":
             return group_mask(self.segment)
@@ -296,7 +296,7 @@ class Tensors:
 
 
 def row_width(tokens: int, device: torch.device | str) -> int:
-    """The width of a row of so many tokens: on a CPU that, elsewhere rounded up to one of a few dozen widths."""
+    """Return the padded width of a row: `tokens` on a CPU, elsewhere rounded up to one of a few dozen widths."""
     return tokens if torch.device(device).type == "cpu" else bucket(tokens)
 
 
@@ -305,7 +305,7 @@ def tensors_of(
 ) -> Tensors:
     """Lay the packs out as rows, padded on the right to `row_width` of the longest.
 
-    No tensor here has more than a few numbers for each token: what has T^2 is made on the device, by `Tensors.mask`.
+    Tensors here have only a few numbers per token; `Tensors.mask` builds the T^2 mask on the device.
     """
     width = row_width(max(pack.tokens for pack in packs), device)
     input_ids = torch.zeros(len(packs), width, dtype=torch.int64)
@@ -354,9 +354,9 @@ def tensors_of(
 
 
 def group_mask(segment: Tensor) -> Tensor:
-    """[B, T] segment numbers -> bool [B, 1, T, T]: look back at the prompt (0) and at your own segment.
+    """[B, T] segment numbers -> bool [B, 1, T, T]: attend to earlier tokens of the prompt (0) and of the same segment.
 
-    Padding (-1) sees itself only: a query that sees nothing would be NaN, and NaN spreads through the batch.
+    Padding (-1) attends to itself: a fully masked query would be NaN, which spreads through the batch.
     """
     width = segment.shape[1]
     causal = torch.ones(width, width, dtype=torch.bool, device=segment.device).tril()
@@ -366,9 +366,7 @@ def group_mask(segment: Tensor) -> Tensor:
     return ((causal & visible) | itself)[:, None]
 
 
-BIAS_ROWS = (
-    1024  # queries whose bias is computed at a time: what is temporary stays small beside the bias itself
-)
+BIAS_ROWS = 1024  # queries per chunk of the bias, to keep temporary tensors small
 
 
 def group_bias(segment: Tensor, dtype: torch.dtype) -> Tensor:

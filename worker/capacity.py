@@ -1,7 +1,7 @@
-"""Whether the models of the registry, and jobs, fit on the GPUs of their class: from each model's config.json.
+"""Check whether models of the registry, and jobs, fit on the GPUs of their class, from each model's config.json.
 
-For processes that have no GPU, and no torch: the memory of a class is what `gpu_classes` in the settings says. Where it
-or the config is not known here, nothing is refused, and the run computes the same before it loads the weights.
+For processes without a GPU and without torch: `gpu_classes` in the settings has the memory of each class. If the memory
+or the config is unknown, nothing is refused, and the run makes the same check before it loads the weights.
 """
 
 import json
@@ -23,7 +23,7 @@ BYTES_EACH = {"float32": 4, "bfloat16": 2}
 
 
 def config_of(entry: BaseModelEntry) -> Mapping[str, Any] | None:
-    """The model's config.json, if it is on this machine. Nothing is fetched, and no GGUF file is converted."""
+    """Return the model's config.json if it is on this machine. Downloads nothing and converts no GGUF file."""
     try:
         source = entry.locate()
     except FileNotFoundError:
@@ -46,13 +46,13 @@ def _cached(hub_id: str) -> Path | None:
 
 
 def shape_of(entry: BaseModelEntry) -> Shape | None:
-    """None: its config is not on this machine, or it is no Llama-like decoder."""
+    """Return the model's shape. None: its config is not on this machine, or it is not a Llama-like decoder."""
     config = config_of(entry)
     return None if config is None else sizing.shape_of_config(config, BYTES_EACH[entry.dtype])
 
 
 def problems(settings: Settings, registry: Registry) -> Iterator[str]:
-    """One sentence for each model with which a job of its whole context does not fit on a GPU of its class."""
+    """Yield a sentence for each model whose full context does not fit on a GPU of its class."""
     for name, entry in registry.models.items():
         half = entry.context // 2
         work = Workload(16, half, entry.context - half, entry.context, entry.context)
@@ -71,9 +71,9 @@ def job_problem(
     rows: int,
     valid_rows: int,
 ) -> str | None:
-    """Why the job cannot run on a GPU of its class. None: it can, or that is not known here.
+    """Return why the job cannot run on a GPU of its class. None: it can, or this is unknown.
 
-    Prompts are counted as one token, since there is no tokenizer here: what is refused would not fit with its real
+    Counts each prompt as one token, because there is no tokenizer here, so a refused job would not fit with its real
     prompts either.
     """
     shape = shape_of(entry)
@@ -106,7 +106,7 @@ def _problem(
         return None
     settings = settings.of_class(gpu_class)
     sampler = sampler_of(entry, settings.sampler, "cuda")
-    assert sampler is not None, "it is known that there is a GPU"
+    assert sampler is not None, "machines with a GPU have a sampler"
     there = sizing.machine(settings, "cuda", int(memory * GIB), sampler, gpu_class=gpu_class)
     try:
         sizing.plan(name, shape, work, there)
@@ -116,6 +116,6 @@ def _problem(
 
 
 def warn(settings: Settings) -> None:
-    """Log the problems of the registry, when a worker starts."""
+    """Log the problems of the registry on worker start-up."""
     for problem in problems(settings, Registry.load(settings.models_file)):
         log.warning("%s", problem)

@@ -1,7 +1,7 @@
-"""Checkpoints: written whole or not at all, resumed from the newest, the best ones kept and named.
+"""Write checkpoints atomically, resume from the newest, and keep and name the best ones.
 
-A checkpoint is a blob prefix with the adapter in PEFT format, the trainer's state, and manifest.json, which
-lists every file with its hash and is written last: without it the prefix is litter, not a checkpoint.
+A checkpoint is a blob prefix with the adapter in PEFT format, the trainer's state, and manifest.json, which lists every
+file with its hash and is written last. A prefix without a manifest is not a checkpoint.
 """
 
 import errno
@@ -28,11 +28,11 @@ from worker.patience import Patience
 
 log = logging.getLogger(__name__)
 
-# Of the manifest and the files it lists, trainer.pt included. Raise it when an older version could not go on from what
-# this one writes, and not before a release that reads both is out: two versions take turns during a rollout.
+# Format of the manifest and its files, including trainer.pt. Raise it when older versions cannot resume from a new
+# checkpoint, and only after a release that reads both: both versions run side by side during a rollout.
 FORMAT = 1
 KEPT_BEST = 3
-# Marks, among its metrics, a checkpoint that somebody may be using since a pause.
+# Key in the metrics that marks the checkpoint of a pause, which users may be serving.
 _FOR_PAUSE = "made_for_pause"
 
 
@@ -46,7 +46,7 @@ class Savable(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one job, as its present attempt may write them."""
+    """Reads and writes the checkpoints of one job on behalf of its current attempt."""
 
     def __init__(
         self,
@@ -63,19 +63,18 @@ class Checkpoints:
         self.job = job
         self.scratch = scratch
         self.patience = patience
-        self._reading = MANIFEST  # the file of a checkpoint that was asked for last
+        self._reading = MANIFEST  # the last requested file of a checkpoint
 
     def restore(self, trainer: Savable) -> int:
-        """Load the newest whole checkpoint into the trainer and return its step; 0 when there is none.
+        """Load the newest valid checkpoint into the trainer and return its step; 0 if there is none.
 
-        Every object of a checkpoint is checked against the manifest before anything is loaded. Damaged checkpoints
-        are passed over and withdrawn, with a warning that names the object. Whatever was recorded beyond the returned
-        step is forgotten: it will be done again.
+        Verifies every object against the manifest before loading any. Skips and deletes damaged checkpoints, with a
+        warning that names the object. Deletes all records after the returned step, which will be repeated.
 
         Raises:
-            StoreEmpty: the store has no blobs at all. Nothing was loaded or forgotten.
-            UnknownFormat: this version cannot read it. Nothing was loaded or forgotten.
-            InvalidModel: its files are as they were stored, and do not fit the model. Nothing was forgotten.
+            StoreEmpty: the store has no blobs at all. Nothing was loaded or deleted.
+            UnknownFormat: this version cannot read the checkpoint. Nothing was loaded or deleted.
+            InvalidModel: the files are undamaged but do not fit the model. Nothing was deleted.
         """
         damaged: list[tuple[Checkpoint, Damaged]] = []
         whole = None
@@ -97,23 +96,23 @@ class Checkpoints:
             return session.scalars(_of_job(self.job.id).order_by(Checkpoint.step.desc())).all()
 
     def _fetch(self, checkpoint: Checkpoint, folder: Path) -> None:
-        """Download all files of a checkpoint. Raise Damaged unless each is what was stored."""
+        """Download all files of a checkpoint. Raises Damaged if one fails verification."""
         prefix = checkpoint.blob_prefix
         try:
             self.patience(partial(self._download, prefix, folder))
         except OSError as cause:
-            # A disk that cannot read a sector says so for ever. Anything else that lasts is not about this checkpoint.
+            # An unreadable disk sector is permanent. No other lasting error is specific to this checkpoint.
             if cause.errno != errno.EIO:
                 raise
             raise Damaged(self._reading, unreadable=True) from cause
 
     def _resume(self, whole: Checkpoint | None, damaged: Sequence[tuple[Checkpoint, Damaged]]) -> int:
-        """Have the job go on from the whole checkpoint, or from its first step."""
+        """Record that the job resumes from this checkpoint, or from its first step."""
         step = whole.step if whole else 0
         with jobs.fenced(self.database, self.claim) as (session, job):
             jobs.resumed_from(session, self.claim, step)
             for checkpoint, _ in damaged:
-                # Its step is done again and stored under the same number and name. The sweep removes the objects.
+                # The repeated step is stored under the same number and name. The sweep removes the old objects.
                 if (row := session.get(Checkpoint, checkpoint.seq)) is not None:
                     tuned.delete_names_of(session, row.id)
                     pages.delete_row(session, row, owner=row.job_id)
@@ -139,13 +138,13 @@ class Checkpoints:
         metrics: dict[str, Any],
         for_pause: bool = False,
     ) -> None:
-        """Store the trainer's state as the checkpoint of this step, and let go of those it replaces.
+        """Store the trainer's state as the checkpoint of this step, and delete those it replaces.
 
-        With a validation reward the checkpoint is a model of its own, `…:ckpt-step-N`, and so is the one that a
-        pause leaves behind; any other serves resuming only.
+        A checkpoint with a validation reward, and the one of a pause, is published as a model, `…:ckpt-step-N`; others
+        are used only to resume.
         """
         released = self.patience(lambda: self._save(trainer, step, valid_reward, metrics, for_pause))
-        for old in released:  # after the commit: a row must never point at what is gone
+        for old in released:  # after the commit: a row must not refer to deleted objects
             self.patience(partial(self.blobs.delete_prefix, f"{old}/"))
 
     def _save(
@@ -156,7 +155,7 @@ class Checkpoints:
         metrics: dict[str, Any],
         for_pause: bool,
     ) -> list[str]:
-        """Store it, unless that has been done; returns the prefixes of those that it replaces."""
+        """Store the row unless it exists; return the prefixes of the checkpoints that it replaces."""
         prefix = f"{job_prefix(self.job)}/attempts/{self.claim.epoch}/checkpoints/step-{step:06d}"
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             trainer.save(Path(folder))
@@ -165,7 +164,7 @@ class Checkpoints:
             stored = session.scalar(_of_job(job.id).where(Checkpoint.step == step))
             if stored is not None:  # the connection broke after the commit
                 return _retire(session, job)
-            job.failures = 0  # whatever it met with, it got further
+            job.failures = 0  # progress resets the count of failures in a row
             checkpoint = Checkpoint(
                 job_id=job.id,
                 step=step,
@@ -183,7 +182,7 @@ class Checkpoints:
             return _retire(session, job)
 
     def best(self) -> Checkpoint | None:
-        """The one with the highest validation reward; of equals the earliest, which moved least from the base."""
+        """Return the checkpoint with the highest validation reward; of equals the earliest."""
         return self.patience(self._best)
 
     def _best(self) -> Checkpoint | None:
@@ -239,15 +238,15 @@ class Checkpoints:
 
 
 def _described(damaged: Sequence[tuple[Checkpoint, Damaged]], step: int) -> tuple[str, dict[str, Any]]:
-    """The warning about checkpoints that were passed over."""
+    """Return the warning about skipped checkpoints."""
     which = "; ".join(f"of step {one.step} ({one.id}): {damage}" for one, damage in damaged)
     what = "Checkpoint" if len(damaged) == 1 else "Checkpoints"
     if step:
         then = (
-            f"The job resumes from step {step}, the newest whole checkpoint, and repeats the steps after it."
+            f"The job resumes from step {step}, the newest valid checkpoint, and repeats the steps after it."
         )
     else:
-        then = "No whole checkpoint is left: the job starts again from its first step."
+        then = "No valid checkpoint is left: the job restarts from its first step."
     objects = [
         {"step": one.step, "checkpoint": one.id, "file": damage.file, "problem": damage.problem}
         for one, damage in damaged
@@ -260,7 +259,7 @@ def job_prefix(job: Job) -> str:
 
 
 def model_name(session: Session, job: Job) -> str:
-    """ft:<base>:<organization>:<suffix>:<8 characters>, as OpenAI names them.
+    """Return ft:<base>:<organization>:<suffix>:<8 characters>, OpenAI's format.
 
     The 8 characters make it unique. The suffix is as the user sent it, with each run of other characters than letters,
     digits, _ and - replaced by one -, so that the name is one segment of a URL.
@@ -295,10 +294,10 @@ def _of_job(job_id: str) -> Select[Checkpoint]:
 
 
 def _retire(session: Session, job: Job) -> list[str]:
-    """Delete the rows of checkpoints that nobody needs any more; return their prefixes.
+    """Delete the rows of checkpoints that are no longer needed; return their prefixes.
 
-    Kept are the newest, the best, and what pauses left behind until its name is deleted: a job that goes on must not
-    take away the model that was used while it paused.
+    Keeps the newest, the best, and those of pauses until their names are deleted, so that a resumed job does not delete
+    a model that was in use during the pause.
     """
     present: Sequence[Checkpoint] = session.scalars(_of_job(job.id)).all()
     newest = max(present, key=lambda one: one.step)

@@ -1,8 +1,8 @@
-"""The groups that a step learns from: sampled, graded, and handed to the trainer.
+"""Sample and grade the groups of a step, and pass them to the trainer.
 
-Three ways to the same groups. With `overlap` each is handed over as soon as it is graded, while others are still
-sampled. With `off_policy_steps` they were sampled while the step before was learned from. Otherwise they are handed
-over when all are there.
+There are three schedules. With `overlap`, the trainer gets each group as soon as it is graded, while others are still
+being sampled. With `off_policy_steps`, groups are sampled during the update of the previous step. Otherwise the trainer
+gets all groups at once.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ class Collector:
     sampler: Sampler
     rewards: Rewards
     trainer: Trainer
-    held_to: str = ""  # the schema of the answers
+    held_to: str = ""  # response schema of the answers
     _ahead: asyncio.Task[list[Group]] | None = field(default=None, init=False)
 
     async def collect(self, step: int, clock: Clock) -> tuple[list[Group], list[Group]]:
-        """The step's own groups and those drawn in place of silent ones; the trainer has taken in all of them."""
+        """Return the step's own groups and the resampled ones, after the trainer has received all of them."""
         if self.settings.off_policy_steps:
             return await self._from_before(step, clock), []
         groups_P = await self._learn(self.prompts.batch(step), step, clock)
         return groups_P, await self._replace_silent(step, groups_P, clock)
 
     async def sampler_is_free(self) -> None:
-        """Wait until nothing is being sampled ahead. What it was is kept."""
+        """Wait until sampling ahead has completed, and keep its groups."""
         if self._ahead is not None:
             await asyncio.wait([self._ahead])
 
@@ -60,14 +60,14 @@ class Collector:
     async def _from_before(self, step: int, clock: Clock) -> list[Group]:
         if self._ahead is None:  # the first step, or the first after a restart
             self._ahead = asyncio.create_task(self._sample(self.prompts.batch(step), step, Clock()))
-        with clock("sampling"):  # what is left of it
+        with clock("sampling"):  # the remaining time
             groups_P = await self._ahead
         self._ahead = None
         if step < self.settings.total_steps:
-            # From the policy as it is now and not as this step will leave it: `sample` reads it when it is called.
+            # `sample` reads the policy when it is called, so this uses the policy before this step's update.
             sampling = self._sample(self.prompts.batch(step + 1), step + 1, Clock())
             self._ahead = asyncio.create_task(sampling)
-            await asyncio.sleep(0)  # it is called when the task first runs
+            await asyncio.sleep(0)  # lets the task start, which calls `sample`
         return await self._hand_over(groups_P, clock)
 
     async def _sample(self, prompts_P: Sequence[Prompt], step: int, clock: Clock) -> list[Group]:
@@ -83,12 +83,12 @@ class Collector:
         return taught_P
 
     async def _replace_silent(self, step: int, groups_P: Sequence[Group], clock: Clock) -> list[Group]:
-        """DAPO's dynamic sampling (section 3.2): other prompts in place of those that have no signal, within bounds."""
+        """Replace zero-variance groups by DAPO's dynamic sampling (section 3.2), within a budget."""
         drawn_P: list[Group] = []
         silent = sum(not self._has_signal(group) for group in groups_P)
         if not self.settings.resample_prompts or not silent:
             return drawn_P
-        # In a thread: a shuffle of a large file would hold up the grades that arrive meanwhile.
+        # In a thread, because the shuffle of a large file would block the event loop.
         others = (await asyncio.to_thread(self.prompts.others, step))[: self.settings.resample_prompts]
         while others and silent:
             learned_P = await self._learn(others[:silent], step, clock)

@@ -1,4 +1,4 @@
-"""Which prompts a step trains on: an order that depends on the seed and the step alone, so it needs no cursor."""
+"""Choose the prompts of each step from the seed and the step number alone, so that no cursor has to be stored."""
 
 import random
 from array import array
@@ -29,9 +29,9 @@ class PromptStream:
         return [self._at(place) for place in range(first, first + self.batch_size)]
 
     def others(self, step: int) -> list[Prompt]:
-        """All prompts that are not in the batch of this step, in the order in which they may stand in for it.
+        """Return all prompts outside the batch of this step, in the order of resampling.
 
-        Takes about 30 ms for 50,000 prompts, so it does not belong on an event loop.
+        Takes about 30 ms for 50,000 prompts, so do not call it on an event loop.
         """
         lines = {prompt.line for prompt in self.batch(step)}
         order = [prompt for prompt in self.prompts if prompt.line not in lines]
@@ -62,19 +62,19 @@ def tokenize(
     context: int,
     max_completion_tokens: int,
 ) -> list[Prompt]:
-    """Rows to prompts. `context` is the model's, in tokens.
+    """Convert rows to prompts. `context` is the model's, in tokens.
 
     Raises:
         PromptTooLong: names the lines (up to 20) whose prompt and longest answer exceed the context.
-        ChatTemplateFailed: names the line whose messages the chat template does not take.
+        ChatTemplateFailed: names the line whose messages the chat template rejects.
     """
     prompts = [Prompt(one.line, _rendered(one, render, file), one.item) for one in examples]
     room = context - max_completion_tokens
     long = [f"line {prompt.line}: {len(prompt.ids)} tokens" for prompt in prompts if len(prompt.ids) > room]
     if long:
         raise PromptTooLong(
-            f"{len(long)} prompts of {file} are longer than {room} tokens, which is what the model's context of "
-            f"{context} leaves beside an answer of {max_completion_tokens}: {'; '.join(long[:20])}"
+            f"{len(long)} prompts of {file} are longer than {room} tokens, the model's context of {context} "
+            f"less max_completion_tokens {max_completion_tokens}: {'; '.join(long[:20])}"
         )
     return prompts
 

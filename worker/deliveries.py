@@ -1,7 +1,7 @@
-"""Sends what core/webhooks.py has written down, until it arrives or 72 hours have passed.
+"""Send the webhook deliveries queued by core/webhooks.py, with retries for 72 hours.
 
-Any number of processes may do this at once. A delivery is taken by moving its next attempt beyond any time that
-this one can need, so a process that dies loses nothing: the next attempt is somebody else's, under the same id.
+Any number of processes may send at once. A process claims a delivery by moving its next attempt past the longest
+possible duration of this one. If the process dies, another one makes the next attempt under the same id.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 4
 POLL_SECONDS = 1.0
-# An attempt takes 10 seconds at most, and longer only where a name server does not answer.
+# An attempt takes at most 10 seconds, unless a name server does not respond.
 LEASE_SECONDS = 120.0
 FIRST_RETRY, LONGEST_RETRY = 5.0, 4 * 3600.0
 GIVE_UP_AFTER = 72 * 3600.0
@@ -34,13 +34,13 @@ KEPT_SECONDS = 30 * 86400.0
 
 
 def back_off(attempts: int) -> float:
-    """Seconds to wait after that many failures: 5, 10, 20 and so on to four hours."""
+    """Return the seconds to wait after `attempts` failures: 5, 10, 20, ... up to four hours."""
     return min(FIRST_RETRY * 2.0 ** min(attempts - 1, 20), LONGEST_RETRY)
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """A delivery that is ours until `LEASE_SECONDS` after `at`. No endpoint: it was deleted."""
+    """A delivery claimed until `LEASE_SECONDS` after `at`. No endpoint: it was deleted."""
 
     delivery: WebhookDelivery
     endpoint: WebhookEndpoint | None
@@ -49,7 +49,7 @@ class Claimed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The status of an answer, or why there is none."""
+    """The response status, or the error."""
 
     status: int | None = None
     error: str | None = None
@@ -60,7 +60,7 @@ class Outcome:
 
 
 class Deliveries:
-    """`clock` is Unix time, by default the database's, since many machines compare by it."""
+    """Sends webhooks. `clock` is Unix time, by default the database's, because many machines compare it."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Deliveries:
         self.jitter = jitter
 
     def run_until(self, stop: threading.Event) -> None:
-        """Send what is due, `AT_ONCE` at a time and one to an endpoint, so that one that hangs delays no other."""
+        """Send due deliveries, `AT_ONCE` at a time and one per endpoint, so that a slow endpoint delays no other."""
         busy: dict[Future[None], str] = {}
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="delivery") as pool:
             while not stop.is_set():
@@ -84,16 +84,16 @@ class Deliveries:
                     while len(busy) < AT_ONCE and (claimed := self.claim(except_for=busy.values())):
                         busy[pool.submit(self.deliver, claimed)] = claimed.delivery.endpoint_id
                 except Exception:
-                    log.exception("could not look for webhooks to deliver; trying again")
+                    log.exception("could not query due webhook deliveries; retrying")
                 if not busy:
                     stop.wait(POLL_SECONDS)
                 for done in wait(busy, POLL_SECONDS, FIRST_COMPLETED).done:
                     del busy[done]
                     if cause := done.exception():
-                        log.error("a webhook delivery failed; it is tried again", exc_info=cause)
+                        log.error("a webhook delivery failed; retrying", exc_info=cause)
 
     def claim(self, *, except_for: Iterable[str] = ()) -> Claimed | None:
-        """Take the delivery that has been due for longest, passing over these endpoints. None: nothing is due."""
+        """Claim the delivery that has been due for longest, except for these endpoints. None: nothing is due."""
         candidate = aliased(WebhookDelivery)
         due = (
             select(candidate.seq)
@@ -105,7 +105,7 @@ class Deliveries:
             .order_by(candidate.next_attempt_at, candidate.seq)
             .limit(1)
         )
-        with self.database.read() as session:  # no write transaction, once a second, for nothing
+        with self.database.read() as session:  # avoids a write transaction every second
             if session.scalar(due) is None:
                 return None
         take = (
@@ -124,11 +124,11 @@ class Deliveries:
         return Claimed(delivery, endpoint, delivery.next_attempt_at - LEASE_SECONDS)
 
     def deliver(self, claimed: Claimed) -> None:
-        """One attempt, and what follows from it."""
+        """Make one attempt and record its outcome."""
         self.settle(claimed, self.send(claimed))
 
     def send(self, claimed: Claimed) -> Outcome:
-        """One attempt: the same body and id as ever, signed with the time of today."""
+        """Send one attempt. The body and id are the same each time; the signature has the current time."""
         if claimed.endpoint is None:
             return Outcome(error="the endpoint was deleted")
         delivery = claimed.delivery
@@ -137,13 +137,13 @@ class Deliveries:
             status = asyncio.run(self.outgoing.post(claimed.endpoint.url, delivery.body.encode(), headers))
         except (Refused, Unreachable) as problem:
             return Outcome(error=str(problem))
-        except Exception as surprise:  # without an outcome it would be tried for ever
+        except Exception as surprise:  # without an outcome it would be retried forever
             log.exception("sending webhook %s failed", delivery.id)
             return Outcome(error=repr(surprise))
         return Outcome(status)
 
     def settle(self, claimed: Claimed, outcome: Outcome) -> None:
-        """Done if it arrived; else the next attempt, the last one 72 hours after the event."""
+        """Mark the delivery as done, or schedule the next attempt, up to 72 hours after the event."""
         delivery = claimed.delivery
         error = outcome.error
         if error is None and not outcome.delivered:
@@ -154,7 +154,7 @@ class Deliveries:
         if outcome.delivered:
             change = change.values(settled=True, delivered_at=int(claimed.at))
         else:
-            # An attempt that took longer than its lease may find that another one has arrived meanwhile.
+            # Another attempt may have succeeded if this one took longer than its lease.
             change = change.where(
                 WebhookDelivery.settled.is_(False), WebhookDelivery.attempts == delivery.attempts
             )
@@ -171,14 +171,14 @@ class Deliveries:
 
 
 def remove_old(database: Database, clock: Callable[[], ColumnElement[float] | float] = db_now) -> None:
-    """Forget what was settled 30 days ago, but not while its job is unfinished: a threshold is told of only once."""
+    """Delete deliveries settled 30 days ago, except of unfinished jobs, whose thresholds fire only once."""
     finished = select(Job.seq).where(Job.id == WebhookDelivery.job_id, Job.status.in_(FINAL)).exists()
     old = (
         select(WebhookDelivery.seq)
         .where(
             WebhookDelivery.settled.is_(True),
-            WebhookDelivery.next_attempt_at < clock() - KEPT_SECONDS,  # the index knows this one
-            WebhookDelivery.created_at < clock() - KEPT_SECONDS,  # and deleted ones were never attempted
+            WebhookDelivery.next_attempt_at < clock() - KEPT_SECONDS,  # indexed
+            WebhookDelivery.created_at < clock() - KEPT_SECONDS,  # deleted deliveries were never attempted
             finished,
         )
         .limit(1000)

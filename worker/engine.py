@@ -1,4 +1,4 @@
-"""What the inference server needs of whatever computes. Implementations: continuous.py, vllm_engine.py."""
+"""The interface between the inference server and its engines, continuous.py and vllm_engine.py."""
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ class Ask:
     """One answer."""
 
     prompt_ids: tuple[int, ...]
-    adapter: Path | None  # its folder, whose name is the hash of what is in it; None is the base model
+    adapter: Path | None  # its folder, named by the hash of its content; None: the base model
     temperature: float
     top_p: float
     seed: int
     max_tokens: int
     held_to: str  # a schema (core/response_format.py), or ""
-    top_logprobs: int | None  # None: not even that of the token itself
+    top_logprobs: int | None  # None: no log-probabilities at all
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Token:
     """The next token of an answer. Log-probabilities are the model's own, before temperature, top_p and schema."""
 
     id: int
-    last: bool  # a stop token, or as many as were asked for
+    last: bool  # a stop token, or the token limit
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
@@ -40,12 +40,12 @@ class Engine(Protocol):
     stop_ids: frozenset[int]
 
     def generate(self, ask: Ask) -> AsyncGenerator[Token, None]:
-        """The answer's tokens as they come. Closing the iterator aborts the request."""
+        """Stream the answer's tokens. Closing the iterator aborts the request."""
         ...
 
     @property
     def lost(self) -> bool:
-        """It has died, and another one has to take its place."""
+        """Whether the engine has died and must be replaced."""
         ...
 
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Which models are loaded: on demand, within the memory there is, the one that was not used the longest goes first."""
+"""Load models on demand within the available memory, and evict the least recently used one."""
 
 import asyncio
 import gc
@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Then a client is told to come back; loading goes on. A model of gigabytes takes its time. An adapter of megabytes
-# takes seconds; where it does not, the blob store is in trouble, and who waits keeps a place that others could have.
+# After this time the client gets a Retry-After, and loading continues. A model of gigabytes takes minutes. An adapter
+# of megabytes takes seconds; if not, the blob store has a problem, and waiting requests would block others.
 LOAD_PATIENCE = 60.0
 ADAPTER_PATIENCE = 20.0
 DOWNLOADS_AT_ONCE = 8  # of adapters, each in a thread
 
 
 class Refused(Exception):
-    """The request cannot be answered; the message says why, `status` how HTTP does."""
+    """The request cannot be served; has the reason and the HTTP status."""
 
     def __init__(
         self, message: str, status: int = 400, *, code: str | None = None, retry_after: int = 0
@@ -41,16 +41,16 @@ class Refused(Exception):
 
 
 class Builder(Protocol):
-    """Makes engines of one kind."""
+    """Builds engines of one kind."""
 
     def bytes_needed(self, entry: BaseModelEntry) -> int:
-        """Of the memory that `bytes_free` is about. Blocks. Raises Refusal if the model cannot be read."""
+        """Return the needed share of `bytes_free`. Blocks. Raises Refusal if the model cannot be read."""
         ...
 
     def bytes_free(self) -> int: ...
 
     async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> Engine:
-        """`others`: models of the registry that are not loaded, for which to leave room where there is enough."""
+        """Build an engine. `others`: models of the registry that are not loaded; leaves memory for them if possible."""
         ...
 
 
@@ -74,26 +74,26 @@ class Engines:
         patience: float = LOAD_PATIENCE,
         adapter_patience: float = ADAPTER_PATIENCE,
     ) -> None:
-        """`builders` by the name of the sampler; "vllm" only where it is installed."""
+        """Create without loaded models. `builders`: by sampler name; "vllm" only if it is installed."""
         self.settings, self.registry, self.builders, self.adapters = settings, registry, builders, adapters
         self.device, self.patience, self.adapter_patience = device, patience, adapter_patience
         self._loaded: OrderedDict[str, Loaded] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
-        self._one_at_a_time = asyncio.Lock()  # or two would be promised the same memory
+        self._one_at_a_time = asyncio.Lock()  # two concurrent loads would count the same memory as free
         self._fetching: dict[Adapter, asyncio.Future[Path]] = {}
-        # Threads of their own: a blob store that hangs must not take those that read everybody's messages.
+        # A separate pool: a blob store that hangs must not block the threads that other requests need.
         self._downloads = ThreadPoolExecutor(DOWNLOADS_AT_ONCE, "adapters")
 
     @asynccontextmanager
     async def open(self, served: Served) -> AsyncIterator[tuple[Engine, Path | None]]:
-        """The model, which stays loaded as long as this is open, and the folder of its adapter.
+        """Yield the model, which stays loaded during the context, and the folder of its adapter.
 
         Raises:
-            Refused: there is no such model, no room for it, or it takes longer to load than a client should wait.
+            Refused: the model does not exist, does not fit, or takes too long to load.
         """
         name = served.base_model
         loaded = await self._in_time(self._task(name), name, self.patience)
-        while self._loaded.get(name) is not loaded:  # it made room for another before we came to hold it
+        while self._loaded.get(name) is not loaded:  # it may be evicted before we hold it
             loaded = await self._in_time(self._task(name), name, self.patience)
         loaded.users += 1
         try:
@@ -127,7 +127,7 @@ class Engines:
             return await asyncio.wait_for(asyncio.shield(task), patience)
         except TimeoutError:
             raise Refused(
-                f"{what} is still being loaded; ask again.", 503, code="loading", retry_after=5
+                f"{what} is still loading; retry later.", 503, code="loading", retry_after=5
             ) from None
         except AdapterGone as gone:
             raise Refused(f"The model cannot be loaded: {gone}.", 404, code="model_not_found") from gone
@@ -143,7 +143,7 @@ class Engines:
 
     async def _find(self, name: str) -> Loaded:
         if (loaded := self._loaded.get(name)) is not None and loaded.engine.lost:
-            log.warning("the engine of %s has died and is started again", name)
+            log.warning("the engine of %s has died and is being restarted", name)
             await self._loaded.pop(name).engine.close()
         if name not in self._loaded:
             async with self._one_at_a_time:

@@ -1,4 +1,4 @@
-"""`regraft-server export`: a checkpoint as a folder, as an adapter or merged into the base model's weights."""
+"""`regraft-server export`: write a checkpoint to a folder, as an adapter or merged into the base model's weights."""
 
 import sys
 import tempfile
@@ -19,7 +19,7 @@ TEXTS = ("README.md", "reproduce.json")
 def export_to(
     settings: Settings, database: Database, blobs: BlobStore, name: str, folder: Path, *, merged: bool
 ) -> None:
-    """Write what `name` (a checkpoint, a model or a job) stands for into `folder`, or exit with the reason."""
+    """Write the checkpoint of `name` (a checkpoint, a model or a job) into `folder`, or exit with an error."""
     if folder.exists() and any(folder.iterdir()):
         sys.exit(f"{folder} is not empty.")
     registry = Registry.load(settings.models_file)
@@ -52,6 +52,6 @@ def merge(entry: BaseModelEntry, cache: Path, adapter: Path, folder: Path) -> No
     model = PeftModel.from_pretrained(base, adapter).merge_and_unload()
     model.to(DTYPES[entry.dtype]).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    # The template that the adapter was trained with may be another than the base model's.
+    # The adapter may have been trained with another template than the base model's.
     for name in [*TEXTS, *([CHAT_TEMPLATE] if (adapter / CHAT_TEMPLATE).exists() else [])]:
         (folder / name).write_bytes((adapter / name).read_bytes())

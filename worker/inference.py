@@ -1,7 +1,7 @@
-"""The inference process of `regraft-server up`: started when the first request comes, and again when it has ended.
+"""Run the inference process of `regraft-server up`: start it on the first request and restart it after it exits.
 
-The server holds the listening socket and the process inherits it: a request that comes while there is no process waits
-in the socket until there is one. An idle process ends by itself, so that it costs no memory.
+The server holds the listening socket and the process inherits it, so requests wait in the socket's backlog while no
+process runs. An idle process exits to free its memory.
 """
 
 import logging
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def own_address(settings: Settings) -> tuple[Settings, socket.socket | None]:
-    """The settings with an address on this machine for inference, where the operator has named none; and its socket.
+    """Return settings with a local inference address and its socket, unless the operator has configured an address.
 
-    It is put into the environment, too: that is where the runs which this process starts read their settings.
+    Sets the environment variables too, from which child runs read their settings.
     """
     if settings.inference_url:
         return settings, None
@@ -34,14 +34,14 @@ def own_address(settings: Settings) -> tuple[Settings, socket.socket | None]:
 
 
 class InferenceServer:
-    """`python -m worker.serve` as a child, whenever somebody knocks."""
+    """Starts `python -m worker.serve` as a child process on incoming connections."""
 
     def __init__(self, listening: socket.socket, *, restart_after_s: float = 2.0) -> None:
         self._listening = listening
         self._restart_after_s = restart_after_s
         self._stopping, self._stop = socket.socketpair()
         self._child: subprocess.Popen[bytes] | None = None
-        # The child dies with the thread that started it, so that thread has to be the one that waits.
+        # The child dies with the thread that started it (PR_SET_PDEATHSIG), so the same thread waits for it.
         self._thread = threading.Thread(target=self._keep, name="inference", daemon=True)
 
     def start(self) -> None:
@@ -62,15 +62,15 @@ class InferenceServer:
             self._child = subprocess.Popen(
                 command, start_new_session=True, pass_fds=[descriptor], env=quiet_environment()
             )
-            if self._told_to_stop(0):  # while it was started, so that nobody has killed it yet
+            if self._told_to_stop(0):  # `stop` was called during the start and has not killed it
                 self._child.kill()
             status = self._child.wait()
             if status != 0 and not self._told_to_stop(0):
-                log.warning("the inference process ended with status %d", status)
+                log.warning("the inference process exited with status %d", status)
                 self._told_to_stop(self._restart_after_s)
 
     def _knocked(self) -> bool:
-        """Wait for a connection. False: the server ends."""
+        """Wait for a connection. Returns False if the server stops."""
         select.select([self._listening, self._stopping], [], [])
         return not self._told_to_stop(0)
 

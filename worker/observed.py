@@ -1,7 +1,7 @@
-"""What a run counts while it goes on, and how that reaches Prometheus: by a file that its supervisor reads.
+"""Metrics of a run, written to a file that its supervisor reads and exports to Prometheus.
 
-A run cannot be scraped itself: it comes and goes, and may be deep in a GPU call. Nothing here is a label that
-tells one job, project or model from another.
+Prometheus cannot scrape a run directly: it is short-lived and may block in a GPU call. No label identifies a job, a
+project or a model.
 """
 
 import threading
@@ -27,29 +27,31 @@ COUNTED = CollectorRegistry(auto_describe=False)
 COUNTED.register(Sandbox("regraft_run_sandbox"))
 STEP_SECONDS = Histogram(
     "regraft_step_seconds",
-    "How long a step took: in each phase beyond those before it, and in all.",
+    "Duration of a training step, by phase; `all` is the whole step.",
     ("phase",),
     buckets=(0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
     registry=COUNTED,
 )
-SAMPLED = Counter("regraft_sampled_tokens", "Tokens of answers, as they are sampled.", registry=COUNTED)
-TRAINED = Counter("regraft_trained_tokens", "Tokens learned from, step by step.", registry=COUNTED)
-REWARD = Gauge("regraft_reward", "Mean reward of the latest step that has one.", ("split",), registry=COUNTED)
+SAMPLED = Counter("regraft_sampled_tokens", "Completion tokens sampled.", registry=COUNTED)
+TRAINED = Counter("regraft_trained_tokens", "Tokens trained on.", registry=COUNTED)
+REWARD = Gauge(
+    "regraft_reward", "Mean reward of the latest step with a reward.", ("split",), registry=COUNTED
+)
 MIXED = Gauge(
     "regraft_mixed_groups_share",
-    "Of the latest step's groups, the share whose answers differ in reward: only these teach.",
+    "Share of the latest step's groups with different rewards. Zero-variance groups have no gradient.",
     registry=COUNTED,
 )
 GRADE_SECONDS = Histogram(
     "regraft_grade_seconds",
-    "How long one grade took.",
+    "Duration of one grade.",
     ("grader_type",),
     buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
     registry=COUNTED,
 )
 GRADES = Counter(
     "regraft_grades",
-    'Grades by what came of them: "graded", or why there is no score.',
+    'Grades by result: "graded", or the reason for a missing score.',
     ("grader_type", "result"),
     registry=COUNTED,
 )
@@ -57,7 +59,7 @@ GRADES = Counter(
 
 @contextmanager
 def written_to(path: Path) -> Iterator[None]:
-    """Write all of it there every few seconds, and at the end."""
+    """Write all metrics to `path` every few seconds during the context, and at its end."""
     ended = threading.Event()
 
     def write() -> None:
@@ -76,7 +78,7 @@ def written_to(path: Path) -> Iterator[None]:
 
 @contextmanager
 def attempt(claim: Claim, progress: Path, otlp_endpoint: str) -> Iterator[None]:
-    """What happens meanwhile is this attempt at the job: in its figures, its log and its trace."""
+    """Attribute metrics, logs and traces during the context to this attempt."""
     with (
         written_to(process.figures_of(progress)),
         logs.bound(job_id=claim.job_id, attempt=claim.epoch),
@@ -100,7 +102,7 @@ def recorded(data: Mapping[str, Any]) -> None:
 
 @contextmanager
 def step(number: int) -> Iterator[None]:
-    """What happens meanwhile belongs to this step of the job."""
+    """Attribute logs and traces during the context to this step."""
     with logs.bound(step=number), tracing.span("step", **{"regraft.step": number}):
         yield
 
@@ -110,7 +112,9 @@ class ObservedSampler:
         self._sampler = sampler
 
     def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
-        return self._observed(self._sampler.sample(prompts_P, sampling))  # now, as in WatchedSampler
+        return self._observed(
+            self._sampler.sample(prompts_P, sampling)
+        )  # called eagerly, as in WatchedSampler
 
     async def _observed(self, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
         async for answer in answers:
@@ -119,7 +123,7 @@ class ObservedSampler:
 
 
 class ObservedGrader:
-    """Tells the graders of a multi apart, each by its type."""
+    """Counts each grader of a multi by its own type."""
 
     def __init__(self, grader: Grader, spec: GraderSpec) -> None:
         self._grader = grader

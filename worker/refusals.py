@@ -1,26 +1,26 @@
-"""Reasons to fail a job once, without a retry: the job cannot succeed as it is, on any worker.
+"""Errors that fail a job without a retry, because it cannot succeed on any worker.
 
-Raised by code that does not know what a job is. worker/run.py turns each into the job's error. Imports no torch.
+worker/run.py converts each to the job's error. Imports no torch.
 """
 
 from typing import ClassVar
 
 
 class Refusal(Exception):
-    """A deterministic failure. The message is for users: what is wrong, and what to change."""
+    """A deterministic failure. The message tells users the problem and the fix."""
 
     code: ClassVar[str]
     param: ClassVar[str | None] = "model"
 
 
 class UnsupportedModel(Refusal):
-    """The architecture computes something that sampling or training here does not."""
+    """The architecture has a feature that sampling or training does not implement."""
 
     code = "unsupported_model"
 
 
 class InvalidModel(Refusal):
-    """The model's files, or those of a checkpoint, are missing, damaged or do not belong together."""
+    """Files of the model or of a checkpoint are missing, damaged or inconsistent."""
 
     code = "invalid_model"
 
@@ -30,7 +30,7 @@ class NoChatTemplate(Refusal):
 
 
 class ChatTemplateFailed(Refusal):
-    """The model's chat template refuses a row's messages, or is no valid template."""
+    """The model's chat template rejects a row's messages, or is invalid."""
 
     code = "chat_template_failed"
 
@@ -40,10 +40,10 @@ class NotEnoughMemory(Refusal):
 
 
 class SamplerMismatch(Refusal):
-    """Sampler and trainer disagree about the probabilities of the same tokens under the same weights."""
+    """Sampler and trainer compute different probabilities for the same tokens and weights."""
 
     code = "sampler_mismatch"
 
 
 class ModelUnavailable(Exception):
-    """The model could not be fetched now. Another attempt may succeed, so the job is retried."""
+    """The model could not be downloaded. The job is retried, because another attempt may succeed."""

@@ -1,7 +1,7 @@
-"""Claim a job, run it as a child process, keep its lease, and write down how it ended. Never imports torch.
+"""Claim a job, run it as a child process, renew its lease, and record its outcome. Never imports torch.
 
-The child does the work and writes its own progress, fenced by the claim's epoch. This side only watches: it
-renews the lease, so a child that hangs in a long GPU call keeps its job, and a machine that dies loses it.
+The child does the work and writes its own progress, fenced by the claim's epoch. The supervisor renews the lease, so
+a child that blocks in a long GPU call keeps its job, and a machine that dies loses it.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ Command = Callable[[Path], Sequence[str]]
 
 
 def run_command(progress: Path) -> Sequence[str]:
-    """The child of one attempt: worker/run.py, which touches the file `progress` whenever it got somewhere."""
+    """Return the command of one attempt: worker/run.py, which touches the file `progress` as it makes progress."""
     return [sys.executable, "-m", "worker.run", str(os.getpid()), str(progress)]
 
 
@@ -68,10 +68,10 @@ class Supervisor:
             spare.end()
 
     def keep_spare(self) -> None:
-        """Have a child wait for the next job: what it imports takes longer than all else up to a first sample.
+        """Start a child ahead of the next job, because imports take most of the time to the first sample.
 
-        Only while no job runs; the memory is the job's then. Call it in a thread that lasts: on Linux a child dies
-        with the thread that has started it (PR_SET_PDEATHSIG).
+        Call it only while no job runs, whose memory it would take, and in a long-lived thread: on Linux a child dies
+        with the thread that started it (PR_SET_PDEATHSIG).
         """
         with self._spare_lock:
             if self._spare is None and not self._slot.locked() and not self._stopping.is_set():
@@ -83,9 +83,9 @@ class Supervisor:
             return spare
 
     def run_waiting(self) -> int:
-        """Claim and run jobs until none waits. Returns how many; 0 at once when the slot is taken.
+        """Claim and run jobs until none is queued. Returns their number; returns 0 at once if a job is running.
 
-        Whoever holds the slot looks again after each job, so a wake-up that finds it taken may be forgotten.
+        The thread that runs a job checks the queue after it, so a concurrent wake-up can be dropped.
         """
         if not self._slot.acquire(blocking=False):
             return 0
@@ -115,7 +115,7 @@ class Supervisor:
     def _run_child(self, claim: Claim) -> None:
         log.info("running %s, epoch %d", claim.job_id, claim.epoch)
         child = self._take_spare()
-        if child is not None and not child.is_alive():  # it may have met the kernel's out-of-memory killer
+        if child is not None and not child.is_alive():  # for example, by the kernel's out-of-memory killer
             child.end()
             child = None
         child = child or Child(self.command)
@@ -134,20 +134,20 @@ class Supervisor:
         self._keep(claim, said)
 
     def _keep(self, claim: Claim, said: str) -> None:
-        """Put the run's log where its job's owner can read it (core/joblogs.py). It is not worth waiting for."""
+        """Store the run's log for the job's owner (core/joblogs.py). Best effort, without retries."""
         if not said:
             return
         try:
             with self.database.read() as session:
                 project_id = session.scalars(select(Job.project_id).where(Job.id == claim.job_id)).one()
             self.blobs.put_bytes(joblogs.key(project_id, claim.job_id, claim.epoch), said.encode())
-        except Exception as cause:  # whatever a store raises
+        except Exception as cause:  # stores raise errors of many libraries
             log.warning("the log of %s is lost: %r", claim.job_id, cause)
 
     def _watch(self, child: subprocess.Popen[bytes], claim: Claim, progress: "Progress", peak: "Peak") -> int:
         """Wait for the child's exit status, renewing the lease.
 
-        A lost lease, an overlong drain or a time without any progress kills it.
+        Kills the child on a lost lease, an overlong drain, or no progress for too long.
         """
         draining = False
         drained_for = 0.0
@@ -157,7 +157,7 @@ class Supervisor:
             peak.look()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = child.wait(timeout=pause)
-                # It had not come to its own handler yet.
+                # The child had not installed its own handler yet.
                 return process.DRAINED if draining and status == -signal.SIGTERM else status
             since_heartbeat += pause
             renew = since_heartbeat >= self.settings.lease_seconds / 4
@@ -175,12 +175,12 @@ class Supervisor:
                     child.send_signal(signal.SIGTERM)
                 drained_for += pause
                 if drained_for > self.settings.drain_seconds:
-                    # It goes back to its last checkpoint; that is the operator's choice of patience, no failure.
+                    # The job resumes from its last checkpoint. The operator chose the deadline, so this is no failure.
                     _kill(child)
                     return process.DRAINED
 
     def _is_ours(self, claim: Claim, renew: bool) -> bool:
-        """Whether the claim holds; looked at often, so that a cancel stops the machine within a second."""
+        """Return whether the claim is still valid. Called often, so that a cancel takes effect within a second."""
         try:
             if renew:
                 with self.database.write() as session:
@@ -189,12 +189,12 @@ class Supervisor:
                 epoch = session.scalar(select(Job.epoch).where(Job.id == claim.job_id))
             return epoch == claim.epoch
         except SQLAlchemyError as cause:
-            # A database that is away cannot have given the job to anybody else. It decides when it is back.
+            # While the database is unreachable, no other worker can claim the job.
             log.warning("the database did not answer: %s", cause)
             return True
 
     def _finish(self, claim: Claim, status: int, cause: str) -> None:
-        # Until the lease ends: by then others have been told that this worker is silent.
+        # Retry until the lease expires: the reconciler requeues the job then.
         patience = Patience(self.settings.lease_seconds, log.warning)
         patience(lambda: self._write_down(claim, status, cause))
 
@@ -204,8 +204,8 @@ class Supervisor:
                 if status == process.DRAINED:
                     jobs.release(session, job)
                 else:
-                    # Done, lost, put off and the user's mistake are all written by the child itself, and leave a job
-                    # that `fenced` refuses. One that is still ours after such a status did not end as it said.
+                    # The child itself records success, a lost lease, a requeue and a user error, after which `fenced`
+                    # refuses the job. A job that is still ours contradicts its exit status.
                     reason = self._reason(status, cause)
                     jobs.crashed(session, job, reason=reason, max_failures=self.settings.max_failures)
                     log.warning("%s: %s", claim.job_id, reason)
@@ -213,9 +213,10 @@ class Supervisor:
             log.info("%s is over", claim.job_id)
 
     def _reason(self, status: int, cause: str) -> str:
-        """One line. `cause` is what the kernel or the run's log says of it."""
+        """Describe the failure in one line. `cause` comes from the kernel or the run's log."""
         if status == process.HUNG:
-            return f"the run got nowhere for {self.settings.hang_seconds:g} s (REGRAFT_HANG_SECONDS) and was killed"
+            limit = f"{self.settings.hang_seconds:g} s (REGRAFT_HANG_SECONDS)"
+            return f"the run made no progress for {limit} and was killed"
         if status == -signal.SIGKILL:
             return cause
         how = (
@@ -225,12 +226,12 @@ class Supervisor:
 
 
 class Child:
-    """A process of worker/run.py, which gets ready and then waits to be told which job it is to run."""
+    """A process of worker/run.py, which imports its libraries and then reads its job from stdin."""
 
     def __init__(self, command: Command) -> None:
         self.words = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes both
         self._progress = tempfile.NamedTemporaryFile()  # noqa: SIM115
-        # A group of its own: Ctrl-C in a terminal reaches us only, and a kill reaches the child's children too.
+        # Own process group: Ctrl-C in a terminal does not signal it, and a kill includes the child's children.
         self.process = subprocess.Popen(
             command(Path(self._progress.name)),
             stdin=subprocess.PIPE,
@@ -247,14 +248,14 @@ class Child:
         return self.process.poll() is None
 
     def run(self, claim: Claim) -> "Progress":
-        """Tell it of its job. One that has died meanwhile tells by its exit status."""
+        """Send the job to the process. If it has died, its exit status shows it later."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
             stdin.write(f"{claim.job_id} {claim.epoch}\n".encode())
         return Progress(Path(self._progress.name))
 
     def end(self) -> str:
-        """Kill it and whatever it started, if all have not ended already. What it has said, the end of it if long."""
+        """Kill the process and its descendants. Returns its stderr, truncated to the end."""
         _kill(self.process)
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -263,7 +264,7 @@ class Child:
 
 
 class Progress:
-    """Whether a run gets anywhere, by the file that it touches. Our own clock: that of the file may jump."""
+    """Watches the progress file of a run. Uses our own clock, because that of the file may jump."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
@@ -272,7 +273,7 @@ class Progress:
         self._since = clock()
 
     def still_for(self) -> float:
-        """Seconds since it last got anywhere, as far as the calls of this have seen."""
+        """Return the seconds since the call that first saw the latest progress."""
         now = self.path.stat().st_mtime_ns
         if now != self._seen:
             self._seen, self._since = now, self._clock()
@@ -280,7 +281,7 @@ class Progress:
 
 
 class Peak:
-    """The most memory that a process was seen with. The kernel forgets it with the process, so look while it runs."""
+    """The peak memory of a process. Sampled while it runs, because the kernel drops the value on exit."""
 
     def __init__(self, read: Callable[[], int | None]) -> None:
         self._read = read
@@ -292,7 +293,7 @@ class Peak:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End the child and whatever it started. Nothing happens if all have ended already."""
+    """Kill the child and its descendants, if any are left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus of itself: its runs, its GPUs, its sandbox, and what its threads do."""
+"""Prometheus metrics of a worker: its runs, its GPUs, its sandbox and its threads."""
 
 import csv
 import subprocess
@@ -18,7 +18,7 @@ from graders.sandbox import pool
 
 
 def _results(name: str, help: str, results: Iterable[str]) -> prometheus.Counter:
-    """A counter by result. Each starts at 0: a series that begins at 1 has not grown, says Prometheus."""
+    """Create a counter by result, at 0 for each: Prometheus sees no increase in a series that begins at 1."""
     counter = prometheus.Counter(name, help, ("result",), registry=COUNTED)
     for result in results:
         counter.labels(result)
@@ -27,29 +27,29 @@ def _results(name: str, help: str, results: Iterable[str]) -> prometheus.Counter
 
 WEBHOOK_ATTEMPTS = _results(
     "regraft_webhook_attempts",
-    "Attempts to deliver a webhook: delivered, failed (and tried again), or given_up.",
+    "Attempts to deliver a webhook, by result: delivered, failed (will be retried), or given_up.",
     ("delivered", "failed", "given_up"),
 )
 SCRUBBED = _results(
     "regraft_scrubbed_objects",
-    "Files and checkpoints that the scrub has read against their hashes: whole, damaged, missing, or unreadable.",
+    "Files and checkpoints verified by the scrub, by result: whole, damaged, missing, or unreadable.",
     ("whole", "damaged", "missing", "unreadable"),
 )
 PASS_FAILURES = prometheus.Counter(
     "regraft_reconciler_failures",
-    "Passes of the reconciler that failed; each is tried again.",
+    "Failed reconciler passes. The reconciler retries each.",
     ("pass",),
     registry=COUNTED,
 )
 
-# By the name of a sample and its labels.
+# Keys: the name of a sample and its labels.
 Counts = Counter[tuple[str, tuple[tuple[str, str], ...]]]
 
 
 class Runs:
-    """The figures of this worker's runs, one after the other, under its GPU class.
+    """Collects the metrics of this worker's runs, labeled with its GPU class.
 
-    What counts up goes on counting where the run before has ended. What shows a state is there only while a run is.
+    Counters and histograms accumulate over runs. Gauges exist only while a run is in progress.
     """
 
     def __init__(self, gpu_class: str) -> None:
@@ -61,7 +61,7 @@ class Runs:
 
     @contextmanager
     def following(self, file: Path) -> Iterator[None]:
-        """A run writes into this file from now on. It is removed afterwards."""
+        """Read the metrics of a run from this file during the context, then delete the file."""
         with self._lock:
             self._file = file
         try:
@@ -100,11 +100,11 @@ class Runs:
 
 
 def _counts(family: Metric) -> Counts:
-    return Counter({(one.name, tuple(one.labels.items())): one.value for one in family.samples})
+    return Counter({(sample.name, tuple(sample.labels.items())): sample.value for sample in family.samples})
 
 
 class Sandbox:
-    """How busy the python graders of this process are. What they are called begins with `name`."""
+    """Collects the load of this process's python graders, in metrics whose names begin with `name`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -112,15 +112,15 @@ class Sandbox:
     def collect(self) -> Iterable[Metric]:
         load = pool.shared().load()
         for name, help, value in (
-            ("slots", "Python graders that can grade at the same time.", load.slots),
-            ("grades", "Python grades under way, those that wait for a slot included.", load.grades),
-            ("processes", "Processes kept for python graders.", load.processes),
+            ("slots", "Python grader slots: the maximum number of concurrent python grades.", load.slots),
+            ("grades", "Python grades in flight, including those queued for a slot.", load.grades),
+            ("processes", "Sandbox processes for python graders.", load.processes),
         ):
             yield GaugeMetricFamily(f"{self.name}_{name}", help, value=value)
 
 
 class SandboxLayers:
-    """Which layers of the sandbox hold on this host. Asked once, and answered by the start of one process."""
+    """Reports which layers of the sandbox work on this host. Probes once, by starting one process."""
 
     def __init__(self, probe: Callable[[], Mapping[str, str]] = pool.probe) -> None:
         self._probe = probe
@@ -128,7 +128,7 @@ class SandboxLayers:
     def collect(self) -> Iterable[Metric]:
         family = GaugeMetricFamily(
             "regraft_sandbox_layer",
-            "1 if the layer protects python graders on this host, 0 if it is missing; the log says why.",
+            "1 if the sandbox layer works on this host, 0 if it is unavailable; the log has the reason.",
             labels=["layer"],
         )
         for layer, missing in self._probe().items():
@@ -137,7 +137,7 @@ class SandboxLayers:
 
 
 class Gpus:
-    """What `nvidia-smi` says of the GPUs that this machine or container sees; nothing where there are none."""
+    """Collects GPU metrics from `nvidia-smi`; no metrics on a machine or in a container without GPUs."""
 
     command = (
         "nvidia-smi",
@@ -160,7 +160,7 @@ class Gpus:
             return self._read
 
     def _ask(self) -> str:
-        # Missing, or hanging in a driver that has failed: either way there is nothing to tell.
+        # nvidia-smi may not be installed, or may hang in a failed driver.
         with suppress(OSError, subprocess.SubprocessError):
             return subprocess.run(self.command, capture_output=True, text=True, timeout=5, check=True).stdout
         return ""
@@ -169,9 +169,9 @@ class Gpus:
         used, total, busy = (
             GaugeMetricFamily(f"regraft_gpu_{name}", help, labels=["gpu"])
             for name, help in (
-                ("memory_used_bytes", "Memory in use, whoever uses it."),
+                ("memory_used_bytes", "GPU memory in use by all processes, in bytes."),
                 ("memory_total_bytes", "Total GPU memory in bytes."),
-                ("utilisation_ratio", "Share of the last moment in which the GPU computed."),
+                ("utilisation_ratio", "GPU utilization of the last sample period, from 0 to 1."),
             )
         )
         mebibyte = 1 << 20
@@ -180,6 +180,6 @@ class Gpus:
             for family, value, unit in zip(
                 (used, total, busy), row[1:], (mebibyte, mebibyte, 0.01), strict=True
             ):
-                with suppress(ValueError):  # "[N/A]": a slice of a GPU knows no utilisation
+                with suppress(ValueError):  # "[N/A]": a MIG slice has no utilization
                     family.add_metric([gpu], float(value) * unit)
         return [used, total, busy]

@@ -181,7 +181,7 @@ def test_without_a_whole_checkpoint_the_job_starts_from_its_first_step_and_says_
     assert checkpoints.restore(restored) == 0
     assert restored.files == {"untouched": b"base"}
     [warning] = bench.events("warn")
-    assert "starts again from its first step" in warning
+    assert "restarts from its first step" in warning
     assert warning.count("state is missing") == 3
     assert bench.checkpoints() == []
 

@@ -406,7 +406,7 @@ def stored(blobs, prefix):
 def test_a_cold_adapter_that_comes_slowly_is_503_with_retry_after_and_then_there(client, engines, blobs):
     cold = stored(blobs, "slow/1")
     engines.adapter_patience = 0.01
-    with pytest.raises(APIStatusError, match="the adapter is still being loaded") as loading:
+    with pytest.raises(APIStatusError, match="the adapter is still loading") as loading:
         say(client, extra_body={"regraft": cold})
     assert (loading.value.status_code, loading.value.code) == (503, "loading")
     assert loading.value.response.headers["retry-after"] == "5"

@@ -350,7 +350,7 @@ def test_a_run_that_gets_nowhere_is_killed_and_tried_again(bench, supervise):
 
     assert not alive(child.pids[0])
     assert bench.job().failures == 1
-    assert "got nowhere for 0.2 s (REGRAFT_HANG_SECONDS)" in bench.events("warn")[-1]
+    assert "made no progress for 0.2 s (REGRAFT_HANG_SECONDS)" in bench.events("warn")[-1]
 
 
 def test_progress_is_seen_by_our_own_clock_whatever_that_of_the_file_says(tmp_path):

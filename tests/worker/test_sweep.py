@@ -321,11 +321,11 @@ def test_the_command_says_what_it_removed_and_how_much(bench, base, command):
     would = command("--dry-run")
     assert would == [
         f"{lost} 5",
-        "Would remove 1 blobs with 5 bytes that nothing refers to, and 1 unfinished uploads.",
+        "Would remove 1 orphaned blobs with 5 bytes, and 1 unfinished uploads.",
     ]
     assert command() == [
         f"{lost} 5",
-        "Removed 1 blobs with 5 bytes that nothing refers to, and 1 unfinished uploads.",
+        "Removed 1 orphaned blobs with 5 bytes, and 1 unfinished uploads.",
     ]
     assert command()[-1].startswith("Removed 0 blobs")
     assert not temporary.exists()

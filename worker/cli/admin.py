@@ -1,4 +1,4 @@
-"""`regraft-server admin`: organisations, projects, keys, limits, usage and the audit log, for the operator."""
+"""`regraft-server admin`: organizations, projects, keys, limits, usage and the audit log, for the operator."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Do one command and print its result. Returns 1 if it was refused; stderr then has the reason."""
+    """Run one command and print its result. Returns 1 if it was refused, with the reason on stderr."""
     command = COMMANDS[" ".join(filter(None, (args.noun, getattr(args, "verb", None))))]
     database = Database(settings.database)
     try:
@@ -151,11 +151,8 @@ def _audit(work: Work, args: argparse.Namespace, settings: Settings) -> Sequence
     return [{name: getattr(entry, name) for name in columns} for entry in page.items]
 
 
-# What they share.
-
-
 def _on(work: Work, project: Project) -> Work:
-    """The same work, which the log of this project will show."""
+    """Return the same work with this project's operator as actor, for its audit log."""
     return replace(work, actor=operator_of(project))
 
 
@@ -168,7 +165,7 @@ def _chosen(session: Session, args: argparse.Namespace) -> Project:
 
 def _only(found: Sequence[T], option: str) -> T:
     if len(found) != 1:
-        raise InvalidRequest(f"There is not exactly one to choose: say which with {option}.")
+        raise InvalidRequest(f"Cannot choose a default, because there is not exactly one: set {option}.")
     return found[0]
 
 
@@ -197,7 +194,7 @@ def _new_key(made: NewKey) -> Row:
 
 
 def _print(result: Row | Sequence[Row]) -> None:
-    """One row as lines of name and value, several as a table."""
+    """Print one row as lines of name and value, several rows as a table."""
     if isinstance(result, Mapping):
         width = max(map(len, result))
         for name, value in result.items():

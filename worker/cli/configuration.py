@@ -1,4 +1,4 @@
-"""What the operator has set, read for a command. A mistake is a UsageError that names the variable or the file."""
+"""Read the operator's configuration for a command. Errors are UsageErrors that name the variable or the file."""
 
 from pydantic import ValidationError
 from pydantic_settings import SettingsError

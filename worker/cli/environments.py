@@ -1,4 +1,4 @@
-"""`regraft-server environments`: the packages of python graders."""
+"""`regraft-server environments`: install the packages of python graders."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from worker.cli.parser import UsageError
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Build an environment, unless it is there and up to date."""
+    """Build an environment, unless it exists and is up to date."""
     folder = read_settings().grader_environments
     try:
         environment, built = build(folder, arguments.tag or DEFAULT, arguments.nltk_data)

@@ -35,13 +35,13 @@ class Command:
 
 
 class Version(argparse.Action):
-    """`--version`. Reads the version of the installed package only when it is asked for."""
+    """`--version`. Reads the version of the installed package only when the option is used."""
 
     def __init__(self, option_strings: list[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
-        from importlib.metadata import version  # 30 ms, which --help need not wait for
+        from importlib.metadata import version  # 30 ms, which would slow down --help
 
         print(f"regraft-server {version('regraft-server')}")
         parser.exit()
@@ -75,39 +75,51 @@ def _inference(parser: argparse.ArgumentParser) -> None:
 
 
 def _migrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--schema-only", action="store_true", help="leave the first key to the API's start")
+    parser.add_argument(
+        "--schema-only", action="store_true", help="migrate only; the API creates the first key on start-up"
+    )
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", help="a checkpoint's id, a tuned model's name, or a job's id")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="an empty folder, or a new one")
-    parser.add_argument("--merged", action="store_true", help="a whole model instead of an adapter")
+    parser.add_argument("name", help="checkpoint id, tuned model name, or job id")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, help="output folder; must be empty or not exist"
+    )
+    parser.add_argument("--merged", action="store_true", help="write the merged model instead of the adapter")
 
 
 def _environments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
-    build = actions.add_parser("build", help="install one in REGRAFT_GRADER_ENVIRONMENTS, unless it is there")
-    build.add_argument("tag", nargs="?", help="the image_tag; default: that of graders that name none")
+    build = actions.add_parser(
+        "build", help="install an environment in REGRAFT_GRADER_ENVIRONMENTS, unless it is up to date"
+    )
     build.add_argument(
-        "--nltk-data", type=Path, metavar="FOLDER", help="NLTK data to add, as NLTK lays it out"
+        "tag", nargs="?", help="image_tag of the environment (default: the default image_tag of graders)"
+    )
+    build.add_argument(
+        "--nltk-data", type=Path, metavar="FOLDER", help="folder of NLTK data to add, in NLTK's own layout"
     )
 
 
 def _sweep(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--older-than-hours", type=float, help="instead of REGRAFT_ORPHAN_HOURS; at least 1")
-    parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    parser.add_argument(
+        "--older-than-hours", type=float, help="minimum age; at least 1 (default: REGRAFT_ORPHAN_HOURS)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the blobs without deleting them")
 
 
 def _fsck(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each finding")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per finding")
 
 
 def _admin(parser: argparse.ArgumentParser) -> None:
-    """Nouns and their verbs; worker/cli/admin.py has the function of each."""
+    """Add each noun and its verbs; worker/cli/admin.py implements them."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="for programs")
+    common.add_argument("--json", action="store_true", help="print JSON")
     one_project = argparse.ArgumentParser(add_help=False)
-    one_project.add_argument("--project", metavar="ID", help="not needed where there is only one")
+    one_project.add_argument(
+        "--project", metavar="ID", help="default: the only one; required if there are several"
+    )
     nouns = parser.add_subparsers(dest="noun", required=True)
 
     def verbs(noun: str, help: str) -> Callable[..., argparse.ArgumentParser]:
@@ -119,56 +131,60 @@ def _admin(parser: argparse.ArgumentParser) -> None:
 
         return add
 
-    org = verbs("org", "organisations")
-    org("create", "make an organisation").add_argument("name")
-    org("list", "all organisations")
-    rename = org("rename", "from now on; models keep the name they were given")
+    org = verbs("org", "manage organizations")
+    org("create", "create an organization").add_argument("name")
+    org("list", "list all organizations")
+    rename = org("rename", "rename an organization; existing model names do not change")
     rename.add_argument("id")
     rename.add_argument("name")
 
-    project = verbs("project", "projects of organisations")
-    create = project("create", "make a project")
+    project = verbs("project", "manage projects")
+    create = project("create", "create a project")
     create.add_argument("name")
-    create.add_argument("--org", metavar="ID", help="not needed where there is only one")
-    project("list", "all projects").add_argument("--org", metavar="ID")
-    rename = project("rename", "give a project another name")
+    create.add_argument("--org", metavar="ID", help="default: the only one; required if there are several")
+    project("list", "list all projects").add_argument("--org", metavar="ID")
+    rename = project("rename", "rename a project")
     rename.add_argument("id")
     rename.add_argument("name")
-    project("archive", "refuse its keys and cancel its jobs").add_argument("id")
-    limits = project("limits", "show what a project may use at most, or change it")
+    project("archive", "archive a project: reject its keys and cancel its jobs").add_argument("id")
+    limits = project("limits", "show or change the limits of a project")
     limits.add_argument("id")
     limits.add_argument(
-        "--set", metavar="NAME=VALUE", nargs="+", default=[], help="without it the names and values are shown"
+        "--set",
+        metavar="NAME=VALUE",
+        nargs="+",
+        default=[],
+        help="limits to set; shows the current limits if omitted",
     )
     limits.add_argument("--unset", metavar="NAME", nargs="+", default=[], help="revert to the default")
 
-    key = verbs("key", "API keys of projects")
-    create = key("create", "make a key, and print it this once", one_project)
+    key = verbs("key", "manage API keys")
+    create = key("create", "create a key; the key itself is printed only once", one_project)
     create.add_argument("--name", default="cli")
     create.add_argument("--scope", choices=SCOPES, default="admin")
-    create.add_argument("--owner", default="", help="the person it is made for")
+    create.add_argument("--owner", default="", help="person who uses the key")
     create.add_argument("--expires-in-days", type=_days, metavar="DAYS")
-    key("list", "a project's keys, including revoked and expired ones", one_project)
-    rotate = key("rotate", "make a new key in the place of an old one")
+    key("list", "list the keys of a project, including revoked and expired ones", one_project)
+    rotate = key("rotate", "replace a key with a new one")
     rotate.add_argument("id")
     rotate.add_argument(
         "--grace-hours", type=float, default=0, metavar="HOURS", help="keep the old key valid for HOURS"
     )
-    key("revoke", "refuse a key from now on").add_argument("id")
+    key("revoke", "revoke a key").add_argument("id")
 
-    nouns.add_parser("usage", help="what a project uses of its limits", parents=[common, one_project])
-    log = nouns.add_parser("audit", help="who changed what, newest first", parents=[common])
-    log.add_argument("--project", metavar="ID", help="of this project only")
+    nouns.add_parser("usage", help="show the usage and limits of a project", parents=[common, one_project])
+    log = nouns.add_parser("audit", help="show the audit log, newest entries first", parents=[common])
+    log.add_argument("--project", metavar="ID", help="show only this project (default: all)")
     log.add_argument("--limit", type=int, default=50)
 
 
 def _days(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days, at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of days of at least 1")
     return int(text)
 
 
-SCOPES = ("read", "write", "admin")  # core.keys.SCOPES, which comes with SQLAlchemy; a test keeps them equal
+SCOPES = ("read", "write", "admin")  # equal to core.keys.SCOPES (by a test), which would import SQLAlchemy
 
 COMMANDS = (
     Command("up", "run the API, a worker and the reconciler in one process", "worker.cli.service:up"),
@@ -178,12 +194,12 @@ COMMANDS = (
     ),
     Command(
         "member",
-        "help with the runs of another machine's worker (needs REGRAFT_LEADER)",
+        "run ranks for the worker of another machine (needs REGRAFT_LEADER)",
         "worker.cli.service:member",
     ),
     Command(
         "migrate",
-        "migrate the database to this version, and create the first key",
+        "migrate the database to this version and create the first API key",
         "worker.cli.service:migrate",
         _migrate,
     ),
@@ -193,23 +209,21 @@ COMMANDS = (
         "worker.cli.service:inference",
         _inference,
     ),
-    Command("export", "write a checkpoint as a folder", "worker.cli.service:export", _export),
+    Command("export", "write a checkpoint to a folder", "worker.cli.service:export", _export),
     Command(
         "admin",
-        "manage organisations, projects, API keys and limits; show usage and the audit log",
+        "manage organizations, projects, API keys and limits; show usage and the audit log",
         "worker.cli.admin:main",
         _admin,
     ),
     Command(
         "environments",
-        "build the packages that python graders run with (docs/graders.md)",
+        "install the packages of python graders (docs/graders.md)",
         "worker.cli.environments:main",
         _environments,
     ),
     Command(
-        "fsck", "read every blob against its hash (docs/storage.md)", "worker.cli.service:check_blobs", _fsck
+        "fsck", "verify the hash of every blob (docs/storage.md)", "worker.cli.service:check_blobs", _fsck
     ),
-    Command(
-        "sweep", "delete blobs that nothing refers to (docs/storage.md)", "worker.cli.service:sweep", _sweep
-    ),
+    Command("sweep", "delete orphaned blobs (docs/storage.md)", "worker.cli.service:sweep", _sweep),
 )

@@ -50,7 +50,7 @@ log = logging.getLogger("regraft")
 
 
 def configured() -> Settings:
-    """Read the settings and set up logging by them.
+    """Read the settings and configure logging.
 
     Raises:
         UsageError: a setting is invalid.
@@ -89,7 +89,7 @@ def worker(arguments: argparse.Namespace) -> int:
     backends = _backends(settings)
     _require_broker(settings)
     _check_exporters(settings)
-    prepare(settings, first_key=False)  # that is for whoever runs the API
+    prepare(settings, first_key=False)  # the API creates it
     _describe_python_graders(settings)
     work(settings, backends)
     return 0
@@ -120,7 +120,9 @@ def sweep(arguments: argparse.Namespace) -> int:
     settings = configured()
     hours = settings.orphan_hours if arguments.older_than_hours is None else arguments.older_than_hours
     if not hours >= 1:
-        raise UsageError("--older-than-hours must be at least 1: younger blobs may still get their row")
+        raise UsageError(
+            "--older-than-hours must be at least 1: the database rows of younger blobs may not be written yet"
+        )
     prepare(settings)
     delete_orphans(settings, hours, dry_run=arguments.dry_run)
     return 0
@@ -153,7 +155,7 @@ def check_blobs(arguments: argparse.Namespace) -> int:
 
 
 def login_command(settings: Settings) -> str:
-    """What to type on this machine next. The key file is there unless somebody has moved it away."""
+    """Return the command that logs in on this machine. It reads the key file if that still exists."""
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     command = f"regraft login --base-url http://{host}:{settings.port}"
     key = settings.data_dir / "api_key"
@@ -161,7 +163,7 @@ def login_command(settings: Settings) -> str:
 
 
 def _backends(settings: Settings) -> Backends:
-    check_models(settings)  # which the graders file refers to
+    check_models(settings)  # the graders file refers to them
     try:
         return open_backends(settings)
     except InvalidBackends as invalid:
@@ -170,7 +172,9 @@ def _backends(settings: Settings) -> Backends:
 
 def _require_broker(settings: Settings) -> None:
     if settings.embedded:
-        raise UsageError("memory:// lives inside one process: use `up`, or set REGRAFT_BROKER_URL=redis://…")
+        raise UsageError(
+            "memory:// works only within one process: use `up`, or set REGRAFT_BROKER_URL=redis://…"
+        )
 
 
 def _check_exporters(settings: Settings) -> None:
@@ -179,7 +183,7 @@ def _check_exporters(settings: Settings) -> None:
 
 
 def serve_all(settings: Settings, backends: Backends, listening: socket.socket | None) -> None:
-    """API in the main thread, worker beside it. The first Ctrl-C drains and ends both."""
+    """Run the API in the main thread and the worker in others. The first Ctrl-C drains and stops both."""
     with sole_owner(settings), inference_on_demand(listening):
         database, blobs = open_stores(settings)
         worker = WorkerService(settings, database, blobs, backends)
@@ -203,17 +207,15 @@ def work(settings: Settings, backends: Backends) -> None:
     worker.start()
     with measured(settings, *worker.figures), tracing.exported(settings.otlp_endpoint, "regraft-worker"):
         stopping.wait()
-        worker.stop()  # within: how a run ends is told, too
+        worker.stop()  # inside `measured`, so that the last run is counted
     database.close()
 
 
 def member(arguments: argparse.Namespace) -> int:
-    """Help until SIGTERM or Ctrl-C, and with the run in progress until that ends. Needs no database and no store."""
+    """Run ranks until SIGTERM or Ctrl-C, then finish the run in progress. Needs no database and no blob store."""
     settings = configured()
     if not settings.leader:
-        raise UsageError(
-            "set REGRAFT_LEADER to host:port of the worker whose runs this machine is to help with"
-        )
+        raise UsageError("set REGRAFT_LEADER to the host:port of the worker to join")
     private.make_folder(settings.data_dir)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -221,7 +223,7 @@ def member(arguments: argparse.Namespace) -> int:
     seats = [Seat(gpu) for gpu in range(settings.ranks)]
     for seat in seats:
         seat.start()
-    log.info("helping with the runs of %s, with %d processes", settings.leader, settings.ranks)
+    log.info("joining the runs of %s, with %d processes", settings.leader, settings.ranks)
     alive.tell(alive.file_in(settings.data_dir), [seat.thread for seat in seats], stopping)
     for seat in seats:
         seat.stop()
@@ -233,11 +235,11 @@ def member(arguments: argparse.Namespace) -> int:
 def serve_api(
     settings: Settings, database: Database, blobs: BlobStore, backends: Backends, send: Send
 ) -> None:
-    """Answer requests until a signal. Returns afterwards, so that the caller can put things away."""
+    """Serve requests until a signal, then return, so that the caller can clean up."""
     registry, rates = Registry.load(settings.models_file), open_rates(settings.broker_url)
     app = create_app(settings, database, blobs, registry, backends, WakeUps(send), rates)
-    # uvicorn stops at a signal and then raises it once more; without a handler of ours that second one would
-    # end the process before the worker has drained.
+    # uvicorn stops at a signal and then raises it again; without our own handler the second signal would
+    # terminate the process before the worker has drained.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _already_stopping)
     traced = tracing.exported(settings.otlp_endpoint, "regraft-api")
@@ -245,7 +247,7 @@ def serve_api(
         app,
         host=settings.host,
         port=settings.port,
-        log_config=None,  # ours
+        log_config=None,  # keep our logging
         log_level="warning",
         timeout_graceful_shutdown=5,
     )
@@ -259,15 +261,15 @@ def _already_stopping(number: int, frame: FrameType | None) -> None:
 
 
 def inference(arguments: argparse.Namespace) -> int:
-    """Answer until SIGTERM, then finish what was begun. Needs the blob store and the registry, and no database."""
+    """Serve until SIGTERM, then complete requests in flight. Needs the blob store and the registry, but no database."""
     settings = configured()
     if not settings.inference_key:
         raise UsageError("set REGRAFT_INFERENCE_KEY, here and where the API runs, to a secret of your choice")
     check_models(settings)
-    with suppress(OSError):  # it has only caches here, and base models are served without them
+    with suppress(OSError):  # holds only caches, and base models are served without them
         private.make_folder(settings.data_dir)
     os.environ.update(quiet_environment())
-    from worker.serve import serve  # here, because it brings torch
+    from worker.serve import serve  # imports torch
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _already_stopping)  # as in serve_api
@@ -283,8 +285,8 @@ def inference(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def inference_on_demand(listening: socket.socket | None) -> Iterator[None]:
-    """An inference process whenever somebody asks at this socket, for as long as the service runs."""
-    if listening is None:  # the operator has named one elsewhere
+    """Start an inference process on the first request at this socket, for as long as the service runs."""
+    if listening is None:  # REGRAFT_INFERENCE_URL names another server
         yield
         return
     server = InferenceServer(listening)
@@ -296,7 +298,7 @@ def inference_on_demand(listening: socket.socket | None) -> Iterator[None]:
 
 
 def measured(settings: Settings, *figures: Collector) -> AbstractContextManager[None]:
-    """For Prometheus to read meanwhile, where a port is set for it."""
+    """Serve metrics to Prometheus during the context, if REGRAFT_METRICS_PORT is set."""
     collectors = [*figures, Disks(settings), Sandbox("regraft_sandbox"), SandboxLayers()]
     return metrics.served(settings.host, settings.metrics_port, collectors)
 
@@ -306,13 +308,13 @@ def open_stores(settings: Settings) -> tuple[Database, BlobStore]:
 
 
 def prepare(settings: Settings, *, first_key: bool = True) -> None:
-    """Migrate, and on the very first start make the organisation, the project and one key.
+    """Migrate, and on the very first start create the organization, the project and one key.
 
-    The key is shown on a terminal and nowhere else: what is printed without one ends in a log.
+    The key is printed only on a terminal, because other output ends up in a log.
 
     Raises:
-        UsageError: REGRAFT_DATABASE_URL is no URL of a database that the service can use, or the file of the first key
-            cannot be written. Then there is no key, and the next start tries again.
+        UsageError: REGRAFT_DATABASE_URL is not the URL of a supported database, or the file of the first key cannot be
+            written. No key is created then, and the next start retries.
     """
     private.make_folder(settings.data_dir)
     try:
@@ -327,9 +329,7 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
         with database.write() as session:
             key = keys.bootstrap(session, settings.first_key)
             if key is not None and not settings.first_key:
-                _write_first_key(
-                    path, key
-                )  # before the commit: a key that is nowhere to be read helps nobody
+                _write_first_key(path, key)  # before the commit, which would leave an unreadable key behind
     finally:
         database.close()
     if key is None:
@@ -338,10 +338,10 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
         print("The first API key is the one in REGRAFT_FIRST_KEY.", file=sys.stderr)
         return
     if sys.stderr.isatty():
-        print(f"Your API key is {key}\nIt is shown this once, and kept in {path}.", file=sys.stderr)
+        print(f"Your API key is {key}\nIt is shown only once, and stored in {path}.", file=sys.stderr)
     else:
         print(
-            f"The first API key is in {path}. `regraft-server admin key create` makes others.",
+            f"The first API key is in {path}. Run `regraft-server admin key create` to create others.",
             file=sys.stderr,
         )
 
@@ -352,12 +352,12 @@ def _write_first_key(path: Path, key: str) -> None:
             file.write(key + "\n")
     except OSError as cause:
         raise UsageError(
-            f"REGRAFT_DATA_DIR: the first API key cannot be written to {path} ({cause.strerror}); none was made"
+            f"REGRAFT_DATA_DIR: the first API key cannot be written to {path} ({cause.strerror}); no key was created"
         ) from cause
 
 
 def delete_orphans(settings: Settings, hours: float, *, dry_run: bool) -> None:
-    """Print what was deleted, a key a line, and the sums last. Safe while the service runs."""
+    """Delete orphaned blobs, print one key per line, then the totals. Safe while the service runs."""
     database, blobs = open_stores(settings)
     older_than = time.time() - hours * retention.HOUR
     count = size = 0
@@ -370,14 +370,12 @@ def delete_orphans(settings: Settings, hours: float, *, dry_run: bool) -> None:
     finally:
         database.close()
     done = "Would remove" if dry_run else "Removed"
-    print(
-        f"{done} {count} blobs with {size} bytes that nothing refers to, and {unfinished} unfinished uploads."
-    )
+    print(f"{done} {count} orphaned blobs with {size} bytes, and {unfinished} unfinished uploads.")
 
 
 @contextmanager
 def sole_owner(settings: Settings) -> Iterator[None]:
-    """One `up` per data folder: memory:// does not reach another process."""
+    """Lock the data folder, so that one `up` uses it: memory:// works only within one process."""
     with (settings.data_dir / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
