@@ -1,4 +1,4 @@
-"""Whether the API costs the same however much it holds, over HTTP.
+"""Measure API latency over HTTP as the tables grow.
 
 First, on the embedded default: both ends of a table of 10,000 jobs and 100,000 events. The rows are written straight
 into its database; every figure is taken through the API. Then, on PostgreSQL, what bench/load.py says.

@@ -1,4 +1,4 @@
-"""What a run's bookkeeping costs in a step after 3,000 others: rules, records, warnings, on fakes that cost nothing.
+"""Measure a run's bookkeeping (rules, records, warnings) in a step after 3,000 others, on fakes that cost nothing.
 
 SQLite in a folder. The rows of the earlier steps are as large as those of the demo (a multi grader of two parts).
 `step_ms` is a whole step without a validation, `statements` how many it sends to the database.

@@ -1,4 +1,4 @@
-"""Jobs on PostgreSQL, Redis and S3 while everything around them dies: are they all there in the end, and unharmed?
+"""Fault injection: run jobs on PostgreSQL, Redis and S3 during crashes and outages, and check that none is harmed.
 
 First every job runs undisturbed. Then the same jobs again, and `--kills` times a run or a worker gets kill -9, in
 each phase equally often (validation, sampling, grading, update, checkpoint, upload). Then `--outages`:
@@ -10,14 +10,13 @@ each phase equally often (validation, sampling, grading, update, checkpoint, upl
     a worker, and a worker with its run, are stopped (SIGSTOP) for longer than the lease
     the disk of temporary files is full for 20 s (needs the right to mount a tmpfs; skipped by name without)
 
-At the end a sweep, and the count of what should not be: jobs lost, adapters that differ, steps told of twice, blobs
-without an owner.
+At the end it sweeps and counts violations: lost jobs, different adapters, duplicate step events, orphaned blobs.
 
     python -m bench.chaos --kills 50              on a tiny model
     python -m bench.chaos --kills 1000 --fake     a model without weights (bench/fake_run.py): only kills, many more
 
-The workers are regraft's own, but for a few wrappers (bench/chaos_worker.py): a process that enters a phase
-for which there is an order to kill gets kill -9 from itself a moment later.
+The workers are regraft's own with a few wrappers (bench/chaos_worker.py): a process that enters a phase with a pending
+kill order kills itself with SIGKILL a moment later.
 """
 
 import argparse
@@ -121,8 +120,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--outages", action=argparse.BooleanOptionalAction, help="default: not with --fake")
-    parser.add_argument("--fake", action="store_true", help="run on a model without weights")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no further jobs after so long")
+    parser.add_argument("--fake", action="store_true", help="use a model without weights")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no further jobs after this time")
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     outages = not asked.fake if asked.outages is None else asked.outages
@@ -193,15 +192,15 @@ def chaos(kills: int, outages: bool, size: Size, dice: random.Random, minutes: f
 
 # What each kind of trouble must have left in the events of some job.
 INCIDENTS = {
-    "broker": "The broker is away",
-    "database": "The database was away",
-    "store": "The blob store or the disk was away",
+    "broker": "The broker is unreachable",
+    "database": "The database was unavailable",
+    "store": "The blob store or the disk was unavailable",
     "kills": "Fine-tuning job interrupted",
 }
 
 
 class House:
-    """The service at its production size, and what can be done to it."""
+    """The service at production size, with methods that inject faults."""
 
     def __init__(
         self,
@@ -267,7 +266,7 @@ class House:
         self.processes[name] = self._spawn(name, ["-m", "bench.chaos_worker", "worker"])
 
     def _keep_workers(self) -> None:
-        """What Kubernetes does: a worker that died is started again."""
+        """Restart dead workers, as Kubernetes does."""
         while not self.stopping.wait(0.5):
             for name, process in list(self.processes.items()):
                 if name != "api" and process.poll() is not None:
@@ -298,7 +297,7 @@ class House:
         }
 
     def finish(self, jobs: dict[int, str], seconds: float = 900.0) -> dict[int, str]:
-        """Wait until all have ended, well or badly."""
+        """Wait until all jobs are final."""
         deadline = time.monotonic() + seconds
         while open_jobs := [job for job in jobs.values() if self.status(job) not in ("succeeded", "failed")]:
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The worker of bench/chaos.py and its runs: as regraft starts them, but for dying on order when they enter a phase.
+"""The worker of bench/chaos.py and its runs: regraft's own, which kill themselves on order when they enter a phase.
 
 python -m bench.chaos_worker worker
 python -m bench.chaos_worker run PARENT PROGRESS

@@ -1,4 +1,4 @@
-"""How long choosing a step's prompts keeps the event loop busy: 50,000 rows, 256 prompts a step, over two epochs.
+"""Measure how long choosing a step's prompts blocks the event loop: 50,000 rows, 256 prompts a step, over two epochs.
 
 `seconds_per_step_50k` is the worst step, which is one that begins an epoch and shuffles it; `seconds_per_step_mean_50k`
 the mean. `others_seconds_50k` is one order of the prompts that dynamic sampling may draw, which is made in a thread.

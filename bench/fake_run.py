@@ -1,4 +1,4 @@
-"""A run without a model: sampling and an update take milliseconds, and everything else in it is regraft's own.
+"""A run without a model: sampling and updates take milliseconds, and all other code is regraft's own.
 
 The loop, the recorder, the checkpoints, the lease and its fencing are those of worker/run.py. The adapter is a hash of
 every rollout and reward that the trainer has ever learned from, in order, so that a step that is lost, repeated or

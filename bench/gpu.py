@@ -1,7 +1,7 @@
-"""What a GPU makes of sampler and trainer, on random weights of the shape of a real model: no network is needed.
+"""Measure sampler and trainer on a GPU, with random weights of the shape of a real model, so without network access.
 
-NOT RUN ON A GPU YET: written where there is none, and only the tiny shape has been run, on a CPU. bench/gpu.sh runs
-every part in a process of its own under a time limit.
+NOT YET RUN ON A GPU: only the tiny shape has been run, on a CPU. bench/gpu.sh runs each part in a separate process with
+a time limit.
 
 --part train: tokens a second of the sampler and of the update, and the update's share of the bfloat16 matrix product
 rate that the same device reaches in the same process. Counted are the products with frozen weights: 4 x the decoder's
@@ -226,7 +226,7 @@ def timed(device: str, work: Callable[[], T]) -> tuple[T, float]:
 
 
 def wait(device: str) -> None:
-    """A GPU computes behind our back: without this the clock would stop too early."""
+    """A GPU computes asynchronously: without this the clock would stop too early."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 

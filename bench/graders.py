@@ -1,4 +1,4 @@
-"""How many grades a second, and what a process of its own costs a python grader.
+"""Measure grades per second, and the cost of process isolation for python graders.
 
 `math_grades_per_second` is of integers, fractions and decimals, `math_expressions_per_second` of what SymPy parses.
 `fresh_process_ratio` compares with the other way to the same isolation: a fresh interpreter for each grade, locked down

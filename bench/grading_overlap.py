@@ -1,4 +1,4 @@
-"""What a slow grader costs a step: graders run while the rest is sampled, so little of their time should show.
+"""Measure the cost of a slow grader in a step. Grading overlaps with sampling, so most of it should be hidden.
 
 One step of 4 prompts, 8 answers each of up to 64 tokens, with a grader that takes no time, and with python graders
 that take 20 ms a grade: one that waits and one that computes (which takes that time from the sampler on a machine

@@ -1,4 +1,4 @@
-"""What sharing the prompt of a group saves: eight answers of 16 tokens to a prompt of 256, with it and without.
+"""Measure the saving of prefix sharing in a group: eight answers of 16 tokens to a prompt of 256, with and without.
 
 "Without" is the same code given eight groups of one: the prompt is then computed for every answer. Tokens,
 log-probabilities and gradients must agree.

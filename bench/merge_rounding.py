@@ -1,4 +1,4 @@
-"""How much of an update the sampler sees: our adapter beside the base, against one merged into bfloat16 weights.
+"""Measure how much of an update the sampler sees: a separate adapter against one merged into bfloat16 weights.
 
 Merging rounds each weight to the bfloat16 grid, on which a small step is less than half a unit and gets lost. The base
 is rounded to bfloat16 values first (a float32 base would hide the defect) and everything is computed in float32, so the

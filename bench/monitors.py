@@ -1,4 +1,4 @@
-"""Do healthy runs raise warnings, and do ruined ones? The demo's task with the real model, one run for each seed.
+"""Measure false and true warnings on healthy and broken runs of the demo's task, one run for each seed.
 
 Each run is the whole loop with its database, in the sizes of the demo unless `--epochs` says less. `--keep FOLDER`
 writes what the rules read of the recorded steps, and `--read FOLDER` applies the rules to those again without

@@ -1,4 +1,4 @@
-"""How long a job waits for its first sample on a machine that has nothing else to do, and where the seconds go.
+"""Measure the time to the first sample of a job on an idle machine, by phase.
 
 A real `regraft-server up` that has run a job before, and a tiny model, so that what is measured is the service and
 not the weights. The first sample counts when it is graded and recorded: step 0, the validation of the base model.

@@ -4,7 +4,7 @@ FROM python:3.11.14-slim-bookworm AS build
 WORKDIR /src
 COPY constraints constraints
 RUN python -m pip install --no-cache-dir -r constraints/uv.txt && python -m venv --without-pip /opt/regraft
-# First what changes seldom.
+# Layers that rarely change come first, for the build cache.
 COPY pyproject.toml ./
 RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python -c constraints/all.txt -r pyproject.toml --extra postgres --extra redis --extra otel
 COPY README.md LICENSE ./

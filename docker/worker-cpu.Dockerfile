@@ -1,6 +1,6 @@
-# A worker without a GPU, with the demo's model in it and vLLM for processors.
+# A worker without a GPU, with the demo's model and vLLM for CPUs.
 #   docker build -f docker/worker-cpu.Dockerfile --build-arg UV_FIND_LINKS=... -t regraft/worker-cpu:0.1.0 .
-# UV_FIND_LINKS: a page with torch's builds for processors; the default build brings gigabytes of CUDA.
+# UV_FIND_LINKS: a page with torch's CPU builds; the default build includes gigabytes of CUDA.
 FROM python:3.11.14-slim-bookworm AS build
 ARG UV_FIND_LINKS=""
 WORKDIR /src

@@ -26,7 +26,7 @@ GRADER = {
             "reference": "{{item.desk}}",
             "operation": "eq",
         },
-        # Partial credit: exact match alone is all zeros at first, and a group of equals teaches nothing.
+        # Partial credit: exact match alone is all zeros at first, and a zero-variance group has no gradient.
         "close": {
             "type": "text_similarity",
             "name": "close",

@@ -2,8 +2,8 @@
 
     .venv/bin/python examples/gsm8k.py --data PATH     PATH holds train.jsonl and test.jsonl of GSM8K
 
-A model of 135 M parameters solves next to none of these, so what it learns in minutes is to answer in the form that is
-asked for; the mathematics is for larger models. Correctness is reported beside the reward, so that this shows.
+A model of 135 M parameters solves almost none of these, so in minutes it learns only the requested format; the
+mathematics needs larger models. Correctness is reported separately from the reward to show this.
 """
 
 import argparse

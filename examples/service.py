@@ -51,4 +51,4 @@ def wait_until_ready(server: subprocess.Popen[bytes], port: int, log: Path) -> N
             return
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.2)
-    sys.exit(f"The service did not start. Its last words:\n{log.read_text()[-2000:]}")
+    sys.exit(f"The service did not start. The end of its log:\n{log.read_text()[-2000:]}")

@@ -1,4 +1,4 @@
-"""What an installation lets graders call: judge models and hosts of endpoints, from a TOML file of its operator."""
+"""The operator's TOML file of judge models and endpoint hosts that graders may call."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from graders.types import Grader
 
 
 class InvalidBackends(ValueError):
-    """The operator's file cannot be used; the message names it, the table and what to do."""
+    """The operator's file is invalid; the message names the file, the table and the fix."""
 
 
 class JudgeEntry(BaseModel, extra="forbid", frozen=True, strict=True):
-    """[judges.NAME]: users ask for NAME. Either a server, or a model of the registry, served by regraft itself.
+    """[judges.NAME]: a judge model, called NAME by users. Either a server, or a model of the registry.
 
-    The key itself stays in the environment, out of the file.
+    The key is in the environment, not in the file.
     """
 
     model: str | None = None
@@ -38,7 +38,7 @@ class JudgeEntry(BaseModel, extra="forbid", frozen=True, strict=True):
     api_key_env: str | None = None
     served_as: str | None = None
     explains: bool = (
-        True  # whether it writes down steps before its verdict; small models lose themselves in them
+        True  # whether it writes reasoning steps before its verdict; small models do worse with them
     )
     max_concurrency: int = Field(default=8, ge=1)
     requests_per_second: float | None = Field(default=None, gt=0)
@@ -47,24 +47,24 @@ class JudgeEntry(BaseModel, extra="forbid", frozen=True, strict=True):
     @model_validator(mode="after")
     def _one_place(self) -> JudgeEntry:
         if (self.model is None) == (self.base_url is None):
-            raise ValueError("give either base_url or model, the name of one in the registry")
+            raise ValueError("set either base_url or model, the name of a model in the registry")
         if self.model is not None and (self.api_key_env or self.served_as):
-            raise ValueError("api_key_env and served_as belong to base_url")
+            raise ValueError("api_key_env and served_as require base_url")
         return self
 
 
 @dataclass(frozen=True)
 class Inference:
-    """Where the registry's own models are served."""
+    """The server of the registry's models."""
 
     url: str
     key: str = field(default="", repr=False)
 
 
 class EndpointRules(BaseModel, extra="forbid", frozen=True, strict=True):
-    """[endpoints]: which hosts endpoint graders may call. `*` stands for any run of characters.
+    """[endpoints]: the hosts that endpoint graders may call. `*` matches any run of characters.
 
-    `private_hosts` are those of them that may have private addresses.
+    `private_hosts` are the hosts among them that may have private addresses.
     """
 
     hosts: list[str] = Field(min_length=1)
@@ -78,12 +78,12 @@ class _File(BaseModel, extra="forbid", frozen=True, strict=True):
 
 @dataclass(frozen=True)
 class Backends:
-    """Nothing by default: then graders that ask somebody else are refused when they are created."""
+    """Services that graders may call. Empty by default, so graders that call any are refused on creation."""
 
     judges: Mapping[str, JudgeModel]
     endpoints: Endpoints | None = None
-    registry_models: frozenset[str] = frozenset()  # those that must be served for the judges
-    environments: Path = field(default_factory=default_folder)  # where those of python graders are built
+    registry_models: frozenset[str] = frozenset()  # the models that judges use
+    environments: Path = field(default_factory=default_folder)  # folder of the environments of python graders
 
     @classmethod
     def none(cls) -> Backends:
@@ -128,23 +128,23 @@ class Backends:
         return cls(judges, endpoints, registry_models, environments)
 
     def check(self, spec: GraderSpec, param: str = "grader") -> None:
-        """Check what parse_grader cannot. Not in an event loop: it waits for the hazard pool.
+        """Make the checks that parse_grader cannot. Blocks on the hazard pool, so do not call it in an event loop.
 
         Raises:
             InvalidGrader: a regular expression does not compile, or (NotConfigured) this installation cannot run it.
-            EnvironmentNotBuilt: it is meant to, and lacks the environment.
+            EnvironmentNotBuilt: the environment of a python grader has not been built.
         """
         check_patterns(spec, param)
         build(spec, HttpJudges(self.judges), self.endpoints, self.environments, param=param)
 
     async def compile(self, spec: GraderSpec, owner: str = "", param: str = "grader") -> None:
-        """Raise InvalidGrader if no grader can be made of the source of a python grader.
+        """Raise InvalidGrader if the source of a python grader does not compile.
 
-        The sandbox finds out, and keeps what it compiled for the grades of this owner. A call that is cancelled ends
-        that. `check` has accepted the spec before.
+        Compiles in the sandbox, which caches the result for this owner's grades. Cancelling the call aborts that. Call
+        `check` first.
 
         Raises:
-            SandboxUnavailable, SandboxFailed: nothing is known about the source.
+            SandboxUnavailable, SandboxFailed: the source could not be checked.
         """
         for where, part in python_parts(spec, param):
             environment = find(self.environments, part.image_tag or DEFAULT)
@@ -157,7 +157,7 @@ class Backends:
     async def open(
         self, spec: GraderSpec, *, owner: str = "", trace_id: str | None = None
     ) -> AsyncIterator[Grader]:
-        """The grader of a project, the `owner`, ready for use in the running event loop.
+        """Build the grader for a project, the `owner`, for use in the running event loop.
 
         `trace_id` goes to endpoints instead of a new one.
         """
@@ -180,7 +180,7 @@ def _judge(entry: JudgeEntry, inference: Inference | None, environment: Mapping[
     else:
         if inference is None:
             raise InvalidBackends(
-                "is a model of the registry; name the server that serves those in REGRAFT_INFERENCE_URL "
+                "is a model of the registry; set REGRAFT_INFERENCE_URL to the server of these models "
                 "(`regraft-server up` starts one itself)"
             )
         url, served_as, key = inference.url, entry.model, inference.key

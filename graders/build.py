@@ -1,4 +1,4 @@
-"""From what the user wrote to something that grades, and what it will need from every row."""
+"""Build graders from specs, and list the fields of a row that a spec reads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from graders.types import Grader, Item
 
 
 class NotConfigured(InvalidGrader):
-    """The grader is fine, and this installation cannot run it: no judge model, no sandbox, no environment, or no
+    """The grader is valid, but this installation cannot run it: no judge model, no sandbox, no environment, or no
     endpoints allowed."""
 
 
@@ -54,11 +54,11 @@ def build(
     owner: str = "",
     param: str = "grader",
 ) -> Grader:
-    """The grader a spec describes. A spec has been checked, so it fails only with NotConfigured or EnvironmentNotBuilt.
+    """Build a grader from a checked spec. Raises only NotConfigured or EnvironmentNotBuilt.
 
-    Without `judges` there is no score_model and no label_model, without `endpoints` no endpoint. `environments` is
-    the folder with those of python graders; without it, the one beside this installation. `owner` is the project that
-    they run for, by which processes and turns of the sandbox are told apart.
+    score_model and label_model need `judges`, and endpoint needs `endpoints`. `environments` is the folder of python
+    graders' environments, by default the one of this installation. `owner` is the project, by which the sandbox
+    separates processes and schedules turns.
     """
     match spec:
         case StringCheckSpec():
@@ -89,7 +89,7 @@ def build(
         case EndpointSpec():
             if endpoints is None:
                 message = (
-                    "Endpoint graders are not enabled on this server: its operator has to name the hosts "
+                    "Endpoint graders are not enabled on this server: the operator must list the hosts "
                     "that they may call ([endpoints] in REGRAFT_GRADERS_FILE)."
                 )
                 raise NotConfigured(message, f"{param}.type", "invalid_value")
@@ -120,7 +120,7 @@ def build(
 
 
 def python_parts(spec: GraderSpec, param: str = "grader") -> Iterator[tuple[str, PythonSpec]]:
-    """The python graders of the spec, each with its path."""
+    """Yield the python graders of the spec, each with its path."""
     match spec:
         case PythonSpec():
             yield param, spec
@@ -130,22 +130,22 @@ def python_parts(spec: GraderSpec, param: str = "grader") -> Iterator[tuple[str,
 
 
 def environments_of(spec: GraderSpec) -> list[str]:
-    """The environments that python graders of the spec run in, each once."""
+    """Return the distinct environments of the spec's python graders."""
     return list(dict.fromkeys(part.image_tag or DEFAULT for _, part in python_parts(spec)))
 
 
 def item_paths(spec: GraderSpec) -> list[Path]:
-    """Every path the spec reads from a row, each once."""
+    """Return the distinct paths that the spec reads from a row."""
     return list(dict.fromkeys(path for template in _templates(spec) for path in template.item_paths))
 
 
 def missing_item_paths(spec: GraderSpec, row: Item) -> list[str]:
-    """What the spec needs and this row lacks, spelled as in the template: "item.answer". A null is there."""
+    """Return the paths that the spec reads and this row lacks, such as "item.answer". A null is not missing."""
     return [dotted("item", path) for path in item_paths(spec) if not _present(row, path)]
 
 
 def missing_fields(spec: GraderSpec, row: Item) -> list[str]:
-    """As missing_item_paths, in the words of a refusal."""
+    """Return an error message for each of missing_item_paths."""
     missing = missing_item_paths(spec, row)
     return [f"the grader reads {{{{{path}}}}}, which this row does not have" for path in missing]
 
@@ -171,9 +171,9 @@ def _templates(spec: GraderSpec) -> Iterator[Template]:
         case FormatSpec():
             yield Template.parse(spec.input)
         case PythonSpec():
-            return  # what a function reads shows only when it runs
+            return  # the fields that a function reads are unknown
         case EndpointSpec():
-            return  # it is sent the whole row, and nobody knows what it reads
+            return  # endpoints get the whole row
         case _:
             yield Template.parse(spec.input)
             yield Template.parse(spec.reference)
@@ -190,8 +190,8 @@ def _present(row: Item, path: Path) -> bool:
 def _judge(model: str, judges: Judges | None, param: str) -> Judges:
     if judges is None or not judges.models:
         message = (
-            "No judge model is configured on this server, so it cannot run graders that ask a model. Its operator "
-            "can name some ([judges] in REGRAFT_GRADERS_FILE)."
+            "No judge model is configured on this server, so it cannot run model graders. The operator "
+            "can add some ([judges] in REGRAFT_GRADERS_FILE)."
         )
         raise NotConfigured(message, f"{param}.model", "invalid_value")
     if model not in judges.models:
@@ -211,7 +211,7 @@ def _parts(message: MessageSpec) -> Iterator[Part]:
 
 
 def _shape(part: object) -> Callable[[str], dict[str, Any]]:
-    """How the chat completions API has what the graders API calls input_text, input_image and input_audio."""
+    """Convert input_text, input_image and input_audio of the graders API to parts of the chat completions API."""
     match part:
         case InputImage(detail=detail):
             extra = {} if detail is None else {"detail": detail}

@@ -1,4 +1,4 @@
-"""HTTP calls to servers that are sometimes busy: retries, a pace, and an answer of bounded size and time."""
+"""HTTP calls with retries, a rate limit, and bounded response size and time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from core.outgoing import NoAddress, Refused
 from graders.template import quoted
 
 MAX_ANSWER = 1_000_000  # bytes
-MAX_WAIT_S = 60.0  # whatever Retry-After asks for
+MAX_WAIT_S = 60.0  # upper bound of Retry-After
 Sleep = Callable[[float], Awaitable[None]]
 
 
@@ -36,7 +36,7 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class Patience:
-    """How often to ask again, and how time passes."""
+    """Number of retries, and the clock."""
 
     retries: int = 3
     first_wait_s: float = 0.5
@@ -45,7 +45,7 @@ class Patience:
     wall_clock: Callable[[], float] = time.time
 
     def wait_s(self, attempt: int, retry_after: str | None) -> float:
-        """Before the next attempt: what the server asks for, else double each time, give or take a half."""
+        """Return the pause before the next attempt: Retry-After, or else exponential backoff with jitter of 50 %."""
         asked = _seconds(retry_after, self.wall_clock()) if retry_after else None
         wait = self.first_wait_s * 2**attempt * (0.5 + self.jitter()) if asked is None else asked
         return min(wait, MAX_WAIT_S)
@@ -80,13 +80,13 @@ async def post(
     pace: Pace,
     timeout_s: float,
 ) -> Answer:
-    """The server's last answer. Redirects are not followed.
+    """Return the server's last response. Redirects are not followed.
 
     Args:
         timeout_s: For each attempt, from its start to the last byte of the answer.
 
     Raises:
-        NoAnswer: no attempt had an answer, or the client refuses the address, which is not retried.
+        NoAnswer: no attempt had a response, or the client refuses the address, which is not retried.
     """
     for attempt in range(patience.retries + 1):
         await pace.turn()
@@ -113,14 +113,16 @@ async def post(
 async def _post_once(
     client: httpx.AsyncClient, url: str, body: bytes, headers: dict[str, str], timeout_s: float
 ) -> tuple[Answer, str | None]:
-    # A compressed answer of a megabyte can be a gigabyte: none is asked for, and none is unpacked.
+    # A compressed response of a megabyte can expand to a gigabyte, so compression is neither requested nor accepted.
     sent = {**headers, "content-type": "application/json", "accept-encoding": "identity"}
     async with client.stream(
         "POST", url, content=body, headers=sent, timeout=timeout_s, follow_redirects=False
     ) as response:
         encoding = response.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
-            raise NoAnswer(f"the answer is compressed ({quoted(encoding)}), which it was not asked to be")
+            raise NoAnswer(
+                f"the answer is compressed ({quoted(encoding)}), although the request did not allow it"
+            )
         read = bytearray()
         async for chunk in response.aiter_raw():
             read += chunk

@@ -1,4 +1,4 @@
-"""Checks of a spec that compute on what the user wrote: in the hazard pool, so never in an event loop."""
+"""Checks that run user input in the hazard pool. They block, so do not call them in an event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_patterns(spec: GraderSpec, param: str = "grader", pool: HazardPool | N
     """Compile the regular expressions of a spec, all within the limits of one call.
 
     Raises:
-        InvalidGrader: one is none, or they take too long or too much memory to compile.
+        InvalidGrader: one is invalid, or they take too long or too much memory to compile.
         HazardFailed: the pool broke.
     """
     patterns = dict(_patterns(spec, param))
@@ -32,12 +32,12 @@ def check_patterns(spec: GraderSpec, param: str = "grader", pool: HazardPool | N
 
 
 def has_patterns(spec: GraderSpec) -> bool:
-    """Whether `check_patterns` waits for the hazard pool."""
+    """Return whether `check_patterns` uses the hazard pool."""
     return any(_patterns(spec, ""))
 
 
 def _patterns(spec: GraderSpec, param: str) -> Iterator[tuple[str, str]]:
-    """Where each pattern of a spec stands, and what it is."""
+    """Yield the path and text of each pattern of a spec."""
     if isinstance(spec, MultiSpec):
         for key, sub in spec.graders.items():
             yield from _patterns(sub, f"{param}.graders.{key}")

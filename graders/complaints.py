@@ -1,6 +1,6 @@
-"""Pydantic's complaints in the words of OpenAI's API: one message, the dotted path of the field, and a code.
+"""Translate pydantic's errors to OpenAI's format: one message, the dotted path of the field, and a code.
 
-The only translator: parse_grader uses it for grader specs, and api/explain.py for all that is sent to the API.
+parse_grader uses this for grader specs, and api/explain.py for all request bodies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,16 +46,16 @@ class Mistake:
 
 
 def first_of(complaints: Sequence[Complaint], sent: Any, prefix: str = "") -> tuple[str, list[Complaint]]:
-    """The path of the first thing that is wrong with what was `sent`, below `prefix`, and all complaints about it."""
+    """Return the path of the first error in `sent`, below `prefix`, and all errors at that path."""
     located = [(_path(complaint, sent, prefix), complaint) for complaint in complaints]
     param = located[0][0]
     return param, [complaint for path, complaint in located if path == param]
 
 
 def explain(param: str, complaints: Sequence[Complaint], notes: Mapping[str, str] | None = None) -> Mistake:
-    """What is wrong at `param`. Several complaints are of a value that fits no branch of a union: one mistake.
+    """Build the error at `param`. Several complaints mean a value that matches no branch of a union: one error.
 
-    `notes` says more about some of the values that are not among the supported ones.
+    `notes` has hints for some unsupported values.
     """
     return (
         _no_branch(param, complaints) if len(complaints) > 1 else _single(param, complaints[0], notes or {})
@@ -109,10 +109,10 @@ def unsupported(value: str, param: str, supported: str, notes: Mapping[str, str]
 
 
 def _no_branch(param: str, complaints: Sequence[Complaint]) -> Mistake:
-    """`'auto' or an integer` got neither: say all that it could have been."""
+    """Describe a value that matches no branch of a union, such as `'auto' or an integer`, with all alternatives."""
     expected = " or ".join(_wanted(complaint) for complaint in complaints)
     value = complaints[0]["input"]
-    # The last branch is the one that says most: those before it are words such as "auto".
+    # The last branch is the most specific: those before it are literals such as "auto".
     kind = complaints[-1]["type"]
     if kind in _BOUNDS:
         code = f"{_number(complaints[-1]).split()[-1]}_{_BOUNDS[kind][2]}"

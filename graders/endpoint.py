@@ -1,4 +1,4 @@
-"""endpoint: a web server of the user's says the score."""
+"""endpoint: the user's web server returns the score."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OURS = frozenset({"host", "content-length", "content-type", "transfer-encoding"
 
 
 def checked_url(url: str) -> str:
-    """The same URL; raise ValueError unless it is https, or http to this very machine."""
+    """Return the URL. Raises ValueError unless it is https, or http to this machine."""
     if re.search(r"[\s\x00-\x1f]", url):
         raise ValueError("expected a URL that starts with https://")
     try:
@@ -41,7 +41,7 @@ def checked_url(url: str) -> str:
 
 
 def checked_headers(headers: dict[str, str]) -> dict[str, str]:
-    """The same headers; raise ValueError for what HTTP cannot carry or we set. Values are not repeated."""
+    """Return the headers. Raises ValueError for invalid and reserved ones, without quoting their secret values."""
     for name, value in headers.items():
         if not _HEADER_NAME.fullmatch(name) or name.lower() in _OURS:
             raise ValueError(f"{quoted(name)} cannot be set")
@@ -61,7 +61,7 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Permission to call endpoints, which, and how. Whoever builds graders for users decides whether to give it.
+    """The allow-list for endpoint graders and their HTTP client. Builders of graders decide whether to pass it.
 
     Args:
         hosts: Names and addresses as they stand in the URL, `*` for any run of characters. The operator's list. Names
@@ -78,7 +78,7 @@ class Endpoints:
     clock: Callable[[], float] = time.monotonic
 
     def allow(self, url: str) -> bool:
-        """Whether the operator lists the host of a URL. A name is looked up when it is called, and not here."""
+        """Return whether the host of a URL is on the operator's list. Resolves no names; calls do."""
         host = host_of(parse(url))
         if not matches(host, self.hosts):
             return False
@@ -90,7 +90,7 @@ class Endpoints:
         return True
 
     def connect(self) -> httpx.AsyncClient:
-        """A client that checks the addresses of a name at each call."""
+        """Create a client that checks the resolved addresses at each call."""
         return self._outgoing().client()
 
     def _outgoing(self) -> Outgoing:
@@ -101,11 +101,11 @@ class Endpoints:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """POSTs {"sample", "item", "trace_id"} and reads {"score": number}, and "steps" if they are there.
+    """POSTs {"sample", "item", "trace_id"} and reads {"score": number}, and "steps" if present.
 
-    A server that cannot be reached or answers with an error status is its own fault (server_error, after three
-    retries if it may pass); a request too large to send or an answer without a score is ours to tell apart
-    (internal_error). Each call is a connection of its own, so a grader may be used from any event loop.
+    An unreachable server or an error status is a server_error (after three retries if it may be transient); a request
+    that is too large or a response without a score is an internal_error. Each call opens its own connection, so a
+    grader may be used from any event loop.
     """
 
     name: str
@@ -143,7 +143,7 @@ class Endpoint:
             steps = _steps(answer.text, sample)
         except ValueError as wrong:
             return _unusable(f"its steps cannot be used: {wrong}")
-        return Grade(score, f"the endpoint says {score:g}", steps=steps)
+        return Grade(score, f"the endpoint returned {score:g}", steps=steps)
 
 
 def _steps(text: str, sample: Sample) -> tuple[StepScore, ...]:

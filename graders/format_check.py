@@ -1,4 +1,4 @@
-"""format: does the output have the form it should? Not in OpenAI's API."""
+"""format: check the format of the output. An extension of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ _THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.
 
 
 def problems(*patterns: str) -> list[str]:
-    """Why each pattern is invalid; "" if it is usable. Runs in the hazard pool alone."""
+    """Return why each pattern is invalid, or "". Runs only in the hazard pool."""
     found = [match(pattern, "") for pattern in patterns]
     return [f"not a regular expression: {one}" if isinstance(one, str) else "" for one in found]
 
 
 def match(pattern: str, text: str) -> bool | str:
-    """Whether all of the text matches, or what is wrong with the pattern. Runs in the hazard pool alone.
+    """Return whether the whole text matches, or the error of the pattern. Runs only in the hazard pool.
 
-    A pattern may try exponentially many ways to match, and its counted repeats are unrolled: ((a{1000}){1000}){1000}
-    is a billion nodes.
+    Matching can take exponential time, and counted repeats are unrolled: ((a{1000}){1000}){1000} has a billion nodes.
     """
     try:
         compiled = regex.compile(pattern)
@@ -70,10 +69,10 @@ class Pattern:
 
 @dataclass(frozen=True)
 class ThinkAnswer:
-    """<think>...</think><answer>...</answer>, each tag once and nothing outside but space.
+    """<think>...</think><answer>...</answer>, each tag once, with only white space outside.
 
-    Full credit is all or nothing. Partial credit gives a fifth for each tag that is there exactly once, and the
-    last fifth for the whole being in form.
+    Full credit is 0 or 1. Partial credit gives 0.2 for each tag that occurs exactly once, and 0.2 for the correct
+    format of the whole.
     """
 
     name: str

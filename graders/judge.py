@@ -1,4 +1,4 @@
-"""Models that judge: the protocol, and OpenAI-compatible servers behind it."""
+"""Judge models: the protocol, and its implementation for OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graders.template import quoted
 from graders.types import ErrorKind, TokenUsage
 
 Message = Mapping[str, Any]
-"""A chat message as the chat completions API has it."""
+"""A message of the chat completions API."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class JudgeReply:
 
 
 class JudgeFailed(Exception):
-    """There is no reply. `kind` is how a grade reports it."""
+    """The judge returned no reply. `kind` is the error of the grade."""
 
     kind = ErrorKind.model_grader_server_error
 
@@ -53,12 +53,12 @@ class Judge(Protocol):
         schema: Mapping[str, Any],
         sampling: Mapping[str, Any],
     ) -> JudgeReply:
-        """Raise JudgeFailed if there is no reply. A refusal is a reply, and so is one that was cut short."""
+        """Raise JudgeFailed if there is no reply. Refusals and truncated replies are replies."""
         ...
 
 
 class Judges(Judge, Protocol):
-    """A judge that says which models it has."""
+    """A judge that lists its models."""
 
     @property
     def models(self) -> Collection[str]: ...
@@ -66,7 +66,7 @@ class Judges(Judge, Protocol):
 
 @dataclass(frozen=True)
 class JudgeModel:
-    """Where a model is served. `served_as` is its name there, if that is another."""
+    """The server of a model. `served_as` is the model's name there, if it differs."""
 
     base_url: str  # up to and with /v1
     api_key: str = field(default="", repr=False)
@@ -80,8 +80,8 @@ class JudgeModel:
 class HttpJudges:
     """Judge models on OpenAI-compatible servers. Belongs to one event loop; close it, or use `async with`.
 
-    The same prompt under the same settings is asked once while it is remembered: in a group, equal answers then
-    have equal rewards, even from a judge at temperature 1. `ledger` has what was really spent, by model.
+    Caches replies by prompt and settings: equal answers of a group get equal rewards, even from a judge at
+    temperature 1. `ledger` has the tokens actually used, by model.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class HttpJudges:
         clock: Callable[[], float] = time.monotonic,
         client: httpx.AsyncClient | None = None,
     ) -> None:
-        """Opens nothing yet, so it is cheap to make for its `models` alone."""
+        """Create without opening connections, so that `models` alone is cheap."""
         self.config = dict(config)
         self.ledger: dict[str, TokenUsage] = {}
         self._patience = patience or Patience()
@@ -129,7 +129,7 @@ class HttpJudges:
         if self._given is not None:
             return self._given
         if self._made is None:
-            # The operator's own addresses. Each model has its own bound; the pool's must not be a second, lower one.
+            # Trusted addresses of the operator. Each model has its own concurrency limit, so the pool has none.
             self._made = trusted_client()
         return self._made
 
@@ -162,11 +162,11 @@ class HttpJudges:
         if remembered is not None:
             self._replies.move_to_end(key)
             return _for_nothing(remembered)
-        # Equal answers of a group come at about the same time. Who is second waits for the first one's reply.
+        # Equal answers of a group arrive at about the same time, so concurrent duplicates share one request.
         asking = self._asking.get(key)
         if asking is not None:
             return _for_nothing(await asyncio.shield(asking))
-        # A task of its own, so that the others get their reply even if the first to ask is cancelled.
+        # A separate task, so that duplicates get their reply even if the first caller is cancelled.
         asking = self._asking[key] = asyncio.create_task(self._ask_within_bounds(model, served, body))
         asking.add_done_callback(lambda done: self._asked(key, done))
         return await asyncio.shield(asking)

@@ -1,7 +1,7 @@
-"""math: is the final answer, as mathematics, the reference? 1 if so, else 0. Not in OpenAI's API.
+"""math: 1 if the final answer is mathematically equal to the reference, else 0. An extension of OpenAI's API.
 
-The final answer is what stands in the last \\boxed{...}, else in the last <answer>...</answer>, else the last
-number. A half, 0.5, 1/2 and \\frac{1}{2} are one answer. Units and text around a number are overlooked.
+The final answer is the content of the last \\boxed{...}, else of the last <answer>...</answer>, else the last number.
+0.5, 1/2 and \\frac{1}{2} are equal. Units and text around a number are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_LENGTH = 1000
 _TAG = re.compile(r"</?answer>", re.IGNORECASE)
 _BRACE = re.compile(r"[{}]")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?%?")
-# Texts that are read here as math-verify reads them, at a hundredth of its cost.
+# Texts that are parsed here with the result of math-verify, at a hundredth of its cost.
 _INTEGER = re.compile(r"-?\d{1,12}", re.ASCII)
 _DECIMAL = re.compile(r"-?\d{1,9}\.\d{1,6}", re.ASCII)
 _FRACTION = re.compile(
@@ -32,7 +32,7 @@ _FRACTION = re.compile(
 
 @dataclass(frozen=True)
 class MathAnswer:
-    """A reference that is no mathematics leaves the sample ungraded; an answer that is none scores 0."""
+    """A reference that cannot be parsed leaves the sample ungraded; an answer that cannot be parsed scores 0."""
 
     name: str
     input: Template
@@ -49,10 +49,10 @@ class MathAnswer:
 
 
 async def judge(output: str, reference: str, pool: HazardPool) -> Grade:
-    """The grade of a whole output against a reference, which may be a bare answer or be marked up like one."""
+    """Grade a whole output against a reference, which may be a bare answer or have the same markup."""
     marked = _marked_answer(reference)
     want, answer = reference if marked is None else marked, final_answer(output)
-    # One that is too long is as none at all.
+    # An answer that is too long counts as missing.
     readable = answer if answer is not None and len(answer) <= MAX_LENGTH else None
     try:
         equal = None
@@ -72,7 +72,7 @@ async def judge(output: str, reference: str, pool: HazardPool) -> Grade:
 
 
 def compare(reference: str, answer: str | None) -> bool | None:
-    """Whether both are the same mathematics; None if the reference is none. Runs in the hazard pool alone."""
+    """Return whether both are mathematically equal; None if the reference cannot be parsed. Runs in the hazard pool."""
     want = _parsed(reference)
     if not want:
         return None
@@ -82,13 +82,13 @@ def compare(reference: str, answer: str | None) -> bool | None:
     import math_verify.grader
 
     math_verify.grader.TIMEOUT_WARNING_SHOWN = (
-        True  # it warns that it has no time limit, which is the pool's to keep
+        True  # silences its warning about time limits, which the pool enforces
     )
     return bool(math_verify.verify(want, got, timeout_seconds=None))
 
 
 def final_answer(text: str) -> str | None:
-    """What the text gives as its answer, as written, or None."""
+    """Extract the final answer of a text as written, or None."""
     marked = _marked_answer(text)
     if marked is not None:
         return marked
@@ -102,7 +102,7 @@ def _marked_answer(text: str) -> str | None:
 
 
 def _last_tagged(text: str) -> str | None:
-    """What stands in the last <answer>...</answer>, in one pass: r"<answer>(.*?)</answer>" takes a square of it."""
+    """Extract the last <answer>...</answer> in linear time: r"<answer>(.*?)</answer>" takes quadratic time."""
     last, opened = None, None
     for tag in _TAG.finditer(text):
         if not tag[0].startswith("</"):
@@ -122,13 +122,13 @@ def _last_boxed(text: str) -> str | None:
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
             return text[start : brace.start()].strip()
-    return None  # cut off in the middle
+    return None  # truncated
 
 
 @lru_cache(maxsize=256)  # a group of answers has one reference, and many of them agree
 def _parsed(answer: str) -> list[Any]:
-    """Its readings as mathematics; none if it has none."""
-    import math_verify.parser  # three seconds, paid by the pool's process
+    """Parse a text as mathematics; empty if it cannot be parsed."""
+    import math_verify.parser  # takes three seconds, once per process of the pool
 
     text = answer.replace("$", "").strip()
     plain = _plain_number(text)

@@ -1,4 +1,4 @@
-"""score_model and label_model: ask a model, under a schema, and read its verdict."""
+"""score_model and label_model: prompt a judge model with a response schema and parse its verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEPS = {
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a message: its template, and the shape the filled-in text is sent in."""
+    """One part of a message: its template, and the format of the rendered text in the request."""
 
     template: Template
     shape: Callable[[str], Any]
@@ -38,12 +38,12 @@ class Prompt:
     messages: tuple[tuple[str, tuple[Part, ...]], ...]
 
     def render(self, sample: Sample, item: Item) -> list[Message]:
-        """Raise RenderError if something they name is absent."""
+        """Render the messages. Raises RenderError if a referenced value is missing."""
         rendered: list[Message] = []
         for role, parts in self.messages:
             content = [part.shape(part.template.render(sample, item)) for part in parts]
             text = content[0].get("text") if len(content) == 1 else None
-            # Not every server knows "developer", and those that do treat it as "system".
+            # Some servers reject "developer", and others treat it as "system".
             role = "system" if role == "developer" else role
             rendered.append({"role": role, "content": content if text is None else text})
         return rendered
@@ -77,7 +77,7 @@ class ScoreModel:
 
 @dataclass(frozen=True)
 class LabelModel:
-    """1 if the model's label is a passing one, else 0. A label that was not offered is no verdict."""
+    """1 if the model's label is a passing one, else 0. An unknown label leaves the sample ungraded."""
 
     name: str
     judge: Judge
@@ -104,7 +104,10 @@ async def _ask(
 ) -> Grade:
     schema = {
         "type": "object",
-        "properties": {"steps": _STEPS, "result": result},  # steps first: the model thinks before it decides
+        "properties": {
+            "steps": _STEPS,
+            "result": result,
+        },  # steps first, so that the model reasons before the verdict
         "required": ["steps", "result"],
         "additionalProperties": False,
     }

@@ -14,10 +14,10 @@ from graders.types import ErrorKind, Grade, Grader, Item, Sample, summed
 
 @dataclass(frozen=True)
 class Multi:
-    """Asks every sub-grader at once, then computes. The keys of `graders` are the formula's variables.
+    """Runs all sub-graders concurrently, then the formula. The keys of `graders` are its variables.
 
-    One sub-grader that cannot judge leaves the whole ungraded, because a made-up score would move the reward.
-    `invalid_grade` is the user's way to name a score that may stand in.
+    A failed sub-grader leaves the sample ungraded, because a made-up score would bias the reward. `invalid_grade`
+    sets a substitute score.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Multi:
 def _scores(
     sub_grades: Mapping[str, Grade], stand_in: float | None
 ) -> tuple[dict[str, float], dict[str, Grade]]:
-    """Split into scores to compute with, the stand-in among them, and grades that nothing stands in for."""
+    """Split into scores, including substitutes, and failed grades without a substitute."""
     scores: dict[str, float] = {}
     unjudged: dict[str, Grade] = {}
     for key, sub in sub_grades.items():

@@ -1,4 +1,4 @@
-"""python: the user's own `grade(sample, item)`, run where it can do no harm."""
+"""python: run the user's `grade(sample, item)` in the sandbox."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from graders.types import ErrorKind, Grade, Item, Sample
 
 @dataclass(frozen=True)
 class PythonGrader:
-    """Every call runs the whole source anew, in a process of its own: nothing is kept from one to the next.
+    """Each call runs the whole source in a new process, without state from earlier calls.
 
-    What the source raises or returns wrongly is its author's to mend, and `reason` has the traceback. Trouble
-    with the sandbox is ours and says nothing about the sample.
+    Errors of the source are reported to its author, with the traceback in `reason`. Errors of the sandbox are server
+    errors and leave the sample ungraded.
     """
 
     name: str
     source: str
     pool: Pool = field(default_factory=shared, repr=False, compare=False)
     environment: Environment | None = None  # the default one
-    owner: str = ""  # the project, which shares its processes with no other
+    owner: str = ""  # the project; processes are not shared between projects
     type: ClassVar[str] = "python"
 
     async def grade(self, sample: Sample, item: Item) -> Grade:

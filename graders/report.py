@@ -1,4 +1,4 @@
-"""A grade in the shape of the graders/run response."""
+"""Convert a grade to the graders/run response."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _reward(grade: Grade, stand_in: float | None) -> float:
 
 
 def _reasons(grade: Grade) -> dict[ErrorKind, str]:
-    """Why each flag is up. A sub-grader's failure counts even where `invalid_grade` covered for it."""
+    """Return the reason of each error flag. Failures of sub-graders count even if `invalid_grade` applies."""
     reasons: dict[ErrorKind, str] = {}
     if grade.error is not None:
         reasons[grade.error] = grade.reason

@@ -1,4 +1,4 @@
-"""Samples in, grades out: bounded concurrency, a deadline for each, and failures that stay data."""
+"""Grade samples with bounded concurrency and a deadline for each; failures become grades with an error."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ async def grade_all(
     concurrency: int = 64,
     timeout_s: float = 120.0,
 ) -> list[Grade]:
-    """One grade per pair, in the order of the pairs, at most `concurrency` under way at once.
+    """Return one grade per pair, in order, with at most `concurrency` in flight.
 
-    A grader that raises or runs out of time yields a Grade without a score; only cancelling the caller stops
-    the run. The deadline can interrupt a grader only where it awaits: one that computes without a pause holds
-    everything up, so code that is not ours belongs in a process of its own.
+    A grader that raises or times out yields a Grade without a score; only cancellation of the caller stops the run.
+    The deadline can interrupt a grader only at an await: a CPU-bound grader blocks the loop, so run untrusted code in
+    a separate process.
     """
     if concurrency < 1:
         raise ValueError(f"concurrency must be at least 1, not {concurrency}")
@@ -32,7 +32,7 @@ async def grade_all(
         for index, (sample, item) in todo:
             grades[index] = await grade_within(timeout_s, grader, sample, item)
 
-    # A few workers sharing one iterator, not one task per pair: most graders finish without ever waiting.
+    # A few workers share one iterator instead of one task per pair, because most graders never await.
     async with asyncio.TaskGroup() as workers:
         for _ in range(min(concurrency, len(pairs))):
             workers.create_task(work())
@@ -40,17 +40,17 @@ async def grade_all(
 
 
 async def grade_within(timeout_s: float, grader: Grader, sample: Sample, item: Item) -> Grade:
-    """Like grade_one, with a deadline that also becomes a Grade."""
+    """Like grade_one, with a deadline whose expiry also becomes a Grade."""
     try:
         async with asyncio.timeout(timeout_s):
             return await grade_one(grader, sample, item)
-    except TimeoutError:  # the deadline's own: grade_one lets no other out
+    except TimeoutError:  # from the deadline: grade_one raises no other
         reason = f"{grader.name}: no grade within {timeout_s:g} s"
         return Grade(None, reason, ErrorKind.other_error, seconds=timeout_s)
 
 
 async def grade_one(grader: Grader, sample: Sample, item: Item) -> Grade:
-    """Ask once and note the time taken. Whatever the grader raises becomes a Grade that says so."""
+    """Grade one sample and measure the time. Errors of the grader become a Grade with the reason."""
     started = time.perf_counter()
     try:
         grade = await grader.grade(sample, item)
@@ -58,7 +58,7 @@ async def grade_one(grader: Grader, sample: Sample, item: Item) -> Grade:
     except asyncio.CancelledError:
         if _being_cancelled():
             raise
-        # Nobody cancelled us: something the grader awaited was. Left alone it would end a worker in silence.
+        # Not a cancellation of this task, but of something that the grader awaited. It must not end the worker.
         return _failed(grader, "it was cancelled from within", started)
     except Exception as cause:
         return _failed(grader, repr(cause), started)

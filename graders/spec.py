@@ -1,7 +1,7 @@
-"""What users may write, as typed values that reject what they do not know.
+"""Grader specs as typed values that reject unknown fields.
 
-Every static mistake is an InvalidGrader that names the parameter: a template or formula that does not parse,
-a name that nothing defines, a type this version cannot run. A spec that exists can be built.
+Every static error is an InvalidGrader that names the parameter: a template or formula that does not parse, an undefined
+name, an unsupported type. A parsed spec can be built.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from graders.text_similarity import Metric
 
 
 class InvalidGrader(ValueError):
-    """The grader cannot be used. `param` is the dotted path to the mistake, `code` its kind."""
+    """The grader is invalid. `param` is the dotted path of the error, `code` its kind."""
 
     def __init__(self, message: str, param: str, code: str) -> None:
         super().__init__(message, param, code)
@@ -87,7 +87,7 @@ MAX_REFERENCES = 20_000  # in all templates of a grader: parsing them takes a te
 GIVE_STEPS = ("python", "endpoint")  # the types whose grades may have steps
 Source = Annotated[str, AfterValidator(_checked_source)]
 Name = Annotated[str, Field(min_length=1)]
-# OpenAI's API makes up a name where there is none, and its guide's own examples rely on that.
+# OpenAI's API generates missing names, and the examples of its guide rely on that.
 GraderName = Annotated[Name, Field(default_factory=_generated_name)]
 TemplateText = Annotated[str, AfterValidator(_checked_template)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -289,7 +289,7 @@ class LabelModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class EndpointSpec(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Ask a web server of the user's. What is in the headers is secret: `dump` can mask it."""
+    """Call the user's web server. Headers contain secrets: `dump` can mask them."""
 
     type: Literal["endpoint"] = "endpoint"
     name: GraderName
@@ -334,7 +334,7 @@ class MultiSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     graders: dict[str, SubGraderSpec]
     calculate_output: str
     pass_threshold: Finite | None = None
-    invalid_grade: Finite | None = None  # stands in for a sub-grader that could not judge
+    invalid_grade: Finite | None = None  # substitute score of a failed sub-grader
 
     @field_validator("calculate_output")
     @classmethod
@@ -357,7 +357,7 @@ _MODELS: dict[str, type[SimpleSpec | MultiSpec]] = {
     "endpoint": EndpointSpec,
     "multi": MultiSpec,
 }
-# What to say of some of the values that are not supported.
+# Hints for some unsupported values.
 _NOTES = {
     "cosine": " It needs an embedding model, and is not offered for reinforcement fine-tuning.",
     "neq": " Did you mean 'ne'?",
@@ -368,7 +368,7 @@ MASK = "***"
 
 
 def parse_grader(raw: object, param: str = "grader") -> GraderSpec:
-    """The spec in `raw`, parsed JSON. Raise InvalidGrader, its `param` starting with the one given here."""
+    """Parse a spec from `raw`, parsed JSON. Raises InvalidGrader with a `param` below the given one."""
     if _references(raw) > MAX_REFERENCES:
         raise _invalid_value(param, f"its templates may have at most {MAX_REFERENCES} references in all.")
     return _parsed(_object(raw, param), param)
@@ -408,9 +408,9 @@ def _with_one_unknown(fields: dict[str, Any], model: type[BaseModel]) -> dict[st
 
 
 def dump(spec: GraderSpec, *, masked: bool = False) -> dict[str, Any]:
-    """The spec as JSON for an answer: `type` and `name` on every grader, nothing that was not set.
+    """Return the spec as JSON for a response: `type` and `name` on every grader, without unset fields.
 
-    `masked` hides the values of an endpoint's headers. What is masked cannot be run, so it is for showing only.
+    `masked` hides the values of an endpoint's headers; a masked spec cannot be run.
     """
     dumped = spec.model_dump(mode="json", exclude_none=True)
     return hide_secrets(dumped) if masked else dumped

@@ -1,4 +1,4 @@
-"""`{{item.x}}` and `{{sample.output_text}}`: parsed once, filled in many times, never evaluated.
+"""Templates such as `{{item.x}}` and `{{sample.output_text}}`: parsed once, rendered many times, never evaluated.
 
     template  = text with any number of "{{" reference "}}"
     reference = ("item" | "sample") ("." key | "[" index "]")*      spaces allowed around it
@@ -21,7 +21,7 @@ from .types import ErrorKind, Item, Sample  # relative: the client ships this fi
 Path = tuple[str | int, ...]
 """What follows the namespace: `item.tags[0]` has the path `("tags", 0)`."""
 
-# A row may have 4 MB, and one that a judge or a metric reads has to be copied, compared and sent.
+# Bounds the cost of copying, comparing and sending a row, which may have 4 MB.
 MAX_RENDERED = 2_000_000
 # Parsing takes microseconds for each reference, and longer for a long path.
 MAX_REFERENCES = 1_000  # of one template
@@ -37,7 +37,7 @@ _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=d
 
 
 class TemplateSyntaxError(ValueError):
-    """The template can never be rendered. `position` is the 0-based offset of the mistake."""
+    """The template is invalid. `position` is the 0-based offset of the error."""
 
     def __init__(self, message: str, position: int) -> None:
         super().__init__(message, position)
@@ -48,13 +48,13 @@ class TemplateSyntaxError(ValueError):
 
 
 class RenderError(Exception):
-    """This sample or row lacks what the template names. `kind` is how a grade reports it."""
+    """The sample or row lacks a referenced value. `kind` is the error of the grade."""
 
     kind: ClassVar[ErrorKind]
 
 
 class MissingPath(RenderError):
-    """Nothing lies at `path`, written as in the template: `item.tags[0]`."""
+    """There is no value at `path`, in template syntax: `item.tags[0]`."""
 
     kind = ErrorKind.invalid_variable_error
 
@@ -76,7 +76,7 @@ class SampleNotJson(RenderError):
 
 
 class RenderedTooLarge(RenderError):
-    """What the template names is too much text together."""
+    """The rendered text is too large."""
 
     kind = ErrorKind.other_error
 
@@ -104,26 +104,26 @@ class Template:
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """Raise TemplateSyntaxError for bad syntax and for what no sample can ever have."""
+        """Parse a template. Raises TemplateSyntaxError for bad syntax and for fields that no sample has."""
         return _kept(text) if len(text) <= MAX_KEPT else _parse(text)
 
     @property
     def item_paths(self) -> tuple[Path, ...]:
-        """The paths this template reads from the row, first use first, each once."""
+        """Return the distinct paths that this template reads from the row, in order of first use."""
         found = (p.path for p in self.parts if isinstance(p, Reference) and p.namespace == "item")
         return tuple(dict.fromkeys(found))
 
     def render(self, sample: Sample, item: Item) -> str:
-        """The filled-in text.
+        """Render the template.
 
         Raises:
-            MissingPath: something it names is absent.
-            SampleNotJson: so is the JSON of the sample.
+            MissingPath: a referenced value is missing.
+            SampleNotJson: the sample has no JSON.
             RenderedTooLarge: it has more than MAX_RENDERED characters.
         """
         texts: list[str] = []
         room = MAX_RENDERED
-        encoded: dict[Reference, str] = {}  # what is named twice is made JSON once
+        encoded: dict[Reference, str] = {}  # encode repeated references once
         for part in self.parts:
             if isinstance(part, Reference):
                 text = encoded[part] if part in encoded else encoded.setdefault(part, part.text(sample, item))
@@ -137,7 +137,7 @@ class Template:
 
 
 def resolve(namespace_value: Any, path: Path, namespace: str = "item") -> Any:
-    """What lies at `path`, a null included; raise MissingPath if nothing does."""
+    """Return the value at `path`, which may be null. Raises MissingPath if there is none."""
     value = namespace_value
     for step in path:
         if isinstance(step, str):
@@ -151,17 +151,17 @@ def resolve(namespace_value: Any, path: Path, namespace: str = "item") -> Any:
 
 
 def dotted(namespace: str, path: Path) -> str:
-    """A path as a template spells it: `item.tags[0]`."""
+    """Format a path in template syntax: `item.tags[0]`."""
     return namespace + "".join(f".{step}" if isinstance(step, str) else f"[{step}]" for step in path)
 
 
 def quoted(text: str, limit: int = 120) -> str:
-    """A rendered text for use in a reason: quoted, on one line, and short enough to log."""
+    """Format a text for a reason: quoted, on one line, truncated."""
     return repr(text) if len(text) <= limit else f"{text[:limit]!r}..."
 
 
 def _resolve_sample(sample: Sample, path: Path) -> Any:
-    # Nearly every template reads the text or the JSON; those two need not build the whole namespace.
+    # Fast path: most templates read only the text or the JSON, which do not need the whole namespace.
     match path:
         case ("output_text", *rest):
             return resolve(sample.output_text, path, "sample") if rest else sample.output_text
@@ -175,7 +175,7 @@ def _resolve_sample(sample: Sample, path: Path) -> Any:
             return resolve(sample.as_namespace(), path, "sample")
 
 
-@lru_cache(maxsize=256)  # the dataset check asks for the same few templates once per row
+@lru_cache(maxsize=256)  # the dataset check parses the same few templates for each row
 def _kept(text: str) -> Template:
     return _parse(text)
 
@@ -199,7 +199,7 @@ def _parse(text: str) -> Template:
 
 def _reference(text: str, start: int, end: int) -> Reference:
     head = _NAMESPACE.match(text, start, end)
-    assert head is not None  # it matches the empty text too
+    assert head is not None  # the pattern matches the empty string
     namespace, at = head[1], head.end()
     if namespace not in ("item", "sample"):
         shown = f"unknown namespace {quoted(namespace)}" if namespace else "no name"

@@ -1,4 +1,4 @@
-"""The values a grader sees (Sample, Item), the one it returns (Grade), and what it is (Grader)."""
+"""The inputs of a grader (Sample, Item), its result (Grade), and its protocol (Grader)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Sample:
 
     @classmethod
     def from_text(cls, text: str, finish_reason: str = "stop", parse_json: bool = False) -> Sample:
-        """A sample holding `text`; `parse_json` also fills `output_json` if the text is a JSON object."""
+        """Create a sample from `text`; `parse_json` also sets `output_json` if the text is a JSON object."""
         return cls(text, _json_object(text) if parse_json else None, finish_reason=finish_reason)
 
     def as_namespace(self) -> dict[str, Any]:
-        """Everything `{{sample...}}` can name."""
+        """Return all fields of `{{sample...}}`."""
         tools = list(self.output_tools)
         message = {"role": "assistant", "content": self.output_text, "tool_calls": tools or None}
         return {
@@ -42,7 +42,7 @@ class Sample:
 
 
 class ErrorKind(StrEnum):
-    """Why a sample has no score: the boolean error flags of the graders/run response, in its order."""
+    """The reason for a missing score: the boolean error flags of the graders/run response, in its order."""
 
     formula_parse_error = auto()
     sample_parse_error = auto()
@@ -63,7 +63,7 @@ class ErrorKind(StrEnum):
 
 @dataclass(frozen=True)
 class TokenUsage:
-    """What one model read and wrote to judge. Cached tokens are among the prompt tokens."""
+    """Token usage of one judge model. Cached tokens are included in the prompt tokens."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -91,17 +91,17 @@ MAX_STEPS = 256
 
 @dataclass(frozen=True)
 class StepScore:
-    """What one step of an answer is worth. It ends before character `end` of the text, where the next begins."""
+    """The score of one step of an answer, which ends before character `end` of the text."""
 
     score: float
     end: int
 
 
 def steps_of(raw: Any, length: int) -> tuple[StepScore, ...]:
-    """The steps of an answer of `length` characters, from [{"end": int, "score": number}, ...].
+    """Parse the steps of an answer of `length` characters, from [{"end": int, "score": number}, ...].
 
-    It trusts nothing. Raise ValueError unless they are at most 256, with finite scores and rising ends, all within
-    the text; the step of an empty answer ends at 0.
+    The input is untrusted. Raises ValueError unless there are at most 256 steps, with finite scores and increasing
+    ends within the text; the step of an empty answer ends at 0.
     """
     if type(raw) is not list or len(raw) > MAX_STEPS:
         raise ValueError(f"'steps' must be a list of at most {MAX_STEPS}")
@@ -131,10 +131,10 @@ def _is_finite(number: float) -> bool:
 
 @dataclass(frozen=True)
 class Grade:
-    """A verdict on one sample: a finite score, or None with the reason and kind of the failure.
+    """The grade of one sample: a finite score, or None with the reason and kind of the failure.
 
-    "Could not be judged" is not "wrong": nothing here turns None into 0. What an ungraded sample is
-    worth is for the caller to decide. `output` is what a grader printed, if it can print, cut to 16 kB.
+    None does not mean 0: the caller decides how to treat an ungraded sample. `output` is the printed output of the
+    grader, truncated to 16 kB.
     """
 
     score: float | None
@@ -155,7 +155,7 @@ class Grade:
 
 
 class Grader(Protocol):
-    """Judges samples. Safe to call concurrently; what it raises is turned into a Grade by graders.run."""
+    """Grades samples. Safe to call concurrently; graders.run converts its errors to a Grade."""
 
     @property
     def name(self) -> str: ...

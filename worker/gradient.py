@@ -1,7 +1,7 @@
-"""What the packs of a step say about the adapter: their gradient, added up micro-batch by micro-batch.
+"""Accumulate the adapter's gradient over the packs of a step, micro-batch by micro-batch.
 
-Sums over tokens: what the whole step is divided by is known when all of it is there, and is the trainer's business.
-`OwnGradient` computes in this process; `SharedGradient` deals the packs out to the other ranks of the run as well.
+The results are sums over tokens: the trainer divides them once the whole step is known. `OwnGradient` computes in this
+process; `SharedGradient` also distributes packs to the other ranks of the run.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,39 +27,39 @@ from worker.types import Pack
 
 
 class Gradient(Protocol):
-    """Of one step: `add` any number of times, `collect`; for each further pass `again`, `collect`; `end`."""
+    """The gradient of one step. Call `add` any number of times, then `collect`; per further pass `again`, `collect`."""
 
     @property
     def capacity(self) -> int:
-        """How many tokens are worth computing at once."""
+        """Return the number of tokens that fill all ranks."""
         ...
 
     def add(self, packs: Sequence[Pack], std: float) -> None:
-        """Take in packs. A penalty is multiplied by the `std` that all will be divided by."""
+        """Add packs. Multiplies penalties by `std`, by which everything is divided later."""
         ...
 
     def again(self, std: float) -> None:
-        """Take in all packs of the step once more, for the policy as it is now."""
+        """Add all packs of the step again, under the current policy."""
         ...
 
     def collect(self) -> "Totals":
-        """Have the gradient of what was taken in since the last time in `grad` of the policy's weights, all of it."""
+        """Write the gradient of all packs added since the last call to `grad` of the policy's weights."""
         ...
 
     def end(self) -> None:
-        """Forget the step's packs."""
+        """Discard the step's packs."""
         ...
 
 
 class OwnGradient:
-    """Implements Gradient: this process's part, computed as it is taken in."""
+    """Implements Gradient in this process, computing packs as they are added."""
 
     def __init__(self, policy: Policy, settings: Resolved, *, token_budget: int, held_to: str = "") -> None:
         self.policy = policy
         self.settings = settings
         self.capacity = token_budget
         self.held_to = held_to
-        # The adapter of the KL's reference, once it is not the base model any more.
+        # The adapter of the KL's reference, unless the reference is the base model.
         self.reference: list[Tensor] | None = None
         self._batches: list[Batch] = []
         self._totals = Totals()
@@ -88,10 +88,10 @@ class OwnGradient:
             batch.ref_logp = self._reference_logprobs(tensors)
         logp_M, entropy_M = self.logprobs(tensors)
         if batch.old_logp is None:
-            # The first pass is over the policy that sampled, so its own numbers are the old ones: no pass extra.
+            # The policy of the first pass is the one that sampled, so its log-probabilities are the old ones.
             batch.old_logp = logp_M.detach()
         sampled_M, answer_M = tensors.sampled_logp_M, tensors.answer_M
-        # Without a correction the ratio itself is to what was sampled, and the clip acts on the gap as well.
+        # Without a correction the ratio is to the sampler's probabilities, so the clip also acts on their gap.
         old_M = batch.old_logp if settings.importance != "none" else sampled_M
         importance_M = grpo.importance_weight(old_M, sampled_M, settings.importance, settings.importance_cap)
         part = grpo.loss(
@@ -111,7 +111,7 @@ class OwnGradient:
             clipped = grpo.was_clipped(
                 settings.loss, logp_M - old_M, tensors.advantage_M, answer_M, settings.ratio_bounds
             )
-            # In float64: a single weight of a sampler gone wrong may be beyond float32.
+            # In float64, because the weight of a broken sampler may overflow float32.
             gap_M = batch.old_logp.double() - sampled_M.double()
             ratio_M = gap_M.exp()
             return Totals(
@@ -129,9 +129,9 @@ class OwnGradient:
             )
 
     def watched_kl(self) -> float:
-        """The KL of the policy that sampled, where it is only watched: one pack estimates it, for a forward pass.
+        """Estimate the KL of the sampling policy for monitoring, from one pack and one forward pass.
 
-        Here and not beside the sampling: the reference is the same model with its adapter switched off.
+        Not during sampling, because the reference is the same model with its adapter disabled.
         """
         batch = self._batches[0]
         ref_logp = self._reference_logprobs(self._tensors(batch.packs[:1]))
@@ -140,7 +140,7 @@ class OwnGradient:
 
     @torch.no_grad()
     def _reference_logprobs(self, tensors: Tensors) -> Tensor:
-        """Log-probabilities [M] under the reference."""
+        """Compute log-probabilities [M] under the reference."""
         with self._as_reference():
             return self.logprobs(tensors)[0]
 
@@ -160,10 +160,10 @@ class OwnGradient:
 
 
 def logprobs(policy: Policy, batch: Tensors, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability [M] of each trained token and the entropy [M] (nats, no gradient) where it stood.
+    """Compute the log-probability [M] of each trained token and the entropy [M] (nats, no gradient) at its position.
 
-    Only positions that predict an answer's token reach the head, and in chunks that are recomputed in the
-    backward pass, so no [tokens x vocabulary] tensor is ever whole.
+    Only positions that predict an answer's token pass through the head, in chunks that are recomputed in the backward
+    pass, so no [tokens x vocabulary] tensor is ever materialized.
     """
     hidden = policy.hidden(batch.input_ids, batch.position_ids, batch.mask)[batch.row_M, batch.column_M]
     head: Callable[..., tuple[Tensor, Tensor]] = partial(_head_chunk, policy, temperature)
@@ -187,13 +187,13 @@ def _head_chunk(
         logits = masked(logits, allowed)
     logp = (logits / temperature).log_softmax(-1)
     with torch.no_grad():
-        entropy = torch.special.entr(logp.exp()).sum(-1)  # 0 where nothing is allowed to be
+        entropy = torch.special.entr(logp.exp()).sum(-1)  # 0 at masked tokens
     return logp.gather(-1, target[:, None])[:, 0], entropy
 
 
 @dataclass
 class Batch:
-    """A micro-batch, and what its first pass leaves to those after it: what stays the same while the policy moves."""
+    """A micro-batch, with the values of its first pass that later passes reuse."""
 
     packs: Sequence[Pack]
     old_logp: Tensor | None = None
@@ -218,8 +218,8 @@ class Totals:
 
     @property
     def effective_sample_size(self) -> float:
-        """(sum of the weights)^2 / (n x sum of their squares): 1 where all are alike, 1 / n where one has it all."""
-        if self.ratio_squared == 0.0:  # so small that float64 has no number for them
+        """Return (sum of weights)^2 / (n x sum of squares): 1 if all are equal, 1 / n if one dominates."""
+        if self.ratio_squared == 0.0:  # underflow in float64
             return 0.0
         return self.ratio * (self.ratio / self.ratio_squared) / self.tokens
 
@@ -229,18 +229,18 @@ class Totals:
 
 
 class SharedGradient:
-    """Implements Gradient over all ranks of a run: this process is rank 0, and the others are its helpers.
+    """Implements Gradient over all ranks of a run; this process is rank 0.
 
-    A group stays with the rank that it was dealt to, where later passes find what the first one left to them. Only
-    sums come back, so the result is that of one process, up to the order in which float32 numbers are added.
+    A group stays on its rank, which caches values of the first pass for later ones. Ranks return only sums, so the
+    result equals that of one process, up to the order of float32 additions.
     """
 
     def __init__(self, own: OwnGradient, helpers: Sequence[Helper]) -> None:
         self.own = own
         self.helpers = helpers
         self.capacity = own.capacity * (1 + len(helpers))
-        self._at_work: list[Helper] = []  # those that have packs of this step
-        self._weights: NDArray[np.float32] | None = None  # of this pass, once somebody was sent them
+        self._at_work: list[Helper] = []  # ranks with packs of this step
+        self._weights: NDArray[np.float32] | None = None  # of this pass, once a rank has needed them
         self._up_to_date: list[Helper] = []
 
     def add(self, packs: Sequence[Pack], std: float) -> None:
@@ -258,7 +258,7 @@ class SharedGradient:
         self.own.again(std)
 
     def _begin(self, helper: Helper) -> None:
-        """Have it compute with the policy, and the reference, as they are now."""
+        """Send the current policy and reference to the rank."""
         if helper not in self._at_work:
             self._at_work.append(helper)
             if self.own.settings.kl > 0 and self.own.reference is not None:
@@ -273,15 +273,15 @@ class SharedGradient:
         for helper in self._at_work:
             helper.send(Collect())
         totals = self.own.collect()
-        for helper in self._at_work:  # always in this order, so that a run can be repeated bit by bit
+        for helper in self._at_work:  # in a fixed order, so that a run is bit-reproducible
             part: Part = helper.receive()
             totals += part.totals
             parameters = self.own.policy.trainable
             for parameter, gradient in zip(parameters, shaped(part.gradient, parameters), strict=True):
-                # `deal` gives the first pack to this process, so there is a gradient to add to.
+                # `deal` gives the first pack to this process, so `grad` exists.
                 assert parameter.grad is not None
                 parameter.grad.add_(gradient)
-        # What follows is another pass, over a policy that has moved.
+        # Any further pass uses the updated policy.
         self._weights, self._up_to_date = None, []
         return totals
 
@@ -293,12 +293,12 @@ class SharedGradient:
 
 
 def flat(tensors: Sequence[Tensor]) -> NDArray[np.float32]:
-    """All of them one after the other, in main memory."""
+    """Concatenate the tensors, flattened, in main memory."""
     vector: NDArray[np.float32] = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu().numpy()
     return vector
 
 
 def shaped(vector: NDArray[np.float32], like: Sequence[Tensor]) -> list[Tensor]:
-    """What `flat` made, as tensors of these shapes and on their device."""
+    """Invert `flat`: split into tensors of these shapes, on their device."""
     parts = torch.split(torch.from_numpy(vector).to(like[0].device), [tensor.numel() for tensor in like])
     return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]

@@ -1,4 +1,4 @@
-"""What a run that is under way has logged so far, put where the job's owner can read it (core/joblogs.py)."""
+"""Upload the log of a running job, for its owner to read (core/joblogs.py)."""
 
 import os
 import threading
@@ -9,13 +9,13 @@ from core import joblogs, logs
 
 
 class LiveLog:
-    """Hands the end of a growing log to `put` every so often, if there is more of it.
+    """Passes the end of a growing log to `put` periodically, if it has grown.
 
-    In a thread of its own: a store that hangs holds up neither the run nor its lease. `put` must not raise.
+    Uses its own thread, so that a store that hangs blocks neither the run nor its lease. `put` must not raise.
     """
 
     def __init__(self, log: IO[bytes], put: Callable[[str], None], every_seconds: float) -> None:
-        # A descriptor of its own: the other is closed with the run, and its number may then be another file's.
+        # Own descriptor: the run closes the other one, and its number may be reused for another file.
         self._file = os.dup(log.fileno())
         self._put = put
         self._every_seconds = every_seconds
@@ -24,11 +24,11 @@ class LiveLog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Begin nothing more. What has begun goes on."""
+        """Stop scheduling uploads; one in flight completes."""
         self._over.set()
 
     def join(self) -> None:
-        """Wait for that, so that nothing comes after a last put of the caller's own."""
+        """Wait for the upload in flight, so that the caller's own last upload is final."""
         self._thread.join()
 
     def _follow(self) -> None:
@@ -44,7 +44,7 @@ class LiveLog:
 
 
 def end_of(file: int) -> str:
-    """The last MOST_BYTES of an open file, without terminal codes. By pread: who writes it shares its offset."""
+    """The last MOST_BYTES of an open file, without terminal codes. Uses pread, because the writer shares its offset."""
     size = os.fstat(file).st_size
     end = os.pread(file, joblogs.MOST_BYTES, max(0, size - joblogs.MOST_BYTES))
     return logs.cleaned(end.decode(errors="replace"))

@@ -1,11 +1,11 @@
-"""The arithmetic of a frozen layer and its adapter, base(x) + scale * B(A(x)), in few and quick calls.
+"""Compute a frozen layer and its adapter, base(x) + scale * B(A(x)), in few kernel calls.
 
-PEFT makes and saves the adapters. Its own forward does the same in some ten operations a layer, which for one token
-a row is a third of the time.
+PEFT creates and saves the adapters. Its own forward needs about ten operations per layer, a third of the time when
+decoding one token per row.
 
 On a CPU the frozen weights are also kept in oneDNN's own layout, for the forward and for the backward product. Measured
-on an AMD EPYC with two cores: 2 to 3 times quicker than torch's linear, whose library has no AVX-512 for that maker.
-It costs the memory of two more copies of the frozen weights, which for the models one trains on a CPU is little.
+on an AMD EPYC with two cores: 2 to 3 times quicker than torch's linear, whose library does not use AVX-512 on AMD.
+It needs two more copies of the frozen weights, which is little for models that are trained on a CPU.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class FrozenLinear:
     """x [..., in] -> [..., out] with a weight that never changes, and the gradient with respect to x only."""
 
     def __init__(self, layer: nn.Linear, *, trained: bool = True) -> None:
-        """`trained` is False where nobody will ask for the gradient: its copy of the weight is then not made."""
+        """`trained`: whether the gradient is needed. If not, skips that copy of the weight."""
         self.layer = layer
         weight = layer.weight.detach()
         plain = weight.device.type == "cpu" and weight.dtype == torch.float32
@@ -60,7 +60,7 @@ def _product(x: Tensor, packed: Tensor) -> Tensor:
 
 
 def install(model: nn.Module) -> None:
-    """Give every adapted linear layer of a PEFT model the short forward."""
+    """Replace the forward of every adapted linear layer of a PEFT model."""
     for module in model.modules():
         if isinstance(module, LoraLinear):
             _install(module)
@@ -68,7 +68,7 @@ def install(model: nn.Module) -> None:
 
 @contextmanager
 def uninstalled(model: nn.Module) -> Iterator[None]:
-    """With PEFT's own forward in every adapted layer, as the reference that ours is compared with."""
+    """Restore PEFT's own forward in every adapted layer during the context, as a reference for ours."""
     ours = {
         module: module.__dict__.pop("forward")
         for module in model.modules()
@@ -90,7 +90,7 @@ def _install(layer: LoraLinear) -> None:
         output = frozen(x)
         if layer.disable_adapters:
             return output
-        # The adapter is float32 whatever the base is, so that a small step is not rounded away.
+        # The adapter is float32 for any base precision, so that small updates are not rounded away.
         low = linear(x.to(a.weight.dtype), a.weight)
         return torch.add(output, linear(low, b.weight).to(output.dtype), alpha=scale)
 

@@ -1,11 +1,11 @@
-"""Ranks of a run on other machines: the leader's machine runs the job, its members wait to help with it.
+"""Ranks of a run on other machines: the leader's machine runs the job, and its members join the process group.
 
-A member connects to the leader and each shows the other that it knows the group's key, before anything is unpickled;
-then it is a helper like one of the leader's own machine (worker/ranks.py), until the run ends. Every pickle carries
-its seal, so that one which somebody puts into the connection later is not opened either. Nothing is encrypted, and
-arrays are not sealed: their bytes can be read, or spoilt, by whoever can change packets on the way.
+A member connects to the leader, and both prove that they know the group's key before anything is unpickled. Then it
+acts like a rank of the leader's own machine (worker/ranks.py) until the run ends. Every pickle has an HMAC, so injected
+messages are rejected. Nothing is encrypted and arrays have no HMAC: an attacker on the network path can read and alter
+them.
 
-Nothing here imports torch: `regraft-server member` only keeps the processes that do (worker/member.py).
+Imports no torch: `regraft-server member` only supervises the processes that do (worker/member.py).
 """
 
 import hmac
@@ -32,17 +32,17 @@ VERSION = version("regraft-server").encode()
 
 NONCE = 32  # bytes
 SEAL = 32  # of SHA-256
-HANDSHAKE_SECONDS = 5.0  # a few hundred bytes, by a process that has nothing else to do
+HANDSHAKE_SECONDS = 5.0  # a few hundred bytes, from an idle process
 RESTART_SECONDS = 2.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between two looks for a run
 
 
 class Stranger(Exception):
-    """Whoever is at the other end has not shown that it belongs to this group."""
+    """The peer did not prove that it belongs to this group."""
 
 
 class MembersMissing(Exception):
-    """The run cannot begin: machines of its group have not come."""
+    """The run cannot start: machines of its group did not connect."""
 
 
 class Signed(Line):
@@ -64,33 +64,33 @@ class Signed(Line):
         self._received += 1
         expected = hmac.digest(self._key, b"%s %d " % (self._receives, self._received) + content, "sha256")
         if not hmac.compare_digest(seal, expected):
-            raise Stranger("a message was changed on its way, or put into the connection by somebody else")
+            raise Stranger("a message was altered or injected on the network")
 
     def _room(self, sizes: list[int]) -> list[bytearray]:
-        # A member reads ahead, and what is read must not overwrite what is still in use.
+        # A member reads ahead, and new data must not overwrite arrays in use.
         return [bytearray(size) for size in sizes]
 
 
 def admit(end: socket.socket, key: bytes) -> Signed:
-    """The leader's side of the handshake. Raises Stranger, EOFError or OSError; `end` is then the caller's to close."""
+    """Do the leader's side of the handshake. Raises Stranger, EOFError or OSError; the caller must then close `end`."""
     ours = secrets.token_bytes(NONCE)
     end.sendall(ours)
     greeting = _read(end, NONCE + SEAL, HANDSHAKE_SECONDS)
     theirs, proof = greeting[:NONCE], greeting[NONCE:]
     both = ours + theirs
     if not hmac.compare_digest(proof, _proof(key, b"member", both)):
-        raise Stranger("it has another REGRAFT_RANKS_KEY, or is of another version")
+        raise Stranger("its REGRAFT_RANKS_KEY or version differs")
     end.sendall(_proof(key, b"leader", both))
     return Signed(end, _proof(key, b"messages", both), sends=b"leader", receives=b"member")
 
 
 def join(end: socket.socket, key: bytes) -> Signed:
-    """The member's side. A leader that is still reading its files may take its time to begin. Raises as `admit`."""
+    """Do the member's side. Waits while the leader still reads its files. Raises as `admit`."""
     theirs, ours = _read(end, NONCE), secrets.token_bytes(NONCE)
     both = theirs + ours
     end.sendall(ours + _proof(key, b"member", both))
     if not hmac.compare_digest(_read(end, SEAL, HANDSHAKE_SECONDS), _proof(key, b"leader", both)):
-        raise Stranger("the leader has another REGRAFT_RANKS_KEY, or is of another version")
+        raise Stranger("the leader's REGRAFT_RANKS_KEY or version differs")
     return Signed(end, _proof(key, b"messages", both), sends=b"member", receives=b"leader")
 
 
@@ -99,7 +99,7 @@ def _proof(key: bytes, word: bytes, nonces: bytes) -> bytes:
 
 
 def _read(end: socket.socket, size: int, seconds: float | None = None) -> bytes:
-    """All of it within that time: one that sends byte after byte would keep others from being heard."""
+    """Receive all bytes within the deadline, so that a slow peer cannot block others."""
     deadline = None if seconds is None else time.monotonic() + seconds
     read = b""
     while len(read) < size:
@@ -114,7 +114,7 @@ def _read(end: socket.socket, size: int, seconds: float | None = None) -> bytes:
 
 
 def notice_loss(end: socket.socket) -> None:
-    """Have a machine that vanished without a word be noticed within a minute, while nothing is on its way to it."""
+    """Detect a dead machine on an idle connection within a minute (TCP keepalive)."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
@@ -127,13 +127,13 @@ def notice_loss(end: socket.socket) -> None:
 
 
 def notice_unread(end: socket.socket) -> None:
-    """The same while something is. For the leader: it asks that the other side always reads, and members do."""
+    """Detect a dead machine while data is in flight. For the leader only: requires that the peer always reads."""
     if sys.platform == "linux":
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)
 
 
 class Member(Helper):
-    """A rank on another machine, as rank 0 sees it."""
+    """Rank 0's handle on a rank of another machine."""
 
     def __init__(self, rank: int, line: Line, address: str) -> None:
         super().__init__(rank, line)
@@ -141,12 +141,12 @@ class Member(Helper):
 
     def _lost(self) -> RankLost:
         return RankLost(
-            f"rank {self.rank}, a member at {self.address}, is gone; if it said why, that is in its log"
+            f"rank {self.rank}, a member at {self.address}, has disconnected; its log may have the reason"
         )
 
 
 class Members:
-    """Those who are to come to a run, from `listen` to `close`."""
+    """Accepts the members of a run, from `listen` to `close`."""
 
     def __init__(self, address: tuple[str, int], key: bytes, count: int, *, patience_seconds: float) -> None:
         self.address = address
@@ -156,11 +156,11 @@ class Members:
         self._listening: socket.socket | None = None
 
     def listen(self) -> None:
-        """From now on they may connect; they are attended to in `gather`. Raises OSError where the port is taken."""
+        """Open the port; `gather` accepts the connections. Raises OSError if the port is in use."""
         self._listening = socket.create_server(self.address, backlog=self.count + 16)
 
     def gather(self, first: int) -> list[Member]:
-        """All of them, as ranks from `first` on, in the order they come. Nobody can connect afterwards.
+        """Accept all members, as ranks from `first` in order of arrival, then close the port.
 
         Raises MembersMissing.
         """
@@ -179,7 +179,7 @@ class Members:
             try:
                 line = admit(end, self.key)
             except (Stranger, EOFError, OSError) as cause:
-                log.warning("%s:%d wanted to be a member of this run and is not: %r", host, port, cause)
+                log.warning("rejected %s:%d as a member of this run: %r", host, port, cause)
                 end.close()
                 continue
             notice_loss(end)
@@ -191,7 +191,7 @@ class Members:
     def _missing(self, came: int) -> str:
         host, port = self.address
         return (
-            f"{came} of {self.count} members have come to {host}:{port} within {self.patience_seconds:g} s "
+            f"{came} of {self.count} members have connected to {host}:{port} within {self.patience_seconds:g} s "
             "(REGRAFT_PATIENCE_SECONDS). Start `regraft-server member` on every other machine of the group, with this "
             "one as REGRAFT_LEADER and the same REGRAFT_RANKS and REGRAFT_RANKS_KEY"
         )
@@ -203,7 +203,7 @@ class Members:
 
 
 def members_of(settings: Settings) -> Members | None:
-    """Whom a run of this machine waits for; None where it has no other machines."""
+    """Return the members that a run of this machine waits for; None for a single machine."""
     if settings.nodes == 1:
         return None
     count = (settings.nodes - 1) * settings.ranks
@@ -211,13 +211,13 @@ def members_of(settings: Settings) -> Members | None:
     return Members(address, settings.ranks_key.encode(), count, patience_seconds=settings.patience_seconds)
 
 
-# What follows is the member's side.
+# Member's side.
 
 
 class ReadAhead:
-    """A member's end of a Line, which is always read from, so that a leader can tell one at work from one that is gone.
+    """A member's end of a Line. Always reads, so that the leader can tell a busy member from a dead one.
 
-    `gone` is called, in another thread, when the run has ended: whatever is computed for it is not wanted any more.
+    Calls `gone` in another thread when the run has ended, to abort its computation.
     """
 
     def __init__(self, line: Line, gone: Callable[[BaseException], None]) -> None:
@@ -241,13 +241,13 @@ class ReadAhead:
 
 
 def wait_for_run(leader: str, key: bytes) -> Signed:
-    """Connect until there is a run that takes this member. What keeps it from that is logged when it changes."""
+    """Retry until a run accepts this member. Logs the reason for a failure when it changes."""
     host, _, port = leader.rpartition(":")
     pause, last = FIRST_PAUSE, ""
     while True:
         try:
             end = socket.create_connection((host, int(port)), timeout=30)
-        except OSError as cause:  # there is no run, or the name is not known yet
+        except OSError as cause:  # no run, or the host name does not resolve yet
             level, said = logging.INFO, f"no run at {leader} yet: {cause}"
         else:
             end.settimeout(None)
@@ -257,7 +257,7 @@ def wait_for_run(leader: str, key: bytes) -> Signed:
             except (Stranger, EOFError, OSError) as cause:
                 end.close()
                 level = logging.WARNING
-                said = f"not taken by the run at {leader}, which has ended or has another key: {cause!r}"
+                said = f"rejected by the run at {leader}, which has ended or has another key: {cause!r}"
         if said != last:
             log.log(level, "%s", said)
             last = said
@@ -270,34 +270,34 @@ def rank_command(gpu: int) -> Sequence[str]:
 
 
 class Seat:
-    """One process of a member, started anew after each run: what a job left in it ends with it."""
+    """One process of a member, restarted after each run, so that no state of a job survives."""
 
     def __init__(self, gpu: int, command: Callable[[int], Sequence[str]] = rank_command) -> None:
         self.gpu = gpu
         self.command = command
         self._stopping = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
-        # The child dies with the thread that started it, so that thread has to be the one that waits.
+        # The child dies with the thread that started it (PR_SET_PDEATHSIG), so the same thread waits for it.
         self.thread = threading.Thread(target=self._keep, name=f"rank {gpu}", daemon=True)
 
     def start(self) -> None:
         self.thread.start()
 
     def stop(self) -> None:
-        """Returns at once. A process that waits for a run ends; one that is part of a run ends with it."""
+        """Stop without blocking. A waiting process exits at once; one in a run exits with the run."""
         self._stopping.set()
         if self._child is not None:
             self._child.terminate()
 
     def _keep(self) -> None:
         while not self._stopping.is_set():
-            # A session of its own: Ctrl-C in a terminal is for this process to pass on.
+            # Own session: this process forwards Ctrl-C of a terminal.
             self._child = subprocess.Popen(
                 self.command(self.gpu), stdin=subprocess.DEVNULL, start_new_session=True
             )
-            if self._stopping.is_set():  # since it was looked at, so that nobody may have told it yet
+            if self._stopping.is_set():  # `stop` may have missed the new child
                 self._child.terminate()
             status = self._child.wait()
             if status != 0 and not self._stopping.is_set():
-                log.warning("the process for GPU %d ended with status %d", self.gpu, status)
+                log.warning("the process for GPU %d exited with status %d", self.gpu, status)
                 self._stopping.wait(RESTART_SECONDS)

@@ -15,7 +15,7 @@ from worker.sizing import Shape
 
 
 def shape_of(config: Any, dtype: torch.dtype) -> Shape:
-    """Of a model that is described by a transformers config, without its weights."""
+    """Return the shape of a model from its transformers config, without weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -40,7 +40,7 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
 def available(
     device: str, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Bytes that are free: of the GPU, or of this machine or container, whichever has less."""
+    """Return the free bytes of the GPU, or the lesser of this machine's and its container's."""
     if device == "cuda":
         free: int = torch.cuda.mem_get_info()[0]
         return free
@@ -48,17 +48,16 @@ def available(
     free = int(lines["MemAvailable"].split()[0]) * 1024
     limit, used = cgroup / "memory.max", cgroup / "memory.current"
     if limit.exists() and (most := limit.read_text().strip()) != "max":
-        # What was read from files is counted as used, and given back when somebody needs the room.
+        # The page cache counts as used, but the kernel reclaims it on demand.
         kept = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         free = min(free, int(most) - int(used.read_text()) + int(kept["inactive_file"]))
     return free
 
 
 def checkpoint_layers(layers: nn.ModuleList) -> None:
-    """Have each layer compute its activations again in the backward pass, and keep only its input till then.
+    """Recompute the activations of each layer in the backward pass, and keep only its input.
 
-    Decided at each call by whether gradients are wanted, which is a matter of the thread: sampling in another one
-    goes on as before.
+    Applies to calls with gradients enabled, a per-thread state, so sampling in another thread is not affected.
     """
     for layer in layers:
         layer.forward = _checkpointed(layer.forward)
@@ -68,7 +67,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def again(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # No random numbers in there: there is no dropout.
+        # Layers use no random numbers, because there is no dropout.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return again

@@ -1,6 +1,6 @@
-"""What goes wrong in a run, as pure functions of its recorded metrics; and why a delivered model is below its base.
+"""Detect problems of a run from its recorded metrics, and explain why a model is worse than its base. Pure functions.
 
-Each rule says what it reads. None reads more than a few steps: the first ones, and up to seven of the last.
+Each rule documents its inputs: a few of the first steps and up to seven of the last.
 """
 
 import statistics
@@ -28,7 +28,7 @@ NORMAL_95 = 1.96
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that holds: what to tell the user, and the numbers."""
+    """A rule that applies, with the message to the user and its numbers."""
 
     rule: str
     message: str
@@ -53,7 +53,7 @@ def check(steps: Steps, thresholds: Thresholds, warned: Collection[str] = ()) ->
 
 
 def likely_cause(steps: Steps, verdict: Verdict, thresholds: Thresholds) -> tuple[str, str]:
-    """Why the delivered model is below its base: the rule's name and a sentence with the evidence.
+    """Return why the delivered model is below its base: the rule's name and a sentence with the evidence.
 
     Damage of the delivered model comes first. Then the rules are applied again to every step of the job, and the last
     step is compared with the first. Thresholds that were switched off have their defaults, so that the explanation of a
@@ -82,10 +82,10 @@ def likely_cause(steps: Steps, verdict: Verdict, thresholds: Thresholds) -> tupl
 
 
 def damage(steps: Steps, delivered: int, thresholds: Thresholds) -> tuple[str, str] | None:
-    """What shows that the model of step `delivered` is damaged: the rule's name and a sentence; None: nothing does.
+    """Return evidence that the model of step `delivered` is damaged: the rule's name and a sentence, or None.
 
-    Reads the beginning of the job and the steps up to the one after `delivered`, whose answers that model gave. What
-    passed before it, or came later, is not its damage; nor is truncation from the start, or overfitting.
+    Reads the first steps and those up to the one after `delivered`, whose answers that model gave. Problems that ended
+    earlier or started later do not count, nor does truncation from the start, nor overfitting.
     """
     whole = _whole(thresholds)
     until = [step for step in steps if step["step"] <= delivered + 1]
@@ -142,7 +142,7 @@ def _change(steps: Steps, name: str) -> tuple[float, float] | None:
 
 
 def _whole(thresholds: Thresholds) -> Thresholds:
-    """With the defaults of those that were switched off."""
+    """Replace disabled thresholds by their defaults."""
     return Thresholds(**{name: bound for name, bound in thresholds.model_dump().items() if bound is not None})
 
 

@@ -1,7 +1,7 @@
-"""Waiting for a database or a blob store that is away, rather than losing hours of work to half a minute.
+"""Retry while the database or the blob store is unavailable, so that short outages do not lose hours of work.
 
-What is done under patience is done again from its beginning, so it must do no harm to do it twice: transactions check
-whether they have happened already (a connection can be lost after the commit), and blobs are written whole.
+Operations are retried from the start, so they must be idempotent: transactions check whether they have been committed
+(a connection can be lost after the commit), and blobs are written atomically.
 """
 
 import logging
@@ -19,7 +19,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 
 
 class Patience:
-    """Does things again for up to `seconds`, for as long as what they need is unavailable. `tell` hears how long."""
+    """Retries operations for up to `seconds` while a dependency is unavailable. Reports the outage to `tell`."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class Patience:
         self._wait = wait
 
     def __call__(self, do: Callable[[], T]) -> T:
-        """What `do` returns.
+        """Call `do`, with retries, and return its result.
 
         Raises:
-            whatever `do` raised last, if it is not about something being away, or was so for all those seconds.
+            the last error of `do`, if it is no outage, or if the outage outlasted `seconds`.
         """
         start = self._clock()
         pause = FIRST_PAUSE
@@ -63,4 +63,4 @@ class Patience:
 def _incident(reason: Exception, seconds: float) -> str:
     what = "database" if db.is_away(reason) else "blob store or the disk"
     first_line = str(reason).strip().split("\n", 1)[0]
-    return f"The {what} was away; the run waited {seconds:.0f} s and went on. The last answer: {first_line}"
+    return f"The {what} was unavailable; the run waited {seconds:.0f} s and resumed. Last error: {first_line}"

@@ -1,4 +1,4 @@
-"""The model that learns: frozen base weights, a LoRA adapter on all linear layers, a tokenizer.
+"""The policy: frozen base weights, a LoRA adapter on all linear layers, a tokenizer.
 
 Sampler and trainer read the same weights in the same process, so a step's update is what the next step samples
 from, with nothing copied and nothing rounded. This file and worker/attention.py are where transformers' own
@@ -49,7 +49,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Base:
-    """A base model as loaded, before an adapter is put on it."""
+    """A loaded base model without an adapter."""
 
     name: str  # the registry's id of it
     source: (
@@ -76,7 +76,7 @@ def load_base(
         UnsupportedModel: transformers, or our attention, does not know the architecture.
         InvalidModel: files are missing or damaged.
         NotEnoughMemory: the weights do not fit.
-        ModelUnavailable: the hub does not answer; worth another try.
+        ModelUnavailable: the hub is unreachable; the job may be retried.
     """
     source = source_of(entry, cache)
     with _reading(source, "weights"):
@@ -86,7 +86,7 @@ def load_base(
     # transformers only warns, and draws them at random.
     if missing := sorted(loading["missing_keys"]):
         raise InvalidModel(
-            f"The model's files lack {len(missing)} of its weights, the first being {missing[0]}: the folder is "
+            f"The model's files lack {len(missing)} weights, the first is {missing[0]}: the folder is "
             "incomplete, or its config.json belongs to another model."
         )
     tokenizer = read_tokenizer(entry, source, chat_template)
@@ -118,7 +118,7 @@ def read_config(source: Path | str) -> Any:
 
 
 def read_shape(entry: BaseModelEntry, cache: Path) -> Shape:
-    """What the model is made of, by its config alone. Raises as `load_base` does."""
+    """Return the model's shape from its config. Raises as `load_base` does."""
     source = source_of(entry, cache)
     config = read_config(source)
     with _reading(source, "config"):
@@ -142,7 +142,7 @@ _DAMAGED = (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, EOFError,
 
 @contextmanager
 def _reading(source: Path | str, what: str) -> Iterator[None]:
-    """Say of what fails inside whether it is the model's fault, and in words. What may pass by itself stays an error.
+    """Convert errors of the model inside the context to refusals with a message. Transient errors propagate unchanged.
 
     `what` is read of `source`, which is a local folder or file, or a hub id.
     """
@@ -152,13 +152,13 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
     except Refusal:
         raise
     except (MemoryError, torch.OutOfMemoryError) as cause:
-        raise NotEnoughMemory(f"There is no room for the model's {what}: {first_line(cause)}") from cause
+        raise NotEnoughMemory(f"Not enough memory for the model's {what}: {first_line(cause)}") from cause
     except _DAMAGED as cause:
         raise InvalidModel(f"The {what} of {where} cannot be read: {first_line(cause)}") from cause
     except OSError as cause:
         if isinstance(source, str) and not _is_unknown(cause):
             raise ModelUnavailable(
-                f"The {what} of {where} could not be fetched from the hub: {first_line(cause)}"
+                f"The {what} of {where} could not be downloaded from the hub: {first_line(cause)}"
             ) from cause
         if cause.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             raise  # the disk's fault
@@ -167,7 +167,7 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
         if "mismatched" not in str(cause):
             raise  # of the device, perhaps
         raise InvalidModel(
-            f"The {what} of {where} have other shapes than its config.json says: the two do not belong together."
+            f"The {what} of {where} do not have the shapes of its config.json: the files belong to different models."
         ) from cause
     except (
         KeyError,
@@ -186,7 +186,7 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
 
 
 def _is_unknown(cause: BaseException) -> bool:
-    """Whether the hub has answered that there is no such model."""
+    """Return whether the hub replied that the model does not exist."""
     return type(cause.__cause__).__name__ in ("RepositoryNotFoundError", "EntryNotFoundError")
 
 
@@ -218,7 +218,7 @@ def convert_gguf(source: Path, cache: Path) -> Path:
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(scratch)
     try:
         scratch.rename(target)
-    except OSError:  # another process was first; its folder is as good
+    except OSError:  # another process has written the same folder
         shutil.rmtree(scratch)
     return target
 
@@ -250,7 +250,7 @@ def adapter_targets(model: PreTrainedModel) -> str | list[str]:
     )
     if not plain:
         raise UnsupportedModel(
-            f"{type(model).__name__} is not supported: it has no plain linear layers that an adapter could be put on."
+            f"{type(model).__name__} is not supported: it has no plain linear layers for an adapter."
         )
     if len(plain) == len(linear) and not has_experts(model.config):
         return "all-linear"
@@ -269,8 +269,8 @@ def decoder_of(causal: PreTrainedModel) -> Any:
     decoder = getattr(causal, causal.base_model_prefix, None)
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise UnsupportedModel(
-            f"{type(causal).__name__} is not supported: its decoder and layers are not where current transformers "
-            "models have them."
+            f"{type(causal).__name__} is not supported: its decoder and layers are not at the attributes of "
+            "current transformers models."
         )
     return decoder
 
@@ -301,7 +301,7 @@ class Policy:
                 ) from cause
         self.model.eval()
         lora.install(self.model)
-        # What people take home names the base as the hub does, or as the registry: never by this machine's path.
+        # Exported adapters name the base by its hub id or registry name, never by a path of this machine.
         self.model.peft_config["default"].base_model_name_or_path = (
             base.source if isinstance(base.source, str) else base.name
         )
@@ -321,7 +321,7 @@ class Policy:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """What answers under a schema are made of. The head's size, which may be more than the tokenizer knows."""
+        """Build the grammar vocabulary. Uses the head's size, which may exceed the tokenizer's."""
         return Vocabulary(self.tokenizer, int(self._head.weight.shape[0]), self.stop_ids)
 
     @property
@@ -359,12 +359,12 @@ class Policy:
         return self._frozen_head(hidden).float()
 
     def checkpoint_layers(self) -> None:
-        """Keep less of a forward pass, and compute it again in the backward pass."""
+        """Enable activation checkpointing."""
         memory.checkpoint_layers(self.layers)
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
-        """With the adapter switched off: the reference of the KL."""
+        """Disable the adapter during the context: the reference of the KL."""
         with self.model.disable_adapter():
             yield
 
@@ -387,7 +387,7 @@ class Policy:
         return str(self.tokenizer.decode(list(output_ids_T), skip_special_tokens=True))
 
     def adapter(self) -> dict[str, Tensor]:
-        """A copy of the adapter as it is now, in main memory, under the names that `save` writes."""
+        """Copy the current adapter to main memory, under the names that `save` writes."""
         tensors = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
@@ -398,7 +398,7 @@ class Policy:
         self.tokenizer.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
-        """Take over a saved adapter of the same shape.
+        """Load a saved adapter of the same shape.
 
         Raises:
             InvalidModel: its file is damaged, or it is an adapter on other layers or of another rank.
@@ -427,18 +427,18 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     chat_template: str | None = None,
 ) -> list[int]:
-    """A chat to token ids, ready for the model to answer. `developer` is spelled `system` for templates.
+    """Render a chat to token ids with a generation prompt. Passes `developer` as `system` to templates.
 
     Args:
         chat_template: Jinja text in place of the tokenizer's own.
 
     Raises:
         NoChatTemplate: the model has none.
-        ChatTemplateFailed: it does not take these messages.
+        ChatTemplateFailed: the template rejects these messages.
     """
     if chat_template is None and tokenizer.chat_template is None:
         raise NoChatTemplate(
-            "The model has no chat template, as is usual for a base model. Give it one: set chat_template = "
+            "The model has no chat template, as is usual for a base model. Set chat_template = "
             '"plain" (or "r1_zero", or a path to a Jinja file) in its entry of the model registry, or '
             'hyperparameters.advanced.chat_template = "plain" in the job.'
         )
@@ -459,9 +459,9 @@ def render(
             return_dict=False,
         )
     except (TemplateError, ValueError, TypeError) as cause:
-        # A template is a program of its makers; it may refuse an order of roles.
+        # Templates are programs, and some reject an order of roles.
         raise ChatTemplateFailed(
-            f"The model's chat template does not take these messages: {first_line(cause)}"
+            f"The model's chat template rejects these messages: {first_line(cause)}"
         ) from cause
     return list(ids)
 

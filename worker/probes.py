@@ -109,7 +109,7 @@ class Maker:
     def _look(self) -> None:
         self.looks += 1
         if self.looks > MAX_LOOKS or time.thread_time() - self.started > MAX_CPU_S:
-            raise TooLarge("the schema is too large to make an answer of")
+            raise TooLarge("the schema is too large to generate an answer")
 
     def make(self, schema: Any, path: Path, depth: int) -> Any:
         self._look()
@@ -164,7 +164,7 @@ class Maker:
             self.references[reference] = self._resolved(_pointed(self.root, reference))
         found = self.references[reference]
         if found is None:
-            raise NoProbe("a $ref leads in a circle, or nowhere")
+            raise NoProbe("a $ref is circular or unresolved")
         return found
 
     def _given(self, path: Path) -> Iterator[Any]:
@@ -308,7 +308,7 @@ def _pointed(root: Mapping[str, Any], reference: str) -> Mapping[str, Any]:
         for step in reference[1:].split("/")[1:]:
             place = place[step.replace("~1", "/").replace("~0", "~")]
     except (KeyError, TypeError):
-        raise NoProbe(f"{reference} leads nowhere") from None
+        raise NoProbe(f"{reference} is unresolved") from None
     return place if isinstance(place, Mapping) else {}
 
 

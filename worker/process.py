@@ -7,19 +7,19 @@ import sys
 from pathlib import Path
 
 DONE = 0
-FAILED = 1  # as of any exception; the run has said in words what is missing
+FAILED = 1  # as for any exception; the run has logged the reason
 DRAINED = 75  # EX_TEMPFAIL: checkpointed, to be queued again at no cost
-LOST = 76  # the job is no longer this run's; there is nothing to write
-HUNG = 77  # never the child's own: the supervisor's word for a run that it killed because it got nowhere
-PUT_OFF = 79  # this worker cannot run the job; it is queued again, and says why
-USER_MISTAKE = 78  # EX_CONFIG: the job has failed for good, and says why
-# Anything else is the infrastructure's fault: the supervisor queues the job again, a limited number of times.
+LOST = 76  # lost the lease; nothing to record
+HUNG = 77  # not an exit status: set by the supervisor when it kills a run without progress
+PUT_OFF = 79  # this worker cannot run the job; it is queued again, with the reason
+USER_MISTAKE = 78  # EX_CONFIG: the job has failed permanently, with the reason
+# Any other status is an infrastructure failure: the supervisor requeues the job a limited number of times.
 
 _PR_SET_PDEATHSIG = 1
 
 
 def figures_of(progress: Path) -> Path:
-    """Where a run writes what it counts (worker/observed.py): beside the file by which it shows its progress."""
+    """Return the metrics file of a run (worker/observed.py), next to its progress file."""
     return progress.with_name(f"{progress.name}.prom")
 
 

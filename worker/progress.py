@@ -1,6 +1,6 @@
-"""Signs of progress: how the supervisor tells a run that hangs from one whose step is long.
+"""Progress heartbeat, by which the supervisor tells a hung run from a long step.
 
-Being alive is not enough. Every answer, grade and update touches a file, and a run that touches it no more is hung.
+A live process may still hang. Every answer, grade and update touches a file, and a run that stops touching it is hung.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A helper of a run: computes gradients for it, and ends with it. The entry of the processes of worker/ranks.py."""
+"""Entry point of the processes of worker/ranks.py: compute gradients for a run and exit with it."""
 
 import argparse
 import signal
@@ -14,8 +14,8 @@ from worker.ranks import Add, Again, Collect, End, Line, Message, Part, Ready, R
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m worker.rank")
-    parser.add_argument("parent", type=int, help="process id of the run: this helper dies with it")
-    parser.add_argument("connection", type=int, help="the file descriptor of the socket to it")
+    parser.add_argument("parent", type=int, help="process id of the run; this process exits with it")
+    parser.add_argument("connection", type=int, help="file descriptor of the socket to the run")
     args = parser.parse_args()
     process.die_with_parent(args.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides
@@ -23,9 +23,9 @@ def main() -> None:
 
 
 def serve(line: Line | ReadAhead, *, gpu: int = 0) -> None:
-    """Do what rank 0 says until it closes the connection. What goes wrong is raised, and ends the run.
+    """Serve rank 0 until it closes the connection. Errors are raised, and end the run.
 
-    `gpu` is for a rank 0 on another machine, which does not number those of this one.
+    `gpu` is for a rank 0 on another machine, which does not know the GPUs of this one.
     """
     gradient: OwnGradient | None = None
     while True:

@@ -1,11 +1,10 @@
-"""Several processes for one run, each with the model on a GPU of its own: the first is the run, the others help it.
+"""Run several processes (ranks) for one job, each with the model on its own GPU. Rank 0 is the run.
 
-The run (rank 0) samples, grades, steps the optimizer and talks to the database. A helper computes the gradient of
-the groups that it is sent, and knows of nothing else. They speak over a pair of sockets that only they have: an adapter
-and its gradient are small, so that this needs no collective library, and no port that anybody could reach. Helpers on
-other machines are in worker/members.py.
+Rank 0 samples, grades, steps the optimizer and uses the database. The other ranks only compute gradients of the groups
+that rank 0 sends, over a private socket pair: an adapter and its gradient are small, so no collective library and no
+open port are needed. Ranks on other machines are in worker/members.py.
 
-Nothing here imports torch: the processes are started before the run has, and start up beside it.
+Imports no torch, so that the processes start before rank 0 has imported it, in parallel.
 """
 
 import os
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """What every rank of a run loads, so that all compute the same."""
+    """The model and settings that every rank of a run loads."""
 
     name: str
     entry: BaseModelEntry
@@ -55,21 +54,21 @@ class Model:
         return policy
 
 
-# What a helper is sent. It answers Ready to the first of these and Part to Collect, and ends with the connection.
+# Messages to a rank. It replies Ready to the first of these and Part to Collect, and exits with the connection.
 
 
 @dataclass(frozen=True)
 class Start:
     model: Model
-    device: str  # "cuda" alone: the rank has one of its own
-    threads: int  # of torch; 0: its own choice
+    device: str  # "cuda" without an index: the rank sees only its own GPU
+    threads: int  # of torch; 0: torch's default
     token_budget: int
     held_to: str
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The adapter as it is now."""
+    """The current adapter."""
 
     vector: NDArray[np.float32]
 
@@ -112,7 +111,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Part:
-    """What came of the packs since the last Collect: their gradient, summed, and what was counted."""
+    """The summed gradient and totals of all packs since the last Collect."""
 
     gradient: NDArray[np.float32]
     totals: "Totals"
@@ -121,18 +120,18 @@ class Part:
 class Line:
     """One end of the connection between two ranks.
 
-    As multiprocessing's Connection, but arrays are neither copied nor given new memory each time: 168 MB there and
-    back took that 0.9 s, and take this 0.1.
+    Like multiprocessing's Connection, but without copies of arrays or new allocations: a round trip of 168 MB takes
+    0.1 s instead of 0.9 s.
     """
 
-    SEAL = 0  # bytes before each pickle that say whose it is: nobody else has this pair of sockets
+    SEAL = 0  # bytes of HMAC before each pickle; none for a private socket pair
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self._arrays: list[bytearray] = []  # what was received last
+        self._arrays: list[bytearray] = []  # buffers of the last message
 
     def send(self, message: Any) -> None:
-        """Raises OSError where nobody listens any more."""
+        """Send a message. Raises OSError if the peer is gone."""
         arrays: list[pickle.PickleBuffer] = []
         pickled = pickle.dumps(message, protocol=5, buffer_callback=arrays.append)
         parts = [memoryview(pickled), *(array.raw() for array in arrays)]
@@ -143,9 +142,9 @@ class Line:
             self._end.sendall(part)
 
     def receive(self) -> Any:
-        """The next message. Its arrays are good until the next one with arrays.
+        """Receive a message. Its arrays are valid until the next message with arrays.
 
-        Raises EOFError, or OSError, where nobody speaks any more.
+        Raises EOFError or OSError if the peer is gone.
         """
         head = self._read(bytearray(8))
         [number] = struct.unpack("<Q", head)
@@ -161,10 +160,10 @@ class Line:
         return b""
 
     def _check(self, seal: bytearray, content: bytearray) -> None:
-        """Whether it is the other side's, before it is unpickled."""
+        """Authenticate a message before it is unpickled."""
 
     def _room(self, sizes: list[int]) -> list[bytearray]:
-        """Where arrays of these many bytes go."""
+        """Return buffers of these sizes."""
         if not sizes:
             return []
         if sizes != [len(one) for one in self._arrays]:
@@ -185,7 +184,7 @@ class Line:
 
 
 class RankLost(Exception):
-    """A helper ended in the middle of a run. The step cannot be completed without it."""
+    """A rank exited during a run, so the step cannot be completed."""
 
 
 class TooFewGpus(Exception):
@@ -193,7 +192,7 @@ class TooFewGpus(Exception):
 
 
 class Helper(ABC):
-    """Another rank of this run, as rank 0 sees it."""
+    """Rank 0's handle on another rank of this run."""
 
     def __init__(self, rank: int, line: Line) -> None:
         self.rank = rank
@@ -211,7 +210,7 @@ class Helper(ABC):
             raise self._lost() from cause
 
     def receive(self) -> Any:
-        """Its answer, waited for. Raises RankLost."""
+        """Wait for the reply. Raises RankLost."""
         try:
             return self._line.receive()
         except (EOFError, OSError) as cause:
@@ -219,10 +218,10 @@ class Helper(ABC):
 
     @abstractmethod
     def _lost(self) -> RankLost:
-        """What to say of one that does not listen any more."""
+        """Describe why the rank is gone."""
 
     def close(self) -> None:
-        """End it; whatever it computes is not wanted any more."""
+        """End the rank, even during a computation."""
         self._line.close()
 
 
@@ -232,7 +231,7 @@ class Child(Helper):
     def __init__(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # No session of its own: whoever kills the run's process group has the helpers killed, too.
+            # In the run's process group, so that a kill of the group includes the ranks.
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "worker.rank", str(os.getpid()), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -244,11 +243,9 @@ class Child(Helper):
         return f"cuda:{self.rank}" if device == "cuda" else device
 
     def _lost(self) -> RankLost:
-        # Its end of the connection is closed, so it is ending or has ended.
+        # Its end of the connection is closed, so it has exited or is about to.
         status = self.process.wait()
-        return RankLost(
-            f"rank {self.rank} ended with status {status}; if it said why, that is in the job's log"
-        )
+        return RankLost(f"rank {self.rank} exited with status {status}; the job's log may have the reason")
 
     def close(self) -> None:
         super().close()
@@ -257,10 +254,10 @@ class Child(Helper):
 
 
 class Ranks:
-    """The processes of one run, this one included, from `with` to its end."""
+    """The ranks of one run, including this process, for the duration of the context."""
 
     def __init__(self, count: int, members: "Members | None" = None) -> None:
-        """`count` of them on this machine, and the members on others."""
+        """`count` ranks on this machine, and `members` on others."""
         self.count = count
         self.total = count + (members.count if members else 0)
         self.helpers: list[Helper] = []
@@ -269,7 +266,7 @@ class Ranks:
     def __enter__(self) -> Self:
         if self._members is not None:
             self._members.listen()
-        # On Linux they die with the thread that starts them (PR_SET_PDEATHSIG), so it should be one that lasts.
+        # On Linux they die with the thread that starts them (PR_SET_PDEATHSIG), so start them in a long-lived one.
         for rank in range(1, self.count):
             self.helpers.append(Child(rank))
         return self
@@ -283,9 +280,9 @@ class Ranks:
             self._members.close()
 
     def start(self, model: Model, *, device: str, threads: int, token_budget: int, held_to: str) -> None:
-        """Have the others load the model, while this process does; on "cuda" each to the GPU of its number.
+        """Start loading the model on the other ranks; on "cuda" each on the GPU of its index.
 
-        Members are waited for. Raises RankLost, and MembersMissing of worker/members.py.
+        Waits for members. Raises RankLost, and MembersMissing of worker/members.py.
         """
         if self._members is not None and len(self.helpers) < self.total - 1:
             self.helpers += self._members.gather(self.count)
@@ -293,6 +290,6 @@ class Ranks:
             helper.send(Start(model, helper.own(device), threads, token_budget, held_to))
 
     def wait(self) -> None:
-        """Until all have loaded it. Raises RankLost."""
+        """Wait until all ranks have loaded the model. Raises RankLost."""
         for helper in self.helpers:
             helper.receive()

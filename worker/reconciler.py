@@ -1,4 +1,4 @@
-"""Named passes that make the rows true again, whatever got lost. Safe to run in many places at once."""
+"""Named passes that repair rows after failures. Safe to run concurrently on many machines."""
 
 import logging
 import threading
@@ -23,12 +23,12 @@ from worker.telemetry import PASS_FAILURES
 log = logging.getLogger(__name__)
 
 BROKER_AWAY = (
-    "The broker is away, so workers cannot be told of this job; it is announced again until they are."
+    "The broker is unreachable, so workers cannot be notified of this job; the notification is retried."
 )
-BROKER_BACK = "The broker is back."
-# More than this between what our clock and the database's say has passed is a jump of one of them.
+BROKER_BACK = "The broker is reachable again."
+# A larger difference between the elapsed time of our clock and the database's means that one of them jumped.
 CLOCK_JUMP_SECONDS = 5.0
-# A wake-up that nobody followed within this time was lost, or came when all were busy.
+# A message without a claim after this time was lost, or arrived when all workers were busy.
 STALE_WAKE_SECONDS = 10.0
 
 
@@ -67,23 +67,23 @@ class Reconciler:
         ]
 
     def run_once(self) -> None:
-        """Every pass once. One that fails is logged and does not keep the others from their work."""
+        """Run every pass once. A failed pass is logged and does not stop the others."""
         for one in self.passes:
             try:
                 one()
             except Exception:
                 PASS_FAILURES.labels(one.__name__).inc()
-                log.exception("the reconciler's pass %s failed; it is tried again", one.__name__)
+                log.exception("the reconciler pass %s failed; it will be retried", one.__name__)
 
     def run_until(self, stop: threading.Event) -> None:
         while not stop.wait(self.settings.reconcile_seconds):
             self.run_once()
 
     def expired_leases(self) -> None:
-        """Jobs whose worker has stopped answering wait again, and resume from their last checkpoint.
+        """Requeue jobs whose leases expired; they resume from their last checkpoints.
 
-        A lease that ended while the database was away, or because its clock jumped, says nothing about the worker:
-        then all get the time of a lease to renew theirs.
+        A lease may also expire because the database was unreachable or its clock jumped. Then all workers get the
+        duration of a lease to renew theirs.
         """
         try:
             with self.database.write() as session:
@@ -97,24 +97,20 @@ class Reconciler:
         self._database_was_away = False
 
     def _excuse(self, session: Session) -> str | None:
-        """Why leases that ended since the last pass may not be their workers' fault; None if there is no reason."""
+        """Return why leases may have expired although their workers are alive, or None."""
         ours, theirs = self._clock(), session.scalars(select(db_now())).one()
         before, self._seen = self._seen, (ours, theirs)
         if before is None:
             return None
         passed, claimed = ours - before[0], theirs - before[1]
         if abs(claimed - passed) > CLOCK_JUMP_SECONDS:
-            return (
-                f"The clock jumped by {claimed - passed:+.0f} s; no worker is taken for lost because of it."
-            )
+            return f"The clock jumped by {claimed - passed:+.0f} s; no lease expires because of it."
         if self._database_was_away:
-            return (
-                f"The database was away for up to {passed:.0f} s; no worker is taken for lost because of it."
-            )
+            return f"The database was unavailable for up to {passed:.0f} s; no lease expires because of it."
         return None
 
     def stale_wake_ups(self) -> None:
-        """Tell somebody about work that nobody has taken."""
+        """Notify workers of queued work that no worker has claimed."""
         with self.database.write() as session:
             waiting = jobs.to_wake(session, older_than=STALE_WAKE_SECONDS)
         sent = [self.send(task, queue) for task, queue in waiting]
@@ -124,7 +120,7 @@ class Reconciler:
                 jobs.tell_waiting(session, BROKER_AWAY if self._broker_is_away else BROKER_BACK)
 
     def missing_results(self) -> None:
-        """The result file of jobs that ended without a run to write it: cancelled, or given up."""
+        """Write the result file of jobs that ended without a run: cancelled, or failed after too many attempts."""
         measured = select(StepMetric.job_id).where(StepMetric.job_id == Job.id).exists()
         with self.database.read() as session:
             ended = session.scalars(
@@ -136,7 +132,7 @@ class Reconciler:
                 results.attach(session, session.get_one(Job, job.seq), file)
 
     def deleted_files(self) -> None:
-        """Remove deleted files that no unfinished job reads any more: first the contents, then the row."""
+        """Remove deleted files that no unfinished job reads: first the contents, then the row."""
         gone = File.deleted_at.is_not(None) | (File.expires_at < now())
         with self.database.read() as session:
             free = session.scalars(select(File).where(gone, ~files.in_use()).limit(100)).all()
@@ -147,11 +143,11 @@ class Reconciler:
                 pages.delete_row(session, row, owner=row.project_id)
 
     def old_deliveries(self) -> None:
-        """Webhooks that arrived, or were given up, a month ago."""
+        """Delete webhook deliveries that were settled a month ago."""
         deliveries.remove_old(self.database)
 
     def forgotten_answers(self) -> None:
-        """An Idempotency-Key holds for a day, the id of a deleted row as a cursor for a month."""
+        """Delete idempotency keys after a day, and tombstones of deleted rows (for cursors) after a month."""
         with self.database.write() as session:
             idempotency.forget(session)
             pages.forget_past_cursors(session)

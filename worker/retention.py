@@ -1,7 +1,7 @@
-"""What is deleted because its time has come, and what nobody will ever come back for.
+"""Retention: delete expired data and orphaned blobs.
 
-Rows go first, then the blobs: a crash in between leaves blobs without a row, which the sweep finds, and never a
-row that promises what is gone. Files are the exception, whose rows say `deleted_at` until their contents are gone.
+Rows are deleted before blobs: a crash in between leaves orphaned blobs, which the sweep finds, and never a row whose
+blobs are missing. Files are the exception: their rows keep `deleted_at` until their contents are deleted.
 """
 
 import logging
@@ -20,14 +20,14 @@ from core.settings import Settings
 log = logging.getLogger(__name__)
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
-# What a pass deletes at most; while there is more, the next one goes on with it.
+# Maximum deletions per pass; the next pass continues.
 PAGES_AT_ONCE, CHECKPOINTS_AT_ONCE = 500, 20
-# A sweep of a large store takes long, and the reconciler has more urgent things to do in between.
+# A sweep of a large store takes long, so it is interleaved with the reconciler's other passes.
 SWEEP_SECONDS = 1.0
 
 
 class Retention:
-    """The reconciler's passes over what lies in the blob store. `clock` is in seconds and never goes back."""
+    """The reconciler's passes over the blob store. `clock` is in seconds and monotonic."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Retention:
         self.blobs = blobs
         self._clock = clock
         self._next_policy = clock()
-        # Not at once: a worker that starts has jobs to run.
+        # Delayed, because a worker that starts has jobs to run.
         self._next_sweep = clock() + HOUR
         self._sweeping: Iterator[list[BlobEntry]] | None = None
 
@@ -50,13 +50,13 @@ class Retention:
         return [self.expired_uploads, self.policies, self.orphans]
 
     def expired_uploads(self) -> None:
-        """Close uploads whose hour is over, and delete the parts of all that ended."""
+        """Expire uploads after an hour, and delete the parts of all that ended."""
         with self.database.write() as session:
             uploads.expire(session)
         uploads.discard_parts(self.database, self.blobs)
 
     def policies(self) -> None:
-        """Delete what the operator keeps for a while only; once a minute, and at once again while there is more."""
+        """Delete data past its retention period, once a minute, or continuously while more is due."""
         if self._clock() < self._next_policy:
             return
         more = [self._old_rollouts(), self._old_checkpoints(), self._old_files()]
@@ -64,7 +64,7 @@ class Retention:
             self._next_policy = self._clock() + MINUTE
 
     def orphans(self) -> None:
-        """Begin a sweep once an hour, and go on with it for a second at a time."""
+        """Start a sweep once an hour, and continue it for a second at a time."""
         if self._sweeping is None:
             if self._clock() < self._next_sweep:
                 return
@@ -75,13 +75,13 @@ class Retention:
         until = self._clock() + SWEEP_SECONDS
         for removed in self._sweeping:
             for entry in removed:
-                log.info("removed %s (%d bytes), which nothing refers to", entry.key, entry.size)
+                log.info("removed the orphaned blob %s (%d bytes)", entry.key, entry.size)
             if self._clock() >= until:
                 return
         self._sweeping = None
 
     def _old_rollouts(self) -> bool:
-        """The graded samples of jobs that ended long ago. Returns whether there may be more."""
+        """Delete the graded samples of jobs past their retention. Returns whether there may be more."""
         if self.settings.keep_rollouts_days is None:
             return False
         with self.database.write() as session:
@@ -95,7 +95,7 @@ class Retention:
         return len(old) == PAGES_AT_ONCE
 
     def _old_checkpoints(self) -> bool:
-        """Those of jobs that ended long ago, but for the ones that a model's name leads to."""
+        """Delete checkpoints of jobs past their retention, except for those with a model name."""
         if self.settings.keep_checkpoints_days is None:
             return False
         named = select(TunedModel.seq).where(TunedModel.checkpoint_id == Checkpoint.id).exists()
@@ -111,7 +111,7 @@ class Retention:
         return len(old) == CHECKPOINTS_AT_ONCE
 
     def _old_files(self) -> bool:
-        """Deletes them as their owner would have; the reconciler's pass for deleted files does the rest."""
+        """Delete files as their owner would; the reconciler's pass for deleted files removes their contents."""
         if self.settings.keep_files_days is None:
             return False
         old = File.created_at < time.time() - self.settings.keep_files_days * DAY
@@ -128,9 +128,9 @@ class Retention:
 def sweep(
     database: Database, blobs: BlobStore, *, older_than: float, dry_run: bool = False
 ) -> Iterator[list[BlobEntry]]:
-    """Delete the blobs that no row refers to and that were last written before this Unix time.
+    """Delete orphaned blobs that were last written before this Unix time.
 
-    It goes on as it is iterated, and yields what it removed (or with `dry_run` would have).
+    Advances as it is iterated, and yields the removed blobs (with `dry_run`, those it would remove).
     """
     for batch in orphans.find(database, blobs, older_than=older_than):
         if batch and not dry_run:
@@ -139,5 +139,5 @@ def sweep(
 
 
 def _ended(days: float) -> ColumnElement[bool]:
-    """Jobs that nobody can resume, and that ended so long ago."""
+    """Select final jobs that ended at least that long ago."""
     return Job.status.in_(FINAL) & (Job.finished_at < time.time() - days * DAY)

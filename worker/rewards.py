@@ -1,4 +1,4 @@
-"""Answers to rewards through the job's grader, and what an ungraded answer means: nothing at all."""
+"""Grade answers with the job's grader. An ungraded answer has no reward, not a reward of 0."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -11,13 +11,13 @@ from worker.types import Group, Prompt, Rollout
 
 
 class Rewards:
-    """Grades answers as they are sampled. A grade that failed stays a None with its reason, and never becomes 0."""
+    """Grades answers as they are sampled. A failed grade is None with a reason, never 0."""
 
     def __init__(self, grader: Grader, *, concurrency: int = 64, parse_json: bool = False) -> None:
-        """`concurrency` bounds what is under way at once; a sandbox, a judge or an endpoint may bound itself tighter.
-        `parse_json` gives graders the answer as `sample.output_json`, too.
+        """`concurrency` limits grades in flight; a sandbox, a judge or an endpoint may have a lower limit of its own.
+        `parse_json` also gives graders the answer as `sample.output_json`.
 
-        There is no deadline here, where waiting for one's turn would count: whatever can hang has its own.
+        There is no deadline here, because it would include queueing; each grader that can hang has its own.
         """
         self.grader = grader
         self.concurrency = concurrency
@@ -31,12 +31,11 @@ class Rewards:
         clock: Clock,
         use: Callable[[Group], None] | None = None,
     ) -> list[Group]:
-        """The graded groups, prompts and members in order.
+        """Return the graded groups, with prompts and members in order.
 
-        Grading runs beside the sampling of the rest; the clock's "grading" is only what it takes beyond that, and
-        its "training" what `use` takes beyond both. `use` is called with each group in a thread, in the order in
-        which the groups were sampled to their ends: how long a grade takes does not change it, so that a run can
-        be repeated bit by bit.
+        Grading overlaps with sampling; the clock's "grading" is only the time beyond that, and its "training" the time
+        of `use` beyond both. Calls `use` with each group in a thread, in the order in which the groups completed
+        sampling, so that grading time does not affect the order and a run is bit-reproducible.
         """
         slots = asyncio.Semaphore(self.concurrency)
         grading_P: list[dict[int, tuple[Rollout, asyncio.Task[Grade]]]] = [{} for _ in prompts_P]

@@ -1,4 +1,4 @@
-"""Graded groups to the rows that are stored of them (core/rollouts.py). Pure."""
+"""Convert graded groups to stored rows (core/rollouts.py). Pure functions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ class GradedStep:
 
     split: Split
     groups_P: Sequence[Group]
-    settings: Resolved | None = None  # what was learned with; None: nothing was
-    own: int | None = None  # the groups from here on replace others that had no signal; None: none do
+    settings: Resolved | None = None  # settings of the update; None: no update
+    own: int | None = None  # groups from this index on were resampled; None: none were
 
 
 def rows_of(step: int, graded: GradedStep) -> list[list[Row]]:
-    """The rows of each group."""
+    """Yield the rows of each group."""
     learned_PG = (
         [None] * len(graded.groups_P)
         if graded.settings is None
@@ -93,5 +93,5 @@ def _lesson(grade: Grade, learned: Lesson | None) -> dict[str, Any]:
 
 
 def _storable(text: str) -> str:
-    """What a grader says may hold half a surrogate pair, which no file of texts does."""
+    """Replace lone surrogates, which graders may emit and UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""Whether the sampler's probabilities are near enough to the trainer's for a step to be taken."""
+"""Refuse a step if the sampler's probabilities differ too much from the trainer's."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +13,7 @@ BOUNDS = {"bfloat16": 0.05, "float32": 1e-3}
 
 @dataclass(frozen=True)
 class SamplerGate:
-    """Refuses a step whose answers were sampled by something other than the policy that learns from them."""
+    """Refuses a step whose answers were not sampled by the policy that trains on them."""
 
     bound: float
     sampler: str  # with its version, for the message
@@ -21,14 +21,14 @@ class SamplerGate:
 
     @staticmethod
     def of(setting: float | Literal["auto"], *, sampler: str, precision: str) -> "SamplerGate | None":
-        """By REGRAFT_MAX_LOGPROB_GAP; None where it is off."""
+        """Create from REGRAFT_MAX_LOGPROB_GAP; None if it is off."""
         bound = BOUNDS[precision] if setting == "auto" else setting
         return SamplerGate(bound, sampler, precision) if bound else None
 
     def check(self, *, mean: float, largest: float, tokens: int) -> None:
-        """Compare the numbers of a step, over the tokens of all its answers on all ranks.
+        """Check the gap of a step, over the tokens of all its answers on all ranks.
 
-        A mean that is no number is left to the rule for gradients that are not finite.
+        Ignores a NaN mean, which the check for non-finite gradients handles.
 
         Raises:
             SamplerMismatch: the mean exceeds the bound.

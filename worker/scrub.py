@@ -1,7 +1,7 @@
-"""Reads every file and every checkpoint against its hash, again and again, a share of them each day.
+"""Verify the hash of every file and every checkpoint continuously, a share of them each day.
 
-A byte that changes on a disk is found while other copies are still around, and not on the day it is needed. All
-workers share one row that says how far the round has come; one of them at a time holds it and reads.
+This detects bit rot while other copies still exist. All workers share one row with the position of the round; one
+worker at a time leases it and reads.
 """
 
 import logging
@@ -25,11 +25,11 @@ from worker.telemetry import SCRUBBED
 log = logging.getLogger(__name__)
 
 DAY = 86400.0
-# The reconciler has more urgent things to do in between.
+# Interleaved with the reconciler's other passes.
 SECONDS_AT_ONCE = 1.0
-# How long a worker that has nothing to read, or could not read, waits before it looks again.
+# Pause of a worker after finding nothing to read, or failing to read.
 PAUSE_SECONDS = 60.0
-# How long the round stays with a worker that was last heard of so long ago.
+# Lease of the round.
 HELD_SECONDS = 300.0
 # How often an object is tried that cannot be read although the store answers, such as one without permission.
 MAX_TRIES = 5
@@ -37,17 +37,17 @@ MAX_TRIES = 5
 
 @dataclass(frozen=True)
 class _Reading:
-    """An object on its way through the hash. `chunks` yields after each chunk."""
+    """An object being hashed. `chunks` yields after each chunk."""
 
     owner: File | Checkpoint
     chunks: Iterator[None]
 
 
 class Scrub:
-    """The reconciler's pass that reads what is due. A round takes `days`; 0: nothing is ever read.
+    """The reconciler's pass that verifies due objects. A round takes `days`; 0 disables it.
 
     Args:
-        clock: In seconds, never goes back.
+        clock: In seconds, monotonic.
         wall: Unix time, so that a round resumes at its position after all workers were stopped.
     """
 
@@ -65,7 +65,7 @@ class Scrub:
         self._clock = clock
         self._wall = wall
         self._name = new_id("scrub_")
-        # Not at once: a worker that starts has jobs to run.
+        # Delayed, because a worker that starts has jobs to run.
         self._next = clock() + PAUSE_SECONDS
         self._reading: _Reading | None = None
         self._done: File | Checkpoint | None = None
@@ -79,7 +79,7 @@ class Scrub:
                 if not self._read_on(until):
                     return
             except Exception:
-                # What could not be read is not done: the next object to be taken is the same one.
+                # The position stays at an unreadable object, so that the next pass retries it.
                 self._reading, self._next = None, self._clock() + PAUSE_SECONDS
                 raise
 
@@ -131,7 +131,7 @@ class Scrub:
             with session.begin_nested():
                 turn = ScrubRound(id=1, started_at=self._wall())
                 session.add(turn)
-        except IntegrityError:  # another worker was quicker
+        except IntegrityError:  # another worker inserted it first
             return session.get_one(ScrubRound, 1, with_for_update=True)
         return turn
 
@@ -143,8 +143,8 @@ class Scrub:
             turn.checkpoint_seq = done.seq
 
     def _due(self, session: Session, turn: ScrubRound, now: float) -> _Reading | None:
-        """The next object of this round whose day has come. At the end of the round, the next round begins."""
-        turn.started_at = min(turn.started_at, now)  # a clock that was ahead must not stop it until then
+        """Return the next due object of this round. At the end of the round, start the next one."""
+        turn.started_at = min(turn.started_at, now)  # after a clock jump backwards, do not wait
         share = min(1.0, (now - turn.started_at) / (self.days * DAY))
         file = session.scalars(
             select(File)
@@ -183,7 +183,7 @@ class Scrub:
             return
         for finding in found:
             log.error(
-                "%s of %s is %s; docs/storage.md (Integrity) says what to do",
+                "%s of %s is %s; see docs/storage.md (Integrity)",
                 finding.key,
                 finding.owner,
                 finding.problem,
@@ -191,7 +191,7 @@ class Scrub:
         SCRUBBED.labels(found[0].problem if found else "whole").inc()
 
     def _is_there(self, owner: File | Checkpoint) -> bool:
-        """Whether it was not deleted while it was read."""
+        """Return whether the object still exists, because it may be deleted while it is read."""
         with self.database.read() as session:
             row = session.get(type(owner), owner.seq)
             return row is not None and not (isinstance(row, File) and row.deleted_at)

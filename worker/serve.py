@@ -1,7 +1,7 @@
-"""Chat completions of the registry's models and of adapters on them, in OpenAI's protocol, for the API and for judges.
+"""Serve chat completions of the registry's models and their adapters, in OpenAI's protocol, for the API and judges.
 
-A process of its own: `regraft-server up` starts one when the first request comes, `regraft-server inference` is one.
-The API says which weights a model's name stands for (core/chat.py); a judge asks for a base model by its own name.
+A separate process: `regraft-server up` starts it on the first request, and `regraft-server inference` runs it. The API
+resolves a model name to weights (core/chat.py); a judge requests a base model by its own name.
 """
 
 import argparse
@@ -42,25 +42,25 @@ from worker.refusals import Refusal
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 30
-# Under way at once: 16 times what the transformers engine writes side by side (64), and 4 times what vLLM does (256).
-# One request has up to 128 (core/chat.py).
+# Limit of answers in flight: 16 times the batch of the transformers engine (64), and 4 times that of vLLM (256).
+# One request has up to 128 answers (core/chat.py).
 MOST_ANSWERS = 1024
 OVERLOADED_RETRY_AFTER = 5  # seconds
 ROUTE = "/v1/chat/completions"
 
 
 class Places:
-    """How many answers are under way: being written, waiting for their turn, or for their model to be loaded."""
+    """Counts answers in flight: running, queued, or waiting for their model to load."""
 
     def __init__(self, most: int) -> None:
         self.most, self._taken = most, 0
 
     @contextmanager
     def take(self, answers: int) -> Iterator[None]:
-        """Raise Refused if there are not so many left: in a line without an end everybody would wait too long."""
+        """Reserve `count` answers. Raises Refused if the queue is full, to bound the waiting time."""
         if self._taken + answers > self.most:
             raise Refused(
-                f"{self._taken} answers are under way, and this server takes {self.most} at once; ask again.",
+                f"{self._taken} answers are in flight, and this server accepts {self.most} at once; retry later.",
                 503,
                 code="overloaded",
                 retry_after=OVERLOADED_RETRY_AFTER,
@@ -82,13 +82,13 @@ class Completion:
     answers: Sequence[Answer]
     tally: Tally
     held_open: AsyncExitStack
-    result: Result | None = None  # None: as the answers say
+    result: Result | None = None  # None: determined by the answers
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """What each choice grows by, as it comes. Closing this ends all of them.
+        """Yield the increments of all choices. Closing the iterator aborts them.
 
         Raises:
-            Refused: the engine has found out only now that it cannot be asked this.
+            Refused: the engine rejected the request only now.
         """
         arrived: asyncio.Queue[tuple[int, Token | Exception]] = asyncio.Queue()
 
@@ -114,7 +114,7 @@ class Completion:
                 self.tally.wrote()
                 answer = self.answers[number]
                 if answer.finish_reason:
-                    continue  # a stop string has ended it; its task is on the way to hearing of that
+                    continue  # ended by a stop string; its task is about to stop
                 yield number, answer.add(token)
                 if answer.finish_reason:
                     unfinished -= 1
@@ -150,7 +150,7 @@ class Completion:
 
 
 async def begin(request: InternalChat, engines: Engines, places: Places) -> Completion:
-    """Load what is asked for and read the request. Raise Refused if there can be no answer."""
+    """Load the model and parse the request. Raises Refused if the request cannot be served."""
     from worker.policy import render
 
     arrived = time.perf_counter()
@@ -191,7 +191,7 @@ async def begin(request: InternalChat, engines: Engines, places: Places) -> Comp
 
 
 def _template_of(request: InternalChat, adapter: Path | None) -> str | None:
-    """The template that the adapter was trained with, or that is asked for by name; None: the base model's."""
+    """Return the template of the adapter's training, or the requested one; None: the base model's."""
     if request.served.chat_template is not None:
         return chat_templates.text_of(request.served.chat_template)
     file = None if adapter is None else adapter / CHAT_TEMPLATE
@@ -205,7 +205,7 @@ def _seed(asked: int | None, number: int) -> int:
 
 
 async def whole(completion: Completion, frame: dict[str, Any]) -> dict[str, Any]:
-    """The answer in one piece."""
+    """Build the response without streaming."""
     texts = ["" for _ in completion.answers]
     logprobs: list[list[dict[str, Any]]] = [[] for _ in completion.answers]
     async with aclosing(completion.pieces()) as pieces:
@@ -227,7 +227,7 @@ async def whole(completion: Completion, frame: dict[str, Any]) -> dict[str, Any]
 
 
 async def streamed(completion: Completion, frame: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events."""
+    """Stream the response as server-sent events."""
     request = completion.request
     wants_usage = bool(request.stream_options and request.stream_options.include_usage)
     frame = frame | {"object": "chat.completion.chunk"} | ({"usage": None} if wants_usage else {})
@@ -254,13 +254,13 @@ async def streamed(completion: Completion, frame: dict[str, Any]) -> AsyncGenera
         yield b"data: [DONE]\n\n"
     except Refused as cause:
         yield event(envelope(cause.status, str(cause), cause.code))
-    except Exception as cause:  # too late for a status
+    except Exception as cause:  # the status has been sent
         log.exception("an answer failed")
         yield event(envelope(500, f"the model failed: {cause}"))
 
 
 class Stream(StreamingResponse):
-    """Server-sent events that end with their client, also with one that left before the first of them."""
+    """Server-sent events that stop when the client disconnects, even before the first event."""
 
     def __init__(self, completion: Completion, frame: dict[str, Any]) -> None:
         self.completion = completion
@@ -277,7 +277,7 @@ class Stream(StreamingResponse):
 
 
 def create_app(engines: Engines, key: str, *, most_answers: int = MOST_ANSWERS) -> FastAPI:
-    """The service. It answers /healthz to anybody and the rest to who has the key."""
+    """Create the app. /healthz is public; all other routes need the key."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -369,7 +369,7 @@ def open_engines(settings: Settings) -> Engines:
 
 
 def serve(settings: Settings, listening: socket.socket, *, idle_seconds: float = 0.0) -> None:
-    """Answer on this socket until a signal, finishing what was begun; or until nobody has asked for `idle_seconds`."""
+    """Serve on this socket until a signal, then complete requests in flight; or until idle for `idle_seconds`."""
     engines = open_engines(settings)
     app = create_app(engines, settings.inference_key)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS)
@@ -392,8 +392,8 @@ def serve(settings: Settings, listening: socket.socket, *, idle_seconds: float =
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m worker.serve")
-    parser.add_argument("descriptor", type=int, help="the listening socket, as it was inherited")
-    parser.add_argument("parent", type=int, help="process id of the server: this process dies with it")
+    parser.add_argument("descriptor", type=int, help="inherited file descriptor of the listening socket")
+    parser.add_argument("parent", type=int, help="process id of the server; this process exits with it")
     args = parser.parse_args()
     process.die_with_parent(args.parent)
     settings = Settings()

@@ -1,4 +1,4 @@
-"""Answers that were judged step by step: where their steps end in tokens, and what it means to have none. Pure."""
+"""Map steps of answers (process supervision) from characters to tokens. Pure functions."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -11,11 +11,10 @@ from worker.types import Group
 def token_ends(
     ids_T: Sequence[int], text: str, ends: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> list[int]:
-    """Where a step ends in tokens, counted from 1, for each end in characters of `text`, which `ids_T` decode to.
+    """Convert each step's end from characters of `text` to tokens of `ids_T`, counted from 1.
 
-    It is the first token with which the tokens so far spell out all of the step. A token that reaches into the next
-    step belongs to the one that it completes. A step that ends with the text ends with the answer: the stop token,
-    which no text shows, is its last.
+    A step ends at the first token that completes its text. A token that reaches into the next step belongs to the one
+    that it completes. A step that ends with the text includes the stop token, which has no text.
     """
     found: list[int] = []
     for end in ends:
@@ -33,7 +32,7 @@ def token_ends(
 
 
 def with_steps_only(group: Group) -> Group:
-    """The same group, in which an answer that was judged without steps counts as not judged."""
+    """Return the group with grades removed from answers that were graded without steps."""
     return replace(group, grades_G=tuple(map(_with_steps, group.grades_G)))
 
 

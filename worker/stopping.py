@@ -1,7 +1,6 @@
-"""When a run should end before its last step, and why: pure functions of the steps that are recorded.
+"""Early stopping: pure functions of the recorded steps.
 
-They read what the user can read, the metrics of the steps, so a run that resumes comes to the same conclusion, and
-whoever doubts it can check.
+They read only the metrics of the steps, so a resumed run decides the same, and users can verify the decision.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,19 +14,19 @@ from worker.history import Steps, last
 
 @dataclass(frozen=True)
 class Stop:
-    """A reason to stop, as a sentence, and the numbers it rests on."""
+    """A reason to stop: a sentence and its numbers."""
 
     message: str
     evidence: Mapping[str, Any]
 
 
 def in_a_row(steps: Steps, holds: Callable[[Mapping[str, Any]], bool]) -> int:
-    """For how many of the last steps it holds without a break."""
+    """Return the number of consecutive last steps for which it holds."""
     return sum(1 for _ in takewhile(holds, reversed(steps)))
 
 
 def reason_to_stop(steps: Steps, settings: Resolved) -> Stop | None:
-    """The first reason that holds after the last of `steps`; None to go on. A bound of 0 is off."""
+    """Return the first reason to stop after the last of `steps`, or None. A bound of 0 is off."""
     checks: list[tuple[Callable[[Steps, Any], Stop | None], float]] = [
         (_plateau, settings.stop_after_flat_evals),
         (_no_signal, settings.stop_after_silent_steps),
@@ -41,7 +40,7 @@ def reason_to_stop(steps: Steps, settings: Resolved) -> Stop | None:
 
 
 def _plateau(steps: Steps, evals: int) -> Stop | None:
-    """No validation among the last `evals` was better than the best before them. Reads all validations."""
+    """Stop if no validation among the last `evals` improved on the best before them. Reads all validations."""
     if steps[-1].get("full_valid_mean_reward") is None:
         return None
     rewards = [
@@ -62,7 +61,7 @@ def _plateau(steps: Steps, evals: int) -> Stop | None:
 
 
 def _no_signal(steps: Steps, most: int) -> Stop | None:
-    """None of the last `most` steps had a group whose answers differed in score."""
+    """Stop if all groups of the last `most` steps were zero-variance groups."""
     shares = last(steps, "groups_mixed_share", most)
     if len(shares) < most or any(shares):
         return None
@@ -89,6 +88,6 @@ def _entropy(steps: Steps, bound: float) -> Stop | None:
         return None
     return Stop(
         f"Stopped early: the policy's entropy is {entropy:.3g} nats a token, below the bound of {bound:g}: it "
-        "hardly tries anything new any more.",
+        "has almost stopped exploring.",
         {"entropy": entropy, "bound": bound},
     )

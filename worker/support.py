@@ -1,10 +1,10 @@
-"""Whether a model is computed here as transformers computes it: by its config before its weights are loaded, and by
-numbers before the first step.
+"""Check that our forward passes agree with transformers: by the config before the weights are loaded, and numerically
+before the first step.
 
 Two things differ from transformers' own forward: training packs the answers of a group into one row under a mask, and
 the transformers sampler decodes with the prompt's keys stored once for its group. `probe` runs exactly these two paths
 on random tokens and compares the log-probabilities with `attn_implementation="eager"` on the same weights, one plain
-sequence at a time. A model that differs is refused once, by name; it is never trained on a wrong likelihood.
+sequence at a time. A model that differs is refused, so it is never trained on a wrong likelihood.
 """
 
 import math
@@ -313,7 +313,7 @@ def _refuse_lossy_adapter(policy: Policy, config: Any) -> None:
 
 
 def suspects(config: Any) -> str:
-    """What the config has that this service does not compute, for a message."""
+    """List features of the config that this service does not implement, for a message."""
     text = config.get_text_config()
     reasons = [f"layers of type {kind}" for kind in _recurrent_layers(text)]
     reasons += [f"a window of {tokens} tokens ({field})" for field, tokens in windows(config).items()]
@@ -331,19 +331,19 @@ def suspects(config: Any) -> str:
         )
         if getattr(text, field, None) not in (None, 1, 1.0)
     ]
-    return "; ".join(reasons) or "something in the architecture that its config does not name"
+    return "; ".join(reasons) or "a part of the architecture that is not in its config"
 
 
 @contextmanager
 def refusing(config: Any) -> Iterator[None]:
-    """Whatever fails inside is a refusal of the model."""
+    """Convert errors inside the context to refusals of the model."""
     try:
         yield
     except Refusal:
         raise
     except (MemoryError, torch.OutOfMemoryError) as cause:
         raise NotEnoughMemory(
-            f"There is no room to check {_architecture(config)} on this machine: {first_line(cause)}"
+            f"Not enough memory to check {_architecture(config)} on this machine: {first_line(cause)}"
         ) from cause
     except Exception as cause:
         raise UnsupportedModel(

@@ -1,4 +1,4 @@
-"""Graded groups to a better adapter: optimizer steps of LoRA under a GRPO-family loss."""
+"""Train the adapter on graded groups: optimizer steps of LoRA with a GRPO-family loss."""
 
 import math
 import pickle
@@ -20,15 +20,15 @@ from worker.types import Group, Pack, UpdateMetrics
 
 class Trainer(Protocol):
     def add(self, group: Group) -> None:
-        """Take a graded group into the step. May be called while the step's other answers are still sampled."""
+        """Add a graded group to the step. May be called while other answers of the step are still being sampled."""
         ...
 
     def step(self) -> UpdateMetrics:
-        """Learn from the groups taken in since the last step. Afterwards the sampler draws from the new policy."""
+        """Update the policy with the groups added since the last step. The sampler then draws from the new policy."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the adapter (PEFT format) and everything `load` needs to go on exactly."""
+        """Write the adapter (PEFT format) and the state that `load` needs to resume exactly."""
         ...
 
     def load(self, folder: Path) -> None: ...
@@ -47,7 +47,7 @@ class PeftTrainer:
         helpers: Sequence[Helper] = (),
         gate: SamplerGate | None = None,
     ) -> None:
-        """`held_to` is the schema that the sampler held the answers to; `helpers` compute a share of the gradient."""
+        """`held_to` is the response schema of the sampler; `helpers` are ranks that compute a share of the gradient."""
         self.policy = policy
         self.settings = settings
         self.own = OwnGradient(policy, settings, token_budget=token_budget, held_to=held_to)
@@ -59,13 +59,13 @@ class PeftTrainer:
         self.steps_taken = 0
         self.gate = gate
         self._updated = False  # whether this process has taken a step
-        # The step that is being put together.
+        # State of the current step.
         self._shares: list[Share] = []
         self._answers = 0
         self._waiting: list[Share] = []
 
     def add(self, group: Group) -> None:
-        """With `overlap` the group's part of the gradient is computed here, as soon as a micro-batch is full."""
+        """Add a group. With `overlap`, computes its part of the gradient as soon as a micro-batch is full."""
         share = share_of(group, self.settings, self.policy.text)
         self._shares.append(share)
         self._answers += len(group.rollouts_G)
@@ -82,7 +82,7 @@ class PeftTrainer:
         settings = self.settings
         shares, answers = batch_of(self._shares, settings), self._answers
         self._shares, self._answers = [], 0
-        # What was computed before now had signal, so it is in the batch; what waits may have been replaced.
+        # Computed groups had signal, so they are in the batch; pending ones may have been replaced by resampling.
         batch = {id(share) for share in shares}
         self._waiting = [share for share in self._waiting if id(share) in batch]
         trained = sum(len(pack.sequences) for pack in _packs(shares))
@@ -109,7 +109,7 @@ class PeftTrainer:
                 self._step()
                 self._updated = True
             self.optimizer.zero_grad(set_to_none=True)
-            if not finite:  # nor would it be in another pass over the same answers
+            if not finite:  # another pass over the same answers would not be finite either
                 break
         self.gradient.end()
         if norms:
@@ -135,7 +135,7 @@ class PeftTrainer:
         )
 
     def _check_sampler(self, first: Totals) -> None:
-        """Before the first update of the step: nothing has changed yet if the sampler is refused.
+        """Check the sampler before the first update of the step, so that a refused step changes nothing.
 
         The totals are those of all ranks. They compare the same weights: a step's answers are sampled by the policy
         that its first pass measures. With `off_policy_steps` that is so until this process has taken a step; later

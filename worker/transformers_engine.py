@@ -1,4 +1,4 @@
-"""Engines over transformers, for machines without vLLM: how they are loaded, and what they take of memory."""
+"""Engines over transformers, for machines without vLLM: loading and memory estimates."""
 
 import asyncio
 from collections.abc import Sequence

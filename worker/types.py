@@ -1,4 +1,4 @@
-"""The nouns of one training step, frozen, each made by one stage and read by the next.
+"""The data types of one training step. Each is frozen, created by one stage and read by the next.
 
 Axes: `_P` prompts of the step, `_G` members of a group (answers to one prompt), `_T` tokens of one answer.
 """
@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the dataset: what the model reads, and what the grader may look at."""
+    """One row of the dataset: the model's prompt, and the fields for the grader."""
 
     line: int
     ids: tuple[int, ...]
@@ -24,7 +24,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One answer to one prompt, with what the trainer needs to learn from it."""
+    """One answer to one prompt, with the data for training."""
 
     output_ids_T: tuple[int, ...]  # ends with the stop token unless it was truncated
     logprobs_T: tuple[float, ...]  # of each sampled token, after temperature: the denominator of the ratio
@@ -34,7 +34,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """The graded answers to one prompt. A reward of None could not be judged and teaches nothing."""
+    """The graded answers to one prompt. A reward of None means an ungraded answer without a gradient."""
 
     prompt: Prompt
     rollouts_G: tuple[Rollout, ...]
@@ -45,7 +45,7 @@ class Group:
         return [grade.score for grade in self.grades_G]
 
     def taught_by(self, supervision: Supervision) -> list[float | None]:
-        """What the advantages are made of: the answers' rewards, or those of all their steps."""
+        """Return the training rewards: of the answers, or of all their steps."""
         if supervision == "outcome":
             return self.rewards_G
         return [step.score for grade in self.grades_G for step in grade.steps]
@@ -63,20 +63,20 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Pack:
-    """A prompt once, and the answers to it that carry signal."""
+    """A prompt, and its answers with signal."""
 
     prompt_ids: tuple[int, ...]
     sequences: tuple[Sequence, ...]
 
     @property
     def tokens(self) -> int:
-        # The last token of an answer predicts nothing, so the model never reads it.
+        # The last token of an answer predicts nothing, so it is not an input.
         return len(self.prompt_ids) + sum(len(one.output_ids_T) - 1 for one in self.sequences)
 
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """What learning from one batch did. Means are over the trained tokens; None where nothing was trained.
+    """Statistics of one update. Means are over the trained tokens; None if no token was trained.
 
     With several updates a batch, `loss`, `grad_norm`, `clip_fraction` and `kl` are means over them, and `entropy`
     and the gap are those of the policy that sampled.

@@ -1,4 +1,4 @@
-"""validating_files: every row of both files against the format and the grader, and every bad line named."""
+"""validating_files: check every row of both files against the format and the grader, and report every bad line."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ _ANSWER_FIELDS = ("reference_answer", "answer", "solution", "label", "target")
 
 
 class GraderCannotRun(Exception):
-    """A module that the grader imports is not there, so no answer will ever be graded."""
+    """A module that the grader imports is missing, so no answer can be graded."""
 
 
 class BadFile(Exception):
@@ -57,9 +57,9 @@ class BadFile(Exception):
 def validate_next(
     settings: Settings, database: Database, blobs: BlobStore, backends: Backends, owner: str
 ) -> list[tuple[str, str]] | None:
-    """Validate the oldest job that waits for it.
+    """Validate the oldest job in status validating_files.
 
-    Returns the (task, queue) to wake: one if its files are good, none if they are not. None: no job waited.
+    Returns the (task, queue) pairs to notify: one if the files are valid, else none. None: there was no such job.
     """
     with database.write() as session:
         claim = jobs.claim_validation(session, owner=owner, lease_seconds=settings.lease_seconds)
@@ -74,7 +74,7 @@ def validate_next(
             with LeaseKeeper(database, claim, settings.lease_seconds) as lease:
                 return _validate(settings, database, blobs, backends, claim, lease)
         except LeaseLost:
-            log.info("%s was taken away while its files were validated", claim.job_id)
+            log.info("%s was cancelled or claimed by another worker during file validation", claim.job_id)
             return []
 
 
@@ -94,7 +94,7 @@ def _validate(
         stored = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
     try:
         spec = parse_grader(job.reinforcement["grader"])
-        backends.check(spec)  # the API did, but this machine may be configured differently
+        backends.check(spec)  # checked by the API, but this machine may be configured differently
         rows = check("training_file", stored.get(job.training_file), MAX_TRAINING_ROWS)
         valid_rows = check("validation_file", stored.get(job.validation_file or ""), MAX_VALIDATION_ROWS)
     except BadFile as bad:
@@ -137,20 +137,20 @@ def _validate(
 
 
 def _not_held_out(rows: Sequence[Example], valid_rows: Sequence[Example]) -> str | None:
-    """A warning if prompts are in both files."""
+    """Return a warning if prompts are in both files."""
     learned = {json.dumps(row.messages, sort_keys=True) for row in rows}
     shared = sum(json.dumps(row.messages, sort_keys=True) in learned for row in valid_rows)
     if not shared:
         return None
     return (
-        f"{shared} of {len(valid_rows)} validation rows have the messages of a training row. Their rewards say nothing "
-        "about new prompts."
+        f"{shared} of {len(valid_rows)} validation rows have the messages of a training row. Their rewards do not "
+        "measure generalization to new prompts."
     )
 
 
 def _does_not_fit(settings: Settings, job: Job, rows: int, valid_rows: int) -> str | None:
     entry = Registry.load(settings.models_file).models.get(job.model)
-    if entry is None:  # the run says so
+    if entry is None:  # the run reports it
         return None
     asked = Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
     return capacity.job_problem(
@@ -161,7 +161,7 @@ def _does_not_fit(settings: Settings, job: Job, rows: int, valid_rows: int) -> s
 def _estimate(
     settings: Settings, database: Database, job: Job, train_rows: int, valid_rows: int
 ) -> dict[str, Any] | None:
-    """What the job will take, if others of its model have run here; the run's own steps will know better."""
+    """Estimate the job's cost from earlier jobs with its model; the run's own steps refine the estimate."""
     entry = Registry.load(settings.models_file).models.get(job.model)
     with database.read() as session:
         past = estimates.history(session, model=job.model, gpu_class=job.gpu_class)
@@ -180,7 +180,7 @@ async def _doubt(
     schema: Mapping[str, Any] | None,
     lease: LeaseKeeper,
 ) -> str | None:
-    """The dry run's warning. A lost lease stops it at once, in the middle of a grade.
+    """Return the dry run's warning. A lost lease aborts it at once, even during a grade.
 
     Raises:
         LeaseLost
@@ -206,7 +206,7 @@ def check_file(
     max_rows: int,
     progressed: Callable[[], None] = lambda: None,
 ) -> list[Example]:
-    """The rows of a good file; raises BadFile with the file's id and the numbers of its bad lines.
+    """Return the rows of a valid file. Raises BadFile with the file's id and the numbers of its bad lines.
 
     `progressed` is called for each row and may raise, to stop.
     """
@@ -228,14 +228,14 @@ def check_file(
 async def dry_run(
     grader: Grader, spec: GraderSpec, rows: Sequence[Example], *, schema: Mapping[str, Any] | None = None
 ) -> str | None:
-    """Grade a right and an empty reply to a few rows. Returns a warning if the grader fails or cannot tell them apart.
+    """Grade a correct and an empty reply to a few rows. Returns a warning if the grader fails or scores all alike.
 
-    The right reply is what the grader itself compares with, where it says so. It is a guess, so a failure is a warning,
-    with one exception. Under a `schema` both replies satisfy it, as every answer of the job will: the right one has the
+    The correct reply is the grader's own reference, if its spec has one. It is a guess, so a failure is a warning, with
+    one exception. Under a `schema` both replies satisfy it, as every answer of the job will: the correct one has the
     row's values.
 
     Raises:
-        GraderCannotRun: every reply failed because of a module that is not there.
+        GraderCannotRun: every reply failed because of a missing module.
     """
     try:
         replies = [(reply, row) for row in rows for reply in _replies(spec, row.item, schema)]
@@ -243,20 +243,18 @@ async def dry_run(
         log.info("no dry run of the grader: %s", cause)
         return None
     pairs = [(Sample.from_text(reply, parse_json=schema is not None), row.item) for reply, row in replies]
-    # One after another: the deadline is for a grade, not for waiting behind the others.
+    # Sequential, because the deadline of a grade must not include queueing.
     grades = await grade_all(grader, pairs, concurrency=1, timeout_s=DRY_RUN_SECONDS)
     failed = [grade.reason for grade in grades if grade.score is None]
     if len(failed) == len(grades) and all(_MISSING_MODULE.search(reason) for reason in failed):
         raise GraderCannotRun(f"The grader cannot run: {failed[0]}")
     if failed:
-        return (
-            f"The grader failed on {len(failed)} of {len(grades)} replies that it was tried on. {failed[0]}"
-        )
+        return f"The grader failed on {len(failed)} of {len(grades)} test replies. {failed[0]}"
     scores = {grade.score for grade in grades}
     if len(scores) == 1 and len({reply for reply, _ in replies}) > 1:
         return (
-            f"The grader gave {len(grades)} different replies, right answers and empty ones, the same score "
-            f"({scores.pop():g}). If that is what it always does, there will be nothing to learn."
+            f"The grader gave {len(grades)} different test replies, correct and empty ones, the same score "
+            f"({scores.pop():g}). If it scores all answers alike, the job has nothing to learn."
         )
     return None
 
@@ -269,7 +267,7 @@ def _replies(spec: GraderSpec, item: Item, schema: Mapping[str, Any] | None) -> 
 
 
 def _placed(spec: GraderSpec, item: Item) -> Iterator[tuple[Path, str]]:
-    """The places in a JSON answer that the grader compares with something in the row, and what that is."""
+    """Return the paths of a JSON answer that the grader compares with values of the row, and these values."""
     for part in spec.graders.values() if isinstance(spec, MultiSpec) else [spec]:
         if isinstance(part, StringCheckSpec | TextSimilaritySpec | MathSpec):
             read, reference = Template.parse(part.input).parts, Template.parse(part.reference)
@@ -280,7 +278,7 @@ def _placed(spec: GraderSpec, item: Item) -> Iterator[tuple[Path, str]]:
 
 
 def reference_answers(spec: GraderSpec, item: Item) -> list[str]:
-    """What the grader compares replies with, for this row; for one that does not say, a field that sounds like it."""
+    """Return the grader's reference for this row; if its spec has none, a field whose name suggests it."""
     parts = spec.graders.values() if isinstance(spec, MultiSpec) else [spec]
     references = [getattr(part, "reference", None) for part in parts]
     templates = [Template.parse(text) for text in references if isinstance(text, str)]

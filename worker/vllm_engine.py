@@ -38,7 +38,7 @@ EMBEDDED_SEQUENCES = 16  # of the model's whole context, beside jobs on the same
 
 
 def serving_options(config: EngineConfig) -> dict[str, Any]:
-    """vLLM's EngineArgs: the sampler's, but for many adapters, and for people instead of a trainer."""
+    """vLLM's EngineArgs: the sampler's, with many adapters and without the trainer's restrictions."""
     return engine_options(config) | {
         "max_loras": ADAPTERS_AT_ONCE,
         "max_cpu_loras": ADAPTERS_IN_MEMORY,
@@ -68,7 +68,7 @@ class VllmBuilder:
         return memory.available(self.device)
 
     def least_cache(self, shape: Shape, need: Serving) -> int:
-        """Of the KV cache, in bytes: what the operator has set, or what the model cannot start without.
+        """Return the minimum KV cache in bytes: the operator's setting, or the minimum of vLLM.
 
         Raises:
             Refused: what is set does not hold one sequence of the model's context.
@@ -79,7 +79,7 @@ class VllmBuilder:
         if self.cache * GIB < need.least_cache:
             raise Refused(
                 f"A sequence of the model's whole context needs a KV cache of {need.least_cache / GIB:.2f} GiB, and "
-                f"REGRAFT_INFERENCE_KV_CACHE_GIB is {self.cache:g}: its operator should raise or unset it.",
+                f"REGRAFT_INFERENCE_KV_CACHE_GIB is {self.cache:g}: the operator must raise or unset it.",
                 503,
                 code="not_enough_memory",
             )
@@ -88,7 +88,7 @@ class VllmBuilder:
     def cache_bytes(
         self, shape: Shape, need: Serving, context: int, free: int, others: Sequence[BaseModelEntry]
     ) -> int:
-        """Of the KV cache of a model that is about to be loaded, where `free` bytes are left."""
+        """Return the KV cache in bytes of a model to be loaded, if `free` bytes are left."""
         if self.cache != "auto" or self.device == "cpu":
             return self.least_cache(shape, need)
         known = [
@@ -101,7 +101,7 @@ class VllmBuilder:
         return min(cache, most) if self.settings.embedded else cache
 
     def problems(self, registry: Registry) -> Iterator[str]:
-        """One sentence for each model of the registry that does not fit on the GPU of this machine."""
+        """Yield a sentence for each model of the registry that does not fit on the GPU of this machine."""
         if self.device != "cuda":
             return
         total = torch.cuda.mem_get_info()[1]

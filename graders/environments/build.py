@@ -29,14 +29,14 @@ from graders.environments.catalog import (
 
 
 class BuildFailed(RuntimeError):
-    """The installer failed; the message has what it said last."""
+    """The installer failed; the message has the end of its output."""
 
 
 def build(folder: Path, tag: str = DEFAULT, corpora: Path | None = None) -> tuple[Environment, bool]:
-    """Have the environment in `folder`, and say whether it had to be built. It is used by this process's Python.
+    """Build the environment in `folder` for this process's Python, if needed. Returns whether it was built.
 
-    An environment that is there and up to date is left alone. A build works in a folder of its own, which takes its
-    place at the end: an interrupted one leaves nothing that would be taken for an environment.
+    Skips an environment that is up to date. Builds in a temporary folder that is renamed at the end, so an interrupted
+    build leaves no partial environment.
 
     Args:
         folder: where environments are, each in a folder named by its tag.

@@ -1,4 +1,4 @@
-"""Which environments there are, and where on this machine they are built."""
+"""Find environments of python graders on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PINS = Path(__file__).parent
 
 
 class UnknownEnvironment(ValueError):
-    """There is no environment of this name; the message names those that there are."""
+    """There is no environment of this name; the message lists the known ones."""
 
 
 class EnvironmentNotBuilt(RuntimeError):

@@ -1,4 +1,4 @@
-"""Runs our own code on untrusted input in processes with limits: what takes too long or too much memory is ended.
+"""Run our own code on untrusted input in processes with time and memory limits.
 
-`table` has the computations and their limits, `pool` is the service's side, `zygote` the other one.
+`table` has the functions and their limits, `pool` runs in the service, `zygote` in the limited process.
 """

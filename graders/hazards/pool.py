@@ -47,7 +47,7 @@ Limit = Literal["time", "memory", "crash", "size"]
 
 
 class LimitExceeded(Exception):
-    """A call took more than it may. `limit` is "crash" if it ended its process, and "size" if it was not made."""
+    """A call exceeded a limit. `limit` is "crash" if it killed its process, and "size" if its input was too large."""
 
     def __init__(self, hazard: Hazard, limit: Limit, detail: str = "") -> None:
         super().__init__(hazard, limit, detail)
@@ -65,7 +65,7 @@ class LimitExceeded(Exception):
 
 
 class HazardFailed(RuntimeError):
-    """The pool broke, or the function raised: nothing is known about the input."""
+    """The pool failed, or the function raised an error, so the input was not checked."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Which computations run in the hazard pool, and what one call of each may use. The only place with these limits."""
+"""The functions of the hazard pool, and the limits of one call of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Hazard:
-    """A function of ours whose time or memory is decided by its input.
+    """A function of ours whose time or memory depends on its input.
 
     Its arguments and its result are JSON. It is named by its module, which only the pool's processes import.
     """

@@ -1,4 +1,4 @@
-"""The other side of the hazard pool: imports one function, locks itself down, and forks for each batch of calls.
+"""The process of the hazard pool: imports one function, locks itself down, and forks for each batch of calls.
 
 Frames go both ways on stdin and stdout, as in graders/sandbox/zygote.py:
 
@@ -36,7 +36,7 @@ TURN_OVER = 101  # of one that used up its time before its calls
 
 
 def main() -> None:
-    """Get ready, say so, and serve until stdin ends."""
+    """Prepare, report readiness, and serve until stdin closes."""
     config = read_frame(0)
     assert config is not None
     try:

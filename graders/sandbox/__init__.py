@@ -1,5 +1,5 @@
-"""Runs code that nobody has read: one locked-down process per grade, forked from a warm one per source.
+"""Run untrusted code: one locked-down process per grade, forked from a warm one per source.
 
-`pool` is the service's side. `zygote`, `lockdown` and `syscalls` also run on the other side, in a bare
-interpreter: they import the standard library and each other, nothing else.
+`pool` runs in the service. `zygote`, `lockdown` and `syscalls` run in the sandbox, in a bare interpreter, so they
+import only the standard library and each other.
 """

@@ -1,8 +1,7 @@
-"""A control group for python graders: where processor time is short, all of them together weigh as half a thread.
+"""A control group for python graders, with the CPU weight of half a thread for all of them together.
 
-Beside the low priority of each process (lockdown.py), which a grader could make up for by the number of its threads.
-Not less: a grade that gets next to nothing ends by its wall time. It is a layer that may be missing: in most
-containers control groups cannot be written to.
+In addition to the low priority of each process (lockdown.py), which a grader could offset with more threads. A lower
+weight would make grades time out. The layer is optional: most containers mount control groups read-only.
 
 On cgroup v2 a group with processes of its own shares out nothing. So ours is made in the root group, or beside that of
 the service where systemd has delegated the group above it (`Delegate=cpu`, `DelegateSubgroup=service`).
@@ -22,7 +21,7 @@ PROC = Path("/proc/self")
 
 
 def join(pid: int) -> str:
-    """Put a process into the group, and with it all that it will start. "" if it is in it, else why not."""
+    """Move a process, and so its future children, into the group. Returns "" or the reason of a failure."""
     folder, why = group()
     if folder is None:
         return why
@@ -35,7 +34,7 @@ def join(pid: int) -> str:
 
 @cache
 def group() -> tuple[Path | None, str]:
-    """The group of this host's graders, made if need be and left at the end; None and the reason if it cannot be."""
+    """Return the group of this host's graders, creating it if needed; None and the reason on failure."""
     return make((PROC / "cgroup").read_text(), (PROC / "mounts").read_text())
 
 

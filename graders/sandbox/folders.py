@@ -1,4 +1,4 @@
-"""Where the scratch folders of a service are: one folder for each, locked, and removed by the next if it was killed."""
+"""The parent folder of a service's scratch folders, locked, so that the next service can remove abandoned ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers, each one call that takes hold or raises OSError. Pure ctypes; nothing can be taken back."""
+"""The sandbox layers: each is an irreversible call that takes effect or raises OSError. Pure ctypes."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _MODIFY = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13
 
 
 def no_new_privs() -> None:
-    """From here on no set-uid program can raise this process; the kernel asks for it before seccomp."""
+    """Disable privilege escalation by set-uid programs; the kernel requires it for seccomp."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def first_to_be_killed() -> None:
-    """Be what the kernel kills first when memory runs out, with all that this process forks. Needs no rights."""
+    """Make this process and its forks the first victims of the OOM killer. Needs no privileges."""
     with suppress(OSError):  # no /proc, or one that is read-only
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def low_priority() -> None:
-    """Run after the service's own threads. Needs no rights, and costs nothing on an idle core."""
+    """Lower the priority below the service's threads. Needs no privileges, and has no cost on an idle core."""
     os.nice(NICE)
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -82,7 +82,7 @@ def become_nobody() -> None:
 
 
 def become(user: int) -> None:
-    """Drop every group, then root. Before namespaces map anything: a mapped user would still be root."""
+    """Drop every group, then root. Call it before a user namespace, in which the mapped user would still be root."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -123,7 +123,7 @@ def landlock_version() -> int:
 def landlock(
     readable: Iterable[str], writable: Iterable[str] = (), listed: Iterable[str] = (), scoped: bool = True
 ) -> None:
-    """See these files and folders and no others, as `ruleset` has it. Needs no_new_privs."""
+    """Restrict file access to these files and folders, as in `ruleset`. Needs no_new_privs."""
     made = ruleset(readable, writable, listed, scoped)
     try:
         restrict(made)

@@ -1,4 +1,4 @@
-"""The service's side: warm zygotes, at most one grade per core at a time, and answers that nobody has to trust."""
+"""The service's side of the sandbox: warm zygotes, at most one grade per core, and untrusted results."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ T = TypeVar("T")
 
 
 class SandboxUnavailable(RuntimeError):
-    """This host cannot hold a hostile grader. The message names the layer that is missing."""
+    """This host cannot isolate untrusted code. The message names the missing layer."""
 
 
 class SandboxFailed(RuntimeError):
-    """The sandbox itself broke during a grade: nothing is known about the sample."""
+    """The sandbox itself failed during a grade, so the sample is ungraded."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one grade may use.
+    """Resource limits of one grade.
 
     Its writable folder is in memory where there is a private root, and its size is a mount's. Elsewhere it is the
     host's: then it is counted during the grade, and `file_bytes` limits each file.
@@ -105,7 +105,7 @@ class Outcome:
 
 
 class Zygote:
-    """One process that serves one source. Not for two threads at once, but for `kill`."""
+    """One process that serves one source. Not thread-safe, except for `kill`."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Zygote:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """End it from another thread: who waits for its answer gets SandboxFailed."""
+        """Kill the process from another thread; a waiting caller gets SandboxFailed."""
         self.retired = True
         with suppress(OSError):
             self.process.kill()  # its child follows: it asked to die with its parent
@@ -339,12 +339,12 @@ class _Idle:
 class Pool:
     """Grades by any number of sources, one per core at a time, in turns of their owners.
 
-    No owner has all places, so that another one's grade need not wait for the slow ones of the first. Where others
-    have all of them, it waits for at most `wall_s`, and as long again for each owner whose turn comes before. The
-    owner "" has the process for itself, and may have all places.
+    No owner may use all slots, so that its slow grades do not delay another owner's. If several owners use all slots,
+    a grade waits for at most `wall_s`, plus as much for each owner before it. The owner "" is the only one in its
+    process, and may use all slots.
 
-    Each owner has processes of its own. Idle ones stay warm for `idle_s`; where there are too many, the longest idle
-    makes room. Without `limits` and `size` they are those of graders.sandbox.sizes.
+    Processes are not shared between owners. Idle ones stay warm for `idle_s`; if there are too many, the longest idle
+    is evicted. Defaults of `limits` and `size` are in graders.sandbox.sizes.
     """
 
     def __init__(
@@ -416,7 +416,7 @@ class Pool:
             return self._known.get(key)
 
     def load(self) -> Load:
-        """How busy it is at this moment."""
+        """Return the current load."""
         with self._lock:
             return Load(self.size, self._under_way, len(self._all))
 
@@ -674,7 +674,7 @@ def _outcome(answer: Mapping[str, Any], limits: Limits, length: int) -> Outcome:
 
 
 def _result(text: str, output: str, length: int) -> Outcome:
-    """What the child says about itself. It is the grader's to forge, so it is read as anyone's input.
+    """Parse the child's result. The grader can forge it, so it is untrusted input.
 
     `length` is that of the sample's text, in which its steps have to lie.
     """

@@ -1,4 +1,4 @@
-"""A grade's writable folder: how much is in it, and how it is emptied. Runs on both sides of the sandbox."""
+"""Measure and empty a grade's writable folder. Runs on both sides of the sandbox."""
 
 from __future__ import annotations
 

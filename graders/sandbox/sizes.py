@@ -1,6 +1,6 @@
-"""How many python graders run at once on this host, and how much memory each may take.
+"""The number of concurrent python graders on this host, and the memory limit of each.
 
-Graders get at most half of the container's memory, so that they cannot have the API or a trainer beside them killed.
+Graders get at most half of the container's memory, so that they cannot cause an OOM kill of the API or a trainer.
 The kernel kills them first (`oom_score_adj`), but many container runtimes kill all of a container with them.
 """
 

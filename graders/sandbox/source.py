@@ -1,4 +1,4 @@
-"""Compiles a grader's source, which nobody has read: only ever in a process with limits. Runs inside the sandbox."""
+"""Compile a grader's untrusted source, in a process with limits. Runs inside the sandbox."""
 
 from __future__ import annotations
 

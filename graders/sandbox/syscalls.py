@@ -1,4 +1,4 @@
-"""Which system calls a grader may make, as a filter the kernel can load. Everything else answers EPERM."""
+"""The seccomp filter of system calls that a grader may make. All others return EPERM."""
 
 from __future__ import annotations
 

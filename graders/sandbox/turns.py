@@ -1,4 +1,4 @@
-"""Who is next: items that wait, taken fairly between their owners."""
+"""A fair queue over owners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other side: a bare interpreter that locks itself down, loads one source, and forks once per grade.
+"""The sandbox's side: a bare interpreter that locks itself down, loads one source, and forks once per grade.
 
 Frames go both ways, on stdin and stdout: four bytes of length, then JSON. The first one in says what to be:
 
@@ -10,11 +10,10 @@ Frames go both ways, on stdin and stdout: four bytes of length, then JSON. The f
     {"sample", "item"}
         ->  {"status", "exit", "result", "output", "retire"}, or {"failed"} and the end
 
-The last request is read by the fork that makes the grade, and never by the zygote: what it reads, the next fork could
-find in its memory.
+The fork of the grade reads the last request itself, because the next fork could read the zygote's memory.
 
-It runs on the Python of the grader's environment, where nothing of the service can be imported. Here lie no secrets:
-children inherit this memory, and their code is not ours.
+It runs on the Python of the grader's environment, where the service cannot be imported, and holds no secrets: children
+with untrusted code inherit its memory.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _OUT_OF_MEMORY = b'{"error": "memory"}'  # made beforehand: when it is needed, t
 
 
 def main() -> None:
-    """Get ready, say so, and serve until stdin ends."""
+    """Prepare, report readiness, and serve until stdin closes."""
     config = read_frame(0)
     assert config is not None
     try:

@@ -21,7 +21,7 @@ REASONS: Mapping[str, str] = {
     "logits_scaling|logit_scale": "scaled logits",
     "latent attention": "latent attention (MLA)",
     "sampling with a cache differ": "its layers do not pass the cache on to attention",
-    "not where current": "the layout of its classes",
+    "not at the attributes of current": "the layout of its classes",
     "PEFT loses": "PEFT does not load its adapter whole",
     "cannot be loaded|PEFT|no plain linear": "its layers take no other attention function, or no adapter",
     "sinks": "attention sinks",

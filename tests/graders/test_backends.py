@@ -77,7 +77,7 @@ def test_a_key_that_is_not_in_the_environment_is_missed_at_the_start(tmp_path):
         ("[judges", "Expected"),
         ("[judges.a]\n", r"\[judges.a\].*either base_url or model"),
         ('[judges.a]\nmodel = "m"\nbase_url = "https://x/v1"\n', r"\[judges.a\].*either"),
-        ('[judges.a]\nmodel = "m"\napi_key_env = "KEY"\n', r"\[judges.a\].*belong to base_url"),
+        ('[judges.a]\nmodel = "m"\napi_key_env = "KEY"\n', r"\[judges.a\].*require base_url"),
         ('[judges.a]\nmodel = "m"\n', r"\[judges.a\].*REGRAFT_INFERENCE_URL"),
         ('[judges.a]\nbase_url = "x"\n', "judges.a.base_url"),
         ('[judges.a]\nbase_url = "https://x/v1"\nkey = "sk"\n', "judges.a.key"),

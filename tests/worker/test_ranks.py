@@ -286,6 +286,6 @@ def test_a_run_that_loses_a_helper_ends_as_a_crash(bench, tiny_model, tmp_path, 
 
     job = bench.job()
     assert (job.status, job.failures) == ("queued", 1), bench.events()
-    assert "rank 1 ended with status -9" in " ".join(bench.events())
+    assert "rank 1 exited with status -9" in " ".join(bench.events())
     assert [step["step"] for step in bench.steps()] == [0, 1]
     assert bench.steps()[1]["trained_tokens"] > 0

@@ -187,7 +187,7 @@ class TestLeasesThatEndedForNoFaultOfTheirWorkers:
         reconciler.run_once()
 
         assert bench.job().status == "running"
-        assert "The database was away" in bench.events("warn")[-1]
+        assert "The database was unavailable" in bench.events("warn")[-1]
 
     def test_several_reconcilers_say_it_once(self, bench, reconciler, clock):
         second = Reconciler(reconciler.settings, bench.database, bench.blobs, lambda *wake: True, clock)

@@ -194,7 +194,7 @@ class TestOfItsSurroundings:
         return load_base("tiny", BaseModelEntry(path=model, dtype="float32"), model, "cpu")
 
     def test_no_room_for_the_weights(self, model, monkeypatch):
-        with pytest.raises(NotEnoughMemory, match="no room for the model's weights"):
+        with pytest.raises(NotEnoughMemory, match="Not enough memory for the model's weights"):
             self.load(model, monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
 
     @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ class TestOfItsSurroundings:
 
         monkeypatch.setattr(policy.AutoConfig, "from_pretrained", fails)
         with pytest.raises(
-            ModelUnavailable, match=r"config of the model 'a/b' could not be fetched from the hub"
+            ModelUnavailable, match=r"config of the model 'a/b' could not be downloaded from the hub"
         ):
             policy.read_config(policy.source_of(BaseModelEntry(hub="a/b"), Path()))
 

@@ -155,7 +155,7 @@ def test_a_service_that_never_answers_stops_no_run(bench):
 
     assert bench.job().status == "succeeded"
     assert len(bench.steps()) == 5
-    assert told == ["TimeoutError: there was no answer before the run ended"]
+    assert told == ["TimeoutError: the service did not respond before the run ended"]
     assert feed.left_behind()
     hung.freed.set()
 
@@ -263,7 +263,7 @@ def test_a_failure_is_a_warning_that_names_the_service_and_keeps_its_secrets(mon
 
     only._tell("Refused: https://me:pw@host/x with 0123456789abcdef\nTraceback")
 
-    assert said[0].startswith("Weights & Biases does not take this job's metrics. The run goes on")
+    assert said[0].startswith("Weights & Biases rejects this job's metrics. The export is retried")
     assert said[0].endswith("Refused: https://***@host/x with ***")
 
 

@@ -218,7 +218,7 @@ def test_a_grader_that_fails_on_its_own_reference_is_warned_of():
 
     warning = asyncio.run(dry_run(NeverGrades(), parse_grader(GRADER), rows))
 
-    assert warning == "The grader failed on 2 of 2 replies that it was tried on. no opinion"
+    assert warning == "The grader failed on 2 of 2 test replies. no opinion"
 
 
 def test_a_grader_whose_package_is_not_there_fails_the_job_before_it_is_queued(validate):
@@ -245,8 +245,8 @@ def test_validation_rows_that_are_trained_on_are_warned_of(bench, validate):
     )
 
     assert (
-        "2 of 3 validation rows have the messages of a training row. Their rewards say nothing about new prompts."
-        in bench.events()
+        "2 of 3 validation rows have the messages of a training row. "
+        "Their rewards do not measure generalization to new prompts." in bench.events()
     )
 
 
@@ -375,9 +375,7 @@ def test_a_grader_that_reads_what_no_structured_answer_has_is_still_warned_of(be
     )
 
     [warning] = bench.events("warn")
-    assert warning.startswith(
-        "The grader failed on 2 of 2 replies that it was tried on. sample.output_json.colour"
-    )
+    assert warning.startswith("The grader failed on 2 of 2 test replies. sample.output_json.colour")
 
 
 def test_a_schema_that_no_answer_is_found_for_is_no_reason_for_a_warning(bench, validate):

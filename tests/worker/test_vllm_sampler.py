@@ -302,7 +302,7 @@ class TestAnswers:
 
 class TestLostEngine:
     @pytest.mark.parametrize(
-        ("blow", "said"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "no sign of life for 5 s")]
+        ("blow", "said"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "sent no heartbeat for 5 s")]
     )
     def test_only_the_missing_answers_are_sampled_again(
         self, sampler, policy, prompts, restarts, monkeypatch, blow, said

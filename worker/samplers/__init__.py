@@ -1,4 +1,4 @@
-"""What the loop needs of a sampler. Implementations: transformers.py; tests have a fake of their own."""
+"""The sampler interface of the training loop. Implementations: transformers.py, vllm.py, and a fake in the tests."""
 
 import asyncio
 import hashlib
@@ -22,7 +22,7 @@ class Sampling:
     held_to: str = ""  # a schema (core/response_format.py): answers are JSON of it, and stop where it ends
 
     def seed(self, prompt: Prompt, member: int) -> int:
-        """The seed of one answer: the same again after a crash, whatever else is in the batch."""
+        """Return the seed of one answer. It does not depend on the batch, so it is the same after a crash."""
         key = f"{self.job_seed}/{self.step}/{prompt.line}/{member}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
 
@@ -38,7 +38,7 @@ class Answer:
 
 class Sampler(Protocol):
     def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
-        """`group_size` answers to each prompt, each as soon as it is finished, all from the present policy."""
+        """Yield `group_size` answers per prompt, each as it completes, all from the current policy."""
         ...
 
 
@@ -49,9 +49,9 @@ def grouped(answers: Iterable[Answer], prompts: int, group_size: int) -> list[tu
 
 
 async def from_thread(answers: Iterator[Answer]) -> AsyncIterator[Answer]:
-    """Run a blocking iterator in a thread of its own and hand over what it yields as it comes.
+    """Run a blocking iterator in its own thread and yield its items.
 
-    What it raises is raised here. If the reader stops early, so does the thread, at its next answer.
+    Its errors are raised here. If the consumer stops early, the thread stops at its next item.
     """
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[Answer | BaseException | None] = asyncio.Queue()

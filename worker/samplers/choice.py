@@ -1,4 +1,4 @@
-"""Which sampler a job gets. The model's entry or REGRAFT_SAMPLER names it and is obeyed; else the device decides."""
+"""Select the sampler of a job: from the model's entry or REGRAFT_SAMPLER, or else by the device."""
 
 from importlib.metadata import version
 
@@ -12,14 +12,14 @@ from worker.sizing import Plan, Shape
 
 
 class SamplerMissing(Exception):
-    """The sampler a job should use is not installed on this machine."""
+    """The configured sampler is not installed on this machine."""
 
 
 def choose(entry: BaseModelEntry, settings: Settings, device: Device) -> tuple[SamplerName, str]:
-    """The sampler's name and version. Automatic: vLLM on a GPU where it is installed, transformers elsewhere.
+    """Return the sampler's name and version. Automatic: vLLM on a GPU if it is installed, else transformers.
 
     Raises:
-        SamplerMissing: the one that was asked for is not installed here.
+        SamplerMissing: the configured sampler is not installed.
     """
     installed = vllm.installed()
     name = sampler_of(entry, settings.sampler, device, vllm_installed=installed is not None)
@@ -53,5 +53,5 @@ def build(
         context=longest,
         kv_cache_bytes=plan.cache_bytes,
         threads=settings.torch_threads,
-        on_restart=lambda reason: recorder.warn(f"The sampler is restarted: {reason}", {"reason": reason}),
+        on_restart=lambda reason: recorder.warn(f"The sampler was restarted: {reason}", {"reason": reason}),
     )

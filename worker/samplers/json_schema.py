@@ -1,7 +1,6 @@
-"""Answers that are JSON of a schema: after each token, which ones may come next (by llguidance).
+"""Constrain answers to a JSON schema: compute the allowed next tokens after each token (with llguidance).
 
-The trainer asks the same question of the same grammar again (`allowed`), so that its probabilities are over the tokens
-that the sampler could have drawn, too.
+The trainer applies the same grammar (`allowed`), so that its probabilities are over the same tokens as the sampler's.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from core.response_format import SchemaTooLarge, grammar
 
 
 class UnsupportedTokenizer(ValueError):
-    """Answers of this model cannot be held to a schema."""
+    """The model's tokenizer does not support a response schema."""
 
 
 class Vocabulary:
@@ -27,7 +26,7 @@ class Vocabulary:
         """`size` is that of the model's head, which may be larger than the tokenizer's."""
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             name = type(tokenizer).__name__
-            raise UnsupportedTokenizer(f"answers under a schema need a fast tokenizer, and {name} is none")
+            raise UnsupportedTokenizer(f"a response schema needs a fast tokenizer, and {name} is not one")
         self.size = size
         self.tokenizer: LLTokenizer = from_tokenizer(tokenizer, size, sorted(stop_ids))
 
@@ -91,4 +90,4 @@ def _take(matcher: LLMatcher, token: int) -> None:
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
         reason = matcher.get_error().strip().split("\n")[0]
-        raise SchemaTooLarge(f"The schema allows too much at once in one place of an answer ({reason}).")
+        raise SchemaTooLarge(f"The schema is too complex at one position of an answer ({reason}).")

@@ -44,7 +44,7 @@ from worker.samplers.wire import (
 )
 from worker.types import FinishReason, Prompt, Rollout
 
-# Loading a large model from a slow disk and capturing its graphs takes minutes, in which the engine says nothing.
+# Loading a large model from a slow disk and capturing its graphs takes minutes without any message.
 START_PATIENCE = 1800.0
 
 
@@ -53,7 +53,7 @@ class EngineLost(Exception):
 
 
 class EngineUnusable(EngineLost):
-    """The engine could not start, and said why: it would not the next time either."""
+    """The engine failed to start with an error that a restart would repeat."""
 
 
 def installed() -> str | None:
@@ -197,7 +197,7 @@ class VllmSampler:
 
 
 class EngineProcess:
-    """The run's handle on one engine process. Whatever goes wrong with it is an EngineLost."""
+    """The run's handle on one engine process. Converts all its errors to EngineLost."""
 
     def __init__(self, config: EngineConfig, patience: float) -> None:
         self.patience = patience
@@ -212,7 +212,7 @@ class EngineProcess:
         self._channel.send(config)
 
     def settle(self) -> None:
-        """Wait until it has started, and have it forget what an earlier reader did not wait for."""
+        """Wait for the start, and abort requests that an earlier reader abandoned."""
         if not self._ready:
             self._expect_ready(START_PATIENCE)
             self._ready = True
@@ -260,14 +260,14 @@ class EngineProcess:
 
     def _lost(self, cause: Exception, patience: float) -> EngineLost:
         if isinstance(cause, TimeoutError):
-            return EngineLost(f"the vLLM engine gave no sign of life for {patience:.0f} s")
+            return EngineLost(f"the vLLM engine sent no heartbeat for {patience:.0f} s")
         # Its end of the socket is closed, so it has ended or is about to.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(timeout=10)
         self.child.kill()  # has no effect on one that has ended
         status = self.child.wait()
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        return EngineLost(f"the vLLM engine's process ended: {how}")
+        return EngineLost(f"the vLLM engine's process exited: {how}")
 
 
 def _same(have: Mapping[str, Tensor] | None, want: Mapping[str, Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""What the run and its vLLM engine say to each other (vllm.py and engine.py), and the wire they say it over."""
+"""Messages between the run (vllm.py) and its vLLM engine (engine.py), and their transport."""
 
 import pickle
 import select
@@ -12,7 +12,7 @@ _HEADER = struct.Struct("!Q")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the engine is built from. `source` is the folder (or hub id) the trainer loaded its weights from."""
+    """The configuration of the engine. `source` is the folder (or hub id) of the trainer's weights."""
 
     source: str
     dtype: str
@@ -51,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Batch:
-    """Answers to sample, all from this adapter; None: from the one that is in place."""
+    """Answers to sample, all from this adapter; None: from the current one."""
 
     adapter: Adapter | None
     requests: tuple[Request, ...]
@@ -59,12 +59,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Abort:
-    """Forget every request; answered with Ready."""
+    """Abort all requests; the engine replies Ready."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine is idle: it has started, or has forgotten its requests."""
+    """The engine is idle, after its start or after aborting its requests."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ class Finished:
 
 @dataclass(frozen=True)
 class Stepped:
-    """A step is done: the sign of life. Holds the answers that ended in it."""
+    """A step has completed: a heartbeat, with the answers that ended in it."""
 
     finished: tuple[Finished, ...]
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The engine raised, and its process ends."""
+    """The engine raised an error, and its process exits."""
 
     reason: str
 
@@ -95,7 +95,7 @@ class Channel:
 
     Raises:
         EOFError, OSError: the other side is gone.
-        TimeoutError: it did not read, or say anything, within the patience.
+        TimeoutError: it did not read or send within the deadline.
     """
 
     def __init__(self, end: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Where the metrics of a run are sent besides: one small protocol, and a module for each service."""
+"""Exporters of a run's metrics to external services: a small protocol, and a module for each service."""
 
 from worker.sinks.types import Card, Ended, Sink
 

@@ -1,4 +1,4 @@
-"""From a job's integrations and the operator's settings to sinks."""
+"""Create the sinks of a job from its integrations and the operator's settings."""
 
 import os
 import re
@@ -24,7 +24,7 @@ Warn = Callable[[str, dict[str, Any]], None]
 
 
 def make(kind: Kind, settings: Settings) -> Sink:
-    """The real one; imports nothing of its service yet."""
+    """Create the sink, without importing its library yet."""
     match kind:
         case "wandb":
             return WandbSink(settings.data_dir.resolve() / "wandb")
@@ -39,26 +39,28 @@ def problem(
     environment: Mapping[str, str] = os.environ,
     is_installed: Callable[[str], bool] = lambda package: find_spec(package) is not None,
 ) -> str | None:
-    """What keeps this worker from sending where the settings say it may, in a sentence; looked at before it starts."""
+    """Return why this worker cannot use a configured integration, in a sentence; checked before the worker starts."""
     for kind in settings.enabled_integrations:
         enabled = f"REGRAFT_INTEGRATIONS has {kind!r}"
         if not is_installed(kind):
             return f"{enabled}, whose package is not installed: pip install 'regraft-server[{kind}]'"
         offline = environment.get("WANDB_MODE") in ("offline", "disabled")
         if kind == "wandb" and not offline and not environment.get("WANDB_API_KEY"):
-            return f"{enabled}: set WANDB_API_KEY to a key of the account that runs are written with"
+            return f"{enabled}: set WANDB_API_KEY to a key of the account that owns the runs"
         if kind == "mlflow" and not environment.get("MLFLOW_TRACKING_URI"):
             return f"{enabled}: set MLFLOW_TRACKING_URI to your tracking server"
     return None
 
 
 def feeds_of(job: Job, resolved: Resolved, settings: Settings, warn: Warn, make: Make = make) -> Feeds:
-    """The feeds of a run, not started yet. `warn` is what the job's user hears."""
+    """Create the feeds of a run, without starting them. `warn` emits an event of the job."""
     feeds = []
     for one in integrations.asked(job):
         kind = one["type"]
         if kind not in settings.enabled_integrations:
-            message = f"{LABELS[kind]} is not enabled on the worker that runs this job: it gets no metrics."
+            message = (
+                f"{LABELS[kind]} is not enabled on the worker of this job: no metrics are exported to it."
+            )
             warn(message, {"integration": kind})
             continue
         feeds.append(Feed(make(kind, settings), card(job, one[kind], resolved), _teller(kind, warn)))
@@ -89,8 +91,8 @@ def card(job: Job, place: Mapping[str, Any], resolved: Resolved) -> Card:
 def _teller(kind: Kind, warn: Warn) -> Callable[[str], None]:
     def tell(what: str) -> None:
         message = (
-            f"{LABELS[kind]} does not take this job's metrics. The run goes on and tries again until it ends; all "
-            f"metrics are kept here. The first answer: {without_secrets(what)}"
+            f"{LABELS[kind]} rejects this job's metrics. The export is retried until the run ends; all "
+            f"metrics are stored here as well. First error: {without_secrets(what)}"
         )
         warn(message, {"integration": kind})
 

@@ -1,8 +1,7 @@
-"""Feeding sinks without ever waiting for them.
+"""Export metrics to sinks without blocking the run.
 
-Each has a queue and a thread. What it does not take is tried again for as long as the run goes on, and the job's user
-is told once. A run that resumes fills whatever gap the last attempt left: what is recorded in our own rows is compared
-with the last step that the service has.
+Each sink has a queue and a thread. Failed exports are retried until the run ends, and the job gets one warning. A
+resumed run fills gaps of the last attempt by comparing its recorded steps with the last step of the service.
 """
 
 import logging
@@ -75,7 +74,7 @@ class Feed:
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._complain(TimeoutError("there was no answer before the run ended"))
+            self._complain(TimeoutError("the service did not respond before the run ended"))
 
     def _carry(self) -> None:
         try:
@@ -117,7 +116,7 @@ class Feed:
         try:
             self._tell(f"{type(cause).__name__}: {cause}".removesuffix(": "))
         except Exception as untold:  # the job is no longer ours, or the database is away
-            log.warning("nobody could be told: %r", untold)
+            log.warning("the warning event could not be written: %r", untold)
 
 
 class _GivenUp(Exception):
