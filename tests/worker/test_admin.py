@@ -175,7 +175,7 @@ def test_an_archived_project_is_not_the_one_that_is_meant(ask, type_):
         ("key revoke key_x", "No such API key: key_x"),
         ("usage --project proj_x", "No such project: proj_x"),
         ("audit --project proj_x", "No such project: proj_x"),
-        ("usage", "say which with --project"),
+        ("usage", "set --project"),
     ],
 )
 def test_what_is_not_there_is_named_and_the_exit_code_is_one(type_, command, said):

@@ -172,7 +172,7 @@ def test_what_is_logged_meanwhile_says_of_which_job(bench, validate):
 
     [line] = map(json.loads, stream.getvalue().splitlines())
     assert wakes == []
-    assert line["message"].endswith("was taken away while its files were validated")
+    assert line["message"].endswith("was cancelled or claimed by another worker during file validation")
     assert line["job_id"] == bench.claim.job_id
     assert line["attempt"] == bench.claim.epoch + 1
 
