@@ -1,18 +1,18 @@
-"""Everything we tell a caller about, as one tree. Each error knows its own HTTP status.
+"""The errors that the API returns, as one tree. Each error knows its own HTTP status.
 
 ServiceError                    500 server_error
 ├── InvalidRequest              400 invalid_request_error; names the parameter
 │   └── InvalidJobState         400: the job is not in a state that allows this
-│       └── BudgetReached       400: it has used what it may
+│       └── BudgetReached       400: its budget is used up
 ├── InvalidApiKey               401
-├── InsufficientPermissions     403: the key's scope does not reach
+├── InsufficientPermissions     403: the key lacks the required scope
 ├── NotFound                    404
 │   ├── FileNotFound
 │   ├── JobNotFound
 │   ├── CheckpointNotFound
-│   ├── ModelNotFound           lists what there is
-│   ├── TunedModelGiven         where only a base model will do
-│   ├── ResponseNotFound        none is stored
+│   ├── ModelNotFound           lists the available models
+│   ├── TunedModelGiven         a base model is required
+│   ├── ResponseNotFound        responses are not stored
 │   ├── PermissionNotFound
 │   ├── UploadNotFound
 │   ├── EvalNotFound            an eval, a run or an output item
@@ -20,17 +20,17 @@ ServiceError                    500 server_error
 │   ├── OrganizationNotFound
 │   ├── ProjectNotFound
 │   └── KeyNotFound
-├── CheckpointDamaged           410: asking again does not help
-├── ContentDamaged              410: the same, of a file
-├── MadeByJobs                  405: it can be read, and not made or changed
+├── CheckpointDamaged           410: a retry does not help
+├── ContentDamaged              410: the same for a file
+├── MadeByJobs                  405: the resource is read-only
 ├── PayloadTooLarge             413
-├── QuotaExceeded               429: asking again does not help
-├── RateLimited                 429: asking again a little later does
-├── TooManyAtOnce               429: as many of its kind as may run and wait do so already
-├── Unavailable                 503: something the service stands on is away
+├── QuotaExceeded               429: a retry does not help
+├── RateLimited                 429: retry later
+├── TooManyAtOnce               429: the concurrency limit and its queue are full
+├── Unavailable                 503: a dependency of the service is unavailable
 ├── InsufficientStorage         507: the database or the blob store is full
 ├── GraderEnvironmentMissing    503: the operator has not built the environment of python graders
-└── NotReady                    503: come back, after as many seconds as it says
+└── NotReady                    503: retry after the given number of seconds
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ from collections.abc import Iterable, Mapping
 class ServiceError(Exception):
     """The base: `message` is for people, `code` for programs, `param` is the dotted path of the field.
 
-    `headers` are those of the answer that only this error has.
+    `headers` are added to the response of this error only.
     """
 
     status_code = 500
@@ -64,7 +64,7 @@ class InvalidRequest(ServiceError):
 
 
 class InvalidParameter(ValueError):
-    """A validator of a request raises it where the message, `param` and `code` are its own and not derived.
+    """A validator of a request raises it to set the message, `param` and `code` itself.
 
     api/explain.py turns it into an InvalidRequest; pydantic lets only ValueErrors through.
     """
@@ -75,7 +75,7 @@ class InvalidParameter(ValueError):
 
 
 class InvalidJobState(InvalidRequest):
-    # 400, not 409: OpenAI's client retries a 409, and asking again cannot change the answer.
+    # 400, not 409: OpenAI's client retries a 409, and a retry cannot change the result.
     code = "invalid_job_state"
 
 
@@ -125,7 +125,7 @@ class CheckpointNotFound(NotFound):
 
 
 class CheckpointDamaged(ServiceError):
-    """410: asking again will not help, and clients retry 409 and 5xx."""
+    """410: a retry does not help, and clients retry 409 and 5xx."""
 
     status_code, type, code = 410, "invalid_request_error", "checkpoint_damaged"
 
@@ -135,7 +135,7 @@ class CheckpointDamaged(ServiceError):
 
 
 class ContentDamaged(ServiceError):
-    """410, for the reason that CheckpointDamaged gives. The message is that of core.files.FileDamaged."""
+    """410, as for CheckpointDamaged. The message comes from core.files.FileDamaged."""
 
     status_code, type, code = 410, "invalid_request_error", "file_damaged"
 
@@ -173,7 +173,7 @@ class ResponseNotFound(NotFound):
     def __init__(self, response_id: str) -> None:
         super().__init__(
             f"Response with id '{response_id}' not found: this server does not store responses ('store' has no "
-            "effect). Use the answer of POST /v1/responses, and send earlier messages again in 'input'.",
+            "effect). Use the result of POST /v1/responses, and send earlier messages again in 'input'.",
             param="response_id",
         )
 
@@ -185,7 +185,7 @@ class UploadNotFound(NotFound):
 
 class EvalNotFound(NotFound):
     def __init__(self, what: str, its_id: str) -> None:
-        """`what` it is (eval, run, output_item), which also names the parameter."""
+        """`what` is the kind (eval, run, output_item), which also names the parameter."""
         super().__init__(f"No such {what.replace('_', ' ')}: {its_id}", param=f"{what}_id")
 
 
@@ -215,7 +215,7 @@ class MadeByJobs(ServiceError):
 
     def __init__(self) -> None:
         super().__init__(
-            "Evals can only be read here: each fine-tuning job makes one, with a run for every validation. "
+            "Evals are read-only: each fine-tuning job creates one, with a run for every validation. "
             "Create a job with POST /v1/fine_tuning/jobs and find its eval in 'eval_id'."
         )
 
@@ -225,14 +225,14 @@ class PayloadTooLarge(ServiceError):
 
 
 class QuotaExceeded(ServiceError):
-    """The project has used up what it may; whoever runs the service can raise the limit."""
+    """The project has reached a limit, which the operator can raise."""
 
     status_code, type, code = 429, "insufficient_quota", "insufficient_quota"
-    headers = {"x-should-retry": "false"}  # OpenAI's client would ask twice more
+    headers = {"x-should-retry": "false"}  # OpenAI's client would retry twice
 
-    def __init__(self, limit: str, *, used: float, maximum: float, so: str) -> None:
-        """`limit` is its name in core/limits.py, `so` what can be done about it."""
-        super().__init__(f"The project's limit {limit} is {maximum:,}, and {used:,} are in use: {so}.")
+    def __init__(self, limit: str, *, used: float, maximum: float, hint: str) -> None:
+        """`limit` is its name in core/limits.py, `hint` the action that frees capacity."""
+        super().__init__(f"The project's limit {limit} is {maximum:,}, and {used:,} are in use: {hint}.")
 
 
 class RateLimited(ServiceError):
@@ -250,10 +250,10 @@ class TooManyAtOnce(ServiceError):
     headers = {"retry-after": "5"}
 
     def __init__(self, what: str, *, running: int, waiting: int) -> None:
-        """`what` there is too much of, of which `running` are the project's and `waiting` more may wait."""
+        """`what` is the kind of request, of which `running` may run at once and `waiting` more may queue."""
         queue = f", and no more than {waiting} may wait" if waiting else ""
         super().__init__(
-            f"Too many {what} at once: {running} of this project are running{queue}. Try again in a moment."
+            f"Too many concurrent {what}: {running} of this project are running{queue}. Try again in a moment."
         )
 
 
@@ -264,12 +264,12 @@ class Unavailable(ServiceError):
 
 class InsufficientStorage(ServiceError):
     status_code, code = 507, "insufficient_storage"
-    headers = {"x-should-retry": "false"}  # a retry would fail until there is room
+    headers = {"x-should-retry": "false"}  # a retry fails until space is freed
 
     def __init__(self) -> None:
         super().__init__(
-            "The service has no room left to store this: the disk of its database or of its files is full. "
-            "Tell its operator; nothing was stored."
+            "The service is out of storage: the disk of its database or of its files is full. "
+            "Nothing was stored. Contact the operator."
         )
 
 

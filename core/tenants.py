@@ -137,8 +137,8 @@ def refuse_job_beyond(session: Session, project_id: str, limits: Limits) -> None
     if limits.queued_jobs is not None:
         before = _jobs(session, project_id, WAITING) - 1
         if before >= limits.queued_jobs:
-            so = "wait until one of them has started, or cancel one"
-            raise QuotaExceeded("queued_jobs", used=before, maximum=limits.queued_jobs, so=so)
+            hint = "wait until one of them has started, or cancel one"
+            raise QuotaExceeded("queued_jobs", used=before, maximum=limits.queued_jobs, hint=hint)
     if (beyond := used_up(session, project_id, limits)) is not None:
         raise beyond
 
@@ -153,8 +153,8 @@ def used_up(session: Session, project_id: str, limits: Limits) -> QuotaExceeded 
         ("grader_tokens_per_30_days", used.grader_tokens, limits.grader_tokens_per_30_days),
     ):
         if most is not None and amount >= most:
-            so = "what was used 30 days ago is free again every day, or ask for more"
-            return QuotaExceeded(name, used=round(amount, 1), maximum=most, so=so)
+            hint = "what was used 30 days ago is free again every day, or ask for more"
+            return QuotaExceeded(name, used=round(amount, 1), maximum=most, hint=hint)
     return None
 
 
@@ -168,8 +168,8 @@ def free_storage(session: Session, project_id: str, limits: Limits, *, needed: i
         return None
     used = stored_bytes(session, project_id)
     if used + needed > limits.storage_bytes:
-        so = "what is to be stored does not fit; delete files, or send less"
-        raise QuotaExceeded("storage_bytes", used=used, maximum=limits.storage_bytes, so=so)
+        hint = "what is to be stored does not fit; delete files, or send less"
+        raise QuotaExceeded("storage_bytes", used=used, maximum=limits.storage_bytes, hint=hint)
     return limits.storage_bytes - used
 
 
@@ -193,8 +193,8 @@ def refuse_upload_beyond(session: Session, project_id: str, most: int) -> None:
     _lock(session, project_id)
     pending = session.scalars(select(func.count()).select_from(Upload).where(*_pending(project_id))).one()
     if pending >= most:
-        so = "complete or cancel some; each expires an hour after its creation"
-        raise QuotaExceeded("pending_uploads", used=pending, maximum=most, so=so)
+        hint = "complete or cancel some; each expires an hour after its creation"
+        raise QuotaExceeded("pending_uploads", used=pending, maximum=most, hint=hint)
 
 
 # Usage.

@@ -304,7 +304,7 @@ def test_evals_are_made_by_jobs_only(client, job, run):
         with pytest.raises(openai.APIStatusError) as refused:
             ask()
         assert (refused.value.status_code, refused.value.code) == (405, "method_not_supported")
-        assert "each fine-tuning job makes one" in refused.value.message
+        assert "each fine-tuning job creates one" in refused.value.message
 
 
 def test_another_projects_eval_does_not_exist(house, job, run):

@@ -1,18 +1,18 @@
-"""Every command and its options. Imports nothing of the client: `--help` and completion are instant."""
+"""Every command and its options. Does not import the client, so `--help` and completion are instant."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
 EXIT_CODES = """exit codes:
-  0  done; a job that was waited for has succeeded or is paused
-  1  no: a job failed, was cancelled or is worse than its base; a file has bad rows; a grader's test did not pass
-  2  the command, a file it names or the request is wrong
-  3  there is no such job, file, model or checkpoint
-  4  no server or key is configured, or the key is refused
-  5  the server cannot be reached, or has an error
-  6  a quota is used up, or there are too many requests
-130  interrupted; a job that was being watched goes on
+  0  success; a watched job succeeded or is paused
+  1  a job failed, was cancelled or is worse than its base; a file has invalid rows; a grader test failed
+  2  the command, a file it names or the request is invalid
+  3  no such job, file, model or checkpoint
+  4  no server or key is configured, or the key is invalid
+  5  the server cannot be reached or returned an error
+  6  a quota or a rate limit is exceeded
+130  interrupted; a watched job continues on the server
 """
 
 
@@ -23,7 +23,7 @@ class Commands:
         self._commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(self, name: str, summary: str, run: str = "", *, example: str = "") -> argparse.ArgumentParser:
-        """A command, or without `run` a group. `run` names its function in regraft.cli.commands."""
+        """Add a command, or a group if `run` is empty. `run` names a function in regraft.cli.commands."""
         parser = self._commands.add_parser(
             name,
             help=summary,
@@ -33,7 +33,7 @@ class Commands:
         )
         if run:
             parser.set_defaults(run=run)
-            # Without a default of its own: it would take the place of what stands in front of the command.
+            # SUPPRESS: a default here would override an --output given before the command.
             _output(parser, default=argparse.SUPPRESS)
         return parser
 
@@ -42,13 +42,13 @@ class Commands:
 
 
 class Version(argparse.Action):
-    """`--version`. Reads the version of the installed package only when it is asked for."""
+    """`--version`. Reads the version of the installed package only when the option is used."""
 
     def __init__(self, option_strings: list[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
-        from importlib.metadata import version  # 30 ms, which --help need not wait for
+        from importlib.metadata import version  # takes 30 ms, which would slow down --help
 
         print(f"regraft {version('regraft')}")
         parser.exit()
@@ -72,11 +72,11 @@ def build() -> argparse.ArgumentParser:
 def _account(top: Commands) -> None:
     login = top.add(
         "login",
-        "save a server's address and a key for it, after trying them",
+        "save a server's URL and API key after verifying them",
         "login",
         example="regraft login --base-url http://127.0.0.1:8000 < key.txt",
     )
-    login.add_argument("--base-url", metavar="URL", help="the server; else REGRAFT_BASE_URL, or it asks")
+    login.add_argument("--base-url", metavar="URL", help="default: REGRAFT_BASE_URL, else a prompt")
 
 
 def _data(top: Commands) -> None:
@@ -92,12 +92,14 @@ def _data(top: Commands) -> None:
 
     validate = top.add(
         "validate",
-        "check datasets and job files by the rules that creating a job applies",
+        "validate datasets and job files as the server does on job creation",
         "validate",
         example="regraft validate train.jsonl --grader grader.json",
     )
     validate.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    validate.add_argument("--grader", type=Path, metavar="FILE", help="also check the fields that it reads")
+    validate.add_argument(
+        "--grader", type=Path, metavar="FILE", help="also check the fields that this grader reads"
+    )
     validate.add_argument(
         "--split",
         choices=("train", "valid"),
@@ -107,8 +109,8 @@ def _data(top: Commands) -> None:
 
 
 def _graders(top: Commands) -> None:
-    graders = top.group("graders", "try a grader before a job depends on it")
-    validate = graders.add("validate", "check a grader without running it", "graders_validate")
+    graders = top.group("graders", "test a grader before using it in a job")
+    validate = graders.add("validate", "validate a grader without running it", "graders_validate")
     validate.add_argument("grader", type=Path, metavar="FILE", help=".py, .json, .toml, .yaml, or a job file")
     run = graders.add(
         "run",
@@ -117,109 +119,123 @@ def _graders(top: Commands) -> None:
         example='regraft graders run --grader grader.py --sample "42" --item \'{"answer": "42"}\'\n'
         "  regraft graders run --grader grader.py cases.jsonl",
     )
-    run.add_argument("--grader", type=Path, required=True, metavar="FILE", help="as for validate")
+    run.add_argument(
+        "--grader", type=Path, required=True, metavar="FILE", help=".py, .json, .toml, .yaml, or a job file"
+    )
     run.add_argument("--sample", metavar="TEXT", help="the answer to grade")
-    run.add_argument("--item", metavar="JSON", help="the row that it answers")
+    run.add_argument("--item", metavar="JSON", help="the dataset row that it answers")
     run.add_argument(
         "cases",
         nargs="?",
         type=Path,
         metavar="CASES",
-        help='JSONL: {"sample": answer, "expect": its reward, if known, ...the row}',
+        help='JSONL: {"sample": answer, "expect": reward (optional), ...fields of the row}',
     )
 
 
 def _jobs(top: Commands) -> None:
-    jobs = top.group("jobs", "create, follow and steer jobs")
+    jobs = top.group("jobs", "create, watch and control jobs")
     create = jobs.add(
         "create",
-        "create a job from a job file; local files in it are uploaded",
+        "create a job from a job file and upload its local files",
         "jobs_create",
         example="regraft jobs create -f job.toml --set seed=1 --watch",
     )
     create.add_argument("-f", "--file", type=Path, required=True, metavar="JOB", help=".toml, .json or .yaml")
     _set(create)
     first = create.add_mutually_exclusive_group()
-    first.add_argument("--estimate", action="store_true", help="only say what it would take")
+    first.add_argument("--estimate", action="store_true", help="only estimate time and cost")
     first.add_argument(
         "--preview",
         action="store_true",
-        help="let the base model try a few rows first, and ask; in a pipe nothing is created without --yes",
+        help="sample a few rows with the base model, then ask for confirmation (without a terminal: --yes)",
     )
-    create.add_argument("--rows", type=int, metavar="N", help="how many rows a preview tries (8)")
-    create.add_argument("--samples", type=int, metavar="N", help="how many answers to each (8)")
-    create.add_argument("--yes", action="store_true", help="create it after the preview without asking")
-    create.add_argument("--watch", action="store_true", help="follow it to its end")
+    create.add_argument("--rows", type=int, metavar="N", help="rows of the preview (default: 8)")
+    create.add_argument(
+        "--samples", type=int, metavar="N", help="answers per row of the preview (default: 8)"
+    )
+    create.add_argument(
+        "--yes", action="store_true", help="create the job after the preview without confirmation"
+    )
+    create.add_argument("--watch", action="store_true", help="watch the job until it ends")
     listing = jobs.add("list", "list jobs, newest first", "jobs_list")
     listing.add_argument("--limit", type=int, default=20, metavar="N")
     _id(jobs.add("show", "describe a job", "jobs_show"), "job_id")
-    watch = jobs.add("watch", "follow a job until it ends or is paused", "jobs_watch")
+    watch = jobs.add("watch", "watch a job until it ends or is paused", "jobs_watch")
     _id(watch, "job_id")
-    _id(jobs.add("pause", "stop a job at its next checkpoint, to be resumed", "jobs_pause"), "job_id")
-    _id(jobs.add("resume", "go on with a paused job", "jobs_resume"), "job_id")
-    _id(jobs.add("cancel", "stop a job for good", "jobs_cancel"), "job_id")
+    _id(jobs.add("pause", "pause a job at its next checkpoint", "jobs_pause"), "job_id")
+    _id(jobs.add("resume", "resume a paused job", "jobs_resume"), "job_id")
+    _id(jobs.add("cancel", "cancel a job permanently", "jobs_cancel"), "job_id")
     clone = jobs.add(
         "clone",
-        "create the same job once more, with changes",
+        "create a copy of a job, with changes",
         "jobs_clone",
         example="regraft jobs clone ftjob-... --set hyperparameters.n_epochs=2",
     )
     _id(clone, "job_id")
     _set(clone)
-    clone.add_argument("--grader", type=Path, metavar="FILE", help="another grader")
-    clone.add_argument("--watch", action="store_true", help="follow it to its end")
+    clone.add_argument("--grader", type=Path, metavar="FILE", help="replace the grader")
+    clone.add_argument("--watch", action="store_true", help="watch the job until it ends")
 
 
 def _results(top: Commands) -> None:
     rollouts = top.add(
         "rollouts",
-        "show the graded answers of a step or of several, or write them to a file",
+        "show graded answers, or write them to a file",
         "rollouts",
         example="regraft rollouts ftjob-... --step 10 --worst\n"
         "  regraft rollouts ftjob-... --step-from 5 --max-score 0.2\n"
         "  regraft rollouts ftjob-... --to rollouts.parquet --format parquet",
     )
     _id(rollouts, "job_id")
-    rollouts.add_argument("--step", type=int, metavar="N", help="default: latest step (all steps of a file)")
-    rollouts.add_argument("--step-from", type=int, metavar="N", help="the first of several")
-    rollouts.add_argument("--step-to", type=int, metavar="N", help="the last of several")
+    rollouts.add_argument("--step", type=int, metavar="N", help="default: latest step (all steps with --to)")
+    rollouts.add_argument("--step-from", type=int, metavar="N", help="first step of a range")
+    rollouts.add_argument("--step-to", type=int, metavar="N", help="last step of a range")
     rollouts.add_argument(
-        "--split", choices=("train", "valid"), help="of one step train unless given, else both"
+        "--split", choices=("train", "valid"), help="default: train for a single step, otherwise both"
     )
-    rollouts.add_argument("--line", type=int, metavar="N", help="of the dataset file")
+    rollouts.add_argument("--line", type=int, metavar="N", help="line of the dataset file")
     rollouts.add_argument("--finish-reason", choices=("stop", "length"))
     graded = rollouts.add_mutually_exclusive_group()
-    graded.add_argument("--graded", action="store_true", default=None, help="only those with a score")
+    graded.add_argument("--graded", action="store_true", default=None, help="only answers with a score")
     graded.add_argument(
-        "--ungraded", action="store_false", dest="graded", default=None, help="only those without"
+        "--ungraded", action="store_false", dest="graded", default=None, help="only answers without a score"
     )
-    rollouts.add_argument("--error", metavar="KIND", help="why they could not be graded")
-    rollouts.add_argument(
-        "--grader", metavar="NAME", help="a part of a multi grader: scores are those it gave"
-    )
+    rollouts.add_argument("--error", metavar="KIND", help="kind of the grading error")
+    rollouts.add_argument("--grader", metavar="NAME", help="part of a multi grader whose scores are filtered")
     rollouts.add_argument("--min-score", type=float, metavar="X")
     rollouts.add_argument("--max-score", type=float, metavar="X")
-    rollouts.add_argument("--worst", action="store_true", help="those with the lowest reward first")
-    rollouts.add_argument("--limit", type=int, metavar="N", help="20; 0 shows all, and JSON always has all")
-    rollouts.add_argument("-o", "--to", type=Path, metavar="FILE", help="write all of them to a file")
-    rollouts.add_argument("--format", choices=("jsonl", "parquet"), help="of the file: jsonl unless given")
-    checkpoints = top.group("checkpoints", "list and download what a job has made")
-    _id(checkpoints.add("list", "list the kept checkpoints, newest first", "checkpoints_list"), "job_id")
-    download = checkpoints.add("download", "download an adapter in PEFT's format", "checkpoints_download")
+    rollouts.add_argument("--worst", action="store_true", help="sort by reward, lowest first")
+    rollouts.add_argument(
+        "--limit", type=int, metavar="N", help="default: 20; 0: all. JSON output always has all"
+    )
+    rollouts.add_argument(
+        "-o", "--to", type=Path, metavar="FILE", help="write all matching answers to a file"
+    )
+    rollouts.add_argument(
+        "--format", choices=("jsonl", "parquet"), help="format of the file (default: jsonl)"
+    )
+    checkpoints = top.group("checkpoints", "list and download the checkpoints of a job")
+    _id(checkpoints.add("list", "list the checkpoints of a job, newest first", "checkpoints_list"), "job_id")
+    download = checkpoints.add("download", "download an adapter in PEFT format", "checkpoints_download")
     _id(download, "job_id")
-    download.add_argument("checkpoint_id", nargs="?", metavar="CHECKPOINT", help="the best one, unless given")
-    download.add_argument("-o", "--to", type=Path, required=True, metavar="FOLDER", help="a new folder")
+    download.add_argument(
+        "checkpoint_id", nargs="?", metavar="CHECKPOINT", help="default: the best checkpoint"
+    )
+    download.add_argument("-o", "--to", type=Path, required=True, metavar="FOLDER", help="folder to create")
 
 
 def _models(top: Commands) -> None:
     models = top.group("models", "list and delete models")
-    models.add("list", "list what can be trained, and what training has made", "models_list")
+    models.add("list", "list base models and tuned models", "models_list")
     _id(models.add("delete", "delete a tuned model", "models_delete"), "model")
     chat = top.add(
-        "chat", "talk to a model", "chat", example='regraft chat ft:tiny:default::1a2b3c4d "Hello"'
+        "chat", "chat with a model", "chat", example='regraft chat ft:tiny:default::1a2b3c4d "Hello"'
     )
     chat.add_argument("model", metavar="MODEL")
-    chat.add_argument("prompt", nargs="?", metavar="TEXT", help="else a conversation, or what stdin holds")
+    chat.add_argument(
+        "prompt", nargs="?", metavar="TEXT", help="default: stdin, or a conversation in a terminal"
+    )
     chat.add_argument("--system", metavar="TEXT")
     chat.add_argument("--temperature", type=float, metavar="T")
     chat.add_argument("--max-tokens", type=int, metavar="N")
@@ -228,18 +244,20 @@ def _models(top: Commands) -> None:
 def _others(top: Commands) -> None:
     migrate = top.add(
         "migrate-from-openai",
-        "make a job file of an OpenAI job's parameters, and say what differs",
+        "convert an OpenAI job to a job file and report differences",
         "migrate",
         example="regraft migrate-from-openai job.json -o job.toml --model Qwen3-0.6B",
     )
     migrate.add_argument(
-        "job", type=Path, metavar="FILE", help="what was sent to create it, or the job itself"
+        "job", type=Path, metavar="FILE", help="the request that created the job, or the job"
     )
-    migrate.add_argument("-o", "--to", type=Path, required=True, metavar="JOB", help="the .toml to write")
-    migrate.add_argument("--model", metavar="NAME", help="what to train instead")
+    migrate.add_argument(
+        "-o", "--to", type=Path, required=True, metavar="JOB", help="the .toml file to write"
+    )
+    migrate.add_argument("--model", metavar="NAME", help="base model to train")
     completion = top.add(
         "completion",
-        "print a script that completes commands in a shell",
+        "print a shell completion script",
         "completion",
         example="regraft completion bash > ~/.local/share/bash-completion/completions/regraft",
     )
@@ -251,7 +269,7 @@ def _output(parser: argparse.ArgumentParser, *, default: str) -> None:
         "--output",
         choices=("text", "json"),
         default=default,
-        help="text for people (the default), or one JSON document for programs",
+        help="text (default) or one JSON document",
     )
 
 
@@ -266,5 +284,5 @@ def _set(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FIELD=VALUE",
         dest="changes",
-        help="change a field, as hyperparameters.n_epochs=2; may be repeated",
+        help="override a field, such as hyperparameters.n_epochs=2; repeatable",
     )
