@@ -1,8 +1,8 @@
-"""Who may be served now: a bounded share of the process for each kind of long request, and in it one for each project.
+"""Concurrency limits: a share of the process per kind of long request, and within it a share per project.
 
-Beyond its share a project's requests wait in line, and beyond that line they are refused with 429. A place that becomes
-free goes to the waiting project with the fewest places, and among equals to the one whose last turn was longest ago.
-Everything here runs in the server's event loop: nothing is locked, and who waits holds no thread.
+Beyond its share a project's requests queue, and beyond that queue they get 429. A free place goes to the waiting
+project with the fewest places, and among equals to the one served longest ago. Everything here runs in the server's
+event loop, so nothing is locked and a waiting request holds no thread.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from anyio import CapacityLimiter, to_thread
 from core.errors import TooManyAtOnce
 from core.settings import Settings
 
-# In one process, for all projects together.
+# Per process, for all projects together.
 GRADER_RUNS, UPLOADS, STREAMS, PREVIEWS, FILE_READS = 64, 32, 500, 4, 4
-# Large JSON bodies (api/large_bodies.py) that arrive, of up to 2 MiB each, and that are parsed, of up to 30 MB each.
+# Large JSON bodies (api/large_bodies.py): those still arriving, up to 2 MiB each, and those parsed, up to 30 MB each.
 ARRIVING_BODIES, PARSED_BODIES = 64, 8
 ARRIVING_BODIES_PER_PROJECT = 8
-CHECKS = 12  # each waits in one of the 40 threads that answer everybody: the rest of these are for others
+CHECKS = 12  # of the 40 threads of the default pool, leaving the others to ordinary endpoints
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class _Project:
 
 
 class Place:
-    """What `Share` gives out. Leaving twice is fine."""
+    """A place of a `Share`. `leave` is idempotent."""
 
     def __init__(self, share: "Share", project_id: str) -> None:
         self._share: Share | None = share
@@ -48,10 +48,10 @@ class Place:
 
 
 class Share:
-    """At most `places` requests of one kind at once, `per_project` of one project; `waiting` more of each wait.
+    """At most `places` concurrent requests of one kind, `per_project` of one project; `waiting` more of each may queue.
 
     Args:
-        what: the kind in the words of a refusal, such as "grader runs".
+        what: Plural name of the kind for error messages, such as "grader runs".
     """
 
     def __init__(self, what: str, *, places: int, per_project: int, waiting: int = 0) -> None:
@@ -63,7 +63,7 @@ class Share:
 
     @asynccontextmanager
     async def admitted(self, project_id: str) -> AsyncIterator[None]:
-        """A place for as long as the block runs. Raises TooManyAtOnce, as `enter` does."""
+        """Hold a place while the block runs. Raises TooManyAtOnce, as `enter` does."""
         place = await self.enter(project_id)
         try:
             yield
@@ -73,7 +73,7 @@ class Share:
     async def in_thread(
         self, project_id: str, call: Callable[[], T], limiter: CapacityLimiter | None = None
     ) -> T:
-        """What `call` returns in a thread, by default one of those that answer everybody. Raises as `enter` does.
+        """Run `call` in a thread, by default of the common pool, and return its result. Raises as `enter` does.
 
         A thread cannot be stopped: if the caller is cancelled, the place is kept until the thread has ended.
         """
@@ -83,13 +83,13 @@ class Share:
         return await asyncio.shield(running)
 
     async def enter(self, project_id: str) -> Place:
-        """A place for a request of this project, after those that are before it. Cancelling gives up the wait.
+        """Wait for a place for a request of this project. Cancellation removes it from the queue.
 
         Raises:
-            TooManyAtOnce: as many as may wait do so already.
+            TooManyAtOnce: the queue of the project is full.
         """
         project = self._projects.setdefault(project_id, _Project())
-        # A free place is always given to a waiting request first, so none is passed over here.
+        # A free place always goes to a queued request first, so this overtakes nobody.
         if self.taken < self.places and project.running < self.per_project:
             self._take(project)
             return Place(self, project_id)
@@ -102,10 +102,10 @@ class Share:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # its turn came at the same moment
+            if turn.done() and not turn.cancelled():  # granted at the same moment
                 self._leave(project_id)
             else:
-                with suppress(ValueError):  # a place became free at the same moment, and passed it over
+                with suppress(ValueError):  # `_next` has removed it at the same moment
                     project.waiting.remove(turn)
                 self._forget(project_id)
             raise
@@ -132,14 +132,14 @@ class Share:
         return min(able, key=lambda one: (one.running, one.turn), default=None)
 
     def _forget(self, project_id: str) -> None:
-        """Keep no row for a project that has nothing here: there may be any number of projects."""
+        """Delete the row of an idle project: the number of projects is unbounded."""
         project = self._projects.get(project_id)
         if project is not None and not project.running and not project.waiting:
             del self._projects[project_id]
 
 
 class Admission:
-    """The shares of one process."""
+    """The concurrency limits of one process."""
 
     def __init__(self, settings: Settings) -> None:
         self.grader_runs = Share(
@@ -154,11 +154,11 @@ class Admission:
             per_project=settings.uploads_per_project,
             waiting=settings.uploads_waiting_per_project,
         )
-        # A stream lasts as long as its job does, so there is nothing to wait for.
+        # A stream lasts as long as its job, so queueing would be unbounded.
         self.streams = Share("streams", places=STREAMS, per_project=settings.streams_per_project)
-        # Refused and not queued: each takes minutes.
+        # Rejected instead of queued: each takes minutes.
         self.previews = Share("previews", places=PREVIEWS, per_project=2)
-        # What reads whole files before it can answer: estimates, and the beginning of a preview.
+        # Requests that read whole files first: estimates, and the start of a preview.
         self.file_reads = Share("estimates and previews", places=FILE_READS, per_project=2, waiting=16)
         # Of schemas and patterns (api/schemas.py).
         self.checks = Share("checks of schemas and patterns", places=CHECKS, per_project=4, waiting=16)
@@ -168,7 +168,7 @@ class Admission:
             per_project=ARRIVING_BODIES_PER_PROJECT,
             waiting=256,
         )
-        # Only bodies that have arrived wait here, so that none is refused.
+        # Only bodies that have arrived queue here, so none is rejected.
         self.parsed_bodies = Share(
             "large request bodies",
             places=PARSED_BODIES,

@@ -1,4 +1,4 @@
-"""The HTTP service, put together from parts that are passed in."""
+"""The HTTP application, assembled from the components that are passed in."""
 
 import re
 from collections.abc import AsyncIterator
@@ -49,9 +49,9 @@ from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends
 
-# Nothing but files is large: a python grader has at most 256 kB.
+# Only file uploads are larger: a python grader has at most 256 kB.
 MOST_JSON_BYTES = 2 << 20
-# A larger body is read only for a valid key, and waits its turn.
+# A larger body requires a valid key and a place in `Admission`.
 SMALL_JSON_BYTES = 64 << 10
 STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
 STREAM_READERS = 4
@@ -66,7 +66,7 @@ def create_app(
     send: Send,
     rates: Rates | None = None,
 ) -> FastAPI:
-    """The application. The parts it is given are opened and closed by whoever made them.
+    """Build the application. The caller opens and closes the components.
 
     Without `rates`, requests are counted in this process.
     """
@@ -80,7 +80,7 @@ def create_app(
     app = Documented(
         title="regraft",
         description="Reinforcement fine-tuning behind OpenAI's API.",
-        docs_url=None,  # the pages behind these two would load scripts from elsewhere
+        docs_url=None,  # their pages load scripts from external hosts
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
@@ -119,16 +119,16 @@ def create_app(
         most_drained=settings.max_upload_bytes,
         least_rate=settings.min_upload_bytes_per_second,
     )
-    app.add_middleware(azure.AzurePaths)  # outside of what looks at the path
+    app.add_middleware(azure.AzurePaths)  # before everything that reads the path
     app.add_middleware(RequestHeaders)
-    app.add_middleware(Measured)  # the last one added is the outermost
+    app.add_middleware(Measured)  # added last, so it is the outermost
     return app
 
 
 @cache
 def all_routes() -> list[BaseRoute]:
-    """They hold nothing of an application, and making them takes half a second: once in a process is enough."""
-    # Keeps FastAPI from documenting its 422, which we never send; the document then names each status.
+    """Build all routes once per process: it takes half a second, and they hold no state of an application."""
+    # 4XX keeps FastAPI from documenting its 422, which we never return; the document then names each status.
     router = APIRouter(responses={"4XX": {"model": Error}})
     router.include_router(health.router)
     for resource in (

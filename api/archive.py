@@ -1,4 +1,4 @@
-"""/v1/regraft/checkpoints: take a checkpoint home."""
+"""/v1/regraft/checkpoints: download a checkpoint."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ ARCHIVE: dict[int | str, dict[str, Any]] = {
 async def download_checkpoint(
     checkpoint_id: str, project: CurrentProject, service: Parts
 ) -> StreamingResponse:
-    """The adapter in PEFT's format, its tokenizer, a model card and reproduce.json, as an uncompressed tar."""
+    """Download the adapter in PEFT format, its tokenizer, a model card and reproduce.json, as an uncompressed tar."""
 
     def gather() -> export.TakeHome:
         with service.database.read() as session:

@@ -1,4 +1,4 @@
-"""/v1/regraft/jobs/{id}/attempts and /logs: every worker's turn at a job, and what was said there."""
+"""/v1/regraft/jobs/{id}/attempts and /logs: the attempts of a job and their logs."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ class AttemptOut(BaseModel):
     kind: str
     started_at: float
     ended_at: float | None
-    outcome: str | None  # null: it is under way
+    outcome: str | None  # null: still running
     reason: str | None
     resumed_from_step: (
         int | None
-    )  # null: it did not get as far as looking for a checkpoint; 0: there was none
+    )  # null: the attempt ended before it looked for a checkpoint; 0: it started from the beginning
 
     @classmethod
     def of(cls, number: int, attempt: Attempt) -> "AttemptOut":
@@ -40,7 +40,7 @@ class AttemptOut(BaseModel):
 
 @router.get("/{job_id}/attempts")
 def list_attempts(job_id: str, project: CurrentProject, session: ReadSession) -> Listing[AttemptOut]:
-    """When a job was worked on, from which checkpoint, and how each attempt ended; oldest first."""
+    """List the attempts of a job, oldest first: when, from which checkpoint, and with which outcome."""
     job = jobs.get(session, project.id, job_id)
     turns = jobs.attempts(session, job.id)
     return Listing(data=[AttemptOut.of(number, one) for number, one in enumerate(turns, start=1)])
@@ -53,7 +53,7 @@ LOGS: dict[int | str, dict[str, Any]] = {200: {"description": "Plain text.", "co
 def read_logs(
     job_id: str, project: CurrentProject, session: ReadSession, service: Parts
 ) -> StreamingResponse:
-    """What the job's runs have logged, oldest first, as text: the last 256 KiB of each attempt."""
+    """Return the logs of the job's runs as text, oldest first: the last 256 KiB of each attempt."""
     job = jobs.get(session, project.id, job_id)
     said = joblogs.read(service.blobs, project.id, jobs.attempts(session, job.id))
     return StreamingResponse(said, media_type="text/plain; charset=utf-8")

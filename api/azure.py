@@ -1,7 +1,7 @@
-"""The URLs that Azure's clients send, as ours.
+"""Rewrites the URLs of Azure's clients.
 
 `AzureOpenAI(azure_endpoint=..., api_version=...)` of the `openai` package sends /openai/files?api-version=..., and for
-chat /openai/deployments/{model}/chat/completions. Azure's v1 API has /openai/v1/files. All of them are the routes below
+chat /openai/deployments/{model}/chat/completions. Azure's v1 API has /openai/v1/files. All map to the routes below
 /v1; `api-version` is ignored.
 """
 
@@ -16,12 +16,12 @@ from api.deps import CurrentProject, Parts
 
 PREFIX, DEPLOYMENTS = "/openai/", "/openai/deployments/"
 
-# Not in the OpenAPI document, which has each route once.
+# Hidden from the OpenAPI document, which lists each route once.
 router = APIRouter(include_in_schema=False)
 
 
 class AzurePaths:
-    """Rewrites Azure's paths to those of this API, before anything else looks at the path."""
+    """Rewrites Azure's paths to those of this API before any other middleware reads the path."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -33,14 +33,14 @@ class AzurePaths:
 
 
 def rewritten(path: str) -> str | None:
-    """The path below /v1 that one of Azure's stands for; None if it is none, or a deployment's (see the router)."""
+    """The path below /v1 for one of Azure's; None for any other path, or a deployment's (see the router)."""
     if not path.startswith(PREFIX) or path.startswith(DEPLOYMENTS):
         return None
     return "/v1/" + path.removeprefix(PREFIX).removeprefix("v1/")
 
 
 class DeploymentChat(ChatCreate):
-    """A chat completion whose model is the deployment in the path; Azure ignores the one in the body, too."""
+    """A chat completion whose model is the deployment in the path; the one in the body is ignored, as by Azure."""
 
     model: str = ""
 
@@ -55,5 +55,5 @@ async def _described(
 async def create_deployment_chat_completion(
     request: Request, body: Annotated[dict[str, Any], Depends(_described)], upstream: Inference
 ) -> Response:
-    """Answer a chat with the model that the deployment names: a base model, an alias, or a tuned model."""
+    """Create a chat completion with the model of the deployment: a base model, an alias, or a tuned model."""
     return await create_chat_completion(request, body, upstream)

@@ -1,8 +1,7 @@
 """/v1/chat/completions: base models, and the project's tuned models and checkpoints.
 
-The API says which weights a name stands for, at this moment and in this project, and hands the request to the inference
-server. The answer's bytes go through as they come: what the client does not read is not asked for, and a client that
-leaves takes its request along.
+The API resolves a name to weights for this project and forwards the request to the inference server. The bytes of the
+response are relayed as the client reads them, and a client that disconnects aborts the request.
 """
 
 import hashlib
@@ -35,15 +34,15 @@ from core.settings import Settings
 
 router = APIRouter(prefix="/chat/completions", tags=["Chat"])
 
-START_PATIENCE = 30.0  # in which the inference process has to be there; it takes about ten seconds to start
-RECENTLY = 30.0  # what answered so long ago is taken to be there still
-# Reading has the patience of OpenAI's client; the rest is about a server that is near.
+START_PATIENCE = 30.0  # for the inference process to start, which takes about ten seconds
+RECENTLY = 30.0  # the server counts as available for this long after its last response
+# The read timeout of OpenAI's client; the other timeouts assume a server on the same network.
 TIMEOUT = httpx.Timeout(connect=5.0, read=600.0, write=60.0, pool=None)
 MANIFESTS_REMEMBERED = 4096
 
 
 def _default_only(value: Any, info: ValidationInfo) -> None:
-    """Accept only values that ask for nothing; reject anything else by name."""
+    """Accept only no-op values; reject anything else by name."""
     if value not in (None, 0, [], {}, "auto", "none", "default"):
         name = str(info.field_name)
         message = f"Unsupported parameter: '{name}' is not supported by this server; leave it out."
@@ -52,7 +51,7 @@ def _default_only(value: Any, info: ValidationInfo) -> None:
 
 def _text_only(value: Any) -> None:
     if value not in (None, ["text"]):
-        raise ValueError("this server writes text only")
+        raise ValueError("this server generates text only")
 
 
 Unsupported = Annotated[None, BeforeValidator(_default_only)]
@@ -61,7 +60,7 @@ Verbosity = Literal["low", "medium", "high"] | None
 
 
 class Generation(Body):
-    """Parameters that are accepted without effect on the answer, in every API that a model answers in."""
+    """Parameters that every generation endpoint accepts and ignores."""
 
     user: str | None = None
     safety_identifier: str | None = None
@@ -75,7 +74,7 @@ class Generation(Body):
 
 
 class ChatCreate(Chat, Generation):
-    """What OpenAI's client may send: honoured, refused by name, or without effect on the answer."""
+    """The parameters that OpenAI's client may send: honored, rejected by name, or ignored."""
 
     model_config = Chat.model_config
 
@@ -92,23 +91,23 @@ class ChatCreate(Chat, Generation):
     moderation: Unsupported = None
     modalities: Annotated[None, BeforeValidator(_text_only)] = None
 
-    # Without effect, as in a job (core/methods.py): the model reasons as it does.
+    # Ignored, as in a job (core/methods.py).
     reasoning_effort: ReasoningEffort = None
     verbosity: Verbosity = None
 
     def forwarded(self, served: Served) -> dict[str, Any]:
-        """The request as the inference server takes it."""
+        """The request body for the inference server."""
         asked = self.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(Chat.model_fields))
         return asked | {"regraft": served.to_wire()}
 
 
 class Upstream:
-    """The inference server, as one process of the API knows it. Belongs to one event loop."""
+    """The connection of one API process to the inference server. Belongs to one event loop."""
 
     def __init__(self, settings: Settings, *, patience: float = START_PATIENCE) -> None:
         self.url = settings.inference_url.rstrip("/")
         self.patience = patience
-        # Uncompressed: the bytes go through as they are, and a proxy on the way must not pack them.
+        # Uncompressed: the bytes are relayed unchanged, so no proxy may compress them.
         self.headers = {"authorization": f"Bearer {settings.inference_key}", "accept-encoding": "identity"}
         self._heard_at = float("-inf")
         self._manifests: OrderedDict[str, str] = OrderedDict()
@@ -116,7 +115,7 @@ class Upstream:
 
     @property
     def client(self) -> httpx.AsyncClient:
-        """Made when it is first used, in the event loop that it then belongs to."""
+        """Created on first use, in the event loop that it then belongs to."""
         if self._client is None:
             self._client = self._connected()
         return self._client
@@ -131,20 +130,20 @@ class Upstream:
             headers=self.headers,
             timeout=TIMEOUT,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,  # a proxy for the world outside is not meant for the machine next door
+            trust_env=False,  # a proxy for external hosts must not receive this
         )
 
     async def send(self, body: dict[str, Any]) -> httpx.Response:
-        """The answer, of which only the head has been read.
+        """Send a request and return the response once its headers have arrived.
 
         Raises:
-            InvalidRequest: this installation has none.
-            NotReady: the inference server is not there, or not yet.
-            ServiceError: it is there and does not answer.
+            InvalidRequest: this installation has no inference server.
+            NotReady: the inference server is not reachable yet.
+            ServiceError: the inference server does not respond.
         """
         if not self.url:
             raise InvalidRequest(
-                "This server has no inference server: its operator names one in REGRAFT_INFERENCE_URL.",
+                "This server has no inference server; the operator configures one in REGRAFT_INFERENCE_URL.",
                 code="serving_not_configured",
             )
         await self._wait_until_there()
@@ -158,7 +157,7 @@ class Upstream:
                 if isinstance(cause, httpx.ReadTimeout):
                     seconds = request.extensions["timeout"]["read"]
                     raise ServiceError(f"The model has not answered for {seconds:g} s.") from cause
-                # A connection that was kept may have ended with an idle process; a new one finds its successor.
+                # A pooled connection may have closed with an idle process; a new connection reaches its successor.
                 if last or isinstance(cause, httpx.TimeoutException):
                     raise _not_there(cause) from cause
             else:
@@ -170,7 +169,7 @@ class Upstream:
         if time.monotonic() - self._heard_at < RECENTLY:
             return
         try:
-            # The patience is for a process that starts behind a socket which is there; one that is not is told at once.
+            # Wait only while a socket accepts connections for a process that starts; otherwise fail at once.
             timeout = httpx.Timeout(self.patience, connect=TIMEOUT.connect)
             answer = await self.client.get(f"{self.url.removesuffix('/v1')}/healthz", timeout=timeout)
         except httpx.TransportError as cause:
@@ -180,10 +179,10 @@ class Upstream:
         self._heard_at = time.monotonic()
 
     def adapter(self, blobs: BlobStore, checkpoint: Checkpoint) -> Adapter:
-        """Its weights by the hash of their manifest. A checkpoint that is made again is another row: it has another id.
+        """The adapter by the hash of its manifest. A recreated checkpoint is another row with another id.
 
         Raises:
-            BlobNotFound: they are not in the blob store any more.
+            BlobNotFound: the manifest is no longer in the blob store.
         """
         found = self._manifests.get(checkpoint.id)
         if found is None:
@@ -197,10 +196,10 @@ class Upstream:
 def _not_there(cause: httpx.TransportError | None = None) -> NotReady:
     if isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout):
         message = (
-            "Nothing answers at the inference server's address: it is not running, or not yet. Ask again."
+            "The inference server does not accept connections: it is not running or is starting. Try again."
         )
     else:
-        message = "The inference server is starting; ask again."
+        message = "The inference server is starting; try again."
     return NotReady(message, retry_after=5)
 
 
@@ -215,17 +214,17 @@ Inference = Annotated[Upstream, Depends(_upstream)]
 async def described(
     body: ChatCreate, project: CurrentProject, service: Parts, upstream: Inference
 ) -> dict[str, Any]:
-    """The request with the weights that its model stands for."""
+    """The request with the weights that its model name resolves to."""
     if isinstance(body.response_format, ResponseFormat):
         await refuse_unusable_schema(body.response_format, "response_format", service, project)
     return await to_thread.run_sync(_with_weights, body, project, service, upstream)
 
 
 def _with_weights(body: ChatCreate, project: Project, service: Service, upstream: Upstream) -> dict[str, Any]:
-    """In a thread: it asks the database and the blob store."""
+    """Runs in a thread, because it reads the database and the blob store."""
     base = service.registry.resolve(body.model)
     if base in service.registry.models:
-        # OpenAI's answers name the snapshot that an alias leads to.
+        # OpenAI's responses name the snapshot of an alias.
         return body.model_copy(update={"model": base}).forwarded(Served(base_model=base))
     with service.database.read() as session:
         model = tuned.find(session, project.id, body.model)
@@ -249,7 +248,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 async def create_chat_completion(
     request: Request, chat: Annotated[dict[str, Any], Depends(described)], upstream: Inference
 ) -> Response:
-    """Answer a chat, in one piece or as server-sent events."""
+    """Create a chat completion, in one piece or as server-sent events."""
     answer = await until_gone(request.receive, upstream.send(chat))
     if answer is None:
         return Response(status_code=499)
@@ -263,20 +262,22 @@ async def create_chat_completion(
 
 
 async def whole(answer: httpx.Response) -> bytes:
-    """The body of an answer, which is then closed.
+    """Read the body of a response and close it.
 
     Raises:
-        ServiceError: it breaks off, or is none of an inference server that knows the API.
-        NotReady: something in between, a proxy, does not reach the inference server.
+        ServiceError: the response is truncated, or did not come from an inference server that knows this API.
+        NotReady: a proxy could not reach the inference server.
     """
     try:
         content = await answer.aread()
     except httpx.TransportError as cause:
-        raise ServiceError("The inference server broke off its answer.") from cause
+        raise ServiceError(
+            "The inference server closed the connection before its response was complete."
+        ) from cause
     finally:
         await answer.aclose()
     if answer.status_code == 401:
-        raise ServiceError("The inference server does not take the key in REGRAFT_INFERENCE_KEY.")
+        raise ServiceError("The inference server rejected the key in REGRAFT_INFERENCE_KEY.")
     if not (_is(answer, "application/json") if answer.status_code == 200 else _is_error(content)):
         raise _of_something_else(answer.status_code)
     return content
@@ -287,7 +288,7 @@ def _is(answer: httpx.Response, media_type: str) -> bool:
 
 
 def _is_error(content: bytes) -> bool:
-    """Whether it has OpenAI's shape, which our inference server gives to all of them."""
+    """Whether the body is an error in OpenAI's shape, as all errors of our inference server are."""
     try:
         error = json.loads(content)["error"]
         return isinstance(error["message"], str) and "code" in error
@@ -296,23 +297,23 @@ def _is_error(content: bytes) -> bool:
 
 
 def _of_something_else(status: int) -> ServiceError:
-    """What it says itself is a page for people, or about another program; our clients could not read it."""
+    """The error for a response of another program, whose body our clients could not parse."""
     if status in (502, 503, 504):
         return NotReady(
-            f"The proxy could not reach the inference server (status {status}); ask again.",
+            f"The proxy could not reach the inference server (status {status}); try again.",
             retry_after=5,
         )
     return ServiceError(
-        f"The inference server answered with status {status} and not as one does: "
-        "REGRAFT_INFERENCE_URL may name something else, or lack its /v1."
+        f"The inference server answered with status {status} and not in OpenAI's format: "
+        "REGRAFT_INFERENCE_URL may point to another server, or lack /v1."
     )
 
 
 class PassedOn(StreamingResponse):
-    """The events of another server's answer, read as fast as the client takes them; both end together.
+    """The events of an upstream response, read as fast as the client reads them; both close together.
 
     Args:
-        events: made of the answer; None: its bytes as they are.
+        events: Converted events; None: the bytes unchanged.
     """
 
     def __init__(self, answer: httpx.Response, events: AsyncGenerator[bytes, None] | None = None) -> None:
@@ -332,6 +333,6 @@ async def _events(answer: httpx.Response) -> AsyncGenerator[bytes, None]:
     try:
         async for part in answer.aiter_raw():
             yield part
-    except httpx.TransportError:  # too late for a status; clients raise at an event that is an error
-        error = ServiceError("The inference server broke off its answer.")
+    except httpx.TransportError:  # too late for a status code; clients raise on an error event
+        error = ServiceError("The inference server closed the connection before its response was complete.")
         yield b"data: " + AsciiJSON(error.envelope()).body + b"\n\n"

@@ -1,4 +1,4 @@
-"""What an endpoint can ask for: the parts of the service, whose request it is, and ways to the database."""
+"""Dependencies of the endpoints: the components of the service, the caller, and database access."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Service:
-    """The parts that `create_app` was given."""
+    """The components that were passed to `create_app`."""
 
     settings: Settings
     database: Database
@@ -43,8 +43,8 @@ class Service:
     send: Send
     rates: Rates
     admission: Admission
-    # Threads apart from those that answer everybody else: writing uploads, following jobs (each stream asks the
-    # database once a second), and reading whole files.
+    # Separate thread pools: writing uploads, following jobs (each stream queries the database once a second), and
+    # reading whole files must not block ordinary endpoints.
     upload_threads: CapacityLimiter
     stream_readers: CapacityLimiter
     file_readers: CapacityLimiter
@@ -65,8 +65,8 @@ def _read_session(service: Parts) -> Iterator[Session]:
         yield session
 
 
-# scope="function" ends a dependency before the answer is sent. The default ends it afterwards, where a slow
-# client keeps the connection busy, and where a commit that fails has already been answered with 200.
+# scope="function" ends a dependency before the response is sent. The default ends it afterwards, so a slow client
+# would hold the connection, and a failed commit would already have been answered with 200.
 ReadSession = Annotated[Session, Depends(_read_session, scope="function")]
 
 _bearer = HTTPBearer(auto_error=False, description="An API key of this service.")
@@ -77,7 +77,7 @@ _azures_header = APIKeyHeader(
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose request it is."""
+    """The key and the project of a request."""
 
     key: ApiKey
     project: Project
@@ -97,17 +97,17 @@ def _caller(
     request.state.organization_id = found.organization_id  # for the openai-organization header
     _limit_rate(request, service, found)
     if keys.use_is_news(key):
-        background.add_task(_note_use, service.database, key.id)  # when the answer is on its way
+        background.add_task(_note_use, service.database, key.id)  # runs after the response
     return Caller(key, found)
 
 
 async def key_owner(request: Request) -> str:
-    """The id of the project that the request's key opens, for use before the request's body is read.
+    """Authenticate a request before its body is read, and return the id of the key's project.
 
-    Nothing but the key is checked, and no request is counted.
+    Checks only the key, and counts no request against the rate limit.
 
     Raises:
-        InvalidApiKey: as every endpoint that needs a key would.
+        InvalidApiKey: as raised by every endpoint that requires a key.
     """
     token = _token(await _bearer(request), await _azures_header(request))
     organization, project = (request.headers.get(f"openai-{name}") for name in ("organization", "project"))
@@ -129,7 +129,7 @@ def _token(credentials: HTTPAuthorizationCredentials | None, azures_key: str | N
 def _authenticated(
     database: Database, token: str, organization: str | None, project: str | None
 ) -> tuple[ApiKey, Project]:
-    # A session of its own: an upload holds its request open for minutes, and must not hold a connection.
+    # A separate session: an upload keeps its request open for minutes and must not hold a connection.
     with database.read() as session:
         key, found = keys.authenticate(session, token)
         _refuse_mismatched(session, found, organization, project)
@@ -141,8 +141,8 @@ def _refuse_mismatched(
 ) -> None:
     """Raise InvalidApiKey for a header that names another organization or project of this service.
 
-    OpenAI's client sends OPENAI_ORG_ID and OPENAI_PROJECT_ID of the environment. Ids that are not of this service, such
-    as those of an account at OpenAI, are ignored: they cannot be meant for it.
+    OpenAI's client sends OPENAI_ORG_ID and OPENAI_PROJECT_ID of the environment. Ids that this service does not have,
+    such as those of an account at OpenAI, are ignored.
     """
     named = organization or found.organization_id
     if named != found.organization_id and session.get(Organization, named) is not None:
@@ -168,7 +168,7 @@ def _note_use(database: Database, key_id: str) -> None:
     try:
         with database.write() as session:
             keys.note_use(session, key_id)
-    except Exception as cause:  # the request was answered; this is not worth an error of its own
+    except Exception as cause:  # the response was sent; a failure here must not fail the request
         log.warning("could not note the use of %s: %r", key_id, cause)
 
 
@@ -188,11 +188,11 @@ def _current_project(request: Request, caller: CurrentCaller) -> Project:
     return caller.project
 
 
-# The project of the request's key, which must have the scope that the request's method asks for.
+# The project of the request's key, which must have the scope that the HTTP method requires.
 CurrentProject = Annotated[Project, Depends(_current_project)]
-# For a POST that changes and costs nothing.
+# For a POST that changes data at no cost.
 ReadProject = Annotated[Project, Depends(_needs("read"))]
-# For what only the administrator of a project may do.
+# For endpoints that require the admin scope.
 AdminProject = Annotated[Project, Depends(_needs("admin"))]
 
 
@@ -202,7 +202,7 @@ def _own_project(project_id: str, project: AdminProject) -> Project:
     return project
 
 
-# The project that the path names as `project_id`, if it is the administrator's own.
+# The project that the path names as `project_id`, if the key administers it.
 OwnProject = Annotated[Project, Depends(_own_project)]
 
 
@@ -218,5 +218,5 @@ def _unit_of_work(service: Parts, actor: CurrentActor) -> Callable[[], AbstractC
     return partial(unit_of_work, service.database, service.send, actor)
 
 
-# For writing, in the name of the request's key: `with uow() as work:` in the endpoint's body commits there.
+# For writing on behalf of the key: `with uow() as work:` in the endpoint's body commits there.
 Uow = Annotated[Callable[[], AbstractContextManager[Work]], Depends(_unit_of_work, scope="function")]

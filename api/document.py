@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI derives from the endpoints, and the refusals that follow from what they take."""
+"""The OpenAPI document: FastAPI's, plus the error responses that follow from the parameters of each operation."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,32 +7,32 @@ from fastapi import FastAPI
 
 from api.wire import Error
 
-# By status: what is said of it. A route that can be refused in other ways than `refusals_of` knows says so
-# with `responses=refusals(…)`.
+# Description by status. A route with refusals that `refusals_of` does not derive declares them with
+# `responses=refusals(…)`.
 REFUSALS = {
-    400: "Something in the request is wrong; `param` names it.",
-    401: "The API key is missing or wrong.",
-    403: "The API key may not do this.",
-    404: "What the request names does not exist in this project.",
-    410: "What the request names is damaged or missing in the service's store; asking again does not help.",
-    413: "The body is too large.",
-    429: "Too many requests; `retry-after` says when to ask again.",
-    503: "The service cannot answer now.",
-    507: "The service has no room left to store anything.",
+    400: "The request is invalid; `param` names the field.",
+    401: "The API key is missing or invalid.",
+    403: "The API key lacks the required scope.",
+    404: "The resource does not exist in this project.",
+    410: "The stored content is damaged or missing; a retry does not help.",
+    413: "The request body is too large.",
+    429: "Too many requests; `retry-after` says when to retry.",
+    503: "The service is temporarily unavailable.",
+    507: "The service is out of storage.",
 }
 
 
-# For the `openapi_extra` of a POST that any key may send, because it changes nothing.
+# For the `openapi_extra` of a POST that any key may send, because it is read-only.
 FOR_ANY_KEY: dict[str, Any] = {"x-key-scope": "read"}
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For the `responses` of a route: it answers with one of these, in the shape of all errors."""
+    """The `responses` of a route that may return these statuses, in the common error shape."""
     return {status: {"model": Error, "description": REFUSALS[status]} for status in statuses}
 
 
 class Documented(FastAPI):
-    """A FastAPI application whose document names every status that its /v1 routes can answer with."""
+    """A FastAPI application whose OpenAPI document lists every status that its /v1 routes can return."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -47,7 +47,7 @@ class Documented(FastAPI):
 
 
 def refusals_of(method: str, path: str, operation: dict[str, Any]) -> Iterator[int]:
-    """The statuses that what an operation takes brings with it."""
+    """The error statuses that follow from the parameters of an operation."""
     body = "requestBody" in operation
     if body or any(parameter["in"] != "path" for parameter in operation.get("parameters", ())):
         yield 400

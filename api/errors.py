@@ -1,4 +1,4 @@
-"""Every answer that is not a success has the same shape, whoever noticed the mistake."""
+"""Exception handlers: every error response has the same shape."""
 
 import json
 import logging
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 class AsciiJSON(JSONResponse):
-    """Messages quote what was sent, which may be half a surrogate pair: escaped, it can be sent back."""
+    """ASCII-escaped JSON: messages quote the request, which may contain lone surrogates."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Crashes are not handled here but in api/middleware.py, which is where the request id is."""
+    """Register the handlers. api/middleware.py handles crashes, because it knows the request id."""
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _framework_error)
@@ -50,7 +50,7 @@ def _invalid(request: Request, error: Exception) -> Response:
 
 
 def _framework_error(request: Request, error: Exception) -> Response:
-    """What Starlette and FastAPI refuse by themselves: no such URL, no such method, an unreadable body."""
+    """Errors of Starlette and FastAPI themselves: unknown URL, wrong method, unreadable body."""
     assert isinstance(error, HTTPException)
     message, code = error.detail, None
     if error.status_code == 404:
@@ -69,7 +69,7 @@ def _framework_error(request: Request, error: Exception) -> Response:
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    """The answer that the cause gets where it is raised in an endpoint."""
+    """The response for the wrapped cause, as if an endpoint had raised it."""
     assert isinstance(error, Refused)
     handlers = request.app.exception_handlers
     for kind in type(error.cause).__mro__:
@@ -80,14 +80,14 @@ def _refused(request: Request, error: Exception) -> Response:
 
 
 def _not_storable(request: Request, error: Exception) -> Response:
-    """PostgreSQL refuses what no check of ours did: a NUL character in an id, a number beyond 64 bits."""
-    if "\0" in request.scope["path"]:  # of such an id SQLite says that nothing has it
+    """Values that PostgreSQL rejects and our validation does not: a NUL character in an id, an integer over 64 bits."""
+    if "\0" in request.scope["path"]:  # SQLite finds no row for such an id
         return _framework_error(request, HTTPException(404))
     return _service_error(request, InvalidRequest("A value in the request cannot be stored or looked up."))
 
 
 def _database_error(request: Request, error: Exception) -> Response:
-    """A database that is away is not a crash of ours, and worth asking again for."""
+    """An unavailable database is a retryable 503, not a crash."""
     if disk.is_full(error):
         return _service_error(request, no_room(error))
     if not db.is_away(error):
@@ -99,12 +99,12 @@ def _database_error(request: Request, error: Exception) -> Response:
 
 
 def _system_error(request: Request, error: Exception) -> Response:
-    """A full disk is no crash of ours, either."""
+    """A full disk is not a crash either."""
     if not disk.is_full(error):
         raise error
     return _service_error(request, no_room(error))
 
 
 def _gone(request: Request, error: Exception) -> Response:
-    # Nobody reads this; it only keeps a hung-up client out of the log of crashes.
+    # The client has disconnected; this keeps it out of the crash log.
     return _service_error(request, InvalidRequest("The client closed the connection."))

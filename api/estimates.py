@@ -1,4 +1,4 @@
-"""/v1/regraft/estimate: what a job would take, before there is one."""
+"""/v1/regraft/estimate: estimate a job before it is created."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Size(BaseModel):
-    """The size of the job with every "auto" replaced, and ranges of what it will take."""
+    """The size of the job with every "auto" resolved, and ranges of its duration and cost."""
 
     model: str
     gpu_class: str
@@ -42,9 +42,9 @@ class Size(BaseModel):
     group_size: int
     max_completion_tokens: int
     total_steps: int
-    estimate: dict[str, Any] | None  # as a job shows it
-    reason: str | None  # why there is no estimate
-    warnings: list[str]  # what is accepted and has no effect, as the job's events would say
+    estimate: dict[str, Any] | None  # in the shape of a job's estimate
+    reason: str | None  # reason for a missing estimate
+    warnings: list[str]  # accepted parameters without effect, as in the job's events
 
 
 class EstimateOut(Size):
@@ -53,7 +53,7 @@ class EstimateOut(Size):
 
 @dataclass(frozen=True)
 class Asked:
-    """A job that would be accepted, how large it is, and what is known of its like."""
+    """A valid job, its size, and the history of its model."""
 
     name: str
     model: BaseModelEntry
@@ -67,7 +67,7 @@ class Asked:
     warnings: list[str]
 
     def size(self) -> dict[str, Any]:
-        """The fields of Size but for the estimate."""
+        """The fields of Size except the estimate."""
         return {
             "model": self.name,
             "gpu_class": self.gpu_class,
@@ -82,7 +82,7 @@ class Asked:
         }
 
     def estimate(self, of: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """What `of` makes of the history and the size, with its cost."""
+        """Apply `of` to the history and the size, and add the cost."""
         rows = {"train_rows": self.train_rows, "valid_rows": self.valid_rows}
         return usage.with_cost(of(self.past, self.settings, **rows), 0.0, self.price)
 
@@ -102,7 +102,7 @@ async def estimate_job(
 
 
 async def in_reader(service: Service, project: Project, read: Callable[[], T]) -> T:
-    """What `read` returns, in a thread of those that read whole files, when it is the project's turn."""
+    """Run `read` in the thread pool for whole files, within the project's concurrency limit."""
     return await service.admission.file_reads.in_thread(project.id, read, service.file_readers)
 
 
@@ -116,19 +116,19 @@ def _estimate(body: JobCreate, project: Project, service: Service) -> EstimateOu
 
 
 def asked(body: JobCreate, project: Project, service: Service) -> Asked:
-    """Read what the job would be made of; refuses what creating it would refuse, after `refuse_unusable`."""
+    """Read the inputs of the job, with the validation of job creation that follows `refuse_unusable`."""
     model = usable_model(body, service)
     name = service.registry.resolve(body.model)
     price = Price.of(service.settings)
     if body.budget:
-        body.budget.stored(price)  # refused here as it would be there
+        body.budget.stored(price)  # validated here as on creation
     gpu_class = model.gpu_class or service.settings.gpu_class
     with service.database.read() as session:
         find = partial(files.get_dataset, session, project.id)
         training = find(body.training_file, param="training_file")
         validation = find(body.validation_file, param="validation_file")
         past = estimates.history(session, model=name, gpu_class=gpu_class)
-    # The files are read without holding a connection: they may be large.
+    # No connection is held while reading files, which may be large.
     spec = body.method.reinforcement.grader
     train_rows = _rows(service.blobs, training, "training_file", spec, datasets.MAX_TRAINING_ROWS)
     valid_rows = _rows(service.blobs, validation, "validation_file", spec, datasets.MAX_VALIDATION_ROWS)
@@ -148,10 +148,10 @@ def asked(body: JobCreate, project: Project, service: Service) -> Asked:
 
 
 def _rows(blobs: BlobStore, file: File, param: str, spec: GraderSpec, most: int) -> int:
-    """How many rows the file has, by the rules of the job. Holds one at a time.
+    """Count the rows of a file by the validation rules of the job. Holds one row at a time.
 
     Raises:
-        InvalidRequest: the job would refuse the file, in the words of the job.
+        InvalidRequest: the job would reject the file, with the same message.
     """
     try:
         return datasets.count_examples(

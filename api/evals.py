@@ -1,4 +1,4 @@
-"""/v1/evals: the samples of a job's validations where OpenAI shows them. Read only (docs/rollouts.md)."""
+"""/v1/evals: validation samples in the shape of OpenAI's evals. Read-only (docs/rollouts.md)."""
 
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -19,7 +19,7 @@ from graders.spec import hide_secrets
 
 router = APIRouter(prefix="/evals", tags=["Evals"])
 
-Order = Annotated[Literal["asc", "desc"], Query(description="Oldest first, or newest first.")]
+Order = Annotated[Literal["asc", "desc"], Query(description="asc: oldest first; desc: newest first.")]
 ItemStatus = Literal["pass", "fail", "error"]
 
 
@@ -31,7 +31,7 @@ class EvalOut(BaseModel):
     data_source_config: dict[str, Any]
     testing_criteria: list[dict[str, Any]]
     metadata: dict[str, str] | None
-    job_id: str  # ours
+    job_id: str  # extension
 
     @classmethod
     def of(cls, job: Job) -> "EvalOut":
@@ -49,7 +49,7 @@ class EvalOut(BaseModel):
         )
 
 
-# What graders read: `{{item.x}}` and `{{sample.output_text}}`. Rows have any keys beside their messages.
+# The variables of graders: `{{item.x}}` and `{{sample.output_text}}`. Rows may have any keys beside their messages.
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -75,7 +75,7 @@ class RunOut(BaseModel):
     data_source: dict[str, Any]
     metadata: dict[str, str] | None = None
     error: None = None
-    step: int  # ours
+    step: int  # extension
 
     @classmethod
     def of(
@@ -123,7 +123,7 @@ class ItemOut(BaseModel):
     datasource_item: dict[str, Any]
     results: list[dict[str, Any]]
     sample: dict[str, Any]
-    rollout_id: str = Field(description="The same sample in /v1/regraft/jobs/{id}/rollouts.")
+    rollout_id: str = Field(description="Id of this sample in /v1/regraft/jobs/{id}/rollouts.")
 
     @classmethod
     def of(cls, job: Job, page: RolloutPage, row: Row, *, model: str) -> "ItemOut":
@@ -143,7 +143,7 @@ class ItemOut(BaseModel):
 
 
 def _result(criterion: Criterion, row: Row) -> dict[str, Any]:
-    """One grader's verdict. A score of null could not be graded, for this reason."""
+    """The result of one grader. A null score could not be graded, for the given reason."""
     if criterion.key is None:
         reason, error, output = row["reason"], row["error"], row["output"]
     else:
@@ -191,10 +191,10 @@ def list_evals(
     order: Order = "asc",
     order_by: Annotated[
         Literal["created_at", "updated_at"],
-        Query(description="An eval is made with its job and never updated."),
+        Query(description="Evals are created with their job and never updated."),
     ] = "created_at",
 ) -> EndedListing[EvalOut]:
-    """The evals of all jobs."""
+    """List the evals of all jobs."""
     newest_first = order == "desc"
     page = evals.page(session, project.id, after=after, limit=clamped(limit), newest_first=newest_first)
     return _listing([EvalOut.of(job) for job in page.items], page.has_more)
@@ -202,7 +202,7 @@ def list_evals(
 
 @router.get("/{eval_id}")
 def retrieve_eval(eval_id: str, project: CurrentProject, session: ReadSession) -> EvalOut:
-    """Describe the eval of a job."""
+    """Retrieve the eval of a job."""
     return EvalOut.of(evals.job_of(session, project.id, eval_id))
 
 
@@ -217,11 +217,11 @@ def list_runs(
     order: Order = "asc",
     status: Annotated[
         Literal["queued", "in_progress", "completed", "canceled", "failed"] | None,
-        Query(description="A run is here once it is completed."),
+        Query(description="Only completed runs are listed."),
     ] = None,
 ) -> EndedListing[RunOut]:
-    """The validations of a job, by step."""
-    # Here and below the session is closed before pages are read: the blob store must not keep a connection waiting.
+    """List the validations of a job, by step."""
+    # The session is closed before pages are read (here and below): the blob store must not keep a connection waiting.
     with service.database.read() as session:
         job = evals.job_of(session, project.id, eval_id)
         newest_first = order == "desc"
@@ -237,7 +237,7 @@ def list_runs(
 def retrieve_run(
     eval_id: str, run_id: str, request: Request, project: CurrentProject, service: Parts
 ) -> RunOut:
-    """Describe a validation."""
+    """Retrieve a validation."""
     job, run, model = _find(service.database, project, eval_id, run_id)
     return _run(request, service.blobs, job, run, model)
 
@@ -251,9 +251,9 @@ def list_output_items(
     after: After = None,
     limit: Limit = 20,
     order: Order = "asc",
-    status: Annotated[ItemStatus | None, Query(description="error: it could not be graded.")] = None,
+    status: Annotated[ItemStatus | None, Query(description="error: the sample could not be graded.")] = None,
 ) -> EndedListing[ItemOut]:
-    """The samples of a validation, in the order of the validation file."""
+    """List the samples of a validation, in the order of the validation file."""
     job, run, model = _find(service.database, project, eval_id, run_id)
     place = None
     if after is not None and (place := evals.place_of(after, job.id, run.step)) is None:
@@ -274,7 +274,7 @@ def retrieve_output_item(
     project: CurrentProject,
     service: Parts,
 ) -> ItemOut:
-    """One sample of a validation."""
+    """Retrieve one sample of a validation."""
     job, run, model = _find(service.database, project, eval_id, run_id)
     place = evals.place_of(output_item_id, job.id, run.step)
     row = None if place is None else rollouts.at(service.blobs, run, place)
@@ -287,12 +287,12 @@ def retrieve_output_item(
 @router.post("/{path:path}", include_in_schema=False)
 @router.delete("/{path:path}", include_in_schema=False)
 def refuse(project: CurrentProject) -> None:
-    """Nothing here is made, changed or deleted by hand."""
+    """Reject the request: evals are created by jobs only and cannot be changed or deleted."""
     raise MadeByJobs
 
 
 def _find(database: Database, project: Project, eval_id: str, run_id: str) -> tuple[Job, RolloutPage, str]:
-    """The job, its validation, and the name of what was validated."""
+    """Return the job, its validation, and the name of the validated model."""
     with database.read() as session:
         job = evals.job_of(session, project.id, eval_id)
         run = evals.run_of(session, job, run_id)
@@ -301,7 +301,7 @@ def _find(database: Database, project: Project, eval_id: str, run_id: str) -> tu
 
 def _run(request: Request, blobs: BlobStore, job: Job, page: RolloutPage, model: str) -> RunOut:
     summary = page.summary
-    if summary is None:  # of an earlier version
+    if summary is None:  # written by an earlier version
         criteria = evals.criteria(job.reinforcement["grader"])
         summary = evals.summary(rollouts.find(blobs, [page], Wanted()), criteria)
     path = f"v1/regraft/jobs/{job.id}/rollouts?step={page.step}&split=valid"

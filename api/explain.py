@@ -1,4 +1,4 @@
-"""What is wrong with a request, as the one answer to it."""
+"""Converts validation errors to one API error."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +11,16 @@ from graders.spec import InvalidGrader
 
 
 def explain(complaints: Sequence[Complaint], sent: Any) -> InvalidRequest:
-    """The first thing wrong with what was `sent`. A value that fits no branch of a union is one thing."""
+    """Report the first error in `sent`. A value that matches no branch of a union is one error."""
     first = complaints[0]
     where, *loc = first["loc"]
     if where == "body":
         in_body = [dict(one) | {"loc": one["loc"][1:]} for one in complaints if one["loc"][0] == "body"]
         param, about = translator.first_of(in_body, sent)
-    else:  # in the path or the query of the URL
+    else:  # the path or the query string
         param, about = ".".join(map(str, loc)), [one for one in complaints if one["loc"] == first["loc"]]
     cause = about[0].get("ctx", {}).get("error")
-    if isinstance(cause, InvalidGrader):  # has said it better, and knows the path inside the grader
+    if isinstance(cause, InvalidGrader):  # its message already has the path inside the grader
         return InvalidRequest(cause.message, param=cause.param, code=cause.code)
     if isinstance(cause, InvalidParameter):
         return InvalidRequest(str(cause), param=cause.param, code=cause.code)

@@ -1,4 +1,4 @@
-"""/v1/files: uploads, streamed to the blob store while they arrive, and downloads."""
+"""/v1/files: uploads, streamed to the blob store as they arrive, and downloads."""
 
 import logging
 import re
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 router = APIRouter(prefix="/files", tags=["Files"])
 
 
-# OpenAI's contract lets a client ask for 10,000, and its clients go on wherever `has_more` is true, whatever they asked
-# for. A page of 10,000 is 2 MB, and took a second to put together.
+# OpenAI's contract allows a limit of 10,000, and its clients continue while `has_more` is true, whatever the limit.
+# A page of 10,000 is 2 MB and took a second to build.
 MOST_FILES_A_PAGE = 1000
-# The other fields of the form, the lines between them and the headers of each: no more than this by any client.
+# Upper bound of the other form fields, boundaries and part headers of any client.
 MOST_AROUND_A_FILE = 64 << 10
 
 
@@ -44,10 +44,10 @@ class ExpiresAfter(Part):
 
 
 class FormExpiresAfter(ExpiresAfter, strict=False):
-    """As fields of a form, which are text."""
+    """`expires_after` as form fields, which are text."""
 
 
-# OpenAI's list. Jobs read "fine-tune" only; files of the others are kept for their owner.
+# OpenAI's list. Jobs read "fine-tune" only; the other purposes are stored without use.
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
 FileName = Annotated[str, Field(max_length=512, pattern=r"^[^\x00]*$")]
 
@@ -68,7 +68,7 @@ class FileOut(BaseModel):
     expires_at: int | None
     filename: str
     purpose: str
-    # Nothing happens to a file after its upload: its content is validated by the job that names it.
+    # Uploads are never processed: the job that uses a file validates it.
     status: Literal["processed"] = "processed"
     status_details: None = None
 
@@ -120,7 +120,7 @@ def list_files(
     order: Literal["asc", "desc"] = "desc",
     after: After = None,
 ) -> Response:
-    """List the project's files, at most 1000 a page: with `has_more`, the next page begins `after` the last one."""
+    """List the project's files, at most 1000 per page; with `has_more`, continue `after` the last id."""
     newest_first = order == "desc"
     most = min(limit, MOST_FILES_A_PAGE)
     page = files.page(
@@ -128,19 +128,19 @@ def list_files(
     )
     data = [FileOut.of(file) for file in page.items]
     listing = EndedListing[FileOut](data=data, has_more=page.has_more, **ends(page))
-    # Here, in a thread: FastAPI would serialize what is returned in the event loop.
+    # Serialized here, in a thread: FastAPI would do it in the event loop.
     return Response(listing.model_dump_json(), media_type="application/json")
 
 
 @router.get("/{file_id}")
 def retrieve_file(file_id: str, project: CurrentProject, session: ReadSession) -> FileOut:
-    """Describe a file."""
+    """Retrieve a file."""
     return FileOut.of(files.get(session, project.id, file_id))
 
 
 @router.delete("/{file_id}")
 def delete_file(file_id: str, project: CurrentProject, uow: Uow) -> Deleted:
-    """Delete a file. A job that is already using it goes on."""
+    """Delete a file. A job that already uses it continues."""
     with uow() as work:
         files.delete(work, project.id, file_id)
     return Deleted(id=file_id, object="file")
@@ -148,11 +148,11 @@ def delete_file(file_id: str, project: CurrentProject, uow: Uow) -> Deleted:
 
 @router.get("/{file_id}/content", response_class=StreamingResponse, responses=refusals(410, 503))
 def download_file(file_id: str, project: CurrentProject, service: Parts) -> StreamingResponse:
-    """The bytes of a file. The connection breaks before the last of them if they are not those that were uploaded."""
+    """Download a file. The connection is aborted before the last byte if the content does not match its hash."""
     file = _row(service, project, file_id)
     try:
         content = _logged(file, files.read_content(service.blobs, file))
-        first = next(content)  # all of a small file: one that is damaged can still be refused
+        first = next(content)  # all of a small file, so that damage can still be reported with a status
     except BlobNotFound:
         raise _missing(service, project, file_id) from None
     except files.FileDamaged as damage:
@@ -166,13 +166,13 @@ def download_file(file_id: str, project: CurrentProject, service: Parts) -> Stre
 
 
 def _row(service: Service, project: Project, file_id: str) -> File:
-    """In a session that is closed before the blob store is asked, which may take its time."""
+    """Read the row in a session that closes before the blob store is read."""
     with service.database.read() as session:
         return files.get(session, project.id, file_id)
 
 
 def _missing(service: Service, project: Project, file_id: str) -> ServiceError:
-    """The error for a file whose blob is not in the store: 410, or 503 if the store has no blobs at all.
+    """The error for a missing blob: 410, or 503 if the whole store is empty.
 
     Raises:
         FileNotFound: the file was deleted after its row was read.
@@ -197,7 +197,7 @@ def refuse_lost_store(service: Service) -> None:
 
 def _store_is_lost(empty: StoreEmpty) -> Unavailable:
     log.error("%s", empty)
-    return Unavailable("The service cannot find its stored files. Try again later, or tell its operator.")
+    return Unavailable("The service cannot find its stored files. Try again later, or contact the operator.")
 
 
 def _logged(file: File, content: Iterator[bytes]) -> Iterator[bytes]:
@@ -209,12 +209,12 @@ def _logged(file: File, content: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class Arriving:
-    """A file on its way, which is stored first: fields may come after it. If then anything is wrong, it goes again.
+    """An incoming file. It is stored first, since fields may follow it, and removed if validation then fails.
 
-    Its methods take their time, each in whatever thread.
+    The methods block; any thread may call them.
 
     Args:
-        declared: the length of the whole body, 0 if the client has not said.
+        declared: Length of the whole body in bytes; 0 if unknown.
     """
 
     def __init__(self, service: Service, project: Project, declared: int) -> None:
@@ -228,7 +228,7 @@ class Arriving:
         self._kept = False
 
     def open(self) -> None:
-        """Refuse what has no room, before any of it is stored."""
+        """Check the store and the storage quota before anything is stored."""
         refuse_lost_store(self._service)
         self._free = self._free_bytes(max(1, self._declared - MOST_AROUND_A_FILE))
 
@@ -242,7 +242,7 @@ class Arriving:
         return self._stored
 
     def finish(self, once: OnceOnly) -> FileOut | JSONResponse:
-        """The file, or the answer to the first request with this Idempotency-Key."""
+        """Create the file, or return the first response for this Idempotency-Key."""
         asked = _checked(self._sent)
         info = None if self._stored is None else self._stored.info
         if info is None or info.size == 0:
@@ -266,7 +266,7 @@ class Arriving:
             return FileOut.of(file)
 
         answer = once.about(self._sent | {"sha256": info.sha256})(create)
-        # Else the first upload is the file; this one was only needed to compare.
+        # The first upload is the file; this one only served for comparison.
         self._kept = not isinstance(answer, JSONResponse)
         return answer
 
@@ -288,7 +288,7 @@ class Arriving:
 
 
 class _Stored:
-    """The field that holds the file's bytes. `check` is told how many there are, before they are stored."""
+    """The field that holds the file's bytes. `check` receives the size so far before more is stored."""
 
     def __init__(self, writer: BlobWriter, check: Callable[[int], None]) -> None:
         self._writer, self._check = writer, check
@@ -308,12 +308,12 @@ class _Stored:
 
 
 def last_segment(path: str) -> str:
-    """Of a file's name only this is kept: browsers and scripts send whole paths, of either kind."""
+    """The base name of a file: browsers and scripts send whole paths of either kind."""
     return re.split(r"[/\\]", path)[-1]
 
 
 def _set(sent: dict[str, Any], name: str, value: str) -> None:
-    """`expires_after[seconds]` is how a form spells {"expires_after": {"seconds": …}}."""
+    """Set a field; `expires_after[seconds]` is the form encoding of {"expires_after": {"seconds": …}}."""
     if nested := re.fullmatch(r"(\w+)\[(\w+)\]", name):
         inner = sent.setdefault(nested[1], {})
         if isinstance(inner, dict):

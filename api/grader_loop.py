@@ -1,4 +1,4 @@
-"""An event loop for graders, in a thread of its own: what one of them computes delays other graders, never the API."""
+"""An event loop for graders in its own thread, so that a grader that computes delays other graders but not the API."""
 
 import asyncio
 import threading
@@ -9,14 +9,14 @@ T = TypeVar("T")
 
 
 class GraderLoop:
-    """Starts with the first grader. Any event loop may use it."""
+    """Starts with the first grader. Usable from any event loop."""
 
     def __init__(self) -> None:
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, grading: Coroutine[Any, Any, T]) -> T:
-        """What `grading` returns. A cancelled call cancels it, and returns when it has ended."""
+        """Run `grading` and return its result. Cancellation is passed on and awaited."""
         here, there = asyncio.get_running_loop(), self._started()
         ended: asyncio.Future[asyncio.Task[T]] = here.create_future()
         tasks: list[asyncio.Task[T]] = []
@@ -31,7 +31,7 @@ class GraderLoop:
             return (await asyncio.shield(ended)).result()
         except asyncio.CancelledError:
             if not ended.done():
-                there.call_soon_threadsafe(lambda: tasks[0].cancel())  # behind `begin`
+                there.call_soon_threadsafe(lambda: tasks[0].cancel())  # scheduled after `begin`
                 await asyncio.shield(ended)
             raise
 

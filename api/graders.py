@@ -1,4 +1,4 @@
-"""/v1/fine_tuning/alpha/graders: try a grader before a job depends on it."""
+"""/v1/fine_tuning/alpha/graders: validate and run graders."""
 
 from functools import partial
 from typing import Annotated, Any
@@ -29,19 +29,19 @@ from graders.types import Grade, Item, Sample
 
 router = APIRouter(prefix="/fine_tuning/alpha/graders", tags=["Graders"])
 
-# A person is waiting; a job gives graders that ask somebody else longer.
+# Shorter than in a job, where no user waits for the result of a remote grader.
 TIMEOUT_S = 180.0
 
 Grader = Annotated[GraderSpec, BeforeValidator(parse_grader)]
 
 
 def _refuse_unusable(spec: GraderSpec, backends: Backends, param: str) -> None:
-    """Refuse a grader that is well formed but that this server cannot run. Not in an event loop.
+    """Reject a valid grader that this server cannot run. Blocking: not for the event loop.
 
     Raises:
-        InvalidRequest: the operator does not offer what it needs.
-        GraderEnvironmentMissing: the server lacks the environment that it is meant to have.
-        Unavailable: the hazard pool broke.
+        InvalidRequest: the operator has not enabled a required service.
+        GraderEnvironmentMissing: the grader's environment is not built on this server.
+        Unavailable: the hazard pool failed.
     """
     try:
         backends.check(spec, param)
@@ -61,19 +61,19 @@ class GraderRun(Body):
     grader: Grader
     model_sample: str
     item: dict[str, Any] | None = None
-    trace_id: str | None = None  # sent to endpoints, so that their logs can be found again
+    trace_id: str | None = None  # sent to endpoints, to correlate their logs
 
 
 async def refuse(spec: GraderSpec, service: Service, project: Project, param: str = "grader") -> None:
-    """Refuse what `_refuse_unusable` does, and python graders whose source does not compile.
+    """Reject graders that `_refuse_unusable` rejects, and python graders whose source does not compile.
 
-    Patterns are compiled when it is the project's turn among checks, and a source in the sandbox, when it is the
-    project's turn among grader runs.
+    Compiling a pattern counts as a check of the project, compiling a source in the sandbox as a grader run.
 
     Raises:
-        TooManyAtOnce: as many of these of this project as may wait do so already.
+        TooManyAtOnce: the project's queue for these is full.
     """
-    body_is_read()  # creating and validating a job do not watch for a disconnect, and may wait for minutes here
+    # Creating and validating a job do not watch for a disconnect, and may wait here for minutes.
+    body_is_read()
     check = partial(_refuse_unusable, spec, service.backends, param)
     if has_patterns(spec):
         await in_turn(check, service, project)
@@ -94,7 +94,7 @@ async def refuse(spec: GraderSpec, service: Service, project: Project, param: st
 async def validate_grader(
     request: Request, body: GraderValidate, project: ReadProject, service: Parts
 ) -> dict[str, Any] | Response:
-    """Check a grader without running it; the answer has it as a job would keep it."""
+    """Validate a grader without running it, and return it in normalized form."""
 
     async def validated() -> dict[str, Any]:
         await refuse(body.grader, service, project)
@@ -108,9 +108,9 @@ async def validate_grader(
 async def run_grader(
     request: Request, body: GraderRun, project: CurrentProject, service: Parts
 ) -> dict[str, Any] | Response:
-    """Grade one sample. A grader that fails is an answer, too: reward 0, and a flag that says why.
+    """Grade one sample. A failing grader is a successful response: reward 0 and an error flag.
 
-    A client that leaves ends the run, or the wait for its turn.
+    A client that disconnects cancels the run or its place in the queue.
     """
     report = await until_gone(request.receive, _report(service, project, body))
     return Response(status_code=499) if report is None else report

@@ -1,4 +1,4 @@
-"""/healthz and /readyz, for whoever runs the service."""
+"""/healthz and /readyz: liveness and readiness probes."""
 
 from fastapi import APIRouter
 from sqlalchemy.exc import SQLAlchemyError
@@ -14,20 +14,20 @@ router = APIRouter(tags=["Health"])
 
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """The process is up."""
+    """Liveness: the process is running."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", responses=refusals(503))
 def readyz(service: Parts) -> dict[str, str]:
-    """Requests can be served: the database answers with tables of this version or a later one, and disks have room."""
+    """Readiness: the database has a usable schema and the disks have free space."""
     try:
         with service.database.read() as session:
             ready = is_ready(session.connection())
-    except SQLAlchemyError as cause:  # its text may hold a host and a user
-        raise HTTPException(503, f"The database does not answer: {type(cause).__name__}.") from cause
+    except SQLAlchemyError as cause:  # the message may contain a host and a user
+        raise HTTPException(503, f"The database does not respond: {type(cause).__name__}.") from cause
     if not ready:
-        raise HTTPException(503, "The tables are not those of this version: run the migrations.")
+        raise HTTPException(503, "The database schema is older than this version: run the migrations.")
     if problem := Disks(service.settings).problem():
         raise HTTPException(503, problem)
     return {"status": "ok"}

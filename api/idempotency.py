@@ -1,7 +1,6 @@
-"""`Idempotency-Key`: whoever lost the answer to a POST asks again, and gets it instead of a second creation.
+"""`Idempotency-Key`: a repeated POST returns the first response instead of creating a second resource.
 
-Do not use it where the answer shows a secret that is shown once (API keys, signing secrets): answers are stored as
-they were sent.
+Do not use it where the response shows a secret once (API keys, signing secrets): responses are stored unchanged.
 """
 
 import json
@@ -24,7 +23,7 @@ Key = Annotated[
     str | None,
     Header(
         alias="Idempotency-Key",
-        description="The same key with the same request gets the first answer again, for 24 hours.",
+        description="A repeated request with the same key returns the first response, for 24 hours.",
         pattern=r"^[\x20-\x7e]{1,255}$",
     ),
 ]
@@ -32,7 +31,7 @@ Key = Annotated[
 
 @dataclass(frozen=True)
 class OnceOnly:
-    """Calls what creates, in one transaction; with a key, only the first time."""
+    """Runs the creation in one transaction; with a key, only the first time."""
 
     uow: Uow
     project_id: str
@@ -42,11 +41,11 @@ class OnceOnly:
     sent: Any = None
 
     def about(self, sent: Any) -> "OnceOnly":
-        """The same for a request whose content had to be read first; `sent` is JSON that tells it from others."""
+        """The same for a request whose body had to be read first; `sent` is JSON that identifies the content."""
         return replace(self, sent=sent)
 
     def __call__(self, create: Callable[[Work], Made]) -> Made | JSONResponse:
-        """What `create` returns, or the answer that was given earlier: a JSONResponse, and nothing was created.
+        """Return the result of `create`, or the stored first response as a JSONResponse.
 
         Raises:
             InvalidRequest: the key was used for another request.
@@ -70,19 +69,19 @@ def _once_streamed(request: Request, project: CurrentProject, uow: Uow, key: Key
     return OnceOnly(uow, project.id, key, request.method, request.url.path)
 
 
-# For an endpoint that reads its body itself: call `about` when the content is known.
+# For an endpoint that reads its own body: call `about` when the content is known.
 OnceStreamed = Annotated[OnceOnly, Depends(_once_streamed, scope="function")]
 
 
 async def _once(request: Request, once: OnceStreamed) -> OnceOnly:
     if once.key is None:
         return once
-    content = await request.body()  # FastAPI has read it already, and keeps it
+    content = await request.body()  # FastAPI has already read and cached it
     try:
         return once.about(json.loads(content))
-    except ValueError:  # no JSON, so the endpoint will not be called
+    except ValueError:  # invalid JSON, so the endpoint is not called
         return once
 
 
-# For an endpoint whose body is JSON.
+# For an endpoint with a JSON body.
 Once = Annotated[OnceOnly, Depends(_once, scope="function")]

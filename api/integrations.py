@@ -1,4 +1,4 @@
-"""The `integrations` of a job, as callers may write them."""
+"""The `integrations` of a job, as requested."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 from api.wire import Part
 from core.errors import InvalidRequest
 
-# What all three services take; in Trackio it becomes the name of a file.
+# The characters that all three services accept; for Trackio the name becomes a file name.
 Project = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^\w[\w .-]*$")]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f]+$")]
 Entity = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^\w[\w.-]*$")]
@@ -16,10 +16,10 @@ Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f]+
 
 
 class Place(Part):
-    """Where the run of a job is found in a service."""
+    """Where a job's run appears in a service."""
 
     project: Project  # in MLflow: the experiment
-    name: Name | None = None  # of the run; the job's id unless given
+    name: Name | None = None  # of the run; default: the id of the job
     tags: Annotated[list[Tag], Field(max_length=32)] | None = None
 
 
@@ -48,7 +48,7 @@ Integration = Annotated[Wandb | Mlflow | Trackio, Field(discriminator="type")]
 def _one_of_each(asked: list[Integration]) -> list[Integration]:
     kinds = [one.type for one in asked]
     if twice := [kind for kind in kinds if kinds.count(kind) > 1]:
-        raise ValueError(f"'{twice[0]}' is there more than once, and a job has one run in each service")
+        raise ValueError(f"'{twice[0]}' is listed more than once; a job has one run per service")
     return asked
 
 
@@ -56,13 +56,13 @@ Integrations = Annotated[list[Integration], Field(max_length=5), AfterValidator(
 
 
 def stored(asked: Sequence[Integration] | None, enabled: Sequence[str]) -> list[dict[str, Any]]:
-    """As the job keeps them. Raise InvalidRequest for one that the operator has not enabled."""
+    """The integrations as the job stores them. Raise InvalidRequest for one that is not enabled."""
     for index, one in enumerate(asked or []):
         if one.type not in enabled:
-            known = f"enabled are: {', '.join(enabled)}" if enabled else "none is enabled"
+            known = f"enabled: {', '.join(enabled)}" if enabled else "none is enabled"
             message = (
-                f"The integration '{one.type}' is not enabled on this server ({known}); its operator does that with "
-                "REGRAFT_INTEGRATIONS. Leave it out: the metrics are also at /v1/regraft/jobs/{id}/metrics."
+                f"The integration '{one.type}' is not enabled on this server ({known}); the operator enables it in "
+                "REGRAFT_INTEGRATIONS. Without it, the metrics are available at /v1/regraft/jobs/{id}/metrics."
             )
             raise InvalidRequest(message, param=f"integrations[{index}].type")
     return [one.model_dump(mode="json") for one in asked or []]

@@ -1,4 +1,4 @@
-"""/v1/regraft/jobs/{id}/request: what to send to get the same job again."""
+"""/v1/regraft/jobs/{id}/request: the request that creates the same job again."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 
 @router.get("/{job_id}/request")
 def show_request(job_id: str, project: CurrentProject, session: ReadSession) -> dict[str, Any]:
-    """The body that creates this job again, "auto" where it had "auto"; what a grader's headers hold is masked."""
+    """Return the body that recreates this job, with its "auto" values; values of grader headers are masked."""
     job = jobs.get(session, project.id, job_id)
     asked = {name: value for name, value in integrations.of_method(job).items() if value is not None}
     reinforcement = asked | {"grader": hide_secrets(asked["grader"])}

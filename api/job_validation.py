@@ -1,4 +1,4 @@
-"""/v1/regraft/jobs/validate: whether a job would be accepted, without creating it."""
+"""/v1/regraft/jobs/validate: validate a job without creating it."""
 
 from collections.abc import Collection
 from functools import partial
@@ -23,7 +23,7 @@ FileField = Literal["training_file", "validation_file"]
 
 
 class JobValidate(Body):
-    """`job` is the body of POST /fine_tuning/jobs. `local_files` are those of its files that are not uploaded yet."""
+    """`job` is the body of POST /fine_tuning/jobs. `local_files` names those of its files that are not uploaded yet."""
 
     job: dict[str, Any]
     local_files: Annotated[list[FileField], Field(max_length=2)] = []
@@ -40,8 +40,8 @@ class JobValidation(BaseModel):
 
 @router.post("", responses=refusals(404), openapi_extra=FOR_ANY_KEY)
 async def validate_job(body: JobValidate, project: ReadProject, service: Parts) -> JobValidation:
-    """Check a job by the rules that creating it applies. Nothing is created, and no file is read."""
-    # A file that is only at the caller's has no id yet; any two that differ stand for those.
+    """Validate a job as on creation. Nothing is created, and no file is read."""
+    # A local file has no id yet; any two distinct ids stand for the two files.
     sent = body.job | {field: f"file-local-{field}" for field in body.local_files}
     try:
         job = JobCreate.model_validate(sent)

@@ -1,4 +1,4 @@
-"""/v1/fine_tuning/jobs: create a job, watch it, stop it."""
+"""/v1/fine_tuning/jobs: create, watch and control jobs."""
 
 import re
 import secrets
@@ -53,12 +53,12 @@ def _required(value: Any) -> Any:
 
 GRADER_PARAM = "method.reinforcement.grader"
 Checked = BeforeValidator(partial(parse_grader, param=GRADER_PARAM))
-NoNul = r"^[^\x00]*$"  # PostgreSQL could store it, but not search for it
+NoNul = r"^[^\x00]*$"  # PostgreSQL can store it, but not search for it
 
 
 def _printable(text: str) -> str:
     if not text.isprintable():
-        raise ValueError("it may have letters, digits, punctuation and plain spaces, and no other characters")
+        raise ValueError("only letters, digits, punctuation and plain spaces are allowed")
     return text
 
 
@@ -68,10 +68,10 @@ MetadataValue = Annotated[str, Field(max_length=512, pattern=NoNul)]
 
 
 def _nothing(value: Any, info: ValidationInfo) -> None:
-    """Accept null and empty values; refuse any other by name."""
+    """Accept null and empty values; reject anything else by name."""
     if value not in (None, [], {}):
         where = f"method.reinforcement.{info.field_name}"
-        message = f"'{where}' is not supported by this version: an answer is one message, without tools."
+        message = f"'{where}' is not supported by this version: answers are single messages without tools."
         raise InvalidParameter(message, param=where, code="unsupported_parameter")
 
 
@@ -86,7 +86,7 @@ class Reinforcement(Part):
     grader: Annotated[GraderSpec, Checked]
     hyperparameters: Annotated[Hyperparameters, BeforeValidator(_empty_for_null)] = Hyperparameters()
     response_format: ResponseFormat | None = None
-    tools: Nothing = None  # Azure's, as the next one
+    tools: Nothing = None  # Azure's field, as is the next one
     max_episode_steps: Nothing = None
 
     @model_validator(mode="after")
@@ -94,7 +94,7 @@ class Reinforcement(Part):
         if self.hyperparameters.advanced.supervision == "process" and self.grader.type not in GIVE_STEPS:
             raise ValueError(
                 f"supervision 'process' needs a grader that scores steps ({' or '.join(GIVE_STEPS)}), "
-                f"and '{self.grader.type}' gives one score an answer"
+                f"and '{self.grader.type}' gives one score per answer"
             )
         return self
 
@@ -109,18 +109,18 @@ class Method(Part):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, sent: Any) -> Any:
-        """A typed object of a client dumps the methods that it does not use as nulls."""
+        """A client's typed object serializes unused methods as nulls."""
         if not isinstance(sent, dict):
             return sent
         return {key: one for key, one in sent.items() if key not in UNSUPPORTED_METHODS or one is not None}
 
 
-# A bound far from anybody's use, so that no sum of such numbers is infinite.
+# Above any realistic budget; keeps sums of such numbers finite.
 Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
 
 
 class Budget(Part):
-    """A cap on what a job may use: {"gpu_seconds"}, or {"amount", "currency"} at the service's price."""
+    """A cap on a job's usage: {"gpu_seconds"}, or {"amount", "currency"} at the service's price."""
 
     gpu_seconds: Positive | None = None
     amount: Positive | None = None
@@ -131,7 +131,7 @@ class Budget(Part):
         if (self.gpu_seconds is None) == (self.amount is None):
             raise ValueError("give either gpu_seconds, or amount and currency")
         if (self.amount is None) != (self.currency is None):
-            raise ValueError("amount and currency belong together")
+            raise ValueError("amount and currency must be given together")
         return self
 
     def stored(self, price: Price) -> dict[str, Any]:
@@ -139,15 +139,15 @@ class Budget(Part):
 
 
 class BudgetChange(Body):
-    budget: Budget | None  # null removes it; left out would be a request that says nothing
+    budget: Budget | None  # null removes the cap; the field is required, so that an empty request is an error
 
 
 def _null(value: Any) -> None:
-    """What reaches this is null or empty."""
+    """Only null and empty values reach this."""
 
 
 def refuse_unsupported_method(sent: Mapping[str, Any]) -> None:
-    """Raise InvalidParameter for a job of a method that this service does not train, whatever else is wrong with it.
+    """Raise InvalidParameter for an unsupported method, before any other validation error.
 
     OpenAI's quickstart sends no method, which means "supervised" there.
     """
@@ -173,15 +173,15 @@ def refuse_unsupported_method(sent: Mapping[str, Any]) -> None:
 class JobCreate(Body):
     model: str
     training_file: str
-    # OpenAI's reference calls it optional, and its guide required for reinforcement.
+    # Optional in OpenAI's reference, and required for reinforcement in its guide.
     validation_file: Annotated[str, BeforeValidator(_required)]
     method: Method
     suffix: Suffix | None = None
     seed: Annotated[int, Field(ge=0, le=2147483647)] | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     integrations: Integrations | None = None
-    budget: Budget | None = None  # ours: extra_body={"budget": ...}
-    # Azure's price tier. It means nothing here, so it is accepted and ignored.
+    budget: Budget | None = None  # extension: extra_body={"budget": ...}
+    # Azure's price tier. Accepted and ignored.
     training_type: str | None = Field(default=None, alias="trainingType", max_length=64)
     hyperparameters: Annotated[None, BeforeValidator(_null)] = None  # see refuse_unsupported_method
 
@@ -202,7 +202,7 @@ class JobCreate(Body):
         return file_id
 
     def reinforcement(self) -> dict[str, Any]:
-        """method.reinforcement as the job keeps and shows it."""
+        """method.reinforcement as the job stores and shows it."""
         asked = self.method.reinforcement
         return {
             "grader": dump(asked.grader),
@@ -212,14 +212,14 @@ class JobCreate(Body):
 
 
 class QueueOut(BaseModel):
-    """Where a waiting job stands in its line, from 1, and what it waits for."""
+    """Position of a waiting job in its queue, from 1, and what blocks it."""
 
     position: int
     reason: str
 
 
 class VerdictOut(BaseModel):
-    """The delivered model against its base on the validation rows (docs/training.md, The verdict)."""
+    """The delivered model compared with its base on the validation rows (docs/training.md, The verdict)."""
 
     outcome: Literal["improved", "no_difference", "worse"]
     base_reward: float
@@ -233,11 +233,11 @@ class VerdictOut(BaseModel):
     rows: int
     ungraded: int
     step: int
-    ground: str | None = None  # null: the interval alone decides
+    ground: str | None = None  # null: decided by the interval alone
 
 
 class JobOut(BaseModel):
-    """Every key of OpenAI's job, always; null where there is nothing to say."""
+    """Every key of OpenAI's job is always present, with null for no value."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -259,17 +259,17 @@ class JobOut(BaseModel):
     metadata: dict[str, str] | None
     user_provided_suffix: str | None
     usage_metrics: dict[str, Any] | None
-    queue: QueueOut | None  # null: the job does not wait
+    queue: QueueOut | None  # null: the job is not waiting
     shared_with_openai: Literal[False] = False
-    eval_id: str  # what its validations are found under; empty until the first one
-    # Ours.
+    eval_id: str  # the eval of its validations; empty before the first one
+    # Extensions.
     budget: dict[str, Any] | None
     estimate: dict[str, Any] | None
-    verdict: VerdictOut | None  # null: the job has not ended, or had nothing to compare
+    verdict: VerdictOut | None  # null: the job has not ended, or there was nothing to compare
 
     @classmethod
     def of(cls, job: Job, price: Price, place: waiting.Place | None) -> "JobOut":
-        """From the row and its place in the queue alone: `shown` knows those of a hundred jobs by one query."""
+        """From the row and its place in the queue only: `shown` fetches the places of a hundred jobs with one query."""
         asked = integrations.of_method(job)
         shown = {
             "grader": hide_secrets(asked["grader"]),
@@ -331,7 +331,7 @@ class CheckpointOut(BaseModel):
     id: str
     object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
     created_at: int
-    fine_tuned_model_checkpoint: str | None  # null: its name was deleted
+    fine_tuned_model_checkpoint: str | None  # null: the name was deleted
     fine_tuning_job_id: str
     step_number: int
     metrics: dict[str, int | float]
@@ -351,7 +351,7 @@ class CheckpointOut(BaseModel):
 
 
 def shown(session: Session, service: Service, *some: Job) -> list[JobOut]:
-    """The jobs as their project sees them now; one query for all of them."""
+    """The jobs as the API shows them; one query for all of them."""
     places = waiting.places(session, some, service.settings.default_limits)
     price = Price.of(service.settings)
     return [JobOut.of(job, price, places.get(job.id)) for job in some]
@@ -361,7 +361,7 @@ def shown(session: Session, service: Service, *some: Job) -> list[JobOut]:
 async def create_job(
     body: JobCreate, project: CurrentProject, service: Parts, once: Once
 ) -> JobOut | JSONResponse:
-    """Queue a reinforcement fine-tuning job."""
+    """Create a reinforcement fine-tuning job."""
     await refuse_unusable(body, service, project)
     return await to_thread.run_sync(_created, body, project, service, once)
 
@@ -401,7 +401,7 @@ def list_jobs(
     after: After = None,
     limit: Limit = 20,
 ) -> Listing[JobOut]:
-    """List jobs, newest first; `metadata[k]=v` picks those that have it, `metadata=null` those with none."""
+    """List jobs, newest first; `metadata[k]=v` filters by a pair, `metadata=null` selects jobs without metadata."""
     query = request.query_params
     page = jobs.page(
         session,
@@ -416,13 +416,13 @@ def list_jobs(
 
 @router.get("/{job_id}")
 def retrieve_job(job_id: str, project: CurrentProject, session: ReadSession, service: Parts) -> JobOut:
-    """Describe a job."""
+    """Retrieve a job."""
     return shown(session, service, jobs.get(session, project.id, job_id))[0]
 
 
 @router.post("/{job_id}/cancel", responses=refusals(400))
 def cancel_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
-    """Stop a job for good."""
+    """Cancel a job permanently."""
     with uow() as work:
         job = jobs.get(work.session, project.id, job_id)
         jobs.cancel(work, job)
@@ -431,7 +431,7 @@ def cancel_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -
 
 @router.post("/{job_id}/pause", responses=refusals(400))
 def pause_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
-    """Stop a job at its next checkpoint, to be resumed."""
+    """Pause a job at its next checkpoint."""
     with uow() as work:
         job = jobs.get(work.session, project.id, job_id)
         jobs.pause(work, job)
@@ -440,7 +440,7 @@ def pause_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) ->
 
 @router.post("/{job_id}/resume", responses=refusals(400))
 def resume_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
-    """Go on with a paused job from its last checkpoint."""
+    """Resume a paused job from its last checkpoint."""
     with uow() as work:
         job = jobs.get(work.session, project.id, job_id)
         jobs.resume(work, job)
@@ -453,7 +453,7 @@ def resume_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -
 def change_budget(
     job_id: str, body: BudgetChange, project: CurrentProject, service: Parts, uow: Uow
 ) -> JobOut:
-    """Give an unfinished job another cap, or none. A job that paused at its old one is resumed by `resume`."""
+    """Change or remove the budget of an unfinished job. A job that paused at its old budget must be resumed."""
     budget = body.budget.stored(Price.of(service.settings)) if body.budget else None
     with uow() as work:
         job = jobs.get(work.session, project.id, job_id)
@@ -465,7 +465,7 @@ def change_budget(
 def list_events(
     job_id: str, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
 ) -> Listing[EventOut]:
-    """What happened to a job, newest first."""
+    """List the events of a job, newest first."""
     job = jobs.get(session, project.id, job_id)
     page = events.page(session, job.id, after=after, limit=clamped(limit))
     return Listing(data=[EventOut.of(event) for event in page.items], has_more=page.has_more)
@@ -480,20 +480,20 @@ def list_checkpoints(
     after: After = None,
     limit: Limit = 10,
 ) -> EndedListing[CheckpointOut]:
-    """The job's kept checkpoints, newest first."""
+    """List the checkpoints of a job, newest first."""
     job = jobs.get(session, project.id, job_id)
     page = tuned.checkpoints(session, job, after=after, limit=clamped(limit))
     names = tuned.names(session, page.items)
-    # In production the place in the store is the operator's business.
+    # Only the embedded deployment shows paths in the blob store.
     url = service.blobs.url if service.settings.embedded else lambda key: None
     data = [CheckpointOut.of(one, names.get(one.id), url(one.blob_prefix)) for one in page.items]
     return EndedListing(data=data, has_more=page.has_more, **ends(page))
 
 
 async def refuse_unusable(body: JobCreate, service: Service, project: Project) -> None:
-    """Refuse a grader that this server cannot run, and a schema that answers cannot be held to.
+    """Reject a grader that this server cannot run, and a schema that cannot be enforced.
 
-    Together with `accept` these are the rules of a job. A check that waits for the project's turn holds no thread.
+    Together with `accept` these are the validation rules of a job. A queued check holds no thread.
     """
     asked = body.method.reinforcement
     await refuse(asked.grader, service, project, GRADER_PARAM)
@@ -503,16 +503,16 @@ async def refuse_unusable(body: JobCreate, service: Service, project: Project) -
 
 @dataclass(frozen=True)
 class Accepted:
-    """What the service makes of a request for a job that it accepts, but for the files."""
+    """The validated parts of a job request, without its files."""
 
-    base_model: str  # with an alias resolved
+    base_model: str  # aliases are resolved
     model: BaseModelEntry
     budget: dict[str, Any] | None
     integrations: list[dict[str, Any]]
 
 
 def accept(body: JobCreate, service: Service) -> Accepted:
-    """Check against this installation what `refuse_unusable` has let through.
+    """Check a request that passed `refuse_unusable` against this installation.
 
     Creating a job and validating one share these rules.
     """
@@ -525,11 +525,11 @@ def accept(body: JobCreate, service: Service) -> Accepted:
 
 
 def usable_model(body: JobCreate, service: Service) -> BaseModelEntry:
-    """The model to train; refuses what this service cannot do with it."""
+    """Return the model to train; reject requests that this service cannot fulfill with it."""
     model = service.registry.get(body.model)
     if where := reads_tools(body.method.reinforcement.grader, GRADER_PARAM):
         message = (
-            f"'{where}' reads sample.output_tools, and no answer of a job has any: training has no tools."
+            f"'{where}' reads sample.output_tools, but answers of a job have none: tools are not supported."
         )
         raise InvalidRequest(message, param=where, code="unsupported_parameter")
     advanced = body.method.reinforcement.hyperparameters.advanced
@@ -540,24 +540,24 @@ def usable_model(body: JobCreate, service: Service) -> BaseModelEntry:
 
 
 def _known_sampler(model: BaseModelEntry, settings: Settings) -> SamplerName | None:
-    """None: it depends on the worker, which refuses what its sampler cannot do before it loads the model."""
+    """None: it depends on the worker, which validates the request before it loads the model."""
     gpu_class = model.gpu_class or settings.gpu_class
     choice = settings.of_class(gpu_class).sampler
     return sampler_of(model, choice, device_of(settings, gpu_class), vllm_installed=None)
 
 
 def shown_hyperparameters(asked: dict[str, Any], resolved: dict[str, Any] | None) -> dict[str, Any]:
-    """What was asked for, "auto" included; and what that came to, once a run has resolved it."""
+    """The requested hyperparameters, "auto" included, and their resolved values once a run has resolved them."""
     if resolved is None:
         return asked
-    # OpenAI's own names stay where its users look for them.
+    # OpenAI's own names stay at the top level, where its users expect them.
     known = {name: value for name, value in resolved.items() if name in asked}
     ours = {name: value for name, value in resolved.items() if name not in asked}
     return asked | known | {"advanced": asked["advanced"] | ours}
 
 
 def checkpoint_metrics(checkpoint: Checkpoint) -> dict[str, int | float]:
-    """The numbers clients rank checkpoints by, in both spellings that are in use."""
+    """The numbers that clients rank checkpoints by, in both common spellings."""
     measured = checkpoint.metrics
     train, valid = measured.get("train_mean_reward"), measured.get("full_valid_mean_reward")
     shown = {

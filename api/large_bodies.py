@@ -1,4 +1,4 @@
-"""Large JSON bodies: read only for a valid key, and parsed a few at a time.
+"""Large JSON bodies: read only with a valid key, and parsed a few at a time.
 
 FastAPI reads and parses a body before any dependency runs, the one that checks the key included, and 2 MB of JSON can
 become 30 MB of Python objects.
@@ -18,7 +18,7 @@ _current: ContextVar["_Body | None"] = ContextVar("large_body", default=None)
 
 
 class Refused(HTTPException):
-    """Carries `cause` through FastAPI's reading of the body, which lets out no other class of exception."""
+    """Carries `cause` through FastAPI's body parsing, which re-raises only HTTPException."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(500)
@@ -26,16 +26,16 @@ class Refused(HTTPException):
 
 
 class LargeBodies:
-    """Checks the key before a body of more than `small` bytes is read on, and bounds how many are in memory.
+    """Checks the key before reading a body beyond `small` bytes, and bounds how many are in memory.
 
-    A body has a place in `arriving` from its first byte, or from the one beyond `small` if its length was not
-    announced, and one in `parsed` from its last byte. Both are free again when the application waits for the client to
-    disconnect, calls `body_is_read`, begins to answer, or returns. There are two, so that clients that send slowly do
-    not keep others from having their bodies parsed.
+    A body holds a place in `arriving` from its first byte (or from byte `small` if its length was not announced), and
+    one in `parsed` from its last byte. Both are released when the application waits for the client to disconnect, calls
+    `body_is_read`, starts the response, or returns. There are two limits, so that slow clients do not keep others from
+    having their bodies parsed.
 
     Args:
-        streamed: requests whose whole path matches read their body in pieces, after their key was checked.
-        owner: returns the id of the project that a request's key opens; raises for a key that opens none.
+        streamed: Requests whose whole path matches read their body in pieces, after their key was checked.
+        owner: Returns the id of the project of a request's key; raises for an invalid key.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class LargeBodies:
 
 
 def body_is_read() -> None:
-    """Let the next large body be parsed. For an endpoint that may wait long and does not watch for a disconnect."""
+    """Release the place of this body, for an endpoint that may wait long without watching for a disconnect."""
     body = _current.get()
     if body is not None:
         body.leave()
 
 
 class _Body:
-    """The body of one request. Nothing is asked and nothing waits while it is small."""
+    """The body of one request. A small body needs no key check and no place."""
 
     def __init__(self, limits: LargeBodies, request: Request, receive: Receive) -> None:
         self._limits, self._request, self._receive = limits, request, receive

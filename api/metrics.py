@@ -1,4 +1,4 @@
-"""How long requests take, by route: plain ASGI, as in api/middleware.py, and outside of all that is there."""
+"""Request latency by route: plain ASGI, as in api/middleware.py, and the outermost middleware."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ PROBES = frozenset({"/healthz", "/readyz"})
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 REQUESTS = Histogram(
     "regraft_http_request_seconds",
-    "From a request's arrival to the first byte of its answer.",
+    "Seconds from the arrival of a request to the first byte of its response.",
     ("route", "method", "status"),
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
     registry=COUNTED,
@@ -24,7 +24,7 @@ REQUESTS = Histogram(
 
 
 class Measured:
-    """Counts each answer when it begins: how long a stream of events or a download goes on is up to its reader."""
+    """Observes each response when it starts: the duration of a stream or download depends on the client."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -53,11 +53,11 @@ class Measured:
 
 
 def route_of(scope: Scope) -> str:
-    """The route's template, such as /v1/files/{file_id}; "none" where no route is: paths are the caller's to choose."""
+    """The route's template, such as /v1/files/{file_id}; "none" for unknown paths, which would be unbounded labels."""
     return getattr(scope.get("route"), "path", "none")
 
 
 def method_of(scope: Scope) -> str:
-    """So is any word as a method."""
+    """The HTTP method; unknown ones are unbounded labels, too."""
     method: str = scope["method"]
     return method if method in METHODS else "other"

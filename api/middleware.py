@@ -1,6 +1,6 @@
-"""What surrounds every request, whatever answers it: OpenAI's headers, crashes, bodies too large to hold.
+"""Middleware for every request: OpenAI's headers, crashes, and bodies that are too large or too slow.
 
-Plain ASGI, because Starlette's BaseHTTPMiddleware would put a queue between an endpoint and its streams.
+Plain ASGI, because Starlette's BaseHTTPMiddleware puts a queue between an endpoint and its streams.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _CALLERS_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class RequestHeaders:
-    """Names the request, times it, and answers 500 in the right shape when the application crashes."""
+    """Sets the request id and duration headers, and turns a crash into a 500 in the common error shape."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -58,28 +58,27 @@ class RequestHeaders:
             except Exception as cause:
                 error = _crash(cause, scope, request_id)
                 if answering:
-                    raise  # too late for another answer: the server cuts the connection, and the client notices
+                    raise  # too late for another status: the server closes the connection
                 answer = JSONResponse(error.envelope(), error.status_code, dict(error.headers))
                 await answer(scope, receive, send_with_headers)
 
 
 class TooSlow(HTTPException):
-    """The client has stopped sending the body that it announced, or sends it by the drop."""
+    """The client stopped sending the announced body, or sends it too slowly."""
 
     def __init__(self, least: int, window_s: float) -> None:
         super().__init__(
             408,
             f"The request body arrives too slowly: fewer than {least} bytes a second for {window_s:g} s.",
-            # Whatever comes after this on the connection is the rest of the body.
+            # The rest of the body would be read as the next request.
             {"connection": "close"},
         )
 
 
 class Pace:
-    """The least that a client has to send: `least` bytes a second, in each `window_s` seconds that we wait for it.
+    """Minimum rate of a client: `least` bytes per second in each `window_s` seconds of waiting for it.
 
-    Time in which nobody asks for the next piece, because a slow disk or the request's turn is waited for, is not the
-    client's.
+    Time in which the server does not read, because of a slow disk or a concurrency limit, does not count.
     """
 
     def __init__(self, least: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -87,7 +86,7 @@ class Pace:
         self._waited, self._received = 0.0, 0
 
     async def keep(self, receive: Receive) -> Message:
-        """The next piece of the body. Raises TooSlow."""
+        """Receive the next piece of the body. Raises TooSlow."""
         if not self._least:
             return await receive()
         began = self._clock()
@@ -113,12 +112,12 @@ class Pace:
 
 
 class BodyLimit:
-    """No body is held in memory beyond `most_bytes`, none is left half read, and none arrives by the drop.
+    """Rejects bodies beyond `most_bytes` or below the minimum rate, and drains what a rejected client still sends.
 
-    A request whose whole path matches `streamed` reads its body in pieces and has a limit of its own.
+    A request whose whole path matches `streamed` reads its body in pieces and has its own limit.
 
     Args:
-        least_rate: bytes a second that a client has to send, on average over `window_s`; 0: any.
+        least_rate: Minimum bytes per second, on average over `window_s`; 0: none.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class BodyLimit:
             try:
                 return await pace.keep(receive)
             except TooSlow:
-                unread = False  # the rest is not read
+                unread = False  # reading stopped
                 raise
 
         async def counted() -> Message:
@@ -163,13 +162,14 @@ class BodyLimit:
             unread = unread and message.get("more_body", False)
             received += len(message.get("body", b""))
             if limited and received > self.most_bytes:
-                # The one exception that FastAPI lets out of its reading of the body.
+                # The only exception class that FastAPI's body parsing re-raises.
                 raise HTTPException(413, f"The request body is larger than {self.most_bytes} bytes.")
             return message
 
         async def send_after_reading(message: Message) -> None:
             nonlocal unread
-            # A client that is still sending when the connection closes may never see why. So read on a while.
+            # A client that is still sending when the connection closes may never read the response, so drain for a
+            # while.
             budget = self.most_drained
             while unread and budget > 0:
                 try:
@@ -192,7 +192,7 @@ def no_room(cause: BaseException) -> InsufficientStorage:
 
 
 def _crash(cause: Exception, scope: Scope, request_id: str) -> ServiceError:
-    """The error for an unexpected exception. Any library may raise what means that a store is full."""
+    """The error for an unexpected exception. Any library may raise one that means that a store is full."""
     if disk.is_full(cause):
         return no_room(cause)
     log.error("request failed: %s %s", scope["method"], scope["path"], exc_info=cause)

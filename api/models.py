@@ -1,4 +1,4 @@
-"""/v1/models: what can be trained, and what training has made."""
+"""/v1/models: base models and tuned models."""
 
 from typing import Literal
 
@@ -27,7 +27,7 @@ class ModelOut(BaseModel):
 
     @classmethod
     def base(cls, name: str, registry: Registry) -> "ModelOut":
-        """A base model, or an alias of one: then `root` is the model it leads to."""
+        """A base model, or an alias of one with its target as `root`."""
         return cls(id=name, created=0, owned_by="regraft", root=registry.resolve(name), parent=None)
 
     @classmethod
@@ -41,7 +41,7 @@ class ModelOut(BaseModel):
         )
 
 
-# A name is everything behind /models/: base models have slashes in it, tuned ones colons.
+# The name is the rest of the path after /models/: base models contain slashes, tuned ones colons.
 
 
 @router.get("")
@@ -54,7 +54,7 @@ def list_models(project: CurrentProject, session: ReadSession, service: Parts) -
 
 @router.get("/{model:path}")
 def retrieve_model(model: str, project: CurrentProject, session: ReadSession, service: Parts) -> ModelOut:
-    """Describe a model."""
+    """Retrieve a model."""
     if model in service.registry.names:
         return ModelOut.base(model, service.registry)
     found = tuned.find(session, project.id, model)
@@ -66,7 +66,7 @@ def retrieve_model(model: str, project: CurrentProject, session: ReadSession, se
 
 @router.delete("/{model:path}", responses=refusals(400))
 def delete_model(model: str, project: CurrentProject, service: Parts, uow: Uow) -> Deleted:
-    """Delete a tuned model. Its job and its checkpoints stay."""
+    """Delete the name of a tuned model. Its job and checkpoints are kept."""
     if model in service.registry.names:
         raise InvalidRequest(f"'{model}' is a base model; only tuned models can be deleted.", param="model")
     with uow() as work:

@@ -1,4 +1,4 @@
-"""multipart/form-data read while it arrives: nothing is kept that the caller did not ask for."""
+"""Streaming parser for multipart/form-data: keeps only what the caller stores."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from core.errors import InvalidRequest
 
 MOST_FIELDS = 16
 MOST_FIELD_BYTES = 1024
-# So much is collected before a thread writes it. Between two of these, an upload holds no thread.
+# Bytes collected before a thread writes them. In between, an upload holds no thread.
 PIECE_BYTES = 256 << 10
 
 
 class FormPart(Protocol):
-    """Takes what one field of the form holds, as it arrives."""
+    """Receives the content of one form field as it arrives."""
 
     def write(self, data: bytes) -> None: ...
 
@@ -43,13 +43,13 @@ class Text:
 
 
 class FormReader:
-    """A form that arrives in pieces.
+    """Incremental parser of a form.
 
     Args:
-        begin: called with the name and the file name of each field; what it returns gets the field.
+        begin: Called with the name and file name of each field; returns the receiver of its content.
 
     Raises:
-        InvalidRequest: it is not a form.
+        InvalidRequest: the body is not a form.
     """
 
     def __init__(self, content_type: str, begin: Callable[[str, str | None], FormPart]) -> None:
@@ -78,17 +78,18 @@ class FormReader:
             )
 
     def feed(self, data: bytes) -> None:
-        """Read the next piece.
+        """Parse the next piece.
 
         Raises:
-            InvalidRequest: it is no form, or has too many fields. What a field raises goes through.
+            InvalidRequest: the body is not a form, or has too many fields. Errors of a field's receiver are raised
+            unchanged.
         """
         if not self._ended:
             with _readable():
                 self._parser.write(data)
 
     def close(self) -> None:
-        """InvalidRequest unless the form has ended."""
+        """Raise InvalidRequest unless the form is complete."""
         if not self._ended:
             raise InvalidRequest("The request ended in the middle of the form.", code="invalid_form")
 
@@ -129,12 +130,12 @@ class FormReader:
 
 
 class FormReceiver(Protocol):
-    """What becomes of a form."""
+    """Consumes the fields of a form."""
 
     def begin(self, name: str, filename: str | None) -> FormPart: ...
 
     def abort(self) -> None:
-        """Leave nothing behind. Also called at the end, then without effect."""
+        """Discard everything. Also called at the end, then without effect."""
 
 
 Made = TypeVar("Made")
@@ -143,10 +144,10 @@ Made = TypeVar("Made")
 async def receive(
     request: Request, to: FormReceiver, finish: Callable[[], Made], threads: CapacityLimiter
 ) -> Made:
-    """What `finish` makes of the request's form. A thread is held while something is written, and not in between.
+    """Feed the request's form to `form` and return the result of `finish`. Holds a thread only while writing.
 
-    The next piece is read from the client when this one is written: a client is never faster than the store, and
-    there is never more than a piece in memory.
+    The next piece is read from the client after this one is written, so a client is never faster than the store and
+    at most one piece is in memory.
     """
     piece = bytearray()
     try:

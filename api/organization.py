@@ -1,4 +1,4 @@
-"""/v1/organization: what the administrator of a project needs of its keys, limits, usage and log."""
+"""/v1/organization: keys, limits, usage and audit log of a project, for its administrators."""
 
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ from core.keys import NewKey, Scope
 from core.limits import Limits
 from core.models import ApiKey, AuditEntry, now
 
-# 403 also for reading: all of it is for administrators.
+# 403 also on reading: everything here requires the admin scope.
 router = APIRouter(prefix="/organization", tags=["Organization"], responses=refusals(403))
 KEYS = "/projects/{project_id}/api_keys"
 
@@ -25,7 +25,7 @@ A_YEAR = 365 * 24
 class KeyCreate(Body):
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00]*$")]
     scope: Scope = "write"
-    owner: Text = ""  # the person it is made for
+    owner: Text = ""  # the person who uses the key
     expires_in_days: Annotated[int, Field(ge=1, le=3650)] | None = None
 
 
@@ -43,7 +43,7 @@ class KeyOut(BaseModel):
     created_at: int
     expires_at: int | None
     revoked_at: int | None
-    last_used_at: int | None  # to the minute
+    last_used_at: int | None  # with a resolution of one minute
 
     @classmethod
     def of(cls, key: ApiKey) -> "KeyOut":
@@ -51,7 +51,7 @@ class KeyOut(BaseModel):
 
 
 class NewKeyOut(KeyOut):
-    value: str  # the key itself, this once
+    value: str  # shown only in this response
 
     @classmethod
     def made(cls, made: NewKey) -> "NewKeyOut":
@@ -87,13 +87,13 @@ class AuditOut(BaseModel):
 
 
 class LimitsOut(Limits):
-    """Those that hold, the operator's defaults among them; null: no such limit."""
+    """The effective limits, including the operator's defaults; null: unlimited."""
 
     object: Literal["organization.project.limits"] = "organization.project.limits"
 
 
 class UsageOut(BaseModel):
-    """What is used of each limit, by the limit's name."""
+    """Current usage by the name of the limit."""
 
     object: Literal["organization.project.usage"] = "organization.project.usage"
     running_jobs: int
@@ -107,7 +107,7 @@ class UsageOut(BaseModel):
 def list_audit_logs(
     project: AdminProject, session: ReadSession, after: After = None, limit: Limit = 20
 ) -> EndedListing[AuditOut]:
-    """Every change in the project of the key, newest first."""
+    """List the audit log of the key's project, newest first."""
     page = audit.page(session, project.id, after=after, limit=clamped(limit))
     data = [AuditOut.of(entry) for entry in page.items]
     return EndedListing(data=data, has_more=page.has_more, **ends(page))
@@ -115,25 +115,25 @@ def list_audit_logs(
 
 @router.get("/projects/{project_id}/limits")
 def retrieve_limits(project: OwnProject, service: Parts) -> LimitsOut:
-    """What the project may use at most."""
+    """Retrieve the effective limits of the project."""
     return LimitsOut(**tenants.limits(project, service.settings.default_limits).given())
 
 
 @router.get("/projects/{project_id}/usage")
 def retrieve_usage(project: OwnProject, session: ReadSession) -> UsageOut:
-    """What the project uses now, and used in the last 30 days."""
+    """Retrieve current usage and that of the last 30 days."""
     return UsageOut(**tenants.in_use(session, project.id))
 
 
 @router.get(KEYS)
 def list_keys(project: OwnProject, session: ReadSession) -> Listing[KeyOut]:
-    """The project's API keys, newest first, those that expired or were revoked too."""
+    """List the project's API keys, newest first, including expired and revoked ones."""
     return Listing(data=[KeyOut.of(key) for key in keys.of_project(session, project.id)])
 
 
 @router.post(KEYS)
 def create_key(body: KeyCreate, project: OwnProject, uow: Uow) -> NewKeyOut:
-    """Make an API key. Its value is in this answer and nowhere else."""
+    """Create an API key. Its value is shown only in this response."""
     expires_at = None if body.expires_in_days is None else now() + body.expires_in_days * tenants.DAY
     with uow() as work:
         made = keys.create_key(
@@ -144,13 +144,13 @@ def create_key(body: KeyCreate, project: OwnProject, uow: Uow) -> NewKeyOut:
 
 @router.get(KEYS + "/{key_id}")
 def retrieve_key(key_id: str, project: OwnProject, session: ReadSession) -> KeyOut:
-    """Describe an API key."""
+    """Retrieve an API key."""
     return KeyOut.of(keys.get(session, key_id, project.id))
 
 
 @router.post(KEYS + "/{key_id}/rotate")
 def rotate_key(key_id: str, project: OwnProject, uow: Uow, body: KeyRotate = KeyRotate()) -> NewKeyOut:
-    """Make a new API key in the place of this one, which dies at once or after `grace_hours`."""
+    """Replace an API key. The old key is revoked at once or after `grace_hours`."""
     with uow() as work:
         made = keys.rotate(work, keys.get(work.session, key_id, project.id), grace_hours=body.grace_hours)
     return NewKeyOut.made(made)
@@ -158,7 +158,7 @@ def rotate_key(key_id: str, project: OwnProject, uow: Uow, body: KeyRotate = Key
 
 @router.delete(KEYS + "/{key_id}")
 def revoke_key(key_id: str, project: OwnProject, uow: Uow) -> Deleted:
-    """Refuse an API key from now on."""
+    """Revoke an API key."""
     with uow() as work:
         keys.revoke(work, keys.get(work.session, key_id, project.id))
     return Deleted(id=key_id, object="organization.project.api_key.deleted")

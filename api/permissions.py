@@ -1,4 +1,4 @@
-"""/v1/fine_tuning/checkpoints/{checkpoint}/permissions: which other projects may call a tuned model."""
+"""/v1/fine_tuning/checkpoints/{checkpoint}/permissions: share tuned models with other projects."""
 
 from typing import Annotated, Literal
 
@@ -14,7 +14,7 @@ from core.errors import ModelNotFound
 from core.models import CheckpointPermission, Project, TunedModel
 from core.pages import Page
 
-# A checkpoint is named by its model name, which may have slashes in it.
+# The path uses the model name of the checkpoint, which may contain slashes.
 router = APIRouter(prefix="/fine_tuning/checkpoints/{checkpoint:path}/permissions", tags=["Fine-tuning"])
 
 
@@ -37,7 +37,7 @@ class PermissionOut(BaseModel):
 def create_permissions(
     checkpoint: str, body: PermissionCreate, project: AdminProject, uow: Uow
 ) -> EndedListing[PermissionOut]:
-    """Let other projects of the organization call the model in chats and look it up. It stays this project's."""
+    """Allow other projects of the organization to use and retrieve the model. Its owner does not change."""
     with uow() as work:
         granted = tuned.share(work, _own(work.session, project, checkpoint), body.project_ids)
         return _listing(Page(granted, has_more=False))
@@ -53,7 +53,7 @@ def list_permissions(
     after: After = None,
     limit: Limit = 10,
 ) -> EndedListing[PermissionOut]:
-    """List the projects that may call the model besides its own."""
+    """List the other projects that may use the model."""
     page = tuned.permissions(
         session,
         _own(session, project, checkpoint),
@@ -67,7 +67,7 @@ def list_permissions(
 
 @router.delete("/{permission_id}")
 def delete_permission(checkpoint: str, permission_id: str, project: AdminProject, uow: Uow) -> Deleted:
-    """Revoke a permission; the project's next request for the model gets 404."""
+    """Revoke a permission; later requests of that project for the model return 404."""
     with uow() as work:
         tuned.unshare(work, _own(work.session, project, checkpoint), permission_id)
     return Deleted(id=permission_id, object="checkpoint.permission")

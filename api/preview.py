@@ -1,4 +1,4 @@
-"""/v1/regraft/preview: what the base model makes of a few rows, before a job is paid for."""
+"""/v1/regraft/preview: sample a few rows with the base model before creating a job."""
 
 import asyncio
 import hashlib
@@ -45,10 +45,10 @@ T = TypeVar("T")
 
 
 class PreviewCreate(JobCreate):
-    """The body that would create the job, and how much of it to try."""
+    """The body that would create the job, and the size of the preview."""
 
     rows: Annotated[int, Field(ge=1, le=32)] = 8
-    samples: Annotated[int, Field(ge=2, le=32)] = 8  # of each row
+    samples: Annotated[int, Field(ge=2, le=32)] = 8  # per row
 
     @model_validator(mode="after")
     def _bounded(self) -> "PreviewCreate":
@@ -58,8 +58,8 @@ class PreviewCreate(JobCreate):
 
 
 class PreviewOut(Size):
-    """The job's size and estimate as of /v1/regraft/estimate, the latter with the lengths that were measured; and what
-    the answers to a few rows came to. core/preview.py says what each number is."""
+    """The job's size and estimate as in /v1/regraft/estimate, with the measured answer lengths, and the results of the
+    preview. core/preview.py documents each number."""
 
     object: Literal["regraft.preview"] = "regraft.preview"
     prompts: list[ShownPrompt]
@@ -80,13 +80,13 @@ class PreviewOut(Size):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A preview that nothing speaks against, and the requests to the inference server that it takes."""
+    """A validated preview and its requests to the inference server."""
 
     body: PreviewCreate
     project_id: str
     asked: Asked
     rows: Sequence[Example]
-    chats: Sequence[dict[str, Any]]  # `samples` for each row
+    chats: Sequence[dict[str, Any]]  # `samples` per row
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,9 @@ class Completion:
 
 
 class Slot:
-    """A place among the previews that run at once, which is kept until the thread that grades has ended.
+    """A place among the concurrent previews, held until its grading thread has ended.
 
-    That thread goes on when its client has left or was told that it took too long. Otherwise whoever asks again and
-    again would take all threads there are.
+    That thread continues after a disconnect or a timeout. Otherwise repeated requests could occupy all threads.
     """
 
     def __init__(self, place: Place) -> None:
@@ -120,7 +119,7 @@ class Slot:
 
 
 def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepared:
-    """In a thread: it asks the database and reads files."""
+    """Runs in a thread, because it reads the database and files."""
     with service.database.read() as session:
         limits = tenants.limits(project, service.settings.default_limits)
         if (beyond := tenants.used_up(session, project.id, limits)) is not None:
@@ -139,10 +138,10 @@ async def preview_job(
     service: Parts,
     upstream: Inference,
 ) -> PreviewOut | Response:
-    """Try the job's prompts, sampling and grader on a few rows with the base model. Nothing is created.
+    """Sample a few rows with the base model and grade them as the job would. Nothing is created.
 
-    The answers are sampled as the job would, by the inference server, and judged by the job's grader: what judges read
-    and wrote counts towards the project's limit.
+    The inference server samples the answers with the job's parameters, and the job's grader judges them. Tokens of
+    judges count towards the project's limit.
     """
 
     async def read() -> Prepared:
@@ -155,13 +154,13 @@ async def preview_job(
     try:
         slot = Slot(await service.admission.previews.enter(project.id))
     except TooManyAtOnce:
-        raise NotReady("Other previews are still running; ask again.", retry_after=10) from None
+        raise NotReady("Other previews are still running; try again.", retry_after=10) from None
     try:
         async with asyncio.timeout(LONGEST_S):
             made = await until_gone(request.receive, _previewed(prepared, service, upstream, slot))
     except TimeoutError:
         raise InvalidRequest(
-            f"The preview took longer than {LONGEST_S:.0f} s. Ask for fewer rows or samples, or for shorter answers.",
+            f"The preview took longer than {LONGEST_S:.0f} s. Request fewer rows or samples, or shorter answers.",
             code="preview_too_slow",
         ) from None
     finally:
@@ -170,7 +169,7 @@ async def preview_job(
 
 
 async def _previewed(prepared: Prepared, service: Service, upstream: Upstream, slot: Slot) -> PreviewOut:
-    # One token first, so that loading the model is not taken for the speed of sampling.
+    # One token first, so that the time to load the model does not count as sampling time.
     await _complete(upstream, prepared.chats[0] | {"max_completion_tokens": 1}, prepared.rows[0])
     started = time.perf_counter()
     rows = [row for row in prepared.rows for _ in range(prepared.body.samples)]
@@ -206,10 +205,10 @@ async def _previewed(prepared: Prepared, service: Service, upstream: Upstream, s
 
 
 def _some_rows(blobs: BlobStore, file: File, count: int, seed: int) -> list[Example]:
-    """So many rows, or all there are, every row as likely as any other; one is held in memory for each that is chosen.
+    """A uniform sample of the rows, or all if there are fewer; only the chosen ones are held in memory.
 
     Raises:
-        InvalidRequest: a line of the file is no row.
+        InvalidRequest: a line of the file is invalid.
     """
     chosen: list[Example] = []
     draw = random.Random(f"{seed}/preview")
@@ -224,13 +223,13 @@ def _some_rows(blobs: BlobStore, file: File, count: int, seed: int) -> list[Exam
 
 
 def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[str, Any]:
-    """The request for one answer, sampled as the job would."""
+    """The request for one answer, with the job's sampling parameters."""
     digest = hashlib.sha256(f"{body.seed or 0}/preview/{row.line}/{member}".encode()).digest()
     try:
         chat = Chat.model_validate(
             {
                 "model": asked.name,
-                # What a message weighs is for its own loss, which a job does not have.
+                # Message weights apply to a supervised loss, which a job does not have.
                 "messages": [
                     {key: value for key, value in message.items() if key != "weight"}
                     for message in row.messages
@@ -253,7 +252,7 @@ def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[
 
 
 async def _all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """What they return, in order; the first error ends all of them."""
+    """Run all calls concurrently and return their results in order; the first error cancels the others."""
     slots = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def one(call: Callable[[], Awaitable[T]]) -> T:
@@ -284,7 +283,7 @@ async def _complete(upstream: Upstream, chat: dict[str, Any], row: Example) -> C
 
 
 def _refusal(row: Example, status: int, error: dict[str, Any], retry_after: str | None) -> ServiceError:
-    """The inference server's error as ours. What it says of a chat, it says of a row of the file."""
+    """The inference server's error as ours; an error about a chat is one about a row of the file."""
     message, code = error["message"], error["code"]
     if status == 503:
         return NotReady(message, retry_after=int(retry_after) if retry_after else None, code=code)
@@ -298,9 +297,9 @@ def _refusal(row: Example, status: int, error: dict[str, Any], retry_after: str 
 def _graded(
     prepared: Prepared, service: Service, completions: Sequence[Completion]
 ) -> tuple[list[Grade], int]:
-    """The grades, and the tokens of judges, which are counted even when nobody waits for the answer any more.
+    """The grades, and the token usage of judges, which is recorded even after a disconnect.
 
-    In a thread and not in the server's event loop, which a grader that computes for a second would stop.
+    Runs in a thread: a grader that computes for a second would block the server's event loop.
     """
     OWNER.set(prepared.project_id)
     reinforcement = prepared.body.method.reinforcement

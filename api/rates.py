@@ -1,7 +1,7 @@
-"""How many requests a minute a project may send: a bucket of tokens that fills as time passes.
+"""Rate limits: requests per minute and project, as a token bucket.
 
-It starts full, with a minute's worth, so short bursts are fine; each request takes one, and one grows back every
-60 / requests_per_minute seconds.
+The bucket starts full with a minute's worth of tokens, so short bursts pass; each request takes one token, and one is
+added every 60 / requests_per_minute seconds.
 """
 
 import logging
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # in production's extra only
+if TYPE_CHECKING:  # installed with the production extra only
     from redis import Redis
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Taken:
-    """What asking for one token came to: whether there was one, and how full the bucket is now."""
+    """The result of taking one token: whether it was available, and the fill level now."""
 
     allowed: bool
     tokens: float
@@ -32,7 +32,7 @@ class Taken:
         return max(1, math.ceil((1 - self.tokens) * 60 / self.per_minute))
 
     def headers(self) -> dict[str, str]:
-        """OpenAI's; `reset` is when the bucket will be full."""
+        """OpenAI's rate limit headers; `reset` is when the bucket will be full."""
         full = (self.per_minute - self.tokens) * 60 / self.per_minute
         return {
             "x-ratelimit-limit-requests": str(self.per_minute),
@@ -43,16 +43,16 @@ class Taken:
 
 class Rates(Protocol):
     def take(self, project_id: str, per_minute: int) -> Taken:
-        """Take one token out of the project's bucket, if there is one."""
+        """Take one token from the project's bucket if available."""
 
 
 class LocalRates:
-    """For one process: the embedded default."""
+    """Buckets of one process: the embedded default."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = Lock()
-        self._buckets: dict[str, tuple[float, float]] = {}  # tokens, and when that was
+        self._buckets: dict[str, tuple[float, float]] = {}  # tokens, and the time of that count
 
     def take(self, project_id: str, per_minute: int) -> Taken:
         with self._lock:
@@ -66,14 +66,14 @@ class LocalRates:
 
 
 class RedisRates:
-    """Shared by all API processes, by Redis' own clock.
+    """Buckets shared by all API processes, by the clock of Redis.
 
-    Where Redis does not answer, requests are let through and it is logged: a service that works matters more than
-    a limit that holds. Redis is then left alone for `PAUSE_S` seconds, so that not every request waits for it.
+    If Redis does not respond, requests pass and a warning is logged: availability matters more than the limit. Redis is
+    then skipped for `PAUSE_S` seconds, so that not every request waits for it.
     """
 
     PAUSE_S = 10.0
-    # Reading, filling and taking must be one step, or two processes would take the same token.
+    # Reading, refilling and taking must be atomic, or two processes could take the same token.
     SCRIPT = """
         local most, now = tonumber(ARGV[1]), redis.call('TIME')
         now = now[1] + now[2] / 1000000
@@ -98,7 +98,7 @@ class RedisRates:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        # Every request asks, and none may wait for a Redis that is away: no retries, and a tenth of a second.
+        # On the path of every request, so none may wait for an unavailable Redis: no retries, and a timeout of 0.1 s.
         patience = {"socket_timeout": 0.1, "socket_connect_timeout": 0.1, "retry": Retry(NoBackoff(), 0)}
         return cls(Redis.from_url(url, **patience), clock)
 
@@ -116,7 +116,7 @@ class RedisRates:
 
 
 def open_rates(broker_url: str) -> Rates:
-    """Shared where the broker is Redis, otherwise in this process."""
+    """Shared buckets if the broker is Redis, otherwise local ones."""
     if not broker_url.startswith(("redis://", "rediss://")):
         return LocalRates()
     return RedisRates.at(broker_url)

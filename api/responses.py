@@ -1,7 +1,7 @@
-"""/v1/responses: the same answers as chat completions, in the shapes of OpenAI's Responses API.
+"""/v1/responses: chat completions in the shapes of OpenAI's Responses API.
 
-A request becomes a chat completion (api/chat.py), and its answer or its events become those of the Responses API.
-Nothing is stored: to continue a conversation, send the earlier messages again.
+A request is converted to a chat completion (api/chat.py), and its response or events are converted back. Nothing is
+stored: to continue a conversation, send the earlier messages again.
 """
 
 import json
@@ -51,7 +51,7 @@ from graders.template import quoted
 
 router = APIRouter(prefix="/responses", tags=["Responses"])
 
-# Where a request has its schema, and where Chat has it.
+# The path of the schema in a request, and in Chat.
 SCHEMA, CHATS_SCHEMA = "text.format.schema", "response_format.json_schema.schema"
 LOGPROBS = "message.output_text.logprobs"
 
@@ -70,7 +70,7 @@ NotStored = Annotated[None, BeforeValidator(_not_stored)]
 
 
 class ResponseText(ContentPart):
-    """Text of a message; what an earlier answer's text has besides is ignored."""
+    """Text of a message; other fields of an earlier answer's text are ignored."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -81,7 +81,7 @@ class ResponseText(ContentPart):
 
 
 class InputMessage(Part):
-    """A message of the conversation; an earlier answer is sent back as it was in `output`."""
+    """A message of the conversation; an earlier answer is sent back unchanged from `output`."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -111,7 +111,7 @@ class InputMessage(Part):
 
 
 class TextSchema(JsonSchema):
-    """text.format, where Chat has the same fields below `json_schema`."""
+    """text.format; Chat has the same fields under `json_schema`."""
 
     type: Literal["json_schema"]
 
@@ -121,7 +121,7 @@ class TextConfig(Part):
     verbosity: Verbosity = None
 
     def response_format(self) -> dict[str, Any] | None:
-        """As Chat has it."""
+        """The same in the shape of Chat."""
         if self.format is None:
             return None
         sent = self.format.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -138,7 +138,7 @@ class TextConfig(Part):
 
 
 class Reasoning(Part):
-    """Without effect: the model reasons as it does."""
+    """Ignored: reasoning effort cannot be configured."""
 
     effort: ReasoningEffort = None
     summary: str | None = None
@@ -148,7 +148,7 @@ class Reasoning(Part):
 
 
 class ResponseCreate(Generation):
-    """What OpenAI's client may send: honored, without effect on the answer, or refused by name."""
+    """The parameters that OpenAI's client may send: honored, ignored, or rejected by name."""
 
     model: str
     input: Annotated[
@@ -194,7 +194,7 @@ class ResponseCreate(Generation):
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def chat(self) -> Chat:
-        """The same question as a chat completion. What is valid here is valid there."""
+        """The same request as a chat completion. Validation here implies validity there."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
@@ -217,7 +217,7 @@ class ResponseCreate(Generation):
 
 @dataclass
 class Answer:
-    """A response while it is made: the parameters that it repeats, and one message."""
+    """A response in progress: the parameters that it repeats, and one message."""
 
     request: ResponseCreate
     model: str
@@ -246,7 +246,7 @@ class Answer:
         return message | {"status": self.status, "content": list(content)}
 
     def response(self) -> dict[str, Any]:
-        """openai.types.responses.Response, as far as it has got."""
+        """openai.types.responses.Response, in its current state."""
         request, status = self.request, self.status
         reasoning = request.reasoning or Reasoning()
         return {
@@ -284,7 +284,7 @@ class Answer:
 
 
 def response_usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """The token counts of a chat completion, under the names that a response has for them."""
+    """The token counts of a chat completion under the names of the Responses API."""
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {
@@ -299,7 +299,7 @@ def response_usage(usage: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Described:
-    """A request, and the chat completion that answers it, as the inference server takes it."""
+    """A request and its chat completion for the inference server."""
 
     request: ResponseCreate
     chat: dict[str, Any]
@@ -327,7 +327,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 async def create_response(
     request: Request, body: Annotated[Described, Depends(_described)], upstream: Inference
 ) -> Response:
-    """Answer with a message, in one piece or as typed server-sent events. Nothing is stored."""
+    """Create a response, in one piece or as typed server-sent events. Nothing is stored."""
     chat = await create_chat_completion(request, body.chat, upstream)
     answer = Answer(body.request, body.chat["model"])
     if isinstance(chat, PassedOn):
@@ -347,15 +347,15 @@ async def create_response(
 @router.get("/{response_id}/input_items", include_in_schema=False)
 @router.post("/{response_id}/cancel", include_in_schema=False)
 async def look_up(response_id: str, caller: CurrentCaller) -> None:
-    """Refuse: there are no stored responses."""
+    """Reject the request: responses are not stored."""
     raise ResponseNotFound(response_id)
 
 
 async def chunks(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a chat completion that is streamed.
+    """Parse the chunks of a streamed chat completion.
 
     Raises:
-        ServiceError: the inference server gave up, or broke off.
+        ServiceError: the inference server failed or closed the connection early.
     """
     unread = b""
     try:
@@ -370,12 +370,14 @@ async def chunks(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
                     raise _Failed(error)
                 yield chunk
     except httpx.TransportError as cause:
-        raise ServiceError("The inference server broke off its answer.") from cause
-    raise ServiceError("The inference server broke off its answer.")
+        raise ServiceError(
+            "The inference server closed the connection before its response was complete."
+        ) from cause
+    raise ServiceError("The inference server closed the connection before its response was complete.")
 
 
 class _Failed(ServiceError):
-    """The inference server said why, in an event."""
+    """The error in an event of the inference server."""
 
     def __init__(self, error: dict[str, Any]) -> None:
         super().__init__(error["message"])
@@ -409,8 +411,8 @@ async def events(answer: Answer, chunks: AsyncIterator[dict[str, Any]]) -> Async
                     yield event("response.output_text.delta", **part, delta=text, logprobs=logprobs)
             answer.usage = chunk.get("usage")
         if answer.finish_reason is None:
-            raise ServiceError("The inference server ended its answer before it was whole.")
-    except ServiceError as cause:  # too late for a status
+            raise ServiceError("The inference server ended its response before it was complete.")
+    except ServiceError as cause:  # too late for a status code
         code = "invalid_prompt" if cause.type == "invalid_request_error" else "server_error"
         failed = {"status": "failed", "error": {"code": code, "message": cause.message}}
         yield event("response.failed", response=answer.response() | failed)

@@ -1,4 +1,4 @@
-"""/v1/regraft/jobs: what OpenAI's API does not show. Every stored sample, and the metrics of every step."""
+"""/v1/regraft/jobs: extensions of OpenAI's API: all stored samples, and the metrics of every step."""
 
 import json
 import tempfile
@@ -24,18 +24,18 @@ MOST_AT_ONCE = 1000
 AT_ONCE = 100
 
 Step = Annotated[int | None, Query(ge=0, le=999_999_999)]
-Split = Annotated[Literal["train", "valid"] | None, Query(description="With `step`, train unless given.")]
+Split = Annotated[Literal["train", "valid"] | None, Query(description="With `step`, the default is train.")]
 
 
 def _wanted(
-    line: Annotated[int | None, Query(ge=1, le=2**31 - 1, description="Of the dataset file, from 1.")] = None,
-    finish_reason: Literal["stop", "length"] | None = None,
-    graded: Annotated[bool | None, Query(description="Whether there is a score.")] = None,
-    error: Annotated[
-        str | None, Query(description="The kind of error that kept it from being graded.")
+    line: Annotated[
+        int | None, Query(ge=1, le=2**31 - 1, description="Line of the dataset file, from 1.")
     ] = None,
+    finish_reason: Literal["stop", "length"] | None = None,
+    graded: Annotated[bool | None, Query(description="Whether the sample has a score.")] = None,
+    error: Annotated[str | None, Query(description="Kind of the grading error.")] = None,
     grader: Annotated[
-        str | None, Query(description="A part of a multi grader: bounds and `graded` are about its score.")
+        str | None, Query(description="Part of a multi grader; score bounds and `graded` apply to its score.")
     ] = None,
     min_score: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     max_score: Annotated[float | None, Query(allow_inf_nan=False)] = None,
@@ -52,10 +52,10 @@ def _pages(
     step_to: Step = None,
     split: Split = None,
 ) -> Sequence[RolloutPage]:
-    """The job's pages that are asked for; not one of any other project."""
+    """The matching pages of the job, which belongs to this project."""
     if step is not None and (step_from is not None or step_to is not None):
         raise InvalidRequest("Give either step, or step_from and step_to.", param="step")
-    # A session of its own: pages are read from the blob store, which must not keep a connection waiting.
+    # A separate session: pages are read from the blob store, which must not keep a connection waiting.
     with service.database.read() as session:
         job = jobs.get(session, project.id, job_id)
         first, last = (step_from, step_to) if step is None else (step, step)
@@ -70,7 +70,7 @@ def _pages(
 def _is_there(blobs: BlobStore, page: RolloutPage) -> bool:
     try:
         return blobs.size(page.blob_key) >= 0
-    except BlobNotFound:  # retention has taken it
+    except BlobNotFound:  # deleted by retention
         return False
 
 
@@ -79,7 +79,7 @@ Filters = Annotated[Wanted, Depends(_wanted)]
 
 
 class RolloutListing(Listing[dict[str, Any]]):
-    # Of the steps that were asked for, whatever the filters: how many samples there were, and are stored.
+    # Over the selected steps, regardless of the filters: the number of samples, and of those stored.
     total: int
     stored: int
 
@@ -93,11 +93,11 @@ def list_rollouts(
     step: Step = None,
     after: After = None,
     limit: Annotated[
-        int | None, Query(description=f"At most this many, never more than {MOST_AT_ONCE}.")
+        int | None, Query(description=f"Maximum number of samples, at most {MOST_AT_ONCE}.")
     ] = None,
     order: Literal["asc", "desc"] = "asc",
 ) -> RolloutListing:
-    """Stored samples, each with its grades, by step. Those of one `step` come all at once unless `limit` is given."""
+    """List stored samples with their grades, by step. Those of one `step` come in one page unless `limit` is set."""
     place = None
     if after is not None and (place := Place.parse(after)) is None:
         raise InvalidRequest(f"No item with id '{after}' in this list.", param="after")
@@ -105,7 +105,7 @@ def list_rollouts(
         limit = AT_ONCE
     most = None if limit is None else max(1, min(limit, MOST_AT_ONCE))
     found = rollouts.find(service.blobs, pages, wanted, after=place, descending=order == "desc")
-    # One more than asked, to see whether there is more.
+    # One more than the limit, to determine has_more.
     rows = list(found if most is None else islice(found, most + 1))
     return RolloutListing(
         data=rows[:most],
@@ -119,7 +119,7 @@ def list_rollouts(
 def download_rollouts(
     job_id: str, service: Parts, pages: Pages, wanted: Filters, format: Literal["jsonl", "parquet"] = "jsonl"
 ) -> StreamingResponse:
-    """All stored samples that the filters let through, in one file."""
+    """Download all matching samples in one file."""
     headers = {"content-disposition": f'attachment; filename="{job_id}-rollouts.{format}"'}
     if format == "jsonl":
         lines = _lines(service, pages, wanted)
@@ -132,7 +132,7 @@ def download_rollouts(
 
 @router.get("/{job_id}/metrics")
 def list_metrics(job_id: str, project: CurrentProject, session: ReadSession) -> Listing[dict[str, Any]]:
-    """The metrics of every step so far; step 0 is the validation of the base model."""
+    """List the metrics of all finished steps; step 0 is the validation of the base model."""
     job = jobs.get(session, project.id, job_id)
     return Listing(data=[{"step": row.step, **row.data} for row in events.steps(session, job.id)])
 
@@ -143,8 +143,8 @@ def _lines(service: Service, pages: Sequence[RolloutPage], wanted: Wanted) -> It
 
 
 def _parquet(service: Service, pages: Sequence[RolloutPage], wanted: Wanted) -> BinaryIO:
-    """The file, on disk and without a name: it is gone when it is closed. Written a row group at a time."""
-    file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 - whoever sends it closes it
+    """The file, on disk and unnamed, so that closing deletes it. Written one row group at a time."""
+    file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 - closed by the response
     try:
         with pq.ParquetWriter(file, rollouts.SCHEMA, **rollouts.FORMAT) as writer:
             for table in rollouts.found_tables(service.blobs, pages, wanted):

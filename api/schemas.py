@@ -1,4 +1,4 @@
-"""Checks of schemas and patterns: the hazard pool compiles what a user wrote, and a thread waits for it."""
+"""Validation of schemas and patterns: the hazard pool compiles user input while a thread waits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,22 +16,22 @@ from graders.hazards.pool import OWNER, HazardFailed, LimitExceeded, shared
 async def refuse_unusable_schema(
     form: ResponseFormat | None, param: str, service: Service, project: Project
 ) -> None:
-    """Refuse a schema that does not compile, or not within the limits of the hazard pool.
+    """Reject a schema that does not compile within the limits of the hazard pool.
 
     Raises:
-        InvalidRequest: answers cannot be held to it.
-        TooManyAtOnce: as many checks of this project as may wait do so already.
-        ServiceError: the pool broke.
+        InvalidRequest: the schema cannot be enforced.
+        TooManyAtOnce: the project's queue for checks is full.
+        ServiceError: the pool failed.
     """
     if form is not None:
         await in_turn(partial(_check, form, param), service, project)
 
 
 async def in_turn(check: Callable[[], None], service: Service, project: Project) -> None:
-    """Run a check that waits for the hazard pool, in a thread, when it is the project's turn.
+    """Run a check that waits for the hazard pool in a thread, within the project's concurrency limit.
 
     Raises:
-        TooManyAtOnce: as many checks of this project as may wait do so already.
+        TooManyAtOnce: the project's queue for checks is full.
     """
     body_is_read()
     OWNER.set(project.id)  # the thread has a copy of this context

@@ -1,4 +1,4 @@
-"""Ending at once what would go on for as long as its client listens."""
+"""Ends streams on shutdown, which would otherwise last as long as their clients."""
 
 import socket
 
@@ -7,7 +7,7 @@ from anyio import Event, move_on_after
 
 
 class Shutdown:
-    """Whether the server ends, and a sleep that is over when it does. Everything of it runs in the event loop."""
+    """The shutdown flag, and a sleep that it interrupts. Everything runs in the event loop."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -19,7 +19,7 @@ class Shutdown:
             sleeper.set()
 
     async def sleep(self, seconds: float) -> None:
-        """For so long, or until the server ends."""
+        """Sleep for this time, or until shutdown begins."""
         if self.begun:
             return
         sleeper = Event()
@@ -32,7 +32,7 @@ class Shutdown:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which otherwise waits for open streams as long as it may, and tells the application only then."""
+    """uvicorn's server, which otherwise waits for open streams until its timeout before it notifies the application."""
 
     def __init__(self, config: uvicorn.Config, ending: Shutdown) -> None:
         super().__init__(config)

@@ -1,11 +1,11 @@
-"""/v1/regraft/jobs/{id}/stream: a job's events as they are written, as server-sent events.
+"""/v1/regraft/jobs/{id}/stream: a job's events as server-sent events.
 
     id: ftevent-…                                        data: the event, as /events has it
     event: status    data: {"object": "regraft.job.status", "id": "ftjob-…", "status": "running"}
 
-A status is sent at the beginning and whenever it has changed, behind the events that led to it, and has no id of
-its own. Behind a final one comes `data: [DONE]`, as in OpenAI's streams. Whoever was cut off sends the last id back
-as `Last-Event-ID`, as every EventSource does, and misses nothing. A server that ends cuts everybody off.
+A status is sent at the start and on every change, after the events that led to it, and has no id. A final status is
+followed by `data: [DONE]`, as in OpenAI's streams. A client that reconnects with `Last-Event-ID`, as every EventSource
+does, misses nothing. Shutdown of the server closes all streams.
 """
 
 import json
@@ -29,8 +29,8 @@ from core.db import Database
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 
 POLL_SECONDS = 1.0
-KEEP_ALIVE_SECONDS = 15.0  # proxies give up on a connection after a minute of silence
-PAGE = 100  # events held at once; the next ones are read when a client has taken these
+KEEP_ALIVE_SECONDS = 15.0  # proxies close idle connections after a minute
+PAGE = 100  # events in memory per stream
 
 
 @router.get("/{job_id}/stream", response_class=StreamingResponse)
@@ -40,8 +40,8 @@ async def stream_events(
     service: Parts,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> StreamingResponse:
-    """Follow a job: all its events so far, then each as it is written, until the job ends."""
-    # Both here and not in the stream, where it is too late for a 429 or a 404.
+    """Stream the events of a job, past and future, until it ends."""
+    # Both raise here, because a stream that has started cannot return 429 or 404.
     place = await service.admission.streams.enter(project.id)
     try:
         log = JobLog(service.database, project.id, job_id, service.stream_readers)
@@ -53,10 +53,10 @@ async def stream_events(
 
 
 class Following(StreamingResponse):
-    """A stream that leaves its place when it ends, also if its client has left before the first event."""
+    """A streaming response that releases its place when it ends, even if the client left before the first event."""
 
     def __init__(self, chunks: AsyncIterator[bytes], place: Place) -> None:
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would collect it otherwise
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # disables buffering in nginx
         super().__init__(chunks, media_type="text/event-stream", headers=headers)
         self._place = place
 
@@ -69,7 +69,7 @@ class Following(StreamingResponse):
 
 @dataclass(frozen=True)
 class News:
-    """What was written behind an event, and the job's status when it was read."""
+    """The events after a cursor, and the job's status in the same snapshot."""
 
     events: list[EventOut]
     status: str
@@ -78,7 +78,7 @@ class News:
 
 @dataclass(frozen=True)
 class JobLog:
-    """The log of one job, read in short sessions: between two of them a stream holds no connection and no thread."""
+    """The log of one job, read in short sessions: between polls a stream holds no connection and no thread."""
 
     database: Database
     project_id: str
@@ -86,11 +86,11 @@ class JobLog:
     readers: CapacityLimiter
 
     async def read(self, after: str | None) -> News:
-        """Raise JobNotFound, or InvalidRequest for an `after` that is no event of this job."""
+        """Raise JobNotFound, or InvalidRequest if `after` is not an event of this job."""
         return await to_thread.run_sync(partial(self._read, after), limiter=self.readers)
 
     def _read(self, after: str | None) -> News:
-        # One snapshot for both: a final status comes with all that led to it.
+        # One snapshot for both, so that a final status comes with all of its events.
         with self.database.read() as session:
             job = jobs.get(session, self.project_id, self.job_id)
             page = events.onwards(session, job.id, after=after, limit=PAGE)
@@ -100,7 +100,7 @@ class JobLog:
 async def follow(
     log: JobLog, news: News, shutdown: Shutdown, *, after: str | None = None
 ) -> AsyncIterator[bytes]:
-    """`news`, which was read behind `after`, and then whatever comes, as server-sent events, until the server ends."""
+    """Yield `news` (read after `after`) and all later events as server-sent events, until shutdown."""
     last, status, silence = after, "", 0.0
     while True:
         for event in news.events:
@@ -116,7 +116,7 @@ async def follow(
         elif news.events:
             silence = 0.0
         elif silence >= KEEP_ALIVE_SECONDS:
-            # No empty line behind it: OpenAI's decoder would take that for the end of a message, an empty one.
+            # No empty line follows: OpenAI's decoder would parse it as the end of an empty message.
             yield b": still here\n"
             silence = 0.0
         if not news.has_more:

@@ -1,4 +1,4 @@
-"""/v1/uploads: files too large for one request, in parts that may arrive in parallel."""
+"""/v1/uploads: multipart uploads of large files, whose parts may arrive in parallel."""
 
 import logging
 from functools import partial
@@ -85,10 +85,10 @@ FORM = {
 def create_upload(
     body: UploadCreate, project: CurrentProject, service: Parts, once: Once
 ) -> UploadOut | JSONResponse:
-    """Announce a file that will arrive in parts. It has an hour."""
+    """Create an upload. It expires after an hour."""
     most = service.settings.max_multipart_bytes
     if body.bytes > most:
-        message = f"An upload has at most {most} bytes, but this one was announced with {body.bytes}."
+        message = f"The upload has {body.bytes} bytes, but the maximum is {most}."
         raise InvalidRequest(message, param="bytes", code="integer_above_max_value")
 
     def create(work: Work) -> UploadOut:
@@ -103,7 +103,7 @@ def create_upload(
             limits=tenants.limits(project, service.settings.default_limits),
             most_pending=service.settings.pending_uploads_per_project,
         )
-        work.session.flush()  # gives it its id and its times
+        work.session.flush()  # assigns the id and the timestamps
         return UploadOut.of(upload)
 
     return once(create)
@@ -116,7 +116,7 @@ def create_upload(
 async def add_upload_part(
     upload_id: str, request: Request, project: CurrentProject, service: Parts
 ) -> PartOut:
-    """Add a part of at most 64 MB. Parts may be sent in any order and at the same time."""
+    """Add a part of at most 64 MB. Parts may be sent in any order and concurrently."""
     limits = tenants.limits(project, service.settings.default_limits)
 
     def open_part() -> uploads.PartWriter:
@@ -129,7 +129,7 @@ async def add_upload_part(
 
 
 class Arriving:
-    """A form with nothing but `data`, which is the part."""
+    """A form with only `data`, the part."""
 
     def __init__(self, part: uploads.PartWriter) -> None:
         self._part = part
@@ -164,7 +164,7 @@ class Arriving:
 async def complete_upload(
     upload_id: str, body: UploadComplete, project: CurrentProject, actor: CurrentActor, service: Parts
 ) -> UploadOut:
-    """Put the parts together, in the order of `part_ids`, into a file."""
+    """Complete an upload: join the parts in the order of `part_ids` into a file."""
     complete = partial(_complete, service, project, actor, upload_id, body)
     async with service.admission.uploads.admitted(project.id):
         return await to_thread.run_sync(complete, limiter=service.upload_threads)
@@ -172,7 +172,7 @@ async def complete_upload(
 
 @router.post("/{upload_id}/cancel")
 def cancel_upload(upload_id: str, project: CurrentProject, service: Parts, uow: Uow) -> UploadOut:
-    """Give the upload up. Its parts are deleted."""
+    """Cancel an upload and delete its parts."""
     with uow() as work:
         upload = uploads.cancel(work, project.id, upload_id)
     _discard_parts(service, upload_id)
@@ -200,5 +200,5 @@ def _discard_parts(service: Service, upload_id: str) -> None:
     try:
         while uploads.discard_parts(service.database, service.blobs, upload_id=upload_id):
             pass
-    except Exception:  # it is done, and says so; the reconciler tries again
+    except Exception:  # the upload is complete regardless; the reconciler retries
         log.exception("the parts of %s could not be deleted yet", upload_id)

@@ -1,4 +1,4 @@
-"""/v1/webhook_endpoints: whom the service tells of what happens to jobs."""
+"""/v1/webhook_endpoints: subscriptions to events of jobs."""
 
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -21,7 +21,7 @@ router = APIRouter(tags=["Webhooks"])
 def _known(event_type: str) -> str:
     if event_type not in webhooks.EVENT_TYPES:
         raise ValueError(
-            f"this service never sends '{event_type[:100]}'. It sends {', '.join(webhooks.EVENT_TYPES)}"
+            f"'{event_type[:100]}' is not an event type. Available: {', '.join(webhooks.EVENT_TYPES)}"
         )
     return event_type
 
@@ -53,12 +53,12 @@ class WebhookEndpointCreate(Body):
 
 
 class WebhookEndpointUpdate(Body):
-    """What is left out stays as it is."""
+    """Omitted fields keep their values."""
 
     name: Name | None = None
     url: Url | None = None
     event_types: EventTypes | None = None
-    thresholds: Thresholds | None = None  # null, if it is sent, takes them all away
+    thresholds: Thresholds | None = None  # an explicit null removes them all
 
     def changes(self) -> dict[str, Any]:
         sent = {
@@ -108,7 +108,7 @@ class WebhookEndpointTestOut(BaseModel):
     webhook_endpoint_id: str
     event_type: str
     status_code: int
-    success: Literal[True] = True  # there was an answer; status_code says which
+    success: Literal[True] = True  # the endpoint responded; see status_code
 
 
 class EventTypeList(BaseModel):
@@ -133,7 +133,7 @@ def _shown(endpoint: WebhookEndpoint) -> dict[str, Any]:
 def create_webhook_endpoint(
     body: WebhookEndpointCreate, project: CurrentProject, service: Parts, uow: Uow
 ) -> WebhookEndpointWithSecret:
-    """Have events sent to a URL. The signing secret is shown this once."""
+    """Create a webhook endpoint. The signing secret is shown only in this response."""
     webhooks.check_url(_outgoing(service), body.url)
     with uow() as work:
         endpoint = webhooks.create(
@@ -163,7 +163,7 @@ def list_webhook_endpoints(
 def retrieve_webhook_endpoint(
     webhook_endpoint_id: str, project: CurrentProject, session: ReadSession
 ) -> WebhookEndpointOut:
-    """Describe an endpoint."""
+    """Retrieve a webhook endpoint."""
     return WebhookEndpointOut.of(webhooks.get(session, project.id, webhook_endpoint_id))
 
 
@@ -171,20 +171,20 @@ def retrieve_webhook_endpoint(
 def update_webhook_endpoint(
     webhook_endpoint_id: str, body: WebhookEndpointUpdate, project: CurrentProject, service: Parts, uow: Uow
 ) -> WebhookEndpointOut:
-    """Change an endpoint."""
+    """Update a webhook endpoint."""
     if body.url is not None:
         webhooks.check_url(_outgoing(service), body.url)
     with uow() as work:
         endpoint = webhooks.get(work.session, project.id, webhook_endpoint_id)
         webhooks.change(work.session, endpoint, body.changes())
-        # Which, and not to what: a URL often has a secret in it.
+        # The names only: a URL often contains a secret.
         work.record("webhook_endpoint.updated", endpoint.id, {"changed": sorted(body.changes())})
     return WebhookEndpointOut.of(endpoint)
 
 
 @router.delete("/webhook_endpoints/{webhook_endpoint_id}")
 def delete_webhook_endpoint(webhook_endpoint_id: str, project: CurrentProject, uow: Uow) -> Deleted:
-    """Delete an endpoint, and with it what was still to be sent to it."""
+    """Delete a webhook endpoint and its pending deliveries."""
     with uow() as work:
         webhooks.delete(work.session, webhooks.get(work.session, project.id, webhook_endpoint_id))
         work.record("webhook_endpoint.deleted", webhook_endpoint_id)
@@ -195,7 +195,7 @@ def delete_webhook_endpoint(webhook_endpoint_id: str, project: CurrentProject, u
 def rotate_webhook_secret(
     webhook_endpoint_id: str, project: CurrentProject, uow: Uow, body: RotateSecret | None = None
 ) -> WebhookEndpointWithSecret:
-    """Replace the signing secret, at once or with a day to move over."""
+    """Rotate the signing secret, at once or with an overlap of a day."""
     keep_old = body is not None and body.keep_old_secret_active_for_24_hours
     with uow() as work:
         endpoint = webhooks.get(work.session, project.id, webhook_endpoint_id)
@@ -204,12 +204,12 @@ def rotate_webhook_secret(
     return WebhookEndpointWithSecret.of(endpoint)
 
 
-# async, because it waits for somebody else's server: that must not take a thread that answers everybody.
+# async, because it waits for an external server and must not occupy a thread of the shared pool.
 @router.post("/webhook_endpoints/{webhook_endpoint_id}/test")
 async def test_webhook_endpoint(
     webhook_endpoint_id: str, body: WebhookEndpointTest, project: CurrentProject, service: Parts
 ) -> WebhookEndpointTestOut:
-    """Send a sample event now, once, and say what the endpoint answered."""
+    """Send one sample event now and return the endpoint's response."""
     endpoint = await to_thread.run_sync(partial(_endpoint, service, project.id, webhook_endpoint_id))
     sample = webhooks.sample_body(body.event_type)
     headers = webhooks.headers(endpoint, new_id("wh_"), sample, now())
@@ -217,7 +217,7 @@ async def test_webhook_endpoint(
         status = await _outgoing(service).post(endpoint.url, sample.encode(), headers)
     except (Refused, Unreachable) as problem:
         message = f"The endpoint could not be reached: {problem}."
-        # 400, not 502: OpenAI's client would retry.
+        # 400, not 502: OpenAI's client would retry a 502.
         raise InvalidRequest(message, code="webhook_endpoint_unreachable") from None
     return WebhookEndpointTestOut(
         webhook_endpoint_id=endpoint.id, event_type=body.event_type, status_code=status
@@ -226,7 +226,7 @@ async def test_webhook_endpoint(
 
 @router.get("/webhook_event_types")
 def list_webhook_event_types(project: CurrentProject) -> EventTypeList:
-    """The events there are."""
+    """List the event types."""
     return EventTypeList(data=list(webhooks.EVENT_TYPES))
 
 

@@ -1,4 +1,4 @@
-"""What all requests and answers have in common."""
+"""Base schemas of requests and responses."""
 
 import json
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -19,26 +19,26 @@ _FEW = 6 * MAX_KEYS
 
 
 class Part(BaseModel):
-    """A piece of a request: strict, and without keys that we do not know."""
+    """A component of a request: strict, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Body(Part):
-    """A whole request."""
+    """A request body."""
 
     @model_validator(mode="before")
     @classmethod
     def _is_json(cls, sent: Any) -> Any:
-        # Python's parser lets through what is not JSON or not Unicode, and what we could then neither store
-        # nor send back: NaN, Infinity, half a surrogate pair.
-        if not isinstance(sent, dict):  # pydantic will say so
+        # Python's parser accepts values that are not JSON or not Unicode and that could be neither stored nor returned:
+        # NaN, Infinity, lone surrogates.
+        if not isinstance(sent, dict):  # pydantic reports it
             return sent
         try:
             text = json.dumps(sent, allow_nan=False, ensure_ascii=False)
             text.encode()
         except (ValueError, RecursionError) as problem:
-            raise ValueError(f"the body holds something that JSON cannot express: {problem}") from None
+            raise ValueError(f"the body contains a value that JSON does not allow: {problem}") from None
         if len(text) > _FEW:
             _refuse_many_keys(sent)
         return sent
@@ -58,7 +58,7 @@ def _refuse_many_keys(sent: dict[str, Any]) -> None:
 
 
 class Listing(BaseModel, Generic[T]):
-    """One page of a list. The next one is asked for with `after=<id of the last item>`."""
+    """One page of a list. Request the next one with `after=<id of the last item>`."""
 
     object: Literal["list"] = "list"
     data: list[T]
@@ -66,7 +66,7 @@ class Listing(BaseModel, Generic[T]):
 
 
 class EndedListing(Listing[T], Generic[T]):
-    """A list that also names its ends."""
+    """A page with the ids of its first and last item."""
 
     first_id: str | None
     last_id: str | None
@@ -86,14 +86,14 @@ class ErrorDetail(BaseModel):
 
 
 class Error(BaseModel):
-    """The body of every answer that is not a success."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
 
-After = Annotated[str | None, Query(description="Begin behind the item with this id.")]
-# Clamped, not refused: OpenAI does not publish a maximum.
-Limit = Annotated[int, Query(description="At most this many items; never more than 100.")]
+After = Annotated[str | None, Query(description="Cursor: start after the item with this id.")]
+# Clamped instead of rejected: OpenAI does not publish a maximum.
+Limit = Annotated[int, Query(description="Maximum number of items, at most 100.")]
 
 
 def clamped(limit: int) -> int:
@@ -101,7 +101,7 @@ def clamped(limit: int) -> int:
 
 
 def ends(page: Page[Any]) -> dict[str, str | None]:
-    """first_id and last_id of a page."""
+    """The first_id and last_id of a page."""
     if not page.items:
         return {"first_id": None, "last_id": None}
     return {"first_id": page.items[0].id, "last_id": page.items[-1].id}

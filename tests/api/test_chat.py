@@ -349,7 +349,7 @@ def test_an_inference_server_that_is_not_there_is_503_with_retry_after(house):
         )
 
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-    assert "Nothing answers at the inference server's address" in answer.json()["error"]["message"]
+    assert "The inference server does not accept connections" in answer.json()["error"]["message"]
 
 
 @ONE_DATABASE
@@ -452,4 +452,4 @@ def test_a_checkpoint_is_downloaded_as_a_tar_by_its_own_project_only(house, web,
     house.blobs.put_bytes("step-1/adapter_model.safetensors", weights[:-1] + b"?")
     damaged = web.get(url)
     assert (damaged.status_code, damaged.json()["error"]["code"]) == (410, "checkpoint_damaged")
-    assert "adapter_model.safetensors is not what was stored" in damaged.json()["error"]["message"]
+    assert "adapter_model.safetensors is not the stored content" in damaged.json()["error"]["message"]

@@ -158,7 +158,7 @@ def test_a_service_without_its_database_is_not_ready(house, url):
     away = Database(url.format(folder=house.folder))
     house.app.state.service = replace(house.app.state.service, database=away)
 
-    assert "does not answer" in envelope(house.client().get("/readyz"), 503)["message"]
+    assert "does not respond" in envelope(house.client().get("/readyz"), 503)["message"]
 
 
 def test_a_database_that_is_away_is_a_503_that_clients_ask_again(house, api):

@@ -34,7 +34,7 @@ def test_a_job_shows_its_integrations_as_openai_does(enable, create_job):
     assert "integrations" not in job["method"]["reinforcement"]
 
 
-@pytest.mark.parametrize(("enabled", "known"), [("", "none is enabled"), ("wandb", "enabled are: wandb")])
+@pytest.mark.parametrize(("enabled", "known"), [("", "none is enabled"), ("wandb", "enabled: wandb")])
 def test_what_the_operator_has_not_enabled_is_refused_by_name(api, enable, job_request, enabled, known):
     enable(enabled)
     asked = [WANDB, MLFLOW] if enabled else [MLFLOW]

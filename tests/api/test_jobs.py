@@ -299,7 +299,7 @@ def test_process_supervision_needs_a_grader_that_gives_steps(api, job_request):
     accepted = api.post(JOBS, json=job_request(reinforcement=process | {"grader": python}))
 
     assert error(refused) == (INSIDE, "invalid_value")
-    assert "'string_check' gives one score an answer" in refused.json()["error"]["message"]
+    assert "'string_check' gives one score per answer" in refused.json()["error"]["message"]
     assert accepted.status_code == 200
 
 

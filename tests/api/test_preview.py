@@ -35,8 +35,8 @@ ROWS = [{"messages": [{"role": "user", "content": f"row {n}"}], "answer": "yes"}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": True}}
 PREVIEW = "/regraft/preview"
 NO_JSON = (
-    "The inference server answered with status 500 and not as one does: "
-    "REGRAFT_INFERENCE_URL may name something else, or lack its /v1."
+    "The inference server answered with status 500 and not in OpenAI's format: "
+    "REGRAFT_INFERENCE_URL may point to another server, or lack /v1."
 )
 
 
@@ -438,7 +438,7 @@ def test_a_preview_that_nobody_waits_for_keeps_its_place_until_its_grader_has_en
                 pass
 
     assert error(slow, 400)["code"] == "preview_too_slow"
-    assert error(meanwhile, 503)["message"] == "Other previews are still running; ask again."
+    assert error(meanwhile, 503)["message"] == "Other previews are still running; try again."
     assert later.json()["grading"]["failed"] == 0
 
 

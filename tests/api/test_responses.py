@@ -353,7 +353,7 @@ def test_a_stream_that_fails_ends_with_response_failed(create, inference, kind):
 
     assert (last.type, last.response.status) == ("response.failed", "failed")
     assert last.response.error.code == "server_error"
-    assert {"error": "no room", "broken off": "broke off"}[kind] in last.response.error.message
+    assert {"error": "no room", "broken off": "closed the connection"}[kind] in last.response.error.message
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -122,9 +122,7 @@ def test_more_than_the_operator_allows_is_refused_before_it_is_sent(api, house):
 
     error = api.post("/v1/uploads", json=BODY | {"bytes": allowed + 1}).json()["error"]
 
-    assert error["message"] == (
-        f"An upload has at most {allowed} bytes, but this one was announced with {allowed + 1}."
-    )
+    assert error["message"] == f"The upload has {allowed + 1} bytes, but the maximum is {allowed}."
     assert begin(api, bytes=allowed)["bytes"] == allowed
 
 
