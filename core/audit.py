@@ -1,4 +1,4 @@
-"""Who changed what, written in the transaction of the change: the log has it exactly when it happened."""
+"""The audit log, written in the transaction of the change that it records."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from core.pages import Page
 
 @dataclass(frozen=True)
 class Actor:
-    """On whose behalf something changes: an API key, in the request it came with, or the operator."""
+    """The author of a change: an API key with its request, or the operator."""
 
     id: str
     organization_id: str | None = None
@@ -25,18 +25,18 @@ OPERATOR = Actor("operator")
 
 
 def operator_of(project: Project) -> Actor:
-    """The operator, at work on one project: the project's own log shows it."""
+    """The operator, acting on one project, whose log then contains the change."""
     return Actor(OPERATOR.id, project.organization_id, project.id)
 
 
 def record(
     session: Session, *, actor: Actor, action: str, target: str, data: dict[str, Any] | None = None
 ) -> None:
-    """Add a line to the log of the actor's project. `data` holds no secret and nothing of a dataset.
+    """Append to the log of the actor's project. `data` contains no secrets and no content of datasets.
 
     Args:
-        action: What happened to what, such as "job.created".
-        target: The id of that.
+        action: Resource and verb, such as "job.created".
+        target: Id of the resource.
     """
     session.add(
         AuditEntry(
@@ -54,7 +54,7 @@ def record(
 def page(
     session: Session, project_id: str | None = None, *, after: str | None = None, limit: int
 ) -> Page[AuditEntry]:
-    """Newest first: the project's log, or without a project all there is."""
+    """List entries newest first: those of a project, or all."""
     statement = select(AuditEntry)
     if project_id is not None:
         statement = statement.where(AuditEntry.project_id == project_id)

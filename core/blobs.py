@@ -1,7 +1,7 @@
-"""Where bytes live: uploaded files, checkpoints, results. A local folder, or S3.
+"""Storage of bytes: uploaded files, checkpoints, results. A local folder, or S3.
 
-Keys are relative paths such as `orgs/o1/files/file-abc`, with the same rules in both stores, so that a
-deployment can move from one to the other. Nothing is visible under its key before all of it has been written.
+Keys are relative paths such as `orgs/o1/files/file-abc`, with the same rules in both stores, so that a deployment can
+move from one to the other. A blob becomes visible under its key only when it is complete.
 """
 
 import base64
@@ -28,18 +28,18 @@ from core.settings import Checksums, Settings
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
-# S3 takes at most 10,000 parts, which bounds one blob at 78 GiB, and none below 5 MiB except the last.
+# S3 allows 10,000 parts, which limits a blob to 78 GiB, and requires 5 MiB per part except the last.
 PART_BYTES = 8 << 20
-# What one bulk delete may have.
+# The maximum of a bulk delete in S3.
 DELETED_AT_ONCE = 1000
-# A download is given up when the connection breaks so often without a whole chunk in between.
+# A download fails after this many broken connections without a whole chunk in between.
 BREAKS_IN_A_ROW = 6
 
 T = TypeVar("T")
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether the store may answer again if one only waits: out of reach, overloaded, cut off, full, or empty."""
+    """Whether a retry may succeed: the store is unreachable, overloaded, disconnected, full, or empty."""
     if isinstance(error, OSError):
         return isinstance(error, ConnectionError | TimeoutError) or error.errno in _PASSING_ERRNOS
     if isinstance(error, StoreEmpty):
@@ -69,7 +69,7 @@ _PASSING_ERRNOS = {
 
 @dataclass(frozen=True)
 class BlobInfo:
-    """What was stored. Keep the sha256 in the database row or the manifest: a store may not give it back."""
+    """Size and hash of a stored blob. Keep the sha256 in the database row or the manifest: S3 may not return it."""
 
     key: str
     size: int
@@ -78,7 +78,7 @@ class BlobInfo:
 
 @dataclass(frozen=True)
 class BlobEntry:
-    """One line of a listing: `size` in bytes, `modified` in Unix seconds by the clock of whoever stores it."""
+    """One entry of a listing: `size` in bytes, `modified` in Unix seconds by the clock of the store."""
 
     key: str
     size: int
@@ -90,45 +90,45 @@ class BlobNotFound(KeyError):
 
 
 class BlobExists(Exception):
-    """`if_absent` was asked for, and the key is taken by somebody else."""
+    """`if_absent` was set and the key exists."""
 
 
 class BlobCorrupt(Exception):
-    """The bytes do not have the sha256 they were stored with, or were replaced while they were read."""
+    """The bytes do not match the stored sha256, or were replaced during the read."""
 
 
 class StoreEmpty(Exception):
-    """A blob is missing from a store that has none at all, such as another bucket or a folder that is not mounted."""
+    """The store has no blobs at all, as with a wrong bucket or an unmounted folder."""
 
     def __init__(self) -> None:
         super().__init__("The blob store is empty; is it the right one?")
 
 
 class BlobWriter(Protocol):
-    """A blob on its way into a store. It may be handed from thread to thread, and is not for two at once."""
+    """A blob being written. Threads may take turns, but must not use it concurrently."""
 
     def write(self, data: bytes) -> None:
-        """Append. Nothing is visible under the key yet."""
+        """Append. The blob is not visible yet."""
         ...
 
     def commit(self) -> BlobInfo:
-        """Make the blob visible: all of it, under its key."""
+        """Make the complete blob visible under its key."""
         ...
 
     def abort(self) -> None:
-        """Leave nothing behind; after `commit`, and a second time, without effect."""
+        """Discard the blob. Without effect after `commit` and when repeated."""
         ...
 
 
 class BlobStore(Protocol):
-    """Bytes by key. The bodies given here follow from the others; inherit them, or do better."""
+    """Storage of bytes by key. The methods with bodies build on the others; a store may override them."""
 
     def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
-        """For bytes that arrive bit by bit, where no thread should wait for the next of them."""
+        """A writer for bytes that arrive piece by piece, so that no thread waits for the next one."""
         ...
 
     def put_stream(self, key: str, chunks: Iterable[bytes], *, if_absent: bool = False) -> BlobInfo:
-        """Store what `chunks` yields without ever holding all of it; an exception half way stores nothing."""
+        """Store `chunks` without holding all of them in memory; an exception on the way stores nothing."""
         writer = self.writer(key, if_absent=if_absent)
         try:
             for chunk in chunks:
@@ -138,36 +138,36 @@ class BlobStore(Protocol):
             writer.abort()
 
     def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """The bytes in chunks of `chunk_size`. BlobNotFound comes at once, not with the first next()."""
+        """Read the bytes in chunks of `chunk_size`. Raises BlobNotFound immediately, not on the first next()."""
         ...
 
     def size(self, key: str) -> int:
-        """How many bytes the blob has."""
+        """Size of the blob in bytes."""
         ...
 
     def list(self, prefix: str) -> Iterator[str]:
         """The keys that start with `prefix`. `jobs/1` also finds `jobs/10`; `jobs/1/` does not.
 
-        A folder and S3 have them in order, SeaweedFS in that of its folders.
+        Sorted by key in a folder and in S3; SeaweedFS sorts by folder.
         """
         return (entry.key for entry in self.entries(prefix))
 
     def entries(self, prefix: str) -> Iterator[BlobEntry]:
-        """As `list`, with size and age. Found page by page: what is deleted meanwhile may or may not be in it."""
+        """As `list`, with size and age. Paged: concurrent deletions may or may not be reflected."""
         ...
 
     def url(self, key: str) -> str:
-        """Where an operator finds the blob (or what starts with `key`) with tools of their own."""
+        """The location of the blob (or of the prefix `key`) for the operator's own tools."""
         ...
 
     def delete(self, key: str) -> None:
-        """Make sure that no blob has this key; deleting twice is fine."""
+        """Delete the blob if it exists."""
         ...
 
     def abort_stale_uploads(self, older_than: float, *, dry_run: bool = False) -> int:
-        """Remove what puts that began before this Unix time, and never ended, left where no key reaches it.
+        """Remove the remains of unfinished puts that began before this Unix time, and return their number.
 
-        Returns how many there were.
+        No key refers to these remains.
         """
         ...
 
@@ -183,11 +183,11 @@ class BlobStore(Protocol):
             return self.put_stream(key, _file_chunks(file, CHUNK_BYTES), if_absent=if_absent)
 
     def read(self, key: str) -> bytes:
-        """The whole blob in memory: for manifests and other small ones."""
+        """Read the whole blob into memory, for manifests and other small ones."""
         return b"".join(self.open(key))
 
     def download(self, key: str, path: Path, *, sha256: str | None = None) -> None:
-        """Write the blob to `path`: all of it, with this `sha256` if given, or leave `path` as it was."""
+        """Write the blob to `path`, verified against `sha256` if given; on failure `path` is unchanged."""
         chunks = self.open(key)
         meter = _Meter()
         with _temporary(path.parent) as temp:
@@ -198,7 +198,7 @@ class BlobStore(Protocol):
             temp.replace(path)
 
     def delete_prefix(self, prefix: str) -> int:
-        """Delete every key under a prefix that ends in '/', and say how many there were."""
+        """Delete every key under a prefix that ends in '/', and return their number."""
         _check_folder(prefix)
         count = 0
         for keys in batched(self.list(prefix), DELETED_AT_ONCE):
@@ -208,11 +208,10 @@ class BlobStore(Protocol):
 
 
 class FolderBlobs(BlobStore):
-    """Blobs as files under `root/objects/`, written first under `root/tmp/` on the same filesystem.
+    """Blobs as files under `root/objects/`, written first under `root/tmp/` on the same file system.
 
-    A key cannot also be the folder of another one ("a" and "a/b"), which S3 would allow. A process that is
-    killed leaves its temporary file in `root/tmp/`, where no key can reach it, for `abort_stale_uploads` to find.
-    Needs hard links.
+    A key cannot also be the folder of another one ("a" and "a/b"), which S3 would allow. A killed process leaves its
+    temporary file in `root/tmp/`, where `abort_stale_uploads` removes it. Needs hard links.
     """
 
     def __init__(self, root: Path) -> None:
@@ -245,14 +244,14 @@ class FolderBlobs(BlobStore):
         path = self._path(key)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             path.unlink()
-        # Empty folders go too: a folder left behind would keep its name from ever being a key.
-        with contextlib.suppress(OSError):  # the first that is not empty, or is gone already, ends it
+        # Remove empty folders: a leftover folder would block its name as a key.
+        with contextlib.suppress(OSError):  # stops at the first one that is not empty or already gone
             for folder in path.relative_to(self._objects).parents[:-1]:
                 (self._objects / folder).rmdir()
 
     def abort_stale_uploads(self, older_than: float, *, dry_run: bool = False) -> int:
         found = [_entry(path, path.name) for path in self._temp.glob(f"{_UNFINISHED}*")]
-        # By the time of the last write: a put that still goes on, however slowly, is not among them.
+        # Age is the time of the last write, so a slow put in progress is not removed.
         stale = [entry.key for entry in found if entry and entry.modified < older_than]
         if not dry_run:
             for name in stale:
@@ -273,17 +272,19 @@ class FolderBlobs(BlobStore):
 class S3Blobs(BlobStore):
     """Blobs as objects of one bucket, under an optional prefix.
 
-    A blob that fits in one part carries its sha256 as object metadata. A larger one does not: metadata is
-    sent before the first part and the hash is known after the last, so it lives only in the `BlobInfo`
-    returned here, which belongs in the database row or the manifest. The ETag is never used as a hash: that
-    of a multipart upload is none.
+    A blob that fits in one part carries its sha256 as object metadata. A larger one does not: metadata is sent before
+    the
+    first part and the hash is known after the last, so only the returned `BlobInfo` has it, which belongs in the
+    database
+    row or the manifest. The ETag is never used as a hash: that of a multipart upload is not one.
 
-    With `checksums`, every part goes with its SHA-256, and a store that knows them refuses one that arrives
-    damaged. A request that fails is repeated by the client, each part of an upload by itself; what no client
-    does is go on with a download that breaks in the middle, so that is done here.
+    With `checksums`, every part is sent with its SHA-256, and a store that supports them rejects a damaged part. boto3
+    retries failed requests, each part of an upload separately; it does not resume interrupted downloads, so this class
+    does.
 
-    `if_absent` needs a store that honours If-None-Match, which is tried once. Where it is not, a key that is taken
-    is still noticed, but of two writers at the same moment both may win.
+    `if_absent` needs a store that supports If-None-Match, which is tested once. Without support an existing key is
+    still
+    detected, but of two concurrent writers both may succeed.
     """
 
     def __init__(
@@ -302,17 +303,17 @@ class S3Blobs(BlobStore):
         self._prefix = f"{prefix}/" if prefix else ""
         self._checksums = checksums
         self._sleep = sleep
-        self._conditional: bool | None = None  # not tried yet
+        self._conditional: bool | None = None  # not tested yet
         self._trying = threading.Lock()
 
     def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
         return _S3Writer(self, key, self._condition(key) if if_absent else {})
 
     def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """As BlobStore promises. A connection that breaks half way is taken up again where it broke.
+        """As BlobStore.open. An interrupted download resumes at the break.
 
-        Raises, with next(): BlobCorrupt when the blob carries its sha256 and that is another, or when it was
-        replaced after the connection broke.
+        Raises, with next(): BlobCorrupt if the blob carries its sha256 and does not match it, or was replaced after the
+        connection broke.
         """
         with self._named(key):
             answer = self._client.get_object(**self._where(key))
@@ -357,7 +358,7 @@ class S3Blobs(BlobStore):
                 continue
             count += 1
             if not dry_run:
-                with contextlib.suppress(self._client.exceptions.NoSuchUpload):  # ended since it was listed
+                with contextlib.suppress(self._client.exceptions.NoSuchUpload):  # completed since the listing
                     self._client.abort_multipart_upload(
                         Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
                     )
@@ -368,7 +369,7 @@ class S3Blobs(BlobStore):
     ) -> None:
         metadata = {"sha256": info.sha256}
         mark = secrets.token_hex(8)
-        if condition:  # else it does not matter whether we wrote what is there
+        if condition:  # otherwise the author of an existing blob does not matter
             metadata["put"] = mark
         try:
             self._client.put_object(
@@ -380,7 +381,7 @@ class S3Blobs(BlobStore):
                     raise
 
     def _is_ours(self, where: dict[str, str], mark: str) -> bool:
-        """Did we write what is there? A request whose answer got lost is sent again, and then meets itself."""
+        """Whether we wrote the existing blob: a retry after a lost response conflicts with its own first request."""
         try:
             there = self._client.head_object(**where)
         except self._client.exceptions.ClientError:
@@ -388,7 +389,7 @@ class S3Blobs(BlobStore):
         return bool(there["Metadata"].get("put") == mark)
 
     def _resumed(self, key: str, answer: dict[str, Any], chunk_size: int) -> Iterator[bytes]:
-        # Imported here for the reason that _s3_client gives.
+        # Imported lazily, as in _s3_client.
         from botocore.exceptions import ConnectionError, HTTPClientError, IncompleteReadError
 
         etag, size, sha256 = answer["ETag"], answer["ContentLength"], answer["Metadata"].get("sha256")
@@ -418,7 +419,7 @@ class S3Blobs(BlobStore):
             raise BlobCorrupt(f"{key!r} has sha256 {got.sha256} in {got.size} bytes, expected {sha256}")
 
     def _rest(self, key: str, at: int, etag: str) -> Any:
-        """The body of a blob from byte `at` on, if it is still the one that has this ETag."""
+        """The body of a blob from byte `at`, if it still has this ETag."""
         try:
             with self._named(key):
                 return self._client.get_object(**self._where(key), Range=f"bytes={at}-", IfMatch=etag)["Body"]
@@ -426,7 +427,7 @@ class S3Blobs(BlobStore):
             raise BlobCorrupt(f"{key!r} was replaced while it was read; read it again") from replaced
 
     def _condition(self, key: str) -> dict[str, str]:
-        """What makes a put fail when the key is taken; BlobExists if the store cannot do that, and it is."""
+        """Headers that make a put fail if the key exists. Without support: raises BlobExists if it exists now."""
         if self._honours_conditions():
             return {"IfNoneMatch": "*"}
         with contextlib.suppress(BlobNotFound):
@@ -472,12 +473,12 @@ class S3Blobs(BlobStore):
 
     @contextmanager
     def _named(self, key: str) -> Iterator[None]:
-        """Give S3's answers our names; whatever is not about this key rises as it is."""
+        """Translate S3 errors about this key; others are raised unchanged."""
         try:
             yield
         except self._client.exceptions.ClientError as error:
             code = _code(error)
-            if code in ("NoSuchKey", "404"):  # a HEAD has no body to say more than 404
+            if code in ("NoSuchKey", "404"):  # a HEAD response has no body with an error code
                 raise BlobNotFound(key) from error
             if code in _TAKEN:
                 raise BlobExists(key) from error
@@ -485,7 +486,7 @@ class S3Blobs(BlobStore):
 
 
 class _FileWriter(BlobWriter):
-    """Writes a temporary file, and gives it its name at the end."""
+    """Writes a temporary file and renames it on commit."""
 
     def __init__(self, key: str, target: Path, folder: Path, if_absent: bool) -> None:
         self._key, self._target, self._if_absent = key, target, if_absent
@@ -510,13 +511,13 @@ class _FileWriter(BlobWriter):
         return self._meter.info(self._key)
 
     def abort(self) -> None:
-        with contextlib.suppress(OSError):  # closing writes what is left, for which there may be no room
+        with contextlib.suppress(OSError):  # closing flushes, which fails on a full disk
             self._file.close()
         self._temp.unlink(missing_ok=True)
 
 
 class _S3Writer(BlobWriter):
-    """Sends a part whenever one is full; what fits into one goes as a whole."""
+    """Sends each full part; a blob that fits in one part is sent as a whole."""
 
     def __init__(self, store: S3Blobs, key: str, condition: dict[str, str]) -> None:
         self._store, self._key, self._condition = store, key, condition
@@ -529,7 +530,7 @@ class _S3Writer(BlobWriter):
     def write(self, data: bytes) -> None:
         self._meter.add(data)
         self._buffer += data
-        while len(self._buffer) > PART_BYTES:  # the last part is sent by `commit`, and is never empty
+        while len(self._buffer) > PART_BYTES:  # `commit` sends the last part, which must not be empty
             with self._named():
                 self._send(bytes(self._buffer[:PART_BYTES]))
             del self._buffer[:PART_BYTES]
@@ -550,7 +551,7 @@ class _S3Writer(BlobWriter):
     def abort(self) -> None:
         upload, self._upload = self._upload, None
         if upload is not None:
-            # The caller must see what went wrong first; the sweep and the bucket's lifecycle rule are the next nets.
+            # The original error matters more; the sweep and the bucket's lifecycle rule also remove the upload.
             with contextlib.suppress(Exception):
                 self._store._client.abort_multipart_upload(**upload)
 
@@ -563,13 +564,13 @@ class _S3Writer(BlobWriter):
             self._upload = self._where | {"UploadId": begun["UploadId"]}
         number = len(self._done) + 1
         sent = client.upload_part(**self._upload, PartNumber=number, Body=part, **self._store._checksum(part))
-        # Checksums that went with a part must be repeated at the end, or S3 may refuse.
+        # S3 may require the part checksums again on completion.
         checksums = {name: value for name, value in sent.items() if name in _PART_CHECKSUMS}
         self._done.append({"PartNumber": number, "ETag": sent["ETag"], **checksums})
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """S3's answers by our names; that an upload has ended is fine where it was us who ended it."""
+        """Translate S3 errors; a missing upload is not an error if we ended it."""
         try:
             with self._store._named(self._key):
                 yield
@@ -588,9 +589,9 @@ def open_blobs(
     region: str | None = None,
     checksums: Checksums = "when_supported",
 ) -> BlobStore:
-    """The store a setting names: a path, `file:///path`, or `s3://bucket/prefix`.
+    """Open the store of a setting: a path, `file:///path`, or `s3://bucket/prefix`.
 
-    Credentials come from boto3's usual chain. `when_required` is for S3 look-alikes that stumble over checksums.
+    Credentials come from boto3's default chain. `when_required` is for S3-compatible stores without checksums.
     """
     if "://" not in url:
         if not url:
@@ -607,7 +608,7 @@ def open_blobs(
 
 
 def blobs_of(settings: Settings) -> BlobStore:
-    """The store that the settings name."""
+    """Open the store of the settings."""
     return open_blobs(
         settings.blobs,
         endpoint_url=settings.s3_endpoint_url,
@@ -617,9 +618,9 @@ def blobs_of(settings: Settings) -> BlobStore:
 
 
 def check_not_empty(blobs: BlobStore) -> None:
-    """Raise StoreEmpty if the store has no blobs. Call it before a missing blob counts as damage.
+    """Raise StoreEmpty if the store has no blobs. Call it before treating a missing blob as damage.
 
-    Logs of attempts do not count: workers write those to a wrong store, too, after each attempt that fails there.
+    Logs of attempts do not count: after a failed attempt, workers write those to a wrong store, too.
     """
     if all(key.endswith("/log.txt") for key in blobs.list("")):
         raise StoreEmpty
@@ -632,25 +633,25 @@ def _accepted(url: str) -> str:
 def s3_client(
     endpoint_url: str | None, region: str | None, checksums: Checksums, *, attempts: int = 10
 ) -> Any:
-    """A boto3 client that repeats what fails on the way or with 5xx, `attempts` times at most."""
-    # Imported here, because it takes long to load and a folder needs none of it.
+    """A boto3 client that makes up to `attempts` attempts on network and 5xx errors."""
+    # Imported lazily: boto3 loads slowly, and a folder store does not need it.
     import boto3
     from botocore.config import Config
 
     config = Config(
-        # botocore waits 50 ms and doubles that: ten attempts outlast about 13 seconds, its default less than one.
+        # botocore waits 50 ms and doubles that: ten attempts cover about 13 seconds, its default less than one.
         retries={"mode": "standard", "total_max_attempts": attempts},
         connect_timeout=5,
         read_timeout=60,
         request_checksum_calculation=checksums,
-        # Ours is over the whole blob and survives a download in pieces, which botocore's does not.
+        # Our check covers the whole blob and works for resumed downloads, which botocore's does not.
         response_checksum_validation="when_required",
     )
     return boto3.client("s3", endpoint_url=endpoint_url, region_name=region, config=config)
 
 
 _PART_CHECKSUMS = {"ChecksumCRC32", "ChecksumCRC32C", "ChecksumCRC64NVME", "ChecksumSHA1", "ChecksumSHA256"}
-_TAKEN = ("PreconditionFailed", "412")  # the number where an answer has no body
+_TAKEN = ("PreconditionFailed", "412")  # the number if the response has no body
 _ENDED = (*_TAKEN, "NoSuchUpload")
 _UNFINISHED = ".part-"
 
@@ -660,14 +661,14 @@ def _code(error: Any) -> str:
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of `size` items and a last, shorter one."""
+    """Split into lists of `size` items; the last one may be shorter."""
     rest = iter(items)
     while batch := list(itertools.islice(rest, size)):
         yield batch
 
 
 class _Meter:
-    """Counts and hashes the bytes that flow through."""
+    """Counts and hashes the bytes of a stream."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -687,11 +688,11 @@ class _Meter:
 
 
 class _Taken(Exception):
-    """The target of an exclusive publish already exists."""
+    """The target of an exclusive publish exists."""
 
 
 def _check_key(key: str) -> None:
-    # Unprintable characters fit neither S3's XML listings nor anybody's log.
+    # Unprintable characters are invalid in S3's XML listings and unsafe in logs.
     if not key.isprintable() or any(segment in ("", ".", "..") for segment in key.split("/")):
         raise ValueError(
             f"{key!r} is not a blob key: write segments with '/' between them, none empty, '.' or '..'"
@@ -704,7 +705,7 @@ def _check_prefix(prefix: str) -> None:
 
 
 def _check_folder(prefix: str) -> None:
-    # Without the slash, deleting `jobs/1` would take `jobs/10` with it, and "" everything.
+    # Without the slash, deleting `jobs/1` would also delete `jobs/10`, and "" everything.
     if not prefix.endswith("/"):
         raise ValueError(f"{prefix!r} must end in '/' to say where the deletion stops")
     _check_prefix(prefix)
@@ -717,9 +718,9 @@ def _file_chunks(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _walk(folder: Path, stem: str) -> Iterator[str]:
-    """Every file below `folder` as `stem` plus its path, in the order of the whole keys."""
+    """Every file below `folder` as `stem` plus its path, sorted by the whole key."""
     try:
-        # The slash is part of the comparison: "a-b" sorts before "a/b", although "a" sorts before "a-b".
+        # Compare with the slash: "a-b" sorts before "a/b", although "a" sorts before "a-b".
         with os.scandir(folder) as entries:
             names = sorted(entry.name + "/" * entry.is_dir(follow_symlinks=False) for entry in entries)
     except (FileNotFoundError, NotADirectoryError):
@@ -732,7 +733,7 @@ def _walk(folder: Path, stem: str) -> Iterator[str]:
 
 
 def _entry(path: Path, key: str) -> BlobEntry | None:
-    """None: it was removed after it was listed."""
+    """None: the file was removed after it was listed."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -742,7 +743,7 @@ def _entry(path: Path, key: str) -> BlobEntry | None:
 
 @contextmanager
 def _temporary(folder: Path) -> Iterator[Path]:
-    """A fresh file in `folder`, gone at the end unless it was moved away."""
+    """A new temporary file in `folder`, deleted at the end unless it was moved."""
     _make_folder(folder)
     handle, name = tempfile.mkstemp(dir=folder, prefix=_UNFINISHED)
     os.close(handle)
@@ -761,7 +762,7 @@ def _write(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 def _publish(temp: Path, target: Path, *, if_absent: bool) -> None:
-    """Give a finished file its name in one step; with `if_absent`, of many at once exactly one succeeds."""
+    """Rename a finished file atomically; with `if_absent`, exactly one of concurrent calls succeeds."""
     for attempts_left in reversed(range(100)):
         try:
             _make_folder(target.parent)
@@ -771,11 +772,11 @@ def _publish(temp: Path, target: Path, *, if_absent: bool) -> None:
                 temp.replace(target)
             break
         except (FileNotFoundError, FileExistsError):
-            # A delete() removed the folder, empty until now, under our feet: before we used it, or just after
-            # mkdir had found it there, which mkdir reports as "exists".
+            # A concurrent delete() removed the folder while it was empty: before our use, or just after mkdir reported
+            # it as existing.
             if not attempts_left:
                 raise
-    with contextlib.suppress(FileNotFoundError):  # deleted again already
+    with contextlib.suppress(FileNotFoundError):  # already deleted
         _sync_folder(target.parent)
 
 
@@ -787,7 +788,7 @@ def _link(temp: Path, target: Path) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """mkdir -p that survives a power cut: a new name is durable once the folder that holds it is synced."""
+    """mkdir -p that survives a power failure: syncs each parent folder, which makes the new name durable."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)

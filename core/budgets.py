@@ -1,7 +1,7 @@
-"""A cap on what a job may use: seconds of its GPU, or money at the service's price for them.
+"""Budgets: a cap on a job's GPU-seconds, or on money at the service's price.
 
-A job that reaches its cap pauses at a checkpoint. It is reached when the next step would pass it, by the mean of the
-last steps of its kind: a step cannot be paused half way, so waiting for the cap itself would always pass it.
+A job at its cap pauses at a checkpoint. The cap counts as reached when the next step would exceed it, predicted by the
+mean of recent steps of the same kind: a step cannot be interrupted, so waiting for the cap itself would exceed it.
 """
 
 import math
@@ -16,7 +16,7 @@ from core.settings import Settings
 
 @dataclass(frozen=True)
 class Price:
-    """What a GPU-second costs; None where the service has no price."""
+    """The price of a GPU-second; None if the service has no price."""
 
     per_gpu_second: float | None
     currency: str
@@ -26,13 +26,13 @@ class Price:
         return cls(settings.price_per_gpu_second, settings.currency)
 
     def amount(self, gpu_seconds: float) -> dict[str, Any] | None:
-        """{"amount", "currency"} of so many GPU-seconds."""
+        """{"amount", "currency"} for this number of GPU-seconds."""
         if self.per_gpu_second is None:
             return None
         return {"amount": self._money(gpu_seconds, self.per_gpu_second), "currency": self.currency}
 
     def range(self, gpu_seconds: Mapping[str, float]) -> dict[str, Any] | None:
-        """{"low", "expected", "high", "currency"} of such a range of GPU-seconds."""
+        """{"low", "expected", "high", "currency"} for a range of GPU-seconds."""
         price = self.per_gpu_second
         if price is None:
             return None
@@ -41,42 +41,42 @@ class Price:
 
     @staticmethod
     def _money(gpu_seconds: float, price: float) -> float:
-        return round(gpu_seconds * price, 6)  # a step of a second may cost less than a cent
+        return round(gpu_seconds * price, 6)  # six digits: a step of one second may cost less than a cent
 
 
 def stored(asked: dict[str, Any], price: Price) -> dict[str, Any]:
-    """What Job.budget keeps: the cap as `asked` ({"gpu_seconds"} or {"amount", "currency"}), and in GPU-seconds.
+    """The value of Job.budget: the cap as requested ({"gpu_seconds"} or {"amount", "currency"}), and in GPU-seconds.
 
-    The price of this moment decides; one that changes later does not move the cap.
+    Converts at the current price; later price changes do not affect the cap.
 
     Raises:
-        InvalidRequest: it is money, and the service has no price or another currency.
+        InvalidRequest: the cap is money, and the service has no price or another currency.
     """
     if "gpu_seconds" in asked:
         return {"asked": asked, "gpu_seconds": float(asked["gpu_seconds"])}
     if price.per_gpu_second is None:
         raise InvalidRequest(
-            "'budget.amount' needs a price, and this service has none: whoever runs it can set "
-            "REGRAFT_PRICE_PER_GPU_SECOND. Give 'budget.gpu_seconds' instead.",
+            "'budget.amount' needs a price, and this service has none; the operator can set "
+            "REGRAFT_PRICE_PER_GPU_SECOND. Use 'budget.gpu_seconds' instead.",
             param="budget.amount",
         )
     if asked["currency"] != price.currency:
         raise InvalidRequest(
-            f"'budget.currency' is {asked['currency']!r}, but this service counts in {price.currency!r} "
+            f"'budget.currency' is {asked['currency']!r}, but the currency of this service is {price.currency!r} "
             "(REGRAFT_CURRENCY).",
             param="budget.currency",
         )
     gpu_seconds = asked["amount"] / price.per_gpu_second
     if not math.isfinite(gpu_seconds):
         raise InvalidRequest(
-            f"'budget.amount' is too large: at {price.per_gpu_second:g} {price.currency} a GPU-second it has no end.",
+            f"'budget.amount' is too large: at {price.per_gpu_second:g} {price.currency} a GPU-second it is infinite.",
             param="budget.amount",
         )
     return {"asked": asked, "gpu_seconds": gpu_seconds}
 
 
 def shown(job: Job) -> dict[str, Any] | None:
-    """What was asked, the cap, what is used and what remains, all in GPU-seconds; None without a cap."""
+    """The requested budget, the cap, the used and the remaining GPU-seconds; None without a budget."""
     if job.budget is None:
         return None
     cap = job.budget["gpu_seconds"]
@@ -95,7 +95,7 @@ class Reached:
 
 
 def reached(job: Job, used: float) -> Reached | None:
-    """Why a job that used so many GPU-seconds may not do another step; None: it may."""
+    """The reason why a job with this usage must not start another step; None: it may."""
     if job.budget is None:
         return None
     cap = job.budget["gpu_seconds"]
@@ -110,17 +110,17 @@ def reached(job: Job, used: float) -> Reached | None:
 
 
 def refuse_if_reached(job: Job, used: float) -> None:
-    """BudgetReached if a job that used so many GPU-seconds would only be paused again."""
+    """Raise BudgetReached if a job with this usage would pause again immediately."""
     reason = reached(job, used)
     if reason is not None:
         raise BudgetReached(
-            f"The job is at its budget: {reason.message}. Raise or remove it first: "
+            f"The job has reached its budget: {reason.message}. Raise or remove it first: "
             f"POST /v1/fine_tuning/jobs/{job.id}/budget."
         )
 
 
 def changed(budget: dict[str, Any] | None) -> str:
-    """The words of the event for a cap that was changed while the job is there."""
+    """The message of the event for a changed budget."""
     return "The budget was removed" if budget is None else f"The budget is now {_words(budget)}"
 
 

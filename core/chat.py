@@ -1,4 +1,4 @@
-"""A chat completion as it is asked for: what the API takes from users, and what it hands to the inference server."""
+"""A chat completion as requested by users, and as sent to the inference server."""
 
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,7 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-# Kinds of content that OpenAI's models read, in words; this service reads text.
+# Content types of OpenAI's models that this service does not support.
 NOT_TEXT = {
     "image_url": "an image",
     "input_image": "an image",
@@ -32,7 +32,7 @@ NOT_TEXT = {
 
 
 class ContentPart(Part):
-    """One part of a message; its subclasses are kinds of text."""
+    """One part of a message; the subclasses are kinds of text."""
 
     @model_validator(mode="before")
     @classmethod
@@ -52,17 +52,17 @@ def _text_or_list(value: Any) -> str | None:
     return "text" if isinstance(value, str) else "list" if isinstance(value, list) else None
 
 
-# Chooses between a string and a list, so that a mistake inside the list is reported where it is.
+# Discriminates between a string and a list, so that an error inside the list is reported at its location.
 TEXT_OR_LIST = Discriminator(
     _text_or_list, custom_error_type="text_or_list", custom_error_message="expected a string or an array"
 )
 
 
-# What an assistant's message has besides when it is an earlier answer of ours, sent back by OpenAI's client.
+# Extra fields of an assistant message that is an earlier response of ours, sent back by OpenAI's client.
 SENT_BACK = ("annotations", "audio", "function_call", "tool_calls")
 
 
-# Of a conversation, and of a message. Without them 2 MB of empty objects become gigabytes of complaints.
+# Per conversation, and per message. Without bounds, 2 MB of empty objects become gigabytes of validation errors.
 MAX_MESSAGES, MAX_PARTS = 2048, 256
 
 
@@ -99,7 +99,7 @@ class StreamOptions(Part):
 
 
 class Chat(Part):
-    """The fields that change the answer. Everything else of OpenAI's API is accepted or refused in api/chat.py."""
+    """The fields that affect the response. api/chat.py accepts or rejects all other fields of OpenAI's API."""
 
     model: str
     # It ends at the first mistake: 256 empty objects in each of 2048 messages would become a million complaints.
@@ -137,7 +137,7 @@ class Chat(Part):
 
     @property
     def held_to(self) -> str:
-        """The schema that the answer is JSON of, as samplers take it; "" where it is free."""
+        """The schema to enforce, in the format of the samplers; "" for free text."""
         wanted = self.response_format
         if isinstance(wanted, ResponseFormat):
             return held_to(wanted.json_schema.schema_)
@@ -145,26 +145,26 @@ class Chat(Part):
 
 
 class Adapter(Part):
-    """Which weights to put on the base model. The hash is the manifest's: new weights never have an old one."""
+    """The weights to apply to the base model, by the hash of their manifest, which is unique to them."""
 
     prefix: str
     manifest_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Served(Part):
-    """What a model's name stands for. Without it the name is that of a base model."""
+    """The resolved model name. Without it the name is that of a base model."""
 
     base_model: str
     adapter: Adapter | None = None
-    chat_template: chat_templates.Name | None = None  # a preview's, in place of the model's own
+    chat_template: chat_templates.Name | None = None  # of a preview; overrides the model's own
 
     def to_wire(self) -> dict[str, Any]:
-        """As the inference server reads it: one of the release before knows no `chat_template`."""
+        """The JSON for the inference server; omits unset `chat_template`, unknown to the previous release."""
         return self.model_dump(mode="json", exclude=set() if self.chat_template else {"chat_template"})
 
 
 class InternalChat(Chat):
-    """What goes to the inference server."""
+    """The request for the inference server."""
 
     regraft: Served | None = None
 

@@ -1,7 +1,7 @@
-"""Chat templates for models that ship without one: Jinja text by name, by path or inline.
+"""Chat templates for models without one: Jinja text by name, by path or inline.
 
-transformers renders a template in Jinja's sandbox (no attribute of Python's own is reachable). Only the operator gives
-template text, in the model registry; a job names one of NAMES.
+transformers renders a template in Jinja's sandbox (Python attributes are unreachable). Only the operator supplies
+template text, in the model registry; a job selects one of NAMES.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ MAX_CHARACTERS = 64 * 1024
 #     User: And 6 x 8?
 #     Assistant:
 #
-# There is no blank at the end: the first token of an answer usually begins with one.
+# No trailing space: the first token of an answer usually starts with one.
 _TURNS = """\
 {%- for message in messages -%}
 {%- if message.role == "system" -%}{{ message.content }}
@@ -33,7 +33,7 @@ _TURNS = """\
 
 _PLAIN = "{{- bos_token or '' -}}\n" + _TURNS
 
-# The set-up of R1-Zero (arXiv 2501.12948, table 1), in words of our own: reason first, then answer, each in its tags.
+# The setup of R1-Zero (arXiv 2501.12948, table 1), reworded: reason first, then answer, each in its tags.
 _R1_ZERO = (
     "{{- bos_token or '' -}}\n"
     "{{- 'The user asks and the assistant solves. The assistant first reasons step by step between <think> and "
@@ -44,10 +44,10 @@ _TEXTS: dict[str, str] = {"plain": _PLAIN, "r1_zero": _R1_ZERO}
 
 
 def text_of(template: str, folder: Path = Path()) -> str:
-    """The Jinja text of a template that is given by name, as text, or as a path (relative to `folder`).
+    """The Jinja text of a template given by name, as text, or as a path (relative to `folder`).
 
     Raises:
-        ValueError: it is none of these, or too long.
+        ValueError: none of these, or too long.
     """
     if template in _TEXTS:
         return _TEXTS[template]

@@ -1,10 +1,10 @@
-"""JSONL -> Example: a stream of bytes in, one value per row out, and every problem with its line number.
+"""JSONL -> Example: parses a stream of bytes into one value per row, and reports every error with its line number.
 
-A row is one prompt and whatever its graders want to know:
+A row is one prompt and any fields for its graders:
 
     {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
 
-`messages` and `tools` have a meaning here; every other key is the user's, and graders see it as `item.<key>`.
+`messages` and `tools` are reserved; every other key is the user's, and graders read it as `item.<key>`.
 """
 
 import codecs
@@ -18,13 +18,13 @@ from typing import Any
 # OpenAI's limits for reinforcement fine-tuning.
 MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS = 50_000, 1_000
 MAX_REPORTED = 20
-MAX_LINE_BYTES = 4 << 20  # a prompt is kilobytes; a "line" this long is a file without line ends
-MAX_DIGITS = 400  # more than any float has; Python itself gives up at 4300
+MAX_LINE_BYTES = 4 << 20  # a prompt is kilobytes; a longer "line" means a file without line ends
+MAX_DIGITS = 400  # more than any float has; Python's own limit is 4300
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = {"role", "content", "name", "weight"}
-# What a message that was copied from an answer of OpenAI's or Azure's has besides. Where they are null or empty they
-# say nothing, and the model's chat template does not get to see them.
+# Extra fields of a message copied from a response of OpenAI's or Azure's. Null and empty values are dropped before the
+# model's chat template sees the message.
 EMPTY_KEYS = {"refusal", "tool_calls", "tool_call_id", "function_call", "audio", "annotations"}
 
 
@@ -39,7 +39,7 @@ class Example:
 
 @dataclass(frozen=True)
 class LineError:
-    """What is wrong with a line, and where in it. Line 0 is the file as a whole."""
+    """An error in a line, and its location. Line 0 is the file as a whole."""
 
     line: int
     message: str
@@ -51,7 +51,7 @@ class LineError:
 
 
 class InvalidDataset(ValueError):
-    """The first problems of a file, at most MAX_REPORTED, and on how many further lines there were others."""
+    """The first errors of a file, at most MAX_REPORTED, and the number of further lines with errors."""
 
     def __init__(self, errors: Sequence[LineError], more: int = 0) -> None:
         super().__init__(errors, more)
@@ -70,16 +70,17 @@ def read_examples(
     max_rows: int | None = None,
     min_rows: int = 1,
 ) -> list[Example]:
-    """Every row of a file in which all are good; otherwise InvalidDataset, with the problems of all rows.
+    """Read all rows of a valid file; otherwise raise InvalidDataset with the errors of all rows.
 
-    `check` names what else is wrong with a row. The first row beyond `max_rows` ends the reading, and is then
-    the only problem told: the file has to be cut before anything else about it matters.
+    `check` yields further errors of a row. Reading stops at the first row beyond `max_rows`, which is then the only
+    error
+    reported.
     """
     examples: list[Example] = []
     problems = _Problems()
     for row in _good_rows(chunks, problems, check, max_rows):
         if problems.errors:
-            examples.clear()  # a file with errors returns none
+            examples.clear()  # an invalid file returns no rows
         else:
             examples.append(row)
     problems.refuse(len(examples), min_rows)
@@ -93,7 +94,7 @@ def count_examples(
     max_rows: int | None = None,
     min_rows: int = 1,
 ) -> int:
-    """How many rows `read_examples` would return, or what it would raise. Holds one row at a time."""
+    """Count the rows that `read_examples` would return, or raise the same errors. Holds one row at a time."""
     problems = _Problems()
     count = sum(1 for _ in _good_rows(chunks, problems, check, max_rows))
     problems.refuse(count, min_rows)
@@ -106,7 +107,7 @@ def _good_rows(
     check: Callable[[Example], Iterable[str]] | None,
     max_rows: int | None,
 ) -> Iterator[Example]:
-    """The rows in which nothing is wrong; what is wrong with the others goes to `problems`."""
+    """Yield the valid rows; the errors of the others are added to `problems`."""
     rows, last_line = 0, 0
     for row in read_rows(chunks):
         if row.line != last_line:  # one line may have several errors
@@ -124,10 +125,11 @@ def _good_rows(
 
 
 def read_rows(chunks: Iterable[bytes]) -> Iterator[Example | LineError]:
-    """The rows of a file in order: an Example for each good line, one or more LineErrors for each bad one.
+    """Yield, in file order, an Example for each valid line and one or more LineErrors for each invalid one.
 
-    Holds one line at a time, and never one longer than MAX_LINE_BYTES. How the bytes are cut into chunks
-    makes no difference. Blank lines are fine at the end of the file, and errors before.
+    Holds one line at a time, and never one longer than MAX_LINE_BYTES. The boundaries of the chunks do not matter.
+    Blank
+    lines are allowed at the end of the file only.
     """
     blank = 0
     for number, line in _lines(chunks):
@@ -144,7 +146,7 @@ def read_rows(chunks: Iterable[bytes]) -> Iterator[Example | LineError]:
 
 
 class _Problems:
-    """Keeps the first MAX_REPORTED errors and counts the lines of the others, however many there are."""
+    """Keeps the first MAX_REPORTED errors and counts the further lines with errors."""
 
     def __init__(self) -> None:
         self.errors: list[LineError] = []
@@ -159,7 +161,7 @@ class _Problems:
         self._last_line = error.line
 
     def refuse(self, rows: int, min_rows: int) -> None:
-        """Raise InvalidDataset if there was a problem, or there are too few rows."""
+        """Raise InvalidDataset if there were errors or too few rows."""
         if self.errors:
             raise InvalidDataset(self.errors, self.more)
         if rows < min_rows:
@@ -175,7 +177,7 @@ def _too_few(rows: int, min_rows: int) -> str:
 def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
     """Numbered lines without their newline, the first also without its byte order mark.
 
-    One that is too long comes as None; its bytes are not kept.
+    A line that is too long is None; its bytes are discarded.
     """
     numbered = _numbered(chunks)
     number, first = next(numbered)
@@ -188,7 +190,7 @@ def _numbered(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
     line: bytearray | None = bytearray()
     for chunk in chunks:
         for index, piece in enumerate(chunk.split(b"\n")):
-            if index > 0:  # a newline stood before this piece
+            if index > 0:  # a newline precedes this piece
                 yield number, None if line is None else bytes(line)
                 number, line = number + 1, bytearray()
             if line is not None and len(line) + len(piece) <= MAX_LINE_BYTES:
@@ -216,9 +218,9 @@ def _row(number: int, line: bytes) -> Iterator[Example | LineError]:
 
 
 def _parse(line: bytes) -> Any:
-    """One JSON value, or a ValueError whose message is meant for the user."""
+    """Parse one JSON value; raise ValueError with a message for the user."""
     if line.startswith(codecs.BOM_UTF8):
-        raise ValueError("starts with a byte order mark, which only the first line of a file may have")
+        raise ValueError("starts with a byte order mark, which is allowed only in the first line of a file")
     try:
         text = line.decode("utf-8")
         row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
@@ -230,7 +232,7 @@ def _parse(line: bytes) -> Any:
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     if broken:
-        raise ValueError("has half of a surrogate pair (such as \\ud83d alone), which is no character")
+        raise ValueError("contains a lone surrogate (such as \\ud83d), which is not a character")
     return row
 
 
@@ -239,7 +241,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def _finite(digits: str) -> float:
-    """A float; 1e999 is valid JSON but would be Infinity from here on."""
+    """Parse a float; 1e999 is valid JSON but would become Infinity."""
     value = float(digits)
     if math.isinf(value):
         raise ValueError("has a number too large for a 64-bit float")
@@ -256,7 +258,8 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _has_lone_surrogate(text: str, row: Any) -> bool:
-    # Such a string cannot be encoded again, so it would fail later, in a tokenizer or a grader. Encoding
+    # Such a string cannot be encoded again, so it would fail later, in a tokenizer or a grader. Encoding every row to
+    # find
     # every row to find out is slow, and few rows have the escape.
     if not _SURROGATE.search(text):
         return False
@@ -267,7 +270,7 @@ def _has_lone_surrogate(text: str, row: Any) -> bool:
     return False
 
 
-Problem = tuple[str, str]  # where in the row, and what
+Problem = tuple[str, str]  # path in the row, message
 
 
 def _row_problems(row: dict[str, Any]) -> Iterator[Problem]:
@@ -284,7 +287,7 @@ def _row_problems(row: dict[str, Any]) -> Iterator[Problem]:
         yield from _message_problems(f"messages[{index}]", message)
     last = messages[-1]
     role = last.get("role") if isinstance(last, dict) else None
-    if role != "user" and role in ROLES:  # any other role has been named above
+    if role != "user" and role in ROLES:  # other roles were reported above
         yield f"messages[{len(messages) - 1}].role", f"the last message must be from the user, not {role}"
 
 
@@ -308,7 +311,7 @@ def _message_problems(path: str, message: Any) -> Iterator[Problem]:
 
 
 def _stated(message: dict[str, Any]) -> dict[str, Any]:
-    """The message without keys that say nothing."""
+    """The message without null and empty extra fields."""
     return {
         key: value
         for key, value in message.items()
@@ -319,7 +322,7 @@ def _stated(message: dict[str, Any]) -> dict[str, Any]:
 def _weight_problems(path: str, message: dict[str, Any]) -> Iterator[Problem]:
     if message.get("role") != "assistant":
         yield f"{path}.weight", "is only for messages of the assistant"
-    elif type(message["weight"]) is not int or message["weight"] not in (0, 1):  # true is an int, too
+    elif type(message["weight"]) is not int or message["weight"] not in (0, 1):  # bool is a subclass of int
         yield f"{path}.weight", "must be 0 or 1"
 
 
@@ -345,6 +348,6 @@ def _part_problems(path: str, part: Any) -> Iterator[Problem]:
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls it."""
+    """The JSON name of the type."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

@@ -19,7 +19,7 @@ from core.audit import OPERATOR, Actor
 
 
 class db_now(FunctionElement[float]):
-    """The database's clock in Unix seconds: leases of many machines are compared by one clock, not theirs."""
+    """The database's clock in Unix seconds: leases of many machines must be compared by one clock."""
 
     type = Double()
     inherit_cache = True
@@ -36,10 +36,10 @@ def _sqlite_now(element: db_now, compiler: SQLCompiler, **kw: Any) -> str:
 
 
 class json_text(FunctionElement[str]):
-    """json_text(column, key): what a JSON object has at that key, NULL if nothing.
+    """json_text(column, key): the value of a key of a JSON object as text, NULL if absent.
 
-    Not `column[key]`: SQLAlchemy writes the key into a JSON path there, which fails on a quotation mark in it and
-    finds no key that is not ASCII.
+    Not `column[key]`: SQLAlchemy writes the key into a JSON path, which fails on quotation marks and does not find
+    non-ASCII keys.
     """
 
     type = Text()
@@ -59,10 +59,10 @@ def _sqlite_json_text(element: json_text, compiler: SQLCompiler, **kw: Any) -> s
 
 
 def open_engine(url: str) -> Engine:
-    """SQLite in WAL mode or PostgreSQL, with the settings that make both safe for many processes."""
+    """Open SQLite in WAL mode or PostgreSQL, with settings that are safe for many processes."""
     if make_url(url).get_backend_name() == "sqlite":
         return _open_sqlite(url)
-    # A server that vanishes without a word must not hold a heartbeat for the minutes TCP would take to notice.
+    # A server that disappears must not block a heartbeat until the TCP timeout, which takes minutes.
     limits = {"connect_timeout": 10, "tcp_user_timeout": 20_000, "keepalives_idle": 10}
     return create_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=20, connect_args=limits)
 
@@ -75,22 +75,22 @@ def _open_sqlite(url: str) -> Engine:
 
     @event.listens_for(engine, "do_connect")
     def on_do_connect(dialect: Any, record: Any, arguments: list[Any], options: dict[str, Any]) -> None:
-        # SQLite would make it with mode 0644. It gives the -wal and -shm files the mode of the database.
+        # SQLite would create it with mode 0644. The -wal and -shm files inherit the mode of the database.
         if database:
-            with suppress(OSError):  # SQLite says what is wrong
+            with suppress(OSError):  # SQLite reports the error
                 private.make_file(Path(database))
 
     @event.listens_for(engine, "connect")
     def on_connect(connection: Any, record: Any) -> None:
-        connection.isolation_level = None  # we open transactions ourselves, below
-        # FULL: a power cut takes back no commit that was answered. NORMAL would, since it syncs the WAL rarely.
+        connection.isolation_level = None  # transactions are opened in on_begin
+        # FULL: a power failure loses no committed transaction. NORMAL could, since it syncs the WAL rarely.
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=30000", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
     def on_begin(connection: Connection) -> None:
-        # IMMEDIATE takes the write lock at the start: a transaction that read first and then wants to write
-        # would fail at once with "database is locked", whatever the busy timeout. Readers never need it.
+        # IMMEDIATE takes the write lock at the start: a transaction that reads first and writes later would fail
+        # with "database is locked", regardless of the busy timeout. Readers do not need it.
         read_only = connection.get_execution_options().get("read_only", False)
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
@@ -98,13 +98,13 @@ def _open_sqlite(url: str) -> Engine:
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether the database may answer again if one only waits: it is restarting, out of reach, locked or full."""
+    """Whether a retry may succeed: the database is restarting, unreachable, locked or full."""
     if not isinstance(error, DBAPIError):
-        return isinstance(error, TimeoutError)  # SQLAlchemy's own: no connection in the pool became free
+        return isinstance(error, TimeoutError)  # of SQLAlchemy: no free connection in the pool
     if error.connection_invalidated or isinstance(error, InterfaceError):
         return True
     if isinstance(error.orig, sqlite3.Error):
-        # SQLite calls nearly everything operational, a missing table included.
+        # SQLite reports nearly every error as operational, a missing table included.
         return any(
             word in str(error.orig) for word in ("locked", "busy", "full", "disk I/O", "unable to open")
         )
@@ -112,7 +112,7 @@ def is_away(error: BaseException) -> bool:
 
 
 class Database:
-    """The two ways to a session: `write` is one transaction that commits at the end, `read` sees one snapshot."""
+    """Provides sessions: `write` is one transaction that commits at the end, `read` sees one snapshot."""
 
     def __init__(self, url: str) -> None:
         self.engine = open_engine(url)
@@ -133,17 +133,17 @@ class Database:
     def _snapshot(self) -> dict[str, Any]:
         if self.engine.dialect.name == "sqlite":
             return {"read_only": True}  # see on_begin
-        # By default every PostgreSQL statement sees what was committed before it, not before the transaction.
+        # By default each PostgreSQL statement sees the commits before it, not those before the transaction.
         return {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 
 
 Send = Callable[[str, str], bool]
-"""send(task name, queue): a wake-up for whoever listens on that queue. False: the broker was not reached."""
+"""send(task name, queue): wake up the workers of a queue. False: the broker was not reached."""
 
 
 @dataclass
 class Work:
-    """What one request or task does to the database, for whom, and whom it will wake once that is durable."""
+    """The session of one request or task, its author, and the wake-ups to send after the commit."""
 
     session: Session
     actor: Actor = OPERATOR
@@ -153,7 +153,7 @@ class Work:
         self.outbox.append((task, queue))
 
     def record(self, action: str, target: str, data: dict[str, Any] | None = None) -> None:
-        """Into the audit log, in the same transaction; see core/audit.py."""
+        """Append to the audit log in the same transaction; see core/audit.py."""
         audit.record(self.session, actor=self.actor, action=action, target=target, data=data)
 
 

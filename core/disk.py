@@ -1,4 +1,4 @@
-"""Room for the database and the blobs: whether an error says that there is none, and how much is left."""
+"""Disk space of the database and the blobs: detection of full-disk errors, and free space."""
 
 import errno
 import shutil
@@ -24,12 +24,12 @@ REFUSALS = Counter(
 
 _FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 _PG_DISK_FULL = "53100"
-# What S3 look-alikes say; Amazon's has no end.
+# Error codes of S3-compatible stores; Amazon S3 is never full.
 _FULL_CODES = {"InsufficientStorage", "XMinioStorageFull", "QuotaExceeded", "EntityTooLargeForQuota"}
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the error says that there is no room: of a folder, of SQLite, of PostgreSQL or of S3."""
+    """Whether the error means a full disk: of a folder, of SQLite, of PostgreSQL or of S3."""
     if isinstance(error, OSError):
         return error.errno in _FULL_ERRNOS
     if isinstance(error, DBAPIError):
@@ -46,7 +46,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def folders(settings: Settings) -> dict[str, Path]:
-    """Which folders of this machine hold the database and the blobs; none of a store that is elsewhere."""
+    """The local folders of the database and the blobs; none for remote stores."""
     found = {}
     url = make_url(settings.database)
     if url.get_backend_name() == "sqlite" and url.database:
@@ -59,14 +59,14 @@ def folders(settings: Settings) -> dict[str, Path]:
 
 
 class Disks:
-    """How much room the local stores have. `least` bytes free are enough."""
+    """Free space of the local stores. `least` is the minimum in bytes."""
 
     def __init__(self, settings: Settings) -> None:
         self._folders = folders(settings)
         self.least = settings.min_free_bytes
 
     def problem(self) -> str | None:
-        """Which store has less room than it needs; None if all have enough."""
+        """Describe the store with too little free space; None if all have enough."""
         for store, (free, _) in self._room().items():
             if free < self.least:
                 return f"The disk of the {store} has {free} bytes left, fewer than {self.least}."
@@ -74,9 +74,11 @@ class Disks:
 
     def collect(self) -> Iterable[Metric]:
         free = GaugeMetricFamily(
-            "regraft_storage_free_bytes", "Room left on the disk of a local store.", labels=["store"]
+            "regraft_storage_free_bytes", "Free bytes on the disk of a local store.", labels=["store"]
         )
-        total = GaugeMetricFamily("regraft_storage_total_bytes", "Size of that disk.", labels=["store"])
+        total = GaugeMetricFamily(
+            "regraft_storage_total_bytes", "Total bytes of the disk of a local store.", labels=["store"]
+        )
         for store, (left, size) in self._room().items():
             free.add_metric([store], left)
             total.add_metric([store], size)
@@ -86,7 +88,7 @@ class Disks:
         room = {}
         for store, folder in self._folders.items():
             there = next((one for one in (folder, *folder.parents) if one.exists()), None)
-            if there is not None:  # it is made with the first blob
+            if there is not None:  # created with the first blob
                 usage = shutil.disk_usage(there)
                 room[store] = usage.free, usage.total
         return room

@@ -1,6 +1,6 @@
-"""How long a job will take, as a range: from its own steps once it runs, before that from earlier jobs of its model.
+"""Estimates of a job's duration as a range: from its own steps once it runs, before that from earlier jobs.
 
-A range is {"low", "expected", "high"}, in seconds. What stops a run early (a budget, `stop_...`) is left out.
+A range is {"low", "expected", "high"}, in seconds. Early stops (a budget, `stop_...`) are not modeled.
 """
 
 import math
@@ -18,16 +18,16 @@ from core.models import Job, StepMetric
 Range = dict[str, float]
 
 RECENT_STEPS = 10
-# Of earlier jobs: speed changes with versions and settings, so what is long ago says little.
+# Limits of the history: speed changes with versions and settings, so only recent jobs count.
 HISTORY_JOBS, HISTORY_STEPS = 10, 200
 NO_HISTORY = "no job of this model has run here yet"
-# Seconds of a job for each second of its sampling: all else takes none, as long, or three times as long.
+# Seconds of a job per second of sampling: nothing else takes time, the same time, or twice that.
 LEARNING = {"low": 1.0, "expected": 2.0, "high": 4.0}
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """The steps that a run has not done yet, by kind."""
+    """The remaining steps of a run, by kind."""
 
     plain: int
     validated: int
@@ -40,10 +40,10 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of the last steps, apart for those with a validation: these take longer, and are not the same share of
-    what is ahead as of what was just done."""
+    """Seconds of recent steps, separately for those with a validation: these take longer, and their share of the
+    remaining steps differs from that of the recent ones."""
 
-    base: float | None = None  # step 0: a validation and nothing else
+    base: float | None = None  # step 0: only a validation
     plain: list[float] = field(default_factory=list)
     validated: list[float] = field(default_factory=list)
 
@@ -56,10 +56,11 @@ class Pace:
         return replace(self, plain=[*self.plain, seconds][-RECENT_STEPS:])
 
     def remaining(self, ahead: Ahead) -> Range | None:
-        """Seconds of all steps ahead; None before the first step that learned.
+        """Seconds of all remaining steps; None before the first training step.
 
-        Low and high are what it would take if all of them were as the fastest or the slowest tenth of the last ones,
-        and at least half / sqrt(steps seen) to either side: few steps say little, however alike they are.
+        Low and high assume that all of them take as long as the fastest or the slowest tenth of the recent steps, with
+        a
+        margin of at least half / sqrt(recorded steps): a few similar steps prove little.
         """
         plain, validated = self._kinds()
         seen = len(self.plain) + len(self.validated)
@@ -77,13 +78,13 @@ class Pace:
         }
 
     def next_step(self, ahead: Ahead) -> float:
-        """Seconds that the next step should take; 0 where nothing tells."""
+        """Expected seconds of the next step; 0 if unknown."""
         plain, validated = self._kinds()
         likes = validated if ahead.next_is_validated else plain
         return statistics.fmean(likes) if likes else 0.0
 
     def _kinds(self) -> tuple[list[float], list[float]]:
-        """A kind that was not seen yet is what the other one tells of it."""
+        """Mean seconds by kind; a kind that was not recorded yet is derived from the other one."""
         validation = self.base or 0.0
         plain = self.plain or [max(0.0, seconds - validation) for seconds in self.validated]
         return plain, self.validated or [seconds + validation for seconds in self.plain]
@@ -91,19 +92,20 @@ class Pace:
 
 @dataclass(frozen=True)
 class History:
-    """Steps of earlier jobs of one model on one kind of machine."""
+    """Recorded steps of earlier jobs of one model on one GPU class."""
 
     jobs: int
-    tokens_per_second: list[float]  # sampled, over all that a step does but its validation
-    answer_tokens: list[float]  # the mean length of a step's answers
-    gpus: int = 1  # of the newest step: it is the same machine now
+    tokens_per_second: list[float]  # sampled, over the whole step except its validation
+    answer_tokens: list[float]  # mean answer length of a step
+    gpus: int = 1  # of the newest step
 
     def seconds(self, settings: Resolved, *, train_rows: int, valid_rows: int) -> Range:
-        """Of the whole job, the validation of the base model included.
+        """Duration of the whole job, including the validation of the base model.
 
-        Expected is the median answer at the median speed, low a short one (the tenth percentile) at high speed (the
-        ninetieth). High is every answer as long as it may be, at low speed (the tenth): another task may need all of
-        the room that it was given, whatever those before it needed.
+        Expected is the median answer at the median speed, low a short one (tenth percentile) at high speed (ninetieth).
+        High is the maximum answer length at low speed (tenth): another task may use all of its tokens, regardless of
+        earlier
+        jobs.
         """
         answers = train_rows * settings.n_epochs * settings.group_size
         validations = 1 + math.ceil(settings.total_steps / settings.eval_interval)
@@ -123,7 +125,7 @@ class History:
 
 
 def history(session: Session, *, model: str, gpu_class: str) -> History | None:
-    """The newest steps of the newest jobs of this model on this kind of machine, whosever; None if there is none."""
+    """Steps of the newest jobs of this model on this GPU class, in any project; None without any."""
     began = (Job.model == model) & (Job.gpu_class == gpu_class) & Job.started_at.is_not(None)
     newest = select(Job.id).where(began).order_by(Job.seq.desc()).limit(HISTORY_JOBS)
     ids = session.scalars(newest).all()
@@ -146,18 +148,18 @@ def history(session: Session, *, model: str, gpu_class: str) -> History | None:
 
 
 def gpus(data: dict[str, Any]) -> int:
-    """How many GPUs a step had, or an estimate is for; only several are said. On a CPU the machine counts as one."""
+    """Number of GPUs of a step or an estimate; stored only if there are several. A CPU counts as one."""
     number: int = data.get("gpus", 1)
     return number
 
 
 def sizes(asked: Hyperparameters, *, rows: int, context: int) -> Resolved:
-    """What "auto" becomes in a job of so many training rows, but for the learning rate: that depends on the model."""
+    """Resolve every "auto" for this number of training rows, except the learning rate, which depends on the model."""
     return resolve(asked, rows=rows, parameters=1, context=context)
 
 
 def before_start(past: History, settings: Resolved, *, train_rows: int, valid_rows: int) -> dict[str, Any]:
-    """The estimate of a job that has not begun, as Job.usage keeps it."""
+    """The estimate of a job before it starts, as Job.usage stores it."""
     seconds = past.seconds(settings, train_rows=train_rows, valid_rows=valid_rows)
     jobs = "1 earlier job" if past.jobs == 1 else f"{past.jobs} earlier jobs"
     told = f"{len(past.tokens_per_second)} steps of {jobs}"
@@ -173,10 +175,11 @@ def after_preview(
     train_rows: int,
     valid_rows: int,
 ) -> dict[str, Any]:
-    """The estimate of a job of which a preview has sampled answers, of these many tokens at that speed.
+    """The estimate of a job from a preview, with its answer lengths in tokens and its speed.
 
-    The lengths are the preview's own. So is the speed where no job of this model has run; what learning takes beside
-    sampling is then a guess, as LEARNING has it.
+    The lengths are those of the preview. So is the speed if no job of this model has run; the share of learning is then
+    the
+    guess in LEARNING.
     """
     if past is not None:
         known = before_start(
@@ -193,13 +196,13 @@ def after_preview(
 
 
 def less(estimate: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What is left of an estimate after so many seconds."""
+    """The estimate reduced by elapsed seconds."""
     remaining = {name: max(0.0, value - seconds) for name, value in estimate["remaining_seconds"].items()}
     return estimate | {"remaining_seconds": remaining}
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Linear between neighbours: the median of 1, 2 is 1.5, and of one value everything is that value."""
+    """Linear interpolation: the median of 1, 2 is 1.5; a single value is every quantile."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     below = ordered[math.floor(place)]

@@ -1,6 +1,6 @@
-"""A job's validations, as OpenAI's evals: one eval a job, one run a validation, one output item a sample.
+"""A job's validations as OpenAI's evals: an eval per job, a run per validation, an output item per sample.
 
-Nothing of it is stored but the summary of each run: ids hold where to look.
+Only the summary of each run is stored; the ids encode the location of the rest.
 """
 
 import re
@@ -21,7 +21,7 @@ from core.rollouts import Place, Row
 _JOB, _EVAL, _RUN, _ITEM = "ftjob-", "eval_", "evalrun_", "outputitem_"
 _RUN_ID = re.compile(r"evalrun_(.+)_(\d{1,9})")
 _ITEM_ID = re.compile(r"outputitem_(.+)_(\d{1,9})_(\d{1,9})_(\d{1,9})")
-# Where a grader does not say what passes.
+# The default pass threshold.
 HALF = 0.5
 
 
@@ -38,7 +38,7 @@ def item_id(job_id: str, place: Place) -> str:
 
 
 def place_of(item_id: str, job_id: str, step: int) -> Place | None:
-    """The place that an output item's id names, if it is one of this run."""
+    """The place encoded in an output item's id; None if it is not one of this run."""
     found = _ITEM_ID.fullmatch(item_id)
     if found is None or found[1] != job_id.removeprefix(_JOB) or int(found[2]) != step:
         return None
@@ -49,7 +49,7 @@ def job_of(session: Session, project_id: str, eval_id: str) -> Job:
     """The job whose eval this is.
 
     Raises:
-        EvalNotFound: the project has none with this id.
+        EvalNotFound: the project has no eval with this id.
     """
     if eval_id.startswith(_EVAL):
         try:
@@ -65,7 +65,7 @@ def page(
     """The jobs of a page of evals.
 
     Raises:
-        InvalidRequest: `after` is no eval of the project.
+        InvalidRequest: `after` is not an eval of the project.
     """
     statement = select(Job).where(Job.project_id == project_id)
     ordered = pages.newest_first if newest_first else pages.oldest_first
@@ -78,10 +78,10 @@ def page(
 
 
 def run_of(session: Session, job: Job, run_id: str) -> RolloutPage:
-    """The validation that a run's id names.
+    """The validation of a run's id.
 
     Raises:
-        EvalNotFound: the job has none of that step, or no longer its samples.
+        EvalNotFound: the job has no such validation, or its samples were deleted.
     """
     found = _RUN_ID.fullmatch(run_id)
     if found is not None and found[1] == job.id.removeprefix(_JOB):
@@ -108,12 +108,12 @@ def runs(
 
 
 def models(session: Session, job: Job, steps: Iterable[int]) -> Mapping[int, str]:
-    """What was validated, by step: the name of its checkpoint, where it has one. Step 0 is the base model."""
+    """Name of the validated checkpoint by step, if it has one. Step 0 is the base model."""
     named = (
         select(Checkpoint.step, TunedModel.name)
         .join(TunedModel, TunedModel.checkpoint_id == Checkpoint.id)
         .where(Checkpoint.job_id == job.id, Checkpoint.step.in_(list(steps)))
-        # A checkpoint may be the job's result as well. Names with a step sort last, and the last one stays.
+        # A checkpoint may also be the job's result. Names with a step sort last, so they win.
         .order_by(TunedModel.name.contains(":ckpt-step-"))
     )
     return {row.step: row.name for row in session.execute(named)}
@@ -121,13 +121,13 @@ def models(session: Session, job: Job, steps: Iterable[int]) -> Mapping[int, str
 
 @dataclass(frozen=True)
 class Criterion:
-    """One grader of a job, and from which score on an answer passes it."""
+    """One grader of a job, and the score from which an answer passes it."""
 
-    name: str  # of the job's grader its name, of the parts of a multi grader their keys
+    name: str  # the name of the job's grader, or the key of a part of a multi grader
     type: str
     threshold: float
     spec: Mapping[str, Any]
-    key: str | None = None  # of a part of a multi grader
+    key: str | None = None  # for a part of a multi grader
 
     def score(self, row: Row) -> float | None:
         score: float | None = row["score"] if self.key is None else (row["sub_scores"] or {}).get(self.key)
@@ -139,7 +139,7 @@ class Criterion:
 
 
 def criteria(grader: Mapping[str, Any]) -> list[Criterion]:
-    """The job's grader, and behind it the parts of a multi grader."""
+    """The job's grader, followed by the parts of a multi grader."""
     whole = Criterion(grader.get("name", ""), grader.get("type", ""), pass_threshold(grader), grader)
     parts = grader.get("graders", {})
     return [
@@ -149,7 +149,7 @@ def criteria(grader: Mapping[str, Any]) -> list[Criterion]:
 
 
 def pass_threshold(grader: Mapping[str, Any]) -> float:
-    """`pass_threshold`, or else the middle of what a judge may give, or one half."""
+    """`pass_threshold`; default: the middle of a judge's range, or 0.5."""
     if grader.get("pass_threshold") is not None:
         return float(grader["pass_threshold"])
     if grader.get("range"):
@@ -158,14 +158,14 @@ def pass_threshold(grader: Mapping[str, Any]) -> float:
 
 
 def status(row: Row, whole: Criterion) -> Literal["pass", "fail", "error"]:
-    """pass, fail, or error: it could not be graded."""
+    """pass, fail, or error if the sample could not be graded."""
     if row["score"] is None:
         return "error"
     return "pass" if whole.passed(row) else "fail"
 
 
 def summary(rows: Iterable[Row], criteria: Sequence[Criterion]) -> dict[str, Any]:
-    """A run's numbers, over all of its samples."""
+    """The counts of a run over all of its samples."""
     whole, counts = criteria[0], {"total": 0, "pass": 0, "fail": 0, "error": 0}
     results = {one.name: {"passed": 0, "failed": 0} for one in criteria}
     tokens = {"prompt_tokens": 0, "completion_tokens": 0}

@@ -1,4 +1,4 @@
-"""What a job tells its user: events, and one row of metrics a step."""
+"""Events of a job, and the metrics of its steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core import logs, pages
 from core.models import Event, StepMetric, now
 from core.pages import Page
 
-if TYPE_CHECKING:  # core.jobs writes events, so it imports this module
+if TYPE_CHECKING:  # core.jobs imports this module
     from core.jobs import Claim
 
 
@@ -26,26 +26,26 @@ def append(
     data: dict[str, Any] | None = None,
     step: int | None = None,
 ) -> Event:
-    """Add an event to the job's log; it stands behind all that were appended before it.
+    """Append an event to the job's log, after all earlier ones.
 
-    With `step` it tells of that step, and is superseded when the step has to be done again.
+    An event with `step` is superseded when the step is repeated.
     """
     event = Event(
         job_id=job_id, message=_storable(message), level=level, type=type, data=data or {}, step=step
     )
     session.add(event)
-    session.flush()  # numbers it now: its place must not depend on what else the transaction writes
+    session.flush()  # assigns the sequence number now, independent of the transaction's other writes
     return event
 
 
 def page(session: Session, job_id: str, *, after: str | None = None, limit: int) -> Page[Event]:
-    """Newest first, without what was said of steps that had to be done again."""
+    """List events newest first, without superseded ones."""
     said, listed = _of_job(job_id)
     return pages.newest_first(session, listed, Event, after=after, limit=limit, cursors=said)
 
 
 def onwards(session: Session, job_id: str, *, after: str | None = None, limit: int) -> Page[Event]:
-    """The same log from its beginning, for who follows it: oldest first, behind the event `after`."""
+    """List events oldest first, starting after the event `after`."""
     said, listed = _of_job(job_id)
     return pages.oldest_first(session, listed, Event, after=after, limit=limit, cursors=said)
 
@@ -57,9 +57,9 @@ def record_step(
     data: dict[str, Any],
     valid_scores: Sequence[float | None] | None = None,
 ) -> None:
-    """Keep the metrics of a finished step. A step replayed after a crash replaces the row of the lost attempt.
+    """Store the metrics of a finished step. A step repeated after a crash replaces the row of the lost attempt.
 
-    Call it inside `jobs.fenced`: that lock is what keeps two attempts from writing the same row.
+    Call it inside `jobs.fenced`, whose lock serializes concurrent attempts.
     """
     session.merge(
         StepMetric(
@@ -81,7 +81,7 @@ def steps(session: Session, job_id: str) -> Sequence[StepMetric]:
 
 
 def valid_scores(session: Session, job_id: str, step: int) -> list[float | None] | None:
-    """The row scores of the validation of this step; None if there was none, or an older version recorded it."""
+    """The row scores of this step's validation; None without one, or if an older version recorded it."""
     scores: list[float | None] | None = session.scalar(
         select(StepMetric.valid_scores).where(StepMetric.job_id == job_id, StepMetric.step == step)
     )
@@ -95,28 +95,29 @@ def has_message(session: Session, job_id: str, message: str) -> bool:
 
 
 def warned(session: Session, job_id: str) -> set[str]:
-    """The rules whose warning the job has among its events (worker/monitors.py)."""
+    """The monitors (worker/monitors.py) whose warning the job already has."""
     _, listed = _of_job(job_id)
     warnings = session.scalars(listed.where(Event.level == "warn"))
     return {event.data["rule"] for event in warnings if "rule" in event.data}
 
 
 def discard_steps_after(session: Session, job_id: str, step: int) -> None:
-    """Forget the steps beyond a checkpoint: a run that resumes from it will do them again."""
+    """Delete the steps after a checkpoint: a run that resumes from it repeats them."""
     session.execute(delete(StepMetric).where(StepMetric.job_id == job_id, StepMetric.step > step))
     told = update(Event).where(Event.job_id == job_id, Event.step > step).values(superseded=True)
     session.execute(told.execution_options(synchronize_session=False))
 
 
 def _of_job(job_id: str) -> tuple[Select[Event], Select[Event]]:
-    """All events of a job, which is what a cursor may name, and those of them that are shown."""
+    """All events of a job, which are valid cursors, and the ones that are listed."""
     said = select(Event).where(Event.job_id == job_id)
     return said, said.where(Event.superseded.is_(False))
 
 
 def _storable(text: str) -> str:
-    # Messages quote model output and the last words of crashed processes. PostgreSQL stores no NUL and neither
-    # database half a surrogate pair; refusing them here would lose the event, and the state change with it.
-    # Terminal codes and progress bars are for the log of the run, which has room for them.
+    # Messages quote model output and the stderr of crashed processes. PostgreSQL stores no NUL and neither database
+    # stores lone surrogates; rejecting them here would lose the event and its state change. Escape codes and progress
+    # bars
+    # stay in the log of the run.
     text = logs.cleaned(text)
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode("utf-8")

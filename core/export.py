@@ -1,4 +1,4 @@
-"""A checkpoint as people take it home: the adapter, its tokenizer, a model card, and what would make it again."""
+"""A checkpoint as an export: the adapter, its tokenizer, a model card, and the data to reproduce it."""
 
 import hashlib
 import io
@@ -23,14 +23,14 @@ from core.registry import Registry
 from core.verdict import Verdict
 
 FORMAT = 1
-# Only the trainer can use its own state, and it is twice as large as the rest.
+# Excluded: only the trainer can use its state, which is twice as large as the rest.
 STAYS = frozenset({"trainer.pt", "manifest.json"})
 HideSecrets = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A file that lies in the blob store."""
+    """A file in the blob store."""
 
     name: str
     key: str
@@ -40,7 +40,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class TakeHome:
-    """What a checkpoint's folder holds: files as they were trained, and texts that are written now."""
+    """The files of an exported checkpoint: stored files, and texts generated on export."""
 
     folder: str
     files: Sequence[Stored]
@@ -52,11 +52,11 @@ class TakeHome:
         return sum(512 + _rounded(size) for size in sizes) + 1024
 
     def tar(self, blobs: BlobStore) -> Iterator[bytes]:
-        """An uncompressed tar, in pieces; it is never whole in memory.
+        """An uncompressed tar in chunks, never as a whole in memory.
 
         Raises:
-            BlobNotFound: at once, if the first file is gone.
-            BlobCorrupt: at the end of a file whose bytes are not those that were stored.
+            BlobNotFound: immediately, if the first file is missing.
+            BlobCorrupt: at the end of a file whose bytes do not match its hash.
         """
         return self._tar(blobs, [blobs.open(file.key) for file in self.files[:1]])
 
@@ -76,7 +76,7 @@ class TakeHome:
         return info.tobuf(tarfile.USTAR_FORMAT)
 
     def write(self, blobs: BlobStore, folder: Path) -> None:
-        """The same as files of a folder, each checked against its hash."""
+        """Write the same files to a folder, each verified against its hash."""
         folder.mkdir(parents=True, exist_ok=True)
         for file in self.files:
             blobs.download(file.key, folder / file.name, sha256=file.sha256)
@@ -85,10 +85,10 @@ class TakeHome:
 
 
 def check(home: TakeHome, blobs: BlobStore, checkpoint_id: str) -> None:
-    """Read every stored file of a checkpoint once: an answer that has begun can only break off.
+    """Verify every stored file of a checkpoint before streaming: a response that has started can only be aborted.
 
     Raises:
-        CheckpointDamaged: one is missing or has other bytes than were stored.
+        CheckpointDamaged: a file is missing or does not match its hash.
     """
     for file in home.files:
         try:
@@ -114,10 +114,10 @@ def _rounded(size: int) -> int:
 
 
 def find(session: Session, name: str) -> Checkpoint:
-    """By its own id, by the name of a model, or by the id of a job, which stands for its result.
+    """Find a checkpoint by its id, by the name of a tuned model, or by the id of a job (its result).
 
     Raises:
-        NotFound: there is none, or the job has none yet.
+        NotFound: it does not exist, or the job has no result yet.
     """
     model = session.scalar(select(TunedModel).where(TunedModel.name == name))
     if model is None and (job := session.scalar(select(Job).where(Job.id == name))) is not None:
@@ -135,7 +135,7 @@ def find(session: Session, name: str) -> Checkpoint:
 
 
 def base_model(session: Session, checkpoint: Checkpoint) -> str:
-    """The registry's id of what it was trained on."""
+    """The registry's id of the base model."""
     return session.scalars(select(Job.model).where(Job.id == checkpoint.job_id)).one()
 
 
@@ -155,19 +155,19 @@ def gather(
     checkpoint: Checkpoint,
     hide_secrets: HideSecrets,
 ) -> TakeHome:
-    """Everything about a checkpoint. `hide_secrets` is graders.spec's, which core does not know.
+    """Collect an export. `hide_secrets` is that of graders.spec, which core must not import.
 
-    No connection is held while the blob store is read.
+    Holds no database connection while reading the blob store.
 
     Raises:
-        NotFound: its files are gone.
-        CheckpointDamaged: its manifest is no manifest.
+        NotFound: the files are missing.
+        CheckpointDamaged: the manifest is invalid.
     """
     try:
         manifest = manifests.read(blobs, checkpoint.blob_prefix)
     except Damaged as damage:
         if damage.problem == "missing":
-            message = f"The files of checkpoint {checkpoint.id} are gone."
+            message = f"The files of checkpoint {checkpoint.id} are missing."
             raise NotFound(message, param="checkpoint_id") from None
         raise CheckpointDamaged(checkpoint.id, str(damage)) from None
     files = [
@@ -197,7 +197,7 @@ def _recipe(
     files: Sequence[Stored],
     hide_secrets: HideSecrets,
 ) -> dict[str, Any]:
-    """reproduce.json: `request` is what creates the job again, once the two files are uploaded."""
+    """reproduce.json: `request` recreates the job once the two files are uploaded."""
     asked = job.reinforcement
     grader = hide_secrets(asked["grader"])
     reinforcement = {"grader": grader, "hyperparameters": asked["hyperparameters"]}
@@ -248,7 +248,7 @@ def _announced(session: Session, job: Job, key: str) -> Any:
 
 
 def _file(session: Session, job: Job, file_id: str | None) -> dict[str, Any]:
-    """The row of a file that was deleted may be gone, and its hash with it."""
+    """The file of a job by id; a deleted file's row, with its hash, may be gone."""
     mine = select(File).where(File.id == file_id, File.project_id == job.project_id)
     file = session.scalar(mine)
     if file is None:
@@ -257,7 +257,7 @@ def _file(session: Session, job: Job, file_id: str | None) -> dict[str, Any]:
 
 
 def _base(registry: Registry, name: str) -> dict[str, Any]:
-    """The registry's entry, without the path on the machine that has trained."""
+    """The registry's entry, without the local path on the training machine."""
     entry = registry.models.get(name)
     if entry is None:
         return {"name": name}
@@ -273,7 +273,7 @@ def _digest(value: Any) -> str:
 
 
 def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
-    """README.md, with the front matter that the Hugging Face hub reads."""
+    """README.md with the front matter of the Hugging Face Hub."""
     base = recipe["base_model"]
     known = base.get("hub") or base["name"]
     checkpoint, data = recipe["checkpoint"], recipe["data"]

@@ -1,6 +1,6 @@
-"""What the rows say about the service as a whole: jobs, queues, attempts and webhooks, for Prometheus.
+"""Service-wide metrics from the database, for Prometheus: jobs, queues, attempts and webhooks.
 
-Each process that asks gets the same answer, so sums over processes mean nothing; take the maximum.
+Every process returns the same values, so aggregate over processes with max, not sum.
 """
 
 import logging
@@ -23,16 +23,16 @@ from core.models import Attempt, Event, Job, WebhookDelivery
 
 log = logging.getLogger(__name__)
 
-# However often it is asked: the database is read once in this time.
+# Minimum interval between reads of the database, regardless of the number of scrapes.
 FRESH_SECONDS = 10.0
-# Less than Prometheus waits for all figures together (10 s), so that it hears of a database that says nothing at all.
+# Shorter than Prometheus' 10 s scrape timeout, so a hung database is still reported.
 PATIENCE_SECONDS = 3.0
 KINDS = ("validation", "run")
 OUTCOMES = ("validated", "succeeded", "failed", "cancelled", "paused", "drained", "crashed", "expired")
 
 
 class ServiceFigures:
-    """Collects them. `defaults` are the limits of projects that have none of their own."""
+    """Collects the service-wide metrics. `defaults` are the limits of projects without their own."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ServiceFigures:
         self._reading: Future[list[Metric]] | None = None
 
     def collect(self) -> Iterable[Metric]:
-        """Only `regraft_database_up` 0 while the database is away: old numbers would look like news."""
+        """Yield only `regraft_database_up` 0 while the database is unavailable: stale values would look current."""
         reading = self._latest()
         try:
             return reading.result(self.patience)
@@ -90,11 +90,13 @@ class ServiceFigures:
 
 
 def _up(answered: bool) -> Metric:
-    return GaugeMetricFamily("regraft_database_up", "1 if the database answered.", value=float(answered))
+    return GaugeMetricFamily(
+        "regraft_database_up", "1 if the database responds, else 0.", value=float(answered)
+    )
 
 
 def _jobs(session: Session) -> Metric:
-    family = GaugeMetricFamily("regraft_jobs", "Jobs there are.", labels=["status", "gpu_class"])
+    family = GaugeMetricFamily("regraft_jobs", "Number of jobs.", labels=["status", "gpu_class"])
     count = select(Job.status, Job.gpu_class, func.count()).group_by(Job.status, Job.gpu_class)
     for status, gpu_class, jobs in session.execute(count):
         family.add_metric([status, gpu_class], jobs)
@@ -103,14 +105,14 @@ def _jobs(session: Session) -> Metric:
 
 def _queues(session: Session, defaults: Limits) -> Iterator[Metric]:
     length = GaugeMetricFamily(
-        "regraft_queue_length", "Jobs that a free worker would take.", labels=["gpu_class"]
+        "regraft_queue_length", "Number of jobs that a free worker would start.", labels=["gpu_class"]
     )
     oldest = GaugeMetricFamily(
         "regraft_queue_oldest_seconds",
-        "How long the one that waits longest has waited.",
+        "Waiting time of the longest-waiting of these jobs.",
         labels=["gpu_class"],
     )
-    # A job waits since its last attempt ended (a validation at least), its back-off was over, or it was resumed.
+    # The waiting time starts when the last attempt ended (at least a validation), the back-off ended, or on resume.
     ended = select(func.max(Attempt.ended_at)).where(Attempt.job_id == Job.id).scalar_subquery()
     resumed = (
         select(func.max(Event.created_at))
@@ -132,10 +134,10 @@ def _queues(session: Session, defaults: Limits) -> Iterator[Metric]:
 
 def _attempts(session: Session) -> Metric:
     family = CounterMetricFamily(
-        "regraft_attempts", "Turns of workers at jobs that have ended.", labels=["kind", "outcome"]
+        "regraft_attempts", "Number of finished attempts of jobs.", labels=["kind", "outcome"]
     )
     count = select(Attempt.kind, Attempt.outcome, func.count()).where(Attempt.outcome.is_not(None))
-    # 0 from the start: a series that begins at 1 has not grown, says Prometheus.
+    # Start at 0: Prometheus' increase() misses a series that starts at 1.
     attempts: dict[tuple[str, str | None], int] = dict.fromkeys(product(KINDS, OUTCOMES), 0)
     for kind, outcome, number in session.execute(count.group_by(Attempt.kind, Attempt.outcome)):
         attempts[kind, outcome] = number
@@ -146,7 +148,9 @@ def _attempts(session: Session) -> Metric:
 
 def _webhooks(session: Session) -> Iterator[Metric]:
     waits = WebhookDelivery.settled.is_(False)
-    failed = func.count(WebhookDelivery.last_error)  # of those that have one
+    failed = func.count(WebhookDelivery.last_error)  # counts the non-null ones
     count, failing = session.execute(select(func.count(), failed).where(waits)).one()
-    yield GaugeMetricFamily("regraft_webhooks_waiting", "Webhooks that have not arrived yet.", value=count)
-    yield GaugeMetricFamily("regraft_webhooks_failing", "Those whose last attempt failed.", value=failing)
+    yield GaugeMetricFamily("regraft_webhooks_waiting", "Number of undelivered webhooks.", value=count)
+    yield GaugeMetricFamily(
+        "regraft_webhooks_failing", "Number of undelivered webhooks whose last attempt failed.", value=failing
+    )

@@ -1,4 +1,4 @@
-"""Uploaded files and results, as rows; their bytes are in the blob store under `blob_key`."""
+"""Rows of uploaded files and results; their content is in the blob store under `blob_key`."""
 
 import errno
 import hashlib
@@ -21,7 +21,7 @@ FINE_TUNE, RESULTS = "fine-tune", "fine-tune-results"
 
 
 def get(session: Session, project_id: str, file_id: str) -> File:
-    """The project's file, or FileNotFound; a deleted or expired one, or another's, does not exist either."""
+    """Return the project's file, or raise FileNotFound, also for deleted, expired and other projects' files."""
     file = session.scalar(select(File).where(File.id == file_id, _readable(project_id)))
     if file is None:
         raise FileNotFound(file_id)
@@ -29,11 +29,11 @@ def get(session: Session, project_id: str, file_id: str) -> File:
 
 
 def get_dataset(session: Session, project_id: str, file_id: str, *, param: str) -> File:
-    """The file that `param` of a request names, if a job can learn from it; otherwise InvalidRequest."""
+    """Return the file that `param` names if it is training data; otherwise raise InvalidRequest."""
     try:
         file = get(session, project_id, file_id)
     except FileNotFound as missing:
-        # 400 and not 404: the URL was right, a field of the body was not.
+        # 400, not 404: the URL was valid, a field of the body was not.
         raise InvalidRequest(missing.message, param=param) from None
     if file.purpose != FINE_TUNE:
         message = f"The file {file_id} has purpose '{file.purpose}', but must have '{FINE_TUNE}'."
@@ -48,10 +48,10 @@ RESTORE_RESULTS = "Ask the operator of the service to restore it from a backup."
 
 
 class FileDamaged(Exception):
-    """The contents of a file are missing or are not what was uploaded. The message is for users."""
+    """The content of a file is missing or does not match its hash. The message is for users."""
 
     def __init__(self, file: File, problem: str, remedy: str = USE_ANOTHER) -> None:
-        """`problem` is MISSING or DAMAGED, `remedy` a sentence on what to do."""
+        """`problem` is MISSING or DAMAGED, `remedy` a sentence with the user's options."""
         super().__init__(
             f"The contents of the file {file.id} ({file.filename}) {problem} in the service's store. {remedy}"
         )
@@ -64,12 +64,12 @@ def read_rows(
     check: Callable[[Example], Iterable[str]] | None = None,
     max_rows: int | None = None,
 ) -> list[Example]:
-    """The rows of a file that is what was uploaded; `check` and `max_rows` as for `datasets.read_examples`.
+    """Read the rows of a file and verify its hash; `check` and `max_rows` as for `datasets.read_examples`.
 
     Raises:
-        FileDamaged: its contents are missing, or have another hash than when they were uploaded.
-        StoreEmpty: they are missing, and so is everything else in the store.
-        InvalidDataset: they are what was uploaded, and not rows as they should be.
+        FileDamaged: the content is missing or does not match its hash.
+        StoreEmpty: the content is missing, and the whole store is empty.
+        InvalidDataset: the content is intact, but its rows are invalid.
     """
     try:
         meter = hashlib.sha256()
@@ -78,7 +78,7 @@ def read_rows(
                 _metered(blobs.open(file.blob_key), meter), check=check, max_rows=max_rows
             )
         except InvalidDataset:
-            # Some damage looks like a mistake in a row, and the reading may have ended there.
+            # Damage may look like an invalid row, which ends the reading early.
             meter = hashlib.sha256()
             for _ in _metered(blobs.open(file.blob_key), meter):
                 pass
@@ -103,12 +103,12 @@ def _metered(chunks: Iterator[bytes], meter: Any) -> Iterator[bytes]:
 def read_content(blobs: BlobStore, file: File) -> Iterator[bytes]:
     """Read the content of a file for a download, in chunks, and verify its size and hash on the way.
 
-    The last chunk is yielded only if both are right, so a damaged file is never read to its end. A file of at most
+    The last chunk is yielded only if both match, so a damaged file is never read to its end. A file of at most
     CHUNK_BYTES is one chunk.
 
     Raises:
-        BlobNotFound: with this call; the blob is not in the store.
-        FileDamaged: with next(); for a file of one chunk with the first.
+        BlobNotFound: with this call, if the blob is missing.
+        FileDamaged: with next(); for a file of one chunk with the first one.
     """
     return _verified(file, blobs.open(file.blob_key))
 
@@ -127,7 +127,7 @@ def _verified(file: File, chunks: Iterator[bytes]) -> Iterator[bytes]:
             if size > file.bytes:
                 break
             if size <= CHUNK_BYTES:
-                held += chunk  # a store may give less than a whole chunk at a time
+                held += chunk  # a store may yield less than a whole chunk at a time
             else:
                 yield held
                 held = chunk
@@ -170,13 +170,13 @@ def page(
     if purpose is not None:
         statement = statement.where(File.purpose == purpose)
     read = pages.newest_first if newest_first else pages.oldest_first
-    # Also one that was deleted or has expired while its pages are being read.
+    # Deleted and expired files stay valid cursors.
     cursors = select(File).where(File.project_id == project_id)
     return read(session, statement, File, after=after, limit=limit, cursors=cursors, owner=project_id)
 
 
 def add(work: Work, file: File) -> None:
-    """Whose content is in the blob store already. It comes behind all that are in the project's list."""
+    """Add a file whose content is stored, after all files in the project's list."""
     pages.keep_order(work.session, file.project_id)
     work.session.add(file)
     work.session.flush()
@@ -184,7 +184,7 @@ def add(work: Work, file: File) -> None:
 
 
 def delete(work: Work, project_id: str, file_id: str) -> None:
-    """Gone for its owner at once; the reconciler removes row and blob when no unfinished job needs them."""
+    """Hide the file at once; the reconciler deletes row and blob when no unfinished job needs them."""
     get(work.session, project_id, file_id).deleted_at = now()
     work.record("file.deleted", file_id)
 

@@ -1,4 +1,4 @@
-"""Reads every blob that a row refers to against its hash, and lists the blobs that no row refers to."""
+"""Verifies every blob with a row against its hash, and lists the blobs without a row."""
 
 import errno
 import hashlib
@@ -19,7 +19,7 @@ Problem = Literal["missing", "damaged", "orphaned"]
 
 @dataclass(frozen=True)
 class Finding:
-    """`owner` is the id of the file, checkpoint or upload part, or the job and step of a page; "" of an orphan."""
+    """`owner` is the id of the file, checkpoint or upload part, or the job and step of a page; "" for an orphan."""
 
     problem: Problem
     owner: str
@@ -28,7 +28,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a row says of a blob. Without a hash only the size is compared."""
+    """The expected size and hash of a blob. Without a hash only the size is compared."""
 
     owner: str
     key: str
@@ -37,10 +37,10 @@ class _Expected:
 
 
 def check(database: Database, blobs: BlobStore, *, orphans_older_than: float) -> Iterator[Finding]:
-    """Every finding, after all blobs were read. Safe while the service runs: rows deleted meanwhile are no findings.
+    """Yield every finding after reading all blobs. Safe while the service runs: rows deleted meanwhile are ignored.
 
     Args:
-        orphans_older_than: Unix time; a younger blob may still get its row.
+        orphans_older_than: Unix time; younger blobs may still get a row.
     """
     yield from damaged(database, blobs)
     for batch in orphans.find(database, blobs, older_than=orphans_older_than):
@@ -49,10 +49,10 @@ def check(database: Database, blobs: BlobStore, *, orphans_older_than: float) ->
 
 
 def damaged(database: Database, blobs: BlobStore) -> Iterator[Finding]:
-    """The blobs of rows that are missing, or have other bytes than were stored.
+    """Yield the blobs of rows that are missing or do not match their hash.
 
     Raises:
-        StoreEmpty: not one blob is there, so this is another store, and nothing is missing from it.
+        StoreEmpty: the store has no blobs at all, so it is the wrong store rather than a damaged one.
     """
     with database.read() as session:
         checkpoints = session.scalars(select(Checkpoint).order_by(Checkpoint.seq)).all()
@@ -62,7 +62,7 @@ def damaged(database: Database, blobs: BlobStore) -> Iterator[Finding]:
         found.problem == "missing" for _, found in of_checkpoints
     ):
         check_not_empty(blobs)
-    # Rows are read again once, after all blobs: what was deleted meanwhile is no finding.
+    # Rows are read again after all blobs, to ignore those deleted meanwhile.
     if of_rows:
         still = set(_of_rows(database))
         yield from (Finding(problem, row.owner, row.key) for row, problem in of_rows if row in still)
@@ -73,14 +73,14 @@ def damaged(database: Database, blobs: BlobStore) -> Iterator[Finding]:
 
 
 def of_file(blobs: BlobStore, file: File) -> Iterator[Finding | None]:
-    """What is wrong with a file's contents. Yields None after each chunk, so that its reader can pause."""
+    """Verify the content of a file. Yields None after each chunk, so that the caller can pause."""
     problem = yield from _compare(blobs, _contents(file))
     if problem is not None:
         yield Finding(problem, file.id, file.blob_key)
 
 
 def of_checkpoint(blobs: BlobStore, checkpoint: Checkpoint) -> Iterator[Finding | None]:
-    """What is wrong with the objects of a checkpoint. Yields None after each chunk, so that its reader can pause."""
+    """Verify the objects of a checkpoint. Yields None after each chunk, so that the caller can pause."""
     prefix = checkpoint.blob_prefix
     try:
         manifest = manifests.read(blobs, prefix)
@@ -98,7 +98,7 @@ def of_checkpoint(blobs: BlobStore, checkpoint: Checkpoint) -> Iterator[Finding 
 
 def _of_rows(database: Database) -> list[_Expected]:
     with database.read() as session:
-        # The reconciler removes what has expired, its contents first.
+        # Skip expired files: the reconciler deletes their content first.
         valid = or_(File.expires_at.is_(None), File.expires_at > now())
         files = session.scalars(select(File).where(File.deleted_at.is_(None), valid).order_by(File.seq))
         expected = [_contents(one) for one in files]
@@ -126,12 +126,12 @@ def _compare(blobs: BlobStore, expected: _Expected) -> Generator[None, None, Pro
     except (BlobCorrupt, ValueError):
         return "damaged"
     except OSError as cause:
-        if cause.errno != errno.EIO:  # a sector that the disk cannot read; anything else is about the store
+        if cause.errno != errno.EIO:  # an unreadable sector; other errors concern the store
             raise
         return "damaged"
     if expected.sha256 is not None:
         return None if digest.hexdigest() == expected.sha256 else "damaged"
-    # 0: an older version did not note the size.
+    # 0: an older version did not record the size.
     return None if expected.size in (0, size) else "damaged"
 
 

@@ -1,4 +1,4 @@
-"""Work for somebody who may leave before it is done."""
+"""Cancels work when its client disconnects."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def until_gone(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns; None, and an end to the work, when the client hangs up first.
+    """Return the result of `work`; if the client disconnects first, cancel it and return None.
 
     `receive` is that of an ASGI request whose body has been read.
     """

@@ -1,7 +1,7 @@
-"""A POST that creates is done once under one `Idempotency-Key`; asked again, it gets the first answer.
+"""A POST under one `Idempotency-Key` is executed once; a repetition returns the first response.
 
-The key is taken in the transaction that creates, before anything else in it. So whoever comes second with the same
-key waits for the first one's commit and then finds its answer, or, if that failed, does the work itself.
+The key is taken in the transaction of the creation, before its other writes. A concurrent request with the same key
+therefore waits for that commit and returns its response, or does the work itself if the first one failed.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ KEPT_SECONDS = 24 * 3600
 
 @dataclass(frozen=True)
 class Keyed:
-    """A request under a key. Two are the same if their fingerprints are; see `fingerprint`."""
+    """A request with a key. Two requests are the same if their fingerprints match."""
 
     project_id: str
     key: str
@@ -35,13 +35,13 @@ class Answer:
 
 
 def fingerprint(method: str, path: str, sent: Any) -> str:
-    """SHA-256 of what was asked. `sent` is JSON; neither spaces nor the order of keys in it count."""
+    """SHA-256 of the request. `sent` is JSON; spaces and the order of keys do not matter."""
     canonical = json.dumps([method, path, sent], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def take(session: Session, request: Keyed) -> Answer | None:
-    """Make the key this transaction's; or, if it was used, say what was answered then.
+    """Take the key in this transaction, or return the stored response if it was used.
 
     Raises:
         InvalidRequest: the key was used for another request.
@@ -50,7 +50,7 @@ def take(session: Session, request: Keyed) -> Answer | None:
         project_id=request.project_id,
         key=request.key,
         fingerprint=request.fingerprint,
-        status_code=0,  # `keep` fills in both; nobody sees the row before the commit
+        status_code=0,  # `keep` fills in both; the row is invisible before the commit
         answer={},
     )
     try:
@@ -69,11 +69,11 @@ def take(session: Session, request: Keyed) -> Answer | None:
 
 
 def keep(session: Session, request: Keyed, answer: Answer) -> None:
-    """What everybody who comes with this key again is told. Call it in the transaction that took the key."""
+    """Store the response for repetitions. Call it in the transaction that took the key."""
     place = session.get_one(IdempotentRequest, (request.project_id, request.key))
     place.status_code, place.answer = answer.status_code, answer.body
 
 
 def forget(session: Session) -> None:
-    """Remove the answers that were kept long enough; their keys may be used anew."""
+    """Delete expired responses; their keys may be reused."""
     session.execute(delete(IdempotentRequest).where(IdempotentRequest.created_at < now() - KEPT_SECONDS))

@@ -1,4 +1,4 @@
-"""Identifiers in OpenAI's shapes: a prefix that says what it is, and random letters and digits."""
+"""Identifiers in OpenAI's format: a prefix for the type, then random letters and digits."""
 
 import secrets
 import string

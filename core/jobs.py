@@ -1,14 +1,14 @@
-"""The state machine of a job. This file is the only writer of its status, its epoch and its lease.
+"""The state machine of a job. Only this file writes its status, its epoch and its lease.
 
     validating_files ──> queued <──> running ──> succeeded
                          │    ^         │
                          v    │         v
                          paused <─── pausing
 
-failed is reached from the states in which somebody works on the job, cancelled from every state that is not final.
+failed is reached from the states with a worker, cancelled from every state that is not final.
 
-Who works on a job holds a `Claim`: the epoch the row had when the job was taken. Every claim, cancel and lost
-lease moves the row's epoch on, so a worker that has not heard yet fails the comparison and writes nothing.
+A worker holds a `Claim` on its job: the epoch of the row when the job was claimed. Every claim, cancel and lost lease
+increments the row's epoch, so the writes of an outdated worker fail the comparison.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ EDGES: Mapping[str, frozenset[str]] = MappingProxyType(
         "validating_files": frozenset({"queued", "failed", "cancelled"}),
         "queued": frozenset({"running", "paused", "cancelled"}),
         "running": frozenset({"queued", "pausing", "succeeded", "failed", "cancelled"}),
-        # A run may reach its end, good or bad, before it sees that it should pause.
+        # A run may end before it sees the request to pause.
         "pausing": frozenset({"paused", "succeeded", "failed", "cancelled"}),
         "paused": frozenset({"queued", "cancelled"}),
         "succeeded": frozenset(),
@@ -41,19 +41,19 @@ EDGES: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 FINAL = frozenset(status for status, further in EDGES.items() if not further)
-# The states in which a worker may hold the job.
+# States in which a worker may hold the job.
 HELD = frozenset({"validating_files", "running", "pausing"})
 
 STARTED, RESUMED = "Fine-tuning job started", "Fine-tuning job resumed"
 RESUMING = "Resuming fine-tuning job, moving job to queued state"
 LONGEST_BACK_OFF = 60.0
-# Of the event of a run that crashed, and of the error of a job that did so too often; all else is in the run's log.
+# Limit for the event of a crashed run and the error of a job; the run's log has the rest.
 MAX_CRASH_MESSAGE = 200
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The right to write to a job, for as long as its epoch is the row's."""
+    """The right to write to a job while the epochs match."""
 
     job_id: str
     epoch: int
@@ -61,10 +61,10 @@ class Claim:
 
 
 class LeaseLost(Exception):
-    """The job was cancelled, or given to somebody else: stop, and write nothing more."""
+    """The job was cancelled or claimed by another worker: stop without further writes."""
 
 
-# What users ask for.
+# Requests of users.
 
 
 def create(
@@ -82,7 +82,7 @@ def create(
     budget: dict[str, Any] | None = None,
     warnings: Sequence[str] = (),
 ) -> Job:
-    """Create a job and its first events, one of them for each of `warnings`. A worker validates its files next."""
+    """Create a job and its first events, one per entry of `warnings`. A worker validates its files next."""
     job = Job(
         organization_id=project.organization_id,
         project_id=project.id,
@@ -99,7 +99,7 @@ def create(
     )
     pages.keep_order(work.session, project.id)
     work.session.add(job)
-    work.session.flush()  # gives it its id
+    work.session.flush()  # assigns the id
     events.append(work.session, job.id, f"Created fine-tuning job: {job.id}")
     files = f"training file: {training_file.id}"
     if validation_file:
@@ -114,7 +114,7 @@ def create(
 
 
 def get(session: Session, project_id: str, job_id: str) -> Job:
-    """The project's job, or JobNotFound; another project's job does not exist either."""
+    """Return the project's job; raise JobNotFound also for another project's."""
     job = session.scalar(select(Job).where(Job.id == job_id, Job.project_id == project_id))
     if job is None:
         raise JobNotFound(job_id)
@@ -130,7 +130,7 @@ def page(
     metadata: Mapping[str, str] | None = None,
     without_metadata: bool = False,
 ) -> Page[Job]:
-    """Newest first: the jobs that have all of `metadata`, or those that were given none."""
+    """List jobs newest first; filters by all pairs of `metadata`, or by jobs without any."""
     statement = select(Job).where(Job.project_id == project_id)
     for key, value in (metadata or {}).items():
         statement = statement.where(json_text(Job.metadata_, key) == value)
@@ -140,7 +140,7 @@ def page(
 
 
 def cancel(work: Work, job: Job) -> None:
-    """Cancelled at once, whatever its worker is doing; a second cancel changes nothing."""
+    """Cancel immediately, regardless of the worker. Idempotent."""
     _lock(work.session, job)
     if job.status == "cancelled":
         return
@@ -152,7 +152,7 @@ def cancel(work: Work, job: Job) -> None:
 
 
 def pause(work: Work, job: Job) -> None:
-    """A waiting job is paused at once; a running one is asked to, and is when its run has made a checkpoint."""
+    """Pause a waiting job at once, or a running one at its next checkpoint."""
     _lock(work.session, job)
     if job.status in ("pausing", "paused"):
         return
@@ -166,9 +166,9 @@ def pause(work: Work, job: Job) -> None:
 
 
 def resume(work: Work, job: Job) -> None:
-    """A paused job waits for a worker again, and goes on from its last checkpoint."""
+    """Queue a paused job, which will resume from its last checkpoint."""
     _lock(work.session, job)
-    if job.status != "paused":  # EDGES would let a running job be queued, too
+    if job.status != "paused":  # EDGES would also allow a running job to be queued
         raise _refusal(job, "queued")
     if job.budget is not None:
         budgets.refuse_if_reached(job, usage.captured_gpu_seconds(work.session, job))
@@ -180,7 +180,7 @@ def resume(work: Work, job: Job) -> None:
 
 
 def set_budget(work: Work, job: Job, budget: dict[str, Any] | None) -> None:
-    """Another cap (as `budgets.stored` makes it) or none, from the end of the present step on. Resumes nothing."""
+    """Set or remove the cap (from `budgets.stored`), effective from the end of the current step. Does not resume."""
     _lock(work.session, job)
     if job.status in FINAL:
         raise _refusal(job, job.status)
@@ -189,20 +189,20 @@ def set_budget(work: Work, job: Job, budget: dict[str, Any] | None) -> None:
     work.record("job.budget_changed", job.id, {"budget": budget})
 
 
-# What workers do.
+# Operations of workers.
 
 
 def claim(
     session: Session, *, gpu_class: str, owner: str, lease_seconds: float, defaults: Limits = NO_LIMITS
 ) -> Claim | None:
-    """Take the job of this class whose turn it is (core/waiting.py).
+    """Claim the next job of this class in fair order (core/waiting.py).
 
-    None: there is none. However many ask at once, each job is given to one of them, and no project gets more than
-    its `running_jobs`; `defaults` holds for projects that have no limit of their own.
+    None: no job is waiting. Concurrent callers never claim the same job, and no project exceeds its `running_jobs`;
+    `defaults` applies to projects without their own limits.
     """
     while True:
         with session.begin_nested() as attempt:
-            # Status is set here and not by _move: choosing a job and taking it must be one statement.
+            # Sets the status without _move: choosing and claiming must be one statement.
             for project_id in waiting.turns(session, gpu_class, defaults):
                 oldest = waiting.oldest(project_id, gpu_class)
                 job = _take(session, oldest, owner, lease_seconds, status="running")
@@ -212,7 +212,7 @@ def claim(
                 return None
             if not waiting.oversubscribed(session, job.project_id, defaults):
                 break
-            attempt.rollback()  # another worker was faster; now its claim can be seen
+            attempt.rollback()  # another worker was faster; now its claim is visible
     waiting.note_turn(session, job.project_id, "last_turn")
     _begin_attempt(session, job, "run")
     if job.started_at is None:
@@ -224,7 +224,7 @@ def claim(
 
 
 def claim_validation(session: Session, *, owner: str, lease_seconds: float) -> Claim | None:
-    """Take a job whose files nobody is validating, of the project whose turn it is (core/waiting.py)."""
+    """Claim a job for file validation, of the project whose turn it is (core/waiting.py)."""
     for project_id in waiting.validation_turns(session):
         job = _take(session, waiting.oldest_unvalidated(project_id), owner, lease_seconds)
         if job is not None:
@@ -237,7 +237,7 @@ def claim_validation(session: Session, *, owner: str, lease_seconds: float) -> C
 
 
 def heartbeat(session: Session, claim: Claim, lease_seconds: float) -> bool:
-    """Keep the job for another `lease_seconds`. False: it is no longer this claim's."""
+    """Extend the lease by `lease_seconds`. False: the claim has lost the job."""
     renewal = (
         update(Job)
         .where(Job.id == claim.job_id, Job.epoch == claim.epoch, Job.status.in_(HELD))
@@ -251,12 +251,12 @@ def heartbeat(session: Session, claim: Claim, lease_seconds: float) -> bool:
 
 @contextmanager
 def fenced(database: Database, claim: Claim) -> Iterator[tuple[Session, Job]]:
-    """One write transaction that holds the job's row; every write of a run goes through here.
+    """A write transaction that locks the job's row; all writes of a run use it.
 
-    Keep it short: it delays cancel, heartbeat and, on SQLite, every other writer.
+    Keep it short: it blocks cancel, heartbeat and, on SQLite, every other writer.
 
     Raises:
-        LeaseLost: the claim is no longer the job's. Nothing was written.
+        LeaseLost: the claim has lost the job. Nothing was written.
     """
     with database.write() as session:
         job = session.scalar(select(Job).where(Job.id == claim.job_id).with_for_update())
@@ -267,33 +267,33 @@ def fenced(database: Database, claim: Claim) -> Iterator[tuple[Session, Job]]:
 
 
 def resumed_from(session: Session, claim: Claim, step: int) -> None:
-    """Note on the claim's attempt from which checkpoint it goes on; 0 is the beginning."""
+    """Record the checkpoint from which the claim's attempt resumed; 0 is the beginning."""
     session.get_one(Attempt, (claim.job_id, claim.epoch)).resumed_from = step
 
 
 def attempts(session: Session, job_id: str) -> Sequence[Attempt]:
-    """Every worker's turn at the job, in order."""
+    """All attempts at the job, in order."""
     return session.scalars(select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch)).all()
 
 
 def pause_at_cap(session: Session, job: Job, message: str, data: dict[str, Any]) -> None:
-    """Have a running job pause at a checkpoint because it used what it may. Call it inside `fenced`.
+    """Pause a running job at its next checkpoint because it reached its cap. Call it inside `fenced`.
 
-    Nothing happens to a job that is pausing already.
+    Without effect on a job that is already pausing.
     """
     if job.status == "running":
         _move(job, "pausing")
         events.append(session, job.id, message, level="warn", data=data)
 
 
-# How a claim ends. Call these inside `fenced`.
+# The ends of a claim. Call these inside `fenced`.
 
 
 def validated(session: Session, job: Job) -> tuple[str, str]:
-    """The files are good: the job waits for a worker. Returns the (task, queue) to wake once that is durable."""
+    """The files are valid: queue the job. Returns the (task, queue) to wake after the commit."""
     _move(job, "queued")
     _end_attempt(session, job, "validated")
-    job.failures = 0  # what the validation needed is not held against the run
+    job.failures = 0  # failures of the validation do not count against the run
     events.append(session, job.id, "Files validated, moving job to queued state")
     return queue.RUN, queue.gpu_queue(job.gpu_class)
 
@@ -308,7 +308,7 @@ def succeed(session: Session, job: Job, *, fine_tuned_model: str) -> None:
 
 
 def fail(session: Session, job: Job, *, code: str, message: str, param: str | None = None) -> None:
-    """For good: a job that failed is not tried again."""
+    """Fail the job permanently, without a retry."""
     _move(job, "failed")
     _end_attempt(session, job, "failed", message)
     job.error = {"code": code, "message": message, "param": param}
@@ -316,13 +316,13 @@ def fail(session: Session, job: Job, *, code: str, message: str, param: str | No
 
 
 def release(session: Session, job: Job) -> None:
-    """The worker stopped at a checkpoint because it was asked to: no failure is counted.
+    """The worker stopped at a checkpoint on request: counts as no failure.
 
-    A job that was pausing is now paused. Any other waits for the next worker.
+    A pausing job becomes paused. Any other is queued again.
     """
     _put_back(job)
     _end_attempt(session, job, "paused" if job.status == "paused" else "drained")
-    job.next_run_at = 0.0  # at once
+    job.next_run_at = 0.0  # immediately
     message = {
         "paused": "Fine-tuning job paused",
         "queued": "Fine-tuning job interrupted at a checkpoint, moving job to queued state",
@@ -332,10 +332,11 @@ def release(session: Session, job: Job) -> None:
 
 
 def crashed(session: Session, job: Job, *, reason: str, max_failures: int, outcome: str = "crashed") -> None:
-    """The worker, not the job, is to blame: try again a little later, but only `max_failures` times in a row.
+    """The worker crashed: retry after a back-off, at most `max_failures` times in a row.
 
-    A job that was pausing gets what it was asked for, paused, and goes on from its last checkpoint when resumed.
-    The message has the first line of the reason, as far as it fits into MAX_CRASH_MESSAGE, and names the run's log.
+    A pausing job becomes paused, and resumes from its last checkpoint. The message has the first line of the reason,
+    cut
+    to MAX_CRASH_MESSAGE, and names the run's log.
     """
     reason = next(iter(logs.cleaned(reason).strip().splitlines()), "")
     # A validation writes no log.
@@ -353,7 +354,7 @@ def crashed(session: Session, job: Job, *, reason: str, max_failures: int, outco
 
 
 def _fitted(before: str, reason: str, after: str) -> str:
-    """All three, with the reason cut so that they have at most MAX_CRASH_MESSAGE characters."""
+    """Concatenate, with the reason cut to fit MAX_CRASH_MESSAGE characters."""
     after = f". {after}" if after else ""
     room = MAX_CRASH_MESSAGE - len(before) - len(after)
     reason = reason.rstrip(".")
@@ -361,9 +362,9 @@ def _fitted(before: str, reason: str, after: str) -> str:
 
 
 def put_off(session: Session, job: Job, *, reason: str) -> None:
-    """This worker lacks something that the job needs: another one may take it, a minute from now. No failure counts.
+    """This worker lacks a requirement of the job: another one may claim it after a minute. Counts as no failure.
 
-    The event is written once, however often the job is put off for the same reason.
+    The event is written once per reason.
     """
     message = f"Fine-tuning job waits: {reason}"
     _end_attempt(session, job, "put_off", reason)
@@ -373,16 +374,16 @@ def put_off(session: Session, job: Job, *, reason: str) -> None:
         events.append(session, job.id, message, level="warn")
 
 
-# What the reconciler does.
+# Operations of the reconciler.
 
 
 def expire_leases(session: Session, *, max_failures: int) -> int:
-    """Take back the jobs of workers that stopped answering. Returns how many there were."""
+    """Release the jobs of workers whose lease expired, and return their number."""
     expired = (
         select(Job)
         .where(Job.status.in_(HELD), Job.lease_expires_at < db_now())
         .order_by(Job.seq)
-        # A locked row is being written to, so its worker is alive, or another reconciler has it.
+        # A locked row is being written to, so its worker is alive, or another reconciler handles it.
         .with_for_update(skip_locked=True)
         .execution_options(populate_existing=True)
     )
@@ -395,12 +396,12 @@ def expire_leases(session: Session, *, max_failures: int) -> int:
 
 
 def give_time(session: Session, lease_seconds: float, message: str) -> int:
-    """After a jump of the database's clock, or a time in which nobody could renew a lease: nobody is late yet.
+    """Restart all leases after a jump of the database's clock, or an outage in which no lease could be renewed.
 
-    Every lease begins anew, and what was put off into the future is put off no longer than it could have been.
-    Each job whose lease is moved gets `message` as an event. Returns how many those are.
+    Back-offs are limited to their maximum from now. Each job whose lease changes gets `message` as an event. Returns
+    their number.
     """
-    # Not those that were renewed since: by their workers, or by another reconciler.
+    # Skip those renewed since, by their workers or another reconciler.
     fresh = Job.lease_expires_at.between(db_now() + 0.9 * lease_seconds, db_now() + 1.1 * lease_seconds)
     held = session.scalars(
         select(Job).where(Job.status.in_(HELD), Job.lease_expires_at.is_not(None), ~fresh).with_for_update()
@@ -416,7 +417,7 @@ def give_time(session: Session, lease_seconds: float, message: str) -> int:
 
 
 def tell_waiting(session: Session, message: str) -> None:
-    """An event for every job that waits for a worker."""
+    """Append an event to every job that waits for a worker."""
     idle = (
         select(Job.id)
         .where(or_(waiting.runnable(Job), waiting.unvalidated(Job)))
@@ -428,10 +429,10 @@ def tell_waiting(session: Session, message: str) -> None:
 
 
 def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
-    """The (task, queue) pairs for which there is work, and nobody was told so in the last `older_than` seconds.
+    """The (task, queue) pairs with work that were not woken in the last `older_than` seconds.
 
-    Whoever is told takes job after job until none waits. So it is noted on one job of each project and class, the
-    newest, which waits longest: noting it on ten thousand every few seconds is a load, and tells nobody more.
+    A woken worker takes jobs until none waits. So the time is recorded on one job per project and class, the newest,
+    which waits longest: recording it on ten thousand jobs every few seconds would only add load.
     """
     told: set[tuple[str, str]] = set()
     for status, free in (("queued", waiting.runnable), ("validating_files", waiting.unvalidated)):
@@ -449,7 +450,7 @@ def _tell(
     free: Callable[[type[Job]], ColumnElement[bool]],
     older_than: float,
 ) -> bool:
-    """Note on the newest free job of each project that somebody is told of it now. False: all were told already."""
+    """Record the wake-up on the newest free job of each project. False: all were woken recently."""
     line = waiting.each(Job.project_id, Job.status == status, Job.gpu_class == gpu_class)
     one, candidate = aliased(Job), aliased(Job)
     newest = (
@@ -475,17 +476,17 @@ def _wake_up(status: str, gpu_class: str) -> tuple[str, str]:
     return queue.RUN, queue.gpu_queue(gpu_class)
 
 
-# Moving from state to state.
+# Transitions.
 
 
 def _lock(session: Session, job: Job) -> None:
-    """Hold the row until the commit, and see it as it is now: the job may have moved on since it was read."""
-    session.flush()  # a refresh forgets what was not
+    """Lock the row until the commit and refresh it: the job may have changed since it was read."""
+    session.flush()  # a refresh discards pending changes
     session.refresh(job, with_for_update=True)
 
 
 def _move(job: Job, to: str) -> None:
-    """The only way to another status, and what every arrival there brings with it."""
+    """The only transition of the status, with its side effects."""
     if to not in EDGES[job.status]:
         raise _refusal(job, to)
     job.status = to
@@ -494,22 +495,22 @@ def _move(job: Job, to: str) -> None:
     if to in FINAL:
         job.finished_at = now()
     if to == "queued":
-        job.dispatched_at = 0.0  # nobody has been told of it yet
+        job.dispatched_at = 0.0  # no worker was woken for it yet
     webhooks.status_changed(job)
 
 
 def _put_back(job: Job) -> None:
-    """To where it waits for its next worker."""
+    """Return the job to the state in which it waits for a worker."""
     if job.status == "validating_files":
-        _let_go(job)  # and stays: queued would mean that its files are good
+        _let_go(job)  # the status stays: queued would mean that its files are valid
     else:
         _move(job, "paused" if job.status == "pausing" else "queued")
 
 
 def _let_go(job: Job) -> None:
-    # A validation that was given back is over, too, though its job's status and epoch do not show it.
+    # Also ends a released validation, whose job keeps its status and epoch.
     job.lease_owner = job.lease_expires_at = None
-    job.estimated_finish = None  # OpenAI's is null, too, unless the job runs
+    job.estimated_finish = None  # null unless the job is running, as at OpenAI
 
 
 def _refusal(job: Job, to: str) -> InvalidJobState:
@@ -520,7 +521,7 @@ def _refusal(job: Job, to: str) -> InvalidJobState:
     return InvalidJobState(f"Job is {job.status} and cannot become {to}: {job.id}")
 
 
-# Choosing and taking.
+# Choosing and claiming.
 
 
 def _take(
@@ -537,7 +538,9 @@ def _take(
 
 
 def _begin_attempt(session: Session, job: Job, kind: str) -> None:
-    _end_attempt(session, job, "expired", "the worker stopped answering")  # nothing, unless it did
+    _end_attempt(
+        session, job, "expired", "the worker stopped answering"
+    )  # without effect unless an attempt is open
     session.add(
         Attempt(
             job_id=job.id,
@@ -551,7 +554,7 @@ def _begin_attempt(session: Session, job: Job, kind: str) -> None:
 
 
 def _end_attempt(session: Session, job: Job, outcome: str, reason: str | None = None) -> None:
-    """Close the attempt that is under way; a job that nobody works on has none."""
+    """Close the open attempt, if any."""
     ended = (
         update(Attempt)
         .where(Attempt.job_id == job.id, Attempt.ended_at.is_(None))
@@ -561,7 +564,7 @@ def _end_attempt(session: Session, job: Job, outcome: str, reason: str | None = 
 
 
 def _runs(session: Session, job: Job) -> int:
-    """How often the job was started. Its epoch says more than that: it also counts validations and lost leases."""
+    """Number of runs. The epoch is higher: it also counts validations and lost leases."""
     runs = select(func.count()).select_from(Attempt).where(Attempt.job_id == job.id, Attempt.kind == "run")
     return session.scalars(runs).one()
 

@@ -1,4 +1,4 @@
-"""API keys: made once, shown once, kept as a hash; each may read, write or administer one project."""
+"""API keys: shown once, stored as a hash, scoped to read, write or administer one project."""
 
 import hashlib
 import secrets
@@ -15,16 +15,16 @@ from core.errors import InsufficientPermissions, InvalidApiKey, InvalidRequest, 
 from core.models import ApiKey, Organization, Project, now
 
 Scope = Literal["read", "write", "admin"]
-SCOPES: tuple[Scope, ...] = get_args(Scope)  # each may do what those before it may
+SCOPES: tuple[Scope, ...] = get_args(Scope)  # each includes those before it
 
-# `last_used_at` is no more exact than this, so that reading does not become writing.
+# Resolution of `last_used_at`, so that authentication rarely writes.
 USE_NOTED_EVERY = 60
 EXPIRED = "expired_api_key"
 
 
 @dataclass(frozen=True)
 class NewKey:
-    """A key and its text, which nothing can show again."""
+    """A key and its text, which is not stored."""
 
     key: ApiKey
     token: str
@@ -40,11 +40,11 @@ def create_key(
     expires_at: int | None = None,
     token: str = "",
 ) -> NewKey:
-    """A new key of the project. Only its hash and last characters are stored.
+    """Create a key of the project. Only its hash and last characters are stored.
 
     Args:
-        token: Its text; empty: a random one.
-        owner: The person it is made for.
+        token: Its text; empty: random.
+        owner: The person who uses it.
         expires_at: Unix seconds; None: never.
     """
     made = _new(work, project.id, name, scope=scope, owner=owner, expires_at=expires_at, token=token)
@@ -53,12 +53,12 @@ def create_key(
 
 
 def rotate(work: Work, key: ApiKey, *, grace_hours: float = 0) -> NewKey:
-    """A new key in the place of this one, which dies at once or after `grace_hours`.
+    """Replace a key. The old one is revoked at once or after `grace_hours`.
 
-    The new one has its name, scope and owner. If the old one was made for a time, the new one gets as long again.
+    The new key has the same name, scope and owner. If the old one had a lifetime, the new one gets the same.
 
     Raises:
-        InvalidRequest: the old one has expired or was revoked.
+        InvalidRequest: the old key has expired or was revoked.
     """
     if state(key) != "active":
         raise InvalidRequest(f"The key {key.id} is {state(key)}; create a new one.", param="key_id")
@@ -81,14 +81,14 @@ def rotate(work: Work, key: ApiKey, *, grace_hours: float = 0) -> NewKey:
 
 
 def revoke(work: Work, key: ApiKey) -> None:
-    """The next request with it is refused. A second time changes nothing."""
+    """Revoke the key for all later requests. Idempotent."""
     if key.revoked_at is None:
         key.revoked_at = now()
         work.record("api_key.revoked", key.id, {"name": key.name})
 
 
 def get(session: Session, key_id: str, project_id: str | None = None) -> ApiKey:
-    """The key, or KeyNotFound; with a project, another project's key does not exist either."""
+    """Return the key or raise KeyNotFound; with a project, also for another project's key."""
     key = session.get(ApiKey, key_id)
     if key is None or project_id not in (None, key.project_id):
         raise KeyNotFound(key_id)
@@ -96,7 +96,7 @@ def get(session: Session, key_id: str, project_id: str | None = None) -> ApiKey:
 
 
 def of_project(session: Session, project_id: str) -> Sequence[ApiKey]:
-    """All its keys, the dead ones too, newest first."""
+    """List all keys newest first, including expired and revoked ones."""
     mine = select(ApiKey).where(ApiKey.project_id == project_id)
     return session.scalars(mine.order_by(ApiKey.created_at.desc(), ApiKey.id)).all()
 
@@ -108,11 +108,11 @@ def state(key: ApiKey) -> Literal["active", "expired", "revoked"]:
 
 
 def authenticate(session: Session, token: str) -> tuple[ApiKey, Project]:
-    """Whose key this is.
+    """Return the key and its project.
 
     Raises:
-        InvalidApiKey: nobody's; or it has expired or was revoked, or its project is archived. Who has the whole
-            key may know which.
+        InvalidApiKey: the key is unknown, expired or revoked, or its project is archived. The message says which, since
+        the caller has the whole key.
     """
     whose = (
         select(ApiKey, Project)
@@ -121,7 +121,7 @@ def authenticate(session: Session, token: str) -> tuple[ApiKey, Project]:
     )
     found = session.execute(whose).one_or_none()
     if found is None:
-        hint = "You can get one from whoever runs this service."
+        hint = "Contact the operator of this service to get one."
         raise InvalidApiKey(f"Incorrect API key provided: {_masked(token)}. {hint}")
     key, project = found
     if state(key) == "revoked":
@@ -134,33 +134,33 @@ def authenticate(session: Session, token: str) -> tuple[ApiKey, Project]:
 
 
 def require(key: ApiKey, needed: Scope) -> None:
-    """Raise InsufficientPermissions unless the key's scope reaches."""
+    """Raise InsufficientPermissions unless the key has the scope."""
     if SCOPES.index(_scope(key)) < SCOPES.index(needed):
         raise InsufficientPermissions(needed=needed, scope=key.scope)
 
 
 def use_is_news(key: ApiKey) -> bool:
-    """Whether `note_use` would change anything."""
+    """Whether `note_use` would change the row."""
     return key.last_used_at is None or key.last_used_at <= now() - USE_NOTED_EVERY
 
 
 def note_use(session: Session, key_id: str) -> None:
-    """Remember that the key was used; at most once a minute, whoever asks."""
+    """Record the use of the key, at most once a minute."""
     old = or_(ApiKey.last_used_at.is_(None), ApiKey.last_used_at <= now() - USE_NOTED_EVERY)
     session.execute(update(ApiKey).where(ApiKey.id == key_id, old).values(last_used_at=now()))
 
 
 def bootstrap(session: Session, token: str = "") -> str | None:
-    """Make an empty service usable: an organization, a project and a key with this text, by default a random one.
+    """Create an organization, a project and a key with this text (default: random) in an empty database.
 
-    Returns the key's text. None if the service is not empty.
+    Returns the key's text, or None if the database is not empty.
     """
     empty = select(Organization.id).limit(1)
     if session.scalar(empty) is not None:
         return None
     if (
         session.get_bind().dialect.name == "postgresql"
-    ):  # several API processes start at once; SQLite has one writer
+    ):  # concurrent starts of API processes; SQLite has one writer
         session.execute(text("LOCK TABLE organizations IN SHARE ROW EXCLUSIVE MODE"))
         if session.scalar(empty) is not None:
             return None
@@ -207,12 +207,12 @@ def _scope(key: ApiKey) -> Scope:
 
 
 def _sha256(token: str) -> str:
-    # No salt and no slow hash: the key is 256 random bits, which nobody can guess from its hash.
+    # No salt and no slow hash: the key is 256 random bits, so its hash cannot be brute-forced.
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def _masked(key: str) -> str:
-    """Enough to recognise one's own key, nothing to use: what is wrong here may be right elsewhere."""
+    """Show enough to recognize the key, but not to use it: a typo here may be a valid key elsewhere."""
     if len(key) < 16:
         return "*" * len(key)
     return f"{key[:3]}{'*' * 8}{key[-4:]}"

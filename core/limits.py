@@ -1,34 +1,34 @@
-"""What a project may use at most."""
+"""Limits of a project."""
 
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# What PostgreSQL's INTEGER and BIGINT hold, less what JSON's readers round.
+# The ranges of PostgreSQL's INTEGER and BIGINT, the latter reduced to what JSON parsers represent exactly.
 _INTEGER, _EXACT = 2**31 - 1, 2**53
 
 
 class Limits(BaseModel):
-    """Each is a maximum; None: no such limit. Stored in `Project.limits` without the Nones."""
+    """Maxima; None: unlimited. Stored in `Project.limits` without the Nones."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     running_jobs: int | None = Field(default=None, ge=0, le=_INTEGER)
-    queued_jobs: int | None = Field(default=None, ge=0, le=_INTEGER)  # those being validated included
+    queued_jobs: int | None = Field(default=None, ge=0, le=_INTEGER)  # includes those being validated
     storage_bytes: int | None = Field(default=None, ge=0, le=_EXACT)
     gpu_seconds_per_30_days: float | None = Field(default=None, ge=0, le=_EXACT)
     grader_tokens_per_30_days: int | None = Field(default=None, ge=0, le=_EXACT)
     requests_per_minute: int | None = Field(default=None, ge=1, le=_INTEGER)
 
     def given(self) -> dict[str, Any]:
-        """Those that are set, by name."""
+        """The limits that are set, by name."""
         return self.model_dump(exclude_none=True)
 
     def or_else(self, defaults: "Limits") -> "Limits":
-        """These, and where one is not set the default's."""
+        """These limits, with unset ones taken from the defaults."""
         return Limits(**defaults.given() | self.given())
 
 
 NO_LIMITS = Limits()
-# Where the operator says nothing: far above what a team's scripts need, and below what one process can serve.
+# The built-in default: above the needs of a team's scripts, and below the capacity of one process.
 DEFAULT_LIMITS = Limits(requests_per_minute=6000)

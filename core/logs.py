@@ -1,9 +1,9 @@
-"""Log lines that say what they are about: the request, the job, its attempt, its step.
+"""Log records with context: the request, the job, its attempt, its step.
 
     with logs.bound(job_id=job.id):
-        ...  # every line from here has it, whoever writes it
+        ...  # every record logged in this block has the field
 
-As text the fields stand behind the message; as JSON a line is one object and they are among its keys.
+The text format appends the fields to the message; the JSON format has an object per line with the fields as keys.
 """
 
 import json
@@ -23,16 +23,16 @@ _bound: ContextVar[Mapping[str, Any]] = ContextVar("fields", default=MappingProx
 # Control sequences of terminals: CSI (colors, cursor), OSC (titles, links) and the short ones.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
-# What stands in front of each line of the traceback of an exception group.
+# Prefix of each traceback line of an exception group.
 _GROUP_MARGIN = re.compile(r"^\s*[|+] ?")
 
-# They report each message, each connection, each request that they make.
+# These loggers report every message, connection or request.
 TALKATIVE = ("kombu", "httpx", "httpcore")
 
 
 @contextmanager
 def bound(**fields: Any) -> Iterator[None]:
-    """Say these of every line meanwhile, in this thread or task and those that it starts."""
+    """Add fields to all records of this thread or task, and of those started from it, during the block."""
     token = _bound.set({**_bound.get(), **fields})
     try:
         yield
@@ -41,7 +41,7 @@ def bound(**fields: Any) -> Iterator[None]:
 
 
 def extra(**fields: Any) -> dict[str, Any]:
-    """The same for a single line: `log.info("…", extra=logs.extra(status=200))`."""
+    """Add fields to one record: `log.info("…", extra=logs.extra(status=200))`."""
     return {"fields": fields}
 
 
@@ -64,18 +64,20 @@ class Json(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps({**line, **_fields(record), **line}, default=str)  # the first gives the order
+        return json.dumps(
+            {**line, **_fields(record), **line}, default=str
+        )  # the first spread sets the order of keys
 
 
 def handler(format: Format, stream: IO[str] | None = None) -> logging.Handler:
-    """Writes to standard error unless told where."""
+    """A handler for standard error, or for the given stream."""
     writes = logging.StreamHandler(stream)
     writes.setFormatter(Json() if format == "json" else Text())
     return writes
 
 
 def configure(handlers: Sequence[logging.Handler], *, requests: bool = False) -> None:
-    """Have everything logged from INFO on; with `requests` also a line for each that the API has answered."""
+    """Log everything from INFO on; with `requests` also a line per request of the API."""
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     for name in TALKATIVE:
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -83,15 +85,15 @@ def configure(handlers: Sequence[logging.Handler], *, requests: bool = False) ->
 
 
 def cleaned(text: str) -> str:
-    """Text as a terminal would show it in the end, without colors: of a line redrawn by "\\r" its last version."""
+    """The text as a terminal would finally show it, without colors: the last version of a line redrawn by "\\r"."""
     lines = _ESCAPES.sub("", text).split("\n")
     return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in lines)
 
 
 def headline(log: str) -> str:
-    """The line of a process's log that says why it failed, or "".
+    """The line of a process's log with the cause of its failure, or "".
 
-    Of the last traceback the first line of the exception; without one the last line.
+    The first line of the exception of the last traceback; without one the last line.
     """
     lines = [_GROUP_MARGIN.sub("", line) for line in cleaned(log).splitlines() if line.strip()]
     begins = [number for number, line in enumerate(lines) if "Traceback (most recent call last):" in line]

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files it has, with their hashes. All readers of checkpoints check against it."""
+"""The manifest of a checkpoint: its files with their hashes, against which every reader verifies them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MANIFEST = "manifest.json"
 
 
 class Damaged(Exception):
-    """An object of a checkpoint is missing, or its bytes are not those that were stored. The message is for users."""
+    """An object of a checkpoint is missing or does not match its hash. The message is for users."""
 
     def __init__(self, file: str, *, missing: bool = False, unreadable: bool = False) -> None:
         if unreadable:
             super().__init__(f"{file} cannot be read (I/O error)")
         else:
-            super().__init__(f"{file} is {'missing' if missing else 'not what was stored'}")
+            super().__init__(f"{file} is {'missing' if missing else 'not the stored content'}")
         self.file = file
         self.problem = "missing" if missing else "damaged"
 
@@ -38,10 +38,10 @@ class Manifest:
 
 
 def read(blobs: BlobStore, prefix: str) -> Manifest:
-    """The manifest of the checkpoint under `prefix`.
+    """Read the manifest of the checkpoint under `prefix`.
 
     Raises:
-        Damaged: it is missing, or is no manifest.
+        Damaged: the manifest is missing or invalid.
     """
     try:
         return parse(blobs.read(f"{prefix}/{MANIFEST}"))
@@ -50,13 +50,13 @@ def read(blobs: BlobStore, prefix: str) -> Manifest:
     except BlobCorrupt:
         raise Damaged(MANIFEST) from None
     except OSError as cause:
-        if cause.errno != errno.EIO:  # a sector that the disk cannot read; anything else is about the store
+        if cause.errno != errno.EIO:  # an unreadable sector; other errors concern the store
             raise
         raise Damaged(MANIFEST, unreadable=True) from cause
 
 
 def parse(content: bytes) -> Manifest:
-    """Raise Damaged if this is not the text of a manifest."""
+    """Parse a manifest; raise Damaged if it is invalid."""
     try:
         fields = json.loads(content)
         files = [ManifestFile(one["name"], one["bytes"], one["sha256"]) for one in fields["files"]]
@@ -70,14 +70,14 @@ def parse(content: bytes) -> Manifest:
 
 
 def download(blobs: BlobStore, prefix: str, file: ManifestFile, folder: Path) -> None:
-    """Write one file of the checkpoint under `prefix` into a folder, checked against its hash.
+    """Download one file of the checkpoint under `prefix` into a folder, verified against its hash.
 
     Raises:
-        Damaged: it is missing, or has other bytes than the manifest says.
+        Damaged: the file is missing or does not match the manifest.
     """
     try:
         blobs.download(f"{prefix}/{file.name}", folder / file.name, sha256=file.sha256)
     except BlobNotFound:
         raise Damaged(file.name, missing=True) from None
-    except (BlobCorrupt, ValueError):  # a name that is no key is not what was stored either
+    except (BlobCorrupt, ValueError):  # a name that is not a key cannot have been stored
         raise Damaged(file.name) from None

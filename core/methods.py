@@ -1,4 +1,4 @@
-"""What a user may ask of training, as types that refuse what they do not know. "auto" is resolved here only."""
+"""Hyperparameters as types that reject unknown values. Only this module resolves "auto"."""
 
 import difflib
 import math
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from core import chat_templates
 
-# Bounds stand on the number, not on the field: pydantic would compare "auto" with them, too, and raise TypeError.
+# The bounds apply to the number, not to the field: pydantic would also compare "auto" with them and raise TypeError.
 Auto = Literal["auto"]
 
 Loss = Literal["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
@@ -21,8 +21,8 @@ Importance = Literal["truncate", "mask", "none"]
 Overlong = Literal["score", "mask", "soft"]
 Normalize = Literal["papers", "signal"]
 
-# How a group's centred rewards are divided, as each paper has it; those that average over all tokens of a batch take
-# one std for all of it, so that one division serves every group (and easy prompts are not lifted).
+# The divisor of a group's centered rewards, per paper; losses that average over all tokens of a batch use one std for
+# the batch, so that all groups have the same divisor (and easy prompts are not amplified).
 _SCALES: dict[Loss, Scale] = {
     "grpo": "group",
     "dr_grpo": "none",
@@ -31,8 +31,8 @@ _SCALES: dict[Loss, Scale] = {
     "cispo": "batch",
     "gspo": "group",
 }
-# (clip_low, clip_high). DeepSeekMath and Dr. GRPO: one epsilon; DAPO: clip-higher; GSPO section 5.1: its ratio is
-# a mean over the answer, which moves far less than that of a token. CISPO has no band but a cap.
+# (clip_low, clip_high). DeepSeekMath and Dr. GRPO: one epsilon; DAPO: clip-higher; GSPO section 5.1: its ratio is a
+# mean over the answer, with far less variance than that of a token. CISPO has a cap instead.
 _CLIPS: dict[Loss, tuple[float, float]] = {
     "grpo": (0.2, 0.2),
     "dr_grpo": (0.2, 0.2),
@@ -43,121 +43,109 @@ _CLIPS: dict[Loss, tuple[float, float]] = {
 
 
 NO_SAMPLER_OF_ITS_OWN = (
-    "off_policy_steps needs a sampler that has a copy of the model to itself, as vLLM; this model is sampled with the "
+    "off_policy_steps needs a sampler with its own copy of the model, such as vLLM; this model is sampled with the "
     "trainer's own"
 )
 
 
 class Value(BaseModel):
-    # Strict, so that "8" is not silently an 8 and true is not a 1.
+    # Strict: "8" is not coerced to 8, nor true to 1.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Advanced(Value):
-    """What OpenAI does not let its users set. Every one is shown on the running job."""
+    """Hyperparameters beyond OpenAI's. The running job shows all of them."""
 
     loss: Loss = "dapo"
-    # How a group's rewards become advantages after centring: divide by the std of the group, of the batch, or not.
+    # Divisor of a group's centered rewards: the std of the group, of the batch, or none.
     advantage_scale: Auto | Scale = "auto"
-    # Over n or over n - 1: it changes what a learning rate means, so it has a name.
+    # Std over n or over n - 1: the choice scales the effective learning rate.
     std: Auto | Std = "auto"
-    # Which answers the loss and the std of the batch are means over: all graded ones, or those of groups with signal.
+    # The answers over which the loss and the std of the batch average: all graded ones, or those of groups with signal.
     normalize: Normalize = "papers"
-    # One reward an answer, or one for each step that the grader names.
+    # One reward per answer, or one per step that the grader scores.
     supervision: Supervision = "outcome"
-    group_size: Auto | Annotated[int, Field(ge=2, le=256)] = "auto"  # below two there is no sibling to beat
+    group_size: Auto | Annotated[int, Field(ge=2, le=256)] = "auto"  # advantages need at least two samples
     learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
     lora_rank: int = Field(default=16, ge=1, le=256)
     lora_alpha: int = Field(default=32, ge=1, le=1024)
     temperature: float = Field(default=1.0, gt=0, le=2)
     max_completion_tokens: Auto | Annotated[int, Field(ge=1, le=131072)] = "auto"
-    # What happens to an answer that was cut off: scored as any, left out of the loss, or fined as it gets near.
+    # Truncated answers: scored as usual, excluded from the loss, or penalized as they approach the limit.
     overlong: Overlong = "score"
     overlong_buffer: Auto | Annotated[int, Field(ge=1, le=131072)] = "auto"
-    # Prompts a step may draw in place of those whose answers all scored the same (DAPO's dynamic sampling).
+    # Prompts resampled per step in place of those with a zero-variance group (DAPO's dynamic sampling).
     resample_prompts: int = Field(default=0, ge=0, le=1024)
-    # 1: the next step is sampled while this one is learned from, by the policy from before it.
+    # 1: the next step is sampled during the update of this one, with the policy before that update.
     off_policy_steps: int = Field(default=0, ge=0, le=1)
-    # When to stop before the last step; 0 is off. worker/stopping.py has the rules.
+    # Criteria for early stopping; 0 is off. worker/stopping.py implements them.
     stop_after_flat_evals: int = Field(default=0, ge=0)
     stop_after_silent_steps: int = Field(default=0, ge=0)
-    stop_above_kl: float = Field(default=0.0, ge=0)  # nats a token
-    stop_below_entropy: float = Field(default=0.0, ge=0)  # nats a token
-    # A gate: the job fails if in its first step a smaller share of the groups has signal.
+    stop_above_kl: float = Field(default=0.0, ge=0)  # nats per token
+    stop_below_entropy: float = Field(default=0.0, ge=0)  # nats per token
+    # The job fails if the share of groups with signal in its first step is lower.
     fail_below_signal: float = Field(default=0.0, ge=0, le=1)
-    # A gate at the end: the job fails unless its verdict is `improved` (core/verdict.py).
+    # The job fails unless its verdict is `improved` (core/verdict.py).
     require_improvement: bool = False
     updates_per_batch: int = Field(
         default=1, ge=1, le=16
-    )  # passes over the same answers, an optimizer step each
+    )  # passes over the same answers, with one optimizer step each
     clip_low: Auto | Annotated[float, Field(gt=0, lt=1)] = "auto"
     clip_high: Auto | Annotated[float, Field(gt=0, le=10)] = "auto"
-    # Absolute, not 1 + epsilon. Below 1 it would shrink the gradient of a policy that has not moved.
+    # Absolute, not 1 + epsilon. Below 1 it would shrink the gradient of a policy that has not changed.
     cispo_cap: Auto | Annotated[float, Field(ge=1, le=100)] = "auto"
-    # Whether groups are computed as soon as they are graded, while the rest of the step is still sampled.
+    # Whether gradients of groups are computed as soon as they are graded, while others are still sampled.
     overlap: Auto | bool = "auto"
-    # How the gap between the sampler's probabilities and the trainer's is corrected.
+    # Correction of the mismatch between the probabilities of sampler and trainer.
     importance: Importance = "truncate"
     importance_cap: Auto | Annotated[float, Field(gt=1, le=100)] = "auto"
-    kl: float = Field(default=0.0, ge=0, le=10)  # weight of the KL to the reference; 0 costs nothing
+    kl: float = Field(default=0.0, ge=0, le=10)  # weight of the KL to the reference; 0 skips its computation
     kl_estimator: Auto | KlEstimator = "auto"
     reference_refresh_steps: int = Field(default=0, ge=0)  # 0: the reference stays the base model
     max_grad_norm: float = Field(default=1.0, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
-    # How messages become a prompt, by a name of core/chat_templates.py; auto: as the registry or the model has it.
+    # Chat template by a name of core/chat_templates.py; auto: that of the registry or the model.
     chat_template: Auto | chat_templates.Name = "auto"
-    # Temperature of validation: 0 is greedy.
+    # Temperature of validation; 0 is greedy.
     eval_temperature: Auto | Annotated[float, Field(ge=0, le=2)] = "auto"
 
     @model_validator(mode="after")
     def nothing_is_ignored(self) -> "Advanced":
         if self.loss == "cispo" and (self.clip_low != "auto" or self.clip_high != "auto"):
-            raise ValueError("clip_low and clip_high do nothing for loss 'cispo': it has cispo_cap")
+            raise ValueError("clip_low and clip_high have no effect with loss 'cispo': use cispo_cap")
         if self.loss != "cispo" and self.cispo_cap != "auto":
-            raise ValueError("cispo_cap is for loss 'cispo': the others have clip_low and clip_high")
+            raise ValueError("cispo_cap is only for loss 'cispo': use clip_low and clip_high")
         if self.std != "auto" and self.scale == "none":
-            raise ValueError(
-                "std does nothing where advantage_scale is 'none', which 'dr_grpo' brings with it"
-            )
+            raise ValueError("std has no effect with advantage_scale 'none', the default of loss 'dr_grpo'")
         if self.importance == "none" and self.importance_cap != "auto":
-            raise ValueError("importance_cap does nothing with importance 'none'")
+            raise ValueError("importance_cap has no effect with importance 'none'")
         if self.off_policy_steps and self.importance == "none":
-            raise ValueError("off_policy_steps needs the correction: importance 'truncate' or 'mask'")
+            raise ValueError("off_policy_steps needs importance 'truncate' or 'mask'")
         if self.off_policy_steps and self.resample_prompts:
-            raise ValueError(
-                "resample_prompts waits for the step's own answers, off_policy_steps does not: give one"
-            )
+            raise ValueError("resample_prompts and off_policy_steps cannot be combined")
         if self.off_policy_steps and self.overlap is True:
-            raise ValueError(
-                "overlap is for steps that are learned from as they are sampled: off_policy_steps are not"
-            )
+            raise ValueError("overlap and off_policy_steps cannot be combined")
         if self.overlap is True and self.kl > 0:
             raise ValueError(
-                "overlap needs kl 0: a penalty's reference is the model itself without its adapter, which is busy "
+                "overlap needs kl 0: the reference of the penalty is the model without its adapter, which is busy "
                 "sampling"
             )
         if self.kl == 0 and (self.kl_estimator != "auto" or self.reference_refresh_steps > 0):
-            raise ValueError("kl_estimator and reference_refresh_steps do nothing while kl is 0")
+            raise ValueError("kl_estimator and reference_refresh_steps have no effect with kl 0")
         return self
 
     @model_validator(mode="after")
     def rewards_that_fit(self) -> "Advanced":
         if self.supervision == "process" and self.loss == "gspo":
-            raise ValueError(
-                "loss 'gspo' has one ratio an answer, so it takes one advantage: use supervision 'outcome'"
-            )
+            raise ValueError("loss 'gspo' has one ratio per answer, so it needs supervision 'outcome'")
         if self.supervision == "process" and self.overlong == "soft":
-            raise ValueError(
-                "overlong 'soft' is a fine on an answer's one reward: with supervision 'process' use 'mask'"
-            )
+            raise ValueError("overlong 'soft' needs supervision 'outcome': use 'mask' with 'process'")
         if self.overlong_buffer == "auto":
             return self
         if self.overlong != "soft":
-            raise ValueError("overlong_buffer is for overlong 'soft'")
+            raise ValueError("overlong_buffer needs overlong 'soft'")
         if self.max_completion_tokens == "auto" or self.overlong_buffer > self.max_completion_tokens:
-            raise ValueError(
-                "overlong_buffer is a part of max_completion_tokens: give that, too, and no less"
-            )
+            raise ValueError("overlong_buffer needs a max_completion_tokens that is at least as large")
         return self
 
     @property
@@ -180,7 +168,7 @@ class Hyperparameters(Value):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, sent: Any) -> Any:
-        """OpenAI's own types write null for what their user has not set."""
+        """OpenAI's client types serialize unset fields as null."""
         return {k: v for k, v in sent.items() if v is not None} if isinstance(sent, dict) else sent
 
     @model_validator(mode="after")
@@ -188,30 +176,31 @@ class Hyperparameters(Value):
         samples, temperature = self.eval_samples, self.advanced.eval_temperature
         if temperature == 0 and samples != "auto" and samples > 1:
             raise ValueError(
-                "eval_samples above 1 needs eval_temperature above 0: greedy answers are all the same"
+                "eval_samples above 1 needs eval_temperature above 0: greedy answers are identical"
             )
         if self.advanced.learning_rate != "auto" and self.learning_rate_multiplier != "auto":
             raise ValueError(
-                "learning_rate_multiplier scales the automatic learning rate: give it or learning_rate"
+                "learning_rate_multiplier scales the automatic learning rate: give only one of it and learning_rate"
             )
         if self.advanced.group_size != "auto" and self.compute_multiplier != "auto":
-            raise ValueError("compute_multiplier scales the automatic group size: give it or group_size")
+            raise ValueError(
+                "compute_multiplier scales the automatic group size: give only one of it and group_size"
+            )
         return self
 
     @property
     def warnings(self) -> list[str]:
-        """One sentence for each value that is accepted and has no effect."""
+        """One sentence for each accepted value without effect."""
         if self.reasoning_effort == "default":
             return []
         return [
-            f"reasoning_effort '{self.reasoning_effort}' has no effect in this version: the model reasons as it does "
-            "by default. To bound the length of answers, set "
-            "hyperparameters.advanced.max_completion_tokens."
+            f"reasoning_effort '{self.reasoning_effort}' has no effect in this version: the model uses its default "
+            "effort. To limit the length of answers, set hyperparameters.advanced.max_completion_tokens."
         ]
 
 
 class Resolved(Value):
-    """Hyperparameters with every "auto" replaced: what the run really does. None: has no part in it."""
+    """Hyperparameters with every "auto" resolved, as the run uses them. None: not used."""
 
     batch_size: int
     learning_rate: float
@@ -256,14 +245,14 @@ class Resolved(Value):
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """The least and the largest ratio of the policy to itself before the update that is not clipped."""
+        """The lower and upper clip bounds of the ratio between the new and the old policy."""
         if self.cispo_cap is not None:
             return 0.0, self.cispo_cap
         assert self.clip_low is not None and self.clip_high is not None
         return 1.0 - self.clip_low, 1.0 + self.clip_high
 
 
-# What other trainers (TRL, verl, OpenRLHF) call the same, to be named in the answer to those who bring their settings.
+# Names of the same hyperparameters in TRL, verl and OpenRLHF, for hints in error messages.
 _ELSEWHERE = {
     "num_generations": "group_size",
     "rollout_n": "group_size",
@@ -302,7 +291,7 @@ _ELSEWHERE = {
 
 
 def meant(param: str) -> str | None:
-    """Which hyperparameter the unknown one at this dotted path probably stands for; None if it is like no other."""
+    """The hyperparameter that an unknown dotted path probably means; None without a similar one."""
     *path, name = param.split(".")
     if path[-1:] == ["advanced"]:
         path.pop()
@@ -318,10 +307,11 @@ def meant(param: str) -> str | None:
 
 
 def base_learning_rate(parameters: int) -> float:
-    """For LoRA on all linear layers; small models need more.
+    """The base learning rate for LoRA on all linear layers; small models need a higher one.
 
-    4e-5 and 2e-4 are what trainers publish for 4-8 B and 1 B. For 135 M we measured on the demo's task: 3e-4 takes
-    validation reward from 0.40 to 0.89 in ten steps; 1e-3 loses all entropy in five and ends below the base.
+    Published rates are 4e-5 and 2e-4 for 4-8 B and 1 B. Measured for 135 M on the demo's task: 3e-4 raises the
+    validation
+    reward from 0.40 to 0.89 in ten steps; 1e-3 loses all entropy in five and ends below the base.
     """
     for limit, rate in ((300e6, 3e-4), (1.2e9, 2e-4), (14e9, 4e-5)):
         if parameters <= limit:
@@ -330,10 +320,10 @@ def base_learning_rate(parameters: int) -> float:
 
 
 def resolve(asked: Hyperparameters, *, rows: int, parameters: int, context: int) -> Resolved:
-    """Replace every "auto". `rows` of training data, `parameters` of the base model, `context` in tokens."""
+    """Resolve every "auto". `rows` of training data, `parameters` of the base model, `context` in tokens."""
     advanced = asked.advanced
     batch_size = min(_or(asked.batch_size, 8), rows)
-    # Below twenty steps a policy has hardly moved, so small files are read more than once.
+    # A policy hardly changes in fewer than twenty steps, so small files are repeated.
     n_epochs = _or(asked.n_epochs, max(1, min(10, math.ceil(20 * batch_size / rows))))
     total_steps = math.ceil(rows * n_epochs / batch_size)
     eval_samples = _or(asked.eval_samples, 1)
@@ -365,8 +355,9 @@ def resolve(asked: Hyperparameters, *, rows: int, parameters: int, context: int)
             else None
         ),
         updates_per_batch=advanced.updates_per_batch,
-        # On a CPU both want the same cores: a whole step takes a third longer (bench/overlap.py). On a GPU it has not
-        # been measured: both want the same multiprocessors.
+        # On a CPU both compete for cores: a step takes a third longer (bench/overlap.py). Not measured on a GPU, where
+        # both
+        # compete for multiprocessors.
         overlap=_or(advanced.overlap, False),
         resample_prompts=advanced.resample_prompts,
         off_policy_steps=advanced.off_policy_steps,
@@ -390,16 +381,16 @@ def resolve(asked: Hyperparameters, *, rows: int, parameters: int, context: int)
     )
 
 
-# What versions that did not have a hyperparameter yet did, where that is not what "auto" does now.
+# The behavior of versions without a hyperparameter, where it differs from the current "auto".
 _BEFORE: dict[str, Any] = {"normalize": "signal"}
 
 
 def kept(resolved: Resolved, first: Mapping[str, Any] | None) -> Resolved:
-    """The hyperparameters of a job that was begun with `first`, which is None for one that begins now.
+    """The hyperparameters of a job that started with `first`; None for a job that starts now.
 
-    It goes on with those, though this version of the code might choose others for "auto": the shape of its adapter and
-    the count of its steps depend on them. For what that version did not know yet the job keeps what that version did,
-    and else takes it from `resolved`.
+    The job keeps them even if this version would resolve "auto" differently: the shape of its adapter and the number of
+    its steps depend on them. A hyperparameter that is newer than `first` gets the behavior of that version, or else the
+    value in `resolved`.
     """
     if first is None:
         return resolved

@@ -1,7 +1,7 @@
-"""Numbers for Prometheus: what a process counts itself, and where they are read.
+"""Prometheus metrics of a process, and the server that exposes them.
 
-A label's values come from our code, or from what the operator configures (GPU classes): never from a request, a
-job or a project, since each new value is another time series for as long as Prometheus remembers.
+Label values come from our code, or from the operator's configuration (GPU classes), never from a request, a job or a
+project: each new value is another time series that Prometheus stores.
 """
 
 import logging
@@ -21,21 +21,21 @@ from prometheus_client.metrics_core import Metric
 
 log = logging.getLogger(__name__)
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, which nobody reads
+disable_created_metrics()  # they would double the number of series
 
-# What this process counts as it goes. Not the library's own registry: vLLM writes into that one.
+# Metrics of this process. Not the library's default registry: vLLM writes into that one.
 COUNTED = CollectorRegistry()
 
 
 class Collector(Protocol):
-    """Knows its numbers when it is asked for them, at each scrape."""
+    """Computes its metrics at each scrape."""
 
     def collect(self) -> Iterable[Metric]: ...
 
 
 @contextmanager
 def served(host: str, port: int, collectors: Iterable[Collector] = ()) -> Iterator[None]:
-    """Answer `GET /metrics` at a port of its own: it asks for no key, so it must not be where users are. 0: nowhere."""
+    """Serve `GET /metrics` on a separate port, because it is unauthenticated. 0: off."""
     if not port:
         yield
         return

@@ -1,4 +1,4 @@
-"""Bring a database to the schema of this version of the code."""
+"""Migrates a database to the schema of this version."""
 
 import fcntl
 import logging
@@ -20,28 +20,28 @@ from core.db import Database, open_engine
 
 log = logging.getLogger(__name__)
 
-# Any number, as long as no other program locks the same one in this database.
+# Any constant that no other program locks in this database.
 LOCK_KEY = 0x7265_6772_6166_74  # "regraft"
-# A change of a table waits for whoever reads it, such as a pg_dump, and all others wait behind the change. It gives
-# up before they notice, and whoever started it tries again.
+# Altering a table waits for its readers, such as a pg_dump, and all others queue behind it. It times out before users
+# notice; restart the migration then.
 LOCK_PATIENCE = "5s"
 LOCK_SECONDS, LOCK_TRY = 5.0, "50ms"
 
 
 class InvalidDatabaseUrl(ValueError):
-    """There can be no database at this URL. The message does not quote it: it may have a password."""
+    """No database can exist at this URL. The message omits the URL, which may contain a password."""
 
 
 class SchemaNotReady(Exception):
-    """There is no database, or it has the schema of an older version. The message is for operators."""
+    """The database does not exist or has an older schema. The message is for operators."""
 
 
 def open_unchanged(database_url: str) -> Database:
     """Open a database without migrating or creating it.
 
     Raises:
-        InvalidDatabaseUrl: as `upgrade`.
-        SchemaNotReady: this version cannot work on it before a migration.
+        InvalidDatabaseUrl: as in `upgrade`.
+        SchemaNotReady: the database needs a migration.
     """
     name = make_url(database_url).database if _backend_of(database_url) == "sqlite" else None
     if name is not None and not Path(name).is_file():
@@ -52,7 +52,7 @@ def open_unchanged(database_url: str) -> Database:
         with database.read() as session:
             if not is_ready(session.connection()):
                 raise SchemaNotReady(
-                    "The database has no schema, or that of an older version: run `regraft-server migrate` first."
+                    "The database schema is missing or older than this version: run `regraft-server migrate` first."
                 )
     except BaseException:
         database.close()
@@ -61,13 +61,13 @@ def open_unchanged(database_url: str) -> Database:
 
 
 def upgrade(database_url: str) -> None:
-    """Apply the migrations that are missing, all of them or none. Any number of processes may call it at once.
+    """Apply the missing migrations in one transaction. Safe to call from any number of processes concurrently.
 
-    The first does the work while the others wait, and then find nothing left to do. So does a version that finds the
-    schema of a later one, which it can use (docs/operations.md): it starts again beside its successor, or instead.
+    One process migrates while the others wait, and then find nothing to do. A version that finds a later schema uses it
+    unchanged (docs/operations.md), so that it can run beside its successor or after a rollback.
 
     Raises:
-        InvalidDatabaseUrl: it is no URL, of another kind of database, or of SQLite in memory.
+        InvalidDatabaseUrl: it is invalid, of an unsupported database, or of SQLite in memory.
     """
     with migrating(database_url) as connection:
         if is_later(connection):
@@ -79,13 +79,13 @@ def upgrade(database_url: str) -> None:
 
 
 def is_ready(connection: Connection) -> bool:
-    """Whether this version can work on the schema: it is its own, or that of a later version."""
+    """Whether this version can use the schema: it is its own, or a later one."""
     ours = ScriptDirectory.from_config(alembic_config(connection)).get_heads()
     return set(_current(connection)) == set(ours) or is_later(connection)
 
 
 def is_later(connection: Connection) -> bool:
-    """Whether a migration was applied that this version has never heard of."""
+    """Whether an unknown, later migration was applied."""
     known = {one.revision for one in ScriptDirectory.from_config(alembic_config(connection)).walk_revisions()}
     return not known.issuperset(_current(connection))
 
@@ -96,15 +96,15 @@ def _current(connection: Connection) -> tuple[str, ...]:
 
 @contextmanager
 def migrating(database_url: str) -> Iterator[Connection]:
-    """A transaction that nobody else has at the same time, for changes of the schema."""
-    # Its INFO lines say at every start that there is a database.
+    """An exclusive transaction for changes of the schema."""
+    # Alembic's INFO lines would appear on every start.
     logging.getLogger("alembic").setLevel(logging.WARNING)
     if _backend_of(database_url) == "sqlite":
         with _file_lock(database_url), _transaction(database_url) as connection:
             yield connection
     else:
         with _transaction(database_url) as connection:
-            # The lock of the transaction, not of the session: a session from a pool may outlive its user.
+            # A lock of the transaction, not of the session: a pooled session may outlive its user.
             connection.execute(text("select pg_advisory_xact_lock(:key)"), {"key": LOCK_KEY})
             connection.execute(text(f"set local lock_timeout = '{LOCK_PATIENCE}'"))
             yield connection
@@ -114,9 +114,9 @@ def _backend_of(database_url: str) -> str:
     """ "sqlite" or "postgresql"."""
     try:
         backend = make_url(database_url).get_backend_name()
-    except (ArgumentError, ValueError) as cause:  # ValueError: the port is no number
+    except (ArgumentError, ValueError) as cause:  # ValueError: invalid port
         raise InvalidDatabaseUrl(
-            "it is no URL of a database, such as postgresql://user:password@host/name or sqlite:////folder/regraft.db"
+            "it is not a database URL such as postgresql://user:password@host/name or sqlite:////folder/regraft.db"
         ) from cause
     if backend not in ("sqlite", "postgresql"):
         raise InvalidDatabaseUrl(
@@ -126,7 +126,7 @@ def _backend_of(database_url: str) -> str:
 
 
 def alembic_config(connection: Connection) -> Config:
-    """What Alembic's commands need to work on this connection, without an alembic.ini."""
+    """Alembic's configuration for this connection, without an alembic.ini."""
     config = Config()
     config.set_main_option("script_location", str(files("migrations")).replace("%", "%%"))
     config.attributes["connection"] = connection
@@ -139,8 +139,9 @@ def _transaction(database_url: str) -> Iterator[Connection]:
     try:
         with engine.connect() as connection:
             if engine.dialect.name == "sqlite":
-                # SQLite changes a table by copying it, and dropping the original would then delete or refuse the
-                # rows that refer to it. The switch does nothing inside a transaction, so it comes before ours.
+                # SQLite alters a table by copying it, and dropping the original would then delete or block the rows
+                # that
+                # refer to it. The pragma has no effect inside a transaction, so it comes first.
                 connection.connection.cursor().execute("PRAGMA foreign_keys=OFF")
             with connection.begin():
                 yield connection
@@ -149,10 +150,10 @@ def _transaction(database_url: str) -> Iterator[Connection]:
 
 
 def lock_all_tables(connection: Connection, seconds: float = LOCK_SECONDS) -> None:
-    """Have all tables to ourselves, or after so many seconds none of them: OperationalError, "lock timeout".
+    """Lock all tables exclusively, or raise OperationalError ("lock timeout") after this many seconds.
 
-    A migration that took them one by one would meet a request that holds one and asks for another, and PostgreSQL
-    would end one of the two after a second, as a deadlock. This lets go of all it has before that, and tries again.
+    A migration that locked them one by one could deadlock with a request that holds one and requests another, and
+    PostgreSQL would abort one of the two after a second. This releases all locks before that, and retries.
     """
     names = inspect(connection).get_table_names()
     if not names:
@@ -169,20 +170,21 @@ def lock_all_tables(connection: Connection, seconds: float = LOCK_SECONDS) -> No
         except OperationalError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.05)  # whoever waited for us goes first
+            time.sleep(0.05)  # gives the waiting requests a turn
 
 
 @contextmanager
 def _file_lock(database_url: str) -> Iterator[None]:
-    # BEGIN IMMEDIATE would do for the migration, but not for the switch to WAL that comes before it: two processes
-    # that open a new database at once can fail there with "database is locked".
+    # BEGIN IMMEDIATE would suffice for the migration, but not for the switch to WAL before it: two processes that
+    # create a
+    # database concurrently can fail there with "database is locked".
     name = make_url(database_url).database
     if name is None or name in ("", ":memory:"):
         raise InvalidDatabaseUrl(
-            "SQLite in memory is not supported: every process would have a database of its own"
+            "SQLite in memory is not supported: every process would have its own database"
         )
     database = Path(name)
     private.make_folder(database.parent)
     with Path(f"{database}.migrate.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # let go by the close
+        fcntl.flock(file, fcntl.LOCK_EX)  # released by close
         yield

@@ -20,7 +20,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from core.ids import new_id
 
-# SQLite numbers rows only in a column declared INTEGER; PostgreSQL should not run out at two billion events.
+# SQLite autoincrements only a column declared INTEGER; PostgreSQL must not overflow at two billion events.
 Seq = BigInteger().with_variant(Integer, "sqlite")
 
 
@@ -29,7 +29,7 @@ def now() -> int:
 
 
 class Table(DeclarativeBase):
-    # Named constraints, so that a migration can drop them on both databases.
+    # Named constraints, so that migrations can drop them in both databases.
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -44,7 +44,7 @@ class Table(DeclarativeBase):
 class Organization(Table):
     __tablename__ = "organizations"
     id: Mapped[str] = mapped_column(String(64), primary_key=True, default=lambda: new_id("org-"))
-    name: Mapped[str] = mapped_column(String(64))  # appears in the names of tuned models
+    name: Mapped[str] = mapped_column(String(64))  # part of the names of tuned models
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
 
@@ -54,17 +54,17 @@ class Project(Table):
     organization_id: Mapped[str] = mapped_column(ForeignKey("organizations.id"))
     name: Mapped[str] = mapped_column(String(64))
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
-    # What this project may use at most (core/limits.py); what is not there is the operator's default.
+    # Limits of this project (core/limits.py); for missing ones the operator's defaults apply.
     limits: Mapped[dict[str, Any] | None] = mapped_column(default=None)
-    # A number that grows with every job any project starts: among equals, whose turn was longest ago is next.
+    # A counter over the job starts of all projects: among equal projects the lowest one is next.
     last_turn: Mapped[int] = mapped_column(BigInteger, default=0)
-    # The same of the jobs whose files were looked at.
+    # The same for file validations.
     last_validation: Mapped[int] = mapped_column(BigInteger, default=0)
     archived_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
 
 
 class ApiKey(Table):
-    """The key itself is shown once and never stored: it holds 256 random bits, so one SHA-256 is enough."""
+    """An API key. Only its hash is stored: the key has 256 random bits, so one SHA-256 is sufficient."""
 
     __tablename__ = "api_keys"
     id: Mapped[str] = mapped_column(String(64), primary_key=True, default=lambda: new_id("key_"))
@@ -74,21 +74,21 @@ class ApiKey(Table):
     last4: Mapped[str] = mapped_column(String(4))
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
     scope: Mapped[str] = mapped_column(String(8), default="admin")  # read < write < admin
-    owner: Mapped[str] = mapped_column(String(128), default="")  # the person it was made for
+    owner: Mapped[str] = mapped_column(String(128), default="")  # the person who uses it
     expires_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     revoked_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     last_used_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
 
 
 class AuditEntry(Table):
-    """One change that somebody made, written in the transaction that made it."""
+    """One change, written in its transaction."""
 
     __tablename__ = "audit_entries"
     __table_args__ = (Index(None, "project_id", "seq"),)
     seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
     id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("audit_"))
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
-    # No foreign keys: the log outlives what it speaks of.
+    # No foreign keys: the log outlives its subjects.
     organization_id: Mapped[str | None] = mapped_column(String(64), default=None)
     project_id: Mapped[str | None] = mapped_column(String(64), default=None)
     actor: Mapped[str] = mapped_column(String(64))  # the id of an API key, or "operator"
@@ -99,7 +99,7 @@ class AuditEntry(Table):
 
 
 class ProjectUsage(Table):
-    """What a project used on one day (Unix time over 86400), repeated steps included."""
+    """Usage of a project on one day (Unix time / 86400), repeated steps included."""
 
     __tablename__ = "project_usage"
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
@@ -109,7 +109,7 @@ class ProjectUsage(Table):
 
 
 class IdempotentRequest(Table):
-    """A POST that was answered, under the key its caller gave it: the same key gets the same answer."""
+    """The stored response of a POST with an Idempotency-Key."""
 
     __tablename__ = "idempotent_requests"
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
@@ -133,12 +133,12 @@ class File(Table):
     blob_key: Mapped[str] = mapped_column(String(512))
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
     expires_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
-    # A deleted file keeps its row while a job that reads it is unfinished; the reconciler then removes both.
+    # A deleted file keeps its row while an unfinished job reads it; the reconciler then removes both.
     deleted_at: Mapped[int | None] = mapped_column(BigInteger, default=None, index=True)
 
 
 class Upload(Table):
-    """A large file that arrives in parts."""
+    """A multipart upload of a large file."""
 
     __tablename__ = "uploads"
     __table_args__ = (Index(None, "status", "expires_at"),)
@@ -173,7 +173,8 @@ class Job(Table):
     __tablename__ = "jobs"
     __table_args__ = (
         Index(None, "project_id", "seq"),
-        # The first two: all that wait or run. All four: the oldest job of each project (core/waiting.py).
+        # Index 1 and 2: all waiting or running jobs. All four columns: the oldest job of each project
+        # (core/waiting.py).
         Index(None, "status", "gpu_class", "project_id", "seq"),
         Index(None, "status", "lease_expires_at"),
     )
@@ -183,20 +184,21 @@ class Job(Table):
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
-    # What was asked for.
+    # The request.
     model: Mapped[str] = mapped_column(String(256))
     training_file: Mapped[str] = mapped_column(String(64))
     validation_file: Mapped[str | None] = mapped_column(String(64), default=None)
     suffix: Mapped[str | None] = mapped_column(String(64), default=None)
     seed: Mapped[int] = mapped_column(BigInteger)
     metadata_: Mapped[dict[str, Any] | None] = mapped_column("metadata", default=None)
-    # method.reinforcement, normalised: grader, hyperparameters (with their "auto"), response_format. Beside them what
-    # core/integrations.py keeps there.
+    # method.reinforcement, normalized: grader, hyperparameters (with their "auto"), response_format, and the
+    # integrations
+    # (core/integrations.py).
     reinforcement: Mapped[dict[str, Any]]
 
-    # What became of it.
+    # The results.
     status: Mapped[str] = mapped_column(String(32), default="validating_files")
-    # The hyperparameters without "auto", written when the first run has loaded the model and the data.
+    # The resolved hyperparameters, written when the first run has loaded the model and the data.
     resolved: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     error: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     started_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
@@ -207,15 +209,17 @@ class Job(Table):
     fine_tuned_model: Mapped[str | None] = mapped_column(String(512), default=None)
     result_file: Mapped[str | None] = mapped_column(String(64), default=None)
     trained_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
-    # Sums over the recorded steps and, until the job ends, what its estimate is made of (core/usage.py).
+    # Sums over the recorded steps and, until the job ends, the basis of its estimate (core/usage.py).
     usage: Mapped[dict[str, Any] | None] = mapped_column(default=None)
-    # The cap at which the job pauses (core/budgets.py): {"asked": as it was given, "gpu_seconds": 3600.0}. What counts
-    # against it are the recorded steps.
+    # The cap at which the job pauses (core/budgets.py): {"asked": the request, "gpu_seconds": 3600.0}. The recorded
+    # steps
+    # count against it.
     budget: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
 
-    # Who works on it. `epoch` is the fence: it moves on at every claim, cancel and lost lease, and a run
-    # whose number is no longer the row's can write nothing.
+    # The worker. `epoch` is the fencing token: every claim, cancel and lost lease increments it, and a run with an
+    # outdated
+    # value cannot write.
     gpu_class: Mapped[str] = mapped_column(String(32))
     epoch: Mapped[int] = mapped_column(Integer, default=0)
     failures: Mapped[int] = mapped_column(Integer, default=0)
@@ -226,7 +230,7 @@ class Job(Table):
 
 
 class Attempt(Table):
-    """One worker's turn at a job: who, when, from where, and how it ended."""
+    """One attempt of a worker at a job: its checkpoint, times and outcome."""
 
     __tablename__ = "job_attempts"
     job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -252,8 +256,8 @@ class Event(Table):
     type: Mapped[str] = mapped_column(String(32), default="message")
     message: Mapped[str] = mapped_column(Text)
     data: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    # The step it tells of. When a lost attempt's steps are done again, what it said of them is superseded: no
-    # longer listed, and still there for whoever holds its id as a cursor.
+    # The step that the event reports. When a lost attempt's steps are repeated, its events are superseded: no longer
+    # listed, but still valid as cursors.
     step: Mapped[int | None] = mapped_column(Integer, default=None)
     superseded: Mapped[bool] = mapped_column(Boolean, default=False)
 
@@ -267,13 +271,14 @@ class StepMetric(Table):
     epoch: Mapped[int] = mapped_column(Integer)
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
     data: Mapped[dict[str, Any]]
-    # Of a validation: the mean score of each row of the file, in its order, null where no answer could be graded. Two
-    # validations are compared by it, whatever the quota of stored samples left out. Loaded only where it is asked for.
+    # Of a validation: the mean score per row of the file, in order, null where no answer could be graded. Used to
+    # compare
+    # validations independently of the quota of stored samples. Loaded only on access.
     valid_scores: Mapped[list[Any] | None] = mapped_column(default=None, deferred=True)
 
 
 class RolloutPage(Table):
-    """Where the graded samples of one step lie: a Parquet blob (core/rollouts.py), or JSON lines if it is old."""
+    """Location of the graded samples of a step: a Parquet blob (core/rollouts.py), or JSON lines in old versions."""
 
     __tablename__ = "rollout_pages"
     job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -282,16 +287,16 @@ class RolloutPage(Table):
     epoch: Mapped[int] = mapped_column(Integer)
     blob_key: Mapped[str] = mapped_column(String(512))
     samples: Mapped[int] = mapped_column(Integer)
-    # How many there were, before some were left out for the sake of the quota. 0: an older version wrote all of them.
+    # Number of samples before subsampling to the quota. 0: an older version stored all of them.
     total: Mapped[int] = mapped_column(Integer, default=0)
     bytes: Mapped[int] = mapped_column(BigInteger, default=0)
-    # Of a validation: what its eval run says of all samples (core/evals.py).
+    # Of a validation: the summary of its eval run over all samples (core/evals.py).
     summary: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
 
 class Checkpoint(Table):
-    """A manifest in the blob store that is whole; the row is written after it."""
+    """A complete manifest in the blob store; the row is written after it."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (UniqueConstraint("job_id", "step"), Index(None, "job_id", "seq"))
@@ -301,14 +306,15 @@ class Checkpoint(Table):
     step: Mapped[int] = mapped_column(Integer)
     epoch: Mapped[int] = mapped_column(Integer)
     blob_prefix: Mapped[str] = mapped_column(String(512))
-    # None: not validated at this step. Made for resuming, and replaced by the next one unless a pause has named it.
+    # None: not validated at this step. Exists for resuming, and is replaced by the next one unless a pause has named
+    # it.
     valid_reward: Mapped[float | None] = mapped_column(Double, default=None)
     metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
 
 class ScrubRound(Table):
-    """How far the round that reads all objects has come: one row, shared by all workers (worker/scrub.py)."""
+    """Progress of the scrub round: one row, shared by all workers (worker/scrub.py)."""
 
     __tablename__ = "scrub_rounds"
     id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # always 1
@@ -316,13 +322,13 @@ class ScrubRound(Table):
     # The worker that holds the lease on the round, and when the lease ends (Unix time).
     holder: Mapped[str] = mapped_column(String(64), default="")
     held_until: Mapped[float] = mapped_column(Double, default=0.0)
-    # The `seq` of the last file and of the last checkpoint that were read in this round.
+    # The `seq` of the last file and of the last checkpoint that this round has read.
     file_seq: Mapped[int] = mapped_column(BigInteger, default=0)
     checkpoint_seq: Mapped[int] = mapped_column(BigInteger, default=0)
 
 
 class TunedModel(Table):
-    """A name that can be called: the job's result, or one of its kept checkpoints."""
+    """A model name for requests: the job's result, or one of its checkpoints."""
 
     __tablename__ = "tuned_models"
     __table_args__ = (Index(None, "project_id", "seq"),)
@@ -336,17 +342,17 @@ class TunedModel(Table):
 
 
 class PastCursor(Table):
-    """The place of a row that was deleted from a list: its id may still be the `after` of a script that pages."""
+    """The position of a deleted row in its list: its id may still be the `after` of a client that pages."""
 
     __tablename__ = "past_cursors"
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    owner: Mapped[str] = mapped_column(String(64))  # the project or the job whose list it was
+    owner: Mapped[str] = mapped_column(String(64))  # the project or job of the list
     seq: Mapped[int] = mapped_column(BigInteger)
     deleted_at: Mapped[int] = mapped_column(BigInteger, default=now, index=True)
 
 
 class CheckpointPermission(Table):
-    """Another project of the organization may call a tuned model."""
+    """Permission of another project of the organization to use a tuned model."""
 
     __tablename__ = "checkpoint_permissions"
     __table_args__ = (UniqueConstraint("model", "project_id"),)
@@ -366,9 +372,9 @@ class WebhookEndpoint(Table):
     name: Mapped[str] = mapped_column(String(128))
     url: Mapped[str] = mapped_column(String(2048))
     event_types: Mapped[list[Any]]
-    # What fine_tuning.job.threshold_reached is sent for: {"full_valid_mean_reward": 0.8} (core/webhooks.py).
+    # Thresholds for fine_tuning.job.threshold_reached: {"full_valid_mean_reward": 0.8} (core/webhooks.py).
     thresholds: Mapped[dict[str, Any] | None] = mapped_column(default=None)
-    # Not hashed: every delivery is signed with it.
+    # Not hashed: it signs every delivery.
     secret: Mapped[str] = mapped_column(String(128))
     old_secret: Mapped[str | None] = mapped_column(String(128), default=None)
     old_secret_until: Mapped[int | None] = mapped_column(BigInteger, default=None)
@@ -377,7 +383,7 @@ class WebhookEndpoint(Table):
 
 
 class WebhookDelivery(Table):
-    """One event on its way to one endpoint, written in the transaction that made it happen."""
+    """One event for one endpoint, written in the transaction that emitted it."""
 
     __tablename__ = "webhook_deliveries"
     __table_args__ = (Index(None, "settled", "next_attempt_at"),)
@@ -386,7 +392,7 @@ class WebhookDelivery(Table):
     endpoint_id: Mapped[str] = mapped_column(String(64), index=True)
     job_id: Mapped[str] = mapped_column(String(64))
     type: Mapped[str] = mapped_column(String(64))
-    body: Mapped[str] = mapped_column(Text)  # the exact text that is signed and sent
+    body: Mapped[str] = mapped_column(Text)  # the exact text to sign and send
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
     attempts: Mapped[int] = mapped_column(Integer, default=0)
     next_attempt_at: Mapped[float] = mapped_column(Double, default=0.0)

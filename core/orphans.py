@@ -1,7 +1,7 @@
-"""Blobs that no row refers to: what attempts that lost their job, and processes that died, have left behind.
+"""Blobs without a row: leftovers of attempts that lost their job, and of killed processes.
 
-A blob is always written before its row, so every crash leaves litter and never a row without its blob. The other
-side of that is the sweep, which deletes what is old enough that no row will come any more.
+A blob is always written before its row, so a crash leaves an unused blob and never a row without one. The sweep deletes
+blobs that are too old to still get a row.
 """
 
 import re
@@ -16,7 +16,7 @@ from core.jobs import HELD
 from core.models import Attempt, Checkpoint, File, Job, RolloutPage, UploadPart
 
 ROOT = "projects/"
-# Blobs that are compared with the rows at a time.
+# Blobs per comparison with the rows.
 BATCH = 500
 
 _OF_FILE = re.compile(r"projects/[^/]+/files/(?P<id>[^/]+)")
@@ -26,10 +26,10 @@ _OF_ATTEMPT = re.compile(r"projects/[^/]+/jobs/(?P<attempt>(?P<job>[^/]+)/attemp
 
 
 def find(database: Database, blobs: BlobStore, *, older_than: float) -> Iterator[list[BlobEntry]]:
-    """The orphans that were last written before this Unix time, some of them (or none) at a time.
+    """Yield batches (possibly empty) of the orphans last written before this Unix time.
 
-    Rows are read after the blobs were listed: what got its row in between is not among them. Nor is what lies under
-    the attempt that now holds its job, however old: its row may still come.
+    Rows are read after the listing of the blobs, so a blob whose row was added in between is excluded. So is the
+    attempt that now holds its job, regardless of age: its rows may still be written.
     """
     old = (entry for entry in blobs.entries(ROOT) if entry.modified < older_than)
     for batch in batched(old, BATCH):
@@ -40,8 +40,9 @@ def _without_row(database: Database, batch: Sequence[BlobEntry]) -> list[BlobEnt
     with database.read() as session:
         explained = _explained(session, [entry.key for entry in batch])
         left = [entry for entry in batch if entry.key not in explained]
-        # There is no index on these columns. So only what the ids do not explain is looked for like this; but without
-        # it nothing is an orphan, whatever its key looks like.
+        # These columns have no index, so only blobs that the ids do not explain are compared with them. Still required:
+        # a
+        # blob with a row is never an orphan, whatever its key.
         names = {name for entry in left for name in _names(entry.key)}
         columns = (File.blob_key, UploadPart.blob_key, RolloutPage.blob_key, Checkpoint.blob_prefix)
         named = {key for column in columns if names for key in session.scalars(_among(column, names))}
@@ -49,7 +50,7 @@ def _without_row(database: Database, batch: Sequence[BlobEntry]) -> list[BlobEnt
 
 
 def _explained(session: Session, keys: Sequence[str]) -> set[str]:
-    """Those of the keys whose row, found by the id that the key holds, is there or may still come."""
+    """The keys whose row, found by the id in the key, exists or may still be written."""
     files = {found["id"] for key in keys if (found := _OF_FILE.fullmatch(key))}
     parts = {found["id"] for key in keys if (found := _OF_PART.fullmatch(key))}
     attempts = {key: found for key in keys if (found := _OF_ATTEMPT.match(key))}
@@ -76,6 +77,6 @@ def _among(column: InstrumentedAttribute[str], names: Collection[str]) -> Select
 
 
 def _names(key: str) -> set[str]:
-    """What a row may call this blob: its key, or a folder that it lies in."""
+    """The values by which a row may refer to this blob: its key, or one of its folders."""
     segments = key.split("/")
     return {"/".join(segments[:count]) for count in range(1, len(segments) + 1)}

@@ -1,7 +1,7 @@
-"""HTTP requests to other people's servers: webhooks, endpoint graders and judges.
+"""HTTP requests to external servers: webhooks, endpoint graders and judges.
 
-One client for all of them. It resolves the name, checks every address against one table, connects to an address that
-was checked, and takes nothing from the environment: no proxy, no .netrc, no redirect.
+All of them use one client. It resolves the name, checks every address against one table, connects to a checked address,
+and ignores the environment: no proxy, no .netrc, no redirect.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import httpx
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# Credentials of the machine itself. A name never leads there, not even one that the operator lists as private:
+# Credentials of the machine itself. A name never resolves to these, even if the operator lists it as private:
 # `*.internal` would include Google's metadata.google.internal. The operator can list the address itself.
 _METADATA: tuple[tuple[str, str], ...] = (
     ("168.63.129.16/32", "Azure's WireServer"),
@@ -29,8 +29,8 @@ _METADATA: tuple[tuple[str, str], ...] = (
     ("fd20:ce::254/128", "Google Cloud's metadata service"),
     ("fe80::/10", "link-local"),
 )
-# The registries of special addresses of IANA, as a table of our own: what `ipaddress` calls global depends on the
-# version of Python (3.11.9 and 3.11.10 differ), and cloud providers use addresses that no registry calls special.
+# IANA's registries of special addresses as a fixed table: the addresses that `ipaddress` calls global depend on the
+# Python version (3.11.9 and 3.11.10 differ), and cloud providers use addresses outside these registries.
 _NOT_PUBLIC: tuple[tuple[str, str], ...] = (
     ("0.0.0.0/8", "this host (RFC 791)"),
     ("10.0.0.0/8", "private (RFC 1918)"),
@@ -64,38 +64,38 @@ _NOT_PUBLIC: tuple[tuple[str, str], ...] = (
     ("fec0::/10", "site-local, deprecated (RFC 3879)"),
     ("ff00::/8", "multicast (RFC 4291)"),
 )
-# IPv6 addresses that stand for an IPv4 one, in their last 32 bits, are judged by that one.
+# IPv6 addresses that embed an IPv4 address in their last 32 bits are checked as that address.
 _IPV4_IN_IPV6 = (ipaddress.IPv6Network("::ffff:0:0/96"), ipaddress.IPv6Network("64:ff9b::/96"))
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 
 
 class Refused(Exception):
-    """A URL we do not send to; the message is for whoever gave it."""
+    """A disallowed URL; the message is for its author."""
 
 
 class NoAddress(Refused):
-    """The name has no address now. It may have one later."""
+    """The name does not resolve now; it may later."""
 
 
 class Unreachable(Exception):
-    """There was no answer."""
+    """No response."""
 
 
 def resolve_host(host: str) -> Sequence[str]:
-    """Every address of a host name, those to try first in front."""
+    """Resolve a host name to all of its addresses, in the order to try them."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 @lru_cache(maxsize=1)
 def _tls() -> ssl.SSLContext:
-    return httpx.create_ssl_context()  # takes longer than a request, so not once a request
+    return httpx.create_ssl_context()  # slower than a request, so created only once
 
 
 def trusted_client() -> httpx.AsyncClient:
-    """A client for URLs that the operator has configured, which may be anywhere. It reuses connections.
+    """A client for URLs from the operator's configuration, without address checks. It reuses connections.
 
-    Nothing comes from the environment: no proxy, no .netrc. The caller bounds the connections.
+    Ignores the environment: no proxy, no .netrc. The caller limits the connections.
     """
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(verify=_tls(), trust_env=False, follow_redirects=False, limits=limits)
@@ -103,12 +103,12 @@ def trusted_client() -> httpx.AsyncClient:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """Permission to send to public addresses, and to hosts that the operator names, wherever those are.
+    """Sends to public addresses, and to hosts that the operator allows regardless of their address.
 
     Args:
-        private_hosts: Names and addresses as they stand in a URL; `*` is any run of characters.
-        setting: Where the operator lists those, for messages.
-        timeout_s: Of a `post`, from the first look-up to the answer.
+        private_hosts: Host names and addresses as in a URL; `*` matches any run of characters.
+        setting: Name of the setting that lists them, for messages.
+        timeout_s: Limit of a `post`, from the DNS lookup to the response.
     """
 
     private_hosts: Sequence[str] = ()
@@ -118,14 +118,15 @@ class Outgoing:
     setting: str = "REGRAFT_WEBHOOK_PRIVATE_HOSTS"
 
     def check(self, url: str) -> None:
-        """Raise Refused unless `post` would send to this URL now. Asks a name server, so it may take a while."""
+        """Raise Refused unless `post` would currently send to this URL. Resolves the name, so it may block."""
         self.addresses(parse(url))
 
     def client(self) -> httpx.AsyncClient:
-        """A client that checks each request and sends it to an address that was checked.
+        """A client that checks each request and connects to a checked address.
 
-        Its requests raise Refused besides what httpx raises. Connections are not kept: names that share an address must
-        not share a connection, whose certificate is that of the first one.
+        Its requests raise Refused in addition to httpx's errors. Connections are not reused: names that share an
+        address
+        must not share a connection, whose certificate was verified for the first name.
         """
         transport = _Checked(
             self, httpx.AsyncHTTPTransport(verify=self.tls(), trust_env=False, limits=_KEEP_NONE)
@@ -133,14 +134,16 @@ class Outgoing:
         return httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=False)
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> int:
-        """The status of the answer, whose body is not read. A redirect is an answer; it is not followed.
+        """Send a request and return the status of the response, whose body is not read. Redirects are not followed.
 
         Raises:
-            Refused: see `check`. The host is checked again here: a name may point elsewhere by now.
-            Unreachable: no connection, or no answer within `timeout_s` of all.
+            Refused: see `check`. The host is checked again here, since DNS may have changed.
+            Unreachable: no connection, or no response within `timeout_s` in total.
         """
         parse(url)
-        timeout = httpx.Timeout(self.timeout_s, connect=self.timeout_s / 2)  # leaves time for another address
+        timeout = httpx.Timeout(
+            self.timeout_s, connect=self.timeout_s / 2
+        )  # leaves time to try another address
         try:
             async with asyncio.timeout(self.timeout_s), self.client() as client:
                 request = client.build_request("POST", url, content=body, headers=headers, timeout=timeout)
@@ -148,20 +151,20 @@ class Outgoing:
                 await answer.aclose()
                 return answer.status_code
         except TimeoutError:
-            raise Unreachable(f"no answer within {self.timeout_s:g} seconds") from None
+            raise Unreachable(f"no response within {self.timeout_s:g} seconds") from None
         except (httpx.HTTPError, httpx.InvalidURL) as cause:
             raise Unreachable(str(cause) or type(cause).__name__) from cause
 
     def addresses(self, target: httpx.URL) -> Sequence[str]:
-        """Every address of the URL's host. Asks a name server.
+        """Resolve the host of the URL to all of its addresses.
 
         Raises:
-            Refused: it has none, or one of them is neither public nor allowed.
+            Refused: it does not resolve, or an address is neither public nor allowed.
         """
         host = host_of(target)
         try:
             addresses = self.resolve(host)
-        except (OSError, ValueError) as cause:  # a UnicodeError is a ValueError
+        except (OSError, ValueError) as cause:  # UnicodeError is a ValueError
             raise NoAddress(f"the host '{host}' has no address ({cause})") from cause
         if not addresses:
             raise NoAddress(f"the host '{host}' has no address")
@@ -188,7 +191,7 @@ _KEEP_NONE = httpx.Limits(max_keepalive_connections=0)
 
 
 class _Checked(httpx.AsyncBaseTransport):
-    """Sends each request to an address of its host that was checked, trying one after the other."""
+    """Sends each request to a checked address of its host, trying one after the other."""
 
     def __init__(self, outgoing: Outgoing, inner: httpx.AsyncBaseTransport) -> None:
         self._outgoing = outgoing
@@ -201,9 +204,9 @@ class _Checked(httpx.AsyncBaseTransport):
             to_address = httpx.Request(
                 request.method,
                 target.copy_with(host=address),
-                headers=request.headers,  # with the name as `host`
+                headers=request.headers,  # with the name in `host`
                 stream=request.stream,
-                # The certificate must be that of the name, not of the address.
+                # Verify the certificate for the name, not for the address.
                 extensions={**request.extensions, "sni_hostname": host_of(target)},
             )
             try:
@@ -218,38 +221,38 @@ class _Checked(httpx.AsyncBaseTransport):
 
 
 def parse(url: str) -> httpx.URL:
-    """httpx's own reading of the URL, so that what is checked is what is connected to.
+    """Parse the URL with httpx, so that the checked URL is the one that is used.
 
     Raises:
-        Refused: it is no http or https URL, or has credentials in it.
+        Refused: it is not an http or https URL, or contains credentials.
     """
     try:
         parsed = httpx.URL(url)
-        # httpx decodes A-labels ("xn--…") when it sends, and fails there on those that are none.
+        # httpx decodes A-labels ("xn--…") on sending, and fails there on invalid ones.
         host, port = parsed.host, parsed.port
-    except (httpx.InvalidURL, ValueError) as invalid:  # a UnicodeError is a ValueError
-        raise Refused(f"it is no URL: {invalid}") from None
+    except (httpx.InvalidURL, ValueError) as invalid:  # UnicodeError is a ValueError
+        raise Refused(f"it is not a URL: {invalid}") from None
     if parsed.scheme not in ("https", "http") or not host:
         raise Refused("expected a URL that starts with https:// or http://")
     if port is not None and not 0 < port < 65536:
-        raise Refused(f"it is no URL: there is no port {port}")
+        raise Refused(f"it is not a URL: {port} is not a port")
     if parsed.userinfo:
-        raise Refused("it must not hold a user name or password")
+        raise Refused("it must not contain a user name or password")
     return parsed
 
 
 def host_of(url: httpx.URL) -> str:
-    """The host in ASCII, as it is looked up: international names as A-labels, IPv6 addresses without brackets."""
+    """The host in ASCII, as it is resolved: international names as A-labels, IPv6 addresses without brackets."""
     return url.raw_host.decode("ascii").lower()
 
 
 def matches(host: str, patterns: Sequence[str]) -> bool:
-    """Whether a host in ASCII is among names and addresses in which `*` is any run of characters."""
+    """Whether an ASCII host matches one of the names and addresses, in which `*` matches any run of characters."""
     return any(fnmatch.fnmatchcase(host, pattern.lower()) for pattern in patterns)
 
 
 def is_public(address: Address) -> bool:
-    """Reachable by everybody, and an address of somebody's server."""
+    """Whether the address is globally reachable and belongs to a server."""
     if isinstance(address, ipaddress.IPv6Address):
         if any(address in network for network in _IPV4_IN_IPV6):
             return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
@@ -259,7 +262,7 @@ def is_public(address: Address) -> bool:
 
 
 def special(address: Address, table: tuple[tuple[str, str], ...]) -> str | None:
-    """Why a table has this address, or the IPv4 address that it stands for. None: it has not."""
+    """The description of the network in the table that contains the address or its embedded IPv4 address, or None."""
     if isinstance(address, ipaddress.IPv6Address) and any(address in network for network in _IPV4_IN_IPV6):
         address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     return next((reason for network, reason in _networks(table) if address in network), None)
@@ -271,7 +274,7 @@ def _networks(table: tuple[tuple[str, str], ...]) -> tuple[tuple[Network, str], 
 
 
 def is_address(host: str) -> bool:
-    """Whether a host is an address and no name."""
+    """Whether a host is an IP address rather than a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Keyset pagination: a page starts right after a row the caller names, however deep in the table that row is."""
+"""Keyset pagination: a page starts right after a row that the client names, at constant cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,21 +16,22 @@ KEEP_PAST_CURSORS_SECONDS = 30 * 86400
 
 
 def keep_order(session: Session, project_id: str) -> None:
-    """Call it before adding a row to a project's list: what is added under it appears in the order of `seq`.
+    """Lock a project's lists before adding a row, so that rows become visible in the order of `seq`.
 
-    A sequence counts at the insert and rows appear at the commit, so without it PostgreSQL could show row 8, and 7 a
-    moment later: behind the cursor of whoever reads the list from its old end, or looks again for what is new. The
-    lock is the project's row, until the commit. Events need none: the row of their job is locked by whoever writes.
+    The sequence advances on insert but rows become visible on commit, so without the lock PostgreSQL could show row 8
+    before row 7, which a client that polls after row 8 would then miss. The lock is the project's row, until the
+    commit.
+    Events need none: their writers lock the row of their job.
     """
     session.execute(
-        # NO KEY UPDATE: rows that merely refer to the project are inserted meanwhile.
+        # NO KEY UPDATE: does not block inserts of rows with a foreign key to the project.
         select(Project.id).where(Project.id == project_id).with_for_update(key_share=True)
     )
 
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """One page of a list, and whether there is another after it."""
+    """One page of a list, and whether more follow."""
 
     items: Sequence[T]
     has_more: bool
@@ -47,16 +48,18 @@ def newest_first(
     cursors: Select[T] | None = None,
     owner: str | None = None,
 ) -> Page[T]:
-    """At most `limit` rows of `statement`, those inserted last first, beginning behind the row `after`.
+    """At most `limit` rows of `statement`, newest first, starting after the row `after`.
 
-    `statement` selects `table` and carries the filters; an index on its filter and `seq` makes every page cost the
-    same. A row inserted meanwhile comes before the page, so following pages neither repeat nor skip one.
-    `id_column` is what `after` is compared with, `table.id` unless said. `cursors` are the rows that `after` may
-    name, where they are more than those that are listed. `owner` is the project or the job whose list it is: `after`
-    may also name a row that `delete_row` took out of it.
+    `statement` selects `table` and has the filters; an index on the filtered columns and `seq` makes every page cost
+    the
+    same. A concurrently inserted row sorts before the page, so later pages neither repeat nor skip one. `id_column` is
+    compared with `after` (default: `table.id`). `cursors` selects the valid values of `after` if they are more than the
+    listed rows. `owner` is the project or the job of the list: `after` may also name a row that `delete_row` removed
+    from
+    it.
 
     Raises:
-        InvalidRequest: `after` is and was no row of `cursors`, which is `statement` unless said.
+        InvalidRequest: `after` is not and was not a row of `cursors` (default: `statement`).
     """
     seq = table.seq
     if after is not None:
@@ -76,24 +79,24 @@ def oldest_first(
     cursors: Select[T] | None = None,
     owner: str | None = None,
 ) -> Page[T]:
-    """The same list read from its other end."""
+    """The same list in reverse order."""
     seq = table.seq
     if after is not None:
         named = statement if cursors is None else cursors
         cursor = _cursor(session, named, table, after, id_column, owner)
-        # SQLite gives the number of the newest row, if it was deleted, to the next one.
+        # SQLite reuses the number of the newest row after its deletion.
         statement = statement.where(seq >= cursor.seq if cursor.deleted else seq > cursor.seq)
     return _first(session, statement.order_by(seq.asc()), limit)
 
 
 def delete_row(session: Session, row: Any, *, owner: str) -> None:
-    """Delete a row of a list. Its id stays a cursor of the list of `owner` for KEEP_PAST_CURSORS_SECONDS."""
+    """Delete a row of a list. Its id remains a valid cursor of `owner`'s list for KEEP_PAST_CURSORS_SECONDS."""
     session.add(PastCursor(id=row.id, owner=owner, seq=row.seq))
     session.delete(row)
 
 
 def forget_past_cursors(session: Session) -> None:
-    """Remove the places of rows that were deleted long ago."""
+    """Remove expired positions of deleted rows."""
     session.execute(delete(PastCursor).where(PastCursor.deleted_at < now() - KEEP_PAST_CURSORS_SECONDS))
 
 
@@ -111,7 +114,7 @@ def _cursor(
     id_column: InstrumentedAttribute[str] | None,
     owner: str | None,
 ) -> _Cursor:
-    """Where the row `after` stands. The filters apply to it too: another project's id is as unknown as any."""
+    """The position of the row `after`. The filters also apply to it, so another project's id is unknown."""
     is_it: ColumnExpressionArgument[bool] = (table.id if id_column is None else id_column) == after
     seq: int | None = session.scalar(statement.with_only_columns(table.seq).where(is_it))
     if seq is not None:
@@ -124,6 +127,6 @@ def _cursor(
 
 
 def _first(session: Session, statement: Select[T], limit: int) -> Page[T]:
-    # One more than asked, to see whether there is more.
+    # One more than the limit, to determine has_more.
     rows = session.scalars(statement.limit(limit + 1)).all()
     return Page(rows[:limit], has_more=len(rows) > limit)

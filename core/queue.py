@@ -1,7 +1,7 @@
-"""Task names and wake-ups: all that the API knows of Celery.
+"""Task names and wake-ups: the part of Celery that the API uses.
 
-A message only says "look for work"; the row is the truth. Losing one costs the seconds until the reconciler
-sends it again, getting one twice costs nothing.
+A message only says "look for work"; the database row is the source of truth. A lost message delays the work until the
+reconciler repeats it; a duplicate has no effect.
 """
 
 import logging
@@ -26,9 +26,9 @@ def gpu_queue(gpu_class: str) -> str:
 
 
 def open_celery(broker_url: str, gpu_class: str) -> Celery:
-    """The Celery application both sides use: JSON only, no results, early acks, no prefetch."""
+    """The Celery application of API and workers: JSON only, no results, early acks, no prefetch."""
     if broker_url == "memory://":
-        broker_url = "memory://localhost"  # without a host the client warns that it will assume this one
+        broker_url = "memory://localhost"  # avoids the client's warning about a missing host
     app = Celery("regraft", broker=broker_url)
     options: dict[str, Any] = {"polling_interval": 0.05}
     if broker_url.startswith("redis"):
@@ -43,14 +43,14 @@ def open_celery(broker_url: str, gpu_class: str) -> Celery:
         task_ignore_result=True,
         task_serializer="json",
         accept_content=["json"],
-        # A wake-up needs no redelivery: acknowledged before the work starts, it can never be handed out twice
-        # because a job ran longer than a visibility timeout.
+        # A wake-up needs no redelivery: acknowledged before the work starts, it is never delivered twice because a job
+        # exceeds the visibility timeout.
         task_acks_late=False,
         worker_prefetch_multiplier=1,
         worker_disable_prefetch=broker_url.startswith("redis"),
         worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,
-        # Left alone, kombu takes any certificate. What the URL itself says, as ?ssl_cert_reqs=none, goes before this.
+        # kombu's default accepts any certificate. An option in the URL, such as ?ssl_cert_reqs=none, has precedence.
         broker_use_ssl={"ssl_cert_reqs": ssl.CERT_REQUIRED} if broker_url.startswith("rediss://") else None,
         broker_transport_options=options,
         task_default_queue=DEFAULT_QUEUE,
@@ -61,13 +61,13 @@ def open_celery(broker_url: str, gpu_class: str) -> Celery:
 
 
 def sender(app: Celery) -> Send:
-    """Send that never fails its caller: what it announces is already durable, and will be announced again."""
+    """A Send that never raises: the announced state is durable, and the reconciler repeats the wake-up."""
 
     def send(task: str, queue: str) -> bool:
         try:
             app.send_task(task, queue=queue, retry=False, ignore_result=True)
             return True
-        except Exception as cause:  # a broker client raises whatever its library raises
+        except Exception as cause:  # each broker client has its own exceptions
             log.warning("could not send %s to %s (%r); the reconciler will", task, queue, cause)
             return False
 
@@ -75,15 +75,14 @@ def sender(app: Celery) -> Send:
 
 
 class WakeUps:
-    """Sends wake-ups from a thread of its own, so that no caller waits for a broker that is away.
+    """Sends wake-ups from a background thread, so that no caller waits for an unavailable broker.
 
-    A wake-up that already waits is not queued again: one of a kind says as much as two. What is left when the process
-    ends is lost, and the reconciler sends it.
+    Duplicates of a queued wake-up are dropped. Those queued at exit are lost, and the reconciler sends them.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._waiting: dict[tuple[str, str], None] = {}  # in the order in which they came
+        self._waiting: dict[tuple[str, str], None] = {}  # in order of arrival
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 

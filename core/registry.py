@@ -1,6 +1,6 @@
-"""Which base models there are: a TOML file that maps a model id to its source, precision and context.
+"""The registry of base models: a TOML file that maps a model id to its source, precision and context.
 
-It may also list aliases, so that scripts that name a model of OpenAI's need no edit.
+It may also define aliases, so that scripts with OpenAI's model names work unchanged.
 """
 
 import tomllib
@@ -21,7 +21,7 @@ DEFAULT_FILE = Path(__file__).parent / "registry.toml"
 
 
 class InvalidRegistry(ValueError):
-    """The models file cannot be used; the message names it, the table and what is wrong, in one line."""
+    """The models file is invalid; the message has the file, the table and the problem in one line."""
 
 
 class BaseModelEntry(BaseModel):
@@ -34,10 +34,10 @@ class BaseModelEntry(BaseModel):
     file: str | None = None
     hub: str | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    context: int = Field(default=4096, ge=16)  # tokens of prompt and answer together
+    context: int = Field(default=4096, ge=16)  # tokens of prompt and answer
     sampler: SamplerName | None = None  # None: vllm on a GPU where it is installed, else transformers
-    gpu_class: str | None = None  # None: the deployment's default queue
-    # "plain", "r1_zero", a path to a Jinja file or Jinja text (core/chat_templates.py); None: the tokenizer's own.
+    gpu_class: str | None = None  # None: the default queue
+    # "plain", "r1_zero", a path to a Jinja file or Jinja text (core/chat_templates.py); None: the tokenizer's template.
     chat_template: str | None = None
 
     @model_validator(mode="after")
@@ -50,11 +50,11 @@ class BaseModelEntry(BaseModel):
 
     @property
     def template_text(self) -> str | None:
-        """The Jinja text of `chat_template`; None: the tokenizer's own holds."""
+        """The Jinja text of `chat_template`; None: the tokenizer's template."""
         return None if self.chat_template is None else chat_templates.text_of(self.chat_template)
 
     def locate(self) -> Path | str:
-        """Where the weights are: a folder, a .gguf file, or a hub id.
+        """The location of the weights: a folder, a .gguf file, or a hub id.
 
         Raises:
             FileNotFoundError: the path does not exist, or the package is not installed or lacks the file.
@@ -67,7 +67,7 @@ class BaseModelEntry(BaseModel):
             assert self.package is not None and self.file is not None
             spec = find_spec(
                 self.package
-            )  # finds without importing: the package's own imports may be missing
+            )  # find_spec does not import: the package's dependencies may be missing
             if spec is None or not spec.submodule_search_locations:
                 raise FileNotFoundError(
                     f"the Python package {self.package!r}, which ships the model, is not installed"
@@ -85,9 +85,9 @@ def sampler_of(
     *,
     vllm_installed: bool | None = True,
 ) -> SamplerName | None:
-    """The model's sampler, unless the deployment has another; where neither names one, what suits the device.
+    """The deployment's sampler, else the model's, else the default for the device.
 
-    Returns None if that depends on a machine that the caller does not know: `device` or `vllm_installed` is None.
+    Returns None if the default depends on an unknown machine: `device` or `vllm_installed` is None.
     """
     name = entry.sampler if override == "registry" else override
     if name is not None:
@@ -103,14 +103,14 @@ class Registry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     models: dict[str, BaseModelEntry]
-    # Another name of a model -> a model, or another alias.
+    # Alias -> model or another alias.
     aliases: dict[str, str] = {}
 
     @model_validator(mode="after")
     def aliases_lead_to_models(self) -> "Registry":
         for alias, target in self.aliases.items():
             if not alias or alias.startswith("ft:"):
-                raise ValueError(f"alias {alias!r}: a name that is empty or begins with 'ft:' is no alias")
+                raise ValueError(f"alias {alias!r}: an alias must not be empty or begin with 'ft:'")
             if alias in self.models:
                 raise ValueError(f"alias {alias!r} is the name of a model, which it would hide")
             seen = [alias]
@@ -120,7 +120,9 @@ class Registry(BaseModel):
                 seen.append(target)
                 target = self.aliases[target]
             if target not in self.models:
-                raise ValueError(f"alias {alias!r} leads to {target!r}, which is no model of this registry")
+                raise ValueError(
+                    f"alias {alias!r} leads to {target!r}, which is not a model of this registry"
+                )
         return self
 
     @classmethod
@@ -128,13 +130,14 @@ class Registry(BaseModel):
         """Read `file`, or the packaged default. Relative paths in it are relative to the file.
 
         Raises:
-            InvalidRegistry: it cannot be read, is no TOML, or has a model or an alias that is not clear; or a
-                `chat_template` is neither a name, nor Jinja text, nor a file.
+            InvalidRegistry: it cannot be read, is not TOML, or has an invalid model or alias; or a `chat_template` is
+            neither
+                a name, nor Jinja text, nor a file.
         """
         file = file or DEFAULT_FILE
         try:
             registry = cls.model_validate(tomllib.loads(file.read_text()))
-        except ValidationError as invalid:  # its own text has all of the input in it
+        except ValidationError as invalid:  # its own text quotes the whole input
             raise InvalidRegistry(f"{file}: {'; '.join(map(_problem, invalid.errors()))}") from None
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
             raise InvalidRegistry(f"{file}: {cause}") from cause
@@ -149,21 +152,21 @@ class Registry(BaseModel):
 
     @property
     def names(self) -> list[str]:
-        """Everything that a request may name: the models, then the aliases."""
+        """All valid model names of requests: the models, then the aliases."""
         return [*self.models, *self.aliases]
 
     def resolve(self, name: str) -> str:
-        """The id of the model that `name` is or leads to; any other name as it is."""
+        """Resolve an alias to the id of its model; other names are returned unchanged."""
         while name in self.aliases:
             name = self.aliases[name]
         return name
 
     def get(self, model: str) -> BaseModelEntry:
-        """The entry of a model by its id or an alias.
+        """Look up a model by its id or an alias.
 
         Raises:
             TunedModelGiven: it looks like the id of a tuned model.
-            ModelNotFound: it is neither.
+            ModelNotFound: the name is neither.
         """
         found = self.models.get(self.resolve(model))
         if found is None and model.startswith("ft:"):
@@ -174,7 +177,7 @@ class Registry(BaseModel):
 
 
 def _problem(error: ErrorDetails) -> str:
-    # Of a rule of ours pydantic says "Value error, " before it.
+    # pydantic prefixes messages of our validators with "Value error, ".
     message = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
     return f"[{'.'.join(map(str, error['loc']))}] {message}" if error["loc"] else message
 

@@ -1,4 +1,4 @@
-"""Answers that have to be JSON of a schema: what a user writes, and the text that samplers hold answers to."""
+"""JSON schema constraints of answers: the user's format, and the text for the samplers."""
 
 import json
 from collections.abc import Mapping
@@ -8,14 +8,16 @@ from typing import Annotated, Any, Literal
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-# Models that may put white space anywhere tend to put it everywhere. llguidance reads this from the schema itself, so
-# every engine that is built on it, vLLM's among them, allows the very same tokens.
+# Models that may generate white space anywhere tend to do so everywhere. llguidance reads these options from the
+# schema,
+# so every engine built on it, including vLLM, allows the same tokens.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-# Bounds that are checked before anything is compiled, in time that grows with the schema's size alone. OpenAI's are
-# 5,000 properties, 1,000 enum values and 120,000 characters of names and values. What compiling costs within these is
-# limited by the hazard pool, where the API compiles each schema before it is accepted.
+# Bounds checked before compilation, in time linear in the schema's size. OpenAI's are 5,000 properties, 1,000 enum
+# values and 120,000 characters of names and values. The hazard pool, in which the API compiles each schema first,
+# limits
+# the cost of compilation within these bounds.
 MAX_SCHEMA_CHARACTERS = 200_000
 MAX_SCHEMA_DEPTH = 64
 MAX_ENTRIES = {
@@ -31,24 +33,24 @@ MAX_COUNTS = {
     **dict.fromkeys(("minLength", "maxLength"), 100_000),
 }
 
-# So many bytes of an answer are written before a schema is accepted.
+# Bytes of an answer that are generated to test a schema.
 FIRST_BYTES = 16
 
 
 class SchemaTooLarge(ValueError):
-    """An answer came to a place where the schema allows more than llguidance follows."""
+    """An answer reached a place where the schema exceeds llguidance's limits."""
 
 
 def held_to(schema: Mapping[str, Any]) -> str:
-    """The schema as samplers take it."""
+    """The schema in the format of the samplers."""
     return json.dumps({**schema, "x-guidance": _COMPACT})
 
 
 def grammar(held: str) -> str:
-    """llguidance's grammar of what `held_to` made.
+    """llguidance's grammar for the result of `held_to`.
 
     Raises:
-        ValueError: it is no schema, or uses something that answers cannot be held to.
+        ValueError: the schema is invalid or uses an unsupported feature.
     """
     made = LLMatcher.grammar_from_json_schema(held)
     if problem := LLMatcher.validate_grammar(made):
@@ -62,12 +64,12 @@ def grammar(held: str) -> str:
 
 
 def problem(held: str) -> str:
-    """Why no answer can be held to what `held_to` made; "" if answers can be. Runs in the hazard pool alone."""
+    """Why the schema cannot be enforced; "" if it can. Runs in the hazard pool only."""
     try:
         made = grammar(held)
     except ValueError as cause:
         return str(cause)
-    # Much of the work is put off until an answer begins: some patterns are only then found to be too large.
+    # llguidance compiles lazily: some patterns turn out to be too large only during an answer.
     matcher = LLMatcher(_bytes(), made)
     for _ in range(FIRST_BYTES):
         allowed = matcher.compute_bitmask()
@@ -76,12 +78,12 @@ def problem(held: str) -> str:
             break
     if not matcher.is_error():
         return ""
-    return f"a 'pattern' repeats too much to be followed ({matcher.get_error().strip().splitlines()[0]})"
+    return f"a 'pattern' repeats too much to be enforced ({matcher.get_error().strip().splitlines()[0]})"
 
 
 @cache
 def _bytes() -> LLTokenizer:
-    """A tokenizer whose tokens are the 256 bytes."""
+    """A tokenizer with one token per byte value."""
     return LLTokenizer("byte")
 
 
@@ -90,7 +92,7 @@ def _lowest_bit(byte: int) -> int:
 
 
 def checked_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema; raise ValueError, which names the keyword, for one beyond the bounds."""
+    """Return the schema unchanged; raise ValueError with the keyword that exceeds a bound."""
     here: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         here = [below for value in here for below in _below(value)]
@@ -107,7 +109,7 @@ def checked_bounds(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _below(value: Any) -> list[Any]:
-    """The objects and arrays in one, which is checked."""
+    """The objects and arrays in `value`, after checking its bounds."""
     if isinstance(value, dict):
         for keyword in MAX_COUNTS.keys() & value.keys():
             if isinstance(value[keyword], int | float) and value[keyword] > MAX_COUNTS[keyword]:
@@ -129,11 +131,13 @@ class JsonSchema(BaseModel):
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
     schema_: Annotated[dict[str, Any], AfterValidator(checked_bounds)] = Field(alias="schema")
-    strict: bool | None = None  # answers are always held to the schema
+    strict: bool | None = None  # schemas are always enforced
 
 
 class ResponseFormat(BaseModel):
-    """method.reinforcement.response_format. Azure documents a flat spelling as well; kept is the nested one."""
+    """method.reinforcement.response_format. Azure also documents a flat spelling, which is normalized to the nested
+    one.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -152,5 +156,5 @@ class ResponseFormat(BaseModel):
 
 
 def stored_held_to(stored: Mapping[str, Any] | None) -> str:
-    """What the samplers of a job hold its answers to; "" where they are free."""
+    """The schema that a job's samplers enforce; "" for free text."""
     return "" if stored is None else held_to(stored["json_schema"]["schema"])

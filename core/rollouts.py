@@ -1,8 +1,7 @@
-"""Graded samples in columns: one Parquet blob a page, and a page for each step and split of a job (docs/rollouts.md).
+"""Graded samples in columns: one Parquet blob per page, one page per step and split of a job (docs/rollouts.md).
 
-Pages are read from a temporary file, a row group at a time, and of a row group first the columns that filters look
-at: what a request holds in memory does not grow with the job. Pages that end in .jsonl are those of versions before
-this format.
+Pages are read from a temporary file, one row group at a time, starting with the filtered columns, so the memory of a
+request does not grow with the job. Pages with the suffix .jsonl were written by versions before this format.
 """
 
 import json
@@ -26,35 +25,38 @@ Split = Literal["train", "valid"]
 Row = dict[str, Any]
 """One sample, with the keys of SCHEMA."""
 
-ROWS_AT_ONCE = 256  # of a row group: what is held in memory, and the least that a filter can pass over
+ROWS_AT_ONCE = 256  # per row group: bounds memory, and is the unit that a filter can skip
 
 _TEXTS = pa.map_(pa.string(), pa.string())
 SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
         ("split", pa.string()),  # train | valid
-        ("group", pa.int32()),  # which prompt of the step, from 0: its samples are compared with each other
-        ("member", pa.int32()),  # which sample of the group, from 0
+        (
+            "group",
+            pa.int32(),
+        ),  # index of the prompt in the step, from 0; its samples are compared with each other
+        ("member", pa.int32()),  # index of the sample in the group, from 0
         ("line", pa.int32()),  # of the dataset file, from 1
         ("messages", pa.string()),  # JSON: the prompt
-        ("item", pa.string()),  # JSON: what else the row of the dataset has
+        ("item", pa.string()),  # JSON: the other fields of the dataset row
         ("output_text", pa.string()),
         ("prompt_tokens", pa.int32()),
         ("completion_tokens", pa.int32()),
         ("finish_reason", pa.string()),
-        ("score", pa.float64()),  # null: could not be graded, for this reason and with this kind of error
+        ("score", pa.float64()),  # null: could not be graded; see reason and error
         ("reason", pa.string()),
         ("error", pa.string()),
-        ("output", pa.string()),  # what the grader printed
+        ("output", pa.string()),  # printed by the grader
         ("sub_scores", pa.map_(pa.string(), pa.float64())),  # by grader, of a multi grader
         ("sub_reasons", _TEXTS),
         ("sub_errors", _TEXTS),
         ("sub_outputs", _TEXTS),
-        ("centred_reward", pa.float64()),  # the score less the mean of its group
-        ("advantage", pa.float64()),  # as training took it; null: nothing was learned from this sample
+        ("centred_reward", pa.float64()),  # the score minus the mean of its group
+        ("advantage", pa.float64()),  # as used in training; null: the sample was not trained on
         ("trained", pa.bool_()),
-        ("replacement", pa.bool_()),  # drawn because another prompt of the step had no signal
-        (  # of an answer that was judged step by step; a step ends before this character
+        ("replacement", pa.bool_()),  # resampled in place of a prompt without signal
+        (  # of an answer that was judged by steps; a step ends before this character
             "steps",
             pa.list_(pa.struct([("end", pa.int32()), ("score", pa.float64()), ("advantage", pa.float64())])),
         ),
@@ -62,7 +64,7 @@ SCHEMA = pa.schema(
 )
 _MAPS = ("sub_scores", "sub_reasons", "sub_errors", "sub_outputs")
 _JSON = ("messages", "item")
-# What `Wanted` looks at, and what the order is made of.
+# The columns for filters and for sorting.
 _FILTERED = ["group", "member", "line", "finish_reason", "score", "error", "sub_scores"]
 
 _ID = re.compile(r"rollout_(\d{1,9})_([tv])_(\d{1,9})_(\d{1,9})")
@@ -70,7 +72,7 @@ _ID = re.compile(r"rollout_(\d{1,9})_([tv])_(\d{1,9})_(\d{1,9})")
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a sample stands among all of its job. The order is that of lists: by step, "train" before "valid"."""
+    """The position of a sample in its job. Lists sort by it: by step, "train" before "valid"."""
 
     step: int
     split: str
@@ -83,7 +85,7 @@ class Place:
 
     @classmethod
     def parse(cls, sample_id: str) -> "Place | None":
-        """The place that an id names; None if it is no id."""
+        """Parse the id of a sample; None if it is invalid."""
         found = _ID.fullmatch(sample_id)
         if found is None:
             return None
@@ -97,7 +99,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which samples; None means any. With `grader` the bounds and `graded` are about that part of a multi grader."""
+    """A filter; None means any. With `grader` the bounds and `graded` apply to that part of a multi grader."""
 
     line: int | None = None
     finish_reason: str | None = None
@@ -120,7 +122,7 @@ class Wanted:
             and self.finish_reason in (None, row["finish_reason"])
             and self.graded in (None, score is not None)
             and self.error in (None, row["error"])
-            # What has no score is within no bounds.
+            # A missing score is within no bounds.
             and (self.min_score is None or (score is not None and score >= self.min_score))
             and (self.max_score is None or (score is not None and score <= self.max_score))
         )
@@ -129,17 +131,17 @@ class Wanted:
 # Writing.
 
 
-# Most pages hold few samples of little text, so what the format itself takes counts: this is half of the usual.
+# Most pages have few samples with little text, so the overhead of the format matters: this halves it.
 FORMAT = {
     "compression": "zstd",
-    "store_schema": False,  # Arrow's copy of what Parquet says as well
+    "store_schema": False,  # Arrow's copy of the Parquet schema
     "use_dictionary": ["split", "messages", "item", "finish_reason", "reason", "error"],
     "write_statistics": ["step", "line", "score", "advantage"],
 }
 
 
 def encode(rows: Sequence[Row], total: int) -> bytes:
-    """The samples as a Parquet file, whose metadata says of how many they are."""
+    """The samples as a Parquet file, with the total number of samples in its metadata."""
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, SCHEMA, **FORMAT) as writer:
         writer.write_table(_table(rows, SCHEMA), row_group_size=ROWS_AT_ONCE)
@@ -156,9 +158,9 @@ class Fitted:
 
 
 def fitted(groups: Sequence[Sequence[Row]], *, most_samples: int, most_bytes: int, seed: str) -> Fitted:
-    """A page of whole groups, all of them if they are within both bounds.
+    """A page of whole groups: all of them if they are within both bounds.
 
-    Otherwise some, drawn by `seed`: with fewer come none that would not be among more. There may be none at all.
+    Otherwise a sample of the groups by `seed`, nested: a smaller page is a subset of a larger one. It may be empty.
     """
     total = sum(map(len, groups))
     drawn = random.Random(seed).sample(range(len(groups)), len(groups))
@@ -184,7 +186,7 @@ def fitted(groups: Sequence[Sequence[Row]], *, most_samples: int, most_bytes: in
 
 
 def bytes_before(session: Session, job_id: str, step: int) -> int:
-    """What the job's pages of earlier steps take."""
+    """Bytes of the job's pages of earlier steps."""
     before = select(func.coalesce(func.sum(RolloutPage.bytes), 0))
     return session.scalar(before.where(RolloutPage.job_id == job_id, RolloutPage.step < step)) or 0
 
@@ -219,7 +221,7 @@ def find(
     after: Place | None = None,
     descending: bool = False,
 ) -> Iterator[Row]:
-    """The wanted samples of these pages behind `after`, as the API shows them, read as they are asked for."""
+    """Yield the matching samples of these pages after `after`, as the API shows them. Lazy."""
     for table in found_tables(blobs, pages, wanted, after=after, descending=descending):
         yield from records(table)
 
@@ -244,7 +246,7 @@ def found_tables(
     after: Place | None = None,
     descending: bool = False,
 ) -> Iterator[pa.Table]:
-    """As `find`, at most ROWS_AT_ONCE at a time. A page whose blob retention has just deleted has none."""
+    """As `find`, in batches of at most ROWS_AT_ONCE. A page whose blob was just deleted by retention is empty."""
     here = (after.step, after.split) if after is not None else None
     for page in reversed(pages) if descending else pages:
         at = (page.step, page.split)
@@ -264,7 +266,7 @@ Keep = Callable[[Row], bool]
 
 
 def _behind(after: Place, descending: bool, wanted: Wanted) -> Keep:
-    """The wanted samples of the page that the cursor is in."""
+    """A predicate for the page of the cursor: matching samples after it."""
 
     def keep(row: Row) -> bool:
         place, cursor = (row["group"], row["member"]), (after.group, after.member)
@@ -276,9 +278,9 @@ def _behind(after: Place, descending: bool, wanted: Wanted) -> Keep:
 def tables(
     blobs: BlobStore, page: RolloutPage, keep: Keep | None = None, *, descending: bool = False
 ) -> Iterator[pa.Table]:
-    """The samples of a page that are to be kept, at most ROWS_AT_ONCE at a time; None keeps all.
+    """Yield the samples of a page that `keep` selects (None: all), in batches of at most ROWS_AT_ONCE.
 
-    `keep` sees no more than the columns in _FILTERED.
+    `keep` sees only the columns in _FILTERED.
 
     Raises, with the first next(): BlobNotFound.
     """
@@ -296,7 +298,7 @@ def is_older(page: RolloutPage) -> bool:
 
 
 def records(table: pa.Table) -> list[Row]:
-    """The rows as the API shows them: with their id, and with objects where the file has JSON."""
+    """The rows as the API shows them: with their id, and with parsed JSON columns."""
     rows: list[Row] = table.to_pylist(maps_as_pydicts="strict")
     return [
         {"id": Place.of(row).id} | row | {key: json.loads(row[key]) if row[key] else None for key in _JSON}
@@ -313,12 +315,12 @@ def _parquet(path: Path, keep: Keep | None, descending: bool) -> Iterator[pa.Tab
                 continue
             looked_at = file.read_row_group(number, columns=_FILTERED).to_pylist(maps_as_pydicts="strict")
             places = [place for place, row in enumerate(looked_at) if keep(row)]
-            if places:  # else the texts of this row group are never read
+            if places:  # otherwise the texts of this row group are not read
                 yield file.read_row_group(number).take(places)
 
 
 def _older(path: Path, page: RolloutPage, keep: Keep | None) -> Iterator[pa.Table]:
-    """A page of one JSON object a line, which knew neither groups nor advantages: groups are told by their members."""
+    """A page in JSON lines, without groups and advantages: groups are derived from the members."""
     rows: list[Row] = []
     group, last = -1, -1
     with path.open(encoding="utf-8") as lines:
@@ -339,5 +341,5 @@ def _table(rows: Iterable[Row], schema: pa.Schema) -> pa.Table:
 
 
 def _pairs(row: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]] | None]:
-    """Maps, as pyarrow takes them."""
+    """Convert maps to pyarrow's format."""
     return {key: None if row[key] is None else list(row[key].items()) for key in _MAPS}

@@ -1,4 +1,4 @@
-"""Quantiles. scipy is imported when one is asked for: it takes 0.1 s, and the API imports this module at its start."""
+"""Quantiles. scipy is imported on use: it takes 0.1 s, and the API imports this module at startup."""
 
 
 def student(freedom: int) -> float:

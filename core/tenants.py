@@ -1,7 +1,7 @@
-"""Organisations and projects, and what each project uses of what it may.
+"""Organizations and projects, their limits and usage.
 
-The checks are made in the transaction of the change they belong to, after the project's row was locked, so that of
-two requests that come at once the second sees what the first has taken.
+Limits are checked in the transaction of the change, after locking the project's row, so that concurrent requests see
+each other's changes.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ WINDOW_DAYS = 30
 
 @dataclass(frozen=True)
 class Usage:
-    """What was used in some days. A step that was repeated after an interruption counts twice."""
+    """Usage over some days. A step that was repeated after an interruption counts twice."""
 
     gpu_seconds: float
     grader_tokens: int
 
 
-# Organisations and projects.
+# Organizations and projects.
 
 
 def create_organization(work: Work, name: str) -> Organization:
@@ -42,7 +42,7 @@ def create_organization(work: Work, name: str) -> Organization:
 
 
 def organizations(session: Session) -> Sequence[Organization]:
-    """Oldest first."""
+    """List oldest first."""
     return session.scalars(select(Organization).order_by(Organization.created_at, Organization.id)).all()
 
 
@@ -54,7 +54,7 @@ def get_organization(session: Session, organization_id: str) -> Organization:
 
 
 def rename_organization(work: Work, organization: Organization, name: str) -> None:
-    """From now on: models that are there keep the name they were given."""
+    """Rename an organization; existing models keep their names."""
     before, organization.name = organization.name, _named(name)
     names = {"before": before, "after": organization.name}
     _about(work, organization).record("organization.renamed", organization.id, names)
@@ -69,7 +69,7 @@ def create_project(work: Work, organization: Organization, name: str) -> Project
 
 
 def projects(session: Session, organization_id: str | None = None) -> Sequence[Project]:
-    """Oldest first, the archived ones too."""
+    """List oldest first, including archived ones."""
     statement = select(Project).order_by(Project.created_at, Project.id)
     if organization_id is not None:
         statement = statement.where(Project.organization_id == organization_id)
@@ -89,10 +89,10 @@ def rename_project(work: Work, project: Project, name: str) -> None:
 
 
 def archive_project(work: Work, project: Project) -> None:
-    """Refuse its keys from now on, and cancel its jobs: nobody could stop them any more. Its rows and files stay."""
+    """Revoke access to the project and cancel its jobs, which nobody could stop otherwise. Rows and files are kept."""
     if project.archived_at is not None:
         return
-    # The jobs first: a worker that claims one locks it and then the project, and so must we.
+    # Jobs first, in the lock order of workers: a claim locks the job and then the project.
     unfinished = select(Job).where(Job.project_id == project.id, Job.status.not_in(jobs.FINAL))
     for job in work.session.scalars(unfinished.order_by(Job.seq)).all():
         jobs.cancel(work, job)
@@ -101,7 +101,7 @@ def archive_project(work: Work, project: Project) -> None:
 
 
 def _about(work: Work, organization: Organization, project: Project | None = None) -> Work:
-    """The same work: who does it may belong to none of the two yet, but the log of both has it."""
+    """The same work, logged in this organization and project, to which the author may not belong yet."""
     of_project = None if project is None else project.id
     actor = replace(work.actor, organization_id=organization.id, project_id=of_project)
     return replace(work, actor=actor)
@@ -115,21 +115,21 @@ def own_limits(project: Project) -> Limits:
 
 
 def limits(project: Project, defaults: Limits) -> Limits:
-    """Those that hold for the project: its own, then the operator's defaults."""
+    """The effective limits: the project's own, then the operator's defaults."""
     return own_limits(project).or_else(defaults)
 
 
 def set_limits(work: Work, project: Project, limits: Limits) -> None:
-    """Instead of all those it had. What already runs goes on."""
+    """Replace all limits of the project. Running jobs continue."""
     before, project.limits = own_limits(project).given(), limits.given() or None
     work.record("project.limits_changed", project.id, {"before": before, "after": limits.given()})
 
 
 def refuse_job_beyond(session: Session, project_id: str, limits: Limits) -> None:
-    """Call it when one more job has joined the queue, in that transaction: raised, it takes the job back.
+    """Check the limits after adding a job to the queue, in the same transaction, which the error rolls back.
 
     Raises:
-        QuotaExceeded: one job too many waits, or no GPU time or grader tokens are left for it.
+        QuotaExceeded: too many jobs are queued, or GPU time or grader tokens are used up.
     """
     if (limits.queued_jobs, limits.gpu_seconds_per_30_days, limits.grader_tokens_per_30_days) == (None,) * 3:
         return
@@ -144,7 +144,7 @@ def refuse_job_beyond(session: Session, project_id: str, limits: Limits) -> None
 
 
 def used_up(session: Session, project_id: str, limits: Limits) -> QuotaExceeded | None:
-    """Which of the limits on GPU time and grader tokens the project has reached; None if it may go on."""
+    """The limit on GPU time or grader tokens that the project has reached; None if there is none."""
     if limits.gpu_seconds_per_30_days is None and limits.grader_tokens_per_30_days is None:
         return None
     used = usage_since(session, project_id)
@@ -153,31 +153,31 @@ def used_up(session: Session, project_id: str, limits: Limits) -> QuotaExceeded 
         ("grader_tokens_per_30_days", used.grader_tokens, limits.grader_tokens_per_30_days),
     ):
         if most is not None and amount >= most:
-            hint = "what was used 30 days ago is free again every day, or ask for more"
+            hint = "usage older than 30 days is freed daily; the operator can raise the limit"
             return QuotaExceeded(name, used=round(amount, 1), maximum=most, hint=hint)
     return None
 
 
 def free_storage(session: Session, project_id: str, limits: Limits, *, needed: int = 1) -> int | None:
-    """The bytes the project may still store; None: any number.
+    """Bytes that the project may still store; None: unlimited.
 
     Raises:
-        QuotaExceeded: fewer than `needed` are left.
+        QuotaExceeded: fewer than `needed` bytes are left.
     """
     if limits.storage_bytes is None:
         return None
     used = stored_bytes(session, project_id)
     if used + needed > limits.storage_bytes:
-        hint = "what is to be stored does not fit; delete files, or send less"
+        hint = "the new content does not fit; delete files or send less"
         raise QuotaExceeded("storage_bytes", used=used, maximum=limits.storage_bytes, hint=hint)
     return limits.storage_bytes - used
 
 
 def refuse_file_beyond(session: Session, project_id: str, limits: Limits, size: int) -> None:
-    """Call it before a file of `size` bytes is added, in that transaction.
+    """Check the storage limit before adding a file of `size` bytes, in the same transaction.
 
     Raises:
-        QuotaExceeded: with it the project would store more than it may.
+        QuotaExceeded: the file would exceed the limit.
     """
     if limits.storage_bytes is not None:
         _lock(session, project_id)
@@ -185,10 +185,10 @@ def refuse_file_beyond(session: Session, project_id: str, limits: Limits, size: 
 
 
 def refuse_upload_beyond(session: Session, project_id: str, most: int) -> None:
-    """Call it before an upload in parts is announced, in that transaction.
+    """Check the number of pending uploads before creating one, in the same transaction.
 
     Raises:
-        QuotaExceeded: the project has `most` uploads that are neither completed nor cancelled nor expired.
+        QuotaExceeded: the project has `most` uploads that are not yet completed, cancelled or expired.
     """
     _lock(session, project_id)
     pending = session.scalars(select(func.count()).select_from(Upload).where(*_pending(project_id))).one()
@@ -201,7 +201,7 @@ def refuse_upload_beyond(session: Session, project_id: str, most: int) -> None:
 
 
 def usage_since(session: Session, project_id: str, days: int = WINDOW_DAYS) -> Usage:
-    """What the project used today and on the `days - 1` days before."""
+    """Usage of today and the `days - 1` days before."""
     recent = ProjectUsage.project_id == project_id, ProjectUsage.day > now() // DAY - days
     gpu_seconds, grader_tokens = session.execute(
         select(func.sum(ProjectUsage.gpu_seconds), func.sum(ProjectUsage.grader_tokens)).where(*recent)
@@ -210,7 +210,7 @@ def usage_since(session: Session, project_id: str, days: int = WINDOW_DAYS) -> U
 
 
 def in_use(session: Session, project_id: str) -> dict[str, Any]:
-    """What the project uses of each limit but the rate of its requests, by the limit's name."""
+    """Current usage by limit, except the request rate."""
     used = usage_since(session, project_id)
     return {
         "running_jobs": _jobs(session, project_id, RUNNING),
@@ -222,9 +222,9 @@ def in_use(session: Session, project_id: str) -> dict[str, Any]:
 
 
 def stored_bytes(session: Session, project_id: str) -> int:
-    """Of all its files that are not deleted, results too, and of its uploads in parts.
+    """Bytes of all files that are not deleted, including results, and of multipart uploads.
 
-    A pending upload counts as what it announced, or as what it has received if that is more. Cancelled and expired
+    A pending upload counts as its announced size, or as its received bytes if those are more. Cancelled and expired
     uploads count their received bytes until deleted.
     """
     files = select(func.sum(File.bytes)).where(File.project_id == project_id, File.deleted_at.is_(None))
@@ -233,7 +233,7 @@ def stored_bytes(session: Session, project_id: str) -> int:
     open_ = (Upload.status == "pending") & (Upload.expires_at > now())
     uploads = (
         select(case((open_ & (Upload.bytes > arrived), Upload.bytes), else_=arrived).label("bytes"))
-        # The parts of a completed one are in its file, and deleted at once.
+        # The parts of a completed upload are in its file, and are deleted at once.
         .where(Upload.project_id == project_id, Upload.status != "completed")
         .where(open_ | select(UploadPart.seq).where(UploadPart.upload_id == Upload.id).exists())
         .subquery()
@@ -251,7 +251,7 @@ def _jobs(session: Session, project_id: str, statuses: Sequence[str]) -> int:
 
 
 def _lock(session: Session, project_id: str) -> None:
-    """Until the commit. Not FOR UPDATE: every new row of the project refers to this one, and would wait, too."""
+    """Lock until the commit. Not FOR UPDATE, which would block inserts of rows with a foreign key to the project."""
     session.execute(select(Project.id).where(Project.id == project_id).with_for_update(key_share=True))
 
 

@@ -1,8 +1,9 @@
-"""Traces for OpenTelemetry: a request, the job that it made, its attempts, steps, phases and grades.
+"""OpenTelemetry traces: a request, the job that it created, its attempts, steps, phases and grades.
 
-Nothing is recorded, and nothing of OpenTelemetry imported, until `exported` is entered. A job has a trace of its own,
-whose ids follow from the job's: so each of its attempts, on whatever machine, finds it without being told. The request
-that made the job and the job's trace are linked to each other.
+Without `exported` nothing is recorded, and OpenTelemetry is not imported. A job has its own trace, whose ids are
+derived
+from the job's, so attempts on any machine join it without communication. The request that created the job and the job's
+trace are linked to each other.
 """
 
 import hashlib
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
 
 _tracer: "Tracer | None" = None
 _sampler: "Sampler | None" = None
-# The ids of the next span, where they are not drawn.
+# The ids of the next span, where they are not random.
 _ids: ContextVar[tuple[int, int] | None] = ContextVar("ids", default=None)
 
 
 @contextmanager
 def exported(endpoint: str, service: str, exporter: "SpanExporter | None" = None) -> Iterator[None]:
-    """Send what is traced meanwhile to an OTLP endpoint, by HTTP; nothing if that is "". Sends the rest at the end.
+    """Export spans to an OTLP/HTTP endpoint during the block, and flush at the end. "": off.
 
-    Sampling, headers and the like are OpenTelemetry's own variables: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS.
+    OpenTelemetry's own variables configure sampling, headers etc.: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS.
     """
     global _tracer, _sampler
     if not endpoint and exporter is None:
@@ -64,7 +65,7 @@ def exported(endpoint: str, service: str, exporter: "SpanExporter | None" = None
 
 @contextmanager
 def span(name: str, **attributes: Any) -> Iterator[None]:
-    """What happens meanwhile, in this task or those that it starts, is part of this."""
+    """A span around the block; tasks started from it are its children."""
     if _tracer is None:
         yield
         return
@@ -74,7 +75,7 @@ def span(name: str, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def request(method: str, headers: Mapping[str, str]) -> Iterator[None]:
-    """A request, as part of its caller's trace if it has one."""
+    """The span of a request, as part of its caller's trace if it sent one."""
     if _tracer is None:
         yield
         return
@@ -87,7 +88,7 @@ def request(method: str, headers: Mapping[str, str]) -> Iterator[None]:
 
 
 def answered(method: str, route: str, status: int, request_id: str = "") -> None:
-    """What the request that is under way turned out to be."""
+    """Record the outcome of the current request."""
     if _tracer is None:
         return
     from opentelemetry.trace import Status, StatusCode
@@ -104,7 +105,7 @@ def answered(method: str, route: str, status: int, request_id: str = "") -> None
 
 
 def outgoing() -> dict[str, str]:
-    """The headers by which another server's part of this trace finds it."""
+    """The headers that propagate this trace to another server."""
     headers: dict[str, str] = {}
     if _tracer is not None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -114,7 +115,7 @@ def outgoing() -> dict[str, str]:
 
 
 def job_created(job_id: str) -> None:
-    """Begin the job's trace, and link it with the request that is under way."""
+    """Start the job's trace, and link it with the current request."""
     if _tracer is None:
         return
     from opentelemetry.context import Context
@@ -132,7 +133,7 @@ def job_created(job_id: str) -> None:
 
 @contextmanager
 def attempt(job_id: str, epoch: int) -> Iterator[None]:
-    """One worker's turn at the job, in the job's trace."""
+    """The span of an attempt, in the job's trace."""
     if _tracer is None:
         yield
         return
@@ -154,10 +155,10 @@ def _root(job_id: str) -> "SpanContext":
     from opentelemetry.sdk.trace.sampling import Decision
     from opentelemetry.trace import SpanContext, TraceFlags
 
-    assert _sampler is not None, "asked only between the lines of `exported`"
+    assert _sampler is not None, "called only inside `exported`"
     digest = hashlib.sha256(job_id.encode()).digest()
     trace_id, span_id = int.from_bytes(digest[:16]), int.from_bytes(digest[16:24])
-    # Whether the job is among those that are sampled, decided here as where it was created: by its id.
+    # Sampling depends on the job's id, so the decision is the same as at its creation.
     chosen = _sampler.should_sample(None, trace_id, "job").decision is Decision.RECORD_AND_SAMPLE
     flags = TraceFlags(TraceFlags.SAMPLED if chosen else TraceFlags.DEFAULT)
     return SpanContext(trace_id, span_id, is_remote=True, trace_flags=flags)

@@ -1,4 +1,4 @@
-"""What training has made: the checkpoints of a job, and the model names that can be called."""
+"""Checkpoints of a job, and the names of tuned models."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,13 +14,13 @@ from core.pages import Page
 
 
 def models(session: Session, project_id: str) -> Sequence[TunedModel]:
-    """All tuned models that the project may call, its own and those shared with it, newest first."""
+    """All tuned models that the project may use, its own and those shared with it, newest first."""
     callable_ = select(TunedModel).where(_callable_by(project_id))
     return session.scalars(callable_.order_by(TunedModel.seq.desc())).all()
 
 
 def find(session: Session, project_id: str, name: str) -> TunedModel | None:
-    """The tuned model of this name, if the project may call it."""
+    """The tuned model of this name, if the project may use it."""
     return session.scalar(select(TunedModel).where(TunedModel.name == name, _callable_by(project_id)))
 
 
@@ -43,7 +43,7 @@ def checkpoint_of(session: Session, model: TunedModel) -> Checkpoint | None:
 
 
 def delete(work: Work, project_id: str, name: str) -> bool:
-    """Take the name away; the checkpoint behind it stays. False: the project has no such model."""
+    """Delete the name; its checkpoint is kept. False: the project has no such model."""
     gone = delete_from(TunedModel).where(TunedModel.project_id == project_id, TunedModel.name == name)
     if work.session.scalar(gone.returning(TunedModel.seq)) is None:
         return False
@@ -53,7 +53,7 @@ def delete(work: Work, project_id: str, name: str) -> bool:
 
 
 def delete_names_of(session: Session, checkpoint_id: str) -> None:
-    """Delete the names of a checkpoint that is about to go, and who else may call them."""
+    """Delete the names of a checkpoint before its deletion, with their permissions."""
     gone = delete_from(TunedModel).where(TunedModel.checkpoint_id == checkpoint_id)
     _revoke_all(session, session.scalars(gone.returning(TunedModel.name)).all())
 
@@ -62,18 +62,18 @@ def _revoke_all(session: Session, names: Sequence[str]) -> None:
     session.execute(delete_from(CheckpointPermission).where(CheckpointPermission.model.in_(names)))
 
 
-# Permissions: other projects of the organization that may call a model.
+# Permissions for other projects of the organization to use a model.
 
 
 def share(work: Work, model: TunedModel, project_ids: Sequence[str]) -> list[CheckpointPermission]:
-    """Let these projects call the model. A permission that is there already is returned as it is.
+    """Permit these projects to use the model. Existing permissions are returned unchanged.
 
     Raises:
-        InvalidRequest: one is no project of the organization, or is archived.
+        InvalidRequest: a project is not in the organization, or is archived.
     """
     session = work.session
     owner = session.get_one(Project, model.project_id)
-    pages.keep_order(session, owner.id)  # two requests at once grant a permission once
+    pages.keep_order(session, owner.id)  # concurrent requests grant a permission once
     granted = []
     for project_id in dict.fromkeys(project_ids):
         project = session.get(Project, project_id)
@@ -100,7 +100,7 @@ def permissions(
     after: str | None,
     limit: int,
 ) -> Page[CheckpointPermission]:
-    """Who else may call the model."""
+    """List the permissions of the model."""
     listed = select(CheckpointPermission).where(CheckpointPermission.model == model.name)
     if project_id is not None:
         listed = listed.where(CheckpointPermission.project_id == project_id)
@@ -109,7 +109,7 @@ def permissions(
 
 
 def unshare(work: Work, model: TunedModel, permission_id: str) -> None:
-    """Raise PermissionNotFound if the model has no such permission."""
+    """Delete a permission; raise PermissionNotFound if the model has no such one."""
     this = CheckpointPermission.id == permission_id, CheckpointPermission.model == model.name
     permission = work.session.scalar(select(CheckpointPermission).where(*this))
     if permission is None:
@@ -119,9 +119,9 @@ def unshare(work: Work, model: TunedModel, permission_id: str) -> None:
 
 
 def checkpoints(session: Session, job: Job, *, after: str | None = None, limit: int) -> Page[Checkpoint]:
-    """The kept ones, newest first: those that were validated, and those that have a name (the result, a pause's).
+    """List checkpoints newest first: those that were validated, and those with a name (the result, a pause's).
 
-    The others are only there for resuming, and are replaced by the next one.
+    The others exist only for resuming, and are replaced by the next one.
     """
     cursors = select(Checkpoint).where(Checkpoint.job_id == job.id)
     return pages.newest_first(
@@ -136,10 +136,10 @@ def _kept(job: Job) -> Select[Checkpoint]:
 
 
 def names(session: Session, checkpoints: Sequence[Checkpoint]) -> Mapping[str, str]:
-    """How to call each checkpoint, by its id: its own name, or the job's if it only has that one."""
+    """The model name of each checkpoint by its id: its own name, or else the job's."""
     found = select(TunedModel).where(
         TunedModel.checkpoint_id.in_([checkpoint.id for checkpoint in checkpoints])
     )
-    # Names with a step sort last here, so they are the ones that stay.
+    # Names with a step sort last, so they win.
     ordered = sorted(session.scalars(found), key=lambda model: ":ckpt-step-" in model.name)
     return {model.checkpoint_id: model.name for model in ordered}

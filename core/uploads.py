@@ -1,12 +1,12 @@
-"""Files that arrive in parts, as OpenAI's Uploads API has them.
+"""Multipart uploads, as in OpenAI's Uploads API.
 
-    pending ──> completed     its parts are one file now
+    pending ──> completed     its parts are joined to one file
             ├─> cancelled
-            └─> expired       nobody completed it in time
+            └─> expired       it was not completed in time
 
-A part is a blob of its own. Completing streams them into the file's blob, and makes the file visible in the same
-transaction that completes the upload. Parts of an upload that is no longer pending serve nobody: they are deleted
-after the commit, and by the reconciler if the process dies before that.
+A part is a blob. Completion streams the parts into the file's blob, and adds the file in the transaction that completes
+the upload. Parts of an upload that has ended are deleted after the commit, or by the reconciler if the process dies
+before that.
 """
 
 import hashlib
@@ -26,11 +26,11 @@ from core.limits import NO_LIMITS, Limits
 from core.models import File, Upload, UploadPart, now
 
 LIFETIME = 3600
-# Completing a large upload takes a while; it does not expire under the hands of who completes it.
+# Completing a large upload takes a while; it must not expire meanwhile.
 COMPLETION_SECONDS = 1800
 MOST_PART_BYTES = 64 << 20
 MOST_PARTS = 10_000
-MOST_PENDING = 100  # of one project
+MOST_PENDING = 100  # per project
 
 
 def create(
@@ -45,10 +45,10 @@ def create(
     limits: Limits = NO_LIMITS,
     most_pending: int = MOST_PENDING,
 ) -> Upload:
-    """A pending upload that will have `size` bytes in all; its file lives for `file_expires_after` seconds.
+    """Create a pending upload of `size` bytes; its file expires after `file_expires_after` seconds.
 
     Raises:
-        QuotaExceeded: there would be no room for it, or the project has `most_pending` of them already.
+        QuotaExceeded: the storage limit is too low, or the project has `most_pending` pending uploads.
     """
     tenants.refuse_upload_beyond(work.session, project_id, most_pending)
     tenants.refuse_file_beyond(work.session, project_id, limits, size)
@@ -70,16 +70,16 @@ def create(
 
 
 def get(session: Session, project_id: str, upload_id: str) -> Upload:
-    """The project's upload, or UploadNotFound; another project's does not exist either."""
+    """Return the project's upload; raise UploadNotFound also for another project's."""
     return _found(session.scalar(_the(project_id, upload_id)), upload_id)
 
 
 class PartWriter:
-    """One part on its way, stored as it arrives. Any number may arrive at the same time.
+    """Stores a part as it arrives. Any number may arrive concurrently.
 
     Raises:
         UploadNotFound: the project has no such upload.
-        InvalidRequest: the upload takes no more.
+        InvalidRequest: the upload has ended.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PartWriter:
         *,
         limits: Limits = NO_LIMITS,
     ) -> None:
-        with database.read() as session:  # before 64 MB arrive for nothing
+        with database.read() as session:  # before receiving up to 64 MB
             upload = get(session, project_id, upload_id)
             check_open(upload)
         self._database, self._blobs, self._limits = database, blobs, limits
@@ -106,8 +106,8 @@ class PartWriter:
         """Append.
 
         Raises:
-            PayloadTooLarge: a part has no more than MOST_PART_BYTES.
-            InvalidRequest: it is larger than the whole upload was announced to be.
+            PayloadTooLarge: the part exceeds MOST_PART_BYTES.
+            InvalidRequest: the part exceeds the announced size of the upload.
         """
         self._received += len(data)
         if self._received > MOST_PART_BYTES:
@@ -119,17 +119,17 @@ class PartWriter:
         self._writer.write(data)
 
     def commit(self) -> UploadPart:
-        """The part, which belongs to the upload from now on.
+        """Add the part to the upload.
 
         Raises:
-            InvalidRequest: it is empty, or the upload takes no more.
-            QuotaExceeded: the upload has received more than it announced, for which there is no room.
+            InvalidRequest: the part is empty, or the upload has ended.
+            QuotaExceeded: the received bytes exceed the announced size, and the storage limit.
         """
         if self._received == 0:
             raise InvalidRequest("The part is empty.", param="data")
         size = self._writer.commit().size
         with self._database.write() as session:
-            # It may have ended while the part arrived.
+            # The upload may have ended meanwhile.
             upload = _locked(session, self._project_id, self._upload_id)
             check_open(upload)
             beyond = _beyond_announced(session, upload, size)
@@ -141,14 +141,14 @@ class PartWriter:
         return part
 
     def abort(self) -> None:
-        """Leave nothing behind; after `commit` without effect."""
+        """Discard the part; without effect after `commit`."""
         if not self._kept:
             self._writer.abort()
             self._blobs.delete(self._blob_key)
 
 
 def check_open(upload: Upload) -> None:
-    """InvalidRequest unless the upload still takes parts and can be completed."""
+    """Raise InvalidRequest unless the upload accepts parts and can be completed."""
     if upload.status == "pending" and upload.expires_at > now():
         return
     became = "expired" if upload.status == "pending" else upload.status
@@ -169,14 +169,14 @@ def complete(
     actor: Actor = OPERATOR,
     limits: Limits = NO_LIMITS,
 ) -> tuple[Upload, File | None]:
-    """Put the parts together, in this order. Completing once more, even at the same time, gives the same answer.
+    """Join the parts in this order. Idempotent, also for concurrent calls.
 
     The file is None only if it was deleted since.
 
     Raises:
         UploadNotFound: the project has no such upload.
-        InvalidRequest: the upload cannot be completed, or not with these parts. It stays as it was.
-        QuotaExceeded: the project's limit was lowered since the upload was announced. It stays, too.
+        InvalidRequest: the upload has ended, or the parts do not match. It is unchanged.
+        QuotaExceeded: the project's limit was lowered since the upload was created. It is unchanged.
     """
     with database.write() as session:
         upload = _locked(session, project_id, upload_id)
@@ -206,15 +206,15 @@ def complete(
                     expires_at=None if lifetime is None else created_at + lifetime,
                 )
                 upload.status, upload.file_id = "completed", file_id
-                session.flush()  # what was announced counts no more, and what has come counts instead
+                session.flush()  # replaces the announced size by the stored bytes
                 tenants.refuse_file_beyond(session, project_id, limits, file.bytes)
                 files.add(Work(session, actor), file)
                 return upload, file
             if upload.status != "completed":
                 check_open(upload)
-            first = _file(session, upload)  # somebody else was faster
+            first = _file(session, upload)  # completed by a concurrent call
     except BlobNotFound:
-        # Its parts went while they were read: it was completed or cancelled meanwhile.
+        # The parts were deleted while being read: the upload was completed or cancelled meanwhile.
         with database.read() as session:
             upload = get(session, project_id, upload_id)
             if upload.status == "completed":
@@ -229,7 +229,7 @@ def complete(
 
 
 def cancel(work: Work, project_id: str, upload_id: str) -> Upload:
-    """No file will come of it. A second cancel changes nothing."""
+    """Cancel an upload. Idempotent."""
     upload = _locked(work.session, project_id, upload_id)
     if upload.status != "cancelled":
         check_open(upload)
@@ -239,7 +239,7 @@ def cancel(work: Work, project_id: str, upload_id: str) -> Upload:
 
 
 def expire(session: Session) -> int:
-    """Close the uploads that nobody completed in time. Returns how many there were."""
+    """Expire the uploads that were not completed in time, and return their number."""
     late = (
         update(Upload)
         .where(Upload.status == "pending", Upload.expires_at <= now())
@@ -251,9 +251,9 @@ def expire(session: Session) -> int:
 
 
 def discard_parts(database: Database, blobs: BlobStore, *, upload_id: str | None = None) -> int:
-    """Delete parts of uploads that ended, of one or of all: contents first, for the rows are how they are found.
+    """Delete parts of ended uploads, of one or of all: contents first, because the rows are needed to find them.
 
-    Returns how many, 1000 at most.
+    Returns the number, at most 1000.
     """
     ended = (
         select(UploadPart).join(Upload, Upload.id == UploadPart.upload_id).where(Upload.status != "pending")
@@ -274,7 +274,7 @@ def _the(project_id: str, upload_id: str) -> Select[Upload]:
 
 
 def _locked(session: Session, project_id: str, upload_id: str) -> Upload:
-    """Held until the commit, so that it ends once, and takes no part after that."""
+    """Locked until the commit, so that it ends once and accepts no part afterwards."""
     return _found(session.scalar(_the(project_id, upload_id).with_for_update()), upload_id)
 
 
@@ -289,14 +289,14 @@ def _file(session: Session, upload: Upload) -> File | None:
 
 
 def _beyond_announced(session: Session, upload: Upload, size: int) -> int:
-    """By how many bytes one more part takes the upload further beyond what it announced.
+    """Bytes by which a part increases the excess over the announced size.
 
-    A part that is sent again after a lost answer is there twice, so all of them may be: but no more than that.
+    A part that is sent again after a lost response is stored twice, so up to twice the announced size is accepted.
     """
     sums = select(func.count(), func.coalesce(func.sum(UploadPart.bytes), 0))
     count, total = session.execute(sums.where(UploadPart.upload_id == upload.id)).one()
     if count >= MOST_PARTS:
-        raise InvalidRequest(f"The upload has {MOST_PARTS} parts already. Use larger ones.", param="data")
+        raise InvalidRequest(f"The upload already has {MOST_PARTS} parts. Use larger ones.", param="data")
     total = int(total)
     if total + size > 2 * upload.bytes:
         raise InvalidRequest(
@@ -307,10 +307,10 @@ def _beyond_announced(session: Session, upload: Upload, size: int) -> int:
 
 
 def _chosen(session: Session, upload: Upload, part_ids: Sequence[str]) -> list[UploadPart]:
-    """The parts in the order asked for; together they have the size that was announced."""
+    """The parts in the requested order; their total size is the announced one."""
     twice = [part_id for part_id, count in Counter(part_ids).items() if count > 1]
     if twice:
-        raise InvalidRequest(f"The part '{twice[0]}' is named twice.", param="part_ids")
+        raise InvalidRequest(f"The part '{twice[0]}' is listed twice.", param="part_ids")
     theirs = session.scalars(select(UploadPart).where(UploadPart.upload_id == upload.id))
     known = {part.id: part for part in theirs}
     missing = next((one for one in part_ids if one not in known), None)
@@ -329,7 +329,7 @@ def _chosen(session: Session, upload: Upload, part_ids: Sequence[str]) -> list[U
 def _joined(
     blobs: BlobStore, upload: Upload, parts: Sequence[UploadPart], md5: str | None
 ) -> Iterator[bytes]:
-    """The bytes of all parts. What is wrong with them is raised behind the last, so that nothing is stored."""
+    """The bytes of all parts. Errors are raised after the last one, so that nothing is stored."""
     meter = hashlib.md5(usedforsecurity=False)
     size = 0
     for part in parts:

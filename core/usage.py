@@ -1,7 +1,6 @@
-"""What a job has used, summed on its row as its steps are recorded, and what its project used, day by day.
+"""Usage of a job, summed on its row as its steps are recorded, and daily usage of its project.
 
-A job counts the steps it still has: those that a resume throws away and does again count once. Its project counts
-every step that was really run.
+A job counts its current steps, so repeated steps count once. Its project counts every step that was run.
 """
 
 import time
@@ -21,25 +20,25 @@ from core.models import Checkpoint, Job, ProjectUsage, StepMetric
 
 SECONDS_A_DAY = 86400
 
-# What stands beside the sums in Job.usage and is nobody's usage.
+# Keys in Job.usage that are not usage.
 _BESIDE = frozenset({"pace", "estimate", "next_step_gpu_seconds"})
 
 
 def shown(job: Job, price: Price) -> dict[str, Any] | None:
-    """The sums as `usage_metrics` shows them, with their cost where there is a price; None before the first step."""
+    """The sums in the shape of `usage_metrics`, with their cost if there is a price; None before the first step."""
     sums = _sums(job)
     cost = price.amount(job.gpu_seconds) if sums else None
     return sums | {"cost": cost} if sums and cost else sums
 
 
 def shown_estimate(job: Job, price: Price) -> dict[str, Any] | None:
-    """How much longer the job will take and what all of it will use, as ranges; None where nothing tells."""
+    """The remaining duration and the total usage as ranges; None if unknown."""
     estimate = (job.usage or {}).get("estimate")
     return None if estimate is None else with_cost(estimate, job.gpu_seconds, price)
 
 
 def with_cost(estimate: dict[str, Any], used: float, price: Price) -> dict[str, Any]:
-    """An estimate of what remains, and what that comes to with the GPU-seconds that were used before."""
+    """Add the cost to an estimate of the remaining GPU-seconds; `used` are those so far."""
     remaining: Range = estimate["remaining_seconds"]
     in_all = {name: used + estimates.gpus(estimate) * seconds for name, seconds in remaining.items()}
     shown = {name: value for name, value in estimate.items() if name != "gpus"}
@@ -47,7 +46,7 @@ def with_cost(estimate: dict[str, Any], used: float, price: Price) -> dict[str, 
 
 
 def record(session: Session, job: Job, step: dict[str, Any], ahead: Ahead) -> None:
-    """Count a step that was just recorded, with the estimate of what is `ahead` of it. Call it inside `fenced`."""
+    """Count a recorded step and update the estimate for the steps `ahead`. Call it inside `fenced`."""
     used = with_step(job.usage or {}, step)
     pace = Pace(**used["pace"])
     remaining = pace.remaining(ahead)
@@ -65,7 +64,7 @@ def record(session: Session, job: Job, step: dict[str, Any], ahead: Ahead) -> No
 
 
 def recount(session: Session, job: Job) -> None:
-    """Sum up the steps that the job has, after some were thrown away."""
+    """Recompute the sums after steps were discarded."""
     kept = {name: job.usage[name] for name in _BESIDE - {"pace"} if job.usage and name in job.usage}
     used = total([row.data for row in events.steps(session, job.id)])
     job.usage = (kept | used) or None
@@ -73,7 +72,7 @@ def recount(session: Session, job: Job) -> None:
 
 
 def settle(session: Session, job: Job) -> None:
-    """The sums that stay, of a job that ended."""
+    """Store the final sums of a job that ended, without its estimate."""
     recount(session, job)
     job.usage = _sums(job)
     job.trained_tokens = (job.usage or {}).get("trained_tokens", 0)
@@ -102,14 +101,14 @@ def gpu_seconds(step: dict[str, Any]) -> float:
 
 
 def captured_gpu_seconds(session: Session, job: Job) -> float:
-    """What the job will have used once it has resumed: its steps up to the newest checkpoint, the others are lost."""
+    """GPU-seconds of the steps up to the newest checkpoint; later ones are lost on resume."""
     newest = select(func.max(Checkpoint.step)).where(Checkpoint.job_id == job.id).scalar_subquery()
     kept = (StepMetric.job_id == job.id) & (StepMetric.step <= func.coalesce(newest, 0))
     return sum(gpu_seconds(step) for step in session.scalars(select(StepMetric.data).where(kept)))
 
 
 def add_usage(session: Session, project_id: str, *, gpu_seconds: float, grader_tokens: int) -> None:
-    """Add to what the project used today."""
+    """Add to the project's usage of today."""
     day = int(time.time() // SECONDS_A_DAY)
     values = {
         "project_id": project_id,
@@ -117,7 +116,7 @@ def add_usage(session: Session, project_id: str, *, gpu_seconds: float, grader_t
         "gpu_seconds": gpu_seconds,
         "grader_tokens": grader_tokens,
     }
-    # In one statement: two jobs of a project may both record the first step of the day.
+    # One atomic statement: two jobs of a project may both record the first step of the day.
     insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
     today = insert(ProjectUsage).values(values)
     added = {
@@ -132,7 +131,7 @@ def _sums(job: Job) -> dict[str, Any] | None:
 
 
 def _with_judges(sums: dict[str, dict[str, int]], step: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """What judges read and wrote, by model; train_prompt_tokens and eval_prompt_tokens are one here."""
+    """Add the tokens of judges by model; train_prompt_tokens and eval_prompt_tokens are one sum here."""
     models = {model: dict(counts) for model, counts in sums.items()}
     for model, counts in step.get("model_graders_token_usage", {}).items():
         mine = models.setdefault(model, {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0})
@@ -142,6 +141,6 @@ def _with_judges(sums: dict[str, dict[str, int]], step: dict[str, Any]) -> dict[
 
 
 def _grader_tokens(step: dict[str, Any]) -> int:
-    """Read and written; the cached ones are among those read."""
+    """Prompt and completion tokens; cached ones are part of the prompt."""
     by_model = _with_judges({}, step).values()
     return sum(counts["prompt_tokens"] + counts["completion_tokens"] for counts in by_model)

@@ -15,23 +15,23 @@ class Verdict:
     """The delivered checkpoint against the base model on the same validation rows, paired by row.
 
     `improved` means that the whole 95 % interval of the mean difference is above 0, `worse` that it is below 0, and
-    `no_difference` that it includes 0 or cannot be given. A model that is clearly lower and that the run shows to be
-    damaged is `worse` as well, on that `ground`. The rewards are means over the compared rows.
+    `no_difference` that it includes 0 or cannot be computed. A model with a clearly lower mean and damage in the run is
+    also `worse`, on that `ground`. The rewards are means over the compared rows.
     """
 
     outcome: Outcome
     base_reward: float
     tuned_reward: float
-    difference: float  # tuned less base
-    ci_low: float | None  # None: fewer rows than an interval needs (worker/verdict.py, MIN_ROWS)
+    difference: float  # tuned minus base
+    ci_low: float | None  # None: too few rows for an interval (worker/verdict.py, MIN_ROWS)
     ci_high: float | None
     wins: int  # rows on which the delivered model scored higher
     losses: int
     ties: int
     rows: int  # compared rows: wins + losses + ties
-    ungraded: int  # rows left out because one of the two has no graded answer
+    ungraded: int  # rows excluded because one of the two has no graded answer
     step: int  # of the delivered checkpoint
-    # The damage (worker/monitors.py) for which it is `worse`; None: the interval alone decides.
+    # The damage (worker/monitors.py) that makes it `worse`; None: decided by the interval alone.
     ground: str | None = None
 
     @classmethod
@@ -46,11 +46,11 @@ class Verdict:
 
     @property
     def below_base(self) -> bool:
-        """Whether the delivered model's mean reward is lower than its base's, by however little."""
+        """Whether the delivered model's mean reward is lower than its base's by any amount."""
         return self.difference < 0
 
     def sentence(self) -> str:
-        """The numbers as the job's event and the model card give them."""
+        """The numbers in the words of the job's event and the model card."""
         if self.ci_low is None or self.ci_high is None:
             interval = "too few rows for a 95 % interval"
         else:

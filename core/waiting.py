@@ -1,15 +1,16 @@
-"""Whose turn it is: the fair order of the queue, and what a waiting job can be told about its place in it.
+"""The fair order of the queue, and the position of a waiting job in it.
 
-A free worker takes, among the jobs of its class that may start now, one of the project that has the fewest running;
-among projects with as many, of the one whose last turn was longest ago; of that project, the oldest. Without
-the second rule a machine with one worker, where nobody runs anything when a job is chosen, would simply go by age,
-and a project with a thousand jobs would keep all others waiting. A project at its `running_jobs` is passed over.
-Before that, the files of new jobs are validated, in a line of their own: there turns simply go round the projects.
+A free worker selects, among the jobs of its class that may start now, the project with the fewest running jobs; among
+equals the one whose last turn was longest ago; and of that project the oldest job. Without the second rule, a machine
+with one worker, where no job is running during selection, would order by age alone, and a project with a thousand jobs
+would block all others. Projects at their `running_jobs` are skipped. New jobs first queue for file validation, where
+projects take turns.
 
-The place shown is the one the job would be taken at if workers now asked again and again and no job ended meanwhile.
-Since every claim puts its project one further back, the k-th waiting job of a project that runs r is taken at level
-r + k, and the whole order is one ORDER BY: by level, then those who were at that level before, then by turn.
-Behind those that can be taken come jobs beyond their project's `running_jobs`, and then those that back off.
+The position shown is the order in which workers would claim the jobs if none ended meanwhile. Since every claim adds a
+running job to its project, the k-th waiting job of a project with r running ones is claimed at level r + k, so the
+whole
+order is one ORDER BY: by level, then those already at that level, then by turn. Jobs beyond their project's
+`running_jobs` follow, and then those that back off.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,22 +43,22 @@ from core.models import Job, Project
 
 WAITING = ("queued", "validating_files")
 RUNNING = ("running", "pausing")
-# In a line, those before and behind the jobs that are taken in turn.
+# Sections of the queue before and after the jobs that are claimed in turn.
 HELD, BACKS_OFF = -1, 2
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job stands in its line, from 1, and what it waits for."""
+    """Position of a job in its queue, from 1, and what blocks it."""
 
     position: int
     reason: str
 
 
 def turns(session: Session, gpu_class: str, defaults: Limits = NO_LIMITS) -> Sequence[str]:
-    """The projects that have a job of this class to start now and may run another, first the one whose turn it is.
+    """The projects with a startable job of this class and capacity to run it, in order of their turn.
 
-    Looks at one job of each, by the index: with ten thousand jobs in the line it costs what it does with ten.
+    Reads one job per project from the index, so the cost does not depend on the length of the queue.
     """
     line = each(Job.project_id, Job.status == "queued", Job.gpu_class == gpu_class)
     running, limit = _running(), _running_limit(defaults)
@@ -75,15 +76,15 @@ def turns(session: Session, gpu_class: str, defaults: Limits = NO_LIMITS) -> Seq
 
 
 def oldest(project_id: str, gpu_class: str) -> ScalarSelect[int]:
-    """The `seq` of the project's job of this class that has waited longest and may start; locks its row."""
-    # SKIP LOCKED: a row that another worker is just taking is passed over, not waited for. SQLite has no row
-    # locks and needs none, since a write transaction there is alone.
+    """The `seq` of the project's longest-waiting startable job of this class; locks its row."""
+    # SKIP LOCKED: skips a row that another worker is claiming instead of waiting for it. SQLite has no row locks and
+    # needs none, since its write transactions are exclusive.
     candidate = aliased(Job)
     return _oldest(candidate, project_id, gpu_class).with_for_update(skip_locked=True).scalar_subquery()
 
 
 def validation_turns(session: Session) -> Sequence[str]:
-    """The projects that have a job whose files nobody is validating, first the one whose turn it is."""
+    """The projects with an unclaimed validation, in order of their turn."""
     order = (
         select(Job.project_id)
         .join(Project, Project.id == Job.project_id)
@@ -95,7 +96,7 @@ def validation_turns(session: Session) -> Sequence[str]:
 
 
 def oldest_unvalidated(project_id: str) -> ScalarSelect[int]:
-    """The `seq` of the project's oldest job whose files nobody is validating; locks its row."""
+    """The `seq` of the project's oldest unclaimed validation; locks its row."""
     candidate = aliased(Job)
     oldest = (
         select(candidate.seq)
@@ -107,13 +108,13 @@ def oldest_unvalidated(project_id: str) -> ScalarSelect[int]:
 
 
 def unvalidated(job: type[Job]) -> ColumnElement[bool]:
-    now = select(db_now()).scalar_subquery()  # read once, and not for each row
+    now = select(db_now()).scalar_subquery()  # evaluated once, not per row
     free = or_(job.lease_expires_at.is_(None), job.lease_expires_at < now)
     return (job.status == "validating_files") & (job.next_run_at <= now) & free
 
 
 def each(column: InstrumentedAttribute[str], *where: ColumnElement[bool]) -> CTE:
-    """The different values of a column of jobs, in `value`, and a NULL: a look into an index for each of them."""
+    """The distinct values of a column of jobs, in `value`, and a NULL: one index lookup per value."""
     values = select(func.min(column).label("value")).where(*where).cte(recursive=True)
     after = select(func.min(column)).where(*where, column > values.c.value).scalar_subquery()
     return values.union_all(select(after).where(values.c.value.is_not(None)))
@@ -125,12 +126,12 @@ def _oldest(job: type[Job], project_id: ColumnElement[str] | str, gpu_class: str
 
 
 def runnable(job: type[Job]) -> ColumnElement[bool]:
-    # In a query of its own the clock is read once, and not for each of ten thousand rows.
+    # A subquery, so that the clock is evaluated once, not per row.
     return (job.status == "queued") & (job.next_run_at <= select(db_now()).scalar_subquery())
 
 
 def startable(defaults: Limits = NO_LIMITS) -> Select[int]:
-    """The `seq` of every job that a free worker of its class would take now, in no order."""
+    """The `seq` of every job that a free worker of its class could claim now, unordered."""
     running, limit = _running(), _running_limit(defaults)
     return (
         select(Job.seq)
@@ -141,24 +142,24 @@ def startable(defaults: Limits = NO_LIMITS) -> Select[int]:
 
 
 def oversubscribed(session: Session, project_id: str, defaults: Limits) -> bool:
-    """Whether the project now runs more jobs than it may.
+    """Whether the project exceeds its limit of running jobs.
 
-    On PostgreSQL two workers may take its last place at the same time, neither seeing what the other does. This
-    waits until the other has committed or given up, and then counts both.
+    In PostgreSQL two workers may claim its last place concurrently, without seeing each other's changes. This waits
+    until the other one has committed or rolled back, and then counts both.
     """
     its_own = Project.id == project_id
     limit = session.scalar(select(_running_limit(defaults)).where(its_own))
     if limit is None:
         return False
-    # Not FOR UPDATE: every new row of the project refers to this one, and would wait, too.
+    # Not FOR UPDATE, which would block inserts of rows with a foreign key to the project.
     session.execute(select(Project.id).where(its_own).with_for_update(key_share=True))
     count = select(func.count()).where(Job.project_id == project_id, Job.status.in_(RUNNING))
     return session.scalars(count).one() > int(limit)
 
 
 def note_turn(session: Session, project_id: str, which: Literal["last_turn", "last_validation"]) -> None:
-    """The project has just started a job, or had its files looked at."""
-    # Passed over where another worker is just noting the project's turn: that is as good, and nobody waits.
+    """Record that the project started a job or a validation."""
+    # Skipped if another worker is recording the project's turn, which has the same effect without waiting.
     free = (
         select(Project.id).where(Project.id == project_id).with_for_update(key_share=True, skip_locked=True)
     )
@@ -172,10 +173,10 @@ def note_turn(session: Session, project_id: str, which: Literal["last_turn", "la
 
 
 def places(session: Session, jobs: Sequence[Job], defaults: Limits = NO_LIMITS) -> Mapping[str, Place]:
-    """Of those jobs that wait, by id, in one query for all of them.
+    """The positions of the waiting jobs by id, in one query.
 
-    Jobs wait in a line for each GPU class. Those whose files are not validated yet are in a line of their own, which
-    begins with those that are being validated.
+    Each GPU class has a queue. Jobs before validation have a separate queue, which starts with those that are being
+    validated.
     """
     waiting = [job.id for job in jobs if job.status in WAITING]
     if not waiting:
@@ -201,11 +202,11 @@ def _running_limit(defaults: Limits) -> ColumnElement[Any]:
 
 
 def _lines(defaults: Limits) -> Subquery:
-    """All that wait: what `_reason` needs, and the position of each in its line."""
+    """All waiting jobs: the columns for `_reason`, and the position in their queue."""
     running = _running()
     validating = Job.status == "validating_files"
     held = Job.lease_expires_at > db_now()
-    # Validation knows no limits, and all projects run as much.
+    # Validation has no limits, and treats all projects as equally busy.
     one = (
         select(
             Job.id,

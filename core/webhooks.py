@@ -1,7 +1,7 @@
-"""Webhooks: who is told of what, what they are sent, and how it is signed (https://www.standardwebhooks.com).
+"""Webhooks: subscriptions, payloads and signatures (https://www.standardwebhooks.com).
 
-Nothing is sent here. An event becomes one row for each endpoint that asked for it, in the transaction that made it
-happen, and worker/deliveries.py sends rows.
+This module sends nothing. An event becomes one row per subscribed endpoint in its transaction, and worker/deliveries.py
+sends the rows.
 """
 
 import base64
@@ -25,7 +25,7 @@ from core.pages import Page
 _STATUS_EVENTS = {
     status: f"fine_tuning.job.{status}" for status in ("succeeded", "failed", "cancelled", "paused")
 }
-# Their data has the job's verdict beside its id, if there is one (core/verdict.py).
+# Their data includes the job's verdict if there is one (core/verdict.py).
 _WITH_VERDICT = frozenset({_STATUS_EVENTS["succeeded"], _STATUS_EVENTS["failed"]})
 RESUMED = "fine_tuning.job.resumed"
 THRESHOLD_REACHED = "fine_tuning.job.threshold_reached"
@@ -48,8 +48,8 @@ def create(
     event_types: Sequence[str],
     thresholds: Mapping[str, float] | None,
 ) -> WebhookEndpoint:
-    """A new endpoint with a secret of its own. `url` was checked by `check_url`."""
-    # Two requests at once must not both become the last one allowed.
+    """Create an endpoint with its own secret. `check_url` must have checked `url`."""
+    # Locked, so that concurrent requests cannot exceed the maximum.
     session.scalars(select(Project.id).where(Project.id == project.id).with_for_update()).one()
     count = select(func.count()).select_from(WebhookEndpoint).where(WebhookEndpoint.project_id == project.id)
     if session.scalars(count).one() >= MOST_ENDPOINTS:
@@ -73,7 +73,7 @@ def create(
 
 
 def get(session: Session, project_id: str, endpoint_id: str) -> WebhookEndpoint:
-    """The project's endpoint, or WebhookEndpointNotFound; another project's does not exist either."""
+    """Return the project's endpoint; raise WebhookEndpointNotFound also for another project's."""
     mine = WebhookEndpoint.id == endpoint_id, WebhookEndpoint.project_id == project_id
     endpoint = session.scalar(select(WebhookEndpoint).where(*mine))
     if endpoint is None:
@@ -82,13 +82,13 @@ def get(session: Session, project_id: str, endpoint_id: str) -> WebhookEndpoint:
 
 
 def page(session: Session, project_id: str, *, after: str | None = None, limit: int) -> Page[WebhookEndpoint]:
-    """Newest first."""
+    """List newest first."""
     mine = select(WebhookEndpoint).where(WebhookEndpoint.project_id == project_id)
     return pages.newest_first(session, mine, WebhookEndpoint, after=after, limit=limit, owner=project_id)
 
 
 def change(session: Session, endpoint: WebhookEndpoint, fields: Mapping[str, Any]) -> None:
-    """Set `name`, `url`, `event_types` or `thresholds`. Deliveries under way go to the new URL."""
+    """Set `name`, `url`, `event_types` or `thresholds`. Pending deliveries use the new URL."""
     for field, value in fields.items():
         if field == "event_types":
             value = list(dict.fromkeys(value))
@@ -99,7 +99,7 @@ def change(session: Session, endpoint: WebhookEndpoint, fields: Mapping[str, Any
 
 
 def delete(session: Session, endpoint: WebhookEndpoint) -> None:
-    """Nothing more is sent to it, not even what is waiting."""
+    """Delete an endpoint and drop its pending deliveries."""
     waiting = WebhookDelivery.endpoint_id == endpoint.id, WebhookDelivery.settled.is_(False)
     session.execute(
         update(WebhookDelivery).where(*waiting).values(settled=True, last_error="the endpoint was deleted")
@@ -108,7 +108,7 @@ def delete(session: Session, endpoint: WebhookEndpoint) -> None:
 
 
 def rotate_secret(endpoint: WebhookEndpoint, *, keep_old: bool) -> None:
-    """A new secret. With `keep_old`, deliveries of the next 24 hours are signed with the old one as well."""
+    """Replace the secret. With `keep_old`, deliveries of the next 24 hours are also signed with the old one."""
     endpoint.old_secret = endpoint.secret if keep_old else None
     endpoint.old_secret_until = now() + OLD_SECRET_SECONDS if keep_old else None
     endpoint.secret = _new_secret()
@@ -125,9 +125,7 @@ def check_url(outgoing: Outgoing, url: str) -> None:
 
 def _refuse_idle_thresholds(endpoint: WebhookEndpoint) -> None:
     if bool(endpoint.thresholds) != (THRESHOLD_REACHED in endpoint.event_types):
-        message = (
-            f"'thresholds' and the event type '{THRESHOLD_REACHED}' need each other: give both or neither."
-        )
+        message = f"'thresholds' and the event type '{THRESHOLD_REACHED}' must be given together."
         raise InvalidRequest(message, param="thresholds")
 
 
@@ -145,7 +143,7 @@ def status_changed(job: Job) -> None:
 
 
 def emit(job: Job, type: str) -> None:
-    """One delivery for each endpoint of the job's project that asks for this type; sent if the session commits."""
+    """Add one delivery per subscribed endpoint of the job's project; sent after the session commits."""
     session = _session_of(job)
     data: dict[str, Any] = {"id": job.id}
     if job.verdict is not None and type in _WITH_VERDICT:
@@ -156,9 +154,9 @@ def emit(job: Job, type: str) -> None:
 
 
 def emit_thresholds(job: Job, step: Mapping[str, Any]) -> None:
-    """Tell of the thresholds that the job has reached with this step's metrics: each once, whatever is repeated.
+    """Emit an event for each threshold that this step reaches, at most once per job and threshold.
 
-    Call it inside `jobs.fenced`: that lock is what keeps two attempts from telling the same.
+    Call it inside `jobs.fenced`, whose lock serializes concurrent attempts.
     """
     session = _session_of(job)
     values = {
@@ -171,7 +169,7 @@ def emit_thresholds(job: Job, step: Mapping[str, Any]) -> None:
             value = values[name]
             if value is None or value < threshold:
                 continue
-            # The id says what is told: a run that resumes and gets there again finds that it was told already.
+            # A deterministic id, so that a resumed run that reaches the threshold again finds the delivery.
             told = f"{endpoint.id} {job.id} {name} {threshold}"
             webhook_id = f"wh_{hashlib.sha256(told.encode()).hexdigest()[:32]}"
             if session.scalar(select(WebhookDelivery.seq).where(WebhookDelivery.id == webhook_id)) is None:
@@ -188,13 +186,13 @@ def emit_thresholds(job: Job, step: Mapping[str, Any]) -> None:
 
 
 def event_body(type: str, data: Mapping[str, Any]) -> str:
-    """The JSON text of an event: what is signed is this very text."""
+    """The JSON text of an event, exactly as it is signed."""
     event = {"object": "event", "id": new_id("evt_"), "type": type, "created_at": now(), "data": data}
     return json.dumps(event, separators=(",", ":"))
 
 
 def sample_body(type: str) -> str:
-    """An event of this type about a job that does not exist."""
+    """A sample event of this type about a job that does not exist."""
     data: dict[str, Any] = {"id": "ftjob-sample"}
     if type == THRESHOLD_REACHED:
         data |= {"threshold": "full_valid_mean_reward", "value": 0.8, "step": 10}
@@ -203,7 +201,7 @@ def sample_body(type: str) -> str:
 
 def _session_of(job: Job) -> Session:
     session = object_session(job)
-    assert session is not None, "what changes a job has read it in a session"
+    assert session is not None, "a job is only changed inside a session"
     return session
 
 
@@ -212,7 +210,7 @@ def _listeners(session: Session, job: Job, type: str) -> list[WebhookEndpoint]:
     return [endpoint for endpoint in endpoints if type in endpoint.event_types]
 
 
-# What goes over the wire.
+# Signing.
 
 
 def headers(endpoint: WebhookEndpoint, webhook_id: str, body: str, at: int) -> dict[str, str]:

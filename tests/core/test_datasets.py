@@ -128,10 +128,10 @@ def test_escaped_emoji_are_characters_like_any_other() -> None:
         (b'{"a": 1e999}', "has a number too large for a 64-bit float"),
         (b'{"a": ' + b"9" * 5000 + b"}", "has a number of more than 400 digits"),
         (b'{"a": ' + b"[" * 100_000, "is nested too deeply"),
-        (rb'{"a": "\ud83d"}', r"has half of a surrogate pair (such as \ud83d alone), which is no character"),
+        (rb'{"a": "\ud83d"}', r"contains a lone surrogate (such as \ud83d), which is not a character"),
         (
             b"\xef\xbb\xbf" + row(),
-            "starts with a byte order mark, which only the first line of a file may have",
+            "starts with a byte order mark, which is allowed only in the first line of a file",
         ),
         (b"", "is blank; remove it"),
         (b" \t\r", "is blank; remove it"),

@@ -294,20 +294,23 @@ def test_an_advanced_hyperparameter_out_of_bounds_is_refused(field, value):
 @pytest.mark.parametrize(
     ("advanced", "says"),
     [
-        ({"loss": "cispo", "clip_low": 0.1}, "it has cispo_cap"),
-        ({"loss": "cispo", "clip_high": 0.1}, "it has cispo_cap"),
-        ({"cispo_cap": 5.0}, "cispo_cap is for loss 'cispo'"),
-        ({"loss": "dr_grpo", "std": "sample"}, "std does nothing"),
-        ({"advantage_scale": "none", "std": "population"}, "std does nothing"),
-        ({"importance": "none", "importance_cap": 2.0}, "importance_cap does nothing"),
-        ({"kl_estimator": "k3"}, "do nothing while kl is 0"),
-        ({"reference_refresh_steps": 5}, "do nothing while kl is 0"),
-        ({"supervision": "process", "loss": "gspo"}, "one ratio an answer"),
-        ({"supervision": "process", "overlong": "soft"}, "one reward"),
-        ({"overlong_buffer": 10}, "is for overlong 'soft'"),
-        ({"overlong": "mask", "overlong_buffer": 10, "max_completion_tokens": 100}, "is for overlong 'soft'"),
-        ({"overlong": "soft", "overlong_buffer": 10}, "give that, too"),
-        ({"overlong": "soft", "overlong_buffer": 11, "max_completion_tokens": 10}, "no less"),
+        ({"loss": "cispo", "clip_low": 0.1}, "use cispo_cap"),
+        ({"loss": "cispo", "clip_high": 0.1}, "use cispo_cap"),
+        ({"cispo_cap": 5.0}, "cispo_cap is only for loss 'cispo'"),
+        ({"loss": "dr_grpo", "std": "sample"}, "std has no effect"),
+        ({"advantage_scale": "none", "std": "population"}, "std has no effect"),
+        ({"importance": "none", "importance_cap": 2.0}, "importance_cap has no effect"),
+        ({"kl_estimator": "k3"}, "have no effect with kl 0"),
+        ({"reference_refresh_steps": 5}, "have no effect with kl 0"),
+        ({"supervision": "process", "loss": "gspo"}, "one ratio per answer"),
+        ({"supervision": "process", "overlong": "soft"}, "overlong 'soft' needs supervision"),
+        ({"overlong_buffer": 10}, "overlong_buffer needs overlong 'soft'"),
+        (
+            {"overlong": "mask", "overlong_buffer": 10, "max_completion_tokens": 100},
+            "overlong_buffer needs overlong 'soft'",
+        ),
+        ({"overlong": "soft", "overlong_buffer": 10}, "needs a max_completion_tokens"),
+        ({"overlong": "soft", "overlong_buffer": 11, "max_completion_tokens": 10}, "at least as large"),
     ],
 )
 def test_a_knob_that_would_do_nothing_is_refused(advanced, says):
@@ -339,9 +342,9 @@ def test_several_greedy_answers_would_all_be_the_same():
 
 
 def test_a_factor_and_the_number_it_scales_exclude_each_other():
-    with pytest.raises(ValidationError, match="give it or learning_rate"):
+    with pytest.raises(ValidationError, match="give only one of it and learning_rate"):
         ask({"learning_rate": 0.1}, learning_rate_multiplier=2.0)
-    with pytest.raises(ValidationError, match="give it or group_size"):
+    with pytest.raises(ValidationError, match="give only one of it and group_size"):
         ask({"group_size": 4}, compute_multiplier=2.0)
 
 

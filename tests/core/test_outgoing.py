@@ -107,15 +107,15 @@ def test_no_spelling_of_this_machine_gets_through(url):
         ("8.8.8.8/hook", "https://"),
         ("https:///hook", "https://"),
         ("https://user:pass@8.8.8.8/", "password"),
-        ("https://8.8.8.8/a\nb", "no URL"),
-        ("https://8.8.8.8:99999/", "no URL"),
+        ("https://8.8.8.8/a\nb", "not a URL"),
+        ("https://8.8.8.8:99999/", "not a URL"),
         ("https://hooks.invalid/", "no address"),
-        (f"https://{'a' * 70}.example/", "no address|no URL"),
-        ("http://xn--/", "no URL"),
-        ("http://xn--a/", "no URL"),
-        ("http://xn--a.example:80/", "no URL"),
-        ("http://\u2024\u2024/", "no URL"),
-        ("http://a\u0300\u200d.example/", "no URL"),
+        (f"https://{'a' * 70}.example/", "no address|not a URL"),
+        ("http://xn--/", "not a URL"),
+        ("http://xn--a/", "not a URL"),
+        ("http://xn--a.example:80/", "not a URL"),
+        ("http://\u2024\u2024/", "not a URL"),
+        ("http://a\u0300\u200d.example/", "not a URL"),
     ],
 )
 def test_what_cannot_be_sent_to_is_refused_with_the_reason(url, why):
@@ -239,7 +239,7 @@ def test_nothing_but_what_it_was_given_is_sent_along(monkeypatch, tmp_path):
 
 
 def test_who_does_not_answer_in_time_is_unreachable():
-    with Receiver([0]) as receiver, pytest.raises(Unreachable, match=r"no answer within 0\.2 seconds"):
+    with Receiver([0]) as receiver, pytest.raises(Unreachable, match=r"no response within 0\.2 seconds"):
         post(Outgoing(("127.0.0.1",), timeout_s=0.2), receiver.url)
 
     assert len(receiver.received) == 1

@@ -153,14 +153,14 @@ def test_an_unknown_model_is_answered_with_the_aliases_too(registry_of):
 @pytest.mark.parametrize(
     ("aliases", "problem"),
     [
-        ('uno = "three"', "alias 'uno' leads to 'three', which is no model of this registry"),
+        ('uno = "three"', "alias 'uno' leads to 'three', which is not a model of this registry"),
         ('uno = "due"\ndue = "three"', "alias 'uno' leads to 'three'"),
         ('one = "org/two"', "alias 'one' is the name of a model"),
         ('one = "one"', "alias 'one' is the name of a model"),
         ('uno = "uno"', "aliases form a cycle: uno -> uno"),
         ('uno = "due"\ndue = "uno"', "aliases form a cycle: uno -> due -> uno"),
         ('"" = "one"', "alias ''"),
-        ('"ft:one:acme::1" = "one"', "begins with 'ft:'"),
+        ('"ft:one:acme::1" = "one"', "begin with 'ft:'"),
         ("uno = 1", "aliases.uno"),
     ],
 )

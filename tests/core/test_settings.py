@@ -86,7 +86,7 @@ def said_by(command, capsys):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('[models.a]\nhub = "a/b"\n[aliases]\no4 = "b"\n', "alias 'o4' leads to 'b', which is no model"),
+        ('[models.a]\nhub = "a/b"\n[aliases]\no4 = "b"\n', "alias 'o4' leads to 'b', which is not a model"),
         ('[models.a]\nhub = "a/b"\ndtype = "int8"\n', "[models.a.dtype] Input should be 'float32' or"),
         ('[models.a]\nhub = "a/b"\npath = "c"\n', "[models.a] give exactly one of path"),
         ('[models.a]\nhub = "a/b"\nchat_template = "none.jinja"\n', "[models.a] chat_template is 'plain'"),
@@ -119,8 +119,8 @@ def test_a_mistake_in_the_models_file_is_told_in_one_line(
     ("url", "said"),
     [
         ("sqlite://", "SQLite in memory is not supported"),
-        ("my secret", "it is no URL of a database"),
-        ("postgresql://me:secret@host:port/name", "it is no URL of a database"),
+        ("my secret", "it is not a database URL"),
+        ("postgresql://me:secret@host:port/name", "it is not a database URL"),
         ("mysql://me:secret@host/name", "mysql is not supported"),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_part_that_was_sent_twice_may_be_left_out(house):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("twice", "is named twice"),
+        ("twice", "is listed twice"),
         ("unknown", "has no part 'part_unknown'"),
         ("another's", "has no part"),
         ("short", "have 2 bytes, but the upload was announced with 4"),

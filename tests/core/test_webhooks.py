@@ -232,7 +232,7 @@ def test_each_job_and_each_threshold_is_told_of_by_itself(session, project):
 def test_a_threshold_without_its_event_or_the_other_way_round_is_refused(
     session, project, event_types, thresholds
 ):
-    with pytest.raises(InvalidRequest, match="need each other"):
+    with pytest.raises(InvalidRequest, match="must be given together"):
         listen(session, project, *event_types, thresholds=thresholds)
 
 

@@ -189,7 +189,11 @@ def test_an_endpoint_that_hangs_or_is_not_there_is_tried_again(database, project
     clock.now += HOUR
     deliver_due(impatient)  # nobody listens there any more
 
-    assert (hung.settled, hung.last_status, hung.last_error) == (False, None, "no answer within 0.2 seconds")
+    assert (hung.settled, hung.last_status, hung.last_error) == (
+        False,
+        None,
+        "no response within 0.2 seconds",
+    )
     gone = row(database)
     assert (gone.settled, gone.attempts) == (False, 2)
     assert gone.last_error not in (None, hung.last_error)
