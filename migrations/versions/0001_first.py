@@ -8,7 +8,7 @@ down_revision = None
 branch_labels = None
 depends_on = None
 
-# SQLite numbers rows only in a column declared INTEGER.
+# SQLite autoincrements only a column declared INTEGER.
 SEQ = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
@@ -178,7 +178,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Indexes go with their tables; tables go before those they refer to."""
+    """Indexes are dropped with their tables; referring tables are dropped first."""
     for table in (
         "tuned_models",
         "jobs",

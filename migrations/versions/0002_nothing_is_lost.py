@@ -1,4 +1,4 @@
-"""Attempts, budgets, keys with scopes, limits and usage of projects, audit, idempotency, uploads in parts, webhooks."""
+"""Attempts, budgets, scoped keys, project limits and usage, audit log, idempotency, multipart uploads, webhooks."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,13 +8,13 @@ down_revision = "0001"
 branch_labels = None
 depends_on = None
 
-# SQLite numbers rows only in a column declared INTEGER.
+# SQLite autoincrements only a column declared INTEGER.
 SEQ = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    # New columns that must have a value have one in the database itself, so that the version of the service
-    # that is being replaced can still write rows.
+    # Required new columns have a default in the database, so that the previous version of the service can still write
+    # rows during the upgrade.
     op.create_table(
         "audit_entries",
         sa.Column("seq", SEQ, autoincrement=True, nullable=False),
@@ -159,16 +159,16 @@ def upgrade() -> None:
     op.create_index(
         "ix_jobs_status_gpu_class_project_id_seq", "jobs", ["status", "gpu_class", "project_id", "seq"]
     )
-    op.drop_index("ix_jobs_status_gpu_class", table_name="jobs")  # the beginning of the new one
+    op.drop_index("ix_jobs_status_gpu_class", table_name="jobs")  # a prefix of the new index
 
 
 def downgrade() -> None:
-    # The first version knows neither scopes nor ends of keys: what is left would open everything, for ever.
+    # The first version ignores scopes and expiry, so the remaining keys would have full access forever.
     op.execute(
         "delete from api_keys where scope <> 'admin' or revoked_at is not null or expires_at is not null "
         "or project_id in (select id from projects where archived_at is not null)"
     )
-    # And it deletes what was said of steps that are done again.
+    # The first version does not know superseded events.
     op.execute("delete from events where superseded")
     op.create_index("ix_jobs_status_gpu_class", "jobs", ["status", "gpu_class"])
     op.drop_index("ix_jobs_status_gpu_class_project_id_seq", table_name="jobs")

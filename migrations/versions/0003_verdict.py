@@ -1,4 +1,4 @@
-"""The verdict of a job, and the row scores of its validations, from which it is made."""
+"""The verdict of a job, and the row scores of its validations."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Permissions to call a tuned model of another project, and the places of deleted rows in their lists."""
+"""Permissions to use a tuned model of another project, and positions of deleted rows in their lists."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "0003"
 branch_labels = None
 depends_on = None
 
-# SQLite numbers rows only in a column declared INTEGER.
+# SQLite autoincrements only a column declared INTEGER.
 SEQ = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 

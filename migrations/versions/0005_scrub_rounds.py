@@ -1,4 +1,4 @@
-"""How far the round that reads all objects has come."""
+"""Progress of the scrub round over all objects."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -7,7 +7,7 @@
     job = client.jobs.wait(job.id, progress=True)           # a live bar, or plain lines in a pipe
     client.checkpoints.download(job.id, to="adapter")
 
-Everything is imported when it is first used: `import regraft` takes a few milliseconds.
+Imports are lazy: `import regraft` takes a few milliseconds.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""`Regraft` is an `openai.OpenAI` for a regraft server, with what such a server can do beyond OpenAI's API."""
+"""`Regraft` is an `openai.OpenAI` for a regraft server, extended by its features beyond OpenAI's API."""
 
 import inspect
 import json
@@ -20,33 +20,34 @@ from regraft.resources.rollouts import AsyncRollouts, Rollouts
 from regraft.types import Estimate, Preview
 
 ESTIMATE, PREVIEW = "/regraft/estimate", "/regraft/preview"
-# More than the server takes before it gives up: a preview that is asked for twice is paid for twice.
+# Longer than the server's own limit: a retried preview would be charged twice.
 PREVIEW_SECONDS = 660.0
 
 
 class Datasets:
-    """Nothing here asks the server."""
+    """Works without the server."""
 
     def validate(self, file: str | Path, *, grader: Source | None = None, split: Split = "train") -> Summary:
-        """Check a JSONL file by the server's own rules; see regraft.datasets.validate."""
+        """Validate a JSONL file by the server's own rules; see regraft.datasets.validate."""
         return datasets.validate(file, grader=grader, split=split)
 
 
 class Regraft(openai.OpenAI):
-    """OpenAI's client for a regraft server: all its resources, and `jobs`, `rollouts`, `checkpoints`, `graders`,
+    """OpenAI's client for a regraft server, with all of its resources and `jobs`, `rollouts`, `checkpoints`, `graders`,
     `datasets`, `estimate` and `preview`.
 
-    The server and the key are what is passed, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else what `regraft login`
-    saved. What the environment says of OpenAI's own service is not used: no key of theirs is sent here.
+    Server and key are the arguments, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else the login saved by `regraft
+    login`.
+    OPENAI_* environment variables are ignored, so OpenAI's keys are not sent to this server.
     """
 
     def __init__(
         self, *, base_url: str | httpx2.URL | None = None, api_key: Any = None, **options: Any
     ) -> None:
-        """The other options are openai.OpenAI's.
+        """The other options are those of openai.OpenAI.
 
         Raises:
-            NotConfigured: nothing says where the server is, or with which key.
+            NotConfigured: no server or key is configured.
         """
         super().__init__(**_where(base_url, api_key), **options)
         _without_openais(self, options)
@@ -72,10 +73,10 @@ class Regraft(openai.OpenAI):
         return Datasets()
 
     def estimate(self, request: Source) -> Estimate:
-        """What a job would take: its size, and ranges of time and cost. Local files are uploaded; nothing is created.
+        """Estimate the size, time and cost of a job. Uploads its local files; creates nothing.
 
         Raises:
-            NotSupportedByServer: the server is too old to say.
+            NotSupportedByServer: the server is too old.
         """
         try:
             return self.post(ESTIMATE, body=self.jobs.prepare(request), cast_to=Estimate)
@@ -83,13 +84,14 @@ class Regraft(openai.OpenAI):
             raise _too_old("estimate", old) from old
 
     def preview(self, request: Source, *, rows: int | None = None, samples: int | None = None) -> Preview:
-        """What the base model makes of a few rows of a job: how many answers pass, whether there is something to learn,
-        and what it would take. Local files are uploaded; nothing is created.
+        """Sample and grade a few rows with the base model, and estimate the job: how many answers pass, and whether
+        there is
+        signal to learn from. Uploads local files; creates nothing.
 
-        The server answers `samples` times to each of `rows`, 8 and 8 unless given.
+        The server samples `samples` answers to each of `rows`, by default 8 and 8.
 
         Raises:
-            NotSupportedByServer: the server is too old to try.
+            NotSupportedByServer: the server is too old.
         """
         body = _with_sizes(self.jobs.prepare(request), rows, samples)
         try:
@@ -115,7 +117,7 @@ class Regraft(openai.OpenAI):
 
 
 class AsyncRegraft(openai.AsyncOpenAI):
-    """As Regraft, to be awaited."""
+    """The asynchronous Regraft."""
 
     def __init__(
         self, *, base_url: str | httpx2.URL | None = None, api_key: Any = None, **options: Any
@@ -178,19 +180,19 @@ class AsyncRegraft(openai.AsyncOpenAI):
 
 
 def _where(base_url: str | httpx2.URL | None, api_key: Any) -> dict[str, Any]:
-    if callable(api_key) and base_url is not None:  # OpenAI's clients take a function that makes keys
+    if callable(api_key) and base_url is not None:  # OpenAI's clients accept a function that returns keys
         return {"base_url": config.normal(str(base_url)), "api_key": api_key}
     login = config.find(None if base_url is None else str(base_url), api_key)
     return {"base_url": login.base_url, "api_key": login.api_key}
 
 
 def _without_openais(client: openai.OpenAI | openai.AsyncOpenAI, options: dict[str, Any]) -> None:
-    # OPENAI_ORG_ID and OPENAI_PROJECT_ID name what this server does not have, and it would refuse them.
+    # OPENAI_ORG_ID and OPENAI_PROJECT_ID do not exist on this server, which would reject them.
     client.organization, client.project = options.get("organization"), options.get("project")
 
 
 def _wants_json(cast_to: Any = None, stream: bool = False, **_: Any) -> bool:
-    # Of other types OpenAI's client would hand on the text, and whoever has it would find no field there.
+    # For other types OpenAI's client would return the text, which has none of the expected attributes.
     return not stream and (
         cast_to is object or (inspect.isclass(cast_to) and issubclass(cast_to, openai.BaseModel))
     )

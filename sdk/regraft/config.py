@@ -1,4 +1,4 @@
-"""Which server, and with which key: from arguments, the environment, or the file that `regraft login` writes."""
+"""Configuration of server and key: arguments, the environment, or the file written by `regraft login`."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class NotConfigured(Exception):
-    """Nothing says which server to talk to, or with which key."""
+    """No server or no key is configured."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Login:
 
 
 def config_file() -> Path:
-    """REGRAFT_CONFIG, or config.toml in the user's own folder for such files."""
+    """REGRAFT_CONFIG, or config.toml in the user's configuration folder."""
     if path := os.environ.get("REGRAFT_CONFIG"):
         return Path(path)
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
@@ -26,12 +26,12 @@ def config_file() -> Path:
 
 
 def find(base_url: str | None = None, api_key: str | None = None) -> Login:
-    """What was passed, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else the saved login.
+    """Return the arguments, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else the saved login.
 
-    A saved key is sent to the server that it was saved for and to no other.
+    A saved key is only sent to the server for which it was saved.
 
     Raises:
-        NotConfigured: with what to do about it.
+        NotConfigured: no server or no key is configured.
     """
     saved = _saved()
     url = base_url or os.environ.get("REGRAFT_BASE_URL") or (saved.base_url if saved else None)
@@ -46,11 +46,11 @@ def find(base_url: str | None = None, api_key: str | None = None) -> Login:
 
 
 def save(login: Login) -> Path:
-    """Keep a login for this user, readable by nobody else."""
+    """Save a login, readable only by this user."""
     path = config_file()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    # A JSON string is a TOML string, too.
+    # A JSON string is also a TOML string.
     text = f"base_url = {json.dumps(login.base_url)}\napi_key = {json.dumps(login.api_key)}\n"
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
@@ -59,7 +59,7 @@ def save(login: Login) -> Path:
 
 
 def normal(url: str) -> str:
-    """With /v1 at the end, where people leave it out."""
+    """Append /v1 if it is missing."""
     url = url.rstrip("/")
     return url if url.endswith("/v1") else f"{url}/v1"
 

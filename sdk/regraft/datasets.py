@@ -1,4 +1,4 @@
-"""Dataset files, checked on this machine by the server's own rules."""
+"""Validation of dataset files on this machine, by the server's own rules."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,27 +10,27 @@ from regraft._rules.datasets import Example
 from regraft._rules.template import MissingPath, Template, TemplateSyntaxError, dotted, resolve
 from regraft.requests import Source, read_grader
 
-# OpenAI's limits, and the server's.
+# The limits of OpenAI and of the server.
 MOST_ROWS: Mapping[str, int] = {"train": 50_000, "valid": 1_000}
 Split = Literal["train", "valid"]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A file in which every row is good."""
+    """A valid file."""
 
     path: Path
     rows: int
-    fields: tuple[str, ...]  # what every row has and graders can read, `messages` left out
+    fields: tuple[str, ...]  # fields of every row that graders can read, without `messages`
 
 
 def validate(file: str | Path, *, grader: Source | None = None, split: Split = "train") -> Summary:
-    """Check every row of a JSONL file, and with a `grader` that each has the fields its templates read.
+    """Validate every row of a JSONL file; with a `grader`, also the fields that its templates read.
 
-    No server is asked. What a python grader or an endpoint reads shows only when it runs.
+    Works without the server. The fields that a python grader or an endpoint reads are not checked.
 
     Raises:
-        InvalidDataset: it names the first bad lines, in the server's words.
+        InvalidDataset: with the first invalid lines, in the words of the server.
     """
     path = Path(file)
     paths = item_paths(read_grader(grader)) if grader is not None else []
@@ -50,9 +50,9 @@ def validate(file: str | Path, *, grader: Source | None = None, split: Split = "
 
 
 def item_paths(spec: Mapping[str, Any]) -> list[tuple[str | int, ...]]:
-    """Every path that the templates of a grader's spec read from a row, each once.
+    """Every path that the templates of a grader read from a row, without duplicates.
 
-    A template that does not parse is left to the server, which says where it is wrong.
+    Templates with syntax errors are ignored here; the server reports them.
     """
     found: dict[tuple[str | int, ...], None] = {}
     for text in _templates(spec):
@@ -76,7 +76,7 @@ def _templates(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The templates of an input: a text, or messages whose contents are texts or parts."""
+    """The templates of an input: a text, or messages with texts or parts."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Shows a job's events as they come: one live line in a terminal, every event on a line of its own in a pipe."""
+"""Displays a job's events as they occur: one live line in a terminal, one line per event in a pipe."""
 
 import shutil
 from typing import TextIO
@@ -11,10 +11,10 @@ CLEAR = "\r\x1b[K"
 
 
 class Display:
-    """Call `event` and `status` as they come, and `close` at the end."""
+    """Call `event` and `status` as they occur, and `close` at the end."""
 
     def __init__(self, out: TextIO, axis: tuple[float, float] = AXIS) -> None:
-        """`axis`: the rewards that the job's grader may give."""
+        """`axis`: the range of the job's rewards."""
         self.out = out
         self.live = out.isatty()
         self.progress = Progress(axis=axis)
@@ -27,7 +27,7 @@ class Display:
             if self.live:
                 self._draw()
             else:
-                # Without what moves: lines are read by people later, and by grep.
+                # Plain numbers without bars, for logs and grep.
                 total = event.data["total_steps"]
                 self._say(
                     "  ".join([f"step {event.data['step']}/{total}", *described(event.data, self._marks)])

@@ -1,9 +1,9 @@
-"""What a server refuses, by the code it gives. Every class is also the openai class of its status.
+"""Errors of a server by their code. Every class is also a subclass of the openai class of its status.
 
     except regraft.JobNotFound        one kind of 404
-    except openai.NotFoundError       all of them, these included
+    except openai.NotFoundError       all 404s, including these
 
-JobFailed, DownloadCorrupt and NotARegraftServer are ours: no request was refused.
+JobFailed, DownloadCorrupt and NotARegraftServer are raised by this library itself.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from openai.types.fine_tuning import FineTuningJob
 
 
 class InvalidApiKey(openai.AuthenticationError):
-    """The server does not know this key, or it is another project's."""
+    """The server does not know this key, or it belongs to another project."""
 
 
 class InsufficientPermissions(openai.PermissionDeniedError):
-    """The key's scope does not reach."""
+    """The key lacks the required scope."""
 
 
 class JobNotFound(openai.NotFoundError): ...
@@ -34,15 +34,15 @@ class ModelNotFound(openai.NotFoundError): ...
 
 
 class NotSupportedByServer(openai.NotFoundError):
-    """This server has no such URL: it is older than this library, or no regraft server."""
+    """This server has no such URL: it is older than this library, or not a regraft server."""
 
 
 class InvalidJobState(openai.BadRequestError):
-    """The job is not in a state that allows this, as resuming one that has ended."""
+    """The job's state does not allow this operation, such as resuming a job that has ended."""
 
 
 class BudgetReached(InvalidJobState):
-    """The job has used what it may."""
+    """The job has used up its budget."""
 
 
 class InvalidGrader(openai.BadRequestError):
@@ -50,11 +50,11 @@ class InvalidGrader(openai.BadRequestError):
 
 
 class QuotaExceeded(openai.RateLimitError):
-    """The project has used what it may. Waiting does not help; whoever runs the server can raise the limit."""
+    """The project has reached a limit. A retry does not help; the operator can raise the limit."""
 
 
 class RateLimited(openai.RateLimitError):
-    """Too many requests; a little later they are welcome."""
+    """Too many requests; retry later."""
 
 
 class JobFailed(openai.OpenAIError):
@@ -69,11 +69,11 @@ class JobFailed(openai.OpenAIError):
 
 
 class DownloadCorrupt(openai.OpenAIError):
-    """What arrived is not what the server has. Nothing of it was kept."""
+    """The download does not match the server's content. Nothing was kept."""
 
 
 class NotARegraftServer(openai.OpenAIError):
-    """Something answers, and it is no regraft server: another program's port, or a page to log in with."""
+    """The server is not a regraft server: another program, or a login page of a proxy."""
 
     code = "not_a_regraft_server"
 
@@ -95,27 +95,27 @@ _BY_CODE: Mapping[str, type[openai.APIStatusError]] = {
 
 
 def named(error: openai.APIStatusError, message: str, response: httpx2.Response) -> openai.APIStatusError:
-    """`error` as the class of its code, or as it is where there is none."""
-    if is_page(response):  # of a proxy, say: its class stays, but nobody wants to read it
+    """Convert `error` to the class of its code, if there is one."""
+    if is_page(response):  # of a proxy: the class stays, but the HTML is not a useful message
         return type(error)(
             f"{foreign(response)} (status {error.status_code})", response=response, body=error.body
         )
     kind = _BY_CODE.get(error.code or "") or _by_param(error)
-    # A proxy may say anything: what is caught as openai's class must stay of that class.
+    # A proxy may return any body: the result must stay a subclass of the openai class of its status.
     if kind is None or not issubclass(kind, type(error)):
         return error
     return kind(message, response=response, body=error.body)
 
 
 def is_page(response: httpx2.Response) -> bool:
-    """Whether it is for browsers. No answer of a regraft server is."""
+    """Whether the response is an HTML page, which a regraft server never returns."""
     return _content_type(response) == "text/html"
 
 
 def refuse_foreign(response: httpx2.Response, *, wants_json: bool) -> None:
     """
     Raises:
-        NotARegraftServer: a regraft server would not have sent this.
+        NotARegraftServer: the response is not one of a regraft server.
     """
     if is_page(response) or (wants_json and not _content_type(response).endswith("json")):
         raise foreign(response)
@@ -123,9 +123,9 @@ def refuse_foreign(response: httpx2.Response, *, wants_json: bool) -> None:
 
 def foreign(response: httpx2.Response) -> NotARegraftServer:
     asked = (response.history or [response])[0].url.copy_with(query=None)
-    led = f"leads to {response.url.copy_with(query=None)}, which sends" if response.history else "sends"
+    led = f"redirects to {response.url.copy_with(query=None)}, which sends" if response.history else "sends"
     return NotARegraftServer(
-        f"{asked} does not answer as a regraft server: it {led} {_content_type(response) or 'what has no type'}"
+        f"{asked} does not answer as a regraft server: it {led} {_content_type(response) or 'no content type'}"
     )
 
 

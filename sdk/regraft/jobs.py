@@ -1,4 +1,4 @@
-"""Following a job through a plain `openai.OpenAI` that points at a regraft server; `Regraft` has all this and more."""
+"""Watch a job with a plain `openai.OpenAI` that points at a regraft server; `Regraft` has all of this and more."""
 
 import sys
 import time
@@ -15,10 +15,10 @@ FINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 
 
 def events(client: OpenAI, job_id: str, *, poll_seconds: float = 1.0) -> Iterator[FineTuningJobEvent]:
-    """The job's events from its first to its last, as they come; ends when the job has ended or is paused."""
+    """Yield the job's events in order as they occur, until the job ends or is paused."""
     last: str | None = None
     while True:
-        # The status first: events written before the job ended are then surely in the listing after it.
+        # The status first, so that the listing after it has all events written before the end.
         status: str = client.fine_tuning.jobs.retrieve(job_id).status
         fresh = []
         for event in client.fine_tuning.jobs.list_events(job_id, limit=100):  # newest first, over all pages
@@ -36,7 +36,7 @@ def events(client: OpenAI, job_id: str, *, poll_seconds: float = 1.0) -> Iterato
 def show(
     client: OpenAI, job_id: str, *, out: TextIO = sys.stdout, poll_seconds: float = 1.0
 ) -> FineTuningJob:
-    """Print the job's progress until it ends, and return it: a live bar in a terminal, plain lines in a pipe."""
+    """Print the job's progress until it ends, and return the job: a live bar in a terminal, lines in a pipe."""
     display = Display(out, axis_of(grader_of(client.fine_tuning.jobs.retrieve(job_id))))
     for event in events(client, job_id, poll_seconds=poll_seconds):
         display.event(event)
@@ -45,7 +45,7 @@ def show(
 
 
 def grader_of(job: FineTuningJob) -> Any:
-    """The grader's spec, as the client parsed it; None where the job shows none."""
+    """The grader's spec, as parsed by the client; None if the job shows none."""
     reinforcement = getattr(job.method, "reinforcement", None)
     return getattr(reinforcement, "grader", None)
 
@@ -56,7 +56,7 @@ def metrics(client: OpenAI, job_id: str) -> list[dict[str, Any]]:
 
 
 def rollouts(client: OpenAI, job_id: str, *, step: int, split: str) -> list[dict[str, Any]]:
-    """The graded answers of one step; `split` is "train" or "valid". Step 0 is the base model's validation."""
+    """The graded answers of one step; `split` is "train" or "valid". Step 0 is the validation of the base model."""
     return _list(client, f"/regraft/jobs/{job_id}/rollouts?step={step}&split={split}")
 
 

@@ -1,4 +1,4 @@
-"""From an OpenAI reinforcement job to a job file of ours, and what differs."""
+"""Converts an OpenAI reinforcement job to a job file, and reports the differences."""
 
 import json
 import re
@@ -8,19 +8,19 @@ from typing import Any
 
 from regraft.requests import OF_THE_METHOD, InvalidRequestFile
 
-# Of a job object that was copied from OpenAI, what is not a parameter of it.
+# Keys of OpenAI's job object that are not parameters.
 _OF_THE_RESULT = frozenset(
     "id object created_at finished_at estimated_finish fine_tuned_model organization_id status result_files "
     "trained_tokens error usage_metrics shared_with_openai eval_id usage".split()
 )
 _KEPT = ("seed", "metadata")
 _AUTO = {
-    "batch_size": "8 prompts a step, or all of a smaller file",
-    "n_epochs": "so many that there are about 20 steps, 10 at most",
+    "batch_size": "8 prompts per step, or all of a smaller file",
+    "n_epochs": "as many as needed for about 20 steps, at most 10",
     "learning_rate_multiplier": "1, on a rate for LoRA that depends on the size of the model",
-    "compute_multiplier": "1, which is 8 answers a prompt",
-    "eval_interval": "ten validations a run",
-    "eval_samples": "one answer a row, greedy",
+    "compute_multiplier": "1, which is 8 answers per prompt",
+    "eval_interval": "ten validations per run",
+    "eval_samples": "one greedy answer per row",
 }
 _FILES = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
 NO_MODEL = "CHOOSE-ONE"
@@ -28,19 +28,19 @@ NO_MODEL = "CHOOSE-ONE"
 
 @dataclass(frozen=True)
 class Migration:
-    """The text of a job file, and what differs: one sentence each, those that need a hand first."""
+    """The text of a job file, and the differences: one sentence each, those that require action first."""
 
     text: str
     to_do: list[str]
     differs: list[str]
-    body: dict[str, Any]  # of POST /fine_tuning/jobs, but for the files
+    body: dict[str, Any]  # of POST /fine_tuning/jobs, without the files
 
 
 def migrate(params: Mapping[str, Any], *, model: str | None = None) -> Migration:
-    """What `fine_tuning.jobs.create` was called with, or the job it answered, as a job file.
+    """Convert the arguments of `fine_tuning.jobs.create`, or the job that it returned, to a job file.
 
     Raises:
-        InvalidRequestFile: it is no reinforcement job.
+        InvalidRequestFile: it is not a reinforcement job.
     """
     method = params.get("method")
     if not isinstance(method, Mapping) or method.get("type") != "reinforcement":
@@ -84,7 +84,7 @@ def _body(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wandb(params: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The job's integrations, which are all of this kind, without what OpenAI's answer adds to them."""
+    """The job's integrations, all of this type, without the fields that OpenAI's response adds."""
     for one in params.get("integrations") or []:
         if isinstance(one, Mapping) and isinstance(place := one.get("wandb"), Mapping):
             asked = {name: value for name, value in place.items() if name != "run_id" and value is not None}
@@ -94,23 +94,23 @@ def _wandb(params: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _to_do(params: Mapping[str, Any], inside: Mapping[str, Any], model: str | None) -> Iterator[str]:
     if model is None:
         asked = params.get("model")
-        yield f"model: {asked} is OpenAI's. Choose one of `regraft models list`."
+        yield f"model: {asked} is a model of OpenAI. Choose one of `regraft models list`."
     for field, name in _FILES.items():
         if file := params.get(field):
             yield f"{field}: {file} is at OpenAI. Download it as {name}: client.files.content({file!r})."
         else:
-            yield f"{field}: there was none, and it is required here. Keep some rows apart as {name}."
+            yield f"{field}: not set, but required here. Hold out some rows as {name}."
     for where, grader in _graders(inside["grader"], "grader"):
         match grader.get("type"):
             case "score_model" | "label_model":
                 yield (
-                    f"{where}.model: {grader.get('model')} must be a judge of this server; its operator names them "
+                    f"{where}.model: {grader.get('model')} must be a judge configured by the operator of this server "
                     "(docs/graders.md)."
                 )
             case "endpoint":
-                yield f"{where}: the server's operator has to allow its host, and its headers must be set again."
+                yield f"{where}: the operator of the server must allow its host, and its headers must be set again."
             case "text_similarity" if grader.get("evaluation_metric") == "cosine":
-                yield f"{where}.evaluation_metric: cosine needs an embedding model and is not offered. Take another."
+                yield f"{where}.evaluation_metric: cosine needs an embedding model and is not supported."
 
 
 def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[str]:
@@ -124,14 +124,14 @@ def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[s
         if hyperparameters.get(name, "auto") in (None, "auto")
     ]
     if automatic:
-        yield f'hyperparameters: OpenAI does not say what its "auto" is. Here {"; ".join(automatic)}.'
+        yield f'hyperparameters: OpenAI does not document its "auto". Here {"; ".join(automatic)}.'
     if isinstance(hyperparameters.get("learning_rate_multiplier"), int | float):
-        yield "hyperparameters.learning_rate_multiplier scales our own base rate, which is not OpenAI's."
+        yield "hyperparameters.learning_rate_multiplier scales this service's base rate, which differs from OpenAI's."
     if [*_wandb(params)]:
-        yield "integrations: W&B runs are written with the account of the server's operator, who has to enable that."
+        yield "integrations: W&B runs use the account of the server's operator, who must enable W&B."
     for name in ("tools", "max_episode_steps"):
         if inside.get(name):
-            yield f"method.reinforcement.{name} is left out: answers are one message here, without tools."
+            yield f"method.reinforcement.{name} is left out: answers here are single messages without tools."
     suffix = params.get("suffix") or params.get("user_provided_suffix")
     if suffix and _suffix(suffix) != suffix:
         yield f"suffix: {suffix!r} appears as {_suffix(suffix)!r} in the name of the model."
@@ -140,7 +140,7 @@ def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[s
         "trainingType",
     }  # fmt: skip
     if params.get("hyperparameters"):
-        yield "hyperparameters at the top is left out: it is for supervised jobs, and creating a job here refuses it."
+        yield "hyperparameters at the top level is left out: it belongs to supervised jobs and is rejected here."
     for name in sorted(unknown):
         yield f"{name} is left out: it is not a parameter here."
     for where, grader in _graders(inside["grader"], "grader"):
@@ -166,7 +166,7 @@ def _suffix(text: str) -> str:
 
 
 def toml(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
-    """A table as TOML: values first, then the tables in it. A null has no spelling there, and is left out."""
+    """A table as TOML: values first, then its tables. Nulls are omitted, since TOML has none."""
     values = {key: one for key, one in table.items() if not _is_table(one) and one is not None}
     tables = {key: one for key, one in table.items() if _is_table(one)}
     lines = [f"{_key(key)} = {_value(one)}" for key, one in values.items()]
@@ -174,7 +174,7 @@ def toml(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
         where = (*path, key)
         head = f"[{'.'.join(map(_key, where))}]"
         below = toml(one, where)
-        # A table of nothing but tables needs no head of its own.
+        # A table that contains only tables needs no header.
         bare = bool(one) and all(_is_table(inner) for inner in one.values())
         lines += ([""] if lines else []) + ([below] if bare else [head, below])
     return "\n".join(line for line in lines).rstrip("\n") + ("\n" if not path else "")
@@ -200,7 +200,7 @@ def _value(value: Any) -> str:
 
 
 def _string(text: str) -> str:
-    # Code is to be read and edited, so it keeps its lines. A literal string has no escapes to get wrong.
+    # Code stays readable on multiple lines. A literal string has no escapes.
     readable = all(one.isprintable() or one in "\n\t" for one in text)
     if "\n" in text and readable and "'''" not in text and not text.endswith("'"):
         return f"'''\n{text}'''"
@@ -208,5 +208,5 @@ def _string(text: str) -> str:
 
 
 def _basic(text: str) -> str:
-    # JSON's escapes are TOML's, but for halves of surrogate pairs, which ensure_ascii would make.
+    # JSON escapes are valid in TOML, except for surrogate pairs, which ensure_ascii would produce.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

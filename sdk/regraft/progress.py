@@ -1,4 +1,4 @@
-"""A run as one line: `running  step 3/12 ██████░░  ▁▃▅  train 0.41  valid 0.38  14.2 s`. Nothing here does any I/O."""
+"""A run as one line: `running  step 3/12 ██████░░  ▁▃▅  train 0.41  valid 0.38  14.2 s`. Without I/O."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ AXIS = (0.0, 1.0)  # of rewards
 
 @dataclass(frozen=True)
 class Marks:
-    """What bars are drawn with; `plain` is for terminals whose encoding has no blocks."""
+    """The characters of bars and sparklines; `plain` is for terminals without Unicode blocks."""
 
     full: str = "█"
     empty: str = "░"
@@ -34,7 +34,7 @@ def marks_for(encoding: str | None) -> Marks:
 
 @dataclass
 class Progress:
-    """What is known of a run from the events seen so far. A step that is done again replaces itself."""
+    """The state of a run according to its events. A repeated step replaces the earlier one."""
 
     status: str = ""
     axis: tuple[float, float] = AXIS  # of the sparkline
@@ -42,18 +42,18 @@ class Progress:
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         step = metrics["step"]
-        # A run that goes on from a checkpoint does the steps behind it again: they are not done any more.
+        # A run that resumes from a checkpoint repeats the steps after it.
         self.steps = {number: seen for number, seen in self.steps.items() if number < step}
         self.steps[step] = metrics
 
     @property
     def rewards(self) -> list[float]:
-        """The training reward of every step that has one, in order."""
+        """The training rewards, in order of the steps."""
         values = [seen.get("train_mean_reward") for seen in self.steps.values()]
         return [value for value in values if value is not None]
 
     def line(self, *, bar: int = 20, spark: int = 24, marks: Marks | None = None) -> str:
-        """All of it in one line; without `spark` there is no sparkline."""
+        """The state in one line; `spark` = 0 omits the sparkline."""
         marks = marks or Marks()
         if not self.steps:
             return self.status
@@ -70,7 +70,7 @@ class Progress:
 
 
 def described(metrics: Mapping[str, Any], marks: Marks | None = None) -> list[str]:
-    """The numbers of one step that a person wants to see; a validation with its standard error."""
+    """The main numbers of one step; a validation with its standard error."""
     parts = []
     for label, key in (("train", "train_mean_reward"), ("valid", "full_valid_mean_reward")):
         if metrics.get(key) is not None:
@@ -86,7 +86,7 @@ def described(metrics: Mapping[str, Any], marks: Marks | None = None) -> list[st
 
 
 def axis_of(grader: Any) -> tuple[float, float]:
-    """The rewards that a grader may give, as far as its spec says: its `range`, or 0 to 1."""
+    """The range of the grader's rewards according to its spec: its `range`, or 0 to 1."""
     bounds = grader.get("range") if isinstance(grader, Mapping) else getattr(grader, "range", None)
     if isinstance(bounds, list | tuple) and len(bounds) == 2:
         return float(bounds[0]), float(bounds[1])
@@ -96,9 +96,9 @@ def axis_of(grader: Any) -> tuple[float, float]:
 def sparkline(
     values: Sequence[float], width: int, blocks: str = BLOCKS, axis: tuple[float, float] = AXIS
 ) -> str:
-    """The values on a fixed axis; more than `width` of them are averaged together.
+    """The values on a fixed axis; more than `width` values are averaged.
 
-    An axis of the values' own extremes would draw noise as full swings. It is only widened for values outside it.
+    Scaling to the minimum and maximum would magnify noise. The axis is only extended for values outside it.
     """
     if len(values) > width:
         edges = [round(number * len(values) / width) for number in range(width + 1)]

@@ -1,9 +1,9 @@
-"""What people write in files: a job, a grader. Read here, and put into the shape of the API.
+"""Reads job and grader files, and converts them to the API's format.
 
-A job file has the fields of POST /fine_tuning/jobs. Where `grader` stands at its top, `hyperparameters` and
-`response_format` may, too, and the method is 'reinforcement'; any other file is sent as it is. `training_file` and
-`validation_file` are ids, or paths that are uploaded; `grader` is a table, or the path of a .py with
-`def grade(sample, item)`, or of a .json, .toml or .yaml. Paths are relative to the file they stand in.
+A job file has the fields of POST /fine_tuning/jobs. With `grader` at the top level, `hyperparameters` and
+`response_format` are also allowed there, and the method is 'reinforcement'; any other file is sent unchanged.
+`training_file` and `validation_file` are ids, or paths to upload; `grader` is a table, or the path of a .py with
+`def grade(sample, item)`, or of a .json, .toml or .yaml.
 """
 
 import json
@@ -18,19 +18,19 @@ from typing import Any
 FILES = ("training_file", "validation_file")
 OF_THE_METHOD = ("grader", "hyperparameters", "response_format")
 PATHS = [["training_file"], ["validation_file"], ["grader"]]
-MASK = "***"  # what a server shows in the place of a secret
+MASK = "***"  # the server's mask for secrets
 
 Source = str | Path | Mapping[str, Any]
-"""A file, or what would be in it."""
+"""A path, or the content of such a file."""
 
 
 class InvalidRequestFile(ValueError):
-    """A file that cannot be read as what it should be; the message names it and the mistake."""
+    """The file is invalid; the message has its path and the problem."""
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """The body of POST /fine_tuning/jobs, but for the files that still have to be uploaded, by their field."""
+    """The body of POST /fine_tuning/jobs without the files to upload, which are listed by field."""
 
     body: dict[str, Any]
     uploads: dict[str, Path]
@@ -40,17 +40,18 @@ class JobRequest:
 
 
 def read_job(source: Source, changes: Sequence[str] = ()) -> JobRequest:
-    """A job, with `changes` such as "hyperparameters.n_epochs=2". Paths in these are relative to the working folder.
+    """Read a job and apply `changes` such as "hyperparameters.n_epochs=2". Their paths are relative to the working
+    folder.
 
     Raises:
-        InvalidRequestFile: it is no job. Whether the job makes sense is for the server to say.
+        InvalidRequestFile: the file is not a job. The server validates its values.
     """
     if isinstance(source, Mapping):
         fields, folder, name = deepcopy(dict(source)), Path(), "the request"
     else:
         path = Path(source)
         fields, folder, name = read_table(path), path.parent, str(path)
-    # Its own short form has the grader at the top; any other file is the API's body, and for the API to judge.
+    # A top-level grader marks the short form; any other file is the API's body, which the server validates.
     is_short = "grader" in fields or any(re.match(r"\s*grader\b", change) for change in changes)
     body = _with_method(fields, name) if is_short else fields
     for change in changes:
@@ -69,14 +70,14 @@ def read_job(source: Source, changes: Sequence[str] = ()) -> JobRequest:
 
 
 def read_grader(source: Source) -> dict[str, Any]:
-    """The spec of a grader: as it is, or from a .py, .json, .toml or .yaml file."""
+    """Read the spec of a grader: a mapping, or a .py, .json, .toml or .yaml file."""
     if isinstance(source, Mapping):
         return dict(source)
     path = Path(source)
     if path.suffix == ".py":
         return {"type": "python", "name": path.stem, "source": _text(path)}
     spec = read_table(path)
-    # A job file will do: its grader is meant.
+    # A job file stands for its grader.
     if "grader" in spec and "type" not in spec:
         inner = spec["grader"]
         return read_grader(path.parent / inner if isinstance(inner, str) else inner)
@@ -84,13 +85,13 @@ def read_grader(source: Source) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """A JSON, TOML or YAML file whose top is a table."""
+    """Read a JSON, TOML or YAML file with a table at the top level."""
     text = _text(path)
     try:
         value = _parsers(path)(text)
     except InvalidRequestFile:
         raise
-    except Exception as cause:  # each parser has its own
+    except Exception as cause:  # each parser has its own exceptions
         raise InvalidRequestFile(f"{path}: {cause}") from cause
     if not isinstance(value, dict):
         raise InvalidRequestFile(f"{path}: expected a table of fields at the top")
@@ -98,9 +99,9 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def set_path(body: dict[str, Any], assignment: str) -> None:
-    """Carry out `hyperparameters.n_epochs=2`. Values are JSON, and text where they are not.
+    """Apply an assignment such as `hyperparameters.n_epochs=2`. Values are JSON, or else text.
 
-    `grader`, `hyperparameters` and `response_format` are found inside the method.
+    `grader`, `hyperparameters` and `response_format` are looked up inside the method.
     """
     name, equals, text = assignment.partition("=")
     keys = name.strip().split(".")
@@ -116,19 +117,19 @@ def set_path(body: dict[str, Any], assignment: str) -> None:
     for depth, key in enumerate(keys[:-1]):
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
-            raise InvalidRequestFile(f"--set {assignment}: {'.'.join(keys[: depth + 1])} is no table")
+            raise InvalidRequestFile(f"--set {assignment}: {'.'.join(keys[: depth + 1])} is not a table")
     table[keys[-1]] = value
 
 
 def refuse_masked(body: Mapping[str, Any], path: str = "") -> None:
-    """A request that was read from a job has its secrets masked; sent like this, the masks would be the secrets."""
+    """Reject masked secrets: a request that was read from a job would use the masks as secrets."""
     for key, value in body.items():
         where = f"{path}.{key}" if path else key
         if isinstance(value, Mapping):
             refuse_masked(value, where)
         elif value == MASK:
             where = where.removeprefix("method.reinforcement.")
-            message = f"The server does not show {where}: set it again, or give a grader."
+            message = f"The server does not show {where}: set it again, or pass a grader."
             raise InvalidRequestFile(message)
 
 
@@ -140,7 +141,7 @@ def _with_method(fields: dict[str, Any], name: str) -> dict[str, Any]:
     inside = dict(method.get("reinforcement") or {})
     for key in OF_THE_METHOD:
         if key in fields and key in inside:
-            raise InvalidRequestFile(f"{name}: {key} stands at the top and in the method, too")
+            raise InvalidRequestFile(f"{name}: {key} is given at the top level and in the method")
         if key in fields:
             inside[key] = fields[key]
     kind = method.get("type", "reinforcement")
@@ -153,7 +154,7 @@ def _is_id(value: str) -> bool:
 
 def _existing(path: Path, where: str) -> Path:
     if not path.is_file():
-        raise InvalidRequestFile(f"{where}: there is no file {path}")
+        raise InvalidRequestFile(f"{where}: no such file: {path}")
     return path
 
 

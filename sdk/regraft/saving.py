@@ -1,4 +1,4 @@
-"""What is downloaded: bytes as they come, and files that are there when they are whole and not before."""
+"""Downloads: chunks of a response, and files that appear only when complete."""
 
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -12,18 +12,18 @@ import openai
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Write `path`: it appears, or replaces the file that was there, when the block has ended well.
+    """Write `path` atomically: it appears, or replaces the existing file, when the block succeeds.
 
     Raises:
-        FileNotFoundError: its folder is not there.
+        FileNotFoundError: its folder does not exist.
     """
-    if path.exists() and not path.is_file():  # a pipe, or /dev/null: these are written to, and never replaced
+    if path.exists() and not path.is_file():  # pipes and /dev/null are written to directly
         with path.open("wb") as out:
             yield out
         return
-    target = path.resolve()  # a link stays, and what it leads to is replaced
+    target = path.resolve()  # keeps a symbolic link and replaces its target
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {target.parent}.")
+        raise FileNotFoundError(f"No such folder: {target.parent}")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with temporary.open("wb") as out:
@@ -34,10 +34,10 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def chunks(response: httpx2.Response) -> Iterator[bytes]:
-    """The body as it comes.
+    """The body in chunks.
 
     Raises:
-        openai.APIConnectionError: it ends before it is whole, or nothing comes any more.
+        openai.APIConnectionError: the body is truncated or times out.
     """
     try:
         yield from response.iter_bytes()

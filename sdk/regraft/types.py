@@ -1,4 +1,4 @@
-"""What the server sends beyond OpenAI's types. Keys that are not named here are kept, and are attributes as well."""
+"""Types of the server beyond OpenAI's. Unknown keys are kept as attributes."""
 
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ class StepMetrics(BaseModel):
     full_valid_difference_low: float | None = None
     full_valid_difference_high: float | None = None
     completion_tokens_mean: float | None = None
-    groups_mixed_share: float | None = None  # of all groups, those with different rewards
+    groups_mixed_share: float | None = None  # share of groups with signal
     timing: dict[str, Any] | None = None
 
 
@@ -29,15 +29,15 @@ class Verdict(BaseModel):
     base_reward: float
     tuned_reward: float
     difference: float
-    ci_low: float | None = None  # the 95 % interval of the difference; None: too few rows for one
+    ci_low: float | None = None  # 95 % interval of the difference; None: too few rows
     ci_high: float | None = None
     wins: int
     losses: int
     ties: int
     rows: int
-    ungraded: int  # rows left out because one of the two has no graded answer
+    ungraded: int  # rows excluded because one of the two has no graded answer
     step: int  # of the delivered checkpoint
-    ground: str | None = None  # the damage for which it is worse; None: the interval alone decides
+    ground: str | None = None  # the damage that makes it worse; None: decided by the interval alone
 
     def __str__(self) -> str:
         """`worse than the base model: 0.59 -> 0.00 (difference -0.59, 95 % interval ...)`."""
@@ -70,7 +70,7 @@ def _counted(number: int, singular: str, plural: str) -> str:
 
 
 def verdict_of(job: FineTuningJob) -> Verdict | None:
-    """The verdict of a job; None before its end, where nothing could be compared, and from an older server."""
+    """The verdict of a job; None before its end, without a comparison, and from an older server."""
     stored = getattr(job, "verdict", None)
     return None if stored is None else Verdict.construct(**stored)
 
@@ -87,7 +87,7 @@ class JobEvent(FineTuningJobEvent):
 
 
 class RolloutStep(BaseModel):
-    """A step of an answer that was judged step by step; it ends before the character `end`."""
+    """A step of an answer that was judged by steps; it ends before the character `end`."""
 
     end: int
     score: float | None = None
@@ -95,37 +95,37 @@ class RolloutStep(BaseModel):
 
 
 class Rollout(BaseModel):
-    """One answer and its grade. The dicts are by the parts of a multi grader, and None or empty for others."""
+    """One answer and its grade. The dicts are by part of a multi grader, and None or empty for others."""
 
     id: str
     step: int
     split: str  # train | valid
-    group: int  # of the step, from 0: the answers to one prompt
-    member: int  # of its group
-    line: int  # of the file
+    group: int  # index of the prompt in the step, from 0
+    member: int  # index of the answer in its group
+    line: int  # line of the file
     messages: list[dict[str, Any]]
-    item: dict[str, Any] | None = None  # what else the row of the dataset has
+    item: dict[str, Any] | None = None  # the other fields of the dataset row
     output_text: str
     finish_reason: str
-    prompt_tokens: int | None = None  # None: a version that did not count them wrote it
+    prompt_tokens: int | None = None  # None: written by a version that did not count them
     completion_tokens: int
-    score: float | None = None  # None: it could not be graded, and `reason` says why
+    score: float | None = None  # None: could not be graded; see `reason`
     reason: str | None = None
-    error: str | None = None  # the kind of error that kept it from being graded
-    output: str | None = None  # what a python grader printed
+    error: str | None = None  # kind of the grading error
+    output: str | None = None  # printed by a python grader
     sub_scores: dict[str, float | None] | None = None
     sub_reasons: dict[str, str] | None = None
     sub_errors: dict[str, str] | None = None
     sub_outputs: dict[str, str] | None = None
-    centred_reward: float | None = None  # the score less the mean of its group
-    advantage: float | None = None  # as training took it; None: nothing was learned from this answer
+    centred_reward: float | None = None  # the score minus the mean of its group
+    advantage: float | None = None  # as used in training; None: the answer was not trained on
     trained: bool | None = None
-    replacement: bool | None = None  # drawn because another prompt of the step had no signal
+    replacement: bool | None = None  # resampled in place of a prompt without signal
     steps: list[RolloutStep] | None = None
 
 
 class Estimate(BaseModel):
-    """What a job would take. `estimate` is None where nothing is known yet, and `reason` says why."""
+    """The estimate of a job. `estimate` is None if unknown, with the `reason`."""
 
     model: str
     training_rows: int
@@ -136,11 +136,11 @@ class Estimate(BaseModel):
     group_size: int
     estimate: dict[str, Any] | None = None
     reason: str | None = None
-    warnings: list[str] = []  # what the server accepts and has no effect
+    warnings: list[str] = []  # accepted parameters without effect
 
 
 class Share(BaseModel):
-    """From 0 to 1, and between what it plausibly is, with 95 % confidence."""
+    """A share from 0 to 1 with its 95 % confidence interval."""
 
     low: float
     expected: float
@@ -148,15 +148,15 @@ class Share(BaseModel):
 
 
 class Signal(BaseModel):
-    """The share of groups of one size whose rewards would differ, so that something is learned from them."""
+    """The share of groups of one size with different rewards, from which training can learn."""
 
     group_size: int
     share: Share
-    at_least: bool  # there were fewer samples than that, so it may be more
+    at_least: bool  # the group size exceeds the number of samples, so this is a lower bound
 
 
 class Spread(BaseModel):
-    """Of tokens or seconds."""
+    """A distribution of tokens or seconds."""
 
     mean: float
     p90: float
@@ -164,7 +164,7 @@ class Spread(BaseModel):
 
 
 class Grading(BaseModel):
-    """How the grader did; seconds are of one answer, tokens those of judges."""
+    """Statistics of the grader; seconds are per answer, tokens are those of judges."""
 
     failed: int
     reasons: list[str]
@@ -173,50 +173,50 @@ class Grading(BaseModel):
 
 
 class Sampling(BaseModel):
-    """How fast the inference server answered."""
+    """Throughput of the inference server."""
 
     seconds: float
     tokens_per_second: float
 
 
 class PreviewedPrompt(BaseModel):
-    """A row that was tried; a reward is None where the answer could not be graded."""
+    """A sampled row; a reward is None if the answer could not be graded."""
 
-    line: int  # of the file
+    line: int  # line of the file
     tokens: int
     rewards: list[float | None]
     answer: str  # the first one
 
 
 class Preview(Estimate):
-    """What the base model made of a few rows of a job, beside what the job would take."""
+    """The results of the base model on a few rows of a job, and the job's estimate."""
 
     prompts: list[PreviewedPrompt]
     answers: int
     passed: int
     pass_threshold: float
-    pass_rate: Share | None = None  # of the graded answers; None: there is none
+    pass_rate: Share | None = None  # of the graded answers; None without any
     mean_reward: float | None = None
     signal: list[Signal]
     prompt_tokens: Spread
     completion_tokens: Spread
-    cut_off: int  # answers that were as long as they may be
+    cut_off: int  # answers that reached the token limit
     grading: Grading
     sampling: Sampling
-    verdict: str  # "good", "too_hard", ...: docs/preview.md has all of them
+    verdict: str  # "good", "too_hard", ...; see docs/preview.md
     recommendation: str
 
 
 class GraderTest(BaseModel):
-    """One row of a grader's test."""
+    """The result of one test case of a grader."""
 
     line: int
     reward: float
     expect: float | None = None
-    passed: bool  # no error, and as expected where something was
-    reason: str = ""  # of a python grader that raised: the whole traceback, the exception last
-    errors: list[str] = []  # the flags that are up, such as "sample_parse_error"
-    error_details: dict[str, str] = {}  # by flag, where the server explains it
-    output: str = ""  # what python graders printed
+    passed: bool  # no error, and the expected reward if given
+    reason: str = ""  # for a python grader that raised: the whole traceback, the exception last
+    errors: list[str] = []  # the set flags, such as "sample_parse_error"
+    error_details: dict[str, str] = {}  # by flag, if the server explains it
+    output: str = ""  # printed by python graders
     execution_time: float | None = None  # seconds
     sub_rewards: dict[str, float] = {}

@@ -105,7 +105,7 @@ def archive(files, manifest=None):
     [
         (archive({"a": b"1"}, {"files": [{"name": "a", "sha256": "0" * 64}]}), "a does not have the sha256"),
         (archive({}, {"files": [{"name": "a", "sha256": "0" * 64}]}), "a is missing"),
-        (archive({"../escaped": b"1"}), "no plain file"),
+        (archive({"../escaped": b"1"}), "not a plain file"),
         (archive({"a": b"1"}, {"wrong": 1}), "no usable reproduce.json"),
         (io.BytesIO(b"not a tar at all"), "cannot be read"),
     ],

@@ -111,7 +111,7 @@ def test_a_job_is_created_from_a_file_and_steered(regraft, in_json, job_file):
     assert in_json("jobs", "show", job_id)["seed"] == 11
     assert in_json("jobs", "clone", job_id, "--set", "hyperparameters.n_epochs=2")["seed"] == 11
     assert [job["id"] for job in in_json("jobs", "list", "--limit", "5")][1] == job_id
-    assert "place 1, waiting for its files to be validated" in regraft("jobs", "show", job_id)[1]
+    assert "position 1, waiting for its files to be validated" in regraft("jobs", "show", job_id)[1]
     assert regraft("jobs", "pause", job_id)[0] == 2  # its files are still being validated
     assert regraft("jobs", "cancel", job_id)[1] == f"{job_id} is cancelled\n"
     assert regraft("jobs", "resume", job_id)[0] == 2
@@ -122,9 +122,9 @@ def test_an_estimate_creates_nothing(regraft, in_json, job_file):
 
     assert code == 0
     assert out.splitlines() == [
-        "4 rows to learn from, 4 to be tested on",
-        "3 steps: 3 epochs, 4 prompts a step, 8 answers a prompt",
-        "time and cost are not known: no job of this model has run here yet",
+        "4 training rows, 4 validation rows",
+        "3 steps: 3 epochs, 4 prompts per step, 8 answers per prompt",
+        "time and cost are unknown: no job of this model has run here yet",
     ]
     assert in_json("jobs", "list") == []
 
@@ -133,15 +133,15 @@ def test_a_preview_in_a_pipe_creates_nothing(regraft, in_json, job_file, model):
     asked = ("jobs", "create", "-f", str(job_file), "--preview", "--rows", "2", "--samples", "2")
     code, out, err = regraft(*asked)
 
-    assert (code, err) == (0, "Nothing was created; with --yes the job is.\n"), err
+    assert (code, err) == (0, "Nothing was created; pass --yes to create the job.\n"), err
     lines = out.splitlines()
     assert lines[0] == "2 rows tried, 4 answers"
     assert lines[1].startswith("2 pass (reward 0.5 or more): 50 %, between ")
-    assert lines[2] == "answers a prompt  groups with signal"
+    assert lines[2] == "answers per prompt  groups with signal"
     assert lines[3].startswith("2                 100 %, between ")
     assert lines[5].startswith("8 (the job's)     at least 100 %, between ")
-    assert "3 tokens an answer, at most 3; 0 cut off at 512" in lines
-    assert "4 rows to learn from, 4 to be tested on" in lines
+    assert "3 tokens per answer, at most 3; 0 cut off at 512" in lines
+    assert "4 training rows, 4 validation rows" in lines
     assert any("from the preview's answers and their speed" in line for line in lines)
     assert lines[-1].startswith("2 of 4 answers pass, and at least 100 % of the groups of 8 have signal: ")
     found = in_json(*asked)
@@ -184,7 +184,7 @@ def test_in_a_terminal_a_preview_asks(house, client, job_file, model, said, code
 def test_what_belongs_to_a_preview_is_refused_without_one(regraft, job_file):
     code, _, err = regraft("jobs", "create", "-f", str(job_file), "--yes")
 
-    assert (code, "belong to --preview" in err) == (2, True)
+    assert (code, "require --preview" in err) == (2, True)
 
 
 def test_a_preview_without_an_inference_server_says_what_is_missing(regraft, job_file):
@@ -204,7 +204,7 @@ def test_what_is_known_of_time_and_cost_is_a_range():
     }
 
     assert _estimate(size | {"group_size": 8, "estimate": known}).splitlines()[2:] == [
-        "1 min 30 s, between 50 s and 2 h 01 min, from 20 steps of 1 earlier job",
+        "1 min 30 s, between 50 s and 2 h 01 min, based on 20 steps of 1 earlier job",
         "1.00, between 0.50 and 20.00 USD",
     ]
 
@@ -469,8 +469,8 @@ def test_models(regraft, in_json):
         (["jobs", "show", "ftjob-none"], 3, "Could not find fine tune: ftjob-none (fine_tune_not_found"),
         (["jobs", "create", "-f", "none.toml"], 2, "none.toml: No such file or directory"),
         (["jobs"], 2, "required: COMMAND"),
-        (["graders", "run", "--grader", "g.py"], 2, "Give either --sample TEXT"),
-        (["files", "upload", "none.jsonl"], 2, "There is no file none.jsonl"),
+        (["graders", "run", "--grader", "g.py"], 2, "Pass either --sample TEXT"),
+        (["files", "upload", "none.jsonl"], 2, "No such file: none.jsonl"),
     ],
 )
 def test_what_goes_wrong_has_a_line_and_a_code(regraft, argv, code, said):

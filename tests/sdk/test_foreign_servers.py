@@ -105,7 +105,7 @@ def test_a_stream_of_events_that_never_ends_the_job_is_given_up(run, stranger):
 
     code, said = run("jobs", "watch", "ftjob-1")
 
-    assert (code, said) == (5, "regraft: The stream of ftjob-1 ends before the job does.\n")
+    assert (code, said) == (5, "regraft: The stream of ftjob-1 ended before the job.\n")
     assert sum("stream" in path for path in stranger.asked) == 11
 
 
@@ -129,7 +129,7 @@ def test_a_download_makes_no_folder_and_replaces_what_a_link_leads_to_but_no_dev
 
     assert run("files", "download", "file-1", "--to", str(tmp_path / "none" / "x")) == (
         2,
-        f"regraft: There is no folder {tmp_path / 'none'}. (invalid_command)\n",
+        f"regraft: No such folder: {tmp_path / 'none'} (invalid_command)\n",
     )
     assert run("files", "download", "file-1", "--to", str(tmp_path / "link"))[0] == 0
     assert run("files", "download", "file-1", "--to", os.ttyname(secondary))[0] == 0

@@ -102,7 +102,7 @@ def test_it_says_what_differs():
         "reasoning_effort: medium",
         "n_epochs is so many",
         "learning_rate_multiplier scales",
-        "W&B runs are written",
+        "W&B runs use the account",
         "tools is left out",
         "'my desk!' appears as 'my-desk'",
         "grader.graders.py: python",
@@ -125,7 +125,7 @@ def test_a_cosine_and_an_endpoint_need_a_hand():
 
     told = migrate(params, model="tiny").to_do
 
-    assert told[0].startswith("training_file: there was none")
+    assert told[0].startswith("training_file: not set")
     assert told[2].startswith("grader.graders.0.evaluation_metric: cosine")
     assert told[3].startswith("grader.graders.1: the server's operator")
 
@@ -146,7 +146,7 @@ def test_the_command_writes_the_file_once(tmp_path, capsys):
     assert main(["migrate-from-openai", str(source), "-o", str(target)]) == 0
     assert capsys.readouterr().out.startswith(f"Wrote {target}\nTo do:\n  - model: ")
     assert main(["migrate-from-openai", str(source), "-o", str(target)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 VALUES = st.recursive(

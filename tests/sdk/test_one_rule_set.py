@@ -146,7 +146,7 @@ def test_hyperparameters_beside_a_method_are_refused_by_name_and_migration_says_
         said = capsys.readouterr()
         assert "The top-level 'hyperparameters' is deprecated" in said.out + said.err
     assert main(["migrate-from-openai", "job.json", "-o", "job.toml"]) == 0
-    assert "hyperparameters at the top is left out" in capsys.readouterr().out
+    assert "hyperparameters at the top level is left out" in capsys.readouterr().out
 
 
 def test_a_jobs_rows_are_checked_with_it(desk, capsys):
@@ -168,7 +168,7 @@ def test_without_a_server_rows_are_checked_and_the_rest_is_said_not_to_be(desk, 
     (desk / "grader.json").write_text(json.dumps(GRADER))
 
     assert main(["validate", "train.jsonl", "--grader", "grader.json"]) == 0
-    assert "grader.json: no server could be asked" in capsys.readouterr().err
+    assert "grader.json: the server is unavailable" in capsys.readouterr().err
 
 
 def test_the_client_validates_without_uploading(client, job_file):

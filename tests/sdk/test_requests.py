@@ -81,7 +81,7 @@ def test_a_grader_comes_from_code_a_spec_or_a_job_file(tmp_path, job_file):
     [
         ("n_epochs", "field=value"),
         ("=1", "field=value"),
-        ("model.name=1", "model is no table"),
+        ("model.name=1", "model is not a table"),
     ],
 )
 def test_a_change_that_makes_no_sense_is_refused(assignment, problem):
@@ -108,9 +108,13 @@ def test_values_are_json_or_text():
         ("job.toml", "model = ", "job.toml: "),
         ("job.json", "[1]", "expected a table"),
         ("job.ini", "a=1", r"\.toml, \.json or \.yaml"),
-        ("job.toml", 'training_file = "none.jsonl"', "training_file: there is no file .*none.jsonl"),
+        ("job.toml", 'training_file = "none.jsonl"', "training_file: no such file: .*none.jsonl"),
         ("job.toml", 'grader = "none.py"', r"none\.py: No such file"),
-        ("job.toml", "grader = {}\n[method.reinforcement]\ngrader = {}", "at the top and in the method"),
+        (
+            "job.toml",
+            "grader = {}\n[method.reinforcement]\ngrader = {}",
+            "at the top level and in the method",
+        ),
     ],
 )
 def test_a_file_that_is_no_job_is_named_with_its_mistake(tmp_path, name, text, problem):

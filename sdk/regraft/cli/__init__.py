@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; `regraft --help` lists them."""
+    """Run one command and return its exit code; see `regraft --help`."""
     from regraft.cli.parser import build
 
     arguments = build().parse_args(argv)
-    if arguments.run == "completion":  # a shell may run this at every start
+    if arguments.run == "completion":  # shells may run this on startup
         from regraft.cli.completion import script
 
         print(script(build(), arguments.shell), end="")

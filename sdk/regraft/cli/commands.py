@@ -1,4 +1,4 @@
-"""What each command does. Results go to stdout, all else to stderr."""
+"""The commands. Results go to stdout, everything else to stderr."""
 
 import argparse
 import getpass
@@ -42,11 +42,11 @@ JOB_FILES = (".toml", ".json", ".yaml", ".yml")
 
 
 class Refused(Exception):
-    """A command cannot be carried out as it was given."""
+    """The arguments of a command are invalid."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command that the arguments name; whatever goes wrong becomes a line on stderr and an exit code."""
+    """Run the command of the arguments; errors become a line on stderr and an exit code."""
     as_json = arguments.output == "json"
     try:
         code: int = COMMANDS[arguments.run](arguments)
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         _complain(as_json, f"Cannot reach {error.request.url.copy_with(path='/')}{why}", "connection_error")
         return UNREACHABLE
     except JobFailed as failed:
-        # The last event has told all lines of it, as the list of a file's bad rows.
+        # The last event lists all lines of the error, such as the invalid rows of a file.
         first, *_ = str(failed).splitlines()
         _complain(as_json, first, failed.code, failed.param)
         return NO
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         _complain(as_json, str(corrupt), "download_corrupt")
         return UNREACHABLE
     except (openai.OpenAIError, httpx2.RequestError) as error:
-        # What went wrong after the first byte: an answer's stream that ends in an error, or before its end.
+        # Errors after the first byte: an error event in a stream, or a truncated response.
         named = getattr(error, "code", None), getattr(error, "param", None)
         _complain(as_json, str(error) or type(error).__name__, *named)
         return UNREACHABLE
@@ -79,14 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
         _complain(as_json, str(missing), "not_configured")
         return AUTH
     except (InvalidRequestFile, Refused, OSError, httpx2.InvalidURL) as wrong:
-        if isinstance(wrong, BrokenPipeError):  # `| head` has seen enough
+        if isinstance(wrong, BrokenPipeError):  # `| head` has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return DONE
         _complain(as_json, str(wrong), "invalid_command")
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except EOFError:  # Ctrl-D at a question
+    except EOFError:  # Ctrl-D at a prompt
         say("")
         return INTERRUPTED
 
@@ -108,7 +108,7 @@ def _client_for(environment: tuple[str | None, ...]) -> Regraft:
 
 
 def _client() -> Regraft:
-    # Once a command. The environment is part of it so that a program that calls main() twice may change it.
+    # Once per command. The environment is part of the key, because a program may change it between calls of main().
     names = ("REGRAFT_BASE_URL", "REGRAFT_API_KEY", "REGRAFT_CONFIG")
     return _client_for(tuple(os.environ.get(name) for name in names))
 
@@ -128,13 +128,13 @@ def login(arguments: argparse.Namespace) -> int:
     url = arguments.base_url or os.environ.get("REGRAFT_BASE_URL")
     if url is None:
         if not sys.stdin.isatty():
-            raise Refused("Say where the server is: --base-url URL, or REGRAFT_BASE_URL.")
+            raise Refused("No server: set --base-url URL or REGRAFT_BASE_URL.")
         url = input("Server [http://127.0.0.1:8000]: ").strip() or "http://127.0.0.1:8000"
-    # Never from the command line: others can read it there.
+    # Never an argument: other users can read command lines.
     key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline()
     key = key.strip() or os.environ.get("REGRAFT_API_KEY", "")
     if not key:
-        raise Refused("There is no API key on stdin.")
+        raise Refused("No API key on stdin.")
     chosen = config.Login(config.normal(url), key)
     models = _models_of(chosen)
     path = config.save(chosen)
@@ -145,7 +145,7 @@ def login(arguments: argparse.Namespace) -> int:
 
 
 def _models_of(login: config.Login) -> int:
-    """How many models the server has; that nothing but a regraft server answers so is what a login tries."""
+    """The number of models. Login verifies with this request that the server is a regraft server."""
     try:
         listed = Regraft(base_url=login.base_url, api_key=login.api_key).models.list()
     except openai.NotFoundError as error:
@@ -161,7 +161,7 @@ def files_upload(arguments: argparse.Namespace) -> int:
     made = []
     for path in arguments.paths:
         if not path.is_file():
-            raise Refused(f"There is no file {path}.")
+            raise Refused(f"No such file: {path}")
         made.append(_client().files.create(file=path, purpose="fine-tune"))
     return _answer(arguments, made, lambda: _files(made))
 
@@ -203,7 +203,7 @@ def _files(files: list[Any]) -> str:
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """All of the files, so that one run names all that is wrong."""
+    """Validate all files, so that one run reports all errors."""
     reports = [*_validated_grader(arguments), *(_validated(path, arguments) for path in arguments.files)]
     if arguments.output == "json":
         print_json(reports)
@@ -217,7 +217,7 @@ def validate(arguments: argparse.Namespace) -> int:
                 print(f"{report['file']}: {report['rows']} rows{fields}")
                 continue
             for error in report["errors"]:
-                # As compilers say it, so that editors can jump there.
+                # In the format of compilers, which editors can parse.
                 where = f":{error['line']}" if error["line"] else ""
                 print(
                     f"{report['file']}{where}: {': '.join(filter(None, (error['path'], error['message'])))}"
@@ -228,7 +228,7 @@ def validate(arguments: argparse.Namespace) -> int:
 
 
 def _validated_grader(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A report of the grader if the server refuses it. Without a server its rows are all that can be checked."""
+    """Report an invalid grader. Without a server only the rows can be checked."""
     if arguments.grader is None:
         return []
     body = {"grader": read_grader(arguments.grader)}
@@ -237,7 +237,7 @@ def _validated_grader(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _validated_job(path: Path) -> dict[str, Any]:
-    """A job file: by the server's rules, then its local files by those for rows."""
+    """Validate a job file with the server, then its local files by the rules for rows."""
     job = read_job(path)
     refusal = _refused_by_server(VALIDATE, validation(job), str(path))
     if refusal is not None:
@@ -251,11 +251,11 @@ def _validated_job(path: Path) -> dict[str, Any]:
 
 
 def _refused_by_server(path: str, body: dict[str, Any], what: str) -> openai.APIStatusError | None:
-    """The server's refusal of a body, by the rules that creating a job applies; a note on stderr if it is away."""
+    """The server's rejection of a body on validation; if the server is unavailable, a note on stderr."""
     try:
         _client().post(path, body=body, cast_to=object)
     except (NotConfigured, openai.APIConnectionError, NotSupportedByServer):
-        say(f"{what}: no server could be asked, so only what this machine knows was checked")
+        say(f"{what}: the server is unavailable, so only local rules were checked")
     except (openai.BadRequestError, openai.NotFoundError) as refusal:
         return refusal
     return None
@@ -283,7 +283,7 @@ def _validated(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def graders_validate(arguments: argparse.Namespace) -> int:
     asked = {"grader": read_grader(arguments.grader)}
-    # Not through the SDK's types: its union knows none of ours.
+    # Not with the SDK's types: their union lacks our grader types.
     answer: Any = _client().post("/fine_tuning/alpha/graders/validate", body=asked, cast_to=object)
     grader = answer["grader"]
     return _answer(arguments, answer, lambda: f"{grader['name']} ({grader['type']}): valid")
@@ -291,7 +291,7 @@ def graders_validate(arguments: argparse.Namespace) -> int:
 
 def graders_run(arguments: argparse.Namespace) -> int:
     if (arguments.sample is None) == (arguments.cases is None):
-        raise Refused("Give either --sample TEXT or a JSONL file of cases.")
+        raise Refused("Pass either --sample TEXT or a JSONL file of cases.")
     if arguments.cases is not None:
         cases: Any = arguments.cases
     else:
@@ -320,19 +320,19 @@ def graders_run(arguments: argparse.Namespace) -> int:
 
 
 def _headline(reason: str) -> str:
-    """The line of a reason that fits into a table: of a traceback the last one, which names the exception."""
+    """The line of a reason for the table: the last one of a traceback, which names the exception."""
     return next((line for line in reversed(reason.splitlines()) if line.strip()), "")
 
 
 def _details(test: GraderTest) -> Iterator[tuple[str, str]]:
-    """What the table has no room for, each with a title: printed output, and reasons in full."""
+    """Texts that do not fit into the table, with titles: printed output, and full reasons."""
     if test.output:
         yield "printed", test.output
     reason = test.reason.strip()
     if reason != shortened(reason, WIDE):
         yield ", ".join(test.errors) or "reason", reason
     for name, text in test.error_details.items():
-        # Of a multi grader a detail reads "key: text", and the text is part of the reason unless it was covered for.
+        # A detail of a multi grader reads "key: text", and the reason often includes the text already.
         if text.strip() not in reason and text.partition(": ")[2].strip() not in reason:
             yield name, text
 
@@ -354,7 +354,7 @@ def _item(text: str | None) -> dict[str, Any]:
 
 def jobs_create(arguments: argparse.Namespace) -> int:
     if not arguments.preview and (arguments.yes or arguments.rows or arguments.samples):
-        raise Refused("--rows, --samples and --yes belong to --preview.")
+        raise Refused("--rows, --samples and --yes require --preview.")
     client = _client()
     body = client.jobs.prepare(arguments.file, set=arguments.changes)
     if arguments.estimate:
@@ -366,7 +366,7 @@ def jobs_create(arguments: argparse.Namespace) -> int:
 
 
 def _previewed(arguments: argparse.Namespace, client: Regraft, body: dict[str, Any]) -> int:
-    """Show the preview, and create the job if --yes or a person at the terminal says so."""
+    """Show the preview, and create the job after confirmation or with --yes."""
     preview = client.preview(body, rows=arguments.rows, samples=arguments.samples)
     if arguments.output == "json":
         if arguments.yes and arguments.watch:
@@ -375,11 +375,11 @@ def _previewed(arguments: argparse.Namespace, client: Regraft, body: dict[str, A
         print_json({"preview": preview, "job": client.jobs.submit(body) if arguments.yes else None})
         return DONE
     if arguments.yes:
-        say(_preview(plain(preview)))  # what a script reads from stdout is the job's id
+        say(_preview(plain(preview)))  # stdout is reserved for the id of the job
     else:
         print(_preview(plain(preview)))
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            say("Nothing was created; with --yes the job is.")
+            say("Nothing was created; pass --yes to create the job.")
             return DONE
         if input("Create the job? [y/N] ").strip().lower() not in ("y", "yes"):
             return DONE
@@ -423,7 +423,7 @@ def jobs_watch(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace, job_id: str) -> int:
-    """In JSON every event is a document of its own, on one line, and the job is the last one."""
+    """With JSON output every event is one line, and the job is the last one."""
     client = _client()
     if arguments.output == "json":
         for event in client.jobs.watch(job_id):
@@ -437,7 +437,7 @@ def _watch(arguments: argparse.Namespace, job_id: str) -> int:
             say(str(verdict))
         print(job.fine_tuned_model)
     else:
-        say(f"The job is {job.status}; `regraft jobs resume {job.id}` lets it go on.")
+        say(f"The job is {job.status}; `regraft jobs resume {job.id}` resumes it.")
     return NO if _is_worse(job) else DONE
 
 
@@ -474,7 +474,7 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         "seed": str(job.seed),
     }
     if queue := getattr(job, "queue", None):
-        shown["queue"] = f"place {queue['position']}, {queue['reason']}"
+        shown["queue"] = f"position {queue['position']}, {queue['reason']}"
     if job.error and job.error.message:
         shown["error"] = f"{job.error.message} ({job.error.code})"
     if steps:
@@ -494,7 +494,7 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
 
 
 def _course(values: list[float], marks: Marks, axis: tuple[float, float]) -> str:
-    """`0.20 ▂▃▅▆ 0.71`; of a single value only that."""
+    """`0.20 ▂▃▅▆ 0.71`; a single value without the sparkline."""
     if len(values) == 1:
         return f"{values[0]:.2f}"
     return f"{values[0]:.2f} {sparkline(values, 40, marks.blocks, axis)} {values[-1]:.2f}"
@@ -502,17 +502,17 @@ def _course(values: list[float], marks: Marks, axis: tuple[float, float]) -> str
 
 def _estimate(estimate: dict[str, Any]) -> str:
     lines = [
-        f"{estimate['training_rows']} rows to learn from, {estimate['validation_rows']} to be tested on",
-        f"{estimate['total_steps']} steps: {estimate['n_epochs']} epochs, {estimate['batch_size']} prompts a step, "
-        f"{estimate['group_size']} answers a prompt",
+        f"{estimate['training_rows']} training rows, {estimate['validation_rows']} validation rows",
+        f"{estimate['total_steps']} steps: {estimate['n_epochs']} epochs, {estimate['batch_size']} prompts per step, "
+        f"{estimate['group_size']} answers per prompt",
     ]
     known = estimate.get("estimate")
     if not known:
-        return "\n".join([*lines, f"time and cost are not known: {estimate.get('reason')}"])
+        return "\n".join([*lines, f"time and cost are unknown: {estimate.get('reason')}"])
     seconds = known["remaining_seconds"]
     lines.append(
         f"{duration(seconds['expected'])}, between {duration(seconds['low'])} and {duration(seconds['high'])}"
-        + (f", from {known['based_on']}" if known.get("based_on") else "")
+        + (f", based on {known['based_on']}" if known.get("based_on") else "")
     )
     if cost := known.get("cost"):
         amounts = f"{cost['expected']:.2f}, between {cost['low']:.2f} and {cost['high']:.2f}"
@@ -521,8 +521,8 @@ def _estimate(estimate: dict[str, Any]) -> str:
 
 
 def _preview(preview: dict[str, Any]) -> str:
-    """What was found, what the job would take, and at the end what to do."""
-    lines = [f"{len(preview['prompts'])} rows tried, {preview['answers']} answers"]
+    """The results, the estimate of the job, and the advice."""
+    lines = [f"{len(preview['prompts'])} rows sampled, {preview['answers']} answers"]
     if rate := preview["pass_rate"]:
         lines.append(
             f"{preview['passed']} pass (reward {preview['pass_threshold']:g} or more): {_between(rate)}; "
@@ -535,10 +535,10 @@ def _preview(preview: dict[str, Any]) -> str:
         ]
         for one in preview["signal"]
     ]
-    lines.append(table(["answers a prompt", "groups with signal"], groups))
+    lines.append(table(["answers per prompt", "groups with signal"], groups))
     tokens, room = preview["completion_tokens"], preview["max_completion_tokens"]
     lines.append(
-        f"{tokens['mean']:.0f} tokens an answer, at most {tokens['max']:.0f}; {preview['cut_off']} cut off at {room}"
+        f"{tokens['mean']:.0f} tokens per answer, at most {tokens['max']:.0f}; {preview['cut_off']} cut off at {room}"
     )
     grading = preview["grading"]
     lines.append(
@@ -553,14 +553,14 @@ def _between(share: dict[str, float]) -> str:
     return f"{expected}, between {low} and {high}"
 
 
-# What a job leaves.
+# Results of a job.
 
 
 def rollouts(arguments: argparse.Namespace) -> int:
     if arguments.to is not None:
         return _rollouts_file(arguments)
     if arguments.format is not None:
-        raise Refused("--format belongs to --to FILE.")
+        raise Refused("--format requires --to FILE.")
     client = _client()
     asked = {name: getattr(arguments, name) for name in Filters.__annotations__}
     over_steps = asked["step_from"] is not None or asked["step_to"] is not None
@@ -573,7 +573,7 @@ def rollouts(arguments: argparse.Namespace) -> int:
     listed = client.rollouts.list(arguments.job_id, limit=1000 if over_steps else None, **asked)
     answers = list(listed if in_full else islice(listed, limit + 1))
     if arguments.worst:
-        # What could not be graded is not the worst, but nobody should miss it.
+        # Ungraded answers sort last, but must not be hidden by the limit.
         answers.sort(key=lambda one: (one.score is not None, one.score or 0.0))
     if arguments.output == "json":
         print_json(answers)
@@ -607,13 +607,13 @@ def _last_step(client: Regraft, job_id: str, split: str) -> int:
     key = "train_mean_reward" if split == "train" else "full_valid_mean_reward"
     with_answers: list[int] = [one["step"] for one in steps if one.get(key) is not None]
     if not with_answers:
-        raise Refused(f"The job has no {split} answers yet.")
+        raise Refused(f"The job has no {split} rollouts yet.")
     return with_answers[-1]
 
 
 def _rollouts_file(arguments: argparse.Namespace) -> int:
     if arguments.worst or arguments.limit is not None:
-        raise Refused("--worst and --limit are for the table; a file has all that the filters let through.")
+        raise Refused("--worst and --limit are for the table; a file has all matching answers.")
     asked: Any = {name: getattr(arguments, name) for name in Filters.__annotations__}
     form: Any = arguments.format or "jsonl"
     path = _client().rollouts.download(arguments.job_id, arguments.to, format=form, **asked)
@@ -643,7 +643,7 @@ def checkpoints_list(arguments: argparse.Namespace) -> int:
 
 
 def _difference(checkpoint: FineTuningJobCheckpoint) -> float | None:
-    """Its validation reward less the base model's, paired by row; None where they were not compared."""
+    """Validation reward minus the base model's, paired by row; None if they were not compared."""
     return getattr(checkpoint.metrics, "full_valid_difference", None)
 
 
@@ -711,7 +711,7 @@ def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
     else:
         prompt = sys.stdin.read()
         if not prompt.strip():
-            raise Refused("There is nothing to say: give a text, or something on stdin.")
+            raise Refused("No prompt: pass a text or use stdin.")
         yield prompt
 
 
@@ -724,19 +724,19 @@ def _spoken(messages: list[Any], options: dict[str, Any]) -> str:
                 said += piece
                 print(piece, end="", flush=True)
         finally:
-            print()  # also where it breaks off: what went wrong has a line of its own
+            print()  # also on errors, which are printed on their own line
     return said
 
 
 def migrate(arguments: argparse.Namespace) -> int:
     if arguments.to.exists():
-        raise Refused(f"{arguments.to} is there already.")
+        raise Refused(f"{arguments.to} already exists.")
     params = read_table(arguments.job)
     result = migrated(params, model=arguments.model or _known_model(params))
     with whole(arguments.to) as file:
         file.write(result.text.encode())
     refusal = None
-    if result.body["model"] != NO_MODEL:  # until one is chosen, the list of things to do says more
+    if result.body["model"] != NO_MODEL:  # otherwise the missing model is the first thing to do
         refusal = _refused_by_server(
             VALIDATE, {"job": result.body, "local_files": [*FILES]}, str(arguments.to)
         )
@@ -746,7 +746,7 @@ def migrate(arguments: argparse.Namespace) -> int:
     def text() -> str:
         to_do = ["To do:", *(f"  - {one}" for one in result.to_do)] if result.to_do else []
         differs = ["What differs:", *(f"  - {one}" for one in result.differs)]
-        no = [f"The server would refuse it: {refused}"] if refused else []
+        no = [f"The server would reject it: {refused}"] if refused else []
         return "\n".join([f"Wrote {arguments.to}", *to_do, *differs, *no])
 
     _answer(arguments, shown, text)
@@ -754,7 +754,7 @@ def migrate(arguments: argparse.Namespace) -> int:
 
 
 def _known_model(params: dict[str, Any]) -> str | None:
-    """The job's own model, if the server knows the name: an alias of one of its models."""
+    """The job's own model, if the server knows the name, such as an alias."""
     try:
         return str(_client().models.retrieve(params["model"]).id)
     except (KeyError, NotConfigured, openai.APIConnectionError, openai.NotFoundError):

@@ -1,4 +1,4 @@
-"""Completion scripts, made from the parser: they know what it knows, and are as old as it."""
+"""Shell completion scripts, generated from the parser."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """What can follow the commands `path`."""
+    """The possible words after the commands in `path`."""
 
     path: tuple[str, ...]
     commands: Sequence[tuple[str, str]]  # name, help
@@ -25,7 +25,7 @@ def _places(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> Iterator[
     options: list[tuple[str, str]] = []
     choices: list[str] = []
     below: list[tuple[argparse.ArgumentParser, tuple[str, ...]]] = []
-    for action in parser._actions:  # argparse has no public way to ask
+    for action in parser._actions:  # argparse has no public API for this
         if isinstance(action, argparse._SubParsersAction):
             helps = {one.dest: one.help or "" for one in action._choices_actions}
             for name, sub in action.choices.items():
@@ -49,7 +49,7 @@ def _cases(places: Sequence[Place]) -> str:
     return "\n".join(f'    "{" ".join(place.path)}") words="{_words(place)}" ;;' for place in places)
 
 
-# The commands typed so far are those words that are a known place; everything else is an argument.
+# Words that are known commands extend the place; all others are arguments.
 _FIND = """  local place="" words="" word
   for word in "${{typed[@]}}"; do
     case "${{place:+$place }}$word" in

@@ -1,4 +1,4 @@
-"""How the command line speaks: tables and sentences for people, one JSON document for programs."""
+"""Output of the command line: tables and sentences, or one JSON document."""
 
 import json
 import sys
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold of the client's objects."""
+    """Convert the client's objects to JSON values."""
     if hasattr(value, "model_dump"):
-        # Not to_dict(): the SDK's union of graders warns of what it holds, and holds it all the same.
+        # Not to_dict(): the SDK's union of graders warns about unknown types, although it keeps their fields.
         return value.model_dump(mode="json", warnings=False)
     if isinstance(value, Mapping):
         return {key: plain(one) for key, one in value.items()}
@@ -28,7 +28,7 @@ def print_json_line(value: Any) -> None:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns side by side, numbers to the right. Without rows it is the head alone."""
+    """Columns side by side, numbers right-aligned. Without rows only the head."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     right = [
@@ -50,7 +50,7 @@ def when(unix: int | None) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """On one line, and cut where it is longer."""
+    """Collapse white space, and cut to `width` characters."""
     line = " ".join(text.split())
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
@@ -65,7 +65,7 @@ def duration(seconds: float) -> str:
 
 
 def say(text: str) -> None:
-    """To stderr: what is not the answer."""
+    """Print to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

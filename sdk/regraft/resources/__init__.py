@@ -1,1 +1,1 @@
-"""What a client has beyond OpenAI's resources, each for both kinds of client."""
+"""Resources beyond OpenAI's, for both kinds of clients."""

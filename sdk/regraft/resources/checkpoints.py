@@ -1,4 +1,4 @@
-"""client.checkpoints: what a job has made, to look at and to take home."""
+"""client.checkpoints: list and download the checkpoints of a job."""
 
 import asyncio
 import hashlib
@@ -28,19 +28,21 @@ class Checkpoints:
         self._client = client
 
     def list(self, job_id: str) -> list[FineTuningJobCheckpoint]:
-        """The kept checkpoints, newest first."""
+        """List the checkpoints of a job, newest first."""
         return [*self._client.fine_tuning.jobs.checkpoints.list(job_id, limit=100)]
 
     def download(self, job_id: str, checkpoint_id: str | None = None, *, to: str | Path) -> Path:
-        """Write the adapter in PEFT's format to the folder `to`, which must not exist, and return it.
+        """Download the adapter in PEFT format to the new folder `to`, and return its path.
 
-        Beside it are its tokenizer, a model card and reproduce.json, which says what it was made from. Without a
-        `checkpoint_id` it is the one with the highest validation reward. Every file is compared with its hash in
-        reproduce.json, and the folder appears when all of them are right.
+        The folder also has its tokenizer, a model card and reproduce.json with its origin. The default checkpoint is
+        the one
+        with the highest validation reward. Every file is verified against its hash in reproduce.json, and the folder
+        appears
+        only when all of them match.
 
         Raises:
-            FileExistsError: `to` is there already.
-            DownloadCorrupt: a file is not what the server has.
+            FileExistsError: `to` exists.
+            DownloadCorrupt: a file does not match its hash.
         """
         target = _absent(Path(to))
         chosen = checkpoint_id or best(self.list(job_id), job_id).id
@@ -88,7 +90,7 @@ _PATIENT: Any = {"timeout": SILENCE_SECONDS}
 
 
 def best(checkpoints: Iterable[FineTuningJobCheckpoint], job_id: str) -> FineTuningJobCheckpoint:
-    """The one with the highest validation reward; of equals the earliest, as the server chooses."""
+    """The checkpoint with the highest validation reward; of equals the earliest, as on the server."""
     ordered = sorted(checkpoints, key=lambda one: (-_reward(one), one.step_number))
     if not ordered:
         raise FileNotFoundError(f"The job {job_id} has no checkpoint yet.")
@@ -101,7 +103,7 @@ def _reward(checkpoint: FineTuningJobCheckpoint) -> float:
 
 
 def unpack(archive: Any, target: Path) -> Path:
-    """The files of a server's tar, in a folder that is there only when all of them are right."""
+    """Unpack the server's tar to a folder that appears only when all files are verified."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         folder = Path(scratch, "files")
@@ -109,10 +111,10 @@ def unpack(archive: Any, target: Path) -> Path:
         try:
             with tarfile.open(fileobj=archive) as tar:
                 for entry in tar:
-                    # Plain files of the archive's one folder: nothing that is sent may write anywhere else.
+                    # Only plain files of the archive's one folder: an archive must not write anywhere else.
                     name = re.fullmatch(r"[^/\\]+/([^/\\]+)", entry.name)
                     if not entry.isfile() or name is None or name[1] == "..":
-                        raise DownloadCorrupt(f"The archive holds {entry.name!r}, which is no plain file.")
+                        raise DownloadCorrupt(f"The archive holds {entry.name!r}, which is not a plain file.")
                     _copy(tar.extractfile(entry), folder / name[1])
         except tarfile.TarError as cause:
             raise DownloadCorrupt(f"The archive cannot be read: {cause}") from cause
@@ -144,7 +146,7 @@ def _copy(source: Any, target: Path) -> None:
 
 def _absent(target: Path) -> Path:
     if target.exists():
-        raise FileExistsError(f"{target} is there already.")
+        raise FileExistsError(f"{target} already exists.")
     return target
 
 

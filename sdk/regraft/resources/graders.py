@@ -1,4 +1,4 @@
-"""client.graders: OpenAI's fine_tuning.alpha.graders, and tests of a grader from a file."""
+"""client.graders: OpenAI's fine_tuning.alpha.graders, and tests of a grader on a file of cases."""
 
 import asyncio
 import json
@@ -15,12 +15,12 @@ from regraft.requests import InvalidRequestFile, Source, read_grader
 from regraft.types import GraderTest
 
 AT_ONCE = 8
-CLOSE = 1e-6  # two rewards this near are the same
+CLOSE = 1e-6  # tolerance for equal rewards
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a test: an answer, the row it answers, and the reward it should get, if that is known."""
+    """A test case: an answer, its row, and the expected reward if known."""
 
     line: int
     sample: str
@@ -29,13 +29,13 @@ class Case:
 
 
 class Graders(OpenAIGraders):
-    """`run` and `validate` as OpenAI has them, and `test`."""
+    """OpenAI's `run` and `validate`, and `test`."""
 
     def test(self, grader: Source, cases: str | Path | Iterable[Mapping[str, Any]]) -> list[GraderTest]:
-        """Grade every row of a JSONL file: {"sample": the answer, "expect": its reward if known, ...the row}.
+        """Grade every row of a JSONL file: {"sample": answer, "expect": reward (optional), ...fields of the row}.
 
         Raises:
-            InvalidRequestFile: a row has no `sample`, or the file is no JSONL.
+            InvalidRequestFile: a row has no `sample`, or the file is not JSONL.
         """
         spec, rows = read_grader(grader), read_cases(cases)
         with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -47,7 +47,7 @@ class Graders(OpenAIGraders):
 
 
 class AsyncGraders(OpenAIAsyncGraders):
-    """`run` and `validate` as OpenAI has them, and `test`."""
+    """OpenAI's `run` and `validate`, and `test`."""
 
     async def test(self, grader: Source, cases: str | Path | Iterable[Mapping[str, Any]]) -> list[GraderTest]:
         """As Graders.test."""
@@ -70,7 +70,7 @@ def read_cases(source: str | Path | Iterable[Mapping[str, Any]]) -> list[Case]:
 
 
 def judged(case: Case, report: Any) -> GraderTest:
-    """What the server said of it, and whether that is what was expected."""
+    """The server's report on a case, compared with the expectation."""
     metadata = report["metadata"]
     flags = metadata["errors"]
     errors = [name for name, up in flags.items() if up is True]

@@ -1,4 +1,4 @@
-"""client.jobs: OpenAI's fine_tuning.jobs, and following, waiting for and repeating them."""
+"""client.jobs: OpenAI's fine_tuning.jobs, extended by watching, waiting and cloning."""
 
 import asyncio
 import sys
@@ -30,14 +30,14 @@ Steps = list[dict[str, Any]]
 VALIDATE = "/regraft/jobs/validate"
 ENDS = FINAL | {"paused"}
 SPLITS: dict[str, datasets.Split] = {"training_file": "train", "validation_file": "valid"}
-# The server says something every 15 seconds; after a minute of silence the connection is dead.
+# The server sends a keep-alive every 15 seconds; after a minute without one the connection is dead.
 SILENCE_SECONDS = 60.0
-MOST_FAILURES = 10  # in a row: about three minutes, which is more than a server takes to start
+MOST_FAILURES = 10  # in a row: about three minutes, longer than the start of a server
 
 
 @dataclass
 class Cursor:
-    """Where a stream of events stands, over all its connections."""
+    """The position in a stream of events, across its connections."""
 
     job_id: str
     last: str | None
@@ -51,7 +51,7 @@ class Cursor:
     @property
     def options(self) -> Any:
         headers = {} if self.last is None else {"Last-Event-ID": self.last}
-        # How often to try again is for `retry_in` alone to say.
+        # Retries are up to `retry_in` alone.
         return {"headers": headers, "timeout": SILENCE_SECONDS, "max_retries": 0}
 
     def read(self, message: object) -> JobEvent | str:
@@ -66,18 +66,18 @@ class Cursor:
         return event
 
     def retry_in(self, error: openai.APIError | None) -> float:
-        """Seconds until the next connection; raises the error if there should be none. None: the stream just ended."""
+        """Seconds until the next connection; raises the error if it is permanent. None: the stream just ended."""
         if error is not None and not _passes(error):
             raise error
         self.failures += 1
         if self.failures > MOST_FAILURES:
-            raise error or openai.OpenAIError(f"The stream of {self.job_id} ends before the job does.")
-        # At once the first time: most connections break because a proxy or a server was restarted.
+            raise error or openai.OpenAIError(f"The stream of {self.job_id} ended before the job.")
+        # The first retry is immediate: most connections break because a proxy or a server was restarted.
         return 0.0 if self.failures == 1 else float(min(2 ** (self.failures - 2), 30))
 
 
 def _passes(error: openai.APIError) -> bool:
-    """Whether asking again may help."""
+    """Whether a retry may succeed."""
     if isinstance(error, openai.APIStatusError):
         return error.status_code in (408, 429) or error.status_code >= 500
     return isinstance(error, openai.APIConnectionError)
@@ -87,28 +87,29 @@ class Jobs(OpenAIJobs):
     """Everything of OpenAI's `client.fine_tuning.jobs`, and more."""
 
     def submit(self, request: Source, *, set: Sequence[str] = ()) -> FineTuningJob:
-        """Create a job from a job file, or from what would be in one; local files are uploaded first.
+        """Create a job from a job file or its content; local files are uploaded first.
 
-        `set` changes fields, as ["hyperparameters.n_epochs=2"]. A request that is sent again after a lost answer
-        creates no second job.
+        `set` overrides fields, as in ["hyperparameters.n_epochs=2"]. A retry after a lost response does not create a
+        second
+        job.
         """
         return self._create(self.prepare(request, set=set))
 
     def prepare(self, request: Source, *, set: Sequence[str] = ()) -> dict[str, Any]:
-        """The body that `submit` sends, its files uploaded; `client.estimate` and `client.preview` take it, too."""
+        """Upload the files and return the body that `submit` sends, for `client.estimate` and `client.preview`."""
         job, files = read_job(request, set), self._client.files
         return job.with_ids(
             {field: files.create(file=path, purpose="fine-tune").id for field, path in job.uploads.items()}
         )
 
     def validate(self, request: Source, *, set: Sequence[str] = ()) -> Any:
-        """Check a job file by the rules of the server, and its local files by those for rows. Nothing is uploaded.
+        """Validate a job file with the server, and its local files by the rules for rows. Uploads nothing.
 
-        Returns the server's answer: the job's `model` and `method` as they would be kept, and `warnings`.
+        Returns the server's response: the job's normalized `model` and `method`, and `warnings`.
 
         Raises:
-            openai.BadRequestError: what creating the job would raise.
-            InvalidDataset: a local file has bad rows.
+            openai.BadRequestError: as on creation.
+            InvalidDataset: a local file has invalid rows.
         """
         job = read_job(request, set)
         answer: Any = self._client.post(VALIDATE, body=validation(job), cast_to=object)
@@ -116,18 +117,18 @@ class Jobs(OpenAIJobs):
         return answer
 
     def clone(self, job_id: str, *, set: Sequence[str] = (), grader: Source | None = None) -> FineTuningJob:
-        """The same job once more, with the changes in `set`; the seed stays unless it is changed, too.
+        """Create a copy of a job, with the changes in `set`; it has the same seed unless that is changed.
 
         Raises:
-            InvalidRequestFile: the job's grader has secrets, which the server does not show. Give a `grader`.
+            InvalidRequestFile: the job's grader has secrets, which the server does not show. Pass a `grader`.
         """
         asked: Any = self._client.get(f"/regraft/jobs/{job_id}/request", cast_to=object)
         return self._create(_changed(asked, set, grader))
 
     def watch(self, job_id: str, *, after: str | None = None) -> Iterator[JobEvent]:
-        """The job's events, from its first or the one behind `after`, as they come; ends when it ends or is paused.
+        """Yield the job's events as they occur, from the first or after `after`, until the job ends or is paused.
 
-        A connection that breaks is made again, and nothing is missed or told twice.
+        Reconnects when the connection breaks, without gaps or duplicates.
         """
         with closing(self._follow(Cursor(job_id, after))) as news:
             for one in news:
@@ -135,9 +136,9 @@ class Jobs(OpenAIJobs):
                     yield one
 
     def wait(self, job_id: str, *, progress: bool | TextIO = False) -> FineTuningJob:
-        """Return the job when it has succeeded or is paused.
+        """Wait until the job has succeeded or is paused, and return it.
 
-        `progress` shows it on stderr, or on the stream that is given. Ctrl-C stops the waiting and not the job.
+        `progress` displays it on stderr, or on the given stream. Ctrl-C stops waiting; the job continues.
 
         Raises:
             JobFailed: it failed or was cancelled.
@@ -156,7 +157,7 @@ class Jobs(OpenAIJobs):
         return _or_raise(self.retrieve(job_id))
 
     def verdict(self, job_id: str) -> Verdict | None:
-        """Whether the delivered model is better than its base; None before the end, or if nothing could be compared."""
+        """Whether the delivered model is better than its base; None before the end, or without a comparison."""
         return verdict_of(self.retrieve(job_id))
 
     @overload
@@ -166,9 +167,9 @@ class Jobs(OpenAIJobs):
     @overload
     def metrics(self, job_id: str, *, frame: None = None) -> Any: ...
     def metrics(self, job_id: str, *, frame: bool | None = None) -> Any:
-        """One row a step: a DataFrame indexed by step where pandas is installed, else a list of dicts.
+        """One row per step: a DataFrame indexed by step if pandas is installed, else a list of dicts.
 
-        `frame` asks for one of the two. Nested numbers are columns such as "timing.step.eval".
+        `frame` selects one of the two. Nested numbers become columns such as "timing.step.eval".
         """
         listed: Any = self._client.get(f"/regraft/jobs/{job_id}/metrics", cast_to=object)
         return _framed(listed["data"], frame)
@@ -288,7 +289,7 @@ class AsyncJobs(OpenAIAsyncJobs):
 
 
 def validation(job: JobRequest) -> dict[str, Any]:
-    """The body that asks the server whether it would create the job."""
+    """The body of a validation request for the job."""
     return {"job": job.body, "local_files": list(job.uploads)}
 
 
@@ -303,7 +304,7 @@ def validate_local(job: JobRequest) -> None:
 
 
 def _once() -> Any:
-    # The client sends a request again when its answer was lost; the server knows it by this.
+    # The client retries after a lost response; the server recognizes the request by this key.
     return {"headers": {"Idempotency-Key": str(uuid.uuid4())}}
 
 
@@ -312,7 +313,7 @@ def _changed(asked: dict[str, Any], changes: Sequence[str], grader: Source | Non
         asked["method"]["reinforcement"]["grader"] = read_grader(grader)
     job = read_job(asked, changes)
     if job.uploads:
-        raise InvalidRequestFile("A clone has the files of its job; to train on others, submit a job file.")
+        raise InvalidRequestFile("A clone uses the files of its job; to train on others, submit a job file.")
     refuse_masked(job.body)
     return job.body
 
@@ -350,4 +351,6 @@ def _show(display: Display, one: JobEvent | str) -> None:
 def _say_it_goes_on(display: Display | None, job_id: str) -> None:
     if display:
         display.close()
-        print(f"The job {job_id} goes on; `regraft jobs watch {job_id}` follows it again.", file=display.out)
+        print(
+            f"The job {job_id} continues; `regraft jobs watch {job_id}` watches it again.", file=display.out
+        )

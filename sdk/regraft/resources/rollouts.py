@@ -1,4 +1,4 @@
-"""client.rollouts: every answer that was sampled, and what the graders said of it."""
+"""client.rollouts: the sampled answers of a job with their grades."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,17 +21,17 @@ SILENCE_SECONDS = 60.0
 
 
 class Filters(TypedDict, total=False):
-    """Which answers; what is not given, or None, lets all through. docs/rollouts.md says more of each."""
+    """Filters; None or a missing key matches all. docs/rollouts.md documents each."""
 
     step: int | None  # 0 is the validation of the base model
     step_from: int | None
     step_to: int | None
-    split: Split | None  # with `step` it is "train" unless given
+    split: Split | None  # with `step` the default is "train"
     line: int | None  # of the dataset file, from 1
     finish_reason: Literal["stop", "length"] | None
-    graded: bool | None  # whether there is a score
-    error: str | None  # the kind of error that kept it from being graded
-    grader: str | None  # a part of a multi grader: `graded` and the bounds are about its score
+    graded: bool | None  # whether the answer has a score
+    error: str | None  # kind of the grading error
+    grader: str | None  # part of a multi grader; `graded` and the score bounds apply to its score
     min_score: float | None
     max_score: float | None
 
@@ -48,9 +48,9 @@ class Rollouts:
         order: Order | None = None,
         **filters: Unpack[Filters],
     ) -> SyncCursorPage[Rollout]:
-        """A page of answers, by step; `for rollout in client.rollouts.list(...)` goes on over all the pages.
+        """A page of answers, ordered by step; iterating over it fetches all pages.
 
-        A page has at most `limit` answers: 100 unless given, 1000 at the most, and with `step` all of that step.
+        A page has at most `limit` answers: by default 100, at most 1000; with `step`, by default all of that step.
         """
         return self._client.get_api_list(
             _path(job_id),
@@ -62,12 +62,12 @@ class Rollouts:
     def download(
         self, job_id: str, path: str | Path, *, format: Format = "jsonl", **filters: Unpack[Filters]
     ) -> Path:
-        """Write all answers that the filters let through to the file `path`, and return it.
+        """Download all matching answers to the file `path`, and return it.
 
-        The file appears, or replaces the one that was there, when it is whole.
+        The file appears, or replaces the existing one, when it is complete.
 
         Raises:
-            openai.APIConnectionError: the connection broke before it was.
+            openai.APIConnectionError: the connection broke before that.
         """
         target = Path(path)
         with (
@@ -128,10 +128,10 @@ def _path(job_id: str) -> str:
 
 
 def _asking(filters: Mapping[str, Any], **more: Any) -> Any:
-    # The server passes over what it does not know: a misspelt filter would let everything through.
+    # The server ignores unknown parameters, so a misspelled filter would match everything.
     if unknown := filters.keys() - Filters.__annotations__.keys():
         raise TypeError(
-            f"Rollouts have no filter {min(unknown)!r}; there are {', '.join(Filters.__annotations__)}."
+            f"Rollouts have no filter {min(unknown)!r}; available: {', '.join(Filters.__annotations__)}."
         )
     asked = {**filters, **more}
     return {"params": {name: value for name, value in asked.items() if value is not None}}
