@@ -29,9 +29,10 @@ test: setup    ## All tests, on SQLite and PostgreSQL, memory:// and Redis, a fo
 attacks: setup    ## Of the tests only API abuse, against a server with little memory to spare: it measures latency
 	REGRAFT_ATTACKS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/attacks
 
-check: setup    ## Format, lint, types
+check: setup    ## Format, lint, English, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python .ci/english.py
 	$(BIN)/mypy
 
 format: setup    ## Rewrite the files as `make check` wants them

@@ -89,7 +89,7 @@ class Share:
             TooManyAtOnce: the queue of the project is full.
         """
         project = self._projects.setdefault(project_id, _Project())
-        # A free place always goes to a queued request first, so this overtakes nobody.
+        # A free place always goes to a queued request first, so this skips no queued request.
         if self.taken < self.places and project.running < self.per_project:
             self._take(project)
             return Place(self, project_id)

@@ -16,7 +16,7 @@ Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f]+
 
 
 class Place(Part):
-    """Where a job's run appears in a service."""
+    """The location of a job's run in a service."""
 
     project: Project  # in MLflow: the experiment
     name: Name | None = None  # of the run; default: the id of the job

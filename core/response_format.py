@@ -64,7 +64,7 @@ def grammar(held: str) -> str:
 
 
 def problem(held: str) -> str:
-    """Why the schema cannot be enforced; "" if it can. Runs in the hazard pool only."""
+    """The reason why the schema cannot be enforced; "" if it can. Runs in the hazard pool only."""
     try:
         made = grammar(held)
     except ValueError as cause:

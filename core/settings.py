@@ -97,9 +97,8 @@ class Settings(BaseSettings):
     min_upload_bytes_per_second: int = Field(default=1000, ge=0)
     # Maximum size of a multipart upload (docs/storage.md).
     max_multipart_bytes: int = Field(default=8 << 30, ge=1, le=8 << 30)
-    # Default limits of a project that sets none of its own, as JSON: {"running_jobs": 2}. The default request rate
-    # stays
-    # in force unless it is named: {"requests_per_minute": null}.
+    # Default limits of a project without its own limits, as JSON: {"running_jobs": 2}. The default request
+    # rate stays in force unless it is named: {"requests_per_minute": null}.
     default_limits: Limits = DEFAULT_LIMITS
     # Concurrent long requests per project and API process, and how many more may queue; further requests get 429
     # (docs/tenants.md).

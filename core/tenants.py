@@ -89,7 +89,7 @@ def rename_project(work: Work, project: Project, name: str) -> None:
 
 
 def archive_project(work: Work, project: Project) -> None:
-    """Revoke access to the project and cancel its jobs, which nobody could stop otherwise. Rows and files are kept."""
+    """Revoke access to the project and cancel its jobs, which no key could stop otherwise. Rows and files are kept."""
     if project.archived_at is not None:
         return
     # Jobs first, in the lock order of workers: a claim locks the job and then the project.

@@ -50,7 +50,7 @@ class Verdict:
         return self.difference < 0
 
     def sentence(self) -> str:
-        """The numbers in the words of the job's event and the model card."""
+        """The numbers as one sentence, for the job's event and the model card."""
         if self.ci_low is None or self.ci_high is None:
             interval = "too few rows for a 95 % interval"
         else:

@@ -30,7 +30,7 @@ def validate(file: str | Path, *, grader: Source | None = None, split: Split = "
     Works without the server. The fields that a python grader or an endpoint reads are not checked.
 
     Raises:
-        InvalidDataset: with the first invalid lines, in the words of the server.
+        InvalidDataset: with the first invalid lines, with the server's messages.
     """
     path = Path(file)
     paths = item_paths(read_grader(grader)) if grader is not None else []

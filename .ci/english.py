@@ -1,0 +1,129 @@
+"""Reject phrases that the style guide bans, in docstrings, comments and strings of Python files and in Markdown.
+
+Usage: python .ci/english.py [PATH ...]. Without paths it checks CHECKED. Prints file:line, the phrase and the advice,
+and exits with 1 if there is a match.
+"""
+
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Switch on a folder or file when it is clean: "worker", "graders", "helm", "docs", "README.md", "CHANGELOG.md".
+CHECKED = ("api", "core", "sdk", "migrations")
+
+# Phrase (regular expression, case-insensitive) -> advice.
+BANNED = {
+    r"\bwho(?:m)?ever\b": "name the subject: the client, the operator, the worker",
+    r"\bwhosever\b": "name the owner",
+    r"\bnobody\b": "name the subject: no worker, no client; for a default: unset",
+    r"\bsomebody\b": "name the subject",
+    r"\beverybody\b": "name the subject: all clients, every request",
+    r"\banybody\b": "name the subject",
+    r"\b(?:goes|go|went|going) on\b": "continues, resumes",
+    r"\b(?:is|are|was|were|be|been) told\b": "is notified, receives; for code: is passed",
+    r"\btold of\b": "notified, emitted",
+    r"\bis asked\b|\bare asked\b|\bwas asked\b": "is called, is queried, is requested",
+    r"\basked for\b": "requested",
+    r"\bask(?:s|ing)? again\b": "retry, try again",
+    r"\bcomes? back\b": "returns",
+    r"\btakes? home\b|\bgo(?:es)? home\b": "export, download",
+    r"\bhas it that\b": "says, defines",
+    r"\bdoes without\b|\bdo without\b": "does not need",
+    r"\bin the place of\b": "instead of, replaces",
+    r"\bis away\b": "is unavailable",
+    r"\bbroke off\b|\bbreaks off\b": "closed the connection, is truncated",
+    r"\bas it (?:should|may) be\b|\bas they should be\b": "valid",
+    r"\bat the price of\b": "costs",
+    r"\bof its own\b|\bof their own\b|\bof our own\b": "its own ...",
+    r"\bmakes? sure that\b": "say what it does: deletes, validates",
+    r"\ball there (?:is|are)\b": "all",
+    r"\bso (?:many|long|often|much) (?!as\b|that\b|more\b)": "state the number or the variable",
+    r"(?<!there )\bis no (?:url|tar|toml|json|manifest|jsonl|table|row|schema|key|id)\b": "is not a ..., is invalid",
+    r"\bin the words (?:of|for)\b": "with the same message as",
+    r"\bby the drop\b": "slowly",
+    r"\bstands? (?:in|behind|before|at|beside|for what)\b": "is",
+    r"\bhears? (?:of|that)\b": "is notified",
+    r"\bin front of\b": "before",
+    r"\bwhat is left\b|\bleft behind\b|\bleaves? behind\b": "the rest, leftovers",
+    r"\bnext to nothing\b": "hardly anything",
+    r"\btakes? (?:his|her|its|their) time\b": "is slow, blocks",
+    r"\bhas nothing to\b": "state the condition",
+    r"\bteach(?:es)? nothing\b": "has no signal, zero-variance group",
+    r"\bhalf (?:of )?a surrogate pair\b": "lone surrogate",
+    r"\bput together\b": "assembled, joined",
+    r"\b(?:misspelt|honoured|normalised|organisations?|serialised|centred|utilisation)\b": "American spelling",
+    r"\blook-alikes?\b": "S3-compatible",
+    r"^(?:what|where|how|why) (?:is|was|has|does|happens|happened|becomes|became|goes|comes|it|the|a|there)\b[^?]*\.": (
+        "name the subject instead of starting with a noun clause"
+    ),
+}
+
+# (file, regular expression of the line): matches that are correct English or fixed by an interface.
+ALLOWED: tuple[tuple[str, str], ...] = ()
+
+_PATTERNS = {re.compile(pattern, re.IGNORECASE): advice for pattern, advice in BANNED.items()}
+
+
+def main(arguments: list[str]) -> int:
+    count = 0
+    for file in sorted(_files(arguments or [str(ROOT / name) for name in CHECKED])):
+        name = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else str(file)
+        for line, text in _texts(file):
+            for pattern, advice in _PATTERNS.items():
+                match = pattern.search(text)
+                if match and not any(name == where and re.search(what, text) for where, what in ALLOWED):
+                    sys.stdout.write(f"{name}:{line}: {match.group()!r}: {advice}\n")
+                    count += 1
+    if count:
+        sys.stderr.write(f"{count} banned phrases\n")
+    return 1 if count else 0
+
+
+def _files(names: list[str]) -> Iterator[Path]:
+    for name in names:
+        path = Path(name).resolve()
+        if path.is_dir():
+            yield from (
+                file for suffix in ("*.py", "*.md") for file in path.rglob(suffix) if not file.is_symlink()
+            )
+        else:
+            yield path
+
+
+def _texts(file: Path) -> Iterator[tuple[int, str]]:
+    """The lines of prose in a file, with their numbers."""
+    if file.suffix == ".md":
+        return _markdown(file)
+    return _python(file)
+
+
+def _python(file: Path) -> Iterator[tuple[int, str]]:
+    with tokenize.open(file) as source:
+        for token in tokenize.generate_tokens(source.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string.lstrip("# ")
+            elif token.type in _STRINGS and " " in token.string:
+                for offset, line in enumerate(token.string.splitlines()):
+                    yield token.start[0] + offset, line.strip().lstrip("rbfRBF\"'")
+
+
+# Python 3.12 splits f-strings into tokens.
+_STRINGS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+
+
+def _markdown(file: Path) -> Iterator[tuple[int, str]]:
+    """All lines outside of code blocks."""
+    code = False
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.lstrip().startswith("```"):
+            code = not code
+        elif not code:
+            yield number, line.lstrip("-#>| ")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
