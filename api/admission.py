@@ -128,8 +128,12 @@ class Share:
         self._forget(project_id)
 
     def _next(self) -> _Project | None:
-        able = [one for one in self._projects.values() if one.waiting and one.running < self.per_project]
-        return min(able, key=lambda one: (one.running, one.turn), default=None)
+        able = [
+            project
+            for project in self._projects.values()
+            if project.waiting and project.running < self.per_project
+        ]
+        return min(able, key=lambda project: (project.running, project.turn), default=None)
 
     def _forget(self, project_id: str) -> None:
         """Delete the row of an idle project: the number of projects is unbounded."""
@@ -160,7 +164,7 @@ class Admission:
         self.previews = Share("previews", places=PREVIEWS, per_project=2)
         # Requests that read whole files first: estimates, and the start of a preview.
         self.file_reads = Share("estimates and previews", places=FILE_READS, per_project=2, waiting=16)
-        # Of schemas and patterns (api/schemas.py).
+        # Checks of schemas and patterns (api/schemas.py).
         self.checks = Share("checks of schemas and patterns", places=CHECKS, per_project=4, waiting=16)
         self.arriving_bodies = Share(
             "large request bodies",

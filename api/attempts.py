@@ -43,7 +43,7 @@ def list_attempts(job_id: str, project: CurrentProject, session: ReadSession) ->
     """List the attempts of a job, oldest first: when, from which checkpoint, and with which outcome."""
     job = jobs.get(session, project.id, job_id)
     turns = jobs.attempts(session, job.id)
-    return Listing(data=[AttemptOut.of(number, one) for number, one in enumerate(turns, start=1)])
+    return Listing(data=[AttemptOut.of(number, attempt) for number, attempt in enumerate(turns, start=1)])
 
 
 LOGS: dict[int | str, dict[str, Any]] = {200: {"description": "Plain text.", "content": {"text/plain": {}}}}
@@ -55,5 +55,5 @@ def read_logs(
 ) -> StreamingResponse:
     """Return the logs of the job's runs as text, oldest first: the last 256 KiB of each attempt."""
     job = jobs.get(session, project.id, job_id)
-    said = joblogs.read(service.blobs, project.id, jobs.attempts(session, job.id))
-    return StreamingResponse(said, media_type="text/plain; charset=utf-8")
+    content = joblogs.read(service.blobs, project.id, jobs.attempts(session, job.id))
+    return StreamingResponse(content, media_type="text/plain; charset=utf-8")

@@ -97,8 +97,10 @@ class ChatCreate(Chat, Generation):
 
     def forwarded(self, served: Served) -> dict[str, Any]:
         """The request body for the inference server."""
-        asked = self.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(Chat.model_fields))
-        return asked | {"regraft": served.to_wire()}
+        request = self.model_dump(
+            mode="json", by_alias=True, exclude_none=True, include=set(Chat.model_fields)
+        )
+        return request | {"regraft": served.to_wire()}
 
 
 class Upstream:
@@ -184,13 +186,13 @@ class Upstream:
         Raises:
             BlobNotFound: the manifest is no longer in the blob store.
         """
-        found = self._manifests.get(checkpoint.id)
-        if found is None:
+        digest = self._manifests.get(checkpoint.id)
+        if digest is None:
             manifest = blobs.read(f"{checkpoint.blob_prefix}/manifest.json")
-            found = self._manifests[checkpoint.id] = hashlib.sha256(manifest).hexdigest()
+            digest = self._manifests[checkpoint.id] = hashlib.sha256(manifest).hexdigest()
             if len(self._manifests) > MANIFESTS_REMEMBERED:
                 self._manifests.popitem(last=False)
-        return Adapter(prefix=checkpoint.blob_prefix, manifest_sha256=found)
+        return Adapter(prefix=checkpoint.blob_prefix, manifest_sha256=digest)
 
 
 def _not_there(cause: httpx.TransportError | None = None) -> NotReady:

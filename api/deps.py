@@ -93,12 +93,12 @@ def _caller(
     project: Annotated[str | None, Header(alias="OpenAI-Project", include_in_schema=False)] = None,
 ) -> Caller:
     token = _token(credentials, azures_key)
-    key, found = _authenticated(service.database, token, organization, project)
-    request.state.organization_id = found.organization_id  # for the openai-organization header
-    _limit_rate(request, service, found)
+    key, project_row = _authenticated(service.database, token, organization, project)
+    request.state.organization_id = project_row.organization_id  # for the openai-organization header
+    _limit_rate(request, service, project_row)
     if keys.use_is_news(key):
         background.add_task(_note_use, service.database, key.id)  # runs after the response
-    return Caller(key, found)
+    return Caller(key, project_row)
 
 
 async def key_owner(request: Request) -> str:

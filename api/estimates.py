@@ -161,4 +161,4 @@ def _rows(blobs: BlobStore, file: File, param: str, spec: GraderSpec, most: int)
         message = f"{param.replace('_', ' ').capitalize()} {file.id}: {invalid}"
         raise InvalidRequest(message, param=param, code=f"invalid_{param}") from None
     except BlobNotFound:
-        raise InvalidRequest(f"The contents of {file.id} are gone from the store.", param=param) from None
+        raise InvalidRequest(f"The contents of {file.id} are missing in the store.", param=param) from None

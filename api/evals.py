@@ -41,15 +41,15 @@ class EvalOut(BaseModel):
             name=job.suffix or job.id,
             data_source_config={"type": "custom", "schema": SCHEMA},
             testing_criteria=[
-                hide_secrets(one.spec) | {"name": one.name, "pass_threshold": one.threshold}
-                for one in evals.criteria(job.reinforcement["grader"])
+                hide_secrets(criterion.spec) | {"name": criterion.name, "pass_threshold": criterion.threshold}
+                for criterion in evals.criteria(job.reinforcement["grader"])
             ],
             metadata=job.metadata_,
             job_id=job.id,
         )
 
 
-# The variables of graders: `{{item.x}}` and `{{sample.output_text}}`. Rows may have any keys beside their messages.
+# The variables of graders: `{{item.x}}` and `{{sample.output_text}}`. Rows may have other keys than their messages.
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -136,7 +136,7 @@ class ItemOut(BaseModel):
             status=evals.status(row, criteria[0]),
             datasource_item_id=row["line"],
             datasource_item=(row["item"] or {}) | {"messages": row["messages"] or []},
-            results=[_result(one, row) for one in criteria],
+            results=[_result(criterion, row) for criterion in criteria],
             sample=_sample(job, row, model),
             rollout_id=row["id"],
         )
@@ -259,8 +259,8 @@ def list_output_items(
     if after is not None and (place := evals.place_of(after, job.id, run.step)) is None:
         raise InvalidRequest(f"No item with id '{after}' in this list.", param="after")
     [whole, *_] = evals.criteria(job.reinforcement["grader"])
-    found = rollouts.find(service.blobs, [run], Wanted(), after=place, descending=order == "desc")
-    wanted = (row for row in found if status in (None, evals.status(row, whole)))
+    samples = rollouts.find(service.blobs, [run], Wanted(), after=place, descending=order == "desc")
+    wanted = (row for row in samples if status in (None, evals.status(row, whole)))
     most = clamped(limit)
     rows = list(islice(wanted, most + 1))
     return _listing([ItemOut.of(job, run, row, model=model) for row in rows[:most]], len(rows) > most)

@@ -15,10 +15,15 @@ def explain(complaints: Sequence[Complaint], sent: Any) -> InvalidRequest:
     first = complaints[0]
     where, *loc = first["loc"]
     if where == "body":
-        in_body = [dict(one) | {"loc": one["loc"][1:]} for one in complaints if one["loc"][0] == "body"]
+        in_body = [
+            dict(complaint) | {"loc": complaint["loc"][1:]}
+            for complaint in complaints
+            if complaint["loc"][0] == "body"
+        ]
         param, about = translator.first_of(in_body, sent)
     else:  # the path or the query string
-        param, about = ".".join(map(str, loc)), [one for one in complaints if one["loc"] == first["loc"]]
+        param = ".".join(map(str, loc))
+        about = [complaint for complaint in complaints if complaint["loc"] == first["loc"]]
     cause = about[0].get("ctx", {}).get("error")
     if isinstance(cause, InvalidGrader):  # its message already has the path inside the grader
         return InvalidRequest(cause.message, param=cause.param, code=cause.code)

@@ -243,7 +243,7 @@ class Arriving:
 
     def finish(self, once: OnceOnly) -> FileOut | JSONResponse:
         """Create the file, or return the first response for this Idempotency-Key."""
-        asked = _checked(self._sent)
+        fields = _checked(self._sent)
         info = None if self._stored is None else self._stored.info
         if info is None or info.size == 0:
             raise InvalidRequest("The file is empty.", param="file")
@@ -251,13 +251,13 @@ class Arriving:
         file = File(
             id=self._id,
             project_id=self._project.id,
-            filename=asked.file,
-            purpose=asked.purpose,
+            filename=fields.file,
+            purpose=fields.purpose,
             bytes=info.size,
             sha256=info.sha256,
             blob_key=self._blob_key,
             created_at=created_at,
-            expires_at=created_at + asked.expires_after.seconds if asked.expires_after else None,
+            expires_at=created_at + fields.expires_after.seconds if fields.expires_after else None,
         )
 
         def create(work: Work) -> FileOut:

@@ -46,7 +46,7 @@ Integration = Annotated[Wandb | Mlflow | Trackio, Field(discriminator="type")]
 
 
 def _one_of_each(asked: list[Integration]) -> list[Integration]:
-    kinds = [one.type for one in asked]
+    kinds = [integration.type for integration in asked]
     if twice := [kind for kind in kinds if kinds.count(kind) > 1]:
         raise ValueError(f"'{twice[0]}' is listed more than once; a job has one run per service")
     return asked
@@ -57,12 +57,12 @@ Integrations = Annotated[list[Integration], Field(max_length=5), AfterValidator(
 
 def stored(asked: Sequence[Integration] | None, enabled: Sequence[str]) -> list[dict[str, Any]]:
     """The integrations as the job stores them. Raise InvalidRequest for one that is not enabled."""
-    for index, one in enumerate(asked or []):
-        if one.type not in enabled:
+    for index, integration in enumerate(asked or []):
+        if integration.type not in enabled:
             known = f"enabled: {', '.join(enabled)}" if enabled else "none is enabled"
             message = (
-                f"The integration '{one.type}' is not enabled on this server ({known}); the operator enables it in "
-                "REGRAFT_INTEGRATIONS. Without it, the metrics are available at /v1/regraft/jobs/{id}/metrics."
+                f"The integration '{integration.type}' is not enabled on this server ({known}); the operator enables "
+                "it in REGRAFT_INTEGRATIONS. Without it, the metrics are available at /v1/regraft/jobs/{id}/metrics."
             )
             raise InvalidRequest(message, param=f"integrations[{index}].type")
-    return [one.model_dump(mode="json") for one in asked or []]
+    return [integration.model_dump(mode="json") for integration in asked or []]

@@ -15,8 +15,8 @@ router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 def show_request(job_id: str, project: CurrentProject, session: ReadSession) -> dict[str, Any]:
     """Return the body that recreates this job, with its "auto" values; values of grader headers are masked."""
     job = jobs.get(session, project.id, job_id)
-    asked = {name: value for name, value in integrations.of_method(job).items() if value is not None}
-    reinforcement = asked | {"grader": hide_secrets(asked["grader"])}
+    method = {name: value for name, value in integrations.of_method(job).items() if value is not None}
+    reinforcement = method | {"grader": hide_secrets(method["grader"])}
     request = {
         "model": job.model,
         "training_file": job.training_file,

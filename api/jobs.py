@@ -486,7 +486,10 @@ def list_checkpoints(
     names = tuned.names(session, page.items)
     # Only the embedded deployment shows paths in the blob store.
     url = service.blobs.url if service.settings.embedded else lambda key: None
-    data = [CheckpointOut.of(one, names.get(one.id), url(one.blob_prefix)) for one in page.items]
+    data = [
+        CheckpointOut.of(checkpoint, names.get(checkpoint.id), url(checkpoint.blob_prefix))
+        for checkpoint in page.items
+    ]
     return EndedListing(data=data, has_more=page.has_more, **ends(page))
 
 

@@ -202,5 +202,5 @@ def _crash(cause: Exception, scope: Scope, request_id: str) -> ServiceError:
 
 
 def _request_id(headers: Headers) -> str:
-    asked = headers.get("x-request-id", "")
-    return asked if _CALLERS_ID.fullmatch(asked) else f"req_{secrets.token_hex(16)}"
+    request_id = headers.get("x-request-id", "")
+    return request_id if _CALLERS_ID.fullmatch(request_id) else f"req_{secrets.token_hex(16)}"

@@ -57,11 +57,11 @@ def retrieve_model(model: str, project: CurrentProject, session: ReadSession, se
     """Retrieve a model."""
     if model in service.registry.names:
         return ModelOut.base(model, service.registry)
-    found = tuned.find(session, project.id, model)
-    if found is None:
+    tuned_model = tuned.find(session, project.id, model)
+    if tuned_model is None:
         made = [other.name for other in tuned.models(session, project.id)]
         raise ModelNotFound(model, [*service.registry.names, *made])
-    return ModelOut.tuned(found, project)
+    return ModelOut.tuned(tuned_model, project)
 
 
 @router.delete("/{model:path}", responses=refusals(400))

@@ -306,8 +306,8 @@ def _graded(
     parse_json = reinforcement.response_format is not None
     items = [row.item for row in prepared.rows for _ in range(prepared.body.samples)]
     pairs = [
-        (Sample.from_text(one.text, "length" if one.cut_off else "stop", parse_json), item)
-        for one, item in zip(completions, items, strict=True)
+        (Sample.from_text(completion.text, "length" if completion.cut_off else "stop", parse_json), item)
+        for completion, item in zip(completions, items, strict=True)
     ]
 
     async def grade() -> list[Grade]:

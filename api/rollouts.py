@@ -61,10 +61,10 @@ def _pages(
         first, last = (step_from, step_to) if step is None else (step, step)
         if step is not None and split is None:
             split = "train"
-        found = rollouts.pages(session, job.id, first_step=first, last_step=last, split=split)
-    if step is not None and not any(_is_there(service.blobs, page) for page in found):
+        pages = rollouts.pages(session, job.id, first_step=first, last_step=last, split=split)
+    if step is not None and not any(_is_there(service.blobs, page) for page in pages):
         raise NotFound(f"Job {job.id} has no {split} rollouts of step {step}.", param="step")
-    return found
+    return pages
 
 
 def _is_there(blobs: BlobStore, page: RolloutPage) -> bool:
@@ -104,9 +104,9 @@ def list_rollouts(
     if limit is None and (step is None or after is not None):
         limit = AT_ONCE
     most = None if limit is None else max(1, min(limit, MOST_AT_ONCE))
-    found = rollouts.find(service.blobs, pages, wanted, after=place, descending=order == "desc")
+    matches = rollouts.find(service.blobs, pages, wanted, after=place, descending=order == "desc")
     # One more than the limit, to determine has_more.
-    rows = list(found if most is None else islice(found, most + 1))
+    rows = list(matches if most is None else islice(matches, most + 1))
     return RolloutListing(
         data=rows[:most],
         has_more=most is not None and len(rows) > most,

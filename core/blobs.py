@@ -342,11 +342,11 @@ class S3Blobs(BlobStore):
         self._client.delete_object(**self._where(key))
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        for some in batched(keys, DELETED_AT_ONCE):
-            wanted = {"Objects": [{"Key": self._where(key)["Key"]} for key in some], "Quiet": True}
+        for batch in batched(keys, DELETED_AT_ONCE):
+            wanted = {"Objects": [{"Key": self._where(key)["Key"]} for key in batch], "Quiet": True}
             failed = self._client.delete_objects(Bucket=self._bucket, Delete=wanted).get("Errors", [])
             if failed:
-                raise OSError(f"{len(failed)} of {len(some)} blobs not deleted, the first: {failed[0]}")
+                raise OSError(f"{len(failed)} of {len(batch)} blobs not deleted, the first: {failed[0]}")
 
     def abort_stale_uploads(self, older_than: float, *, dry_run: bool = False) -> int:
         count = 0

@@ -125,8 +125,8 @@ def changed(budget: dict[str, Any] | None) -> str:
 
 
 def _words(budget: dict[str, Any]) -> str:
-    asked = budget["asked"]
-    money = f" ({asked['amount']:.15g} {asked['currency']})" if "amount" in asked else ""
+    request = budget["asked"]
+    money = f" ({request['amount']:.15g} {request['currency']})" if "amount" in request else ""
     return f"{_number(budget['gpu_seconds'])} GPU-seconds{money}"
 
 

@@ -135,7 +135,7 @@ def history(session: Session, *, model: str, gpu_class: str) -> History | None:
         .order_by(StepMetric.created_at.desc())
         .limit(HISTORY_STEPS)
     ).all()
-    speeds, lengths, told = [], [], set()
+    speeds, lengths, jobs = [], [], set()
     for job_id, data in steps:
         timing = data["timing"]["step"]
         seconds = timing["full_iteration"] - timing["eval"]
@@ -143,8 +143,8 @@ def history(session: Session, *, model: str, gpu_class: str) -> History | None:
         if tokens > 0 and seconds > 0:
             speeds.append(tokens / seconds)
             lengths.append(data["completion_tokens_mean"])
-            told.add(job_id)
-    return History(len(told), speeds, lengths, gpus(steps[0].data)) if told else None
+            jobs.add(job_id)
+    return History(len(jobs), speeds, lengths, gpus(steps[0].data)) if jobs else None
 
 
 def gpus(data: dict[str, Any]) -> int:
@@ -162,8 +162,8 @@ def before_start(past: History, settings: Resolved, *, train_rows: int, valid_ro
     """The estimate of a job before it starts, as Job.usage stores it."""
     seconds = past.seconds(settings, train_rows=train_rows, valid_rows=valid_rows)
     jobs = "1 earlier job" if past.jobs == 1 else f"{past.jobs} earlier jobs"
-    told = f"{len(past.tokens_per_second)} steps of {jobs}"
-    return {"remaining_seconds": seconds, "based_on": told, "gpus": past.gpus}
+    based_on = f"{len(past.tokens_per_second)} steps of {jobs}"
+    return {"remaining_seconds": seconds, "based_on": based_on, "gpus": past.gpus}
 
 
 def after_preview(

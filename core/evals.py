@@ -39,10 +39,10 @@ def item_id(job_id: str, place: Place) -> str:
 
 def place_of(item_id: str, job_id: str, step: int) -> Place | None:
     """The place encoded in an output item's id; None if it is not one of this run."""
-    found = _ITEM_ID.fullmatch(item_id)
-    if found is None or found[1] != job_id.removeprefix(_JOB) or int(found[2]) != step:
+    match = _ITEM_ID.fullmatch(item_id)
+    if match is None or match[1] != job_id.removeprefix(_JOB) or int(match[2]) != step:
         return None
-    return Place(step, "valid", int(found[3]), int(found[4]))
+    return Place(step, "valid", int(match[3]), int(match[4]))
 
 
 def job_of(session: Session, project_id: str, eval_id: str) -> Job:
@@ -83,9 +83,9 @@ def run_of(session: Session, job: Job, run_id: str) -> RolloutPage:
     Raises:
         EvalNotFound: the job has no such validation, or its samples were deleted.
     """
-    found = _RUN_ID.fullmatch(run_id)
-    if found is not None and found[1] == job.id.removeprefix(_JOB):
-        run = session.get(RolloutPage, (job.id, int(found[2]), "valid"))
+    match = _RUN_ID.fullmatch(run_id)
+    if match is not None and match[1] == job.id.removeprefix(_JOB):
+        run = session.get(RolloutPage, (job.id, int(match[2]), "valid"))
         if run is not None:
             return run
     raise EvalNotFound("run", run_id)
@@ -98,10 +98,10 @@ def runs(
     statement = select(RolloutPage).where(RolloutPage.job_id == job.id, RolloutPage.split == "valid")
     step = RolloutPage.step
     if after is not None:
-        found = _RUN_ID.fullmatch(after)
-        if found is None or found[1] != job.id.removeprefix(_JOB):
+        match = _RUN_ID.fullmatch(after)
+        if match is None or match[1] != job.id.removeprefix(_JOB):
             raise _no_cursor(after)
-        statement = statement.where(step < int(found[2]) if newest_first else step > int(found[2]))
+        statement = statement.where(step < int(match[2]) if newest_first else step > int(match[2]))
     ordered = statement.order_by(step.desc() if newest_first else step)
     rows = session.scalars(ordered.limit(limit + 1)).all()
     return Page(rows[:limit], has_more=len(rows) > limit)
@@ -167,14 +167,14 @@ def status(row: Row, whole: Criterion) -> Literal["pass", "fail", "error"]:
 def summary(rows: Iterable[Row], criteria: Sequence[Criterion]) -> dict[str, Any]:
     """The counts of a run over all of its samples."""
     whole, counts = criteria[0], {"total": 0, "pass": 0, "fail": 0, "error": 0}
-    results = {one.name: {"passed": 0, "failed": 0} for one in criteria}
+    results = {criterion.name: {"passed": 0, "failed": 0} for criterion in criteria}
     tokens = {"prompt_tokens": 0, "completion_tokens": 0}
     for row in rows:
         counts["total"] += 1
         counts[status(row, whole)] += 1
-        for one in criteria:
-            if one.score(row) is not None:
-                results[one.name]["passed" if one.passed(row) else "failed"] += 1
+        for criterion in criteria:
+            if criterion.score(row) is not None:
+                results[criterion.name]["passed" if criterion.passed(row) else "failed"] += 1
         for name in tokens:
             tokens[name] += row[name] or 0
     return {"counts": counts, "criteria": results, "tokens": tokens}

@@ -110,8 +110,8 @@ def discard_steps_after(session: Session, job_id: str, step: int) -> None:
 
 def _of_job(job_id: str) -> tuple[Select[Event], Select[Event]]:
     """All events of a job, which are valid cursors, and the ones that are listed."""
-    said = select(Event).where(Event.job_id == job_id)
-    return said, said.where(Event.superseded.is_(False))
+    events = select(Event).where(Event.job_id == job_id)
+    return events, events.where(Event.superseded.is_(False))
 
 
 def _storable(text: str) -> str:

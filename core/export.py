@@ -126,12 +126,12 @@ def find(session: Session, name: str) -> Checkpoint:
             raise NotFound(
                 f"Job {name} has no fine-tuned model (it is {job.status}); name one of its checkpoints."
             )
-    found = session.scalar(
+    checkpoint = session.scalar(
         select(Checkpoint).where(Checkpoint.id == (model.checkpoint_id if model else name))
     )
-    if found is None:
+    if checkpoint is None:
         raise NotFound(f"There is no checkpoint, tuned model or job {name!r}.")
-    return found
+    return checkpoint
 
 
 def base_model(session: Session, checkpoint: Checkpoint) -> str:
@@ -142,10 +142,10 @@ def base_model(session: Session, checkpoint: Checkpoint) -> str:
 def of_project(session: Session, project_id: str, checkpoint_id: str) -> Checkpoint:
     """Raise NotFound if the project has no such checkpoint."""
     mine = select(Checkpoint).join(Job, Job.id == Checkpoint.job_id).where(Job.project_id == project_id)
-    found = session.scalar(mine.where(Checkpoint.id == checkpoint_id))
-    if found is None:
+    checkpoint = session.scalar(mine.where(Checkpoint.id == checkpoint_id))
+    if checkpoint is None:
         raise CheckpointNotFound(checkpoint_id)
-    return found
+    return checkpoint
 
 
 def gather(
@@ -171,9 +171,9 @@ def gather(
             raise NotFound(message, param="checkpoint_id") from None
         raise CheckpointDamaged(checkpoint.id, str(damage)) from None
     files = [
-        Stored(one.name, f"{checkpoint.blob_prefix}/{one.name}", one.bytes, one.sha256)
-        for one in manifest.files
-        if one.name not in STAYS
+        Stored(file.name, f"{checkpoint.blob_prefix}/{file.name}", file.bytes, file.sha256)
+        for file in manifest.files
+        if file.name not in STAYS
     ]
     with database.read() as session:
         job = session.scalars(select(Job).where(Job.id == checkpoint.job_id)).one()
@@ -198,11 +198,11 @@ def _recipe(
     hide_secrets: HideSecrets,
 ) -> dict[str, Any]:
     """reproduce.json: `request` recreates the job once the two files are uploaded."""
-    asked = job.reinforcement
-    grader = hide_secrets(asked["grader"])
-    reinforcement = {"grader": grader, "hyperparameters": asked["hyperparameters"]}
-    if asked.get("response_format"):
-        reinforcement["response_format"] = asked["response_format"]
+    method = job.reinforcement
+    grader = hide_secrets(method["grader"])
+    reinforcement = {"grader": grader, "hyperparameters": method["hyperparameters"]}
+    if method.get("response_format"):
+        reinforcement["response_format"] = method["response_format"]
     request = {
         "model": job.model,
         "training_file": job.training_file,

@@ -34,6 +34,8 @@ def of_method(job: Job) -> dict[str, Any]:
 def shown(job: Job) -> list[dict[str, Any]]:
     """The job's integrations as the API shows them. W&B's has the id of its run, as at OpenAI."""
     return [
-        one | {"wandb": one["wandb"] | {"run_id": job.id}} if one["type"] == "wandb" else one
-        for one in asked(job)
+        integration | {"wandb": integration["wandb"] | {"run_id": job.id}}
+        if integration["type"] == "wandb"
+        else integration
+        for integration in asked(job)
     ]

@@ -434,13 +434,13 @@ def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
     A woken worker takes jobs until none waits. So the time is recorded on one job per project and class, the newest,
     which waits longest: recording it on ten thousand jobs every few seconds would only add load.
     """
-    told: set[tuple[str, str]] = set()
+    woken: set[tuple[str, str]] = set()
     for status, free in (("queued", waiting.runnable), ("validating_files", waiting.unvalidated)):
         classes = session.scalars(select(waiting.each(Job.gpu_class, Job.status == status).c.value)).all()
         for gpu_class in classes:
             if gpu_class is not None and _tell(session, status, gpu_class, free, older_than):
-                told.add(_wake_up(status, gpu_class))
-    return sorted(told)
+                woken.add(_wake_up(status, gpu_class))
+    return sorted(woken)
 
 
 def _tell(
@@ -452,11 +452,11 @@ def _tell(
 ) -> bool:
     """Record the wake-up on the newest free job of each project. False: all were woken recently."""
     line = waiting.each(Job.project_id, Job.status == status, Job.gpu_class == gpu_class)
-    one, candidate = aliased(Job), aliased(Job)
+    job, candidate = aliased(Job), aliased(Job)
     newest = (
-        select(one.seq)
-        .where(one.project_id == line.c.value, one.gpu_class == gpu_class, free(one))
-        .order_by(one.seq.desc())
+        select(job.seq)
+        .where(job.project_id == line.c.value, job.gpu_class == gpu_class, free(job))
+        .order_by(job.seq.desc())
         .limit(1)
         .scalar_subquery()
     )

@@ -50,8 +50,8 @@ class Text(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        said = " ".join(f"{name}={value}" for name, value in _fields(record).items())
-        return super().formatMessage(record) + (f" [{said}]" if said else "")
+        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
+        return super().formatMessage(record) + (f" [{fields}]" if fields else "")
 
 
 class Json(logging.Formatter):

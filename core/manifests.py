@@ -59,7 +59,7 @@ def parse(content: bytes) -> Manifest:
     """Parse a manifest; raise Damaged if it is invalid."""
     try:
         fields = json.loads(content)
-        files = [ManifestFile(one["name"], one["bytes"], one["sha256"]) for one in fields["files"]]
+        files = [ManifestFile(entry["name"], entry["bytes"], entry["sha256"]) for entry in fields["files"]]
         manifest = Manifest(fields["format"], tuple(files))
     except (ValueError, KeyError, TypeError, RecursionError):
         raise Damaged(MANIFEST) from None

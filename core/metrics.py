@@ -40,8 +40,8 @@ def served(host: str, port: int, collectors: Iterable[Collector] = ()) -> Iterat
         yield
         return
     registry = CollectorRegistry(auto_describe=False)
-    for one in (COUNTED, *collectors):
-        registry.register(one)
+    for collector in (COUNTED, *collectors):
+        registry.register(collector)
     for kind in (ProcessCollector, PlatformCollector, GCCollector):
         kind(registry=registry)
     server, thread = start_http_server(port, host, registry)

@@ -51,10 +51,10 @@ def _without_row(database: Database, batch: Sequence[BlobEntry]) -> list[BlobEnt
 
 def _explained(session: Session, keys: Sequence[str]) -> set[str]:
     """The keys whose row, found by the id in the key, exists or may still be written."""
-    files = {found["id"] for key in keys if (found := _OF_FILE.fullmatch(key))}
-    parts = {found["id"] for key in keys if (found := _OF_PART.fullmatch(key))}
-    attempts = {key: found for key in keys if (found := _OF_ATTEMPT.match(key))}
-    jobs = {found["job"] for found in attempts.values()}
+    files = {match["id"] for key in keys if (match := _OF_FILE.fullmatch(key))}
+    parts = {match["id"] for key in keys if (match := _OF_PART.fullmatch(key))}
+    attempts = {key: match for key in keys if (match := _OF_ATTEMPT.match(key))}
+    jobs = {match["job"] for match in attempts.values()}
     turns = session.execute(select(Attempt.job_id, Attempt.epoch).where(Attempt.job_id.in_(jobs))).all()
     ended = {(job_id, str(epoch)) for job_id, epoch in turns}
     held = session.execute(select(Job.id, Job.epoch).where(Job.id.in_(jobs), Job.status.in_(HELD)))
@@ -65,9 +65,9 @@ def _explained(session: Session, keys: Sequence[str]) -> set[str]:
         *session.scalars(_among(RolloutPage.blob_key, keys).where(RolloutPage.job_id.in_(jobs))),
         *session.scalars(select(Checkpoint.blob_prefix).where(Checkpoint.job_id.in_(jobs))),
     }
-    busy = {key for key, found in attempts.items() if found["attempt"] in at_work}
+    busy = {key for key, match in attempts.items() if match["attempt"] in at_work}
     busy |= {
-        key for key in keys if (found := _OF_LOG.fullmatch(key)) and (found["job"], found["epoch"]) in ended
+        key for key in keys if (match := _OF_LOG.fullmatch(key)) and (match["job"], match["epoch"]) in ended
     }
     return busy | {key for key in keys if _names(key) & known}
 

@@ -179,18 +179,18 @@ def advise(made: Report, group_size: int, longest: int, room: int) -> tuple[Verd
             f"{failed} of {made.answers} answers could not be graded, most often: {made.grading.reasons[0]} Change the "
             "grader to accept such answers first."
         )
-    [mine] = [one for one in made.signal if one.group_size == group_size]
-    verdict, advice = _by_signal(made, mine)
+    [own] = [signal for signal in made.signal if signal.group_size == group_size]
+    verdict, advice = _by_signal(made, own)
     notes = []
     if made.cut_off > OFTEN_CUT_OFF * made.answers:
         notes.append(f"{made.cut_off} answers are cut off at {longest} tokens.")
     if failed:
         notes.append(f"{failed} answers could not be graded: {made.grading.reasons[0]}")
-    share = f"{_percent(mine.share['expected'])} of the groups of {group_size}"
-    found = (
-        f"{made.passed} of {made.answers} answers pass, and {'at least ' * mine.at_least}{share} have signal"
+    share = f"{_percent(own.share['expected'])} of the groups of {group_size}"
+    result = (
+        f"{made.passed} of {made.answers} answers pass, and {'at least ' * own.at_least}{share} have signal"
     )
-    return verdict, " ".join([f"{found}: {advice}", *notes])
+    return verdict, " ".join([f"{result}: {advice}", *notes])
 
 
 def _by_signal(made: Report, mine: Signal) -> tuple[Verdict, str]:

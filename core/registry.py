@@ -168,12 +168,12 @@ class Registry(BaseModel):
             TunedModelGiven: it looks like the id of a tuned model.
             ModelNotFound: the name is neither.
         """
-        found = self.models.get(self.resolve(model))
-        if found is None and model.startswith("ft:"):
+        entry = self.models.get(self.resolve(model))
+        if entry is None and model.startswith("ft:"):
             raise TunedModelGiven(model, self.names)
-        if found is None:
+        if entry is None:
             raise ModelNotFound(model, self.names)
-        return found
+        return entry
 
 
 def _problem(error: ErrorDetails) -> str:

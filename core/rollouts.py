@@ -86,10 +86,10 @@ class Place:
     @classmethod
     def parse(cls, sample_id: str) -> "Place | None":
         """Parse the id of a sample; None if it is invalid."""
-        found = _ID.fullmatch(sample_id)
-        if found is None:
+        match = _ID.fullmatch(sample_id)
+        if match is None:
             return None
-        step, split, group, member = found.groups()
+        step, split, group, member = match.groups()
         return cls(int(step), "train" if split == "t" else "valid", int(group), int(member))
 
     @property
@@ -287,8 +287,8 @@ def tables(
     with tempfile.TemporaryDirectory(prefix="regraft-rollouts-") as folder:
         path = Path(folder) / "page"
         blobs.download(page.blob_key, path)
-        found = _older(path, page, keep) if is_older(page) else _parquet(path, keep, descending)
-        for table in found:
+        batches = _older(path, page, keep) if is_older(page) else _parquet(path, keep, descending)
+        for table in batches:
             if table.num_rows:
                 yield table.take(list(range(table.num_rows))[::-1]) if descending else table
 

@@ -44,8 +44,8 @@ def checkpoint_of(session: Session, model: TunedModel) -> Checkpoint | None:
 
 def delete(work: Work, project_id: str, name: str) -> bool:
     """Delete the name; its checkpoint is kept. False: the project has no such model."""
-    gone = delete_from(TunedModel).where(TunedModel.project_id == project_id, TunedModel.name == name)
-    if work.session.scalar(gone.returning(TunedModel.seq)) is None:
+    deleted = delete_from(TunedModel).where(TunedModel.project_id == project_id, TunedModel.name == name)
+    if work.session.scalar(deleted.returning(TunedModel.seq)) is None:
         return False
     _revoke_all(work.session, [name])
     work.record("model.deleted", name)
@@ -54,8 +54,8 @@ def delete(work: Work, project_id: str, name: str) -> bool:
 
 def delete_names_of(session: Session, checkpoint_id: str) -> None:
     """Delete the names of a checkpoint before its deletion, with their permissions."""
-    gone = delete_from(TunedModel).where(TunedModel.checkpoint_id == checkpoint_id)
-    _revoke_all(session, session.scalars(gone.returning(TunedModel.name)).all())
+    deleted = delete_from(TunedModel).where(TunedModel.checkpoint_id == checkpoint_id)
+    _revoke_all(session, session.scalars(deleted.returning(TunedModel.name)).all())
 
 
 def _revoke_all(session: Session, names: Sequence[str]) -> None:
@@ -137,9 +137,9 @@ def _kept(job: Job) -> Select[Checkpoint]:
 
 def names(session: Session, checkpoints: Sequence[Checkpoint]) -> Mapping[str, str]:
     """The model name of each checkpoint by its id: its own name, or else the job's."""
-    found = select(TunedModel).where(
+    statement = select(TunedModel).where(
         TunedModel.checkpoint_id.in_([checkpoint.id for checkpoint in checkpoints])
     )
     # Names with a step sort last, so they win.
-    ordered = sorted(session.scalars(found), key=lambda model: ":ckpt-step-" in model.name)
+    ordered = sorted(session.scalars(statement), key=lambda model: ":ckpt-step-" in model.name)
     return {model.checkpoint_id: model.name for model in ordered}

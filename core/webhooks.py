@@ -170,8 +170,8 @@ def emit_thresholds(job: Job, step: Mapping[str, Any]) -> None:
             if value is None or value < threshold:
                 continue
             # A deterministic id, so that a resumed run that reaches the threshold again finds the delivery.
-            told = f"{endpoint.id} {job.id} {name} {threshold}"
-            webhook_id = f"wh_{hashlib.sha256(told.encode()).hexdigest()[:32]}"
+            delivery_id = f"{endpoint.id} {job.id} {name} {threshold}"
+            webhook_id = f"wh_{hashlib.sha256(delivery_id.encode()).hexdigest()[:32]}"
             if session.scalar(select(WebhookDelivery.seq).where(WebhookDelivery.id == webhook_id)) is None:
                 data = {"id": job.id, "threshold": name, "value": value, "step": step["step"]}
                 session.add(

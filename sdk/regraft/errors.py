@@ -122,10 +122,10 @@ def refuse_foreign(response: httpx2.Response, *, wants_json: bool) -> None:
 
 
 def foreign(response: httpx2.Response) -> NotARegraftServer:
-    asked = (response.history or [response])[0].url.copy_with(query=None)
+    url = (response.history or [response])[0].url.copy_with(query=None)
     led = f"redirects to {response.url.copy_with(query=None)}, which sends" if response.history else "sends"
     return NotARegraftServer(
-        f"{asked} does not answer as a regraft server: it {led} {_content_type(response) or 'no content type'}"
+        f"{url} does not answer as a regraft server: it {led} {_content_type(response) or 'no content type'}"
     )
 
 

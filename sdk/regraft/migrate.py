@@ -53,7 +53,7 @@ def migrate(params: Mapping[str, Any], *, model: str | None = None) -> Migration
         raise InvalidRequestFile("The job has no method.reinforcement.grader.")
     to_do, differs = [*_to_do(params, inside, model)], [*_differs(params, inside)]
     job = _job(params, inside, model)
-    comments = [f"# To do: {one}" for one in to_do]
+    comments = [f"# To do: {line}" for line in to_do]
     return Migration(
         "\n".join([*comments, *([""] if comments else []), toml(job)]), to_do, differs, _body(job)
     )
@@ -93,8 +93,8 @@ def _wandb(params: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _to_do(params: Mapping[str, Any], inside: Mapping[str, Any], model: str | None) -> Iterator[str]:
     if model is None:
-        asked = params.get("model")
-        yield f"model: {asked} is a model of OpenAI. Choose one of `regraft models list`."
+        model_name = params.get("model")
+        yield f"model: {model_name} is a model of OpenAI. Choose one of `regraft models list`."
     for field, name in _FILES.items():
         if file := params.get(field):
             yield f"{field}: {file} is at OpenAI. Download it as {name}: client.files.content({file!r})."
@@ -167,15 +167,15 @@ def _suffix(text: str) -> str:
 
 def toml(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
     """A table as TOML: values first, then its tables. Nulls are omitted, since TOML has none."""
-    values = {key: one for key, one in table.items() if not _is_table(one) and one is not None}
-    tables = {key: one for key, one in table.items() if _is_table(one)}
-    lines = [f"{_key(key)} = {_value(one)}" for key, one in values.items()]
-    for key, one in tables.items():
+    values = {key: value for key, value in table.items() if not _is_table(value) and value is not None}
+    tables = {key: value for key, value in table.items() if _is_table(value)}
+    lines = [f"{_key(key)} = {_value(value)}" for key, value in values.items()]
+    for key, value in tables.items():
         where = (*path, key)
         head = f"[{'.'.join(map(_key, where))}]"
-        below = toml(one, where)
+        below = toml(value, where)
         # A table that contains only tables needs no header.
-        bare = bool(one) and all(_is_table(inner) for inner in one.values())
+        bare = bool(value) and all(_is_table(inner) for inner in value.values())
         lines += ([""] if lines else []) + ([below] if bare else [head, below])
     return "\n".join(line for line in lines).rstrip("\n") + ("\n" if not path else "")
 
@@ -192,10 +192,10 @@ def _value(value: Any) -> str:
     if isinstance(value, str):
         return _string(value)
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items() if one is not None)
+        inner = ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items() if item is not None)
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, list):
-        return f"[{', '.join(_value(one) for one in value if one is not None)}]"
+        return f"[{', '.join(_value(item) for item in value if item is not None)}]"
     return json.dumps(value)
 
 

@@ -193,8 +193,8 @@ def files_download(arguments: argparse.Namespace) -> int:
 
 
 def files_delete(arguments: argparse.Namespace) -> int:
-    gone = _client().files.delete(arguments.file_id)
-    return _answer(arguments, gone, lambda: f"Deleted {gone.id}")
+    deleted = _client().files.delete(arguments.file_id)
+    return _answer(arguments, deleted, lambda: f"Deleted {deleted.id}")
 
 
 def _files(files: list[Any]) -> str:
@@ -530,10 +530,10 @@ def _preview(preview: dict[str, Any]) -> str:
         )
     groups = [
         [
-            str(one["group_size"]) + (" (the job's)" if one["group_size"] == preview["group_size"] else ""),
-            ("at least " if one["at_least"] else "") + _between(one["share"]),
+            str(row["group_size"]) + (" (the job's)" if row["group_size"] == preview["group_size"] else ""),
+            ("at least " if row["at_least"] else "") + _between(row["share"]),
         ]
-        for one in preview["signal"]
+        for row in preview["signal"]
     ]
     lines.append(table(["answers per prompt", "groups with signal"], groups))
     tokens, room = preview["completion_tokens"], preview["max_completion_tokens"]
@@ -676,8 +676,8 @@ def models_list(arguments: argparse.Namespace) -> int:
 
 
 def models_delete(arguments: argparse.Namespace) -> int:
-    gone = _client().models.delete(arguments.model)
-    return _answer(arguments, gone, lambda: f"Deleted {gone.id}")
+    deleted = _client().models.delete(arguments.model)
+    return _answer(arguments, deleted, lambda: f"Deleted {deleted.id}")
 
 
 def chat(arguments: argparse.Namespace) -> int:

@@ -133,5 +133,5 @@ def _asking(filters: Mapping[str, Any], **more: Any) -> Any:
         raise TypeError(
             f"Rollouts have no filter {min(unknown)!r}; available: {', '.join(Filters.__annotations__)}."
         )
-    asked = {**filters, **more}
-    return {"params": {name: value for name, value in asked.items() if value is not None}}
+    options = {**filters, **more}
+    return {"params": {name: value for name, value in options.items() if value is not None}}
