@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 EXIT_CODES = """exit codes:
-  0  success; a watched job succeeded or is paused
-  1  a job failed, was cancelled or is worse than its base; a file has invalid rows; a grader test failed
-  2  the command, a file it names or the request is invalid
-  3  no such job, file, model or checkpoint
-  4  no server or key is configured, or the key is invalid
-  5  the server cannot be reached or returned an error
-  6  a quota or a rate limit is exceeded
-130  interrupted; a watched job continues on the server
+  0  done; a job that was waited for has succeeded or is paused
+  1  no: a job failed, was cancelled or is worse than its base; a file has bad rows; a grader's test did not pass
+  2  the command, a file it names or the request is wrong
+  3  there is no such job, file, model or checkpoint
+  4  no server or key is configured, or the key is refused
+  5  the server cannot be reached, or has an error
+  6  a quota is used up, or there are too many requests
+130  interrupted; a job that was being watched goes on
 """
 
 
