@@ -94,7 +94,7 @@ def _wandb(params: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _to_do(params: Mapping[str, Any], inside: Mapping[str, Any], model: str | None) -> Iterator[str]:
     if model is None:
         model_name = params.get("model")
-        yield f"model: {model_name} is a model of OpenAI. Choose one of `regraft models list`."
+        yield f"model: {model_name} is OpenAI's. Choose one of `regraft models list`."
     for field, name in _FILES.items():
         if file := params.get(field):
             yield f"{field}: {file} is at OpenAI. Download it as {name}: client.files.content({file!r})."
@@ -126,7 +126,7 @@ def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[s
     if automatic:
         yield f'hyperparameters: OpenAI does not document its "auto". Here {"; ".join(automatic)}.'
     if isinstance(hyperparameters.get("learning_rate_multiplier"), int | float):
-        yield "hyperparameters.learning_rate_multiplier scales this service's base rate, which differs from OpenAI's."
+        yield "hyperparameters.learning_rate_multiplier scales our own base rate, which is not OpenAI's."
     if [*_wandb(params)]:
         yield "integrations: W&B runs use the account of the server's operator, who must enable W&B."
     for name in ("tools", "max_episode_steps"):

@@ -153,7 +153,7 @@ def test_a_preview_asks_and_what_it_makes_can_be_cancelled(terminal):
 
     shown = terminal(*preview, answers=[(question, "y\n")])
 
-    assert "2 rows tried, 4 answers" in shown
+    assert "2 rows sampled, 4 answers" in shown
     job = shown[-2]
     assert terminal("jobs", "cancel", job)[0] == f"{job} is cancelled"
 
