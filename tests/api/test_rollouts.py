@@ -343,7 +343,7 @@ def test_the_logs_of_runs_can_be_read_and_so_far_that_of_one_under_way(house, ap
         "--- attempt 2: crashed",
         "Schritt für Schritt",
         "--- attempt 3: expired",
-        "(no log: it wrote nothing, its machine was lost, or it has ended only just now)",
+        "(no log: it wrote nothing, its machine was lost, or it has only just ended)",
         "--- attempt 4: running; its log is up to 30 s behind",
         "Schritt für Schritt",
     ]

@@ -316,7 +316,7 @@ def test_every_part_may_be_sent_twice_and_then_there_is_an_end(house, monkeypatc
     with pytest.raises(InvalidRequest, match="announced with 4 bytes, and has received 8"):
         house.add(upload_id, b"e")
     monkeypatch.setattr(uploads, "MOST_PARTS", 4)
-    with pytest.raises(InvalidRequest, match="4 parts already"):
+    with pytest.raises(InvalidRequest, match="already has 4 parts"):
         house.add(upload_id, b"e")
 
 

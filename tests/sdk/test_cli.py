@@ -135,7 +135,7 @@ def test_a_preview_in_a_pipe_creates_nothing(regraft, in_json, job_file, model):
 
     assert (code, err) == (0, "Nothing was created; pass --yes to create the job.\n"), err
     lines = out.splitlines()
-    assert lines[0] == "2 rows tried, 4 answers"
+    assert lines[0] == "2 rows sampled, 4 answers"
     assert lines[1].startswith("2 pass (reward 0.5 or more): 50 %, between ")
     assert lines[2] == "answers per prompt  groups with signal"
     assert lines[3].startswith("2                 100 %, between ")
@@ -155,7 +155,7 @@ def test_yes_creates_the_job_after_the_preview(regraft, in_json, job_file, model
     found = in_json(*asked)
 
     assert code == 0
-    assert err.startswith("2 rows tried, 4 answers\n")
+    assert err.startswith("2 rows sampled, 4 answers\n")
     assert [job["id"] for job in in_json("jobs", "list")] == [found["job"]["id"], out.strip()]
 
 

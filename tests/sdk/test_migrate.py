@@ -100,7 +100,7 @@ def test_it_says_what_differs():
 
     for word in (
         "reasoning_effort: medium",
-        "n_epochs is so many",
+        "n_epochs is as many",
         "learning_rate_multiplier scales",
         "W&B runs use the account",
         "tools is left out",
