@@ -138,11 +138,11 @@ def test_a_preview_in_a_pipe_creates_nothing(regraft, in_json, job_file, model):
     assert lines[0] == "2 rows sampled, 4 answers"
     assert lines[1].startswith("2 pass (reward 0.5 or more): 50 %, between ")
     assert lines[2] == "answers per prompt  groups with signal"
-    assert lines[3].startswith("2                 100 %, between ")
-    assert lines[5].startswith("8 (the job's)     at least 100 %, between ")
+    assert lines[3].startswith("2                   100 %, between ")
+    assert lines[5].startswith("8 (the job's)       at least 100 %, between ")
     assert "3 tokens per answer, at most 3; 0 cut off at 512" in lines
     assert "4 training rows, 4 validation rows" in lines
-    assert any("from the preview's answers and their speed" in line for line in lines)
+    assert any("based on the preview's answers and their speed" in line for line in lines)
     assert lines[-1].startswith("2 of 4 answers pass, and at least 100 % of the groups of 8 have signal: ")
     found = in_json(*asked)
     assert (found["preview"]["verdict"], found["job"]) == ("good", None)
