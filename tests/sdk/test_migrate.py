@@ -127,7 +127,7 @@ def test_a_cosine_and_an_endpoint_need_a_hand():
 
     assert told[0].startswith("training_file: not set")
     assert told[2].startswith("grader.graders.0.evaluation_metric: cosine")
-    assert told[3].startswith("grader.graders.1: the server's operator")
+    assert told[3].startswith("grader.graders.1: the operator of the server")
 
 
 @pytest.mark.parametrize(
