@@ -84,8 +84,17 @@ def postgres_database(migrated_postgres: str) -> Iterator[Database]:
     database = Database(migrated_postgres)
     yield database
     database.close()
-    tables = ", ".join(table.name for table in Table.metadata.sorted_tables)
     cleaner = Database(migrated_postgres)  # a test may have broken the other one
     with cleaner.write() as session:
-        session.execute(text(f"truncate {tables} restart identity"))
+        session.execute(text(f"do $$ begin {'; '.join(emptying())}; end $$"))
     cleaner.close()
+
+
+def emptying() -> list[str]:
+    """Statements after which a PostgreSQL database is as after its migration.
+
+    `truncate` gives every table and index a new file, which takes 30 times as long as to delete the few rows of a test.
+    """
+    rows = [f"delete from {table.name}" for table in reversed(Table.metadata.sorted_tables)]
+    numbers = "perform setval(oid, 1, false) from pg_class where relkind = 'S'"
+    return ["set local session_replication_role = replica", *rows, numbers]
