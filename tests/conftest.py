@@ -18,6 +18,8 @@ from tests.servers import Postgres, SeaweedFS
 
 # What these measure is latency: `make test` runs them last, when nothing else runs beside them.
 collect_ignore = [] if os.environ.get("REGRAFT_ATTACKS") else ["attacks"]
+# The fixtures that start a server: of a database, of a broker, of a store. A parameter may name one of them, too.
+SERVERS = {"postgres", "redis_url", "seaweed"}
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,37 @@ def migrated_postgres(postgres: Postgres) -> str:
     url = postgres.new_database()
     upgrade(url)
     return url
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that is marked `both_databases` on each of them."""
+    if metafunc.definition.get_closest_marker("both_databases") is None:
+        return
+    if "database_kind" in metafunc.fixturenames:
+        metafunc.parametrize("database_kind", ["sqlite", "postgres"])
+    elif any(mark.name == "both_databases" for mark in metafunc.definition.own_markers):
+        raise pytest.UsageError(f"{metafunc.definition.nodeid} is marked both_databases and uses no database")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that need PostgreSQL, Redis or an S3 server: `make test-fast` runs without any."""
+    for item in items:
+        if isinstance(item, pytest.Function) and needs_server(item):
+            item.add_marker(pytest.mark.server)
+
+
+def needs_server(item: pytest.Function) -> bool:
+    if not SERVERS.isdisjoint(item.fixturenames):
+        return True
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return any(isinstance(value, str) and value in SERVERS for value in parameters)
+
+
+@pytest.fixture
+def database_kind() -> str:
+    """Which database a test runs on: SQLite, unless it is marked `both_databases` or has a parameter of this name."""
+    return "sqlite"
 
 
 @pytest.fixture

@@ -103,10 +103,9 @@ def open_house(database: Database, folder: Path) -> Iterator[House]:
         yield House(app, portal, database, blobs, project, key, other_key, folder, clock, sent)
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
-    """On either kind of database."""
-    with open_house(request.getfixturevalue(f"{request.param}_database"), tmp_path) as house:
+@pytest.fixture
+def house(request: pytest.FixtureRequest, database_kind: str, tmp_path: Path) -> Iterator[House]:
+    with open_house(request.getfixturevalue(f"{database_kind}_database"), tmp_path) as house:
         yield house
 
 

@@ -20,6 +20,7 @@ def types(api):
     return [entry["type"] for entry in reversed(log(api, limit=100)["data"])][1:]
 
 
+@pytest.mark.both_databases
 def test_an_entry_says_who_did_what_to_what_and_in_which_request(house, api, job_request):
     answer = api.post(JOBS, json=job_request(), headers={"x-request-id": "req_mine"})
 
@@ -37,6 +38,7 @@ def test_an_entry_says_who_did_what_to_what_and_in_which_request(house, api, job
     }
 
 
+@pytest.mark.both_databases
 def test_every_change_through_the_api_is_logged(house, api, create_job, upload):
     job = create_job()
     with house.database.write() as session:
@@ -67,6 +69,7 @@ def test_every_change_through_the_api_is_logged(house, api, create_job, upload):
     ]
 
 
+@pytest.mark.both_databases
 def test_files_in_parts_are_logged_when_they_begin_and_end(api):
     announced = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune", "bytes": 2}
     kept, dropped = (api.post("/v1/uploads", json=announced).json()["id"] for _ in range(2))
@@ -79,6 +82,7 @@ def test_files_in_parts_are_logged_when_they_begin_and_end(api):
     assert {entry["actor"]["type"] for entry in log(api, limit=4)["data"]} == {"api_key"}
 
 
+@pytest.mark.both_databases
 def test_webhook_endpoints_and_budgets_are_logged_without_secrets(api, create_job):
     url = "https://8.8.8.8/hook-of-our-own"
     asked = {"name": "a", "url": url, "event_types": ["fine_tuning.job.succeeded"]}
@@ -129,6 +133,7 @@ def test_no_key_is_ever_in_the_log(house, api):
     assert rotated["value"] not in text
 
 
+@pytest.mark.both_databases
 def test_the_log_is_read_page_by_page_newest_first(api, upload):
     for _ in range(4):
         upload()
@@ -141,6 +146,7 @@ def test_the_log_is_read_page_by_page_newest_first(api, upload):
     assert first["first_id"] == first["data"][0]["id"]
 
 
+@pytest.mark.both_databases
 def test_a_change_that_is_rolled_back_was_never_logged(house, api, job_request):
     request = job_request()
     before = types(api)

@@ -26,6 +26,7 @@ def test_a_short_wrong_key_is_not_shown_at_all(house):
 
 
 @pytest.mark.parametrize("header", ["OpenAI-Organization", "OpenAI-Project"])
+@pytest.mark.both_databases
 def test_a_header_that_names_another_tenant_is_refused(house, header):
     with house.database.read() as session:
         other = keys.authenticate(session, house.other_key)[1]
@@ -53,6 +54,7 @@ def test_the_authorization_header_wins_over_azures(house):
     assert house.client("wrong").get("/v1/files", headers={"api-key": house.key}).status_code == 401
 
 
+@pytest.mark.both_databases
 def test_headers_that_name_the_keys_own_tenant_are_fine(house):
     own = {"OpenAI-Organization": house.project.organization_id, "OpenAI-Project": house.project.id}
 
@@ -74,6 +76,7 @@ def test_every_route_but_the_health_checks_wants_a_key(house):
     assert sorted(open_routes) == ["/healthz", "/readyz"]
 
 
+@pytest.mark.both_databases
 def test_the_key_itself_is_not_in_the_database(house):
     with house.database.read() as session:
         stored = session.scalars(select(ApiKey)).all()
@@ -83,6 +86,7 @@ def test_the_key_itself_is_not_in_the_database(house):
     assert len(house.key) == 3 + 43
 
 
+@pytest.mark.both_databases
 def test_bootstrap_makes_one_key_and_only_once(house):
     with house.database.write() as session:
         assert keys.bootstrap(session) is None

@@ -59,6 +59,7 @@ def shown(api, job):
 # Asking for a budget.
 
 
+@pytest.mark.both_databases
 def test_a_budget_in_seconds_is_shown_as_asked_and_as_a_cap(create_job):
     assert create_job(budget={"gpu_seconds": 3600})["budget"] == {
         "asked": {"gpu_seconds": 3600.0},
@@ -68,6 +69,7 @@ def test_a_budget_in_seconds_is_shown_as_asked_and_as_a_cap(create_job):
     }
 
 
+@pytest.mark.both_databases
 def test_a_budget_in_money_is_turned_into_seconds_at_the_price_of_the_moment(priced, job_request):
     budget = {"amount": 12.5, "currency": "EUR"}
 
@@ -76,6 +78,7 @@ def test_a_budget_in_money_is_turned_into_seconds_at_the_price_of_the_moment(pri
     assert (job["budget"]["asked"], job["budget"]["gpu_seconds"]) == (budget, 1250.0)
 
 
+@pytest.mark.both_databases
 def test_no_budget_is_null(create_job):
     assert create_job()["budget"] is None
     assert create_job(budget=None)["budget"] is None
@@ -126,6 +129,7 @@ def test_money_without_a_price_names_the_setting(api, job_request):
 # Changing it.
 
 
+@pytest.mark.both_databases
 def test_a_budget_is_raised_and_removed(api, create_job):
     job = create_job(budget={"gpu_seconds": 60})
 
@@ -153,6 +157,7 @@ def test_the_budget_of_another_projects_job_does_not_exist(house, create_job):
     assert error(answer, 404) == ("fine_tune_id", "fine_tune_not_found")
 
 
+@pytest.mark.both_databases
 def test_a_job_at_its_budget_is_resumed_only_with_a_higher_one(api, house, create_job, run_steps):
     job = create_job(budget={"gpu_seconds": 25})
     run_steps(2, status="paused")
@@ -171,6 +176,7 @@ def test_a_job_at_its_budget_is_resumed_only_with_a_higher_one(api, house, creat
 # Watching it.
 
 
+@pytest.mark.both_databases
 def test_a_running_job_shows_its_usage_and_what_it_will_take(priced, create_job, run_steps):
     job = create_job(budget={"gpu_seconds": 500})
     run_steps(4)
@@ -211,6 +217,7 @@ def test_a_paused_job_still_shows_them_and_one_that_ended_has_no_estimate(api, h
     assert shown(api, job)["usage_metrics"]["training_seconds"] == 10.0
 
 
+@pytest.mark.both_databases
 def test_a_list_of_jobs_is_as_many_queries_as_one_job(house, api, create_job, run_steps):
     create_job(budget={"gpu_seconds": 60})
     run_steps(3)
@@ -268,6 +275,7 @@ def test_with_no_history_the_size_is_known_and_the_range_is_not(api, sized_reque
     }
 
 
+@pytest.mark.both_databases
 def test_with_history_there_is_a_range_in_seconds_and_money(priced, create_job, run_steps, sized_request):
     create_job()
     run_steps(3)  # eight tokens a second, ten an answer

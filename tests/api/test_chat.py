@@ -23,8 +23,6 @@ from graders.backends import Backends
 from tests.api.conftest import ALIASES, MODELS
 
 NAME = "ft:tiny:acme::12345678"
-# What is said here of the inference server does not depend on it.
-ONE_DATABASE = pytest.mark.parametrize("house", ["sqlite"], indirect=True)
 MANIFEST = b'{"format": 1, "files": []}'
 USER = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -162,6 +160,7 @@ def test_azures_deployment_in_the_path_is_the_model(web, inference, tuned):
     assert web.post(f"{url}nothing/chat/completions", json=body).status_code == 404
 
 
+@pytest.mark.both_databases
 def test_a_tuned_model_is_asked_for_by_the_hash_of_its_weights(web, inference, tuned):
     ask(web, model=tuned)
 
@@ -180,6 +179,7 @@ def test_a_schema_reaches_the_inference_server_as_it_was_sent(web, inference):
     assert inference.asked[0]["response_format"] == wanted
 
 
+@pytest.mark.both_databases
 def test_a_model_of_another_project_does_not_exist(web, house, tuned):
     answer = web.post(
         "/chat/completions",
@@ -191,6 +191,7 @@ def test_a_model_of_another_project_does_not_exist(web, house, tuned):
     assert tuned not in answer.json()["error"]["message"].split("Available:")[1]
 
 
+@pytest.mark.both_databases
 def test_a_deleted_model_is_not_served_any_more(web, inference, tuned):
     assert ask(web, model=tuned).status_code == 200
     web.delete(f"/models/{tuned}")
@@ -224,7 +225,6 @@ def test_what_would_not_be_honoured_is_refused_by_its_name(web, inference, field
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-@ONE_DATABASE
 def test_a_part_that_is_no_text_is_refused_by_what_it_is(web, inference, kind):
     parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {}}]
     answer = ask(web, messages=[{"role": "user", "content": parts}])
@@ -235,14 +235,12 @@ def test_a_part_that_is_no_text_is_refused_by_what_it_is(web, inference, kind):
     assert inference.asked == []
 
 
-@ONE_DATABASE
 def test_what_is_not_supported_has_openais_code(web):
     error = ask(web, logit_bias={"1": 2}).json()["error"]
 
     assert (error["param"], error["code"]) == ("logit_bias", "unsupported_parameter")
 
 
-@ONE_DATABASE
 @pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max", None])
 def test_reasoning_effort_and_verbosity_are_accepted_without_effect(web, inference, effort):
     answer = ask(web, reasoning_effort=effort, verbosity=effort if effort in ("low", "high") else None)
@@ -296,7 +294,6 @@ def test_a_key_that_the_inference_server_does_not_take_is_not_the_callers_mistak
     assert ask(web).status_code == 500
 
 
-@ONE_DATABASE
 def test_what_no_inference_server_says_is_not_passed_on(web, inference):
     inference.streams = False
     for answer, status, said in (
@@ -314,7 +311,6 @@ def test_what_no_inference_server_says_is_not_passed_on(web, inference):
             assert passed_on.headers.get("retry-after") == ("5" if status == 503 else None)
 
 
-@ONE_DATABASE
 def test_answers_are_asked_for_uncompressed(web, inference):
     """A stream goes through byte for byte: a proxy on the way must not pack what nobody unpacks."""
     ask(web)
@@ -322,7 +318,6 @@ def test_answers_are_asked_for_uncompressed(web, inference):
     assert inference.encodings == ["identity"]
 
 
-@ONE_DATABASE
 def test_an_answer_that_does_not_come_is_no_server_that_is_starting(web, inference, monkeypatch):
     monkeypatch.setattr("api.chat.TIMEOUT", httpx.Timeout(0.2))
     inference.answer = None
@@ -352,7 +347,6 @@ def test_an_inference_server_that_is_not_there_is_503_with_retry_after(house):
     assert "The inference server does not accept connections" in answer.json()["error"]["message"]
 
 
-@ONE_DATABASE
 def test_an_inference_server_that_accepts_but_does_not_answer_is_starting(house):
     """As while `up` starts its process: the socket is there first."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -418,6 +412,7 @@ def test_a_client_that_does_not_read_holds_up_who_writes(web, inference):
     assert stood_still_at < 5_000
 
 
+@pytest.mark.both_databases
 def test_a_checkpoint_is_downloaded_as_a_tar_by_its_own_project_only(house, web, create_job):
     import io
     import tarfile

@@ -11,8 +11,6 @@ from api.schemas import in_turn
 from graders.hazards.pool import OWNER
 from tests.api.conftest import GRADER, House
 
-pytestmark = pytest.mark.parametrize("house", ["sqlite"], indirect=True)  # the database has no part in this
-
 ROWS = b'{"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}\n'
 SCHEMA = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}

@@ -9,6 +9,8 @@ from fastapi import Depends, FastAPI
 from sqlalchemy import event
 from starlette.testclient import TestClient
 
+pytestmark = pytest.mark.both_databases
+
 JOBS = "/v1/fine_tuning/jobs"
 
 

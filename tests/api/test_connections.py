@@ -11,6 +11,8 @@ from core.models import Checkpoint, RolloutPage
 from tests.api.test_evals import validate
 from tests.api.test_rollouts import OLD
 
+pytestmark = pytest.mark.both_databases
+
 
 class Watching(FolderBlobs):
     """Notes how many connections are out of the pool whenever something is read."""

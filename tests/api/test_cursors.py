@@ -5,6 +5,8 @@ import pytest
 from core import pages
 from core.models import Checkpoint, File, PastCursor
 
+pytestmark = pytest.mark.both_databases
+
 ENDPOINT = {"url": "https://8.8.8.8/", "event_types": ["fine_tuning.job.succeeded"]}
 
 

@@ -83,6 +83,7 @@ def test_a_body_too_large_to_hold(api):
     assert envelope(answer, 413)["code"] == "payload_too_large"
 
 
+@pytest.mark.both_databases
 def test_a_crash_tells_the_request_id_and_nothing_else(house, caplog):
     house.app.include_router(broken_routes())
     caplog.handler.setFormatter(logs.Text())
@@ -130,6 +131,7 @@ def test_the_openapi_document_is_served_and_names_our_errors(house):
     assert "HTTPValidationError" not in document["components"]["schemas"]
 
 
+@pytest.mark.both_databases
 def test_the_service_is_alive_and_ready(house):
     assert house.client().get("/healthz").status_code == 200
     assert house.client().get("/readyz").status_code == 200
@@ -148,6 +150,7 @@ def old_tables(house):
 
 
 @pytest.mark.usefixtures("old_tables")
+@pytest.mark.both_databases
 def test_a_service_whose_tables_are_old_is_alive_and_not_ready(house):
     assert house.client().get("/healthz").status_code == 200
     assert "migrations" in envelope(house.client().get("/readyz"), 503)["message"]
@@ -161,6 +164,7 @@ def test_a_service_without_its_database_is_not_ready(house, url):
     assert "does not respond" in envelope(house.client().get("/readyz"), 503)["message"]
 
 
+@pytest.mark.both_databases
 def test_a_database_that_is_away_is_a_503_that_clients_ask_again(house, api):
     class Away:
         def read(self):

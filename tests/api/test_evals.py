@@ -79,6 +79,7 @@ def job(house, api, create_job):
     return job
 
 
+@pytest.mark.both_databases
 def test_a_job_names_its_eval_and_the_eval_its_graders(client, job):
     found = client.evals.retrieve(client.fine_tuning.jobs.retrieve(job["id"]).eval_id)
 
@@ -112,6 +113,7 @@ def test_headers_of_an_endpoint_grader_are_not_shown(house, client, create_job):
     assert "s3cret" not in shown
 
 
+@pytest.mark.both_databases
 def test_evals_are_listed_page_by_page_from_either_end(client, create_job):
     made = [create_job()["eval_id"] for _ in range(5)]
 
@@ -120,6 +122,7 @@ def test_evals_are_listed_page_by_page_from_either_end(client, create_job):
     assert client.evals.list(limit=2).first_id == made[0]
 
 
+@pytest.mark.both_databases
 def test_a_run_is_a_validation(client, job):
     run = client.evals.runs.list(job["eval_id"]).data[1]
 
@@ -137,6 +140,7 @@ def test_a_run_is_a_validation(client, job):
     assert client.evals.runs.retrieve(run.id, eval_id=job["eval_id"]).to_dict() == run.to_dict()
 
 
+@pytest.mark.both_databases
 def test_runs_are_listed_page_by_page_from_either_end(client, job):
     names = ["Step 0", "Step 2", "Step 4"]
 
@@ -144,11 +148,13 @@ def test_runs_are_listed_page_by_page_from_either_end(client, job):
     assert [run.name for run in client.evals.runs.list(job["eval_id"], limit=2, order="desc")] == names[::-1]
 
 
+@pytest.mark.both_databases
 def test_only_completed_runs_are_there(client, job):
     assert len(client.evals.runs.list(job["eval_id"], status="completed").data) == 3
     assert client.evals.runs.list(job["eval_id"], status="failed").data == []
 
 
+@pytest.mark.both_databases
 def test_a_run_names_the_checkpoint_it_measured(house, client, job):
     with house.database.write() as session:
         checkpoint = Checkpoint(job_id=job["id"], step=4, epoch=1, blob_prefix="x")
@@ -179,6 +185,7 @@ def items(client, run, **params):
     return client.evals.runs.output_items.list(run.id, eval_id=run.eval_id, **params)
 
 
+@pytest.mark.both_databases
 def test_an_output_item_is_a_sample(client, job, run):
     item = items(client, run).data[2]
 
@@ -234,6 +241,7 @@ def test_output_items_are_listed_page_by_page_from_either_end(client, run):
     assert [item.id for item in items(client, run, limit=4, order="desc")] == forward[::-1]
 
 
+@pytest.mark.both_databases
 def test_runs_of_earlier_versions_are_counted_when_they_are_asked_for(house, client, create_job):
     job = create_job()
     key = f"projects/p/jobs/{job['id']}/valid-000000.jsonl"
@@ -307,6 +315,7 @@ def test_evals_are_made_by_jobs_only(client, job, run):
         assert "each fine-tuning job creates one" in refused.value.message
 
 
+@pytest.mark.both_databases
 def test_another_projects_eval_does_not_exist(house, job, run):
     theirs = house.client(house.other_key)
     item = evals.item_id(job["id"], rollouts.Place(2, "valid", 0, 0))

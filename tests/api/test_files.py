@@ -28,6 +28,7 @@ def stored(house) -> list[str]:
     return list(house.blobs.list(""))
 
 
+@pytest.mark.both_databases
 def test_an_uploaded_file_is_processed_at_once(api):
     answer = post(api)
 
@@ -47,6 +48,7 @@ def test_an_uploaded_file_is_processed_at_once(api):
     assert file["id"].startswith("file-")
 
 
+@pytest.mark.both_databases
 def test_its_content_comes_back_byte_for_byte(api):
     content = bytes(range(256)) * 1000 + b"\r\n--not-the-boundary\r\n" + ROW
     file_id = post(api, content).json()["id"]
@@ -105,6 +107,7 @@ def test_a_large_file_that_lost_its_end_is_a_410_if_one_chunk_is_left(api, house
     assert_damaged(api.get(f"/v1/files/{file_id}/content"), file_id)
 
 
+@pytest.mark.both_databases
 def test_a_file_that_is_missing_is_a_410_that_names_it(api, house, caplog):
     file_id, other = post(api).json()["id"], post(api).json()["id"]
     house.blobs.delete(key_of(house, file_id))
@@ -150,6 +153,7 @@ def test_nothing_is_uploaded_into_a_store_that_has_lost_its_blobs(api, house):
     assert list(house.blobs.list("")) == []
 
 
+@pytest.mark.both_databases
 def test_a_file_that_is_deleted_while_a_download_begins_is_a_404(api, house):
     class DeletedMeanwhile(FolderBlobs):
         def open(self, key, **options):
@@ -265,6 +269,7 @@ def test_a_download_reads_one_chunk_ahead_of_the_client(house, api):
     assert ahead == [1, 1, 1, 0]
 
 
+@pytest.mark.both_databases
 def test_results_come_back_as_csv(api, house):
     file_id = post(api).json()["id"]
     with house.database.write() as session:
@@ -289,6 +294,7 @@ def test_of_a_path_only_the_file_name_is_kept(api, path):
     assert post(api, name=path).json()["filename"] == "train.jsonl"
 
 
+@pytest.mark.both_databases
 def test_a_name_in_any_script_survives(api):
     file_id = post(api, name="données 数据.jsonl").json()["id"]
 
@@ -393,6 +399,7 @@ def test_what_is_no_form_or_only_half_of_one_is_refused(api, house, content_type
     assert stored(house) == []
 
 
+@pytest.mark.both_databases
 def test_a_file_expires_when_asked_to(api, house):
     file = post(api, **{"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}).json()
     assert file["expires_at"] == file["created_at"] + 3600
@@ -404,6 +411,7 @@ def test_a_file_expires_when_asked_to(api, house):
     assert api.get(f"/v1/files/{file['id']}").status_code == 404
 
 
+@pytest.mark.both_databases
 def test_a_deleted_file_is_gone_for_its_owner(api):
     file_id = post(api).json()["id"]
 
@@ -425,6 +433,7 @@ def test_an_unknown_file_has_openais_error(api):
     }
 
 
+@pytest.mark.both_databases
 def test_files_are_listed_newest_first_page_by_page(api):
     ids = [post(api, name=f"{number}.jsonl").json()["id"] for number in range(5)]
 
@@ -438,6 +447,7 @@ def test_files_are_listed_newest_first_page_by_page(api):
     assert (first["first_id"], first["last_id"]) == (ids[4], ids[3])
 
 
+@pytest.mark.both_databases
 def test_files_can_be_listed_oldest_first(api):
     ids = [post(api).json()["id"] for _ in range(3)]
 
@@ -446,6 +456,7 @@ def test_files_can_be_listed_oldest_first(api):
     assert [file["id"] for file in listed["data"]] == ids[1:]
 
 
+@pytest.mark.both_databases
 def test_files_can_be_listed_by_purpose(api, upload):
     upload()
 
@@ -453,6 +464,7 @@ def test_files_can_be_listed_by_purpose(api, upload):
     assert len(api.get("/v1/files", params={"purpose": "fine-tune"}).json()["data"]) == 1
 
 
+@pytest.mark.both_databases
 def test_a_page_has_no_more_than_a_thousand_files_and_openais_client_reads_on(house, api, monkeypatch):
     monkeypatch.setattr("api.files.MOST_FILES_A_PAGE", 2)
     ids = [post(api).json()["id"] for _ in range(5)]

@@ -42,6 +42,7 @@ def run(api, grader=GRADER, model_sample="4", **fields):
     return api.post(RUN, json={"grader": grader, "model_sample": model_sample} | fields)
 
 
+@pytest.mark.both_databases
 def test_a_good_grader_comes_back_normalised(api):
     assert api.post(VALIDATE, json={"grader": GRADER}).json() == {"grader": GRADER}
 
@@ -69,6 +70,7 @@ def test_an_unknown_type_is_told_which_there_are(api):
     assert "'multi'" in message
 
 
+@pytest.mark.both_databases
 def test_a_right_answer_earns_its_reward(api):
     report = run(api, item={"answer": "4"}).json()
 

@@ -25,6 +25,7 @@ def count(house, table):
         return session.scalar(select(func.count()).select_from(table))
 
 
+@pytest.mark.both_databases
 def test_the_same_request_gets_the_same_answer_and_creates_nothing(house, api, job_request):
     request = job_request()
     first = api.post(JOBS, json=request, headers=keyed())
@@ -40,6 +41,7 @@ def test_the_same_request_gets_the_same_answer_and_creates_nothing(house, api, j
     assert house.sent == sent
 
 
+@pytest.mark.both_databases
 def test_an_upload_is_announced_once(api):
     asked = {"bytes": 5, "filename": "train.jsonl", "mime_type": "text/jsonl", "purpose": "fine-tune"}
     first = api.post("/v1/uploads", json=asked, headers=keyed())
@@ -57,6 +59,7 @@ def test_what_answers_with_a_secret_takes_no_key(house, path):
     assert "Idempotency-Key" not in [parameter["name"] for parameter in parameters]
 
 
+@pytest.mark.both_databases
 def test_the_answer_is_the_first_one_whatever_became_of_the_job(api, job_request):
     request = job_request()
     first = api.post(JOBS, json=request, headers=keyed()).json()
@@ -74,6 +77,7 @@ def test_spaces_and_the_order_of_keys_do_not_make_another_request(api, job_reque
     assert turned.json() == first.json()
 
 
+@pytest.mark.both_databases
 def test_another_request_under_the_same_key_is_refused(house, api, job_request):
     request = job_request()
     api.post(JOBS, json=request, headers=keyed())
@@ -86,6 +90,7 @@ def test_another_request_under_the_same_key_is_refused(house, api, job_request):
     assert count(house, Job) == 1
 
 
+@pytest.mark.both_databases
 def test_a_key_of_one_url_is_not_one_of_another(api, job_request):
     request = job_request()
     api.post(JOBS, json=request, headers=keyed())
@@ -93,12 +98,14 @@ def test_a_key_of_one_url_is_not_one_of_another(api, job_request):
     assert upload(api).json()["error"]["code"] == "idempotency_key_reused"
 
 
+@pytest.mark.both_databases
 def test_without_a_key_everything_is_new(house, api, job_request):
     request = job_request()
 
     assert api.post(JOBS, json=request).json()["id"] != api.post(JOBS, json=request).json()["id"]
 
 
+@pytest.mark.both_databases
 def test_projects_do_not_share_keys(house, api):
     mine, theirs = upload(api), upload(house.client(house.other_key))
 
@@ -106,6 +113,7 @@ def test_projects_do_not_share_keys(house, api):
     assert theirs.json()["id"] != mine.json()["id"]
 
 
+@pytest.mark.both_databases
 def test_a_refused_request_leaves_its_key_free(house, api, job_request):
     request = job_request()
     refused = api.post(JOBS, json=request | {"training_file": "file-nothing"}, headers=keyed())
@@ -116,6 +124,7 @@ def test_a_refused_request_leaves_its_key_free(house, api, job_request):
     assert "idempotent-replayed" not in answer.headers
 
 
+@pytest.mark.both_databases
 def test_a_file_that_is_sent_again_is_stored_once(house, api):
     first = upload(api)
 
@@ -131,6 +140,7 @@ def test_a_file_that_is_sent_again_is_stored_once(house, api):
 @pytest.mark.parametrize(
     "change", [{"content": b"[]\n"}, {"name": "other.jsonl"}, {"expires_after[anchor]": "created_at"}]
 )
+@pytest.mark.both_databases
 def test_another_file_under_the_same_key_is_refused_and_not_stored(house, api, change):
     if "expires_after[anchor]" in change:
         change = change | {"expires_after[seconds]": "3600"}
@@ -151,11 +161,13 @@ def test_a_key_that_is_no_printable_text_is_refused(house, api, key):
 
 
 @pytest.mark.parametrize("key", ["x", "x" * 255, "a key ~ with 'quotes'"])
+@pytest.mark.both_databases
 def test_any_printable_text_is_a_key(api, key):
     assert upload(api, key=key).status_code == 200
 
 
 @pytest.mark.parametrize("what", ["jobs", "files"])
+@pytest.mark.both_databases
 def test_of_many_at_once_one_creates_and_all_hear_of_it(house, api, job_request, what):
     request = job_request()
     before = count(house, File)
@@ -173,6 +185,7 @@ def test_of_many_at_once_one_creates_and_all_hear_of_it(house, api, job_request,
     assert count(house, Job) + count(house, File) - before == 1
 
 
+@pytest.mark.both_databases
 def test_after_a_day_a_key_may_be_used_anew(house, api, job_request):
     request = job_request()
     first = api.post(JOBS, json=request, headers=keyed())
@@ -188,6 +201,7 @@ def test_after_a_day_a_key_may_be_used_anew(house, api, job_request):
     assert api.post(JOBS, json=request, headers=keyed()).json()["id"] != first.json()["id"]
 
 
+@pytest.mark.both_databases
 def test_what_is_kept_holds_no_secret_of_the_grader(house, api, job_request):
     grader = {
         "type": "endpoint",

@@ -21,6 +21,7 @@ def enable(house):
     return enable
 
 
+@pytest.mark.both_databases
 def test_a_job_shows_its_integrations_as_openai_does(enable, create_job):
     enable("wandb,mlflow")
 
@@ -51,6 +52,7 @@ def test_none_is_no_integration(create_job, none):
     assert create_job(integrations=none)["integrations"] == []
 
 
+@pytest.mark.both_databases
 def test_the_request_of_a_job_creates_it_again(api, enable, create_job):
     enable("wandb,mlflow")
     job = create_job(integrations=[WANDB, MLFLOW])

@@ -1,9 +1,12 @@
+import pytest
+
 from core.models import Job
 from tests.api.conftest import GRADER
 
 ENDPOINT = {"type": "endpoint", "name": "e", "url": "https://graders.example/", "headers": {"key": "secret"}}
 
 
+@pytest.mark.both_databases
 def test_what_is_shown_creates_the_same_job_again(api, create_job):
     asked = {"hyperparameters": {"n_epochs": 2, "advanced": {"group_size": 4}}}
     job = create_job(reinforcement=asked, suffix="desk", metadata={"team": "a"}, seed=5)
@@ -18,6 +21,7 @@ def test_what_is_shown_creates_the_same_job_again(api, create_job):
     }
 
 
+@pytest.mark.both_databases
 def test_auto_stays_auto_when_the_run_has_resolved_it(api, house, create_job):
     job_id = create_job()["id"]
     with house.database.write() as session:

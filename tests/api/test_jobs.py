@@ -27,6 +27,7 @@ def error(answer, status: int = 400) -> tuple[str | None, str | None]:
 # Creating.
 
 
+@pytest.mark.both_databases
 def test_a_new_job_has_every_key_of_openais(api, job_request):
     request = job_request(suffix="mine", seed=7, metadata={"team": "a"})
     job = api.post(JOBS, json=request).json()
@@ -90,6 +91,7 @@ def test_hyperparameters_are_shown_as_asked(create_job):
     assert shown["advanced"]["eval_temperature"] == 0.5
 
 
+@pytest.mark.both_databases
 def test_once_resolved_the_numbers_take_the_place_of_auto(api, house, create_job):
     job = create_job(reinforcement={"hyperparameters": {"learning_rate_multiplier": 2.0}})
     change(
@@ -499,6 +501,7 @@ def test_an_unknown_job_has_openais_error(api):
     }
 
 
+@pytest.mark.both_databases
 def test_a_finished_job_shows_what_came_of_it(api, house, create_job):
     job = create_job()
     change(
@@ -525,6 +528,7 @@ def test_tokens_are_not_counted_out_before_the_end(api, house, create_job):
     assert api.get(f"{JOBS}/{job['id']}").json()["trained_tokens"] is None
 
 
+@pytest.mark.both_databases
 def test_a_failed_job_says_why(api, house, create_job):
     job = create_job()
     why = {"code": "invalid_training_file", "message": "line 3: is not JSON", "param": "training_file"}
@@ -538,6 +542,7 @@ def post(api, job, action):
     return api.post(f"{JOBS}/{job['id']}/{action}", headers={"content-type": "application/json"})
 
 
+@pytest.mark.both_databases
 def test_a_job_can_be_cancelled_paused_and_resumed(api, house, create_job):
     job = create_job()
     change(house, status="queued")
@@ -558,6 +563,7 @@ def test_what_the_state_does_not_allow_is_a_400(api, create_job):
 # Lists.
 
 
+@pytest.mark.both_databases
 def test_jobs_are_listed_newest_first_page_by_page(api, create_job):
     ids = [create_job()["id"] for _ in range(3)]
 
@@ -576,6 +582,7 @@ def test_a_limit_out_of_range_is_brought_into_it(api, create_job, limit, count):
     assert len(api.get(JOBS, params={"limit": limit}).json()["data"]) == count
 
 
+@pytest.mark.both_databases
 def test_jobs_are_found_by_their_metadata(api, create_job):
     wanted = create_job(metadata={"team": "a", "try": "1"})["id"]
     create_job(metadata={"team": "a", "try": "2"})
@@ -589,6 +596,7 @@ def test_jobs_are_found_by_their_metadata(api, create_job):
     assert found({"metadata[team]": "b"}) == []
 
 
+@pytest.mark.both_databases
 def test_events_are_listed_newest_first_page_by_page(api, house, create_job):
     job_id = create_job()["id"]
     with house.database.write() as session:
@@ -624,6 +632,7 @@ def add_checkpoint(house, job_id: str, step: int, reward: float | None, *names: 
         return checkpoint.id
 
 
+@pytest.mark.both_databases
 def test_kept_checkpoints_are_listed_newest_first_with_their_names(api, house, create_job):
     job_id = create_job()["id"]
     early = add_checkpoint(house, job_id, 2, 0.7, "ft:tiny:o::1:ckpt-step-2", "ft:tiny:o::1")
@@ -653,6 +662,7 @@ def test_kept_checkpoints_are_listed_newest_first_with_their_names(api, house, c
     }
 
 
+@pytest.mark.both_databases
 def test_the_checkpoint_that_became_the_result_is_listed_even_without_a_reward(api, house, create_job):
     job_id = create_job()["id"]
     final = add_checkpoint(house, job_id, 5, None, "ft:tiny:o::1")
@@ -663,6 +673,7 @@ def test_the_checkpoint_that_became_the_result_is_listed_even_without_a_reward(a
     assert [(one["id"], one["fine_tuned_model_checkpoint"]) for one in listed] == [(final, "ft:tiny:o::1")]
 
 
+@pytest.mark.both_databases
 def test_checkpoints_are_listed_page_by_page(api, house, create_job):
     job_id = create_job()["id"]
     ids = [add_checkpoint(house, job_id, step, 0.1) for step in range(3)]
@@ -676,6 +687,7 @@ def test_checkpoints_are_listed_page_by_page(api, house, create_job):
 # What OpenAI does not have.
 
 
+@pytest.mark.both_databases
 def test_the_metrics_of_all_steps_come_in_order(api, house, create_job):
     job_id = create_job()["id"]
     with house.database.write() as session:
@@ -713,6 +725,7 @@ def test_a_model_that_a_gpu_samples_with_vllm_by_default_may_be_sampled_a_step_a
     assert api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=ahead)).status_code == 400
 
 
+@pytest.mark.both_databases
 def test_the_secrets_of_an_endpoint_are_kept_and_not_shown(api, house, job_request):
     """The run needs them, and nobody who can read the job does."""
     house.app.state.service = replace(
@@ -748,6 +761,7 @@ SCHEMA = {
         {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True},
     ],
 )
+@pytest.mark.both_databases
 def test_a_response_format_is_kept_as_openai_shows_it(create_job, sent):
     job = create_job(reinforcement={"response_format": sent})
 

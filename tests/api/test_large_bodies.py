@@ -51,6 +51,7 @@ def test_a_large_body_for_another_tenant_is_not_parsed_either(house):
     assert large.json()["error"]["code"] == "mismatched_project"
 
 
+@pytest.mark.both_databases
 def test_a_revoked_key_opens_no_large_body(house):
     with house.database.write() as session:
         keys.get(session, house.key_id()).revoked_at = 1
@@ -66,6 +67,7 @@ def test_azures_paths_are_no_way_around(house, path):
 
 
 @pytest.mark.parametrize("key", ["first", "azure"])
+@pytest.mark.both_databases
 def test_a_large_body_with_a_key_is_parsed_and_its_places_are_free_afterwards(house, key):
     headers = {"Authorization": f"Bearer {house.key}"} if key == "first" else {"api-key": house.key}
 

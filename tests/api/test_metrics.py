@@ -25,14 +25,6 @@ def total(**labels: str) -> float:
     return sum(sample.value for sample in counts(**labels))
 
 
-@pytest.fixture
-def house(request, tmp_path, sqlite_database):
-    from tests.api.conftest import open_house
-
-    with open_house(sqlite_database, tmp_path) as house:
-        yield house
-
-
 def test_requests_are_counted_by_the_template_of_their_route(api, create_job):
     route = {"route": "/v1/fine_tuning/jobs/{job_id}", "method": "GET", "status": "2xx"}
     before, jobs = total(**route), [create_job()["id"] for _ in range(2)]

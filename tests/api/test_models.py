@@ -16,6 +16,7 @@ def tuned(house) -> str:
     return NAME
 
 
+@pytest.mark.both_databases
 def test_base_models_and_the_projects_own_are_listed(api, house, tuned):
     listed = api.get("/v1/models").json()
 
@@ -30,6 +31,7 @@ def test_base_models_and_the_projects_own_are_listed(api, house, tuned):
 
 @pytest.mark.parametrize("quoted", [str, lambda name: quote(name, safe="")], ids=["raw", "escaped"])
 @pytest.mark.parametrize("name", ["tiny", "org/large", NAME])
+@pytest.mark.both_databases
 def test_any_name_can_be_looked_up(api, tuned, name, quoted):
     assert api.get(f"/v1/models/{quoted(name)}").json()["id"] == name
 
@@ -44,6 +46,7 @@ def test_an_alias_cannot_be_deleted(api):
     assert api.delete("/v1/models/o4-mini-2025-04-16").status_code == 400
 
 
+@pytest.mark.both_databases
 def test_a_tuned_model_names_its_base(api, tuned):
     model = api.get(f"/v1/models/{tuned}").json()
 
@@ -59,6 +62,7 @@ def test_an_unknown_model_is_answered_with_those_there_are(api, tuned):
     assert f"{tuned}, o4-mini-2025-04-16, org/large, tiny" in error["message"]
 
 
+@pytest.mark.both_databases
 def test_a_deleted_model_is_gone(api, tuned):
     assert api.delete(f"/v1/models/{tuned}").json() == {"id": tuned, "object": "model", "deleted": True}
     assert api.get(f"/v1/models/{tuned}").status_code == 404

@@ -36,6 +36,7 @@ def sees(client):
     return [model["id"] for model in client.get("/v1/models").json()["data"] if model["id"] == NAME] == [NAME]
 
 
+@pytest.mark.both_databases
 def test_a_named_project_may_look_up_and_list_the_model_until_it_is_revoked(api, tuned, neighbor):
     project_id, theirs = neighbor
     assert theirs.get(f"/v1/models/{NAME}").status_code == 404
@@ -65,6 +66,7 @@ def test_who_may_call_a_model_may_not_delete_or_share_it(api, tuned, neighbor):
     assert grant(theirs, project_id).status_code == 404
 
 
+@pytest.mark.both_databases
 def test_a_permission_is_granted_once(api, tuned, neighbor):
     project_id, _ = neighbor
 
@@ -93,6 +95,7 @@ def test_sharing_takes_an_administrators_key(house, tuned, neighbor):
     assert writer.get(URL).status_code == 200
 
 
+@pytest.mark.both_databases
 def test_permissions_go_with_the_model(api, house, tuned, neighbor):
     grant(api, neighbor[0])
     api.delete(f"/v1/models/{NAME}")
@@ -107,6 +110,7 @@ def test_permissions_go_with_the_model(api, house, tuned, neighbor):
     assert neighbor[1].get(f"/v1/models/{NAME}").status_code == 404
 
 
+@pytest.mark.both_databases
 def test_a_list_is_paged_in_both_orders_and_filtered(house, api, tuned):
     with house.database.write() as session:
         organization = session.get_one(Organization, house.project.organization_id)

@@ -29,8 +29,6 @@ from tests.api.conftest import GRADER
 from tests.api.test_chat import served
 from tests.graders.servers import serving, verdict
 
-pytestmark = pytest.mark.parametrize("house", ["sqlite"], indirect=True)
-
 ROWS = [{"messages": [{"role": "user", "content": f"row {n}"}], "answer": "yes"} for n in range(12)]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": True}}
 PREVIEW = "/regraft/preview"

@@ -24,6 +24,7 @@ def upload(api, content: bytes):
     return api.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("a.jsonl", content)})
 
 
+@pytest.mark.both_databases
 def test_a_job_too_many_is_refused_and_leaves_nothing_behind(house, api, create_job, job_request):
     create_job()
     house.limit(queued_jobs=1)
@@ -36,6 +37,7 @@ def test_a_job_too_many_is_refused_and_leaves_nothing_behind(house, api, create_
     assert house.sent == sent
 
 
+@pytest.mark.both_databases
 def test_a_paused_job_cannot_slip_back_into_a_full_queue(house, api, create_job):
     paused, waiting = create_job(), create_job()
     with house.database.write() as session:
@@ -52,6 +54,7 @@ def test_a_paused_job_cannot_slip_back_into_a_full_queue(house, api, create_job)
 
 
 @pytest.mark.parametrize("limit", ["gpu_seconds_per_30_days", "grader_tokens_per_30_days"])
+@pytest.mark.both_databases
 def test_a_project_that_has_used_up_its_month_creates_no_job(house, api, job_request, limit):
     house.limit(**{limit: 100})
     with house.database.write() as session:
@@ -60,6 +63,7 @@ def test_a_project_that_has_used_up_its_month_creates_no_job(house, api, job_req
     assert limit in quota_of(api.post(JOBS, json=job_request()))
 
 
+@pytest.mark.both_databases
 def test_a_file_that_does_not_fit_any_more_is_refused_and_not_kept(house, api):
     house.limit(storage_bytes=100)
     assert upload(api, b"x" * 60).status_code == 200
@@ -71,6 +75,7 @@ def test_a_file_that_does_not_fit_any_more_is_refused_and_not_kept(house, api):
     assert upload(api, b"x" * 40).status_code == 200
 
 
+@pytest.mark.both_databases
 def test_a_deleted_file_makes_room(house, api):
     house.limit(storage_bytes=100)
     first = upload(api, b"x" * 100).json()["id"]
@@ -128,6 +133,7 @@ def test_an_upload_that_does_not_say_is_cut_off_where_the_room_ends(house, api):
     assert list(house.blobs.list("")) == []
 
 
+@pytest.mark.both_databases
 def test_a_file_in_parts_has_its_room_kept_from_its_announcement_on(house, api):
     house.limit(storage_bytes=100)
     announced = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune"}
@@ -156,6 +162,7 @@ def test_a_file_in_parts_is_not_completed_beyond_a_limit_that_was_lowered(house,
     assert api.post(complete, json={"part_ids": [part["id"]]}).json()["status"] == "completed"
 
 
+@pytest.mark.both_databases
 def test_the_limits_and_the_use_of_them_can_be_read(house, api, create_job):
     create_job()
     house.limit(queued_jobs=3)
@@ -167,6 +174,7 @@ def test_the_limits_and_the_use_of_them_can_be_read(house, api, create_job):
     assert (usage["queued_jobs"], usage["running_jobs"], usage["storage_bytes"]) == (1, 0, 34)
 
 
+@pytest.mark.both_databases
 def test_a_job_in_a_list_says_where_it_stands(api, create_job):
     first, second = create_job(), create_job()
 
@@ -178,6 +186,7 @@ def test_a_job_in_a_list_says_where_it_stands(api, create_job):
     assert api.get(f"{JOBS}/{second['id']}").json()["queue"]["position"] == 1
 
 
+@pytest.mark.both_databases
 def test_a_long_list_costs_no_more_queries_than_a_short_one(house, api, create_job):
     def queries(limit: int) -> int:
         seen: list[str] = []

@@ -28,6 +28,7 @@ def test_the_default_stays_beside_other_limits_until_it_is_named(monkeypatch):
     assert default('{"requests_per_minute": null}') is None
 
 
+@pytest.mark.both_databases
 def test_a_project_without_a_limit_hears_nothing_of_limits(house, api):
     service = house.app.state.service
     settings = service.settings.model_copy(update={"default_limits": NO_LIMITS})
@@ -70,6 +71,7 @@ def test_who_comes_back_when_told_is_let_in(house, api):
     assert [api.get(FILES).status_code for _ in range(2)] == [200, 429]
 
 
+@pytest.mark.both_databases
 def test_all_keys_of_a_project_share_its_limit_and_no_other_project_does(house, api):
     house.limit(requests_per_minute=1)
     api.get(FILES)

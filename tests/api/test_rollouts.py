@@ -106,6 +106,7 @@ def ids(answer):
     return [one["id"] for one in answer["data"]]
 
 
+@pytest.mark.both_databases
 def test_every_sample_of_a_step_comes_at_once(listed):
     answer = listed(step=3)
 
@@ -186,6 +187,7 @@ def test_steps_can_be_bounded(listed):
     assert (answer["total"], answer["stored"]) == (16, 16)
 
 
+@pytest.mark.both_databases
 def test_a_hundred_come_at_a_time_unless_more_are_asked_for(house, listed, job_id):
     store(house, job_id, 4, groups=300)
 
@@ -210,6 +212,7 @@ def test_it_is_told_how_many_were_left_out(house, listed, job_id):
     assert {key: listed(step=5)[key] for key in ("total", "stored")} == {"total": 80, "stored": 8}
 
 
+@pytest.mark.both_databases
 def test_pages_of_earlier_versions_are_read(house, api, listed, job_id):
     store_old(house, job_id, 7)
 
@@ -229,6 +232,7 @@ def test_a_step_without_samples_is_a_404(api, job_id):
         assert (answer.status_code, answer.json()["error"]["param"]) == (404, "step")
 
 
+@pytest.mark.both_databases
 def test_a_step_whose_samples_retention_has_taken_is_a_404_and_others_are_listed(house, api, listed, job_id):
     house.blobs.delete(f"projects/p/jobs/{job_id}/train-000002.parquet")
 
@@ -255,6 +259,7 @@ def test_what_makes_no_sense_is_refused_by_name(api, job_id, params, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.both_databases
 def test_a_download_has_what_the_list_has(api, listed, job_id):
     url = f"/v1/regraft/jobs/{job_id}/rollouts/download"
 
@@ -303,6 +308,7 @@ def test_only_the_pages_that_are_needed_are_fetched(house, api, listed, job_id, 
     assert [key.rsplit("/", 1)[1] for key in fetched] == ["train-000001.parquet"]
 
 
+@pytest.mark.both_databases
 def test_the_attempts_at_a_job_say_when_from_where_and_how_they_ended(house, api, create_job):
     job_id = create_job()["id"]
     with house.database.write() as session:
@@ -320,6 +326,7 @@ def test_the_attempts_at_a_job_say_when_from_where_and_how_they_ended(house, api
     assert attempts[1]["reason"] == "out of memory"
 
 
+@pytest.mark.both_databases
 def test_the_logs_of_runs_can_be_read_and_so_far_that_of_one_under_way(house, api, create_job):
     job_id = create_job()["id"]
     with house.database.write() as session:

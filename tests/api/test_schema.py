@@ -62,7 +62,7 @@ def known(house, create_job):
 
 
 @every_operation
-@pytest.mark.parametrize("house", ["postgres"], indirect=True)  # it is the stricter one
+@pytest.mark.parametrize("database_kind", ["postgres"])  # it is the stricter one
 def test_every_answer_is_as_documented(house, known, method, path):
     house.app.openapi_schema = DOCUMENT  # so that it is not made once more
     schema = schemathesis.openapi.from_asgi("/openapi.json", house.app)
@@ -108,7 +108,6 @@ def drawn(draw, cases):
 
 
 @every_operation
-@pytest.mark.parametrize("house", ["sqlite"], indirect=True)
 def test_every_refusal_that_all_such_routes_document_is_real(house, known, method, path):
     """404 is in test_tenancy.py: it asks every route for ids that are not there."""
     operation = DOCUMENT["paths"][path][method]
@@ -141,6 +140,7 @@ def test_the_refusals_of_damaged_and_of_lost_contents_are_documented():
     assert {"404", "410", "503"} <= documented.keys()
 
 
+@pytest.mark.both_databases
 def test_an_id_with_a_nul_character_is_none_on_either_database(house):
     answer = house.client(house.key).get("/v1/fine_tuning/jobs/ftjob-%00")
 

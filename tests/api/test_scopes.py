@@ -112,6 +112,7 @@ def test_a_key_that_makes_no_sense_is_refused_by_the_name_of_its_field(api, path
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.both_databases
 def test_a_revoked_key_is_refused_by_the_next_request(house, api, path):
     made = api.post(path, json={"name": "ci"}).json()
     client = house.client(made["value"])
@@ -123,6 +124,7 @@ def test_a_revoked_key_is_refused_by_the_next_request(house, api, path):
     assert api.get(f"{path}/{made['id']}").json()["revoked_at"] is not None
 
 
+@pytest.mark.both_databases
 def test_a_rotated_key_hands_over(house, api, path):
     old, kept = (api.post(path, json={"name": name}).json() for name in ("old", "kept"))
 
@@ -133,6 +135,7 @@ def test_a_rotated_key_hands_over(house, api, path):
     assert statuses == [401, 200, 200]
 
 
+@pytest.mark.both_databases
 def test_an_expired_key_says_that_it_has(house):
     with house.database.write() as session:
         made = keys.create_key(Work(session), house.project, "old", expires_at=now() - 1)
@@ -143,6 +146,7 @@ def test_an_expired_key_says_that_it_has(house):
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
+@pytest.mark.both_databases
 def test_reading_notes_the_keys_use_once_a_minute(house, api):
     def last_used():
         with house.database.read() as session:

@@ -39,6 +39,7 @@ def words(messages: list[dict]) -> list[str]:
     return [one.get("message") or one.get("status") or "done" for one in messages]
 
 
+@pytest.mark.both_databases
 def test_a_finished_job_is_told_from_its_first_event_to_its_end(api, house, create_job):
     job_id = create_job()["id"]
     say(house, job_id, "one", "two")
@@ -61,6 +62,7 @@ def test_an_event_is_sent_as_the_list_has_it_with_its_id(api, house, create_job)
     assert f"id: {listed[0]['id']}\n" in answer.text
 
 
+@pytest.mark.both_databases
 def test_who_was_cut_off_goes_on_behind_the_last_event_it_saw(api, house, create_job):
     job_id = create_job()["id"]
     one, _ = say(house, job_id, "one", "two")
@@ -81,6 +83,7 @@ def test_it_can_have_seen_everything_but_the_end(api, house, create_job):
     assert words(parse(answer.text)) == ["cancelled", "done"]
 
 
+@pytest.mark.both_databases
 def test_an_event_of_another_job_is_no_place_to_go_on_from(api, house, create_job):
     job_id = create_job()["id"]
     (other,) = say(house, create_job()["id"], "elsewhere")
@@ -112,6 +115,7 @@ def follow_to_the_end(house, job_id: str, script) -> str:
     return asyncio.run(collect()).decode()
 
 
+@pytest.mark.both_databases
 def test_what_is_written_meanwhile_arrives_with_every_change_of_the_status(house, create_job):
     job_id = create_job()["id"]
 
@@ -159,6 +163,7 @@ class Says(httpx2.BaseTransport):
         return httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=self.text)
 
 
+@pytest.mark.both_databases
 def test_more_events_than_a_page_are_all_sent_once_and_before_the_end(house, create_job):
     job_id = create_job()["id"]
     say(house, job_id, *map(str, range(250)))
@@ -239,6 +244,7 @@ def test_a_stream_that_ends_makes_room(api, house, create_job):
     assert house.app.state.service.admission.streams.taken == 0
 
 
+@pytest.mark.both_databases
 def test_between_two_looks_no_connection_is_held(house, create_job):
     job_id = create_job()["id"]
     held: list[int] = []

@@ -6,6 +6,8 @@ import pytest
 
 from core.models import Checkpoint, CheckpointPermission, RolloutPage, StepMetric, TunedModel
 
+pytestmark = pytest.mark.both_databases
+
 UPLOAD = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune", "bytes": 2}
 ENDPOINT = {"name": "a", "url": "https://8.8.8.8/", "event_types": ["fine_tuning.job.succeeded"]}
 # What a route that takes a body must be sent to get as far as looking for the row.

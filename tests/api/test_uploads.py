@@ -37,6 +37,7 @@ def client(house):
     http.close()
 
 
+@pytest.mark.both_databases
 def test_openais_client_uploads_a_file_in_chunks(client, house, tmp_path):
     content = os.urandom(100_000)
     path = tmp_path / "train.jsonl"
@@ -56,6 +57,7 @@ def test_openais_client_uploads_a_file_in_chunks(client, house, tmp_path):
     assert [key.split("/")[2] for key in house.blobs.list("")] == ["files"]
 
 
+@pytest.mark.both_databases
 def test_a_file_in_parts_is_a_training_file_like_any_other(api, client, job_request):
     rows = b'{"messages": []}\n'
     upload = client.uploads.upload_file_chunked(
@@ -67,6 +69,7 @@ def test_a_file_in_parts_is_a_training_file_like_any_other(api, client, job_requ
     assert answer.json()["training_file"] == upload.file.id
 
 
+@pytest.mark.both_databases
 def test_an_upload_and_its_parts_look_like_openais(api):
     upload = begin(api)
     part = add(api, upload, b"abcdef")
@@ -168,6 +171,7 @@ def test_half_a_part_is_not_a_part(api, house):
     assert list(house.blobs.list("")) == []
 
 
+@pytest.mark.both_databases
 def test_completing_again_gives_the_same_answer(api):
     upload = begin(api)
     part = add(api, upload, b"abcdef")
@@ -193,6 +197,7 @@ def test_a_completion_that_says_too_little_is_refused(api, body):
     assert api.post(f"/v1/uploads/{begin(api)['id']}/complete", json=body).status_code == 400
 
 
+@pytest.mark.both_databases
 def test_a_cancelled_upload_keeps_nothing(api, house):
     upload = begin(api)
     part = add(api, upload, b"abcdef")
@@ -204,6 +209,7 @@ def test_a_cancelled_upload_keeps_nothing(api, house):
     assert list(house.blobs.list("")) == []
 
 
+@pytest.mark.both_databases
 def test_an_expired_upload_says_so(api, house):
     upload = begin(api)
     part = add(api, upload, b"abcdef")
@@ -221,6 +227,7 @@ def test_an_expired_upload_says_so(api, house):
         assert answer.json()["error"]["message"] == f"Upload {upload['id']} has expired. Create a new one."
 
 
+@pytest.mark.both_databases
 def test_parts_that_cannot_be_deleted_now_do_not_fail_what_was_asked_for(api, house, monkeypatch):
     upload = begin(api)
     part = add(api, upload, b"abcdef")
@@ -237,6 +244,7 @@ def test_parts_that_cannot_be_deleted_now_do_not_fail_what_was_asked_for(api, ho
 
 
 @pytest.mark.parametrize("call", ["parts", "complete", "cancel"])
+@pytest.mark.both_databases
 def test_another_projects_upload_does_not_exist(api, house, call):
     upload = begin(api)
     part = add(api, upload, b"abcdef")
@@ -249,6 +257,7 @@ def test_another_projects_upload_does_not_exist(api, house, call):
     assert answer.json()["error"]["message"] == f"No such Upload object: {upload['id']}"
 
 
+@pytest.mark.both_databases
 def test_parts_may_arrive_at_the_same_time(api, house):
     from concurrent.futures import ThreadPoolExecutor
 

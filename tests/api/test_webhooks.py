@@ -77,6 +77,7 @@ def deliver(house):
 # Managing.
 
 
+@pytest.mark.both_databases
 def test_the_secret_is_shown_when_the_endpoint_is_made_and_never_again(client):
     made = create(client, name="ours")
 
@@ -91,6 +92,7 @@ def test_the_secret_is_shown_when_the_endpoint_is_made_and_never_again(client):
         assert secret not in answer.to_json()
 
 
+@pytest.mark.both_databases
 def test_the_list_is_newest_first_and_names_its_ends(client):
     ids = [create(client, name=name).id for name in "abc"][::-1]
 
@@ -101,6 +103,7 @@ def test_the_list_is_newest_first_and_names_its_ends(client):
     assert [one.id for one in page] == ids  # the client asks for the rest
 
 
+@pytest.mark.both_databases
 def test_an_update_changes_what_is_named_and_nothing_else(client):
     made = create(client)
 
@@ -126,6 +129,7 @@ def test_an_update_that_changes_nothing_does_not_count_as_one(client, house):
     assert changed.updated_at >= made.created_at
 
 
+@pytest.mark.both_databases
 def test_a_deleted_endpoint_is_gone(client):
     made = create(client)
 
@@ -136,6 +140,7 @@ def test_a_deleted_endpoint_is_gone(client):
         client.webhooks.retrieve(made.id)
 
 
+@pytest.mark.both_databases
 def test_another_projects_endpoint_does_not_exist(client, other):
     made = create(client)
 
@@ -215,6 +220,7 @@ def test_a_private_address_is_refused_when_it_is_given(client, url):
     assert client.webhooks.retrieve(made.id).url == PUBLIC
 
 
+@pytest.mark.both_databases
 def test_there_are_at_most_twenty(client):
     for _ in range(20):
         create(client)
@@ -239,6 +245,7 @@ def test_thresholds_come_and_go_with_their_event(client):
 # Arriving.
 
 
+@pytest.mark.both_databases
 def test_a_cancelled_job_reaches_whoever_asked_and_the_client_unwraps_it(client, house):
     with Receiver() as receiver:
         endpoint = create(client, receiver.url, ["fine_tuning.job.cancelled"])
@@ -260,6 +267,7 @@ def test_a_cancelled_job_reaches_whoever_asked_and_the_client_unwraps_it(client,
         )
 
 
+@pytest.mark.both_databases
 def test_a_pause_and_a_resume_reach_whoever_asked(client, house):
     with Receiver() as receiver:
         endpoint = create(client, receiver.url, ["fine_tuning.job.paused", "fine_tuning.job.resumed"])
@@ -288,6 +296,7 @@ def test_a_request_that_is_refused_tells_nobody(client, house):
         assert session.query(WebhookDelivery).count() == 0
 
 
+@pytest.mark.both_databases
 def test_after_a_rotation_both_secrets_verify_until_the_old_one_is_dropped(client, house):
     with Receiver() as receiver:
         made = create(client, receiver.url)

@@ -11,6 +11,8 @@ from core.migrate import upgrade
 from core.models import Job, Organization, Project
 from tests import factories
 
+pytestmark = pytest.mark.both_databases
+
 
 def count(session):
     return session.scalar(select(func.count()).select_from(Organization))

@@ -7,6 +7,8 @@ from core.estimates import Ahead, History, Pace
 from core.methods import Hyperparameters
 from tests import factories
 
+pytestmark = pytest.mark.both_databases
+
 
 def step(number, seconds, *, validated=False):
     data = {"step": number, "timing": {"step": {"full_iteration": seconds, "eval": 0.0}}}

@@ -4,6 +4,8 @@ from core import events
 from core.errors import InvalidRequest
 from core.jobs import Claim
 
+pytestmark = pytest.mark.both_databases
+
 
 @pytest.fixture
 def session(database):

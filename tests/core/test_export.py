@@ -2,11 +2,15 @@
 
 import json
 
+import pytest
+
 from core import events, export
 from core.blobs import FolderBlobs
 from core.models import Checkpoint
 from core.registry import Registry
 from tests import factories
+
+pytestmark = pytest.mark.both_databases
 
 
 def test_the_sampler_and_the_grader_environments_are_those_that_the_newest_event_names(database, tmp_path):

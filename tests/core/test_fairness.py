@@ -14,6 +14,8 @@ from core.limits import Limits
 from core.models import Job
 from tests import factories
 
+pytestmark = pytest.mark.both_databases
+
 
 @pytest.fixture
 def session(database):
@@ -53,6 +55,7 @@ def finish(session, claim):
 
 
 @pytest.mark.parametrize(("slots", "each"), [(4, 20), (1, 3)])
+@pytest.mark.slow
 def test_two_hundred_jobs_of_ten_projects_start_in_the_order_they_were_told(session, slots, each):
     owner_of = queue_of(session, projects=10, each=each, mixed=False)
     promised = shown_order(session)

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from core import events, jobs
-from core.db import Database, Work
+from core.db import Work
 from core.figures import FRESH_SECONDS, ServiceFigures
 from core.limits import Limits
 from core.metrics import served
@@ -18,10 +18,7 @@ from core.models import Attempt, WebhookDelivery
 from tests import factories
 from tests.servers import free_port
 
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def database(request) -> Database:
-    return request.getfixturevalue(f"{request.param}_database")
+pytestmark = pytest.mark.both_databases
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ def test_a_whole_store_has_no_findings(database, store):
     assert findings(database, store) == []
 
 
+@pytest.mark.both_databases
 def test_each_problem_is_named_with_its_owner(database, store):
     key = "projects/p/files/"
     store.put_bytes(key + "a", b"A" + b"a" * 99)
@@ -75,6 +76,7 @@ class DeletesOnRead(FolderBlobs):
         return super().open(key, **options)
 
 
+@pytest.mark.both_databases
 def test_what_is_deleted_during_the_check_is_no_finding(database, store, tmp_path):
     with database.write() as session:
         job = factories.job(session, factories.project(session))
@@ -89,6 +91,7 @@ def test_what_is_deleted_during_the_check_is_no_finding(database, store, tmp_pat
     assert findings(database, DeletesOnRead(tmp_path / "blobs", delete_rows)) == []
 
 
+@pytest.mark.both_databases
 def test_the_rows_are_read_twice_however_many_findings_there_are(database, store):
     """Reading them for every finding would take hours where a whole store is missing."""
     for entry in list(store.list("")):

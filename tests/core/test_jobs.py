@@ -11,6 +11,8 @@ from core.jobs import EDGES, FINAL, HELD, Claim, LeaseLost
 from core.models import Event, Job
 from tests import factories
 
+pytestmark = pytest.mark.both_databases
+
 WAKE_CPU = (queue.RUN, "gpu.cpu")
 WAKE_VALIDATION = (queue.VALIDATE, queue.DEFAULT_QUEUE)
 

@@ -33,6 +33,7 @@ def actions(session):
     return list(session.scalars(select(AuditEntry.action).order_by(AuditEntry.seq)))
 
 
+@pytest.mark.both_databases
 def test_a_key_opens_its_project_and_says_what_it_was_made_for(work, project):
     made = make(work, project, scope="read", owner="ana@example.org", expires_at=now() + 60)
 
@@ -42,6 +43,7 @@ def test_a_key_opens_its_project_and_says_what_it_was_made_for(work, project):
     assert (key.scope, key.owner, key.name) == ("read", "ana@example.org", "ci")
 
 
+@pytest.mark.both_databases
 def test_nothing_stored_contains_the_key(work, project):
     made = make(work, project)
 
@@ -91,6 +93,7 @@ def test_a_rotated_key_dies_at_once_and_its_successor_may_do_the_same(work, proj
         keys.authenticate(work.session, old.token)
 
 
+@pytest.mark.both_databases
 def test_a_rotated_key_may_live_on_for_some_hours_but_never_longer_than_it_would_have(work, project):
     endless, ending = make(work, project), make(work, project, expires_at=now() + 600)
 
@@ -142,6 +145,7 @@ def test_each_scope_reaches_as_far_as_those_before_it(work, project, scope, need
             keys.require(key, needed)
 
 
+@pytest.mark.both_databases
 def test_a_key_is_found_in_its_project_only(work, project):
     key, other = make(work, project).key, factories.project(work.session)
 
@@ -150,6 +154,7 @@ def test_a_key_is_found_in_its_project_only(work, project):
         keys.get(work.session, key.id, other.id)
 
 
+@pytest.mark.both_databases
 def test_the_last_use_is_noted_once_a_minute(work, project):
     key = make(work, project).key
 
@@ -165,6 +170,7 @@ def test_the_last_use_is_noted_once_a_minute(work, project):
     assert noted == [(True, True), (False, False), (True, True)]
 
 
+@pytest.mark.both_databases
 def test_the_first_key_of_a_service_is_the_operators_doing(session):
     keys.bootstrap(session)
 

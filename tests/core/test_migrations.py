@@ -13,6 +13,8 @@ from core.db import open_engine
 from core.migrate import alembic_config, migrating, upgrade
 from core.models import Table
 
+pytestmark = [pytest.mark.slow, pytest.mark.both_databases]
+
 
 def tables(url):
     engine = open_engine(url)

@@ -11,6 +11,8 @@ from core.models import File, TunedModel
 from core.pages import newest_first, oldest_first
 from tests import factories
 
+pytestmark = pytest.mark.both_databases
+
 
 @pytest.fixture
 def session(database):

@@ -36,6 +36,7 @@ def log(session):
 # Organisations and projects.
 
 
+@pytest.mark.both_databases
 def test_an_organisation_has_projects_oldest_first(work):
     acme, other = (tenants.create_organization(work, name) for name in ("acme", "other"))
     first, second = (tenants.create_project(work, acme, name) for name in ("one", "two"))
@@ -73,6 +74,7 @@ def test_what_is_not_there_is_said_to_be_missing(session):
         tenants.get_project(session, "proj_x")
 
 
+@pytest.mark.both_databases
 def test_archiving_a_project_stops_its_jobs_and_nobody_elses(work, project):
     statuses = ("validating_files", "queued", "running", "pausing", "paused", "succeeded")
     mine = [factories.job(work.session, project, status=status) for status in statuses]
@@ -92,6 +94,7 @@ def test_archiving_a_project_stops_its_jobs_and_nobody_elses(work, project):
 # Limits.
 
 
+@pytest.mark.both_databases
 def test_a_projects_own_limit_stands_before_the_default(work, project):
     tenants.set_limits(work, project, Limits(queued_jobs=5))
 
@@ -100,6 +103,7 @@ def test_a_projects_own_limit_stands_before_the_default(work, project):
     assert limits == Limits(queued_jobs=5, running_jobs=2)
 
 
+@pytest.mark.both_databases
 def test_a_change_of_limits_is_logged_with_what_was_before(work, project):
     tenants.set_limits(work, project, Limits(queued_jobs=5))
     tenants.set_limits(work, project, Limits())
@@ -119,6 +123,7 @@ def test_a_limit_that_means_nothing_is_refused(wrong):
         Limits(**wrong)
 
 
+@pytest.mark.both_databases
 def test_one_job_more_than_may_wait_is_refused_with_the_numbers(session, project):
     for status in ("queued", "validating_files", "running", "paused"):
         factories.job(session, project, status=status)
@@ -151,6 +156,7 @@ def test_another_projects_use_counts_for_nothing(session, project):
     tenants.refuse_job_beyond(session, project.id, Limits(queued_jobs=1, gpu_seconds_per_30_days=1))
 
 
+@pytest.mark.both_databases
 def test_storage_is_what_the_files_hold_that_are_not_deleted(session, project):
     factories.file(session, project, bytes=60)
     factories.file(session, project, bytes=1000, deleted_at=now())
@@ -162,6 +168,7 @@ def test_storage_is_what_the_files_hold_that_are_not_deleted(session, project):
         tenants.refuse_file_beyond(session, project.id, limits, 41)
 
 
+@pytest.mark.both_databases
 def test_an_upload_that_may_still_be_completed_has_its_room_kept(session, project):
     about = {"project_id": project.id, "filename": "a", "purpose": "fine-tune", "mime_type": "x"}
     for bytes, status, ends in ((30, "pending", 60), (500, "pending", -1), (500, "cancelled", 60)):
@@ -171,6 +178,7 @@ def test_an_upload_that_may_still_be_completed_has_its_room_kept(session, projec
     assert tenants.stored_bytes(session, project.id) == 90
 
 
+@pytest.mark.both_databases
 def test_of_two_requests_at_once_the_second_sees_what_the_first_has_taken(database):
     """On PostgreSQL neither would see the other's job, and both would be let in."""
     with database.write() as session:
@@ -198,6 +206,7 @@ def test_of_two_requests_at_once_the_second_sees_what_the_first_has_taken(databa
 # Usage.
 
 
+@pytest.mark.both_databases
 def test_usage_adds_up_within_a_day_and_over_the_last_thirty(session, project):
     today = now() // tenants.DAY
     for age, seconds in ((1, 10.0), (29, 100.0), (30, 1000.0)):

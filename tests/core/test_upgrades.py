@@ -20,6 +20,8 @@ from core.db import Database, Work
 from core.migrate import LOCK_PATIENCE, alembic_config, is_ready, lock_all_tables, migrating, upgrade
 from core.models import Attempt, Checkpoint, Event, Job, Project, RolloutPage, TunedModel
 
+pytestmark = [pytest.mark.slow, pytest.mark.both_databases]
+
 FIRST = "0001"
 TOKEN = "sk-of-the-first-version"
 # What a migration takes away or makes stricter, by its revision. It may once no version that may still run beside it

@@ -16,6 +16,8 @@ from core.limits import Limits
 from core.models import File, Upload, UploadPart
 from tests import factories
 
+pytestmark = pytest.mark.both_databases
+
 
 @pytest.fixture
 def blobs(tmp_path):

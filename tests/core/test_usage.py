@@ -11,6 +11,8 @@ from core.estimates import Ahead
 from core.models import Checkpoint, Event, ProjectUsage
 from tests import factories
 
+pytestmark = pytest.mark.both_databases
+
 FREE, PAID = Price(None, "USD"), Price(0.01, "EUR")
 MANY = Ahead(plain=10, validated=0, next_is_validated=False)
 

@@ -51,6 +51,7 @@ def everything(session, project):
 # Of what.
 
 
+@pytest.mark.both_databases
 def test_a_job_that_succeeds_is_told_of(session, project):
     endpoint = listen(session, project)
     job = factories.job(session, project, status="running")
@@ -73,6 +74,7 @@ def test_a_job_that_fails_is_told_of(session, project):
     assert told(session) == ["failed"]
 
 
+@pytest.mark.both_databases
 def test_a_second_cancel_tells_nobody_anything_new(session, project):
     everything(session, project)
     job = factories.job(session, project)
@@ -152,6 +154,7 @@ def test_another_projects_endpoint_hears_nothing(session, project):
     assert deliveries(session) == []
 
 
+@pytest.mark.both_databases
 def test_a_change_that_is_rolled_back_was_never_told_of(database):
     with database.write() as session:
         project = factories.project(session)
@@ -188,6 +191,7 @@ def step(number, reward=None):
     return {"step": number, "total_steps": 10, "full_valid_mean_reward": reward}
 
 
+@pytest.mark.both_databases
 def test_a_threshold_is_told_of_once_and_by_the_first_step_that_reaches_it(session, project):
     watch(session, project, full_valid_mean_reward=0.8)
     job = factories.job(session, project, status="running")
@@ -200,6 +204,7 @@ def test_a_threshold_is_told_of_once_and_by_the_first_step_that_reaches_it(sessi
     ]
 
 
+@pytest.mark.both_databases
 def test_a_step_that_is_repeated_after_a_crash_does_not_tell_again(session, project):
     watch(session, project, share_of_steps=0.5)
     job = factories.job(session, project, status="running")
@@ -239,6 +244,7 @@ def test_a_threshold_without_its_event_or_the_other_way_round_is_refused(
 # Endpoints.
 
 
+@pytest.mark.both_databases
 def test_a_project_has_at_most_twenty_endpoints(session, project):
     for _ in range(20):
         listen(session, project)
@@ -249,6 +255,7 @@ def test_a_project_has_at_most_twenty_endpoints(session, project):
     listen(session, factories.project(session))  # another project has room of its own
 
 
+@pytest.mark.both_databases
 def test_deleting_an_endpoint_ends_what_waits_for_it(session, project):
     endpoint, other = listen(session, project), listen(session, project)
     jobs.succeed(session, factories.job(session, project, status="running"), fine_tuned_model="ft:tiny")

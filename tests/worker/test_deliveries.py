@@ -23,6 +23,8 @@ from worker import deliveries
 from worker.deliveries import Deliveries, Outcome, back_off
 from worker.reconciler import Reconciler
 
+pytestmark = pytest.mark.both_databases
+
 HOUR = 3600
 
 
@@ -36,10 +38,10 @@ class Clock:
         return self.now
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def database(request, tmp_path):
+@pytest.fixture
+def database(request, database_kind, tmp_path):
     url = f"sqlite:///{tmp_path}/regraft.db"
-    if request.param == "postgres":
+    if database_kind == "postgres":
         url = request.getfixturevalue("postgres").new_database()
     database = Database(url)
     Table.metadata.create_all(database.engine)

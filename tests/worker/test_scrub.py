@@ -36,9 +36,9 @@ class Reads(FolderBlobs):
         return super().open(key, **options)
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def database(request):
-    return request.getfixturevalue(f"{request.param}_database")
+@pytest.fixture
+def database(request, database_kind):
+    return request.getfixturevalue(f"{database_kind}_database")
 
 
 @pytest.fixture
@@ -78,6 +78,7 @@ def names(blobs):
     return [key.rpartition("/")[2] for key in blobs.keys]
 
 
+@pytest.mark.both_databases
 def test_a_day_reads_its_share_and_a_round_reads_each_object_once(database, blobs, clock):
     one = scrub(database, blobs, clock)
     clock.go(PAUSE_SECONDS)
@@ -94,6 +95,7 @@ def test_a_day_reads_its_share_and_a_round_reads_each_object_once(database, blob
     assert names(blobs)[10:] == ["0"]
 
 
+@pytest.mark.both_databases
 def test_workers_share_the_round(database, blobs, clock):
     several = [scrub(database, blobs, clock) for _ in range(3)]
     for one in several:
@@ -107,6 +109,7 @@ def test_workers_share_the_round(database, blobs, clock):
     assert sorted(names(blobs)) == [str(number) for number in range(10)]
 
 
+@pytest.mark.both_databases
 def test_a_round_goes_on_where_it_was_when_all_workers_were_stopped(database, blobs, clock):
     first = scrub(database, blobs, clock)
     clock.go(PAUSE_SECONDS)
@@ -165,6 +168,7 @@ class DeletedMeanwhile(FolderBlobs):
         return super().open(key, **options)
 
 
+@pytest.mark.both_databases
 def test_what_is_deleted_while_it_is_read_is_no_finding(database, blobs, clock, tmp_path, caplog):
     one = scrub(database, DeletedMeanwhile(tmp_path / "blobs", database), clock)
     clock.go(PAUSE_SECONDS)
@@ -275,6 +279,7 @@ def test_an_empty_store_is_an_outage_and_no_damage(database, blobs, clock, tmp_p
     assert {result: counted(result) for result in before} == before
 
 
+@pytest.mark.both_databases
 def test_an_object_that_a_worker_did_not_read_to_its_end_is_read_by_the_next(
     database, blobs, clock, tmp_path
 ):
