@@ -85,7 +85,7 @@ def production(tmp_path_factory, tiny_model, database_url, redis_url, seaweed):
 
     api = start("api")
     server = Server(api, port, folder)
-    (folder / "server.log").touch()
+    (folder / "server.log").symlink_to("api.log")  # which `wait_until_ready` quotes if the API does not start
     wait_until_ready(server)
     worker = start("worker")
     yield server, worker
