@@ -13,8 +13,9 @@ INSTALLER ?= uv
 SAMPLER ?= registry
 # Files of tests are dealt out to this many processes.
 TEST_PROCESSES ?= 2
+FAST_TESTS = tests/core tests/graders tests/worker tests/sdk tests/test_architecture.py
 
-.PHONY: demo test attacks check format bench chart chart-docs setup help
+.PHONY: demo test test-fast attacks check format bench chart chart-docs setup help
 
 help:    ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -25,6 +26,9 @@ demo: setup    ## Train a real model on this machine, from a dataset to a better
 test: setup    ## All tests, on SQLite and PostgreSQL, memory:// and Redis, a folder and S3
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 	$(MAKE) attacks
+
+test-fast: setup    ## Tests of the parts, on SQLite and with no server to start: in a minute, for after each change
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not server" $(FAST_TESTS)
 
 attacks: setup    ## Of the tests only API abuse, against a server with little memory to spare: it measures latency
 	REGRAFT_ATTACKS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/attacks

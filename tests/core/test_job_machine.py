@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -27,6 +28,8 @@ from core.errors import InvalidJobState
 from core.jobs import EDGES, FINAL, HELD, Claim, LeaseLost
 from core.models import Event, Job, Table
 from tests import factories
+
+pytestmark = pytest.mark.slow
 
 MAX_FAILURES = 2
 LEASE = 60.0

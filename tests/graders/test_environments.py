@@ -34,7 +34,10 @@ from graders.spec import InvalidGrader, parse_grader
 from graders.types import Sample
 from tests.graders.packages import SOURCE, USES
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's"),
+]
 
 PYTHON = {"type": "python", "name": "py", "source": "def grade(sample, item):\n    return 1"}
 # OpenAI's versions (reference of its graders guide). scikit-bio 0.6.3 has no wheels.

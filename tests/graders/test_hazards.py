@@ -28,7 +28,10 @@ SHORT_TURNS = replace(EVAL, turn_s=0.0)
 SLEEP = "__import__('time').sleep(60)"
 LAYERS = ("namespaces", "no_new_privs", "landlock", "seccomp")
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,10 @@ from tests.graders.attacks import ATTACKS, ROOT, SECRET, Pools, run
 from tests.graders.packages import USES
 
 NOT_ROOT = os.geteuid() != 0
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's"),
+]
 
 
 def expected(outcome: dict, name: str) -> None:

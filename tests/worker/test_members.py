@@ -31,6 +31,8 @@ from worker.rank import start
 from worker.ranks import Line, Model, RankLost, Ranks, Start
 from worker.trainer import PeftTrainer
 
+pytestmark = pytest.mark.slow
+
 KEY = b"a key of the group"
 
 

@@ -31,6 +31,8 @@ from worker.supervisor import Supervisor
 from worker.trainer import PeftTrainer
 from worker.types import Group, Pack, Sequence
 
+pytestmark = pytest.mark.slow
+
 # Of uneven length, and more than one for each rank.
 TEXTS = [
     "say yes",

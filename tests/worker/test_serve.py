@@ -33,6 +33,8 @@ from worker.serve import create_app
 from worker.transformers_engine import TransformersBuilder
 from worker.vllm_engine import VllmBuilder
 
+pytestmark = pytest.mark.slow
+
 USER = [{"role": "user", "content": "hello"}]
 END = 1
 
