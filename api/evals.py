@@ -1,4 +1,4 @@
-"""/v1/evals: validation samples in the shape of OpenAI's evals. Read-only (docs/rollouts.md)."""
+"""/v1/evals: validation samples in the shape of OpenAI's evals. Read-only (docs/howto/rollouts.md)."""
 
 from itertools import islice
 from typing import Annotated, Any, Literal

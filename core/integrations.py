@@ -1,7 +1,7 @@
 """Exporters of a job's metrics: OpenAI's `integrations` for W&B, extended by MLflow and Trackio.
 
 A job chooses the project and run name in a service, never the service itself: its address and key belong to the
-operator, in the environment of the workers (docs/integrations.md).
+operator, in the environment of the workers (docs/howto/integrations.md).
 """
 
 from typing import Any, Literal, get_args

@@ -4,7 +4,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Thresholds(BaseModel):
-    """One threshold per warning (docs/training.md, "Warnings"). None disables the warning."""
+    """One threshold per warning (docs/howto/training.md, "Warnings"). None disables the warning."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

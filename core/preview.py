@@ -1,7 +1,7 @@
 """Predicts from a few graded answers of the base model whether a job can learn. Pure functions.
 
 The samples of one prompt are not independent, so the unit of statistics is the prompt: intervals and shares of groups
-are over prompts. docs/preview.md explains the report.
+are over prompts. docs/howto/preview.md explains the report.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Graded samples in columns: one Parquet blob per page, one page per step and split of a job (docs/rollouts.md).
+"""Graded samples in columns: one Parquet blob per page, one page per step and split of a job (docs/howto/rollouts.md).
 
 Pages are read from a temporary file, one row group at a time, starting with the filtered columns, so the memory of a
 request does not grow with the job. Pages with the suffix .jsonl were written by versions before this format.

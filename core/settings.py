@@ -53,9 +53,9 @@ class Settings(BaseSettings):
     s3_checksums: Checksums = "when_supported"
     broker_url: str = "memory://"
     models_file: Path | None = None
-    # Judge models and the hosts that endpoint graders may call (docs/graders.md). Unset: neither.
+    # Judge models and the hosts that endpoint graders may call (docs/howto/graders.md). Unset: neither.
     graders_file: Path | None = None
-    # Folder of the environments of python graders, built by `regraft-server environments build` (docs/graders.md).
+    # Folder of the environments of python graders, built by `regraft-server environments build` (docs/howto/graders.md).
     grader_environments: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/graders"))
 
     # Base URL, including /v1, of the inference server for chat completions of the registry's models. `regraft-server
@@ -74,34 +74,34 @@ class Settings(BaseSettings):
     first_key: str = Field(default="", repr=False)
 
     # Private hosts that webhooks may be sent to: host names, comma separated, `*` matches any run of characters
-    # (docs/webhooks.md).
+    # (docs/howto/webhooks.md).
     webhook_private_hosts: str = ""
 
-    # Exporters that jobs may send their metrics to, comma separated: wandb, mlflow, trackio (docs/integrations.md).
+    # Exporters that jobs may send their metrics to, comma separated: wandb, mlflow, trackio (docs/howto/integrations.md).
     integrations: str = Field(
         default="", pattern=r"^( *(wandb|mlflow|trackio) *(, *(wandb|mlflow|trackio) *)*)?$"
     )
 
     host: str = "127.0.0.1"
     port: int = 8000
-    # json: one object per line with request, job and step ids, and a line per request (docs/observability.md).
+    # json: one object per line with request, job and step ids, and a line per request (docs/howto/observability.md).
     log_format: Literal["text", "json"] = "text"
     # OTLP endpoint for traces, over HTTP: http://collector:4318. Needs regraft-server[otel]. Empty: off.
     otlp_endpoint: str = Field(default="", pattern=r"^(https?://.+)?$")
-    # Port of the Prometheus metrics (docs/observability.md). Unauthenticated, so not the API's port. 0: off.
+    # Port of the Prometheus metrics (docs/howto/observability.md). Unauthenticated, so not the API's port. 0: off.
     metrics_port: int = Field(default=0, ge=0, le=65535)
     max_upload_bytes: int = 512 * 1024 * 1024
     # /readyz returns 503 if the disk of the SQLite database or of the blob folder has less free space. 0: never.
     min_free_bytes: int = Field(default=256 << 20, ge=0)
     # A request body that arrives more slowly than this, on average over 30 s, is rejected with 408. 0: no minimum.
     min_upload_bytes_per_second: int = Field(default=1000, ge=0)
-    # Maximum size of a multipart upload (docs/storage.md).
+    # Maximum size of a multipart upload (docs/howto/storage.md).
     max_multipart_bytes: int = Field(default=8 << 30, ge=1, le=8 << 30)
     # Default limits of a project without its own limits, as JSON: {"running_jobs": 2}. The default request
     # rate stays in force unless it is named: {"requests_per_minute": null}.
     default_limits: Limits = DEFAULT_LIMITS
     # Concurrent long requests per project and API process, and how many more may queue; further requests get 429
-    # (docs/tenants.md).
+    # (docs/howto/tenants.md).
     grader_runs_per_project: int = Field(default=8, ge=1)
     grader_runs_waiting_per_project: int = Field(default=32, ge=0)
     uploads_per_project: int = Field(default=8, ge=1)
@@ -110,18 +110,18 @@ class Settings(BaseSettings):
     # Multipart uploads that are not yet completed, cancelled or expired.
     pending_uploads_per_project: int = Field(default=100, ge=1)
 
-    # Retention in days of a finished job's rollouts and unnamed checkpoints, and of files (docs/storage.md).
+    # Retention in days of a finished job's rollouts and unnamed checkpoints, and of files (docs/howto/storage.md).
     keep_rollouts_days: float | None = Field(default=None, gt=0)
     keep_checkpoints_days: float | None = Field(default=None, gt=0)
     keep_files_days: float | None = Field(default=None, gt=0)
     # Maximum stored bytes of a job's samples, and maximum stored samples per step and split. Beyond either, whole
     # groups
-    # are subsampled (docs/rollouts.md).
+    # are subsampled (docs/howto/rollouts.md).
     rollout_bytes_per_job: int = Field(default=1 << 30, ge=0)
     rollouts_per_step: int = Field(default=10_000, ge=0)
     # Minimum age of a blob without a row before it is deleted. Must exceed the duration of any upload.
     orphan_hours: float = Field(default=24.0, ge=1)
-    # Every file and checkpoint is verified against its hash once in this many days. 0: never (docs/storage.md).
+    # Every file and checkpoint is verified against its hash once in this many days. 0: never (docs/howto/storage.md).
     scrub_days: float = Field(default=30.0, ge=0)
 
     # The queue that this machine's worker serves, and the default queue of new jobs.
@@ -139,7 +139,7 @@ class Settings(BaseSettings):
     max_failures: int = Field(default=3, ge=0)
     # A job fails after this many consecutive steps in which more than half of the grades failed.
     failing_steps: int = Field(default=3, ge=1)
-    # Thresholds of the warnings of a run (docs/training.md, Warnings), as JSON:
+    # Thresholds of the warnings of a run (docs/howto/training.md, Warnings), as JSON:
     # {"kl_jump": 1.0, "length_factor": null}.
     warnings: Thresholds = Thresholds()
     # Ranks per machine: processes, each with the model on its own GPU, that share a step's gradient (docs/multi-
@@ -147,7 +147,7 @@ class Settings(BaseSettings):
     ranks: int = Field(default=1, ge=1)
     # Machines that share a run, including this one, each with the same number of ranks. The others run
     # `regraft-server member`: they connect to `leader` (host:port), and both sides prove that they know `ranks_key`
-    # (docs/multi-gpu.md).
+    # (docs/howto/multi-gpu.md).
     nodes: int = Field(default=1, ge=1)
     ranks_port: int = Field(default=8200, ge=1, le=65535)
     ranks_key: str = Field(default="", repr=False)
@@ -161,9 +161,9 @@ class Settings(BaseSettings):
     # the same tokens exceeds this, in nats per token. auto: 0.05 for bfloat16, 0.001 for float32. 0: off.
     max_logprob_gap: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = "auto"
     # GPU memory for vLLM's KV cache while a job runs, allocated up front. auto: the free memory, up to what the job can
-    # use (docs/training.md).
+    # use (docs/howto/training.md).
     kv_cache_gib: KvCacheGib = "auto"
-    # The same for the inference server, per loaded model (docs/serving.md).
+    # The same for the inference server, per loaded model (docs/howto/serving.md).
     inference_kv_cache_gib: KvCacheGib = "auto"
     # Maximum tokens of a training micro-batch, padding included. auto: 2048; on a GPU, the number that fits.
     train_token_budget: TokenBudget = "auto"

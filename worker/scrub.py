@@ -183,7 +183,7 @@ class Scrub:
             return
         for finding in found:
             log.error(
-                "%s of %s is %s; see docs/storage.md (Integrity)",
+                "%s of %s is %s; see docs/howto/storage.md (Integrity)",
                 finding.key,
                 finding.owner,
                 finding.problem,

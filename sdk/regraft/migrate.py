@@ -105,7 +105,7 @@ def _to_do(params: Mapping[str, Any], inside: Mapping[str, Any], model: str | No
             case "score_model" | "label_model":
                 yield (
                     f"{where}.model: {grader.get('model')} must be a judge configured by the operator of this server "
-                    "(docs/graders.md)."
+                    "(docs/howto/graders.md)."
                 )
             case "endpoint":
                 yield f"{where}: the operator of the server must allow its host, and its headers must be set again."

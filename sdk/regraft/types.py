@@ -203,7 +203,7 @@ class Preview(Estimate):
     cut_off: int  # answers that reached the token limit
     grading: Grading
     sampling: Sampling
-    verdict: str  # "good", "too_hard", ...; see docs/preview.md
+    verdict: str  # "good", "too_hard", ...; see docs/howto/preview.md
     recommendation: str
 
 

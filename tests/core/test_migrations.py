@@ -33,7 +33,7 @@ def test_an_empty_database_gets_every_table_that_the_models_want(empty_url):
 
 
 # No longer in the models, and still in the database for the version before, which writes them: the next release drops
-# them (docs/operations.md, "Writing a migration").
+# them (docs/howto/operations.md, "Writing a migration").
 RETIRED = [("remove_column", None, "jobs", "progress_at")]
 
 

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.both_databases]
 FIRST = "0001"
 TOKEN = "sk-of-the-first-version"
 # What a migration takes away or makes stricter, by its revision. It may once no version that may still run beside it
-# uses that: a release earlier, the code has stopped (docs/operations.md, "Writing a migration").
+# uses that: a release earlier, the code has stopped (docs/howto/operations.md, "Writing a migration").
 CONTRACTED: dict[str, set[str]] = {}
 
 
@@ -415,7 +415,7 @@ def test_the_version_before_can_write_and_read_on_the_new_schema(empty_url, befo
 
 @pytest.mark.parametrize(("before", "after"), revisions())
 def test_a_migration_takes_nothing_away_that_the_version_before_uses(empty_url, before, after):
-    """First expand, then contract, a release later: docs/operations.md."""
+    """First expand, then contract, a release later: docs/howto/operations.md."""
     to(empty_url, before)
     with migrating(empty_url) as connection:
         old = what_code_relies_on(connection)

@@ -19,7 +19,7 @@ from tests.e2e.conftest import ROOT, jsonl
 from tests.e2e.test_openai_client import GRADER, TRAIN, VALID
 
 DOCS = ROOT / "docs"
-CLI = (DOCS / "cli.md").read_text()
+CLI = (DOCS / "howto/cli.md").read_text()
 # What a real model would not need: answers of three tokens, and steps that are large enough for so few of them.
 QUICKLY = "learning_rate = 0.02\nmax_completion_tokens = 3\nlora_rank = 8\n"
 OPENAIS = {
@@ -72,7 +72,7 @@ def lay_out(folder: Path) -> None:
 
 
 def shown_commands() -> Iterator[tuple[str, list[str]]]:
-    """Each command of docs/cli.md, and the lines below it."""
+    """Each command of docs/howto/cli.md, and the lines below it."""
     for block in re.findall(r"```console\n(.*?)```", CLI, flags=re.S):
         for one in re.split(r"^\$ ", block, flags=re.M)[1:]:
             command, *lines = one.splitlines()

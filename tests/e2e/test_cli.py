@@ -219,7 +219,7 @@ def test_the_librarys_examples_run_one_after_the_other(home, server, key, monkey
     monkeypatch.setenv("REGRAFT_API_KEY", key)
     names = {}
 
-    ran = run_examples(DOCS / "sdk.md", names) + run_examples(DOCS / "rollouts.md", names)
+    ran = run_examples(DOCS / "howto/sdk.md", names) + run_examples(DOCS / "howto/rollouts.md", names)
 
     assert ran >= 9
     assert names["job"].status == "succeeded"

@@ -1,4 +1,4 @@
-"""Every example in docs/graders.md is accepted, and those that ask nobody get the score the page says."""
+"""Every example in docs/howto/graders.md is accepted, and those that ask nobody get the score the page says."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from graders.run import grade_all
 from graders.spec import dump, parse_grader
 from graders.types import Sample
 
-PAGE = (Path(__file__).parents[2] / "docs" / "graders.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "graders.md").read_text()
 EXAMPLES = re.findall(r"Score:\s+([^\n]+)\n\n```json\n(.*?)```", PAGE, re.DOTALL)
 SAMPLE = Sample("<think>6 * 7</think><answer>42</answer>")
 ITEM = {"answer": "42", "question": "6 * 7?"}

@@ -177,7 +177,7 @@ def test_a_worker_installs_starts_and_ends_by_the_commands_of_its_image(tmp_path
 
 # What the service imports, from its own source: the images must have all of it.
 
-# Of extras that no image has: docs/integrations.md.
+# Of extras that no image has: docs/howto/integrations.md.
 SINKS = {"mlflow", "trackio", "wandb"}
 # Not imported by us, but by SQLAlchemy for postgresql://, and by transformers for GGUF files.
 UNSEEN = {"psycopg", "gguf"}

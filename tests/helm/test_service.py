@@ -112,7 +112,7 @@ def test_every_command_is_one_of_the_service(ours, parse):
         assert parse(words).command == pod.component
 
 
-@pytest.mark.parametrize("file", ["helm/regraft/templates/NOTES.txt", "docs/kubernetes.md"])
+@pytest.mark.parametrize("file", ["helm/regraft/templates/NOTES.txt", "docs/howto/kubernetes.md"])
 def test_what_operators_are_told_to_type_are_commands_of_the_service(file, parse):
     lines = re.findall(r"-- (regraft-server .*)", (ROOT / file).read_text())
 

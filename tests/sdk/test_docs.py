@@ -8,7 +8,7 @@ from regraft import Regraft
 from regraft.cli.parser import EXIT_CODES
 
 DOCS = Path(__file__).parents[2] / "docs"
-SHOWN = re.findall(r"^\$ (regraft .*)$", (DOCS / "cli.md").read_text(), flags=re.M)
+SHOWN = re.findall(r"^\$ (regraft .*)$", (DOCS / "howto/cli.md").read_text(), flags=re.M)
 
 
 def test_there_are_commands_of_every_group():
@@ -19,14 +19,14 @@ def test_there_are_commands_of_every_group():
 
 
 def test_the_exit_codes_are_those_of_the_help():
-    text = (DOCS / "cli.md").read_text()
+    text = (DOCS / "howto/cli.md").read_text()
 
     for code, meaning in re.findall(r"^ *(\d+)  (.*)$", EXIT_CODES, flags=re.M):
         assert f"| {code} | {meaning} |" in text
 
 
 def test_what_the_librarys_document_names_exists():
-    text = (DOCS / "sdk.md").read_text()
+    text = (DOCS / "howto/sdk.md").read_text()
     client = Regraft(base_url="http://127.0.0.1:1", api_key="k")
 
     named = re.findall(r"client\.(\w+)(?:\.(\w+))?\(", text)

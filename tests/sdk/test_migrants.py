@@ -176,7 +176,7 @@ def test_the_asynchronous_clients_do_the_same(house, origin, model):
 
 def test_what_the_document_shows_runs(house, origin, tmp_path, monkeypatch, capsys):
     """With the variables that it sets, and this server's address and key in the place of those it prints."""
-    document = (DOCS / "migrating.md").read_text()
+    document = (DOCS / "howto/migrating.md").read_text()
     here = document.replace("http://127.0.0.1:8000", origin).replace("rg-...", house.key)
     (tmp_path / "migrating.md").write_text(here)
     monkeypatch.chdir(tmp_path)
@@ -192,7 +192,7 @@ def test_what_the_document_shows_runs(house, origin, tmp_path, monkeypatch, caps
 
 
 def test_the_files_that_the_document_shows_are_valid(tmp_path):
-    models, graders = re.findall(r"```toml\n(.*?)```", (DOCS / "migrating.md").read_text(), flags=re.S)
+    models, graders = re.findall(r"```toml\n(.*?)```", (DOCS / "howto/migrating.md").read_text(), flags=re.S)
     (tmp_path / "models.toml").write_text(models)
     (tmp_path / "graders.toml").write_text(graders)
 

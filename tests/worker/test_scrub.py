@@ -132,8 +132,8 @@ def test_what_is_damaged_or_missing_is_logged_and_counted(database, blobs, clock
         run(one, clock, days=DAYS)
 
     assert [record.getMessage() for record in caplog.records] == [
-        "projects/p/files/3 of file-3 is damaged; see docs/storage.md (Integrity)",
-        "projects/p/files/5 of file-5 is missing; see docs/storage.md (Integrity)",
+        "projects/p/files/3 of file-3 is damaged; see docs/howto/storage.md (Integrity)",
+        "projects/p/files/5 of file-5 is missing; see docs/howto/storage.md (Integrity)",
     ]
     grown = {result: counted(result) - count for result, count in before.items()}
     assert grown == {"whole": 8, "damaged": 1, "missing": 1}
@@ -150,7 +150,7 @@ def test_checkpoints_are_read_by_their_manifests(database, blobs, clock, caplog)
     run(one, clock, days=DAYS)
 
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
-        "projects/p/ck/manifest.json of ftckpt_1 is missing; see docs/storage.md (Integrity)"
+        "projects/p/ck/manifest.json of ftckpt_1 is missing; see docs/howto/storage.md (Integrity)"
     ]
 
 

@@ -218,12 +218,15 @@ COMMANDS = (
     ),
     Command(
         "environments",
-        "install the packages of python graders (docs/graders.md)",
+        "install the packages of python graders (docs/howto/graders.md)",
         "worker.cli.environments:main",
         _environments,
     ),
     Command(
-        "fsck", "verify the hash of every blob (docs/storage.md)", "worker.cli.service:check_blobs", _fsck
+        "fsck",
+        "verify the hash of every blob (docs/howto/storage.md)",
+        "worker.cli.service:check_blobs",
+        _fsck,
     ),
-    Command("sweep", "delete orphaned blobs (docs/storage.md)", "worker.cli.service:sweep", _sweep),
+    Command("sweep", "delete orphaned blobs (docs/howto/storage.md)", "worker.cli.service:sweep", _sweep),
 )

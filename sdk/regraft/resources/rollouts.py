@@ -21,7 +21,7 @@ SILENCE_SECONDS = 60.0
 
 
 class Filters(TypedDict, total=False):
-    """Filters; None or a missing key matches all. docs/rollouts.md documents each."""
+    """Filters; None or a missing key matches all. docs/howto/rollouts.md documents each."""
 
     step: int | None  # 0 is the validation of the base model
     step_from: int | None
