@@ -15,7 +15,7 @@ SAMPLER ?= registry
 TEST_PROCESSES ?= 2
 FAST_TESTS = tests/core tests/graders tests/worker tests/sdk tests/test_architecture.py
 
-.PHONY: demo test test-fast attacks check format bench chart chart-docs setup help
+.PHONY: demo test test-fast attacks check docs site format bench chart chart-docs setup help
 
 help:    ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -33,11 +33,21 @@ test-fast: setup    ## Tests of the parts, on SQLite and with no server to start
 attacks: setup    ## Of the tests only API abuse, against a server with little memory to spare: it measures latency
 	REGRAFT_ATTACKS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/attacks
 
-check: setup    ## Format, lint, English, types
+check: setup site    ## Format, lint, English, types, and the documentation site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python .ci/english.py
 	$(BIN)/mypy
+
+docs: setup    ## Write docs/reference/ anew from the code, then build the site, which the API serves at /docs
+	$(BIN)/python docs/generate.py
+	$(MAKE) site
+	mkdir -p $(VENV)/share/regraft/docs
+	rm -rf $(VENV)/share/regraft/docs
+	cp -R site $(VENV)/share/regraft/docs
+
+site: setup    # A broken link fails it.
+	$(BIN)/zensical build --strict --clean
 
 format: setup    ## Rewrite the files as `make check` wants them
 	$(BIN)/ruff format .

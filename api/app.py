@@ -14,6 +14,7 @@ from api import (
     attempts,
     azure,
     chat,
+    docs_site,
     errors,
     estimates,
     evals,
@@ -80,7 +81,7 @@ def create_app(
     app = Documented(
         title="regraft",
         description="Reinforcement fine-tuning behind OpenAI's API.",
-        docs_url=None,  # their pages load scripts from external hosts
+        docs_url=None,  # FastAPI's own pages would load scripts from elsewhere; /docs is api/docs_site.py
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
@@ -103,6 +104,7 @@ def create_app(
     )
     app.state.upstream = chat.Upstream(settings)
     app.router.routes.extend(all_routes())
+    app.include_router(docs_site.router(settings.docs_site))
     errors.add_handlers(app)
     app.add_middleware(
         LargeBodies,

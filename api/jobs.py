@@ -219,7 +219,7 @@ class QueueOut(BaseModel):
 
 
 class VerdictOut(BaseModel):
-    """The delivered model compared with its base on the validation rows (docs/howto/training.md, The verdict)."""
+    """The delivered model compared with its base on the validation rows (docs/howto/training.md, Verdict)."""
 
     outcome: Literal["improved", "no_difference", "worse"]
     base_reward: float

@@ -57,6 +57,8 @@ class Settings(BaseSettings):
     graders_file: Path | None = None
     # Folder of the environments of python graders, built by `regraft-server environments build` (docs/howto/graders.md).
     grader_environments: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/graders"))
+    # The documentation site that the API serves at /docs, as `make docs` builds it; without an index.html, none.
+    docs_site: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/docs"))
 
     # Base URL, including /v1, of the inference server for chat completions of the registry's models. `regraft-server
     # up`

@@ -1,0 +1,66 @@
+"""The documentation site builds, names every page in its navigation, and loads nothing from another host."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+LOADED = re.compile(r"""(?:\bsrc=|<link[^>]*\bhref=|url\(|@import\s)\s*["']?((?:https?:)?//[^"')\s>]+)""")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built pages, from a copy: what is in the checkout's site/ may be older."""
+    folder = tmp_path_factory.mktemp("docs")
+    shutil.copytree(DOCS, folder / "docs")
+    shutil.copy(ROOT / "zensical.toml", folder)
+    command = [Path(sys.executable).with_name("zensical"), "build", "--strict"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "site"
+
+
+def pages_of(nav):
+    for entry in nav:
+        for target in entry.values():
+            yield from [target] if isinstance(target, str) else pages_of(target)
+
+
+def test_the_navigation_names_every_page():
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    decisions = {page for page in pages if re.match(r"adr/\d", page)}  # adr/index.md lists them
+    assert sorted(pages_of(nav)) == sorted(pages - decisions)
+
+
+def test_pages_load_nothing_from_other_hosts(site):
+    texts = {path: path.read_text() for path in [*site.rglob("*.html"), *site.rglob("*.css")]}
+
+    assert len(texts) > len(list(DOCS.rglob("*.md")))
+    assert {str(path): found for path, text in texts.items() if (found := LOADED.findall(text))} == {}
+
+
+def test_search_needs_no_server(site):
+    """The index is a file beside the pages, with all of them in it."""
+    index = (site / "search.json").read_text()
+
+    for page in DOCS.rglob("*.md"):
+        assert f'"{page.relative_to(DOCS).with_suffix(".html")}' in index, page
+
+
+def test_links_into_a_page_lead_to_one_of_its_headings(site):
+    """The strict build checks that a page exists, this its anchors."""
+    wrong = []
+    for page in site.rglob("*.html"):
+        for target, anchor in re.findall(r'href="([^":#]*)#([^"]+)"', page.read_text()):
+            there = (page.parent / target) if target else page
+            if there.suffix == ".html" and f'id="{anchor}"' not in there.read_text():
+                wrong.append(f"{page.relative_to(site)}: {target}#{anchor}")
+    assert wrong == []
