@@ -1,4 +1,4 @@
-"""The README's table of model families, from what the checks at load say.
+"""The table of model families in docs/reference/model-families.md, from what the checks at load say.
 
 `python -m tests.families.table` writes it.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.families.conftest import Loaded, loaded
 from tests.families.zoo import FAMILIES, SHORT, Family
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/model-families.md"
 BEGIN, END = "<!-- families: written by tests/families/table.py -->", "<!-- end of families -->"
 # What a refusal says, and how the table says it.
 REASONS: Mapping[str, str] = {
@@ -50,8 +50,8 @@ def table(result: Callable[[Family], Loaded]) -> str:
     return "\n".join(lines)
 
 
-def in_readme() -> str:
-    text = README.read_text()
+def in_docs() -> str:
+    text = PAGE.read_text()
     return text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip()
 
 
@@ -62,9 +62,9 @@ def main() -> None:
             return loaded(family.save(Path(scratch) / re.sub(r"\W", "_", family.title)))
 
         measured = table(result)
-    text = README.read_text()
+    text = PAGE.read_text()
     head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    README.write_text(f"{head}\n{measured}\n{tail}")
+    PAGE.write_text(f"{head}\n{measured}\n{tail}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,521 @@
+"""Write docs/reference/ and docs/adr/index.md from the code.
+
+    python docs/generate.py
+
+`make docs` runs it; tests/test_docs_generated.py fails when a committed page is older than the code.
+"""
+
+import argparse
+import ast
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from fastapi import FastAPI  # noqa: E402
+from regraft.cli import parser as client_cli  # noqa: E402
+
+from api import document  # noqa: E402
+from api.app import all_routes  # noqa: E402
+from core import errors, methods, settings  # noqa: E402
+from worker.cli import parser as server_cli  # noqa: E402
+
+# Where metrics are defined. Read and not imported: some of them import torch.
+METRIC_MODULES = {
+    "API": ["api.metrics"],
+    "database (read by the API)": ["core.figures"],
+    "disk (API and worker)": ["core.disk"],
+    "worker": ["worker.telemetry"],
+    "run": ["worker.observed"],
+    "inference": ["worker.answering"],
+}
+# What the code completes a metric's name from.
+PREFIXES = {"regraft_gpu_": ["regraft_gpu_"], "_": ["regraft_sandbox_", "regraft_run_sandbox_"]}
+METRIC_TYPES = {
+    "Counter": "counter", "CounterMetricFamily": "counter", "_results": "counter", "Gauge": "gauge",
+    "GaugeMetricFamily": "gauge", "Histogram": "histogram",
+}  # fmt: skip
+# Packages whose source names error codes.
+CODE_FOLDERS = ("api", "core", "graders", "worker")
+
+Page = list[str]
+
+
+def main() -> None:
+    for path, text in generated().items():
+        path.write_text(text)
+
+
+def generated() -> dict[Path, str]:
+    """What each generated page should hold."""
+    pages = {
+        "reference/settings.md": settings_page(),
+        "reference/hyperparameters.md": hyperparameters_page(),
+        "reference/metrics.md": metrics_page(),
+        "reference/errors.md": errors_page(),
+        "reference/cli.md": cli_page(),
+        "reference/api.md": api_page(),
+        "reference/chart.md": chart_page(),
+        "adr/index.md": decisions_page(),
+    }
+    return {ROOT / "docs" / name: "\n".join(lines).rstrip() + "\n" for name, lines in pages.items()}
+
+
+def head(title: str, *text: str) -> Page:
+    return ["<!-- Written by docs/generate.py; do not edit. -->", "", f"# {title}", "", *text, ""]
+
+
+def cell(text: str) -> str:
+    """Text for a table: one line, without what would end the cell."""
+    return re.sub(r"\s+", " ", text).strip().replace("|", "\\|")
+
+
+def code(text: str) -> str:
+    return f"`{cell(text)}`" if text else ""
+
+
+# Settings and hyperparameters: a field, its default and the comment at it.
+
+
+def fields_of(module: ModuleType, name: str) -> Iterator[tuple[str, str, str, str]]:
+    """(field, type, default, comment) of a class, as its source has them."""
+    source = inspect.getsource(module)
+    lines = source.splitlines()
+    [found] = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name]
+    for node in found.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        if node.target.id != "model_config":
+            yield node.target.id, kind_of(node), default_of(node.value), comment_at(lines, node)
+
+
+def comment_at(lines: list[str], node: ast.stmt) -> str:
+    """The comment lines right above a statement, and the one behind it."""
+    above: list[str] = []
+    for line in reversed(lines[: node.lineno - 1]):
+        if not line.strip().startswith("#"):
+            break
+        above.insert(0, line.strip().lstrip("# "))
+    assert node.end_lineno is not None
+    behind = lines[node.end_lineno - 1][node.end_col_offset :].partition("#")[2].strip()
+    text = " ".join(filter(None, [*above, behind]))
+    return re.sub(r"docs/howto/([\w-]+)\.md", r"[\1](../howto/\1.md)", text)
+
+
+def kind_of(node: ast.AnnAssign) -> str:
+    """The type and its bounds."""
+    text = ast.unparse(node.annotation)
+    bounds = ""
+    if isinstance(node.value, ast.Call):
+        bounds = _bounds(node.value)
+    text = re.sub(
+        r"Annotated\[(\w+), (Field\(.*?\))\]",
+        lambda part: f"{part[1]} {_bounds(ast.parse(part[2], mode='eval').body)}".strip(),
+        text,
+    )
+    return f"{text} {bounds}".strip().replace("Auto", "'auto'")
+
+
+def _bounds(call: ast.expr) -> str:
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    assert isinstance(call, ast.Call)
+    return ", ".join(
+        f"{signs[k.arg]} {ast.unparse(k.value)}"
+        for k in call.keywords
+        if k.arg is not None and k.arg in signs
+    )
+
+
+def default_of(value: ast.expr | None) -> str:
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "Field":
+        given = {k.arg: k.value for k in value.keywords}
+        chosen = given.get("default", given.get("default_factory"))
+        if chosen is None:
+            return ""
+        if isinstance(chosen, ast.Lambda):
+            return ast.unparse(chosen.body)
+        return ast.unparse(chosen)
+    return "" if value is None else ast.unparse(value)
+
+
+def settings_page() -> Page:
+    lines = head(
+        "Settings",
+        "Environment variables of `regraft-server`. The service validates all of them at start-up.",
+        "",
+        "| variable | type | default | |",
+        "|---|---|---|---|",
+    )
+    lines.pop()
+    for name, kind, default, comment in fields_of(settings, "Settings"):
+        lines.append(f"| `REGRAFT_{name.upper()}` | {code(kind)} | {code(default)} | {cell(comment)} |")
+    lines += ["", "## REGRAFT_GPU_CLASSES", "", "Each entry of the JSON object has these fields.", ""]
+    lines += ["| field | type | default | |", "|---|---|---|---|"]
+    for name, kind, default, comment in fields_of(settings, "GpuClass"):
+        lines.append(f"| `{name}` | {code(kind)} | {code(default)} | {cell(comment)} |")
+    return lines
+
+
+def hyperparameters_page() -> Page:
+    lines = head(
+        "Hyperparameters",
+        "Fields of `method.reinforcement.hyperparameters`. [Training](../howto/training.md) says when to change them.",
+    )
+    for title, name, prefix in (("OpenAI's", "Hyperparameters", ""), ("advanced", "Advanced", "advanced.")):
+        lines += [f"## {title}", "", "| field | type | default | |", "|---|---|---|---|"]
+        for field, kind, default, comment in fields_of(methods, name):
+            if field != "advanced":
+                lines.append(f"| `{prefix}{field}` | {code(kind)} | {code(default)} | {cell(comment)} |")
+        lines.append("")
+    named = {
+        n: getattr(methods, n) for n in ("Loss", "Scale", "Std", "Supervision", "KlEstimator", "Importance")
+    }
+    named |= {n: getattr(methods, n) for n in ("Overlong", "Normalize")}
+    lines += ["## Choices", "", "| type | values |", "|---|---|"]
+    lines += [f"| `{n}` | {', '.join(f'`{v}`' for v in choice.__args__)} |" for n, choice in named.items()]
+    lines += ["", "## Refused combinations", ""]
+    for node in ast.walk(ast.parse(inspect.getsource(methods))):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            lines.append(f"- {said(node.exc.args[0])}")
+    return lines
+
+
+# Metrics
+
+
+def source_of(module: str) -> str:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    return Path(spec.origin).read_text()
+
+
+def metrics_page() -> Page:
+    lines = head(
+        "Metrics",
+        "Prometheus metrics at `REGRAFT_METRICS_PORT`. [Monitoring](../howto/observability.md) has the alerts.",
+    )
+    for where, modules in METRIC_MODULES.items():
+        rows = [row for module in modules for row in metrics_of(source_of(module))]
+        lines += [
+            f"## {where[0].upper()}{where[1:]}",
+            "",
+            "| metric | type | labels | |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| `{n}` | {kind} | {', '.join(f'`{v}`' for v in labels)} | {cell(h)} |"
+            for n, kind, labels, h in rows
+        ]
+        lines.append("")
+    return lines
+
+
+def metrics_of(source: str) -> Iterator[tuple[str, str, list[str], str]]:
+    """(name, type, labels, help) of each metric that a module defines."""
+    tree = ast.parse(source)
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.Call) or len(function.args) < 2:
+            continue
+        called = (
+            function.func.attr
+            if isinstance(function.func, ast.Attribute)
+            else getattr(function.func, "id", "")
+        )
+        kind, name = METRIC_TYPES.get(called), function.args[0]
+        if kind is None:
+            continue
+        if isinstance(name, ast.Constant) and isinstance(function.args[1], ast.Constant):
+            total = "_total" if kind == "counter" else ""
+            yield f"{name.value}{total}", kind, labels_of(function, called), str(function.args[1].value)
+        elif isinstance(name, ast.JoinedStr):
+            literal = "".join(str(part.value) for part in name.values if isinstance(part, ast.Constant))
+            for prefix in PREFIXES[literal]:
+                for part, text in completions(tree, function):
+                    yield f"{prefix}{part}", kind, labels_of(function, called), text
+
+
+def labels_of(call: ast.Call, called: str) -> list[str]:
+    if called == "_results":
+        return ["result"]
+    given = next((k.value for k in call.keywords if k.arg in ("labels", "labelnames")), None)
+    given = given or (call.args[2] if len(call.args) > 2 else None)
+    if not isinstance(given, ast.Tuple | ast.List):
+        return []
+    return [str(one.value) for one in given.elts if isinstance(one, ast.Constant)]
+
+
+def completions(tree: ast.Module, call: ast.Call) -> Iterator[tuple[str, str]]:
+    """The (name, help) pairs over which the function around a call goes."""
+    around = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and call in ast.walk(n)][-1]
+    for node in ast.walk(around):
+        if isinstance(node, ast.Tuple) and len(node.elts) >= 2:
+            first, second = node.elts[:2]
+            if isinstance(first, ast.Constant) and isinstance(second, ast.Constant):
+                yield str(first.value), str(second.value)
+
+
+# Error codes
+
+
+def said(node: ast.expr) -> str:
+    """A message as the source has it, with … for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return said(node.left) + said(node.right)
+    return ""
+
+
+def errors_page() -> Page:
+    lines = head(
+        "Error codes",
+        'Every error has the body `{"error": {"message", "type", "param", "code"}}`. A failed job has them in `error`.',
+        "[Troubleshooting](../howto/troubleshooting.md) says what to do about the common ones.",
+    )
+    lines += ["## Status codes", "", "| status | |", "|---|---|"]
+    lines += [f"| {status} | {cell(text)} |" for status, text in sorted(document.REFUSALS.items())]
+    lines += ["", "## Errors of the API", "", "| status | `type` | `code` | |", "|---|---|---|---|"]
+    for kind in sorted(subclasses(errors.ServiceError), key=lambda one: (one.status_code, one.__name__)):
+        own = kind.__dict__.get("__doc__") or ""
+        text = own.strip().split("\n\n")[0] or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind.__name__).lower()
+        lines.append(f"| {kind.status_code} | `{kind.type}` | {code(kind.code or '')} | {cell(text)} |")
+    lines += ["", "## All codes", "", "Messages as the code has them; … stands for what is filled in.", ""]
+    lines += ["| `code` | in | message |", "|---|---|---|"]
+    for name, (places, message) in sorted(codes().items()):
+        lines.append(f"| `{name}` | {', '.join(sorted(places))} | {cell(message)} |")
+    return lines
+
+
+def subclasses(kind: type[errors.ServiceError]) -> Iterator[type[errors.ServiceError]]:
+    for child in kind.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield child
+        yield from subclasses(child)
+
+
+def codes() -> dict[str, tuple[set[str], str]]:
+    """By code: the packages that answer with it, and the first message found with it."""
+    found: dict[str, tuple[set[str], str]] = {}
+    for folder in CODE_FOLDERS:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for name, message in codes_of(ast.parse(file.read_text())):
+                places, before = found.setdefault(name, (set(), ""))
+                places.add(folder)
+                found[name] = (places, before or message)
+    return found
+
+
+def codes_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            given = next((k.value for k in node.keywords if k.arg == "code"), None)
+            if called == "UserMistake" and node.args:
+                given = node.args[0]
+            if isinstance(given, ast.Constant) and isinstance(given.value, str):
+                texts = [
+                    said(one) for one in [*node.args, *(k.value for k in node.keywords)] if one is not given
+                ]
+                yield given.value, next((text for text in texts if " " in text), "")
+        elif isinstance(node, ast.ClassDef):
+            for line in node.body:
+                for target, value in assigned(line):
+                    if target == "code" and isinstance(value, ast.Constant) and isinstance(value.value, str):
+                        yield value.value, (ast.get_docstring(node) or "").split("\n\n")[0]
+
+
+def assigned(line: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    """The names that an assignment gives a value, also `a, b = 1, 2`."""
+    if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value is not None:
+        yield line.target.id, line.value
+    if isinstance(line, ast.Assign):
+        target, value = line.targets[0], line.value
+        if isinstance(target, ast.Name):
+            yield target.id, value
+        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            yield from (
+                (t.id, v) for t, v in zip(target.elts, value.elts, strict=True) if isinstance(t, ast.Name)
+            )
+
+
+# Command lines
+
+
+def cli_page() -> Page:
+    lines = head(
+        "Command lines",
+        "`regraft` ([guide](../howto/cli.md)) and `regraft-server` ([guide](../howto/operations.md)).",
+    )
+    for built in (client_cli.build(), server_cli.build()):
+        lines += [f"## {built.prog}", "", cell(built.description or ""), ""]
+        lines += commands(built, built.prog)
+    return lines
+
+
+def commands(parser: argparse.ArgumentParser, name: str) -> Iterator[str]:
+    groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    options = [
+        a for a in parser._actions if a not in groups and a.help != argparse.SUPPRESS and a.dest != "help"
+    ]
+    if not groups or " " not in name:
+        if " " in name:
+            yield from (f"### {name}", "", cell(parser.description or ""), "")
+        if options:
+            yield from ("| option | |", "|---|---|")
+            yield from (f"| {code(option(a))} | {cell(described(a))} |" for a in options)
+            yield ""
+    for group in groups:
+        for child, below in group.choices.items():
+            yield from commands(below, f"{name} {child}")
+
+
+def option(action: argparse.Action) -> str:
+    value = action.metavar or (
+        "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
+    )
+    value = " ".join(value) if isinstance(value, tuple) else value
+    if not action.option_strings:
+        return action.metavar if isinstance(action.metavar, str) else action.dest
+    return ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}")
+
+
+def described(action: argparse.Action) -> str:
+    text = action.help or ""
+    if action.default not in (None, False, argparse.SUPPRESS, []) and "default" not in text:
+        text = f"{text} (default: {action.default})".strip()
+    return text % vars(action) if "%(" in text else text
+
+
+# API operations
+
+
+def api_page() -> Page:
+    app = document.Documented(title="regraft")
+    app.router.routes.extend(all_routes())
+    whole = openapi(app)
+    lines = head(
+        "API operations",
+        "From the OpenAPI document, which a server has at `/openapi.json`. `$URL` is the server and `$KEY` an API key.",
+        "Request bodies show the required fields.",
+    )
+    for path, operations in whole["paths"].items():
+        for method, operation in operations.items():
+            lines += operation_lines(whole, method, path, operation)
+    return lines
+
+
+def openapi(app: FastAPI) -> dict[str, Any]:
+    return app.openapi()
+
+
+def operation_lines(whole: Mapping[str, Any], method: str, path: str, operation: Mapping[str, Any]) -> Page:
+    lines = [f"## {method.upper()} {path.replace('{', '&#123;').replace('}', '&#125;')}", ""]
+    text = operation.get("description") or operation.get("summary") or ""
+    lines += [cell(text.split("\n\n")[0]), ""]
+    parameters = [p for p in operation.get("parameters", ()) if p["in"] == "query"]
+    if parameters:
+        lines += ["| query parameter | type | default |", "|---|---|---|"]
+        for one in parameters:
+            default = json.dumps(one["schema"]["default"]) if "default" in one["schema"] else ""
+            lines.append(f"| `{one['name']}` | {code(type_of(one['schema']))} | {code(default)} |")
+        lines.append("")
+    lines += ["```bash", *example(whole, method, path, operation), "```", ""]
+    lines += [f"Status codes: {', '.join(operation['responses'])}", ""]
+    return lines
+
+
+def type_of(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return " | ".join(map(str, schema["enum"]))
+    if "anyOf" in schema:
+        return " | ".join(type_of(one) for one in schema["anyOf"] if one.get("type") != "null")
+    return str(schema.get("type", schema.get("$ref", "any").rsplit("/", 1)[-1]))
+
+
+def example(whole: Mapping[str, Any], method: str, path: str, operation: Mapping[str, Any]) -> Page:
+    """A curl command with placeholders for ids."""
+    path = re.sub(r"\{(\w+)(?::\w+)?\}", lambda name: f"${name[1].upper()}", path)
+    words = ["curl"]
+    if "security" in operation:
+        words.append('-H "Authorization: Bearer $KEY"')
+    if method != "get":
+        words.append(f"-X {method.upper()}")
+    content = operation.get("requestBody", {}).get("content", {})
+    if "application/json" in content:
+        body = sample(whole, content["application/json"].get("schema", {}))
+        words.append(f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'")
+    elif "multipart/form-data" in content:
+        fields = resolved(whole, content["multipart/form-data"].get("schema", {})).get("properties", {})
+        words += [
+            f"-F {name}={'@train.jsonl' if name in ('file', 'data') else 'fine-tune'}"
+            for name in fields
+            if name in ("file", "data", "purpose")
+        ]
+    return [f'{" ".join(words)} "$URL{path}"']
+
+
+def resolved(whole: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    while "$ref" in schema:
+        schema = whole["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
+    return schema
+
+
+def sample(whole: Mapping[str, Any], schema: Mapping[str, Any], depth: int = 0) -> Any:
+    """A value of the schema's type, with its required fields only."""
+    schema = resolved(whole, schema)
+    if "const" in schema:
+        return schema["const"]
+    if schema.get("enum"):
+        return schema["enum"][0]
+    for key in ("anyOf", "oneOf", "allOf"):
+        if schema.get(key):
+            return sample(whole, schema[key][0], depth)
+    kind = schema.get("type")
+    if kind == "object" or "properties" in schema:
+        if depth > 4:
+            return {}
+        properties = schema.get("properties", {})
+        return {
+            name: sample(whole, properties[name], depth + 1)
+            for name in schema.get("required", ())
+            if name in properties
+        }
+    if kind == "array":
+        return [sample(whole, schema.get("items", {}), depth + 1)] if depth <= 4 else []
+    return {"string": "...", "integer": 1, "number": 1.0, "boolean": True}.get(str(kind), {})
+
+
+# Other pages
+
+
+def chart_page() -> Page:
+    text = (ROOT / "helm/regraft/README.md").read_text()
+    text = text.replace("](../../docs/", "](../")
+    body = text.partition("\n")[2]
+    return [
+        *head("Helm chart values"),
+        *re.sub(r"\]\((?!\.\./|https?:|#)[^)]*\)", "]", body).strip().splitlines(),
+    ]
+
+
+def decisions_page() -> Page:
+    lines = head(
+        "Architecture decisions", "One page a decision: the problem, what was chosen, and what it costs."
+    )
+    for file in sorted((ROOT / "docs/adr").glob("[0-9]*.md")):
+        lines.append(f"- [{file.read_text().splitlines()[0].lstrip('# ')}]({file.name})")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What the pages of docs/ show works: rows are valid, graders give the scores that are written, commands exist."""
+
+import asyncio
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from regraft.cli import parser as client_cli
+
+from core.datasets import Example, read_rows
+from core.registry import BaseModelEntry
+from graders.build import build
+from graders.judge import HttpJudges, JudgeModel
+from graders.run import grade_all
+from graders.spec import parse_grader
+from graders.types import Grade, Sample
+from tests.graders.servers import ScriptedServer, verdict
+from worker.cli import parser as server_cli
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
+COMMANDS = [
+    (page, command)
+    for page, text in PAGES.items()
+    if page.startswith("tutorial/")
+    for command in re.findall(r"^\$ (?:\S*/bin/)?(regraft(?:-server)? .*)$", text, flags=re.M)
+]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], flags=re.S)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_commands_of_the_tutorials_exist(page, command):
+    words = shlex.split(re.split(r"[<>]|  #", command)[0])
+    parser = client_cli.build() if words[0] == "regraft" else server_cli.build()
+
+    assert parser.parse_args(words[1:])
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "```jsonl" in text])
+def test_rows_of_datasets_are_valid(page):
+    for block in blocks(page, "jsonl"):
+        assert all(isinstance(row, Example) for row in read_rows([block.encode()])), block
+
+
+def test_the_job_of_the_first_tutorial_has_a_valid_grader():
+    [job] = blocks("tutorial/first-job.md", "toml")
+
+    assert parse_grader(tomllib.loads(job)["grader"]).type == "text_similarity"
+
+
+def test_the_models_file_for_one_gpu_is_valid():
+    [models] = blocks("tutorial/deploy-one-gpu.md", "toml")
+
+    for entry in tomllib.loads(models)["models"].values():
+        assert BaseModelEntry.model_validate(entry)
+
+
+def test_the_tutorials_grader_gives_the_scores_that_its_cases_expect():
+    first, second = blocks("tutorial/own-grader.md", "python")
+    cases = [json.loads(line) for line in blocks("tutorial/own-grader.md", "json")[0].splitlines()]
+
+    names: dict = {}
+    exec(second, names)
+    for case in cases:
+        assert names["grade"]({"output_text": case["sample"]}, case) == pytest.approx(case["expect"])
+    assert names["grade"]({"output_text": "{}"}, cases[0]) == pytest.approx(0.2)
+    exec(first, names)
+    assert names["grade"]({"output_text": cases[0]["sample"]}, cases[0]) == 1.0
+    with pytest.raises(json.JSONDecodeError):
+        names["grade"]({"output_text": cases[2]["sample"]}, cases[2])
+
+
+TASKS = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGES["howto/cookbook.md"], flags=re.S | re.M)
+
+
+def test_the_cookbook_has_five_tasks():
+    assert len(TASKS) == 5
+
+
+@pytest.mark.parametrize(("title", "text"), TASKS)
+def test_answers_of_the_cookbook_get_the_scores_that_it_shows(title, text):
+    [row] = read_rows([re.search(r"```jsonl\n(.*?)```", text, flags=re.S)[1].encode()])
+    spec = parse_grader(json.loads(re.search(r"```json\n(.*?)```", text, flags=re.S)[1]))
+    answers = [
+        (json.loads(a), score) for a, score in re.findall(r"^\| `(\".*\")` \| (.*) \|$", text, flags=re.M)
+    ]
+
+    async def graded() -> list[Grade]:
+        server = ScriptedServer([verdict(0.8)], 1)
+        async with server as url, HttpJudges({"my-judge": JudgeModel(f"{url}/v1")}) as judges:
+            return await grade_all(build(spec, judges), [(Sample(a), row.item) for a, _ in answers])
+
+    assert answers
+    for grade, (answer, score) in zip(asyncio.run(graded()), answers, strict=True):
+        assert grade.score is not None, grade.reason
+        if score == "below 0.1":
+            assert grade.score < 0.1, answer
+        else:
+            assert grade.score == pytest.approx(float(score)), answer
