@@ -86,10 +86,9 @@ def test_the_cookbook_has_five_tasks():
 @pytest.mark.parametrize(("title", "text"), TASKS)
 def test_answers_of_the_cookbook_get_the_scores_that_it_shows(title, text):
     [row] = read_rows([re.search(r"```jsonl\n(.*?)```", text, flags=re.S)[1].encode()])
-    spec = parse_grader(json.loads(re.search(r"```json\n(.*?)```", text, flags=re.S)[1]))
-    answers = [
-        (json.loads(a), score) for a, score in re.findall(r"^\| `(\".*\")` \| (.*) \|$", text, flags=re.M)
-    ]
+    spec = parse_grader(json.loads(re.search(r"```json\n(.*?)^```", text, flags=re.S | re.M)[1]))
+    shown = re.findall(r"^\| `+ ?(\".*\") ?`+ \| (.*) \|$", text, flags=re.M)
+    answers = [(json.loads(answer), score) for answer, score in shown]
 
     async def graded() -> list[Grade]:
         server = ScriptedServer([verdict(0.8)], 1)
