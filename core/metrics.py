@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric
 
 log = logging.getLogger(__name__)
 
-disable_created_metrics()  # they would double the number of series
+disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of series
 
 # Metrics of this process. Not the library's default registry: vLLM writes into that one.
 COUNTED = CollectorRegistry()

@@ -55,7 +55,7 @@ class Settings(BaseSettings):
     models_file: Path | None = None
     # Judge models and the hosts that endpoint graders may call (docs/howto/graders.md). Unset: neither.
     graders_file: Path | None = None
-    # Folder of the environments of python graders, built by `regraft-server environments build` (docs/howto/graders.md).
+    # Folder of the environments of python graders (`regraft-server environments build`, docs/howto/graders.md).
     grader_environments: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/graders"))
     # The documentation site that the API serves at /docs, as `make docs` builds it; without an index.html, none.
     docs_site: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/docs"))
@@ -79,7 +79,7 @@ class Settings(BaseSettings):
     # (docs/howto/webhooks.md).
     webhook_private_hosts: str = ""
 
-    # Exporters that jobs may send their metrics to, comma separated: wandb, mlflow, trackio (docs/howto/integrations.md).
+    # Exporters that jobs may use, comma separated: wandb, mlflow, trackio (docs/howto/integrations.md).
     integrations: str = Field(
         default="", pattern=r"^( *(wandb|mlflow|trackio) *(, *(wandb|mlflow|trackio) *)*)?$"
     )
