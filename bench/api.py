@@ -16,9 +16,9 @@ from sqlalchemy import insert
 
 from bench import load
 from bench.report import report
-from core.db import Database
-from core.ids import new_id
-from core.models import Event, Job, Project
+from core.database.engine import Database
+from core.database.ids import new_id
+from core.database.tables import Event, Job, Project
 from core.settings import Settings
 from tests.e2e.conftest import Server, start_server
 

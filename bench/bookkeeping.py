@@ -16,7 +16,7 @@ from pathlib import Path
 from sqlalchemy import event
 
 from bench.report import report
-from core.models import StepMetric
+from core.database.tables import StepMetric
 from tests.worker.conftest import Bench
 from tests.worker.conftest import bench as prepared
 

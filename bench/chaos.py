@@ -46,16 +46,16 @@ from sqlalchemy import make_url
 
 from bench.chaos_worker import FAKE, ORDERS_FOLDER, write_order
 from bench.report import report
-from core import joblogs
-from core.blobs import BlobStore, open_blobs
-from core.db import Database
-from core.models import Attempt, Checkpoint, Event, Job, StepMetric
+from core.database.engine import Database
+from core.database.tables import Attempt, Checkpoint, Event, Job, StepMetric
+from core.jobs import run_logs
 from core.settings import Settings
+from core.storage.store import BlobStore, open_blobs
 from tests.e2e.conftest import Server, jsonl, wait_until_ready
 from tests.flaky_s3 import FlakyS3
 from tests.servers import Postgres, SeaweedFS
 from tests.tiny import make_tiny_model
-from worker import retention
+from worker.supervise import retention
 
 ROOT = Path(__file__).parents[1]
 PHASES = ("validation", "sampling", "grading", "update", "checkpoint", "upload")
@@ -351,7 +351,7 @@ class House:
 
     def orphans(self) -> int:
         """Blobs that no row leads to, by looking and not by asking the sweep."""
-        from core.models import File, RolloutPage
+        from core.database.tables import File, RolloutPage
 
         with self.database.read() as session:
             keys = {key for (key,) in session.query(File.blob_key)} | {
@@ -360,7 +360,7 @@ class House:
             folders = {prefix for (prefix,) in session.query(Checkpoint.blob_prefix)}
             project_of = dict(session.query(Job.id, Job.project_id).tuples())
             keys |= {
-                joblogs.key(project_of[job_id], job_id, epoch)
+                run_logs.key(project_of[job_id], job_id, epoch)
                 for job_id, epoch in session.query(Attempt.job_id, Attempt.epoch)
             }
         return sum(

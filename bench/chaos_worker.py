@@ -34,8 +34,8 @@ def write_order(file: Path, parent: bool, delay: float) -> None:
 
 
 def work() -> None:
-    from worker import app, validation
     from worker.cli import main as serve
+    from worker.supervise import app, validation
 
     started = app.WorkerService.__init__
 
@@ -57,8 +57,8 @@ def run(arguments: list[str]) -> int:
     if fake:
         fake_run.without_torch()
     from worker import run as one_run
-    from worker.checkpoints import Checkpoints
-    from worker.progress import WatchedGrader, WatchedSampler, WatchedTrainer
+    from worker.heartbeat import WatchedGrader, WatchedSampler, WatchedTrainer
+    from worker.record.checkpoints import Checkpoints
 
     if fake:
         one_run.load = fake_run.load

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from bench.report import report
-from worker.data import PromptStream
+from worker.rollout.prompts import PromptStream
 from worker.types import Prompt
 
 ROWS, BATCH, EPOCHS = 50_000, 256, 2

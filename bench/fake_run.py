@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from worker.samplers import Answer, Sampling
+    from worker.rollout.samplers import Answer, Sampling
     from worker.types import Group, Prompt, UpdateMetrics
 
 PARAMETERS, CONTEXT = 1000, 128
@@ -25,7 +25,7 @@ PARAMETERS, CONTEXT = 1000, 128
 
 def without_torch() -> None:
     """Stand in for the modules that the loop imports for types alone. Call it before worker.run is imported."""
-    for name in ("torch", "worker.trainer"):
+    for name in ("torch", "worker.learn.trainer"):
         sys.modules[name] = Types(name)
 
 
@@ -51,7 +51,7 @@ class FakeSampler:
         self.policy = policy
 
     async def sample(self, prompts_P: "Sequence[Prompt]", sampling: "Sampling") -> "AsyncIterator[Answer]":
-        from worker.samplers import Answer
+        from worker.rollout.samplers import Answer
         from worker.types import Rollout
 
         for number, prompt in enumerate(prompts_P):
@@ -108,18 +108,18 @@ def load(
     ranks: Any,
 ) -> Any:
     """What worker.run.load returns, with the fakes in place of the model."""
-    from core import methods
-    from worker.checkpoints import Checkpoints
-    from worker.data import PromptStream, tokenize
-    from worker.progress import WatchedSampler, WatchedTrainer
-    from worker.recorder import Recorder
-    from worker.rewards import Rewards
+    from core.jobs import hyperparameters
+    from worker.heartbeat import WatchedSampler, WatchedTrainer
+    from worker.record.checkpoints import Checkpoints
+    from worker.record.recorder import Recorder
+    from worker.rollout.prompts import PromptStream, tokenize
+    from worker.rollout.rewards import Rewards
     from worker.run import Run, read_data
 
     train_rows, valid_rows = patience(partial(read_data, database, blobs, job))
-    asked = methods.Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
-    resolved = methods.resolve(asked, rows=len(train_rows), parameters=PARAMETERS, context=CONTEXT)
-    resolved = methods.kept(resolved, job.resolved)
+    asked = hyperparameters.Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
+    resolved = hyperparameters.resolve(asked, rows=len(train_rows), parameters=PARAMETERS, context=CONTEXT)
+    resolved = hyperparameters.kept(resolved, job.resolved)
     room = {"context": CONTEXT, "max_completion_tokens": resolved.max_completion_tokens}
     train = tokenize(train_rows, lambda messages: [1, 2], file=job.training_file, **room)
     valid = tokenize(valid_rows, lambda messages: [1, 2], file=job.validation_file, **room)

@@ -31,12 +31,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from bench.models import settings_for
 from bench.report import report
 from graders.types import Grade
-from worker import attention
-from worker.policy import Base, Policy
-from worker.samplers import Sampling, grouped
-from worker.samplers.transformers import TransformersSampler
-from worker.samplers.vllm import VllmSampler, installed
-from worker.trainer import PeftTrainer
+from worker.learn.trainer import PeftTrainer
+from worker.model import attention
+from worker.model.policy import Base, Policy
+from worker.rollout.samplers import Sampling, grouped
+from worker.rollout.samplers.transformers import TransformersSampler
+from worker.rollout.samplers.vllm import VllmSampler, installed
 from worker.types import Group, Prompt
 
 RANK, ROUNDS = 16, 3

@@ -17,8 +17,8 @@ from typing import Any
 
 from bench.report import report
 from graders.build import build
+from graders.builtin.python import PythonGrader
 from graders.environments.catalog import default_folder, find
-from graders.python import PythonGrader
 from graders.run import grade_all
 from graders.sandbox.pool import Limits, Pool, Zygote
 from graders.spec import parse_grader

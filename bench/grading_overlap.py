@@ -10,19 +10,19 @@ import statistics
 from typing import Any
 
 from bench.report import report
-from core.methods import Hyperparameters, resolve
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import Registry
 from core.settings import Settings
 from graders.build import build
 from graders.spec import parse_grader
 from graders.types import Grader
 from worker.clock import Clock
-from worker.policy import Policy, load_base
-from worker.rewards import Rewards
-from worker.samplers import Sampling
-from worker.samplers.transformers import TransformersSampler
-from worker.sizing import CPU_TOKEN_BUDGET
-from worker.trainer import PeftTrainer
+from worker.learn.trainer import PeftTrainer
+from worker.model.policy import Policy, load_base
+from worker.model.sizing import CPU_TOKEN_BUDGET
+from worker.rollout.rewards import Rewards
+from worker.rollout.samplers import Sampling
+from worker.rollout.samplers.transformers import TransformersSampler
 from worker.types import Prompt
 
 MODEL, ROUNDS = "SmolLM2-135M-Instruct", 3

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 import torch
 
 from bench.report import report
-from core.methods import Hyperparameters, resolve
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import Registry
 from core.settings import Settings
-from worker.gradient import Batch, OwnGradient
-from worker.policy import Policy, load_base
-from worker.samplers import Sampling, grouped
-from worker.samplers.transformers import TransformersSampler
-from worker.sizing import CPU_TOKEN_BUDGET
+from worker.learn.gradient import Batch, OwnGradient
+from worker.model.policy import Policy, load_base
+from worker.model.sizing import CPU_TOKEN_BUDGET
+from worker.rollout.samplers import Sampling, grouped
+from worker.rollout.samplers.transformers import TransformersSampler
 from worker.types import Pack, Prompt, Rollout, Sequence
 
 GROUP, PROMPT, ANSWER, ROUNDS = 8, 256, 16, 3

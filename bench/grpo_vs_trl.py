@@ -111,15 +111,15 @@ def figures(shape: Shape, seconds: list[float]) -> dict[str, float]:
 
 
 def run_ours(shape: Shape) -> dict[str, float]:
-    from core.methods import Hyperparameters, resolve
+    from core.jobs.hyperparameters import Hyperparameters, resolve
     from core.registry import Registry
     from core.settings import Settings
     from graders.types import Grade
-    from worker.policy import Policy, load_base
-    from worker.samplers import Sampling, grouped
-    from worker.samplers.transformers import TransformersSampler
-    from worker.sizing import CPU_TOKEN_BUDGET
-    from worker.trainer import PeftTrainer
+    from worker.learn.trainer import PeftTrainer
+    from worker.model.policy import Policy, load_base
+    from worker.model.sizing import CPU_TOKEN_BUDGET
+    from worker.rollout.samplers import Sampling, grouped
+    from worker.rollout.samplers.transformers import TransformersSampler
     from worker.types import Group, Prompt
 
     settings = Settings()
@@ -160,7 +160,7 @@ def run_trl(shape: Shape) -> dict[str, float]:
 
     from core.registry import Registry
     from core.settings import Settings
-    from worker.policy import convert_gguf
+    from worker.model.policy import convert_gguf
 
     source = Registry.load(None).get(MODEL).locate()
     folder = convert_gguf(source, Settings().model_cache)  # type: ignore[arg-type]
@@ -239,15 +239,15 @@ def share_of_e(text: str) -> float:
 
 
 def race_ours() -> dict[str, float]:
-    from core.methods import Hyperparameters, resolve
+    from core.jobs.hyperparameters import Hyperparameters, resolve
     from core.registry import Registry
     from core.settings import Settings
     from graders.types import Grade
-    from worker.policy import Policy, load_base
-    from worker.samplers import Sampling, grouped
-    from worker.samplers.transformers import TransformersSampler
-    from worker.sizing import CPU_TOKEN_BUDGET
-    from worker.trainer import PeftTrainer
+    from worker.learn.trainer import PeftTrainer
+    from worker.model.policy import Policy, load_base
+    from worker.model.sizing import CPU_TOKEN_BUDGET
+    from worker.rollout.samplers import Sampling, grouped
+    from worker.rollout.samplers.transformers import TransformersSampler
     from worker.types import Group, Prompt
 
     settings = Settings()
@@ -292,7 +292,7 @@ def race_trl() -> dict[str, float]:
 
     from core.registry import Registry
     from core.settings import Settings
-    from worker.policy import convert_gguf
+    from worker.model.policy import convert_gguf
 
     source = Registry.load(None).get(MODEL).locate()
     folder = convert_gguf(source, Settings().model_cache)  # type: ignore[arg-type]

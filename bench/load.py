@@ -27,15 +27,15 @@ import httpx
 import uvicorn
 from sqlalchemy import insert, select, text
 
-from api.app import create_app
-from core import keys
-from core.blobs import FolderBlobs
-from core.db import Database
-from core.ids import new_id
-from core.migrate import upgrade
-from core.models import Event, Job, Project
+from api.http.app import create_app
+from core.database.engine import Database
+from core.database.ids import new_id
+from core.database.migrate import upgrade
+from core.database.tables import Event, Job, Project
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
+from core.storage.store import FolderBlobs
+from core.tenancy import keys
 from graders.backends import Backends
 from tests.servers import Postgres, free_port
 

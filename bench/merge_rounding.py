@@ -18,11 +18,11 @@ from torch import Tensor
 from bench.models import settings_for, smollm2
 from bench.report import report
 from graders.types import Grade
-from worker.batch import tensors_of
-from worker.policy import Base, Policy
-from worker.samplers import Sampling, grouped
-from worker.samplers.transformers import TransformersSampler
-from worker.trainer import PeftTrainer
+from worker.learn.batch import tensors_of
+from worker.learn.trainer import PeftTrainer
+from worker.model.policy import Base, Policy
+from worker.rollout.samplers import Sampling, grouped
+from worker.rollout.samplers.transformers import TransformersSampler
 from worker.types import Group, Pack, Prompt, Rollout
 from worker.types import Sequence as Answer
 

@@ -1,9 +1,9 @@
 """The real model that most benches run on, loaded the way a run loads it."""
 
-from core.methods import Hyperparameters, Resolved, resolve
+from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from core.registry import Registry
 from core.settings import Settings
-from worker.policy import Base, load_base
+from worker.model.policy import Base, load_base
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 

@@ -18,28 +18,29 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import report
-from core import datasets, events, jobs
-from core.blobs import FolderBlobs
-from core.db import Database
-from core.methods import Hyperparameters, resolve
-from core.models import Event, Job, Table
-from core.monitors import Thresholds
+from core.database.engine import Database
+from core.database.tables import Event, Job, Table
+from core.jobs import events, lifecycle
+from core.jobs.hyperparameters import Hyperparameters, resolve
+from core.jobs.thresholds import Thresholds
 from core.registry import Registry
 from core.settings import Settings
+from core.storage import datasets
+from core.storage.store import FolderBlobs
 from graders.build import build
 from graders.spec import parse_grader
 from tests import factories
-from worker.checkpoints import Checkpoints
-from worker.data import PromptStream, tokenize
-from worker.history import History, reduced
-from worker.monitors import Finding, check
-from worker.patience import Patience
-from worker.policy import Policy, load_base, render
-from worker.recorder import Recorder
-from worker.rewards import Rewards
+from worker.learn.trainer import PeftTrainer
+from worker.model.policy import Policy, load_base, render
+from worker.record.checkpoints import Checkpoints
+from worker.record.history import History, reduced
+from worker.record.monitors import Finding, check
+from worker.record.recorder import Recorder
+from worker.retry import Patience
+from worker.rollout.prompts import PromptStream, tokenize
+from worker.rollout.rewards import Rewards
+from worker.rollout.samplers.transformers import TransformersSampler
 from worker.run import Run
-from worker.samplers.transformers import TransformersSampler
-from worker.trainer import PeftTrainer
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))  # its scripts import each other by bare names
 from demo import DATA, GRADER, HYPERPARAMETERS
@@ -133,7 +134,7 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
 
 
 @contextmanager
-def database_in(folder: Path) -> Iterator[tuple[Database, jobs.Claim]]:
+def database_in(folder: Path) -> Iterator[tuple[Database, lifecycle.Claim]]:
     """A database with one claimed job."""
     database = Database(f"sqlite:///{folder}/regraft.db")
     Table.metadata.create_all(database.engine)
@@ -141,7 +142,7 @@ def database_in(folder: Path) -> Iterator[tuple[Database, jobs.Claim]]:
     with database.write() as session:
         factories.job(session, factories.project(session), model=MODEL, reinforcement=reinforcement)
     with database.write() as session:
-        claim = jobs.claim(session, gpu_class="cpu", owner="bench", lease_seconds=86400)
+        claim = lifecycle.claim(session, gpu_class="cpu", owner="bench", lease_seconds=86400)
     assert claim is not None
     yield database, claim
     database.close()

@@ -9,17 +9,17 @@ import asyncio
 import statistics
 
 from bench.report import report
-from core.methods import Hyperparameters, resolve
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import Registry
 from core.settings import Settings
 from graders.build import build
 from graders.spec import parse_grader
 from worker.clock import Clock
-from worker.policy import Policy, load_base
-from worker.rewards import Rewards
-from worker.samplers import Sampling
-from worker.samplers.transformers import TransformersSampler
-from worker.trainer import PeftTrainer
+from worker.learn.trainer import PeftTrainer
+from worker.model.policy import Policy, load_base
+from worker.rollout.rewards import Rewards
+from worker.rollout.samplers import Sampling
+from worker.rollout.samplers.transformers import TransformersSampler
 from worker.types import Prompt
 
 MODEL, ROUNDS = "SmolLM2-135M-Instruct", 4

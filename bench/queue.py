@@ -17,8 +17,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from bench.report import report
-from core.db import Database
-from core.models import Event, Job, StepMetric
+from core.database.engine import Database
+from core.database.tables import Event, Job, StepMetric
 from core.settings import Settings
 from tests.e2e.conftest import Server, start_server
 from tests.e2e.test_openai_client import TRAIN, VALID, create, method, upload, wait
@@ -29,7 +29,7 @@ JOBS = 5
 IDLE_AFTER = 20.0
 LOOK_EVERY = 0.005
 # What the run's process imports before it can do anything; see worker/run.py.
-IMPORTS = "import worker.run, torch, transformers, worker.policy, worker.trainer, worker.samplers.choice"
+IMPORTS = "import worker.assemble"
 
 
 def main() -> None:

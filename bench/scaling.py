@@ -17,11 +17,11 @@ import torch
 from bench.models import settings_for, smollm2
 from bench.report import report
 from graders.types import Grade
-from worker.policy import Policy
-from worker.samplers import Sampling, grouped
-from worker.samplers.transformers import TransformersSampler
-from worker.sizing import CPU_TOKEN_BUDGET
-from worker.trainer import PeftTrainer
+from worker.learn.trainer import PeftTrainer
+from worker.model.policy import Policy
+from worker.model.sizing import CPU_TOKEN_BUDGET
+from worker.rollout.samplers import Sampling, grouped
+from worker.rollout.samplers.transformers import TransformersSampler
 from worker.types import Group, Prompt, Rollout
 
 GROUPS, PROMPTS, ANSWERS, ROUNDS = (2, 4, 8, 16), (64, 256, 512), (8, 32), 2

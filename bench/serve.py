@@ -25,13 +25,13 @@ import torch
 
 from bench.models import SMOLLM2, smollm2
 from bench.report import report
-from core.blobs import FolderBlobs
-from core.db import Database
-from core.models import Checkpoint, Project, TunedModel
+from core.database.engine import Database
+from core.database.tables import Checkpoint, Project, TunedModel
 from core.registry import DEFAULT_FILE
 from core.settings import Settings
+from core.storage.store import FolderBlobs
 from tests.e2e.conftest import ROOT, start_server
-from worker.policy import Policy
+from worker.model.policy import Policy
 
 ADAPTERS, TOKENS, ROUNDS = 4, 48, 30
 CLIENTS = {1: 4, 8: 16, 32: 64}  # at once: requests in all

@@ -22,9 +22,9 @@ from safetensors.torch import save
 from bench.models import smollm2
 from bench.report import report
 from core.settings import Settings
-from worker.policy import Policy
-from worker.samplers import Sampling
-from worker.samplers.vllm import VllmSampler, installed
+from worker.model.policy import Policy
+from worker.rollout.samplers import Sampling
+from worker.rollout.samplers.vllm import VllmSampler, installed
 from worker.types import Prompt
 
 RANKS, ROUNDS = (8, 32), 9

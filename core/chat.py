@@ -99,7 +99,7 @@ class StreamOptions(Part):
 
 
 class Chat(Part):
-    """The fields that affect the response. api/chat.py accepts or rejects all other fields of OpenAI's API."""
+    """The fields that affect the response. api/resources/chat.py accepts or rejects all others."""
 
     model: str
     # It ends at the first mistake: 256 empty objects in each of 2048 messages would become a million complaints.

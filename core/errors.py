@@ -66,7 +66,7 @@ class InvalidRequest(ServiceError):
 class InvalidParameter(ValueError):
     """A validator of a request raises it to set the message, `param` and `code` itself.
 
-    api/explain.py turns it into an InvalidRequest; pydantic lets only ValueErrors through.
+    api/http/validation_errors.py turns it into an InvalidRequest; pydantic lets only ValueErrors through.
     """
 
     def __init__(self, message: str, *, param: str, code: str) -> None:
@@ -231,7 +231,7 @@ class QuotaExceeded(ServiceError):
     headers = {"x-should-retry": "false"}  # OpenAI's client would retry twice
 
     def __init__(self, limit: str, *, used: float, maximum: float, hint: str) -> None:
-        """`limit` is its name in core/limits.py, `hint` the action that frees capacity."""
+        """`limit` is its name in core/tenancy/limits.py, `hint` the action that frees capacity."""
         super().__init__(f"The project's limit {limit} is {maximum:,}, and {used:,} are in use: {hint}.")
 
 

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from core.limits import DEFAULT_LIMITS, Limits
-from core.monitors import Thresholds
+from core.jobs.thresholds import Thresholds
+from core.tenancy.limits import DEFAULT_LIMITS, Limits
 
 Checksums = Literal["when_supported", "when_required"]
 SamplerChoice = Literal["registry", "transformers", "vllm"]

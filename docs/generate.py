@@ -23,19 +23,20 @@ sys.path.insert(0, str(ROOT))
 from fastapi import FastAPI  # noqa: E402
 from regraft.cli import parser as client_cli  # noqa: E402
 
-from api import document  # noqa: E402
-from api.app import all_routes  # noqa: E402
-from core import errors, methods, settings  # noqa: E402
+from api.http import openapi  # noqa: E402
+from api.http.app import all_routes  # noqa: E402
+from core import errors, settings  # noqa: E402
+from core.jobs import hyperparameters  # noqa: E402
 from worker.cli import parser as server_cli  # noqa: E402
 
 # Where metrics are defined. Read and not imported: some of them import torch.
 METRIC_MODULES = {
-    "API": ["api.metrics"],
-    "database (read by the API)": ["core.figures"],
-    "disk (API and worker)": ["core.disk"],
-    "worker": ["worker.telemetry"],
-    "run": ["worker.observed"],
-    "inference": ["worker.answering"],
+    "API": ["api.http.request_metrics"],
+    "database (read by the API)": ["core.telemetry.service_metrics"],
+    "disk (API and worker)": ["core.storage.disk"],
+    "worker": ["worker.supervise.telemetry"],
+    "run": ["worker.instruments"],
+    "inference": ["worker.serve.serving_metrics"],
 }
 # What the code completes a metric's name from.
 PREFIXES = {"regraft_gpu_": ["regraft_gpu_"], "_": ["regraft_sandbox_", "regraft_run_sandbox_"]}
@@ -171,18 +172,19 @@ def hyperparameters_page() -> Page:
     )
     for title, name, prefix in (("OpenAI's", "Hyperparameters", ""), ("advanced", "Advanced", "advanced.")):
         lines += [f"## {title}", "", "| field | type | default | |", "|---|---|---|---|"]
-        for field, kind, default, comment in fields_of(methods, name):
+        for field, kind, default, comment in fields_of(hyperparameters, name):
             if field != "advanced":
                 lines.append(f"| `{prefix}{field}` | {code(kind)} | {code(default)} | {cell(comment)} |")
         lines.append("")
     named = {
-        n: getattr(methods, n) for n in ("Loss", "Scale", "Std", "Supervision", "KlEstimator", "Importance")
+        n: getattr(hyperparameters, n)
+        for n in ("Loss", "Scale", "Std", "Supervision", "KlEstimator", "Importance")
     }
-    named |= {n: getattr(methods, n) for n in ("Overlong", "Normalize")}
+    named |= {n: getattr(hyperparameters, n) for n in ("Overlong", "Normalize")}
     lines += ["## Choices", "", "| type | values |", "|---|---|"]
     lines += [f"| `{n}` | {', '.join(f'`{v}`' for v in choice.__args__)} |" for n, choice in named.items()]
     lines += ["", "## Refused combinations", ""]
-    for node in ast.walk(ast.parse(inspect.getsource(methods))):
+    for node in ast.walk(ast.parse(inspect.getsource(hyperparameters))):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             lines.append(f"- {said(node.exc.args[0])}")
     return lines
@@ -283,7 +285,7 @@ def errors_page() -> Page:
         "[Troubleshooting](../howto/troubleshooting.md) says what to do about the common ones.",
     )
     lines += ["## Status codes", "", "| status | |", "|---|---|"]
-    lines += [f"| {status} | {cell(text)} |" for status, text in sorted(document.REFUSALS.items())]
+    lines += [f"| {status} | {cell(text)} |" for status, text in sorted(openapi.REFUSALS.items())]
     lines += ["", "## Errors of the API", "", "| status | `type` | `code` | |", "|---|---|---|---|"]
     for kind in sorted(subclasses(errors.ServiceError), key=lambda one: (one.status_code, one.__name__)):
         own = kind.__dict__.get("__doc__") or ""
@@ -400,9 +402,9 @@ def described(action: argparse.Action) -> str:
 
 
 def api_page() -> Page:
-    app = document.Documented(title="regraft")
+    app = openapi.Documented(title="regraft")
     app.router.routes.extend(all_routes())
-    whole = openapi(app)
+    whole = described(app)
     lines = head(
         "API operations",
         "From the OpenAPI document, which a server has at `/openapi.json`. `$URL` is the server and `$KEY` an API key.",
@@ -414,7 +416,7 @@ def api_page() -> Page:
     return lines
 
 
-def openapi(app: FastAPI) -> dict[str, Any]:
+def described(app: FastAPI) -> dict[str, Any]:
     return app.openapi()
 
 

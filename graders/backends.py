@@ -17,7 +17,7 @@ from graders.build import build, python_parts
 from graders.checks import check_patterns
 from graders.endpoint import Endpoints
 from graders.environments.catalog import DEFAULT, default_folder, find
-from graders.judge import HttpJudges, JudgeModel
+from graders.judge.judges import HttpJudges, JudgeModel
 from graders.sandbox.pool import shared
 from graders.spec import GraderSpec, InvalidGrader
 from graders.types import Grader

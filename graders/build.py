@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path as Folder
 from typing import Any, assert_never
 
+from graders.builtin.format_check import Pattern, ThinkAnswer
+from graders.builtin.math_answer import MathAnswer
+from graders.builtin.multi import Multi
+from graders.builtin.python import PythonGrader
+from graders.builtin.string_check import StringCheck
+from graders.builtin.text_similarity import TextSimilarity
 from graders.calls import Pace
 from graders.endpoint import Endpoint, Endpoints
 from graders.environments.catalog import DEFAULT, default_folder, find
-from graders.format_check import Pattern, ThinkAnswer
 from graders.formula import Formula
-from graders.judge import Judges
-from graders.math_answer import MathAnswer
-from graders.model_graders import LabelModel, Part, Prompt, ScoreModel
-from graders.multi import Multi
-from graders.python import PythonGrader
+from graders.judge.judges import Judges
+from graders.judge.model_graders import LabelModel, Part, Prompt, ScoreModel
 from graders.sandbox.pool import refusal
 from graders.spec import (
     EndpointSpec,
@@ -34,9 +36,7 @@ from graders.spec import (
     StringCheckSpec,
     TextSimilaritySpec,
 )
-from graders.string_check import StringCheck
 from graders.template import MissingPath, Path, Reference, Template, dotted, quoted, resolve
-from graders.text_similarity import TextSimilarity
 from graders.types import Grader, Item
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from core.outgoing import NoAddress, Refused
+from core.outbound.http import NoAddress, Refused
 from graders.template import quoted
 
 MAX_ANSWER = 1_000_000  # bytes

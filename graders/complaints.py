@@ -1,6 +1,6 @@
 """Translate pydantic's errors to OpenAI's format: one message, the dotted path of the field, and a code.
 
-parse_grader uses this for grader specs, and api/explain.py for all request bodies.
+parse_grader uses this for grader specs, and api/http/validation_errors.py for all request bodies.
 """
 
 from collections.abc import Mapping, Sequence

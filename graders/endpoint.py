@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from core.outgoing import Outgoing, Refused, host_of, is_address, matches, parse, resolve_host
+from core.outbound.http import Outgoing, Refused, host_of, is_address, matches, parse, resolve_host
 from graders.calls import NoAnswer, Pace, Patience, post
 from graders.template import quoted
 from graders.types import ErrorKind, Grade, Item, Sample, StepScore, steps_of

@@ -27,14 +27,14 @@ from pydantic import (
 )
 
 from graders import complaints
+from graders.builtin.format_check import MAX_PATTERN, Credit, Form
+from graders.builtin.string_check import Operation
+from graders.builtin.text_similarity import Metric
 from graders.complaints import Mistake
 from graders.endpoint import checked_headers, checked_url
 from graders.environments.catalog import pins
-from graders.format_check import MAX_PATTERN, Credit, Form
 from graders.formula import Formula, is_name
-from graders.string_check import Operation
 from graders.template import Template, quoted
-from graders.text_similarity import Metric
 
 
 class InvalidGrader(ValueError):

@@ -1,8 +1,8 @@
-"""Run by Alembic for every command. core/migrate.py hands it a connection whose transaction is already open."""
+"""Run by Alembic for every command. core/database/migrate.py passes a connection with an open transaction."""
 
 from alembic import context
 
-from core.models import Table
+from core.database.tables import Table
 
 connection = context.config.attributes["connection"]
 context.configure(

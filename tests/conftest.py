@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from core.db import Database
-from core.migrate import upgrade
-from core.models import Table
+from core.database.engine import Database
+from core.database.migrate import upgrade
+from core.database.tables import Table
 from tests.servers import Postgres, SeaweedFS
 
 # What these measure is latency: `make test` runs them last, when nothing else runs beside them.

@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
-from core.jobs import HELD
-from core.models import File, Job, Organization, Project, StepMetric
+from core.database.tables import File, Job, Organization, Project, StepMetric
+from core.jobs.lifecycle import HELD
 
 Row = TypeVar("Row")
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graders.types import ErrorKind, Grade, Item, Sample
-from worker import grpo
-from worker.samplers import Answer, Sampling
-from worker.sinks import Card, Ended
-from worker.trainer import Trainer
+from worker.learn import grpo
+from worker.learn.trainer import Trainer
+from worker.record.exporters import Card, Ended
+from worker.rollout.samplers import Answer, Sampling
 from worker.types import Group, Prompt, Rollout, UpdateMetrics
 
 

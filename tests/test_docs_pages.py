@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from regraft.cli import parser as client_cli
 
-from core.datasets import Example, read_rows
 from core.registry import BaseModelEntry
+from core.storage.datasets import Example, read_rows
 from graders.build import build
-from graders.judge import HttpJudges, JudgeModel
+from graders.judge.judges import HttpJudges, JudgeModel
 from graders.run import grade_all
 from graders.spec import parse_grader
 from graders.types import Grade, Sample

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from core import tracing
+from core.telemetry import tracing
 
 
 class Clock:

@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def figures_of(progress: Path) -> Path:
-    """Return the metrics file of a run (worker/observed.py), next to its progress file."""
+    """Return the metrics file of a run (worker/instruments.py), next to its progress file."""
     return progress.with_name(f"{progress.name}.prom")
 
 

@@ -19,44 +19,47 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from core import datasets, events, files, jobs, logs, methods
-from core.blobs import BlobStore, blobs_of
-from core.db import Database
-from core.estimates import Ahead
-from core.jobs import Claim, LeaseLost
-from core.methods import Hyperparameters, Resolved
-from core.models import File, Job
-from core.monitors import Thresholds
+from core.database.engine import Database
+from core.database.tables import File, Job
+from core.jobs import events, hyperparameters, lifecycle
+from core.jobs.estimates import Ahead
+from core.jobs.hyperparameters import Hyperparameters, Resolved
+from core.jobs.lifecycle import Claim, LeaseLost
+from core.jobs.thresholds import Thresholds
+from core.jobs.verdict import Verdict
 from core.registry import Device, Registry
 from core.response_format import SchemaTooLarge, stored_held_to
 from core.settings import Settings
-from core.verdict import Verdict
+from core.storage import datasets, files
+from core.storage.store import BlobStore, blobs_of
+from core.telemetry import logs
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.spec import GraderSpec, InvalidGrader, parse_grader
 from graders.types import Grader
-from worker import metrics, monitors, observed, process, stopping
+from worker import instruments, process
 from worker.backends import open_backends
-from worker.checkpoints import Checkpoints
 from worker.clock import Clock
-from worker.collect import Collector
-from worker.data import PromptStream, PromptTooLong, tokenize
-from worker.history import History, reduced
-from worker.members import members_of
-from worker.observed import ObservedGrader, ObservedSampler
-from worker.patience import Patience
-from worker.progress import Beat, WatchedGrader, WatchedSampler, WatchedTrainer, beats_into
-from worker.ranks import Model, Ranks, TooFewGpus
-from worker.recorder import Quota, Recorder
+from worker.heartbeat import Beat, WatchedGrader, WatchedSampler, WatchedTrainer, beats_into
+from worker.instruments import ObservedGrader, ObservedSampler
+from worker.learn.members import members_of
+from worker.learn.ranks import Model, Ranks, TooFewGpus
+from worker.learn.trainer import Trainer
+from worker.record import metrics, monitors, stopping
+from worker.record.checkpoints import Checkpoints
+from worker.record.exporters.choice import feeds_of
+from worker.record.exporters.feed import Feeds, left_behind
+from worker.record.history import History, reduced
+from worker.record.recorder import Quota, Recorder
+from worker.record.rollouts import GradedStep
+from worker.record.verdict import compare, row_scores
 from worker.refusals import ModelUnavailable, Refusal
-from worker.rewards import Rewards
-from worker.rollouts import GradedStep
-from worker.sampler_gate import SamplerGate
-from worker.samplers import Sampler, Sampling
-from worker.sinks.choice import feeds_of
-from worker.sinks.feed import Feeds, left_behind
-from worker.trainer import Trainer
+from worker.retry import Patience
+from worker.rollout.collect import Collector
+from worker.rollout.prompts import PromptStream, PromptTooLong, tokenize
+from worker.rollout.rewards import Rewards
+from worker.rollout.sampler_gate import SamplerGate
+from worker.rollout.samplers import Sampler, Sampling
 from worker.types import Group, Prompt, UpdateMetrics
-from worker.verdict import compare, row_scores
 
 
 class Outcome(enum.Enum):
@@ -107,7 +110,7 @@ class Run:
             return Outcome.INTERRUPTED  # with nothing to checkpoint: it will start from the base again
         while step < self.settings.total_steps:
             step += 1
-            with observed.step(step):
+            with instruments.step(step):
                 ended = await self.step(step)
             if ended is Outcome.DONE:
                 break
@@ -143,7 +146,7 @@ class Run:
 
     async def measure_base(self) -> bool:
         """Step 0: how good the model is before it has learned anything. Returns whether the job is to pause."""
-        with observed.step(0):
+        with instruments.step(0):
             clock = Clock()
             valid_P = await self.validate(clock)
             return self.record(self.measure(0, clock, [], [], None, valid_P), [], [], valid_P)
@@ -391,7 +394,7 @@ def read_job(database: Database, claim: Claim) -> Job:
 
 def tell(database: Database, claim: Claim, incident: str) -> None:
     """What the run met with, as an event of the job."""
-    with jobs.fenced(database, claim) as (session, job):
+    with lifecycle.fenced(database, claim) as (session, job):
         events.append(session, job.id, incident, level="warn")
 
 
@@ -413,10 +416,10 @@ def load(
     # Here and not above: a test of the loop should not wait for torch and transformers to be imported.
     import torch
 
-    from worker import memory, sizing, support
-    from worker.policy import DTYPES, read_config, read_tokenizer, render, source_of
-    from worker.samplers import choice
-    from worker.trainer import PeftTrainer
+    from worker.learn.trainer import PeftTrainer
+    from worker.model import memory, sizing, support
+    from worker.model.policy import DTYPES, read_config, read_tokenizer, render, source_of
+    from worker.rollout.samplers import choice
 
     if settings.torch_threads:
         torch.set_num_threads(settings.torch_threads)
@@ -440,13 +443,13 @@ def load(
     support.refuse_by_config(config, entry.context)
     with support.refusing(config):
         shape = memory.shape_of(config, DTYPES[entry.dtype])
-    resolved = methods.resolve(
+    resolved = hyperparameters.resolve(
         Hyperparameters.model_validate(job.reinforcement["hyperparameters"]),
         rows=len(train_rows),
         parameters=shape.parameters,
         context=entry.context,
     )
-    resolved = methods.kept(resolved, job.resolved)
+    resolved = hyperparameters.kept(resolved, job.resolved)
     limit = resolved.max_completion_tokens
     rendered = partial(render, read_tokenizer(entry, source, resolved.chat_template))
     room = {"context": entry.context, "max_completion_tokens": limit}
@@ -457,7 +460,7 @@ def load(
         raise UserMistake("prompt_too_long", str(cause), "training_file") from cause
     if resolved.off_policy_steps and sampler == "transformers":
         raise UserMistake(
-            "invalid_value", methods.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
+            "invalid_value", hyperparameters.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
         )
     work = sizing.workload(
         rank=resolved.lora_rank,
@@ -553,10 +556,10 @@ def get_ready() -> None:
         "peft",
         "torch",
         "transformers",
-        "worker.policy",
-        "worker.samplers.choice",
-        "worker.support",
-        "worker.trainer",
+        "worker.model.policy",
+        "worker.rollout.samplers.choice",
+        "worker.model.support",
+        "worker.learn.trainer",
     ):
         import_module(name)
 
@@ -590,7 +593,7 @@ def main() -> int:
     # Once for the operator, beside what the supervisor says, and once for the job's own log.
     logs.configure([logs.handler(settings.log_format, sys.stdout), logs.handler("text", sys.stderr)])
     try:
-        watched = observed.attempt(claim, args.progress, settings.otlp_endpoint)
+        watched = instruments.attempt(claim, args.progress, settings.otlp_endpoint)
         with TemporaryDirectory(prefix="regraft-") as scratch, watched:
             beat = beats_into(args.progress)
             outcome = asyncio.run(
@@ -603,8 +606,8 @@ def main() -> int:
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
         return process.FAILED
     except EnvironmentNotBuilt as missing:
-        with jobs.fenced(database, claim) as (session, job):
-            jobs.put_off(session, job, reason=str(missing))
+        with lifecycle.fenced(database, claim) as (session, job):
+            lifecycle.put_off(session, job, reason=str(missing))
         return process.PUT_OFF
     except UserMistake as mistake:
         patience = Patience(settings.patience_seconds, partial(tell, database, claim))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from core.methods import Supervision
+from core.jobs.hyperparameters import Supervision
 from graders.types import Grade
 
 FinishReason = Literal["stop", "length"]

@@ -27,21 +27,21 @@ class Hazard:
         return self.cpu_s + self.slack_s
 
 
-MATH = Hazard("math", "graders.math_answer:compare", warm_up=(("x^{2}", "\\frac{1}{2}"),))
+MATH = Hazard("math", "graders.builtin.math_answer:compare", warm_up=(("x^{2}", "\\frac{1}{2}"),))
 
 # JSON schemas of `response_format`. llguidance allocates by a schema's counts, and aborts where it cannot.
 SCHEMA = Hazard("schema", "core.response_format:problem", batch=4, warm_up=(('{"type": "object"}',),))
 
 # Regular expressions of format graders, compiled and matched.
-PATTERN = Hazard("pattern", "graders.format_check:match", warm_up=(("a+", "a"),))
+PATTERN = Hazard("pattern", "graders.builtin.format_check:match", warm_up=(("a+", "a"),))
 
 # All regular expressions of a grader, compiled before it is accepted: one call, however many there are.
-PATTERNS = Hazard("patterns", "graders.format_check:problems", batch=1, warm_up=(("a+",),))
+PATTERNS = Hazard("patterns", "graders.builtin.format_check:problems", batch=1, warm_up=(("a+",),))
 
 # text_similarity on long texts: rouge_l of 4,000 words each takes three seconds.
 SIMILARITY = Hazard(
     "similarity",
-    "graders.text_similarity:measure",
+    "graders.builtin.text_similarity:measure",
     cpu_s=5.0,
     batch=8,
     warm_up=tuple((metric, "a b", "a c") for metric in ("bleu", "gleu", "meteor", "rouge_l")),

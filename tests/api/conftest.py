@@ -9,17 +9,17 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from api.app import create_app
-from api.rates import LocalRates
-from core import keys, tenants
-from core.audit import operator_of
-from core.blobs import BlobStore, FolderBlobs
-from core.db import Database, Work
-from core.keys import Scope
-from core.limits import Limits
-from core.models import Organization, Project
+from api.http.app import create_app
+from api.http.rate_limits import LocalRates
+from core.database.engine import Database, Work
+from core.database.tables import Organization, Project
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
+from core.storage.store import BlobStore, FolderBlobs
+from core.tenancy import keys, tenants
+from core.tenancy.audit import operator_of
+from core.tenancy.keys import Scope
+from core.tenancy.limits import Limits
 from graders.backends import Backends
 
 MODELS = {

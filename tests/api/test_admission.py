@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.admission import Place, Share
+from api.http.admission import Place, Share
 from core.errors import TooManyAtOnce
 
 

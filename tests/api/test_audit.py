@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import select
 
-from core.models import AuditEntry, Job, TunedModel
+from core.database.tables import AuditEntry, Job, TunedModel
 
 JOBS = "/v1/fine_tuning/jobs"
 LOG = "/v1/organization/audit_logs"

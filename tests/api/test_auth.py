@@ -1,8 +1,8 @@
 import pytest
 from sqlalchemy import select
 
-from core import keys
-from core.models import ApiKey
+from core.database.tables import ApiKey
+from core.tenancy import keys
 
 
 def test_without_a_key_the_answer_says_how_to_send_one(house):

@@ -7,19 +7,19 @@ import pytest
 from openai import BadRequestError, OpenAI
 from sqlalchemy import event, update
 
-from api.app import create_app
-from core import jobs, usage
-from core.datasets import MAX_LINE_BYTES
-from core.db import Work
-from core.estimates import Ahead
-from core.models import Checkpoint, File, Job
+from api.http.app import create_app
+from core.database.engine import Work
+from core.database.tables import Checkpoint, File, Job
+from core.jobs import lifecycle, usage
+from core.jobs.estimates import Ahead
 from core.registry import Registry
+from core.storage.datasets import MAX_LINE_BYTES
 from graders.backends import Backends
 from graders.spec import parse_grader
 from tests import factories
 from tests.api.conftest import MODELS
 from tests.api.test_jobs import JOBS, change, error, post
-from worker.validation import BadFile, check_file
+from worker.supervise.validation import BadFile, check_file
 
 ESTIMATE = "/v1/regraft/estimate"
 
@@ -212,7 +212,7 @@ def test_a_paused_job_still_shows_them_and_one_that_ended_has_no_estimate(api, h
     assert shown(api, job)["estimate"]["remaining_seconds"]["expected"] == 100.0
 
     with house.database.write() as session:
-        jobs.cancel(Work(session), session.query(Job).one())
+        lifecycle.cancel(Work(session), session.query(Job).one())
     assert shown(api, job)["estimate"] is None
     assert shown(api, job)["usage_metrics"]["training_seconds"] == 10.0
 

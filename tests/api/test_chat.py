@@ -15,8 +15,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
-from api.app import create_app
-from core.models import Checkpoint, TunedModel
+from api.http.app import create_app
+from core.database.tables import Checkpoint, TunedModel
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends
@@ -319,7 +319,7 @@ def test_answers_are_asked_for_uncompressed(web, inference):
 
 
 def test_an_answer_that_does_not_come_is_no_server_that_is_starting(web, inference, monkeypatch):
-    monkeypatch.setattr("api.chat.TIMEOUT", httpx.Timeout(0.2))
+    monkeypatch.setattr("api.resources.chat.TIMEOUT", httpx.Timeout(0.2))
     inference.answer = None
     answer = ask(web)
 

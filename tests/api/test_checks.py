@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from api.schemas import in_turn
+from api.http.schema_checks import in_turn
 from graders.hazards.pool import OWNER
 from tests.api.conftest import GRADER, House
 

@@ -77,7 +77,7 @@ def test_the_answer_waits_for_a_slow_commit(house, api, job_request):
 
 @pytest.mark.parametrize(("scope", "status"), [("request", 200), ("function", 500)])
 def test_the_frameworks_own_default_would_have_answered_200(scope, status):
-    """Why api/deps.py says scope="function": a request's dependencies end when it has been answered."""
+    """Why api/http/deps.py says scope="function": a request's dependencies end when it has been answered."""
     app = FastAPI()
 
     def transaction() -> Iterator[None]:

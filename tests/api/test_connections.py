@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from core.blobs import FolderBlobs
-from core.models import Checkpoint, RolloutPage
+from core.database.tables import Checkpoint, RolloutPage
+from core.storage.store import FolderBlobs
 from tests.api.test_evals import validate
 from tests.api.test_rollouts import OLD
 

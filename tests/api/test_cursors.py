@@ -2,8 +2,8 @@
 
 import pytest
 
-from core import pages
-from core.models import Checkpoint, File, PastCursor
+from core.database import pages
+from core.database.tables import Checkpoint, File, PastCursor
 
 pytestmark = pytest.mark.both_databases
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from api.app import create_app
+from api.http.app import create_app
 from core.settings import Settings
 
 

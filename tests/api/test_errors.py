@@ -9,10 +9,11 @@ from botocore.exceptions import ClientError
 from fastapi import APIRouter
 from sqlalchemy.exc import OperationalError
 
-from api.app import MOST_JSON_BYTES
-from core import disk, logs
-from core.blobs import FolderBlobs
-from core.db import Database
+from api.http.app import MOST_JSON_BYTES
+from core.database.engine import Database
+from core.storage import disk
+from core.storage.store import FolderBlobs
+from core.telemetry import logs
 
 JOBS = "/v1/fine_tuning/jobs"
 

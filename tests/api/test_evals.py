@@ -6,8 +6,8 @@ import openai
 import pytest
 from openai import OpenAI
 
-from core import evals, rollouts
-from core.models import Checkpoint, Job, RolloutPage, TunedModel
+from core.database.tables import Checkpoint, Job, RolloutPage, TunedModel
+from core.results import evals, rollouts
 from tests.api.test_rollouts import OLD, row
 
 MULTI = {

@@ -11,11 +11,11 @@ import uvicorn
 from sqlalchemy import select, update
 from starlette.testclient import TestClient
 
-from api.shutdown import Server
-from core import files
-from core.blobs import CHUNK_BYTES, BlobCorrupt, FolderBlobs
-from core.db import Work
-from core.models import File, now
+from api.http.shutdown import Server
+from core.database.engine import Work
+from core.database.tables import File, now
+from core.storage import files
+from core.storage.store import CHUNK_BYTES, BlobCorrupt, FolderBlobs
 
 ROW = b'{"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}\n'
 
@@ -466,7 +466,7 @@ def test_files_can_be_listed_by_purpose(api, upload):
 
 @pytest.mark.both_databases
 def test_a_page_has_no_more_than_a_thousand_files_and_openais_client_reads_on(house, api, monkeypatch):
-    monkeypatch.setattr("api.files.MOST_FILES_A_PAGE", 2)
+    monkeypatch.setattr("api.resources.files.MOST_FILES_A_PAGE", 2)
     ids = [post(api).json()["id"] for _ in range(5)]
 
     page = api.get("/v1/files", params={"limit": 10000}).json()

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from anyio import to_thread
 
-from api import graders
+from api.resources import graders
+from core.database.tables import Project
 from core.errors import TooManyAtOnce
-from core.models import Project
 from graders.backends import Backends
-from graders.judge import JudgeModel
+from graders.judge.judges import JudgeModel
 from tests.api.conftest import GRADER
 from tests.graders.servers import serving, verdict
 

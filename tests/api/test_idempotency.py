@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import func, select, update
 
-from core import idempotency
-from core.models import File, IdempotentRequest, Job
+from core.database.tables import File, IdempotentRequest, Job
+from core.tenancy import idempotency
 
 JOBS, FILES = "/v1/fine_tuning/jobs", "/v1/files"
 

@@ -1,6 +1,6 @@
 import pytest
 
-from core.models import Job
+from core.database.tables import Job
 from tests.api.conftest import GRADER
 
 ENDPOINT = {"type": "endpoint", "name": "e", "url": "https://graders.example/", "headers": {"key": "secret"}}

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
-from core import devices, events, queue
-from core.models import Checkpoint, File, Job, StepMetric, TunedModel
+from core.database.tables import Checkpoint, File, Job, StepMetric, TunedModel
+from core.jobs import devices, events, queue
 from core.settings import GpuClass
 from graders.backends import Backends
 from graders.endpoint import Endpoints

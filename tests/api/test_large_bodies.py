@@ -10,13 +10,13 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from api.admission import Admission, Share
-from api.app import SMALL_JSON_BYTES
-from api.large_bodies import LargeBodies, Refused, body_is_read
-from core import keys
-from core.db import Database
+from api.http.admission import Admission, Share
+from api.http.app import SMALL_JSON_BYTES
+from api.http.large_bodies import LargeBodies, Refused, body_is_read
+from core.database.engine import Database
 from core.errors import InvalidApiKey
 from core.settings import Settings
+from core.tenancy import keys
 
 URL = "/v1/fine_tuning/alpha/graders/validate"
 JSON = {"content-type": "application/json"}

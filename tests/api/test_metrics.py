@@ -7,8 +7,8 @@ import logging
 import pytest
 from prometheus_client.samples import Sample
 
-from core import logs
-from core.metrics import COUNTED
+from core.telemetry import logs
+from core.telemetry.metrics import COUNTED
 
 
 def counts(**labels: str) -> list[Sample]:
@@ -65,12 +65,12 @@ def test_metrics_are_not_where_users_are(api):
 @pytest.fixture
 def lines(caplog):
     """What the requests so far have logged, a line each."""
-    caplog.set_level("INFO", logger="api.metrics")
+    caplog.set_level("INFO", logger="api.http.request_metrics")
     stream = io.StringIO()
     handler = logs.handler("json", stream)
-    logging.getLogger("api.metrics").addHandler(handler)
+    logging.getLogger("api.http.request_metrics").addHandler(handler)
     yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
-    logging.getLogger("api.metrics").removeHandler(handler)
+    logging.getLogger("api.http.request_metrics").removeHandler(handler)
 
 
 def test_each_request_has_a_line_with_its_id_and_probes_have_none(api, lines):

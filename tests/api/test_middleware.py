@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from starlette.responses import PlainTextResponse
 
-from api.middleware import BodyLimit, Pace, TooSlow
+from api.http.middleware import BodyLimit, Pace, TooSlow
 
 SCOPE = {
     "type": "http",

@@ -2,7 +2,7 @@ from urllib.parse import quote
 
 import pytest
 
-from core.models import TunedModel
+from core.database.tables import TunedModel
 
 NAME = "ft:org/large:default:mine:abcd1234:ckpt-step-5"
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from core import keys, tenants
-from core.db import Work
-from core.models import Organization, TunedModel
+from core.database.engine import Work
+from core.database.tables import Organization, TunedModel
+from core.tenancy import keys, tenants
 
 NAME = "ft:org/large:default:mine:abcd1234:ckpt-step-5"
 URL = f"/v1/fine_tuning/checkpoints/{NAME}/permissions"

@@ -14,15 +14,15 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from api import admission
-from api import preview as endpoint
-from api.app import create_app
-from core import tenants
+from api.http import admission
+from api.http.app import create_app
+from api.resources import preview as endpoint
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
+from core.tenancy import tenants
 from graders.backends import Backends
 from graders.hazards.pool import OWNER
-from graders.judge import JudgeModel
+from graders.judge.judges import JudgeModel
 from graders.spec import GraderSpec
 from graders.types import Grader
 from tests.api.conftest import GRADER

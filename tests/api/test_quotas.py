@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from core import usage
-from core.models import Job
+from core.database.tables import Job
+from core.jobs import usage
 
 JOBS = "/v1/fine_tuning/jobs"
 

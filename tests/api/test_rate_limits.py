@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from api.rates import LocalRates, RedisRates, duration, open_rates
-from core.limits import NO_LIMITS
+from api.http.rate_limits import LocalRates, RedisRates, duration, open_rates
 from core.settings import Settings
+from core.tenancy.limits import NO_LIMITS
 from tests.api.conftest import Clock
 
 FILES = "/v1/files"

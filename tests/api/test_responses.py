@@ -19,8 +19,8 @@ from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from core.db import Database
-from core.models import Checkpoint, TunedModel
+from core.database.engine import Database
+from core.database.tables import Checkpoint, TunedModel
 from tests.api.conftest import House, open_house
 from tests.api.test_chat import api_over, served
 

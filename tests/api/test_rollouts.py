@@ -6,8 +6,9 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from core import joblogs, jobs, rollouts
-from core.models import RolloutPage
+from core.database.tables import RolloutPage
+from core.jobs import lifecycle, run_logs
+from core.results import rollouts
 
 OLD = [
     {"line": 1, "member": 0, "messages": [], "output_text": "4", "score": 1.0, "sub_scores": {}},
@@ -312,12 +313,12 @@ def test_only_the_pages_that_are_needed_are_fetched(house, api, listed, job_id, 
 def test_the_attempts_at_a_job_say_when_from_where_and_how_they_ended(house, api, create_job):
     job_id = create_job()["id"]
     with house.database.write() as session:
-        jobs.claim_validation(session, owner="first", lease_seconds=60)
-        job = jobs.get(session, house.project.id, job_id)
-        jobs.validated(session, job)
-        claim = jobs.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
-        jobs.resumed_from(session, claim, 0)
-        jobs.crashed(session, job, reason="out of memory", max_failures=3)
+        lifecycle.claim_validation(session, owner="first", lease_seconds=60)
+        job = lifecycle.get(session, house.project.id, job_id)
+        lifecycle.validated(session, job)
+        claim = lifecycle.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
+        lifecycle.resumed_from(session, claim, 0)
+        lifecycle.crashed(session, job, reason="out of memory", max_failures=3)
 
     attempts = api.get(f"/v1/regraft/jobs/{job_id}/attempts").json()["data"]
 
@@ -330,17 +331,17 @@ def test_the_attempts_at_a_job_say_when_from_where_and_how_they_ended(house, api
 def test_the_logs_of_runs_can_be_read_and_so_far_that_of_one_under_way(house, api, create_job):
     job_id = create_job()["id"]
     with house.database.write() as session:
-        jobs.claim_validation(session, owner="first", lease_seconds=60)
-        job = jobs.get(session, house.project.id, job_id)
-        jobs.validated(session, job)
+        lifecycle.claim_validation(session, owner="first", lease_seconds=60)
+        job = lifecycle.get(session, house.project.id, job_id)
+        lifecycle.validated(session, job)
         for ended in ("crashed", "expired", None):
             job.next_run_at = 0.0
             session.flush()
-            claim = jobs.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
+            claim = lifecycle.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
             if ended:
-                jobs.crashed(session, job, reason="out of memory", max_failures=3, outcome=ended)
+                lifecycle.crashed(session, job, reason="out of memory", max_failures=3, outcome=ended)
             if ended != "expired":
-                key = joblogs.key(house.project.id, job_id, claim.epoch)
+                key = run_logs.key(house.project.id, job_id, claim.epoch)
                 house.blobs.put_bytes(key, "Schritt für Schritt\n".encode())
 
     answer = api.get(f"/v1/regraft/jobs/{job_id}/logs")

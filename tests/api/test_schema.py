@@ -20,8 +20,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from api.app import MOST_JSON_BYTES, create_app
-from api.document import refusals_of
+from api.http.app import MOST_JSON_BYTES, create_app
+from api.http.openapi import refusals_of
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from core import keys
-from core.db import Work
-from core.models import ApiKey, now
+from core.database.engine import Work
+from core.database.tables import ApiKey, now
+from core.tenancy import keys
 
 READING_POSTS = {
     "/v1/fine_tuning/alpha/graders/validate",

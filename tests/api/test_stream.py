@@ -11,12 +11,12 @@ from fastapi.responses import StreamingResponse
 from openai import OpenAI, Stream
 from starlette.requests import ClientDisconnect
 
-from api.shutdown import Server, Shutdown
-from api.stream import KEEP_ALIVE_SECONDS, JobLog, follow, stream_events
-from core import events, jobs
-from core.db import Work
+from api.http.shutdown import Server, Shutdown
+from api.resources.stream import KEEP_ALIVE_SECONDS, JobLog, follow, stream_events
+from core.database.engine import Work
+from core.database.tables import Job
 from core.errors import TooManyAtOnce
-from core.models import Job
+from core.jobs import events, lifecycle
 
 
 def say(house, job_id: str, *messages: str) -> list[str]:
@@ -26,7 +26,7 @@ def say(house, job_id: str, *messages: str) -> list[str]:
 
 def cancel(house, job_id: str) -> None:
     with house.database.write() as session:
-        jobs.cancel(Work(session), session.query(Job).where(Job.id == job_id).one())
+        lifecycle.cancel(Work(session), session.query(Job).where(Job.id == job_id).one())
 
 
 def parse(text: str) -> list[dict]:

@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from core.models import Checkpoint, CheckpointPermission, RolloutPage, StepMetric, TunedModel
+from core.database.tables import (
+    Checkpoint,
+    CheckpointPermission,
+    RolloutPage,
+    StepMetric,
+    TunedModel,
+)
 
 pytestmark = pytest.mark.both_databases
 

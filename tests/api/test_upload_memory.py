@@ -15,11 +15,11 @@ SERVER = """
 import sys
 import uvicorn
 from pathlib import Path
-from api.app import create_app
-from core import keys
-from core.blobs import FolderBlobs
-from core.db import Database
-from core.migrate import upgrade
+from api.http.app import create_app
+from core.tenancy import keys
+from core.storage.store import FolderBlobs
+from core.database.engine import Database
+from core.database.migrate import upgrade
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends

@@ -8,7 +8,7 @@ import openai
 import pytest
 from sqlalchemy import select, update
 
-from core.models import Upload, UploadPart, now
+from core.database.tables import Upload, UploadPart, now
 
 BODY = {"bytes": 6, "filename": "train.jsonl", "mime_type": "text/jsonl", "purpose": "fine-tune"}
 
@@ -136,7 +136,7 @@ def test_of_a_path_only_the_file_name_is_kept(api):
 def test_a_part_may_be_larger_than_a_json_body_but_not_than_64_mb(api, house, monkeypatch):
     upload = begin(api, bytes=3 << 20)
     add(api, upload, b"x" * (3 << 20))
-    monkeypatch.setattr("core.uploads.MOST_PART_BYTES", 3 << 20)
+    monkeypatch.setattr("core.storage.uploads.MOST_PART_BYTES", 3 << 20)
 
     answer = api.post(f"/v1/uploads/{upload['id']}/parts", files={"data": b"x" * ((3 << 20) + 1)})
 
@@ -236,7 +236,7 @@ def test_parts_that_cannot_be_deleted_now_do_not_fail_what_was_asked_for(api, ho
         raise TimeoutError("the store")
 
     with monkeypatch.context() as patch:
-        patch.setattr("core.blobs.FolderBlobs.delete", unreachable)
+        patch.setattr("core.storage.store.FolderBlobs.delete", unreachable)
         assert complete(api, upload, part).json()["status"] == "completed"
 
     with house.database.read() as session:

@@ -10,16 +10,16 @@ import pytest
 import uvicorn
 from openai import OpenAI
 
-from api.app import create_app
-from core import webhooks
-from core.models import Job, Project, WebhookDelivery
-from core.outgoing import Outgoing
+from api.http.app import create_app
+from core.database.tables import Job, Project, WebhookDelivery
+from core.outbound import webhooks
+from core.outbound.http import Outgoing
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends
 from tests import factories
 from tests.hooks import Receiver
-from worker.deliveries import Deliveries
+from worker.supervise.deliveries import Deliveries
 
 SUCCEEDED = "fine_tuning.job.succeeded"
 PUBLIC = "https://8.8.8.8/hook"  # an address, so that nobody needs to ask a name server

@@ -22,11 +22,11 @@ import httpx
 import psutil
 import pytest
 
-from core import keys
-from core.audit import operator_of
-from core.db import Database, Work
-from core.keys import Scope
-from core.models import Organization, Project
+from core.database.engine import Database, Work
+from core.database.tables import Organization, Project
+from core.tenancy import keys
+from core.tenancy.audit import operator_of
+from core.tenancy.keys import Scope
 from tests.e2e.conftest import ROOT, Server, wait_until_ready
 from tests.servers import free_port
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from core.models import File
+from core.database.tables import File
 from tests.attacks.conftest import GRADER, STORAGE_BYTES, Attacked
 
 MATH = {"type": "math", "name": "m", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from core.db import Database
+from core.database.engine import Database
 from tests.servers import Postgres
 
 

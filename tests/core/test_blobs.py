@@ -14,7 +14,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from core.blobs import (
+from core.storage.store import (
     BREAKS_IN_A_ROW,
     BlobCorrupt,
     BlobExists,
@@ -272,7 +272,7 @@ def test_a_stream_that_breaks_leaves_the_old_blob(store: BlobStore) -> None:
 def test_a_process_killed_half_way_leaves_nothing_under_any_key(tmp_path: Path) -> None:
     dies = """if True:
         import os, pathlib, sys
-        from core.blobs import FolderBlobs
+        from core.storage.store import FolderBlobs
         def chunks():
             yield b"half"
             os._exit(9)
@@ -751,6 +751,9 @@ def test_any_other_url_is_refused_with_what_is_accepted(url: str) -> None:
 
 
 def test_a_folder_does_not_load_boto3(tmp_path: Path) -> None:
-    script = "import sys, core.blobs; core.blobs.open_blobs(sys.argv[1]); sys.exit('boto3' in sys.modules)"
+    script = (
+        "import sys; from core.storage.store import open_blobs; "
+        "open_blobs(sys.argv[1]); sys.exit('boto3' in sys.modules)"
+    )
 
     assert subprocess.run([sys.executable, "-c", script, tmp_path], check=False).returncode == 0

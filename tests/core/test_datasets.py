@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core import datasets
-from core.datasets import (
+from core.storage import datasets
+from core.storage.datasets import (
     MAX_LINE_BYTES,
     MAX_REPORTED,
     Example,

@@ -6,9 +6,9 @@ import pytest
 from sqlalchemy import func, select, text
 from sqlalchemy.exc import IntegrityError
 
-from core.db import Database, db_now, json_text, unit_of_work
-from core.migrate import upgrade
-from core.models import Job, Organization, Project
+from core.database.engine import Database, db_now, json_text, unit_of_work
+from core.database.migrate import upgrade
+from core.database.tables import Job, Organization, Project
 from tests import factories
 
 pytestmark = pytest.mark.both_databases

@@ -2,9 +2,9 @@
 
 import pytest
 
-from core import estimates, methods
-from core.estimates import Ahead, History, Pace
-from core.methods import Hyperparameters
+from core.jobs import estimates, hyperparameters
+from core.jobs.estimates import Ahead, History, Pace
+from core.jobs.hyperparameters import Hyperparameters
 from tests import factories
 
 pytestmark = pytest.mark.both_databases
@@ -108,7 +108,7 @@ class TestBeforeTheStart:
         assert seconds == {"low": 320 / 9, "expected": 320 / 5, "high": 320 / 1}
 
     def test_the_sizes_are_those_that_a_run_would_resolve(self):
-        run = methods.resolve(Hyperparameters(), rows=30, parameters=10**9, context=512)
+        run = hyperparameters.resolve(Hyperparameters(), rows=30, parameters=10**9, context=512)
 
         sizes = estimates.sizes(Hyperparameters(), rows=30, context=512)
 

@@ -1,8 +1,8 @@
 import pytest
 
-from core import events
 from core.errors import InvalidRequest
-from core.jobs import Claim
+from core.jobs import events
+from core.jobs.lifecycle import Claim
 
 pytestmark = pytest.mark.both_databases
 

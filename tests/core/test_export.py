@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from core import events, export
-from core.blobs import FolderBlobs
-from core.models import Checkpoint
+from core.database.tables import Checkpoint
+from core.jobs import events
 from core.registry import Registry
+from core.results import export
+from core.storage.store import FolderBlobs
 from tests import factories
 
 pytestmark = pytest.mark.both_databases

@@ -8,10 +8,11 @@ from threading import Barrier
 import pytest
 from sqlalchemy import event, select, text
 
-from core import jobs, tenants, waiting
-from core.db import Work, db_now
-from core.limits import Limits
-from core.models import Job
+from core.database.engine import Work, db_now
+from core.database.tables import Job
+from core.jobs import fairness, lifecycle
+from core.tenancy import tenants
+from core.tenancy.limits import Limits
 from tests import factories
 
 pytestmark = pytest.mark.both_databases
@@ -24,17 +25,17 @@ def session(database):
 
 
 def claim(session, **how):
-    return jobs.claim(session, **{"gpu_class": "cpu", "owner": "worker", "lease_seconds": 60} | how)
+    return lifecycle.claim(session, **{"gpu_class": "cpu", "owner": "worker", "lease_seconds": 60} | how)
 
 
 def place(session, job, defaults=Limits()):
-    return waiting.places(session, [job], defaults)[job.id]
+    return fairness.places(session, [job], defaults)[job.id]
 
 
 def shown_order(session, defaults=Limits()):
     """The ids of all queued jobs by the position they are told."""
     queued = session.scalars(select(Job).where(Job.status == "queued")).all()
-    places = waiting.places(session, queued, defaults)
+    places = fairness.places(session, queued, defaults)
     assert sorted(place.position for place in places.values()) == list(range(1, len(queued) + 1))
     return sorted(places, key=lambda id: places[id].position)
 
@@ -49,7 +50,7 @@ def queue_of(session, *, projects, each, mixed):
 
 
 def finish(session, claim):
-    jobs.succeed(
+    lifecycle.succeed(
         session, session.scalars(select(Job).where(Job.id == claim.job_id)).one(), fine_tuned_model="m"
     )
 
@@ -187,9 +188,9 @@ def test_the_next_job_waits_for_a_worker_and_the_others_for_those_ahead(session)
     first, second, third = (factories.job(session, project, gpu_class="h200") for _ in range(3))
     factories.job(session, project, gpu_class="cpu")  # another line
 
-    assert place(session, first) == waiting.Place(1, "waiting for a free worker of class h200")
+    assert place(session, first) == fairness.Place(1, "waiting for a free worker of class h200")
     assert place(session, second).reason == "waiting for a free worker of class h200, 1 job is ahead"
-    assert place(session, third) == waiting.Place(
+    assert place(session, third) == fairness.Place(
         3, "waiting for a free worker of class h200, 2 jobs are ahead"
     )
 
@@ -232,7 +233,7 @@ def test_a_job_waits_for_its_files_before_it_waits_for_a_worker(session):
     next_one = factories.job(session, project, **free)
 
     reason = "waiting for its files to be validated, 1 job is ahead"
-    assert place(session, next_one) == waiting.Place(2, reason)
+    assert place(session, next_one) == fairness.Place(2, reason)
 
 
 def test_files_are_validated_in_turns_that_go_round_the_projects_as_they_were_told(session):
@@ -242,13 +243,13 @@ def test_files_are_validated_in_turns_that_go_round_the_projects_as_they_were_to
     owner_of = {job.id: job.project_id for job in made}
 
     def told():
-        listed = waiting.places(session, [job for job in made if job.lease_owner is None])
+        listed = fairness.places(session, [job for job in made if job.lease_owner is None])
         return sorted(listed, key=lambda id: listed[id].position)
 
     promised, taken = told(), []
     for left in range(9, 0, -1):
         assert told() == promised[-left:]
-        held = jobs.claim_validation(session, owner="worker", lease_seconds=60)
+        held = lifecycle.claim_validation(session, owner="worker", lease_seconds=60)
         taken.append(held.job_id)
         session.expire_all()
 
@@ -259,14 +260,14 @@ def test_files_are_validated_in_turns_that_go_round_the_projects_as_they_were_to
 def test_a_job_whose_files_are_being_validated_says_so(session):
     job = factories.job(session, factories.project(session), status="validating_files")
 
-    assert place(session, job) == waiting.Place(1, "its files are being validated")
+    assert place(session, job) == fairness.Place(1, "its files are being validated")
 
 
-@pytest.mark.parametrize("status", sorted(jobs.EDGES.keys() - set(waiting.WAITING)))
+@pytest.mark.parametrize("status", sorted(lifecycle.EDGES.keys() - set(fairness.WAITING)))
 def test_a_job_that_does_not_wait_has_no_place(session, status):
     job = factories.job(session, factories.project(session), status=status)
 
-    assert waiting.places(session, [job]) == {}
+    assert fairness.places(session, [job]) == {}
 
 
 def test_a_hundred_jobs_cost_one_query(session):
@@ -275,7 +276,7 @@ def test_a_hundred_jobs_cost_one_query(session):
     statements = []
     event.listen(session.get_bind(), "before_cursor_execute", lambda *about: statements.append(about[2]))
 
-    assert len(waiting.places(session, many)) == 100
+    assert len(fairness.places(session, many)) == 100
     assert len(statements) == 1
 
 

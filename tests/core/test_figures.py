@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from core import events, jobs
-from core.db import Work
-from core.figures import FRESH_SECONDS, ServiceFigures
-from core.limits import Limits
-from core.metrics import served
-from core.models import Attempt, WebhookDelivery
+from core.database.engine import Work
+from core.database.tables import Attempt, WebhookDelivery
+from core.jobs import events, lifecycle
+from core.telemetry.metrics import served
+from core.telemetry.service_metrics import FRESH_SECONDS, ServiceFigures
+from core.tenancy.limits import Limits
 from tests import factories
 from tests.servers import free_port
 
@@ -104,7 +104,7 @@ def test_a_job_that_its_own_project_holds_back_is_nobodys_delay(database, projec
 def test_time_that_a_job_was_paused_is_no_time_in_the_queue(database, project):
     with database.write() as session:
         job = waits(session, project, since=86400, status="paused")
-        jobs.resume(Work(session), job)
+        lifecycle.resume(Work(session), job)
         events.append(session, job.id, "something else")
 
     assert read(patient(database))["regraft_queue_oldest_seconds", "cpu"] < 5
@@ -113,9 +113,9 @@ def test_time_that_a_job_was_paused_is_no_time_in_the_queue(database, project):
 def test_lost_workers_are_counted_for_good(database, project):
     with database.write() as session:
         job = waits(session, project, since=1)
-        claim = jobs.claim(session, gpu_class="cpu", owner="w", lease_seconds=-1)
+        claim = lifecycle.claim(session, gpu_class="cpu", owner="w", lease_seconds=-1)
         assert claim is not None and claim.job_id == job.id
-        jobs.expire_leases(session, max_failures=3)
+        lifecycle.expire_leases(session, max_failures=3)
 
     figures = read(patient(database))
 

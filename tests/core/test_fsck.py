@@ -6,10 +6,10 @@ import hashlib
 import pytest
 from sqlalchemy import event
 
-from core import fsck
-from core.blobs import FolderBlobs, StoreEmpty
-from core.fsck import Finding
-from core.models import Checkpoint, File
+from core.database.tables import Checkpoint, File
+from core.storage import fsck
+from core.storage.fsck import Finding
+from core.storage.store import FolderBlobs, StoreEmpty
 from tests import factories
 
 FUTURE = 4e9

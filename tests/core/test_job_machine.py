@@ -22,11 +22,11 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import select, update
 
-from core import events, jobs
-from core.db import Database, Work, db_now
+from core.database.engine import Database, Work, db_now
+from core.database.tables import Event, Job, Table
 from core.errors import InvalidJobState
-from core.jobs import EDGES, FINAL, HELD, Claim, LeaseLost
-from core.models import Event, Job, Table
+from core.jobs import events, lifecycle
+from core.jobs.lifecycle import EDGES, FINAL, HELD, Claim, LeaseLost
 from tests import factories
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ MAX_FAILURES = 2
 LEASE = 60.0
 # What makes a job end is rarer than what keeps it going: most of what can go wrong is on the way.
 WRITES = ["heartbeat", "event", "progress", "finish", "event", "release", "crash", "fail"]
-ASKS = [None, None, jobs.pause, jobs.resume, jobs.resume, jobs.cancel]
+ASKS = [None, None, lifecycle.pause, lifecycle.resume, lifecycle.resume, lifecycle.cancel]
 TIMES = ["lease", "lease and reconciler", "reconciler", "back-off", "wake-up"]
 
 
@@ -75,9 +75,9 @@ class Jobs(RuleBasedStateMachine):
             self.files = [factories.file(session, project) for project in self.projects]
         self.create(0)
         with self.database.write() as session:
-            claim = jobs.claim_validation(session, owner="a", lease_seconds=LEASE)
-        with jobs.fenced(self.database, claim) as (session, job):
-            jobs.validated(session, job)
+            claim = lifecycle.claim_validation(session, owner="a", lease_seconds=LEASE)
+        with lifecycle.fenced(self.database, claim) as (session, job):
+            lifecycle.validated(session, job)
         self.seen[claim.job_id] = Seen("queued", claim.epoch)
         self.create(1)
 
@@ -86,7 +86,7 @@ class Jobs(RuleBasedStateMachine):
     def create(self, which: int) -> None:
         with self.database.write() as session:
             work = Work(session)
-            job = jobs.create(
+            job = lifecycle.create(
                 work,
                 project=self.projects[which],
                 model="tiny",
@@ -115,7 +115,7 @@ class Jobs(RuleBasedStateMachine):
                 ask(Work(session), session.scalars(select(Job).where(Job.id == job_id)).one())
         except InvalidJobState:
             assert self.row(job_id).status == before
-            assert ask is not jobs.cancel or before in FINAL
+            assert ask is not lifecycle.cancel or before in FINAL
 
     # Workers: several, each of which may be slow, dead, or late.
 
@@ -127,9 +127,9 @@ class Jobs(RuleBasedStateMachine):
         validating = self.seen[waiting[number % len(waiting)]].status == "validating_files"
         with self.database.write() as session:
             if validating:
-                claim = jobs.claim_validation(session, owner=owner, lease_seconds=LEASE)
+                claim = lifecycle.claim_validation(session, owner=owner, lease_seconds=LEASE)
             else:
-                claim = jobs.claim(session, gpu_class="cpu", owner=owner, lease_seconds=LEASE)
+                claim = lifecycle.claim(session, gpu_class="cpu", owner=owner, lease_seconds=LEASE)
         if claim is None:
             return multiple()
         assert self.seen[claim.job_id].status == ("validating_files" if validating else "queued")
@@ -140,7 +140,7 @@ class Jobs(RuleBasedStateMachine):
 
     def heartbeat(self, claim: Claim) -> None:
         with self.database.write() as session:
-            alive = jobs.heartbeat(session, claim, LEASE)
+            alive = lifecycle.heartbeat(session, claim, LEASE)
         assert alive == self.is_holder(claim)
         if alive:
             self.lapsed.discard(claim.job_id)
@@ -152,7 +152,7 @@ class Jobs(RuleBasedStateMachine):
             return self.heartbeat(claim)
         holds, before = self.is_holder(claim), self.everything(claim.job_id)
         try:
-            with jobs.fenced(self.database, claim) as (session, job):
+            with lifecycle.fenced(self.database, claim) as (session, job):
                 assert holds, "a claim that is not the job's came through the fence"
                 self.end(session, job, how)
         except LeaseLost:
@@ -167,15 +167,15 @@ class Jobs(RuleBasedStateMachine):
         elif how == "progress":
             job.trained_tokens += 1
         elif how == "finish" and job.status == "validating_files":
-            jobs.validated(session, job)
+            lifecycle.validated(session, job)
         elif how == "finish":
-            jobs.succeed(session, job, fine_tuned_model="ft:tiny")
+            lifecycle.succeed(session, job, fine_tuned_model="ft:tiny")
         elif how == "fail":
-            jobs.fail(session, job, code="x", message="x")
+            lifecycle.fail(session, job, code="x", message="x")
         elif how == "release":
-            jobs.release(session, job)
+            lifecycle.release(session, job)
         else:
-            jobs.crashed(session, job, reason="x", max_failures=MAX_FAILURES)
+            lifecycle.crashed(session, job, reason="x", max_failures=MAX_FAILURES)
 
     # Time, and who puts things right.
 
@@ -190,15 +190,15 @@ class Jobs(RuleBasedStateMachine):
             self.lapsed.add(job_id)
         if "reconciler" in what:
             with self.database.write() as session:
-                count = jobs.expire_leases(session, max_failures=MAX_FAILURES)
+                count = lifecycle.expire_leases(session, max_failures=MAX_FAILURES)
             assert count == len(self.lapsed)
         if what in ("back-off", "lease and reconciler"):
             with self.database.write() as session:
                 session.execute(update(Job).values(next_run_at=0.0))
         if what == "wake-up":
             with self.database.write() as session:
-                jobs.to_wake(session, older_than=float(number))
-                assert jobs.to_wake(session, older_than=10.0) == [], "somebody was told a moment ago"
+                lifecycle.to_wake(session, older_than=float(number))
+                assert lifecycle.to_wake(session, older_than=10.0) == [], "somebody was told a moment ago"
 
     @rule(number=st.integers(0, 5), limit=st.integers(1, 4), more=st.integers(0, 2))
     def a_reader_follows_the_pages(self, number: int, limit: int, more: int) -> None:
@@ -256,7 +256,7 @@ class Jobs(RuleBasedStateMachine):
         assert job.failures <= seen.failures + 1
         if job.failures > seen.failures and job.status in ("queued", "validating_files"):
             assert job.failures <= MAX_FAILURES
-        assert job.next_run_at <= now + jobs.LONGEST_BACK_OFF
+        assert job.next_run_at <= now + lifecycle.LONGEST_BACK_OFF
         assert job.dispatched_at <= now
 
     def outcome(self, job: Job) -> tuple:

@@ -4,11 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import select, text, update
 
-from core import events, jobs, queue
-from core.db import Work, db_now
+from core.database.engine import Work, db_now
+from core.database.tables import Event, Job
 from core.errors import InvalidJobState, InvalidRequest, JobNotFound
-from core.jobs import EDGES, FINAL, HELD, Claim, LeaseLost
-from core.models import Event, Job
+from core.jobs import events, lifecycle, queue
+from core.jobs.lifecycle import EDGES, FINAL, HELD, Claim, LeaseLost
 from tests import factories
 
 pytestmark = pytest.mark.both_databases
@@ -34,11 +34,11 @@ def work(session):
 
 
 def claim(session, **how):
-    return jobs.claim(session, **{"gpu_class": "cpu", "owner": "worker", "lease_seconds": 60} | how)
+    return lifecycle.claim(session, **{"gpu_class": "cpu", "owner": "worker", "lease_seconds": 60} | how)
 
 
 def claim_validation(session, **how):
-    return jobs.claim_validation(session, **{"owner": "worker", "lease_seconds": 60} | how)
+    return lifecycle.claim_validation(session, **{"owner": "worker", "lease_seconds": 60} | how)
 
 
 def messages(session, job):
@@ -95,7 +95,7 @@ def create(work, project, **fields):
         "reinforcement": {"grader": {"type": "string_check"}},
         "gpu_class": "h200",
     }
-    return jobs.create(work, **asked | fields)
+    return lifecycle.create(work, **asked | fields)
 
 
 def test_a_new_job_is_what_was_asked_for_and_waits_for_its_validation(work, project):
@@ -130,22 +130,22 @@ def test_a_validation_file_is_named_and_announced(work, project):
 def test_a_job_is_found_in_its_project_only(session, project):
     job = factories.job(session, project)
 
-    assert jobs.get(session, project.id, job.id) is job
+    assert lifecycle.get(session, project.id, job.id) is job
     with pytest.raises(JobNotFound, match=job.id):
-        jobs.get(session, factories.project(session).id, job.id)
+        lifecycle.get(session, factories.project(session).id, job.id)
 
 
 def test_an_unknown_job_is_not_found(session, project):
     with pytest.raises(JobNotFound):
-        jobs.get(session, project.id, "ftjob-nothing")
+        lifecycle.get(session, project.id, "ftjob-nothing")
 
 
 def test_a_list_has_the_projects_jobs_newest_first(session, project):
     first, second, third = (factories.job(session, project) for _ in range(3))
     factories.job(session, factories.project(session))
 
-    page = jobs.page(session, project.id, limit=2)
-    rest = jobs.page(session, project.id, after=second.id, limit=2)
+    page = lifecycle.page(session, project.id, limit=2)
+    rest = lifecycle.page(session, project.id, after=second.id, limit=2)
 
     assert (list(page.items), page.has_more) == ([third, second], True)
     assert (list(rest.items), rest.has_more) == ([first], False)
@@ -155,7 +155,7 @@ def test_a_list_does_not_start_behind_another_projects_job(session, project):
     theirs = factories.job(session, factories.project(session))
 
     with pytest.raises(InvalidRequest):
-        jobs.page(session, project.id, after=theirs.id, limit=2)
+        lifecycle.page(session, project.id, after=theirs.id, limit=2)
 
 
 def test_a_list_can_be_narrowed_to_jobs_with_all_of_some_metadata(session, project):
@@ -164,7 +164,7 @@ def test_a_list_can_be_narrowed_to_jobs_with_all_of_some_metadata(session, proje
     factories.job(session, project, metadata_={"team": "a"})
     factories.job(session, project)
 
-    page = jobs.page(session, project.id, limit=9, metadata={"team": "a", "run": "1"})
+    page = lifecycle.page(session, project.id, limit=9, metadata={"team": "a", "run": "1"})
 
     assert list(page.items) == [both]
 
@@ -173,22 +173,22 @@ def test_a_list_can_be_narrowed_to_jobs_with_all_of_some_metadata(session, proje
 def test_metadata_is_found_whatever_its_key_looks_like(session, project, key):
     job = factories.job(session, project, metadata_={key: "válue"})
 
-    assert list(jobs.page(session, project.id, limit=9, metadata={key: "válue"}).items) == [job]
-    assert list(jobs.page(session, project.id, limit=9, metadata={key: "other"}).items) == []
+    assert list(lifecycle.page(session, project.id, limit=9, metadata={key: "válue"}).items) == [job]
+    assert list(lifecycle.page(session, project.id, limit=9, metadata={key: "other"}).items) == []
 
 
 def test_a_list_can_be_narrowed_to_jobs_without_metadata(session, project):
     factories.job(session, project, metadata_={"team": "a"})
     bare = factories.job(session, project)
 
-    assert list(jobs.page(session, project.id, limit=9, without_metadata=True).items) == [bare]
+    assert list(lifecycle.page(session, project.id, limit=9, without_metadata=True).items) == [bare]
 
 
 # What users ask of a job in each status: the status it has then, or None for a refusal.
 
 REFUSED = None
 ANSWERS = {
-    jobs.cancel: {
+    lifecycle.cancel: {
         "validating_files": "cancelled",
         "queued": "cancelled",
         "running": "cancelled",
@@ -198,7 +198,7 @@ ANSWERS = {
         "failed": REFUSED,
         "cancelled": "cancelled",
     },
-    jobs.pause: {
+    lifecycle.pause: {
         "validating_files": REFUSED,
         "queued": "paused",
         "running": "pausing",
@@ -208,7 +208,7 @@ ANSWERS = {
         "failed": REFUSED,
         "cancelled": REFUSED,
     },
-    jobs.resume: {
+    lifecycle.resume: {
         "validating_files": REFUSED,
         "queued": REFUSED,
         "running": REFUSED,
@@ -241,34 +241,34 @@ def test_a_job_that_has_ended_is_refused_in_openais_words(work, project):
     job = factories.job(work.session, project, status="succeeded")
 
     with pytest.raises(InvalidJobState, match=f"^Job has already completed: {job.id}$"):
-        jobs.cancel(work, job)
+        lifecycle.cancel(work, job)
 
 
 @pytest.mark.parametrize("status", sorted(HELD))
 def test_cancel_takes_the_job_from_its_worker_at_once(database, status):
     with database.write() as session:
         job = factories.job(session, factories.project(session), status=status, epoch=4)
-        jobs.cancel(Work(session), job)
+        lifecycle.cancel(Work(session), job)
 
     worker = Claim(job.id, 4, "worker")
     assert (job.epoch, is_held(job), job.finished_at is not None) == (5, False, True)
     with database.write() as session:
-        assert not jobs.heartbeat(session, worker, 60)
-    with pytest.raises(LeaseLost), jobs.fenced(database, worker):
+        assert not lifecycle.heartbeat(session, worker, 60)
+    with pytest.raises(LeaseLost), lifecycle.fenced(database, worker):
         pass
 
 
 def test_a_second_cancel_changes_nothing(work, project):
     job = factories.job(work.session, project)
-    jobs.cancel(work, job)
+    lifecycle.cancel(work, job)
     job.finished_at = 123
 
-    jobs.cancel(work, job)
+    lifecycle.cancel(work, job)
 
     assert (job.epoch, job.finished_at) == (1, 123)
 
 
-@pytest.mark.parametrize("action", [jobs.cancel, jobs.pause])
+@pytest.mark.parametrize("action", [lifecycle.cancel, lifecycle.pause])
 def test_the_row_decides_and_not_what_was_read_of_it_earlier(work, project, action):
     job = factories.job(work.session, project, status="running")
     ended = update(Job).values(status="succeeded").execution_options(synchronize_session=False)
@@ -282,16 +282,16 @@ def test_the_row_decides_and_not_what_was_read_of_it_earlier(work, project, acti
 def test_a_job_that_is_asked_to_pause_stays_with_its_worker_until_it_has(work, project):
     job = factories.job(work.session, project, status="running")
 
-    jobs.pause(work, job)
+    lifecycle.pause(work, job)
 
     assert is_held(job)
-    assert jobs.heartbeat(work.session, Claim(job.id, job.epoch, "worker"), 60)
+    assert lifecycle.heartbeat(work.session, Claim(job.id, job.epoch, "worker"), 60)
 
 
 def test_resume_wakes_the_workers_of_the_jobs_class(work, project):
     job = factories.job(work.session, project, status="paused", gpu_class="h200")
 
-    jobs.resume(work, job)
+    lifecycle.resume(work, job)
 
     assert work.outbox == [(queue.RUN, "gpu.h200")]
 
@@ -336,7 +336,7 @@ def test_a_job_that_starts_again_says_which_attempt_it_is_and_keeps_its_first_st
     job = factories.job(session, project, epoch=5)  # the epoch counts more than attempts
     claim(session)
     job.started_at = 123
-    jobs.release(session, job)
+    lifecycle.release(session, job)
     claim(session)
 
     event = last_event(session, job)
@@ -423,7 +423,7 @@ def test_a_validation_whose_worker_is_lost_can_be_taken_over(session, project):
 def test_good_files_put_the_job_in_the_queue(session, project):
     job = factories.job(session, project, status="validating_files", failures=1, dispatched_at=9.0)
 
-    wake = jobs.validated(session, job)
+    wake = lifecycle.validated(session, job)
 
     assert wake == WAKE_CPU
     assert (fresh(session, job).status, is_held(job)) == ("queued", False)
@@ -435,22 +435,22 @@ def test_good_files_put_the_job_in_the_queue(session, project):
 
 
 def fail(session, job):
-    jobs.fail(session, job, code="invalid_training_file", message="line 3: no", param="training_file")
+    lifecycle.fail(session, job, code="invalid_training_file", message="line 3: no", param="training_file")
 
 
 def succeed(session, job):
-    jobs.succeed(session, job, fine_tuned_model="ft:tiny:acme::1")
+    lifecycle.succeed(session, job, fine_tuned_model="ft:tiny:acme::1")
 
 
 def crash(session, job):
-    jobs.crashed(session, job, reason="exit code 9", max_failures=3)
+    lifecycle.crashed(session, job, reason="exit code 9", max_failures=3)
 
 
 ENDS = {
-    jobs.validated: {"validating_files": "queued"},
+    lifecycle.validated: {"validating_files": "queued"},
     succeed: {"running": "succeeded", "pausing": "succeeded"},
     fail: {"validating_files": "failed", "running": "failed", "pausing": "failed"},
-    jobs.release: {"validating_files": "validating_files", "running": "queued", "pausing": "paused"},
+    lifecycle.release: {"validating_files": "validating_files", "running": "queued", "pausing": "paused"},
     crash: {"validating_files": "validating_files", "running": "queued", "pausing": "paused"},
 }
 
@@ -513,7 +513,7 @@ def test_failure_is_kept_on_the_job_and_told_as_an_error(session, project):
 def test_a_drained_run_goes_on_at_once_and_has_spent_no_failure(session, project):
     job = factories.job(session, project, status="running", failures=2)
 
-    jobs.release(session, job)
+    lifecycle.release(session, job)
 
     assert job.failures == 2
     assert claim(session).job_id == job.id
@@ -526,7 +526,7 @@ def test_a_drained_run_goes_on_at_once_and_has_spent_no_failure(session, project
 def test_each_crash_doubles_the_wait_up_to_a_minute(session, project, failures, seconds):
     job = factories.job(session, project, status="running", failures=failures)
 
-    jobs.crashed(session, job, reason="exit code 9", max_failures=99)
+    lifecycle.crashed(session, job, reason="exit code 9", max_failures=99)
 
     wait = job.next_run_at - session.scalar(select(db_now()))
     assert wait == pytest.approx(seconds, abs=1)
@@ -547,10 +547,10 @@ def test_a_crash_is_told_as_a_warning_with_its_reason(session, project):
 def test_however_much_a_run_said_its_crash_is_told_in_one_short_line(session, project, failures, level):
     job = factories.job(session, project, status="running", failures=failures)
 
-    jobs.crashed(session, job, reason=f"\r 9%|#\r{'x' * 300}\nmore\r", max_failures=3)
+    lifecycle.crashed(session, job, reason=f"\r 9%|#\r{'x' * 300}\nmore\r", max_failures=3)
 
     event = last_event(session, job)
-    assert (event.level, len(event.message)) == (level, jobs.MAX_CRASH_MESSAGE)
+    assert (event.level, len(event.message)) == (level, lifecycle.MAX_CRASH_MESSAGE)
     assert event.message.endswith(f"xxx…. Log: GET /v1/regraft/jobs/{job.id}/logs")
     assert not set("\r\n#") & set(event.message)
 
@@ -582,7 +582,7 @@ def test_a_claim_writes_while_it_holds(database):
         factories.job(session, factories.project(session))
         held = claim(session)
 
-    with jobs.fenced(database, held) as (session, job):
+    with lifecycle.fenced(database, held) as (session, job):
         events.append(session, job.id, "Step 1/2")
 
     with database.read() as session:
@@ -593,12 +593,12 @@ def test_a_worker_that_was_replaced_writes_nothing(database):
     with database.write() as session:
         factories.job(session, factories.project(session))
         stale = claim(session, owner="first", lease_seconds=-1)
-        jobs.expire_leases(session, max_failures=3)
+        lifecycle.expire_leases(session, max_failures=3)
         session.execute(update(Job).values(next_run_at=0.0))
         current = claim(session, owner="second")
     assert (stale.epoch, current.epoch) == (1, 3)
 
-    with pytest.raises(LeaseLost, match="first"), jobs.fenced(database, stale) as (session, job):
+    with pytest.raises(LeaseLost, match="first"), lifecycle.fenced(database, stale) as (session, job):
         job.result_file = "file-of-the-first"
 
     with database.read() as session:
@@ -612,12 +612,12 @@ def test_nobody_writes_to_a_job_that_nobody_holds(database, status):
     with database.write() as session:
         job = factories.job(session, factories.project(session), status=status, epoch=1)
 
-    with pytest.raises(LeaseLost), jobs.fenced(database, Claim(job.id, 1, "worker")):
+    with pytest.raises(LeaseLost), lifecycle.fenced(database, Claim(job.id, 1, "worker")):
         pass
 
 
 def test_nobody_writes_to_a_job_that_does_not_exist(database):
-    with pytest.raises(LeaseLost), jobs.fenced(database, Claim("ftjob-nothing", 1, "worker")):
+    with pytest.raises(LeaseLost), lifecycle.fenced(database, Claim("ftjob-nothing", 1, "worker")):
         pass
 
 
@@ -627,14 +627,14 @@ def test_what_fails_inside_the_fence_leaves_nothing_behind(database):
         held = claim(session)
 
     def stumble():
-        with jobs.fenced(database, held) as (session, job):
-            jobs.release(session, job)
+        with lifecycle.fenced(database, held) as (session, job):
+            lifecycle.release(session, job)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         stumble()
 
-    with jobs.fenced(database, held) as (session, job):
+    with lifecycle.fenced(database, held) as (session, job):
         assert job.status == "running"
 
 
@@ -645,19 +645,19 @@ def test_a_heartbeat_keeps_the_job(session, project):
     factories.job(session, project)
     held = claim(session, lease_seconds=-1)
 
-    assert jobs.heartbeat(session, held, 60)
-    assert jobs.expire_leases(session, max_failures=3) == 0
+    assert lifecycle.heartbeat(session, held, 60)
+    assert lifecycle.expire_leases(session, max_failures=3) == 0
 
 
 def test_a_lost_worker_costs_a_failure_and_the_job_waits_for_another(session, project):
     job = factories.job(session, project)
     held = claim(session, lease_seconds=-1)
 
-    assert jobs.expire_leases(session, max_failures=3) == 1
+    assert lifecycle.expire_leases(session, max_failures=3) == 1
 
     assert (fresh(session, job).status, job.epoch, job.failures) == ("queued", 2, 1)
     assert "the worker stopped answering" in last_event(session, job).message
-    assert not jobs.heartbeat(session, held, 60)
+    assert not lifecycle.heartbeat(session, held, 60)
 
 
 @pytest.mark.parametrize(
@@ -666,8 +666,8 @@ def test_a_lost_worker_costs_a_failure_and_the_job_waits_for_another(session, pr
 def test_a_lost_worker_leaves_the_job_where_it_can_go_on(session, project, status, expected):
     job = factories.job(session, project, status=status, lease_expires_at=1.0)
 
-    assert jobs.expire_leases(session, max_failures=3) == 1
-    assert jobs.expire_leases(session, max_failures=3) == 0
+    assert lifecycle.expire_leases(session, max_failures=3) == 1
+    assert lifecycle.expire_leases(session, max_failures=3) == 0
 
     assert (fresh(session, job).status, job.epoch, job.failures) == (expected, 2, 1)
 
@@ -675,7 +675,7 @@ def test_a_lost_worker_leaves_the_job_where_it_can_go_on(session, project, statu
 def test_a_job_that_loses_every_worker_fails(session, project):
     job = factories.job(session, project, status="running", lease_expires_at=1.0, failures=3)
 
-    jobs.expire_leases(session, max_failures=3)
+    lifecycle.expire_leases(session, max_failures=3)
 
     assert job.status == "failed"
 
@@ -684,7 +684,7 @@ def test_a_live_lease_is_left_alone(session, project):
     for status in HELD:
         factories.job(session, project, status=status)
 
-    assert jobs.expire_leases(session, max_failures=3) == 0
+    assert lifecycle.expire_leases(session, max_failures=3) == 0
 
 
 # Wake-ups.
@@ -696,29 +696,33 @@ def test_work_that_nobody_was_told_of_is_announced_once_for_each_queue(session, 
     for _ in range(2):
         factories.job(session, project, status="validating_files", lease_expires_at=None)
 
-    assert set(jobs.to_wake(session, older_than=30)) == {WAKE_CPU, (queue.RUN, "gpu.h200"), WAKE_VALIDATION}
-    assert jobs.to_wake(session, older_than=30) == []
+    assert set(lifecycle.to_wake(session, older_than=30)) == {
+        WAKE_CPU,
+        (queue.RUN, "gpu.h200"),
+        WAKE_VALIDATION,
+    }
+    assert lifecycle.to_wake(session, older_than=30) == []
 
 
 def test_what_was_announced_long_ago_is_announced_again(session, project):
     factories.job(session, project, dispatched_at=session.scalar(select(db_now())) - 40)
 
-    assert jobs.to_wake(session, older_than=50) == []
-    assert jobs.to_wake(session, older_than=30) == [WAKE_CPU]
+    assert lifecycle.to_wake(session, older_than=50) == []
+    assert lifecycle.to_wake(session, older_than=30) == [WAKE_CPU]
 
 
 def test_a_job_that_is_put_back_is_announced_without_waiting_for_the_last_time_to_be_old(session, project):
     job = factories.job(session, project)
-    jobs.to_wake(session, older_than=30)
+    lifecycle.to_wake(session, older_than=30)
     claim(session)
-    jobs.release(session, job)
+    lifecycle.release(session, job)
 
-    assert jobs.to_wake(session, older_than=30) == [WAKE_CPU]
+    assert lifecycle.to_wake(session, older_than=30) == [WAKE_CPU]
 
 
 def test_what_is_noted_for_a_long_line_is_one_row_of_it(session, project):
     waiting = [factories.job(session, project) for _ in range(5)]
-    jobs.to_wake(session, older_than=30)
+    lifecycle.to_wake(session, older_than=30)
 
     session.expire_all()
     assert [job.dispatched_at > 0 for job in waiting] == [False] * 4 + [True]
@@ -726,10 +730,10 @@ def test_what_is_noted_for_a_long_line_is_one_row_of_it(session, project):
 
 def test_a_project_whose_jobs_must_wait_does_not_keep_anothers_from_being_announced(session, project):
     factories.job(session, project)
-    jobs.to_wake(session, older_than=30)
+    lifecycle.to_wake(session, older_than=30)
     factories.job(session, factories.project(session))
 
-    assert jobs.to_wake(session, older_than=30) == [WAKE_CPU]
+    assert lifecycle.to_wake(session, older_than=30) == [WAKE_CPU]
 
 
 def test_nobody_is_woken_for_work_that_is_taken_over_or_not_due(session, project):
@@ -737,28 +741,28 @@ def test_nobody_is_woken_for_work_that_is_taken_over_or_not_due(session, project
         factories.job(session, project, status=status)
     factories.job(session, project, next_run_at=session.scalar(select(db_now())) + 60)
 
-    assert jobs.to_wake(session, older_than=0) == []
+    assert lifecycle.to_wake(session, older_than=0) == []
 
 
 # Attempts
 
 
 def outcomes(session, job):
-    return [(one.kind, one.worker, one.outcome) for one in jobs.attempts(session, job.id)]
+    return [(one.kind, one.worker, one.outcome) for one in lifecycle.attempts(session, job.id)]
 
 
 def test_every_turn_at_a_job_is_an_attempt_with_an_outcome(session, project):
     job = factories.job(session, project, status="validating_files", lease_owner=None, lease_expires_at=None)
 
-    jobs.claim_validation(session, owner="first", lease_seconds=60)
-    jobs.validated(session, job)
-    jobs.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
-    jobs.crashed(session, job, reason="out of memory", max_failures=3)
+    lifecycle.claim_validation(session, owner="first", lease_seconds=60)
+    lifecycle.validated(session, job)
+    lifecycle.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
+    lifecycle.crashed(session, job, reason="out of memory", max_failures=3)
     job.next_run_at = 0.0
-    jobs.claim(session, gpu_class="cpu", owner="third", lease_seconds=60)
-    jobs.release(session, job)
-    jobs.claim(session, gpu_class="cpu", owner="fourth", lease_seconds=60)
-    jobs.cancel(Work(session), job)
+    lifecycle.claim(session, gpu_class="cpu", owner="third", lease_seconds=60)
+    lifecycle.release(session, job)
+    lifecycle.claim(session, gpu_class="cpu", owner="fourth", lease_seconds=60)
+    lifecycle.cancel(Work(session), job)
 
     assert outcomes(session, job) == [
         ("validation", "first", "validated"),
@@ -766,15 +770,15 @@ def test_every_turn_at_a_job_is_an_attempt_with_an_outcome(session, project):
         ("run", "third", "drained"),
         ("run", "fourth", "cancelled"),
     ]
-    assert all(one.started_at <= one.ended_at for one in jobs.attempts(session, job.id))
-    assert jobs.attempts(session, job.id)[1].reason == "out of memory"
+    assert all(one.started_at <= one.ended_at for one in lifecycle.attempts(session, job.id))
+    assert lifecycle.attempts(session, job.id)[1].reason == "out of memory"
 
 
 def test_a_validation_that_is_taken_over_ends_the_attempt_of_the_silent_one(session, project):
     job = factories.job(session, project, status="validating_files", lease_owner=None, lease_expires_at=None)
 
-    jobs.claim_validation(session, owner="first", lease_seconds=-1)
-    jobs.claim_validation(session, owner="second", lease_seconds=60)
+    lifecycle.claim_validation(session, owner="first", lease_seconds=-1)
+    lifecycle.claim_validation(session, owner="second", lease_seconds=60)
 
     assert outcomes(session, job) == [
         ("validation", "first", "expired"),
@@ -786,10 +790,10 @@ def test_a_validation_that_was_given_back_writes_no_more(database):
     with database.write() as session:
         factories.job(session, factories.project(session), status="validating_files", lease_expires_at=0.0)
         ours = claim_validation(session)
-    with jobs.fenced(database, ours) as (session, job):
-        jobs.release(session, job)
+    with lifecycle.fenced(database, ours) as (session, job):
+        lifecycle.release(session, job)
 
-    with pytest.raises(LeaseLost), jobs.fenced(database, ours):
+    with pytest.raises(LeaseLost), lifecycle.fenced(database, ours):
         pass
     with database.write() as session:
-        assert not jobs.heartbeat(session, ours, 60)
+        assert not lifecycle.heartbeat(session, ours, 60)

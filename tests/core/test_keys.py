@@ -1,11 +1,11 @@
 import pytest
 from sqlalchemy import select
 
-from core import keys
-from core.audit import OPERATOR
-from core.db import Work
+from core.database.engine import Work
+from core.database.tables import ApiKey, AuditEntry, now
 from core.errors import InsufficientPermissions, InvalidApiKey, InvalidRequest, KeyNotFound
-from core.models import ApiKey, AuditEntry, now
+from core.tenancy import keys
+from core.tenancy.audit import OPERATOR
 from tests import factories
 
 

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from core import logs
+from core.telemetry import logs
 
 
 @pytest.fixture

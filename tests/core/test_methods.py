@@ -1,7 +1,14 @@
 import pytest
 from pydantic import ValidationError
 
-from core.methods import _ELSEWHERE, Advanced, Hyperparameters, base_learning_rate, meant, resolve
+from core.jobs.hyperparameters import (
+    _ELSEWHERE,
+    Advanced,
+    Hyperparameters,
+    base_learning_rate,
+    meant,
+    resolve,
+)
 
 
 def ask(advanced=None, **fields):

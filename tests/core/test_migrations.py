@@ -9,9 +9,9 @@ from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
 from sqlalchemy.exc import DBAPIError
 
-from core.db import open_engine
-from core.migrate import alembic_config, migrating, upgrade
-from core.models import Table
+from core.database.engine import open_engine
+from core.database.migrate import alembic_config, migrating, upgrade
+from core.database.tables import Table
 
 pytestmark = [pytest.mark.slow, pytest.mark.both_databases]
 
@@ -84,7 +84,7 @@ def test_an_upgrade_does_not_fill_the_log(empty_url, caplog):
 
 
 def test_processes_that_start_at_once_all_find_a_database_that_is_ready(empty_url):
-    start = [sys.executable, "-c", f"from core.migrate import upgrade; upgrade({empty_url!r})"]
+    start = [sys.executable, "-c", f"from core.database.migrate import upgrade; upgrade({empty_url!r})"]
     processes = [subprocess.Popen(start, stderr=subprocess.PIPE, text=True) for _ in range(4)]
 
     errors = [process.communicate(timeout=60)[1] for process in processes]

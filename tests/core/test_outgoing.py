@@ -14,7 +14,7 @@ from cryptography.x509.oid import NameOID
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from core.outgoing import Outgoing, Refused, Unreachable
+from core.outbound.http import Outgoing, Refused, Unreachable
 from tests.hooks import Receiver
 
 

@@ -4,11 +4,12 @@ import pytest
 from sqlalchemy import event, select, text
 from sqlalchemy.exc import OperationalError
 
-from core import files, jobs
-from core.db import Database, Work
+from core.database.engine import Database, Work
+from core.database.pages import newest_first, oldest_first
+from core.database.tables import File, TunedModel
 from core.errors import InvalidRequest
-from core.models import File, TunedModel
-from core.pages import newest_first, oldest_first
+from core.jobs import lifecycle
+from core.storage import files
 from tests import factories
 
 pytestmark = pytest.mark.both_databases
@@ -211,7 +212,9 @@ def add_file(session, project, train):
 
 def add_job(session, project, train):
     asked = {"validation_file": None, "suffix": None, "seed": 1, "metadata": None, "reinforcement": {}}
-    jobs.create(Work(session), project=project, model="tiny", training_file=train, gpu_class="cpu", **asked)
+    lifecycle.create(
+        Work(session), project=project, model="tiny", training_file=train, gpu_class="cpu", **asked
+    )
 
 
 def read_page(database, project, read, *, after, limit=2):

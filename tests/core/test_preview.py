@@ -6,9 +6,9 @@ from itertools import combinations
 
 import pytest
 
-from core.estimates import History, after_preview, before_start, sizes
-from core.methods import Advanced, Hyperparameters
-from core.preview import Answer, Prompt, interval, report, signal, with_signal
+from core.jobs.estimates import History, after_preview, before_start, sizes
+from core.jobs.hyperparameters import Advanced, Hyperparameters
+from core.results.preview import Answer, Prompt, interval, report, signal, with_signal
 
 RIGHT, WRONG, UNGRADED = (1.0,), (0.0,), ()
 
@@ -117,7 +117,7 @@ class TestIntervals:
 
     def test_importing_it_does_not_import_scipy(self):
         """The API imports this module when it starts."""
-        code = "import sys, core.preview; print('scipy' in sys.modules)"
+        code = "import sys, core.results.preview; print('scipy' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
         assert done.stdout.strip() == "False"

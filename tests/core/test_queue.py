@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from core.queue import WakeUps, open_celery, sender
+from core.jobs.queue import WakeUps, open_celery, sender
 
 
 @pytest.mark.parametrize(

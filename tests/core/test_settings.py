@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
-from core import devices
+from core.jobs import devices
 from core.settings import Settings, problems
 from worker.cli import main
 

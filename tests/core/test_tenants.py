@@ -5,11 +5,12 @@ import pytest
 from pydantic import ValidationError
 from sqlalchemy import select
 
-from core import tenants, usage
-from core.db import Work
+from core.database.engine import Work
+from core.database.tables import AuditEntry, Job, ProjectUsage, Upload, now
 from core.errors import InvalidRequest, OrganizationNotFound, ProjectNotFound, QuotaExceeded
-from core.limits import Limits
-from core.models import AuditEntry, Job, ProjectUsage, Upload, now
+from core.jobs import usage
+from core.tenancy import tenants
+from core.tenancy.limits import Limits
 from tests import factories
 
 

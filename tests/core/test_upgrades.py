@@ -15,10 +15,19 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import JSON, Boolean, MetaData, String, inspect, select, text
 from sqlalchemy.exc import OperationalError
 
-from core import events, files, jobs, keys, usage, waiting
-from core.db import Database, Work
-from core.migrate import LOCK_PATIENCE, alembic_config, is_ready, lock_all_tables, migrating, upgrade
-from core.models import Attempt, Checkpoint, Event, Job, Project, RolloutPage, TunedModel
+from core.database.engine import Database, Work
+from core.database.migrate import (
+    LOCK_PATIENCE,
+    alembic_config,
+    is_ready,
+    lock_all_tables,
+    migrating,
+    upgrade,
+)
+from core.database.tables import Attempt, Checkpoint, Event, Job, Project, RolloutPage, TunedModel
+from core.jobs import events, fairness, lifecycle, usage
+from core.storage import files
+from core.tenancy import keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.both_databases]
 
@@ -278,7 +287,7 @@ def test_the_rows_of_the_first_version_are_of_use_to_this_one(first_url):
             keys.require(key, "admin")
             assert (key.scope, key.owner, key.expires_at) == ("admin", "", None)
             assert (project.limits, project.last_turn, project.archived_at) == (None, 0, None)
-            listed = jobs.page(session, project.id, limit=10, metadata={"team": "übersetzung"}).items
+            listed = lifecycle.page(session, project.id, limit=10, metadata={"team": "übersetzung"}).items
             assert [one.id for one in listed] == [f"ftjob-{seq}" for seq in (6, 4, 3, 2, 1)]
             assert {one.budget for one in listed} == {None}
             assert {one.gpu_seconds for one in listed} == {0.0}
@@ -294,10 +303,10 @@ def test_the_rows_of_the_first_version_are_of_use_to_this_one(first_url):
 
         with database.write() as session:
             waits = session.scalars(select(Job).where(Job.id == "ftjob-3")).one()
-            assert waiting.places(session, [waits])["ftjob-3"].position == 1
+            assert fairness.places(session, [waits])["ftjob-3"].position == 1
             paused = session.scalars(select(Job).where(Job.id == "ftjob-4")).one()
-            jobs.resume(Work(session), paused)
-            jobs.cancel(Work(session), paused)
+            lifecycle.resume(Work(session), paused)
+            lifecycle.cancel(Work(session), paused)
 
 
 def test_jobs_that_waited_ran_or_were_validated_during_the_upgrade_go_on(first_url):
@@ -305,17 +314,17 @@ def test_jobs_that_waited_ran_or_were_validated_during_the_upgrade_go_on(first_u
 
     with opened(first_url) as database:
         with database.write() as session:  # its worker has stopped, and has written no attempt
-            assert jobs.expire_leases(session, max_failures=3) == 1
+            assert lifecycle.expire_leases(session, max_failures=3) == 1
             session.scalars(select(Job).where(Job.id == "ftjob-2")).one().next_run_at = 0.0
-            validation = jobs.claim_validation(session, owner="new", lease_seconds=60)
-        with jobs.fenced(database, validation) as (session, held):
-            jobs.validated(session, held)
+            validation = lifecycle.claim_validation(session, owner="new", lease_seconds=60)
+        with lifecycle.fenced(database, validation) as (session, held):
+            lifecycle.validated(session, held)
         claimed = []
         for _ in range(3):
             with database.write() as session:
-                claimed.append(jobs.claim(session, gpu_class="cpu", owner="new", lease_seconds=60))
-            with jobs.fenced(database, claimed[-1]) as (session, held):
-                jobs.succeed(session, held, fine_tuned_model="m")
+                claimed.append(lifecycle.claim(session, gpu_class="cpu", owner="new", lease_seconds=60))
+            with lifecycle.fenced(database, claimed[-1]) as (session, held):
+                lifecycle.succeed(session, held, fine_tuned_model="m")
         with database.read() as session:
             ended = session.scalars(
                 select(Attempt).where(Attempt.kind == "run").order_by(Attempt.started_at)
@@ -330,11 +339,11 @@ def test_a_run_of_the_version_before_still_writes_after_the_upgrade(first_url):
     upgrade(first_url)
 
     with opened(first_url) as database:
-        held = jobs.Claim("ftjob-2", 3, "host/1")
+        held = lifecycle.Claim("ftjob-2", 3, "host/1")
         with database.write() as session:
-            assert jobs.heartbeat(session, held, 60)
-        with jobs.fenced(database, held) as (session, row):
-            jobs.release(session, row)
+            assert lifecycle.heartbeat(session, held, 60)
+        with lifecycle.fenced(database, held) as (session, row):
+            lifecycle.release(session, row)
         with database.read() as session:
             assert session.scalars(select(Job.status).where(Job.id == "ftjob-2")).one() == "queued"
 

@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import select, update
 
-from core import tenants, uploads
-from core.blobs import FolderBlobs
-from core.db import Work
+from core.database.engine import Work
+from core.database.tables import File, Upload, UploadPart
 from core.errors import InvalidRequest, QuotaExceeded, UploadNotFound
-from core.limits import Limits
-from core.models import File, Upload, UploadPart
+from core.storage import uploads
+from core.storage.store import FolderBlobs
+from core.tenancy import tenants
+from core.tenancy.limits import Limits
 from tests import factories
 
 pytestmark = pytest.mark.both_databases

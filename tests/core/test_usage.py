@@ -3,12 +3,12 @@
 import pytest
 from sqlalchemy import select
 
-from core import budgets, jobs, usage
-from core.budgets import Price
-from core.db import Work
+from core.database.engine import Work
+from core.database.tables import Checkpoint, Event, ProjectUsage
 from core.errors import BudgetReached, InvalidJobState, InvalidRequest
-from core.estimates import Ahead
-from core.models import Checkpoint, Event, ProjectUsage
+from core.jobs import budgets, lifecycle, usage
+from core.jobs.budgets import Price
+from core.jobs.estimates import Ahead
 from tests import factories
 
 pytestmark = pytest.mark.both_databases
@@ -166,7 +166,7 @@ class TestCap:
 class TestPausingAtTheCap:
     def test_a_running_job_is_pausing_and_says_why_once(self, session, job):
         for _ in range(2):
-            jobs.pause_at_cap(session, job, "enough", {"used": 1})
+            lifecycle.pause_at_cap(session, job, "enough", {"used": 1})
 
         assert job.status == "pausing"
         assert [(e.message, e.level, e.data) for e in session.scalars(select(Event))] == [
@@ -184,18 +184,18 @@ class TestPausingAtTheCap:
 
     def test_a_job_at_its_cap_is_not_resumed(self, session, paused):
         with pytest.raises(BudgetReached, match="54 of 60 GPU-seconds are used") as refused:
-            jobs.resume(Work(session), paused)
+            lifecycle.resume(Work(session), paused)
 
         assert refused.value.status_code == 400
         assert f"/v1/fine_tuning/jobs/{paused.id}/budget" in refused.value.message
         assert paused.status == "paused"
 
     def test_with_a_higher_cap_or_none_it_is(self, session, paused):
-        jobs.set_budget(Work(session), paused, budgets.stored({"gpu_seconds": 90.0}, FREE))
-        jobs.resume(Work(session), paused)
+        lifecycle.set_budget(Work(session), paused, budgets.stored({"gpu_seconds": 90.0}, FREE))
+        lifecycle.resume(Work(session), paused)
         assert paused.status == "queued"
 
-        jobs.set_budget(Work(session), paused, None)
+        lifecycle.set_budget(Work(session), paused, None)
         assert list(session.scalars(select(Event.message))) == [
             "The budget is now 90 GPU-seconds",
             "Resuming fine-tuning job, moving job to queued state",
@@ -206,13 +206,13 @@ class TestPausingAtTheCap:
         """The step after the newest checkpoint will be done again, so it does not count twice."""
         session.execute(Checkpoint.__table__.update().values(step=2))
 
-        jobs.resume(Work(session), paused)
+        lifecycle.resume(Work(session), paused)
 
         assert paused.status == "queued"
 
-    @pytest.mark.parametrize("status", sorted(jobs.FINAL))
+    @pytest.mark.parametrize("status", sorted(lifecycle.FINAL))
     def test_a_job_that_ended_has_no_use_for_a_budget(self, session, job, status):
         job.status = status
 
         with pytest.raises(InvalidJobState, match="already"):
-            jobs.set_budget(Work(session), job, None)
+            lifecycle.set_budget(Work(session), job, None)

@@ -6,11 +6,12 @@ import pytest
 from openai import InvalidWebhookSignatureError, OpenAI
 from sqlalchemy import select
 
-from core import jobs, webhooks
-from core.db import Work
+from core.database.engine import Work
+from core.database.tables import Job, WebhookDelivery, WebhookEndpoint
 from core.errors import InvalidRequest, WebhookEndpointNotFound
-from core.jobs import Claim
-from core.models import Job, WebhookDelivery, WebhookEndpoint
+from core.jobs import lifecycle
+from core.jobs.lifecycle import Claim
+from core.outbound import webhooks
 from tests import factories
 
 
@@ -56,7 +57,7 @@ def test_a_job_that_succeeds_is_told_of(session, project):
     endpoint = listen(session, project)
     job = factories.job(session, project, status="running")
 
-    jobs.succeed(session, job, fine_tuned_model="ft:tiny")
+    lifecycle.succeed(session, job, fine_tuned_model="ft:tiny")
 
     [delivery] = deliveries(session)
     assert (delivery.endpoint_id, delivery.job_id, delivery.settled) == (endpoint.id, job.id, False)
@@ -69,7 +70,7 @@ def test_a_job_that_succeeds_is_told_of(session, project):
 def test_a_job_that_fails_is_told_of(session, project):
     everything(session, project)
 
-    jobs.fail(session, factories.job(session, project, status="running"), code="x", message="no")
+    lifecycle.fail(session, factories.job(session, project, status="running"), code="x", message="no")
 
     assert told(session) == ["failed"]
 
@@ -79,8 +80,8 @@ def test_a_second_cancel_tells_nobody_anything_new(session, project):
     everything(session, project)
     job = factories.job(session, project)
 
-    jobs.cancel(Work(session), job)
-    jobs.cancel(Work(session), job)
+    lifecycle.cancel(Work(session), job)
+    lifecycle.cancel(Work(session), job)
 
     assert told(session) == ["cancelled"]
 
@@ -89,8 +90,8 @@ def test_pausing_a_waiting_job_and_resuming_it_are_told_of(session, project):
     everything(session, project)
     job = factories.job(session, project)
 
-    jobs.pause(Work(session), job)
-    jobs.resume(Work(session), job)
+    lifecycle.pause(Work(session), job)
+    lifecycle.resume(Work(session), job)
 
     assert told(session) == ["paused", "resumed"]
 
@@ -99,9 +100,9 @@ def test_a_running_job_is_paused_when_its_run_has_stopped_and_not_before(session
     everything(session, project)
     job = factories.job(session, project, status="running")
 
-    jobs.pause(Work(session), job)
+    lifecycle.pause(Work(session), job)
     before = told(session)
-    jobs.release(session, job)
+    lifecycle.release(session, job)
 
     assert (before, told(session)) == ([], ["paused"])
 
@@ -109,8 +110,10 @@ def test_a_running_job_is_paused_when_its_run_has_stopped_and_not_before(session
 def test_a_worker_that_dies_or_drains_is_nothing_to_tell_of(session, project):
     everything(session, project)
 
-    jobs.crashed(session, factories.job(session, project, status="running"), reason="killed", max_failures=3)
-    jobs.release(session, factories.job(session, project, status="running"))
+    lifecycle.crashed(
+        session, factories.job(session, project, status="running"), reason="killed", max_failures=3
+    )
+    lifecycle.release(session, factories.job(session, project, status="running"))
 
     assert told(session) == []
 
@@ -118,7 +121,9 @@ def test_a_worker_that_dies_or_drains_is_nothing_to_tell_of(session, project):
 def test_a_job_given_up_after_many_crashes_is_told_of_as_failed(session, project):
     everything(session, project)
 
-    jobs.crashed(session, factories.job(session, project, status="running"), reason="killed", max_failures=0)
+    lifecycle.crashed(
+        session, factories.job(session, project, status="running"), reason="killed", max_failures=0
+    )
 
     assert told(session) == ["failed"]
 
@@ -127,7 +132,7 @@ def test_files_that_are_refused_are_told_of_as_a_failed_job(session, project):
     everything(session, project)
     job = factories.job(session, project, status="validating_files")
 
-    jobs.fail(session, job, code="invalid_training_file", message="line 3")
+    lifecycle.fail(session, job, code="invalid_training_file", message="line 3")
 
     assert told(session) == ["failed"]
 
@@ -139,7 +144,7 @@ def test_every_endpoint_that_asks_is_told_of_the_same_event(session, project):
     listen(session, project, "fine_tuning.job.failed")
     endpoints = [listen(session, project), listen(session, project)]
 
-    jobs.succeed(session, factories.job(session, project, status="running"), fine_tuned_model="ft:tiny")
+    lifecycle.succeed(session, factories.job(session, project, status="running"), fine_tuned_model="ft:tiny")
 
     first, second = deliveries(session)
     assert [first.endpoint_id, second.endpoint_id] == [endpoint.id for endpoint in endpoints]
@@ -149,7 +154,7 @@ def test_every_endpoint_that_asks_is_told_of_the_same_event(session, project):
 def test_another_projects_endpoint_hears_nothing(session, project):
     listen(session, factories.project(session))
 
-    jobs.succeed(session, factories.job(session, project, status="running"), fine_tuned_model="ft:tiny")
+    lifecycle.succeed(session, factories.job(session, project, status="running"), fine_tuned_model="ft:tiny")
 
     assert deliveries(session) == []
 
@@ -163,8 +168,8 @@ def test_a_change_that_is_rolled_back_was_never_told_of(database):
     claim = Claim(job.id, job.epoch, "worker")
 
     def succeed_and_crash():
-        with jobs.fenced(database, claim) as (session, held):
-            jobs.succeed(session, held, fine_tuned_model="ft:tiny")
+        with lifecycle.fenced(database, claim) as (session, held):
+            lifecycle.succeed(session, held, fine_tuned_model="ft:tiny")
             assert len(deliveries(session)) == 1
             raise RuntimeError("the machine went away before the commit")
 
@@ -258,7 +263,7 @@ def test_a_project_has_at_most_twenty_endpoints(session, project):
 @pytest.mark.both_databases
 def test_deleting_an_endpoint_ends_what_waits_for_it(session, project):
     endpoint, other = listen(session, project), listen(session, project)
-    jobs.succeed(session, factories.job(session, project, status="running"), fine_tuned_model="ft:tiny")
+    lifecycle.succeed(session, factories.job(session, project, status="running"), fine_tuned_model="ft:tiny")
 
     webhooks.delete(session, endpoint)
 

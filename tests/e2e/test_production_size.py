@@ -13,10 +13,10 @@ import pytest
 import regraft
 from sqlalchemy import select
 
-from core import orphans
-from core.blobs import S3Blobs
-from core.db import Database
-from core.models import Job
+from core.database.engine import Database
+from core.database.tables import Job
+from core.storage import orphans
+from core.storage.store import S3Blobs
 from tests.e2e.conftest import ROOT, Server, wait_until_ready
 from tests.e2e.test_openai_client import VALID, create, method, until, upload, wait
 from tests.servers import SeaweedFS

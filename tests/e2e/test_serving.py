@@ -23,7 +23,7 @@ from tests.e2e.conftest import ROOT, Server, jsonl, start_server
 from tests.e2e.test_openai_client import until
 from tests.servers import free_port
 from tests.tiny import make_byte_model, make_tiny_model
-from worker.samplers.vllm import installed
+from worker.rollout.samplers.vllm import installed
 
 USER = [{"role": "user", "content": "say it"}]
 GRADER = {
@@ -337,6 +337,6 @@ def serves(process: Path, service: Server) -> bool:
         mine = f"REGRAFT_DATA_DIR={service.folder}".encode() in (process / "environ").read_bytes().split(
             b"\0"
         )
-        return mine and b"worker.serve" in (process / "cmdline").read_bytes()
+        return mine and b"worker.serve.server" in (process / "cmdline").read_bytes()
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return False

@@ -6,8 +6,8 @@ import pytest
 
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, Family
-from worker import support
-from worker.policy import Policy, load_base, read_config
+from worker.model import support
+from worker.model.policy import Policy, load_base, read_config
 from worker.refusals import UnsupportedModel
 
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from core.methods import Hyperparameters, resolve
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from graders.types import Grade
 from tests.fakes import learn
 from tests.families.conftest import policy_on
 from tests.families.zoo import CONTEXT, FAMILIES, SHORT, Family
-from worker import support
-from worker.batch import tensors_of
+from worker.learn.batch import tensors_of
+from worker.learn.trainer import PeftTrainer
+from worker.model import support
 from worker.refusals import UnsupportedModel
-from worker.samplers import Sampling
-from worker.samplers.transformers import TransformersSampler
-from worker.trainer import PeftTrainer
+from worker.rollout.samplers import Sampling
+from worker.rollout.samplers.transformers import TransformersSampler
 from worker.types import Group, Pack, Prompt
 from worker.types import Sequence as Answer
 

@@ -11,13 +11,13 @@ from openai import BadRequestError, OpenAI
 from openai.types.fine_tuning.alpha import GraderRunResponse
 from starlette.testclient import TestClient
 
-from api.app import create_app
-from core import keys
-from core.blobs import FolderBlobs
-from core.db import Database
-from core.migrate import upgrade
+from api.http.app import create_app
+from core.database.engine import Database
+from core.database.migrate import upgrade
 from core.registry import Registry
 from core.settings import Settings
+from core.storage.store import FolderBlobs
+from core.tenancy import keys
 from graders.backends import Backends
 from graders.sandbox.pool import SandboxFailed
 from tests.graders.servers import chat, serving, verdict

@@ -5,7 +5,7 @@ import pytest
 
 from graders.build import NotConfigured, build
 from graders.calls import Patience
-from graders.judge import HttpJudges, JudgeModel
+from graders.judge.judges import HttpJudges, JudgeModel
 from graders.report import run_report
 from graders.run import grade_all
 from graders.spec import InvalidGrader, dump, parse_grader

@@ -8,11 +8,11 @@ import math_verify.parser
 import pytest
 import sympy
 
-from graders import math_answer
 from graders.build import build
+from graders.builtin import math_answer
+from graders.builtin.math_answer import final_answer
 from graders.hazards import table
 from graders.hazards.pool import HazardPool, LimitExceeded, shared
-from graders.math_answer import final_answer
 from graders.run import grade_all
 from graders.spec import parse_grader
 from graders.types import ErrorKind, Grade, Sample

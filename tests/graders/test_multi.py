@@ -1,7 +1,7 @@
 import asyncio
 
+from graders.builtin.multi import Multi
 from graders.formula import Formula
-from graders.multi import Multi
 from graders.types import ErrorKind, Grade, Sample
 
 

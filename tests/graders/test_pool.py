@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from graders.python import PythonGrader
+from graders.builtin.python import PythonGrader
 from graders.sandbox import folders, users
 from graders.sandbox.pool import Limits, Pool, SandboxFailed
 from graders.sandbox.turns import Turns

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from graders.build import build, missing_item_paths
-from graders.python import PythonGrader
+from graders.builtin.python import PythonGrader
 from graders.run import grade_all
 from graders.sandbox.pool import Limits, Pool, SandboxUnavailable, missing_layers, probe
 from graders.sandbox.sizes import cores

@@ -5,8 +5,8 @@ import math
 import pytest
 
 import graders
+from graders.builtin.multi import Multi
 from graders.formula import Formula
-from graders.multi import Multi
 from graders.run import grade_all
 from graders.types import ErrorKind, Grade, Sample
 

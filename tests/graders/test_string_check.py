@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from graders.string_check import StringCheck
+from graders.builtin.string_check import StringCheck
 from graders.template import Template
 from graders.types import ErrorKind, Grade, Sample
 

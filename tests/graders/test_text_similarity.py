@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graders.builtin.text_similarity import (
+    METRICS,
+    TextSimilarity,
+    bleu,
+    fuzzy_match,
+    gleu,
+    meteor,
+)
 from graders.template import Template
-from graders.text_similarity import METRICS, TextSimilarity, bleu, fuzzy_match, gleu, meteor
 from graders.types import ErrorKind, Grade, Sample
 
 WORDS = st.text(alphabet="abc ", max_size=12)

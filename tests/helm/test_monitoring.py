@@ -9,17 +9,18 @@ from collections import Counter
 import pytest
 import yaml
 
-from api import metrics as _requests  # noqa: F401 - it makes the API's
-from core.disk import Disks
-from core.figures import ServiceFigures
-from core.metrics import COUNTED
+from api.http import request_metrics as _requests  # noqa: F401 - it makes the API's
 from core.settings import Settings
+from core.storage.disk import Disks
+from core.telemetry.metrics import COUNTED
+from core.telemetry.service_metrics import ServiceFigures
 from tests import factories
 from tests.helm.charts import CHART, VARIATIONS, of_kind, pods, profile, render
 from tests.helm.test_policy import allowed
 from tests.helm.test_service import environment
-from worker import answering, observed
-from worker.telemetry import Gpus, Runs, Sandbox
+from worker import instruments
+from worker.serve import serving_metrics
+from worker.supervise.telemetry import Gpus, Runs, Sandbox
 
 RULES = CHART / "files/rules.yaml"
 DASHBOARD = CHART / "files/dashboard.json"
@@ -42,10 +43,10 @@ def exported(sqlite_database, tmp_path):
     """Every metric of API, workers and runs, by the names that it has in expressions."""
     with sqlite_database.write() as session:
         factories.job(session, factories.project(session))
-    answering.Tally(0.0, "tiny", prompt_tokens=1, answers=1).ended("answered")
+    serving_metrics.Tally(0.0, "tiny", prompt_tokens=1, answers=1).ended("answered")
     collectors = [
         COUNTED,
-        observed.COUNTED,
+        instruments.COUNTED,
         ServiceFigures(sqlite_database, patience=60),
         TwoGpus(),
         Runs("cpu"),

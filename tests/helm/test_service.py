@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from core.db import Database
-from core.migrate import upgrade
-from core.models import Job
+from core.database.engine import Database
+from core.database.migrate import upgrade
+from core.database.tables import Job
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
 from graders.backends import Backends, Inference
 from helm.generate import OWN, settings_schema
 from tests import factories
 from tests.helm.charts import CHART, ROOT, VARIATIONS, of_kind, pods, profile, render
-from worker import alive, cli
+from worker import cli
+from worker.supervise import liveness
 
 
 def environment(pod, secrets="secret" * 6):
@@ -135,8 +136,8 @@ def test_the_probe_of_a_worker_looks_at_the_file_that_it_writes():
 
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         command = worker.containers[0][probe]["exec"]["command"]
-        assert f'"{alive.file_in(Path(folder))}"' in command[-1]
-    assert 4 * alive.EVERY_SECONDS < 60
+        assert f'"{liveness.file_in(Path(folder))}"' in command[-1]
+    assert 4 * liveness.EVERY_SECONDS < 60
 
 
 def test_members_look_for_their_leader_where_it_listens():

@@ -8,8 +8,8 @@ import pytest
 from core.registry import Registry, sampler_of
 from core.settings import GpuClass, Settings
 from tests.helm.charts import CHART, helm, of_kind, pods, profile, render
-from worker import sizing
-from worker.sizing import GIB
+from worker.model import sizing
+from worker.model.sizing import GIB
 
 PROFILES = sorted(path.stem.removeprefix("values-") for path in CHART.glob("values-*.yaml"))
 

@@ -16,15 +16,16 @@ import uvicorn
 from fastapi import FastAPI, Request
 from regraft import AsyncRegraft, Regraft
 
-from api.app import create_app
-from api.chat import Upstream
-from core import events, jobs, keys
-from core.blobs import FolderBlobs
-from core.db import Database, Work
-from core.migrate import upgrade
-from core.models import Checkpoint, Job, Project, RolloutPage, StepMetric
+from api.http.app import create_app
+from api.resources.chat import Upstream
+from core.database.engine import Database, Work
+from core.database.migrate import upgrade
+from core.database.tables import Checkpoint, Job, Project, RolloutPage, StepMetric
+from core.jobs import events, lifecycle
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
+from core.storage.store import FolderBlobs
+from core.tenancy import keys
 from graders.backends import Backends
 from tests import factories
 
@@ -73,7 +74,7 @@ class House:
         with self.database.write() as session:
             job = session.query(Job).where(Job.id == job_id).one()
             if status == "cancelled":
-                jobs.cancel(Work(session), job)
+                lifecycle.cancel(Work(session), job)
                 return
             job.status = status
             for name, value in fields.items():

@@ -7,13 +7,13 @@ import regraft
 from regraft import InvalidDataset, datasets
 from regraft._rules import datasets as shipped
 
-from core import datasets as core
-from core.blobs import FolderBlobs
-from core.models import File
+from core.database.tables import File
+from core.storage import datasets as core
+from core.storage.store import FolderBlobs
 from graders.build import item_paths
 from graders.spec import parse_grader
 from tests.sdk.conftest import GRADER, ROWS
-from worker import validation
+from worker.supervise import validation
 
 BAD = b"""{"messages": [{"role": "user", "content": "hi"}]}
 {"messages": []}

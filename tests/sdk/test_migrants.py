@@ -9,10 +9,10 @@ import openai
 import pytest
 from openai import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI
 
-from core import tenants
-from core.db import Work
-from core.models import Organization, TunedModel
+from core.database.engine import Work
+from core.database.tables import Organization, TunedModel
 from core.registry import Registry
+from core.tenancy import tenants
 from graders.backends import Backends, Inference
 from tests.e2e.documents import run_examples
 from tests.sdk.conftest import GRADER, ROWS

@@ -8,7 +8,7 @@ from regraft.cli import main
 from regraft.migrate import migrate, toml
 from regraft.requests import InvalidRequestFile, read_job
 
-from api.jobs import JobCreate
+from api.resources.jobs import JobCreate
 from tests.sdk.conftest import GRADER
 
 SOURCE = """import re

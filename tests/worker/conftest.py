@@ -7,24 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from core import events, jobs
-from core.blobs import FolderBlobs
-from core.db import Database
-from core.jobs import Claim
-from core.methods import Hyperparameters, resolve
-from core.models import Checkpoint, Event, Job, Project, Table
+from core.database.engine import Database
+from core.database.tables import Checkpoint, Event, Job, Project, Table
+from core.jobs import events, lifecycle
+from core.jobs.hyperparameters import Hyperparameters, resolve
+from core.jobs.lifecycle import Claim
 from core.registry import BaseModelEntry
+from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from graders.types import Grader
 from tests import factories
 from tests.fakes import ExactGrader, GuessingSampler, Skill, SkillTrainer
 from tests.tiny import make_tiny_model
-from worker.checkpoints import Checkpoints
-from worker.data import PromptStream
-from worker.patience import Patience
-from worker.policy import Policy, load_base
-from worker.recorder import Recorder
-from worker.rewards import Rewards
+from worker.model.policy import Policy, load_base
+from worker.record.checkpoints import Checkpoints
+from worker.record.recorder import Recorder
+from worker.retry import Patience
+from worker.rollout.prompts import PromptStream
+from worker.rollout.rewards import Rewards
 from worker.run import Run
 from worker.types import Prompt
 
@@ -110,10 +110,10 @@ class Bench:
 
     def again(self) -> None:
         """The job goes back to the queue and another worker takes it."""
-        with jobs.fenced(self.database, self.claim) as (session, job):
-            jobs.release(session, job)
+        with lifecycle.fenced(self.database, self.claim) as (session, job):
+            lifecycle.release(session, job)
         with self.database.write() as session:
-            claim = jobs.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
+            claim = lifecycle.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
         assert claim is not None
         self.claim = claim
 
@@ -157,7 +157,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
             reinforcement={"grader": GRADER, "hyperparameters": {}, "response_format": None},
         )
     with database.write() as session:
-        claim = jobs.claim(session, gpu_class="cpu", owner="first", lease_seconds=60)
+        claim = lifecycle.claim(session, gpu_class="cpu", owner="first", lease_seconds=60)
     assert claim is not None
     yield Bench(database, blobs, tmp_path, project, claim)
     database.close()

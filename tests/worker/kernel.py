@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from worker.killed import KernelMemory
+from worker.supervise.killed import KernelMemory
 
 GIB = 2**30
 

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from core.blobs import FolderBlobs
 from core.chat import Adapter
-from worker.adapters import AdapterDamaged, AdapterFolders, AdapterGone
+from core.storage.store import FolderBlobs
+from worker.serve.adapters import AdapterDamaged, AdapterFolders, AdapterGone
 
 
 class CountingBlobs(FolderBlobs):
@@ -105,7 +105,7 @@ def test_one_that_is_asked_for_while_it_is_removed_is_fetched_again(blobs, store
         rmtree(path, **options)
 
     folders.folder(old)
-    monkeypatch.setattr("worker.adapters.shutil.rmtree", remove)
+    monkeypatch.setattr("worker.serve.adapters.shutil.rmtree", remove)
     folders.folder(new)
 
     assert [weights_in(folder) for folder in meanwhile] == [b"old"]
@@ -125,7 +125,7 @@ def test_one_that_another_process_has_removed_is_fetched_again(blobs, store, tmp
         utime(path, *given, **options)
 
     gone = []
-    monkeypatch.setattr("worker.adapters.os.utime", removed_first)
+    monkeypatch.setattr("worker.serve.adapters.os.utime", removed_first)
 
     assert weights_in(folders.folder(adapter)) == b"one"
     assert folder.exists() and gone

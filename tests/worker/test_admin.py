@@ -5,12 +5,13 @@ import re
 
 import pytest
 
-from core import keys, usage
-from core.db import Database
+from core.database.engine import Database
+from core.database.migrate import upgrade
 from core.errors import InvalidApiKey
-from core.limits import Limits
-from core.migrate import upgrade
+from core.jobs import usage
 from core.settings import Settings
+from core.tenancy import keys
+from core.tenancy.limits import Limits
 from tests import factories
 from worker.cli import admin
 from worker.cli.parser import build

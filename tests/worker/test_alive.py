@@ -2,14 +2,14 @@
 
 import threading
 
-from worker import alive
+from worker.supervise import liveness
 
 
 def test_the_file_is_there_while_all_threads_work(tmp_path):
     stop = threading.Event()
     stop.set()
 
-    alive.tell(tmp_path / "alive", [threading.main_thread()], stop)
+    liveness.tell(tmp_path / "alive", [threading.main_thread()], stop)
 
     assert (tmp_path / "alive").exists()
 
@@ -19,7 +19,7 @@ def test_a_thread_that_has_ended_is_not_covered_up(tmp_path, caplog):
     ended.start()
     ended.join()
 
-    alive.tell(tmp_path / "alive", [ended], threading.Event())
+    liveness.tell(tmp_path / "alive", [ended], threading.Event())
 
     assert not (tmp_path / "alive").exists()
     assert "reconciler" in caplog.text

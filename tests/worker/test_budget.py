@@ -6,15 +6,16 @@ import json
 import pytest
 from sqlalchemy import update
 
-from core import budgets, events, jobs, tuned, usage
-from core.budgets import Price
-from core.db import Work
+from core.database.engine import Work
+from core.database.tables import Checkpoint, Event, File, Job, Project, ProjectUsage, TunedModel
 from core.errors import BudgetReached
-from core.models import Checkpoint, Event, File, Job, Project, ProjectUsage, TunedModel
+from core.jobs import budgets, events, lifecycle, usage
+from core.jobs.budgets import Price
+from core.results import tuned_models
 from core.settings import Settings
 from graders.backends import Backends
 from worker.run import Outcome
-from worker.validation import validate_next
+from worker.supervise.validation import validate_next
 
 PRICE = Price(None, "USD")
 
@@ -55,19 +56,19 @@ def train(run):
 
 def pause(bench):
     """What the supervisor does with a run that says it was interrupted."""
-    with jobs.fenced(bench.database, bench.claim) as (session, job):
-        jobs.release(session, job)
+    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+        lifecycle.release(session, job)
 
 
 def resume(bench):
     with bench.database.write() as session:
-        jobs.resume(Work(session), session.get_one(Job, bench.job().seq))
+        lifecycle.resume(Work(session), session.get_one(Job, bench.job().seq))
     take(bench)
 
 
 def take(bench):
     with bench.database.write() as session:
-        claim = jobs.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
+        claim = lifecycle.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
     assert claim is not None
     bench.claim = claim
 
@@ -104,9 +105,9 @@ def test_what_it_leaves_behind_is_a_model_that_was_not_validated(bench, timed):
     pause(bench)
 
     with bench.database.read() as session:
-        kept = tuned.checkpoints(session, bench.job(), limit=10).items
-        names = tuned.names(session, kept)
-        found = tuned.find(session, bench.project.id, names[kept[0].id])
+        kept = tuned_models.checkpoints(session, bench.job(), limit=10).items
+        names = tuned_models.names(session, kept)
+        found = tuned_models.find(session, bench.project.id, names[kept[0].id])
     assert [one.step for one in kept] == [3, 2]
     assert kept[0].valid_reward is None
     assert found.checkpoint_id == kept[0].id
@@ -171,7 +172,7 @@ def test_the_model_of_a_pause_stays_until_its_name_is_deleted(bench, timed):
 
     with bench.database.write() as session:
         [name] = [m.name for m in session.query(TunedModel) if m.name.endswith("-3")]
-        assert tuned.delete(Work(session), bench.project.id, name)
+        assert tuned_models.delete(Work(session), bench.project.id, name)
     change(bench, budget=None)
     resume(bench)
     train(timed())
@@ -196,7 +197,7 @@ def test_the_model_of_a_users_own_pause_can_be_called_too(bench, timed):
     async def paused_during_three(number):
         if number == 3:
             with bench.database.write() as session:
-                jobs.pause(Work(session), session.get_one(Job, bench.job().seq))
+                lifecycle.pause(Work(session), session.get_one(Job, bench.job().seq))
         return await step(number)
 
     run.step = paused_during_three

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from core.methods import Hyperparameters
+from core.jobs.hyperparameters import Hyperparameters
 from core.registry import BaseModelEntry, Registry
 from core.settings import GpuClass, Settings
 from tests.worker.test_memory import QWEN3_4B, QWEN3_14B
-from worker import capacity
-from worker.engines import Refused
-from worker.sizing import GIB
-from worker.vllm_engine import VllmBuilder
+from worker.model import capacity
+from worker.model.sizing import GIB
+from worker.serve.engines import Refused
+from worker.serve.vllm_engine import VllmBuilder
 
 
 @pytest.fixture

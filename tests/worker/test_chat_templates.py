@@ -3,10 +3,10 @@ from jinja2.exceptions import SecurityError
 from pydantic import ValidationError
 
 from core import chat_templates
-from core.methods import Hyperparameters
+from core.jobs.hyperparameters import Hyperparameters
 from core.registry import BaseModelEntry, Registry
 from tests.tiny import tiny_tokenizer
-from worker.policy import render
+from worker.model.policy import render
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -76,7 +76,7 @@ def test_templates_are_rendered_in_a_sandbox():
 
 def test_a_model_without_a_chat_template_gets_that_of_its_entry(tmp_path):
     from tests.tiny import make_tiny_model
-    from worker.policy import load_base
+    from worker.model.policy import load_base
 
     make_tiny_model(tmp_path)
     tiny_tokenizer(chat_template=None).save_pretrained(tmp_path)

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from core.blobs import BlobExists, FolderBlobs, StoreEmpty
-from core.models import TunedModel
-from worker.checkpoints import Checkpoints, model_name
-from worker.patience import Patience
+from core.database.tables import TunedModel
+from core.storage.store import BlobExists, FolderBlobs, StoreEmpty
+from worker.record.checkpoints import Checkpoints, model_name
+from worker.retry import Patience
 
 
 class Weights:

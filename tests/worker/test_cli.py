@@ -13,11 +13,11 @@ from alembic import command
 from pydantic import ValidationError
 from sqlalchemy import inspect, select
 
-from core import keys
-from core.db import Database
-from core.migrate import alembic_config, migrating
-from core.models import ApiKey
+from core.database.engine import Database
+from core.database.migrate import alembic_config, migrating
+from core.database.tables import ApiKey
 from core.settings import Settings
+from core.tenancy import keys
 from worker.cli import admin, main, parser, service
 from worker.cli.parser import UsageError
 

@@ -11,9 +11,9 @@ import torch
 from core.registry import BaseModelEntry
 from core.response_format import SchemaTooLarge, held_to
 from tests.tiny import make_byte_model
-from worker.continuous import ContinuousEngine, Lora, sample
-from worker.engine import Ask
-from worker.policy import load_base
+from worker.model.policy import load_base
+from worker.serve.continuous import ContinuousEngine, Lora, sample
+from worker.serve.engine import Ask
 
 # Of which llguidance cannot follow all: each of the branches is open when an answer begins.
 TOO_LARGE = {
@@ -211,7 +211,7 @@ async def collect(engine, ask):
 
 def test_a_long_prompt_and_short_ones_are_not_read_as_if_all_were_long(make_engine, monkeypatch):
     """They are padded to the longest; an n of 4 is four rows of one prompt."""
-    monkeypatch.setattr("worker.continuous.MOST_PROMPT_TOKENS", 40)
+    monkeypatch.setattr("worker.serve.continuous.MOST_PROMPT_TOKENS", 40)
     asks = [ask(30), *(ask(length, seed=seed) for length in (3, 4, 5) for seed in range(4))]
     answers, readings = together(make_engine(), monkeypatch, *asks)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from worker.data import PromptStream
+from worker.rollout.prompts import PromptStream
 from worker.types import Prompt
 
 

@@ -11,17 +11,18 @@ import pytest
 from openai import OpenAI
 from sqlalchemy import select
 
-from core import jobs, webhooks
-from core.blobs import FolderBlobs
-from core.db import Database, Work
-from core.models import Table, WebhookDelivery, WebhookEndpoint
-from core.outgoing import Outgoing
+from core.database.engine import Database, Work
+from core.database.tables import Table, WebhookDelivery, WebhookEndpoint
+from core.jobs import lifecycle
+from core.outbound import webhooks
+from core.outbound.http import Outgoing
 from core.settings import Settings
+from core.storage.store import FolderBlobs
 from tests import factories
 from tests.hooks import Receiver
-from worker import deliveries
-from worker.deliveries import Deliveries, Outcome, back_off
-from worker.reconciler import Reconciler
+from worker.supervise import deliveries
+from worker.supervise.deliveries import Deliveries, Outcome, back_off
+from worker.supervise.reconciler import Reconciler
 
 pytestmark = pytest.mark.both_databases
 
@@ -81,7 +82,7 @@ def happen(database, project, times=1):
     """A job is cancelled."""
     with database.write() as session:
         for _ in range(times):
-            jobs.cancel(Work(session), factories.job(session, project))
+            lifecycle.cancel(Work(session), factories.job(session, project))
 
 
 def rows(database):

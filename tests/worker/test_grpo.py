@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from worker import grpo
+from worker.learn import grpo
 
 
 def log(*values: float) -> torch.Tensor:

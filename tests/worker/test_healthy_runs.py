@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from core.models import Event
-from core.monitors import Thresholds
+from core.database.tables import Event
+from core.jobs.thresholds import Thresholds
 from graders.types import Grade, Item, Sample
-from worker.data import PromptStream
-from worker.policy import Policy
+from worker.learn.trainer import PeftTrainer
+from worker.model.policy import Policy
+from worker.rollout.prompts import PromptStream
+from worker.rollout.samplers.transformers import TransformersSampler
 from worker.run import Run
-from worker.samplers.transformers import TransformersSampler
-from worker.trainer import PeftTrainer
 from worker.types import Prompt
 
 ADVANCED = {"group_size": 8, "max_completion_tokens": 6, "lora_rank": 4, "lora_alpha": 8}

@@ -8,15 +8,16 @@ import json
 import pytest
 from sqlalchemy import event
 
-from core import events, jobs, webhooks
-from core.db import Work
-from core.models import Event, File, Project, StepMetric, TunedModel, WebhookDelivery
-from core.monitors import Thresholds
+from core.database.engine import Work
+from core.database.tables import Event, File, Project, StepMetric, TunedModel, WebhookDelivery
+from core.jobs import events, lifecycle
+from core.jobs.thresholds import Thresholds
+from core.outbound import webhooks
 from graders.types import Grade
 from tests.fakes import ExactGrader, IdleTrainer, NeverGrades, RuiningTrainer, SameForAll, Skill
 from worker.clock import Clock
-from worker.metrics import no_signal
-from worker.recorder import Quota
+from worker.record.metrics import no_signal
+from worker.record.recorder import Quota
 from worker.run import Outcome, UserMistake
 
 
@@ -356,7 +357,7 @@ def test_a_paused_job_that_was_cancelled_has_no_verdict(bench):
     run.stop_requested = lambda: run.trainer.updates == 2
     asyncio.run(run.train())
     with bench.database.write() as session:
-        jobs.cancel(Work(session), session.merge(bench.job()))
+        lifecycle.cancel(Work(session), session.merge(bench.job()))
 
     assert bench.job().verdict is None
 

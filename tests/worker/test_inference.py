@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from worker.inference import InferenceServer
+from worker.serve.launcher import InferenceServer
 
 ROOT = Path(__file__).parents[2]
 KEY = "key"

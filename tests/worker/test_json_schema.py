@@ -11,10 +11,10 @@ from graders.types import Grade
 from tests.fakes import learn
 from tests.tiny import make_byte_model
 from tests.worker.test_training import asked
-from worker.policy import Policy, load_base
-from worker.samplers import Sampling, grouped
-from worker.samplers.transformers import TransformersSampler
-from worker.trainer import PeftTrainer
+from worker.learn.trainer import PeftTrainer
+from worker.model.policy import Policy, load_base
+from worker.rollout.samplers import Sampling, grouped
+from worker.rollout.samplers.transformers import TransformersSampler
 from worker.types import Group, Pack, Prompt, Sequence
 
 SCORE = {

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.worker.kernel import GIB, FakeKernel
-from worker.killed import KernelMemory, Kills
+from worker.supervise.killed import KernelMemory, Kills
 
 PEAK = int(8.8 * GIB)
 

@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from core import jobs
-from core.db import Work
-from core.models import File, Job
+from core.database.engine import Work
+from core.database.tables import File, Job
+from core.jobs import lifecycle
 from core.settings import Settings
 from graders.types import Grade
 from tests.worker.conftest import GRADER
-from worker.lease import LeaseKeeper
-from worker.validation import validate_next
+from worker.supervise.lease import LeaseKeeper
+from worker.supervise.validation import validate_next
 
 ROW = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
 HELD_OUT = {"messages": [{"role": "user", "content": "say it in red"}], "answer": "red"}
@@ -35,13 +35,13 @@ def expires_at(bench):
 def let_expire(bench):
     """Have the lease end a minute ago."""
     with bench.database.write() as session:
-        assert jobs.heartbeat(session, bench.claim, -60.0)
+        assert lifecycle.heartbeat(session, bench.claim, -60.0)
     return expires_at(bench)
 
 
 def cancel(bench):
     with bench.database.write() as session:
-        jobs.cancel(Work(session), session.get_one(Job, bench.job().seq))
+        lifecycle.cancel(Work(session), session.get_one(Job, bench.job().seq))
 
 
 class TestKeeper:
@@ -78,7 +78,7 @@ class TestKeeper:
         keeper.renew()
 
         assert stopped == [True]
-        with pytest.raises(jobs.LeaseLost):
+        with pytest.raises(lifecycle.LeaseLost):
             keeper.progressed()
 
     def test_a_database_that_is_away_is_asked_again(self, bench):

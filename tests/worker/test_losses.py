@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core.methods import Hyperparameters, resolve
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from graders.types import Grade
-from worker import batch, grpo
+from worker.learn import batch, grpo
 from worker.types import Group, Prompt, Rollout
 
 LOSSES = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
@@ -190,7 +190,7 @@ def ours(groups, name, scale, std, kl, estimator, importance, cap, normalize="pa
         torch.arange(len(answers)).repeat_interleave(lengths),
         name=name,
         bounds=BOUNDS[name],
-        kl=kl * divisor,  # as worker/gradient.py: all of it is divided in the end
+        kl=kl * divisor,  # as worker/learn/gradient.py: all of it is divided in the end
         kl_estimator=estimator,
         ref_logp=ref,
     ) / (whole * divisor)

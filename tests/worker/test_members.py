@@ -25,11 +25,20 @@ from tests.fakes import learn
 from tests.servers import free_port
 from tests.worker.test_ranks import like_the_policy, sampled
 from tests.worker.test_training import relative_difference
-from worker import members
-from worker.members import Member, Members, MembersMissing, ReadAhead, Seat, Stranger, admit, join
-from worker.rank import start
-from worker.ranks import Line, Model, RankLost, Ranks, Start
-from worker.trainer import PeftTrainer
+from worker.learn import members
+from worker.learn.members import (
+    Member,
+    Members,
+    MembersMissing,
+    ReadAhead,
+    Seat,
+    Stranger,
+    admit,
+    join,
+)
+from worker.learn.rank import start
+from worker.learn.ranks import Line, Model, RankLost, Ranks, Start
+from worker.learn.trainer import PeftTrainer
 
 pytestmark = pytest.mark.slow
 
@@ -118,7 +127,7 @@ def test_a_run_with_a_member_learns_what_one_process_does_and_ends_when_it_loses
 # What a member keeps, without what it computes with.
 WAITING = """
 import os, sys
-from worker.members import wait_for_run
+from worker.learn.members import wait_for_run
 line = wait_for_run(sys.argv[1], sys.argv[2].encode())
 line.send(os.getpid())
 try:

@@ -20,11 +20,12 @@ from transformers import (
 from graders.types import Grade
 from tests.fakes import learn
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling
-from worker import attention, batch, memory, sizing
-from worker.gradient import OwnGradient
-from worker.policy import Base, Policy
-from worker.sizing import GIB, DoesNotFit, Machine, workload
-from worker.trainer import PeftTrainer
+from worker.learn import batch
+from worker.learn.gradient import OwnGradient
+from worker.learn.trainer import PeftTrainer
+from worker.model import attention, memory, sizing
+from worker.model.policy import Base, Policy
+from worker.model.sizing import GIB, DoesNotFit, Machine, workload
 from worker.types import Group, Pack, Sequence
 
 # Shapes of published models, from their config.json.

@@ -4,8 +4,8 @@ import pytest
 
 from bench.merge_rounding import measure
 from core.registry import BaseModelEntry
-from worker.policy import load_base
-from worker.samplers import Sampling
+from worker.model.policy import load_base
+from worker.rollout.samplers import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from core.monitors import Thresholds
-from worker.history import History, reduced
-from worker.monitors import RULES, check, damage, likely_cause
-from worker.verdict import compare
+from core.jobs.thresholds import Thresholds
+from worker.record.history import History, reduced
+from worker.record.monitors import RULES, check, damage, likely_cause
+from worker.record.verdict import compare
 
 RECORDED = Path(__file__).parent / "recorded"
 HEALTHY = {

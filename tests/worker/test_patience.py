@@ -7,10 +7,10 @@ import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from core.blobs import BlobNotFound
-from core.jobs import LeaseLost
+from core.jobs.lifecycle import LeaseLost
+from core.storage.store import BlobNotFound
 from tests.fakes import Skill
-from worker.patience import Patience
+from worker.retry import Patience
 
 REFUSED = OperationalError("select 1", {}, Exception("connection refused"))
 BUSY = ClientError({"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}, "PutObject")

@@ -5,7 +5,7 @@ from contextlib import suppress
 import jsonschema
 import pytest
 
-from worker.probes import MAX_LOOKS, Maker, NoProbe, TooLarge, probe
+from worker.supervise.probes import MAX_LOOKS, Maker, NoProbe, TooLarge, probe
 
 
 def an_object(**properties):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from sqlalchemy import select
 
-from core import jobs
-from core.models import File, Job
+from core.database.tables import File, Job
+from core.jobs import lifecycle
 from core.registry import BaseModelEntry
 from core.response_format import held_to
 from core.settings import Settings
@@ -21,14 +21,14 @@ from tests.fakes import learn
 from tests.tiny import make_byte_model
 from tests.worker.test_json_schema import LETTER, sample
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling, with_gap
-from worker.batch import deal
-from worker.rank import serve
-from worker.ranks import Line, Model, Ranks
+from worker.learn.batch import deal
+from worker.learn.rank import serve
+from worker.learn.ranks import Line, Model, Ranks
+from worker.learn.trainer import PeftTrainer
 from worker.refusals import SamplerMismatch
-from worker.sampler_gate import SamplerGate
-from worker.samplers.transformers import TransformersSampler
-from worker.supervisor import Supervisor
-from worker.trainer import PeftTrainer
+from worker.rollout.sampler_gate import SamplerGate
+from worker.rollout.samplers.transformers import TransformersSampler
+from worker.supervise.supervisor import Supervisor
 from worker.types import Group, Pack, Sequence
 
 pytestmark = pytest.mark.slow
@@ -237,7 +237,7 @@ def test_arrays_of_other_sizes_arrive_as_they_were_sent():
 FATAL = """
 import os, sys
 from worker import run
-from worker.ranks import Helper
+from worker.learn.ranks import Helper
 
 receive, asked = Helper.receive, []
 
@@ -275,8 +275,8 @@ def test_a_run_that_loses_a_helper_ends_as_a_crash(bench, tiny_model, tmp_path, 
         advanced = {"group_size": 8, "max_completion_tokens": 8}
         asked_for = {"batch_size": 4, "n_epochs": 3, "eval_interval": 3, "advanced": advanced}
         job.reinforcement = {"grader": grader, "hyperparameters": asked_for, "response_format": None}
-    with jobs.fenced(bench.database, bench.claim) as (session, job):
-        jobs.release(session, job)
+    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+        lifecycle.release(session, job)
     environment = {"models_file": registry, "data_dir": tmp_path, "ranks": 2, "torch_threads": 1}
     for name, value in environment.items():
         monkeypatch.setenv(f"REGRAFT_{name.upper()}", str(value))

@@ -5,10 +5,10 @@ import struct
 
 import pytest
 
-from worker.sinks import Card
-from worker.sinks.mlflow import MlflowSink
-from worker.sinks.trackio import TrackioSink
-from worker.sinks.wandb import WandbSink
+from worker.record.exporters import Card
+from worker.record.exporters.mlflow import MlflowSink
+from worker.record.exporters.trackio import TrackioSink
+from worker.record.exporters.wandb import WandbSink
 
 CARD = Card("ftjob-1", "colours", "ftjob-1", None, ("a",), {"model": "tiny", "batch_size": 8})
 METRICS = {"step": 1, "train_mean_reward": 0.25, "scores/graders/string_check/it's/train_reward_mean": 1.0}

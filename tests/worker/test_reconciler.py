@@ -6,12 +6,12 @@ import time
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from core import jobs
-from core.db import Work
-from core.idempotency import KEPT_SECONDS
-from core.models import File, IdempotentRequest, Job, now
+from core.database.engine import Work
+from core.database.tables import File, IdempotentRequest, Job, now
+from core.jobs import lifecycle
 from core.settings import Settings
-from worker.reconciler import BROKER_AWAY, BROKER_BACK, Reconciler
+from core.tenancy.idempotency import KEPT_SECONDS
+from worker.supervise.reconciler import BROKER_AWAY, BROKER_BACK, Reconciler
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def reconciler(bench, sent):
 
 def test_the_job_of_a_silent_worker_waits_again(bench, reconciler):
     with bench.database.write() as session:
-        assert jobs.heartbeat(session, bench.claim, -1.0)
+        assert lifecycle.heartbeat(session, bench.claim, -1.0)
 
     reconciler.run_once()
 
@@ -40,8 +40,8 @@ def test_the_job_of_a_silent_worker_waits_again(bench, reconciler):
 
 
 def test_a_waiting_job_that_nobody_took_is_announced_again_but_not_at_every_pass(bench, reconciler, sent):
-    with jobs.fenced(bench.database, bench.claim) as (session, job):
-        jobs.release(session, job)
+    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+        lifecycle.release(session, job)
 
     reconciler.run_once()
     reconciler.run_once()
@@ -54,7 +54,7 @@ def test_a_cancelled_job_gets_its_result_file(bench, reconciler):
     run.stop_requested = lambda: run.trainer.updates == 2
     asyncio.run(run.train())
     with bench.database.write() as session:
-        jobs.cancel(Work(session), session.get_one(Job, bench.job().seq))
+        lifecycle.cancel(Work(session), session.get_one(Job, bench.job().seq))
 
     reconciler.run_once()
 
@@ -72,7 +72,7 @@ def test_a_deleted_file_stays_while_an_unfinished_job_reads_it(bench, reconciler
     assert list(bench.blobs.list("files/")) == ["files/x"]
 
     with bench.database.write() as session:
-        jobs.cancel(Work(session), session.get_one(Job, bench.job().seq))
+        lifecycle.cancel(Work(session), session.get_one(Job, bench.job().seq))
     reconciler.run_once()
     assert list(bench.blobs.list("files/")) == []
     with bench.database.read() as session:
@@ -101,8 +101,8 @@ def test_an_idempotency_key_is_forgotten_after_a_day(bench, reconciler):
 
 
 def test_a_pass_that_fails_does_not_stop_the_others(bench, reconciler, sent):
-    with jobs.fenced(bench.database, bench.claim) as (session, job):
-        jobs.release(session, job)
+    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+        lifecycle.release(session, job)
 
     def broken():
         raise RuntimeError("no such table")
@@ -143,7 +143,7 @@ class TestLeasesThatEndedForNoFaultOfTheirWorkers:
 
     def late(self, bench, seconds=-1.0):
         with bench.database.write() as session:
-            assert jobs.heartbeat(session, bench.claim, seconds)
+            assert lifecycle.heartbeat(session, bench.claim, seconds)
 
     def test_after_a_jump_of_the_clock_every_worker_gets_the_time_of_a_lease(self, bench, reconciler, clock):
         reconciler.run_once()
@@ -155,7 +155,7 @@ class TestLeasesThatEndedForNoFaultOfTheirWorkers:
         assert bench.job().status == "running"
         assert "The clock jumped by +3600 s" in bench.events("warn")[-1]
         with bench.database.write() as session:
-            assert jobs.heartbeat(session, bench.claim, 60)
+            assert lifecycle.heartbeat(session, bench.claim, 60)
 
     def test_a_lease_that_a_jump_put_far_into_the_future_ends_in_time(self, bench, reconciler, clock):
         reconciler.run_once()
@@ -203,8 +203,8 @@ class TestLeasesThatEndedForNoFaultOfTheirWorkers:
 
 
 def test_a_broker_that_is_away_is_an_event_of_the_jobs_that_wait_and_so_is_its_return(bench):
-    with jobs.fenced(bench.database, bench.claim) as (session, job):
-        jobs.release(session, job)
+    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+        lifecycle.release(session, job)
     answers = [False, False, True, True]
     settings = Settings(data_dir=bench.tmp_path)
     reconciler = Reconciler(settings, bench.database, bench.blobs, lambda *wake: answers.pop(0))

@@ -12,16 +12,16 @@ import torch
 from sqlalchemy import select
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from core import joblogs, jobs
-from core.blobs import BlobNotFound
-from core.models import File, Job
+from core.database.tables import File, Job
+from core.jobs import lifecycle, run_logs
 from core.settings import Settings
+from core.storage.store import BlobNotFound
 from tests.families.zoo import FAMILIES
 from tests.tiny import make_tiny_model, tiny_tokenizer
-from worker.policy import load_base
+from worker.model.policy import load_base
 from worker.refusals import InvalidModel, ModelUnavailable, NotEnoughMemory, Refusal
 from worker.run import UserMistake, attempt, failing_once
-from worker.supervisor import Supervisor
+from worker.supervise.supervisor import Supervisor
 
 GRADER = {
     "type": "string_check",
@@ -207,7 +207,7 @@ class TestOfItsSurroundings:
 
     def test_a_hub_that_does_not_answer_is_tried_again_and_told_of_in_words(self, monkeypatch):
         from core.registry import BaseModelEntry
-        from worker import policy
+        from worker.model import policy
 
         def fails(*args, **kwargs):
             raise OSError("We couldn't connect to 'https://huggingface.co' to load the files.")
@@ -275,8 +275,8 @@ def test_a_job_that_cannot_succeed_has_one_attempt_and_no_traceback(bench, queue
     queued(path=without_template(model))
     monkeypatch.setenv("REGRAFT_DATABASE_URL", str(bench.database.engine.url))
     monkeypatch.setenv("REGRAFT_BLOB_URL", str(bench.tmp_path / "blobs"))
-    with jobs.fenced(bench.database, bench.claim) as (session, job):
-        jobs.release(session, job)
+    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+        lifecycle.release(session, job)
 
     def command(progress):
         return [sys.executable, "-m", "worker.run", str(os.getpid()), str(progress)]
@@ -285,10 +285,10 @@ def test_a_job_that_cannot_succeed_has_one_attempt_and_no_traceback(bench, queue
 
     job = bench.job()
     with bench.database.read() as session:
-        runs = [one for one in jobs.attempts(session, job.id) if one.epoch > bench.claim.epoch]
+        runs = [one for one in lifecycle.attempts(session, job.id) if one.epoch > bench.claim.epoch]
     assert (job.status, job.error["code"], job.failures) == ("failed", "no_chat_template", 0)
     assert len(runs) == 1
     assert "Traceback" not in job.error["message"]
     assert len(job.error["message"]) < 400
     with pytest.raises(BlobNotFound):  # the run had nothing else to say
-        bench.blobs.read(joblogs.key(bench.project.id, job.id, runs[0].epoch))
+        bench.blobs.read(run_logs.key(bench.project.id, job.id, runs[0].epoch))

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from core import events, jobs
-from core.db import Work
-from core.models import Attempt, File, Job, RolloutPage
+from core.database.engine import Work
+from core.database.tables import Attempt, File, Job, RolloutPage
+from core.jobs import events, lifecycle
 from graders.types import Grade
-from worker.checkpoints import MANIFEST
-from worker.samplers.transformers import TransformersSampler
-from worker.trainer import PeftTrainer
+from worker.learn.trainer import PeftTrainer
+from worker.record.checkpoints import MANIFEST
+from worker.rollout.samplers.transformers import TransformersSampler
 
 STEPS = 4
 TIMES = ("timing", "created_at")
@@ -129,11 +129,11 @@ def mortal(bench, make_policy, fate):
 
 def crash(bench):
     """What the supervisor and the next worker do after a kill -9."""
-    with jobs.fenced(bench.database, bench.claim) as (session, job):
-        jobs.crashed(session, job, reason="killed", max_failures=99)
+    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+        lifecycle.crashed(session, job, reason="killed", max_failures=99)
         job.next_run_at = 0.0
     with bench.database.write() as session:
-        bench.claim = jobs.claim(session, gpu_class="cpu", owner="next", lease_seconds=60)
+        bench.claim = lifecycle.claim(session, gpu_class="cpu", owner="next", lease_seconds=60)
 
 
 def left_by(bench):
@@ -258,7 +258,7 @@ def test_a_run_that_dies_again_and_again_leaves_the_same(bench, make_policy, und
 
     assert left_by(bench) == undisturbed["left"]
     with bench.database.read() as session:
-        attempts = jobs.attempts(session, bench.claim.job_id)
+        attempts = lifecycle.attempts(session, bench.claim.job_id)
     assert [one.outcome for one in attempts] == ["crashed"] * 4 + ["succeeded"]
     assert attempts[0].resumed_from == 0
     assert [one.worker for one in attempts] == ["first"] + ["next"] * 4
@@ -288,7 +288,7 @@ def test_whoever_lost_the_job_writes_nothing_more(bench):
     bench.train()
     left = left_by_rows(bench)
 
-    with pytest.raises(jobs.LeaseLost):
+    with pytest.raises(lifecycle.LeaseLost):
         asyncio.run(back_from_the_dead.train())
 
     assert left_by_rows(bench) == left
@@ -306,7 +306,7 @@ def test_a_cancel_keeps_the_checkpoints_that_there_are(bench, make_policy):
     asyncio.run(run.train())
 
     with bench.database.write() as session:
-        jobs.cancel(Work(session), session.get_one(Job, bench.job().seq))
+        lifecycle.cancel(Work(session), session.get_one(Job, bench.job().seq))
 
     assert [one.step for one in bench.checkpoints()] == [2]
     assert bench.blobs.read(f"{bench.checkpoints()[0].blob_prefix}/{MANIFEST}")

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from core import jobs
-from core.blobs import FolderBlobs
-from core.db import Work
-from core.models import Checkpoint, File, Job, RolloutPage, TunedModel, Upload, UploadPart
+from core.database.engine import Work
+from core.database.tables import Checkpoint, File, Job, RolloutPage, TunedModel, Upload, UploadPart
+from core.jobs import lifecycle
 from core.settings import Settings
-from worker.reconciler import Reconciler
-from worker.retention import DAY, Retention
+from core.storage.store import FolderBlobs
+from worker.supervise.reconciler import Reconciler
+from worker.supervise.retention import DAY, Retention
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_only_what_has_a_policy_goes(bench, keep):
 
 
 def test_many_pages_go_in_several_turns_and_then_there_is_a_pause(bench, keep, monkeypatch):
-    monkeypatch.setattr("worker.retention.PAGES_AT_ONCE", 3)
+    monkeypatch.setattr("worker.supervise.retention.PAGES_AT_ONCE", 3)
     for step in range(4):
         add_page(bench, step)
     finish(bench, days_ago=2)
@@ -271,7 +271,7 @@ def test_a_file_that_an_unfinished_job_reads_stays_until_that_ends(bench, column
     with bench.database.read() as session:
         assert session.query(File).one().deleted_at is None
     with bench.database.write() as session:
-        jobs.cancel(Work(session), session.get_one(Job, bench.job().seq))
+        lifecycle.cancel(Work(session), session.get_one(Job, bench.job().seq))
     reconcile(bench, keep_files_days=30)
 
     assert keys(bench, "files/") == []

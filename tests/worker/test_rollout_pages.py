@@ -9,15 +9,15 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from core import rollouts
-from core.methods import Hyperparameters, resolve
-from core.rollouts import Wanted
+from core.jobs.hyperparameters import Hyperparameters, resolve
+from core.results import rollouts
+from core.results.rollouts import Wanted
 from graders.types import ErrorKind, Grade, StepScore
 from tests.fakes import EveryFourthFails, Halves, SameForAll, Skill
-from worker import batch, grpo
-from worker.batch import divisors, share_of
-from worker.recorder import Quota
-from worker.rollouts import GradedStep, rows_of
+from worker.learn import batch, grpo
+from worker.learn.batch import divisors, share_of
+from worker.record.recorder import Quota
+from worker.record.rollouts import GradedStep, rows_of
 from worker.types import Group, Prompt, Rollout
 
 

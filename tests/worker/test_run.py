@@ -8,15 +8,15 @@ import math
 
 import pytest
 
-from core import jobs
-from core.db import Work
-from core.jobs import LeaseLost
-from core.models import File, RolloutPage, TunedModel
+from core.database.engine import Work
+from core.database.tables import File, RolloutPage, TunedModel
+from core.jobs import lifecycle
+from core.jobs.lifecycle import LeaseLost
 from core.response_format import SchemaTooLarge
 from graders.types import Grade, StepScore
 from tests.fakes import EveryFourthFails, ExactGrader, GuessingSampler, Halves, NeverGrades, SameForAll, Skill
 from worker.clock import Clock
-from worker.data import PromptStream
+from worker.rollout.prompts import PromptStream
 from worker.run import Outcome, UserMistake, trained
 from worker.types import UpdateMetrics
 
@@ -226,7 +226,7 @@ def test_a_cancelled_run_writes_nothing_more(bench):
     async def cancelled_during_three(number):
         if number == 3:
             with bench.database.write() as session:
-                jobs.cancel(Work(session), session.get(type(bench.job()), bench.job().seq))
+                lifecycle.cancel(Work(session), session.get(type(bench.job()), bench.job().seq))
         return await step(number)
 
     run.step = cancelled_during_three
@@ -245,7 +245,7 @@ def test_a_pause_stops_at_the_next_step_with_a_checkpoint(bench):
     async def paused_during_three(number):
         if number == 3:
             with bench.database.write() as session:
-                jobs.pause(Work(session), session.get(type(bench.job()), bench.job().seq))
+                lifecycle.pause(Work(session), session.get(type(bench.job()), bench.job().seq))
         return await step(number)
 
     run.step = paused_during_three

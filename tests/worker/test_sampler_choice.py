@@ -6,7 +6,7 @@ import pytest
 
 from core.registry import BaseModelEntry
 from core.settings import Settings
-from worker.samplers import choice, vllm
+from worker.rollout.samplers import choice, vllm
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from core.settings import Settings
 from graders.types import Grade
 from tests.fakes import learn
 from tests.worker.test_training import asked, drawn, prompt, sampling
+from worker.learn.trainer import PeftTrainer
 from worker.refusals import SamplerMismatch
-from worker.sampler_gate import SamplerGate
-from worker.trainer import PeftTrainer
+from worker.rollout.sampler_gate import SamplerGate
 from worker.types import Group
 
 GATE = SamplerGate(1e-3, "transformers 5", "float32")

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from worker.samplers import Answer, from_thread
+from worker.rollout.samplers import Answer, from_thread
 from worker.types import Rollout
 
 

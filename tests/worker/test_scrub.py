@@ -5,11 +5,18 @@ import logging
 
 import pytest
 
-from core.blobs import FolderBlobs, StoreEmpty
-from core.models import Checkpoint, File, ScrubRound
+from core.database.tables import Checkpoint, File, ScrubRound
+from core.storage.store import FolderBlobs, StoreEmpty
 from tests import factories
-from worker.scrub import DAY, HELD_SECONDS, MAX_TRIES, PAUSE_SECONDS, SECONDS_AT_ONCE, Scrub
-from worker.telemetry import SCRUBBED
+from worker.supervise.scrub import (
+    DAY,
+    HELD_SECONDS,
+    MAX_TRIES,
+    PAUSE_SECONDS,
+    SECONDS_AT_ONCE,
+    Scrub,
+)
+from worker.supervise.telemetry import SCRUBBED
 
 DAYS = 10.0
 

@@ -19,19 +19,19 @@ from openai import (
 from starlette.testclient import TestClient
 from transformers import AutoTokenizer
 
-from core.blobs import FolderBlobs
-from core.metrics import COUNTED
 from core.registry import BaseModelEntry, Registry
 from core.response_format import SchemaTooLarge
 from core.settings import Settings
+from core.storage.store import FolderBlobs
+from core.telemetry.metrics import COUNTED
 from tests.tiny import make_byte_model
-from worker.adapters import AdapterFolders
-from worker.engine import Token
-from worker.engines import DOWNLOADS_AT_ONCE, Engines, Refused
 from worker.refusals import ModelUnavailable
-from worker.serve import create_app
-from worker.transformers_engine import TransformersBuilder
-from worker.vllm_engine import VllmBuilder
+from worker.serve.adapters import AdapterFolders
+from worker.serve.engine import Token
+from worker.serve.engines import DOWNLOADS_AT_ONCE, Engines, Refused
+from worker.serve.server import create_app
+from worker.serve.transformers_engine import TransformersBuilder
+from worker.serve.vllm_engine import VllmBuilder
 
 pytestmark = pytest.mark.slow
 

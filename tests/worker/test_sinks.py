@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from core.methods import Hyperparameters, resolve
-from core.models import Job
+from core.database.tables import Job
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.settings import Settings
 from tests.fakes import Notebook
-from worker import results
+from worker.record import results
+from worker.record.exporters import Card, choice, feed
+from worker.record.exporters.feed import Feed, Feeds, flat
 from worker.run import UserMistake, closed_at_the_end
-from worker.sinks import Card, choice, feed
-from worker.sinks.feed import Feed, Feeds, flat
 
 CARD = Card("ftjob-1", "colours", "ftjob-1", None, (), {"model": "tiny"})
 DATA = {

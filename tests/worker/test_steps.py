@@ -2,11 +2,11 @@
 
 import pytest
 
-from core.methods import Hyperparameters, resolve
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from graders.types import ErrorKind, Grade, StepScore
 from tests.worker.test_training import packs_of
-from worker import grpo
-from worker.steps import token_ends, with_steps_only
+from worker.learn import grpo
+from worker.rollout.steps import token_ends, with_steps_only
 from worker.types import Group, Prompt, Rollout
 
 # Pieces of text as tokens; the last one is a stop token that no text shows.

@@ -10,15 +10,15 @@ import threading
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from core import joblogs, jobs
-from core.blobs import FolderBlobs
-from core.db import Work
-from core.jobs import MAX_CRASH_MESSAGE
-from core.models import Job
+from core.database.engine import Work
+from core.database.tables import Job
+from core.jobs import lifecycle, run_logs
+from core.jobs.lifecycle import MAX_CRASH_MESSAGE
 from core.settings import Settings
+from core.storage.store import FolderBlobs
 from tests.worker.kernel import FakeKernel
 from worker import process
-from worker.supervisor import Progress, Supervisor
+from worker.supervise.supervisor import Progress, Supervisor
 
 WAIT = (
     "import signal, sys; signal.signal(15, lambda *a: sys.exit(75)); print('up', flush=True); signal.pause()"
@@ -53,8 +53,8 @@ class Child:
 @pytest.fixture
 def supervise(bench, tmp_path):
     """Queue the bench's job again, and supervise children of the given source."""
-    with jobs.fenced(bench.database, bench.claim) as (session, job):
-        jobs.release(session, job)
+    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+        lifecycle.release(session, job)
 
     def make(source, **settings):
         child = Child(tmp_path, source)
@@ -85,8 +85,8 @@ def test_what_a_run_said_is_kept_for_its_job_and_not_in_the_event_of_its_crash(b
     supervisor.run_waiting()
 
     job = bench.job()
-    log = bench.blobs.read(joblogs.key(job.project_id, job.id, job.epoch)).decode()
-    assert len(log) == joblogs.MOST_BYTES and log.endswith("ab" + "b" * 999)
+    log = bench.blobs.read(run_logs.key(job.project_id, job.id, job.epoch)).decode()
+    assert len(log) == run_logs.MOST_BYTES and log.endswith("ab" + "b" * 999)
     [told] = bench.events("warn")
     assert len(told) == MAX_CRASH_MESSAGE
     assert told.endswith(f"a…. Log: GET /v1/regraft/jobs/{job.id}/logs")
@@ -172,7 +172,7 @@ def test_a_run_that_the_kernel_killed_is_out_of_memory_in_one_short_line(bench, 
         "Fine-tuning job interrupted: out of memory: the kernel killed the run; peak 9.50 GiB of 10.00 GiB. "
         f"Log: GET /v1/regraft/jobs/{job.id}/logs"
     )
-    stored = bench.blobs.read(joblogs.key(job.project_id, job.id, job.epoch)).decode()
+    stored = bench.blobs.read(run_logs.key(job.project_id, job.id, job.epoch)).decode()
     assert stored == f"Loading weights: 49%|{'#' * 49}\n"
 
 
@@ -213,7 +213,7 @@ def test_a_cancel_ends_the_child(bench, supervise):
     assert child.started.wait(20)
 
     with bench.database.write() as session:
-        jobs.cancel(Work(session), session.get(Job, bench.job().seq))
+        lifecycle.cancel(Work(session), session.get(Job, bench.job().seq))
     worker.join(20)
 
     assert not worker.is_alive()

@@ -8,12 +8,12 @@ from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qw
 
 from core.registry import BaseModelEntry
 from tests.tiny import make_tiny_model
-from worker import attention, support
-from worker.continuous import ContinuousEngine
-from worker.gradient import OwnGradient
-from worker.policy import Policy, load_base
+from worker.learn.gradient import OwnGradient
+from worker.model import attention, support
+from worker.model.policy import Policy, load_base
 from worker.refusals import NotEnoughMemory, UnsupportedModel
-from worker.samplers.transformers import TransformersSampler
+from worker.rollout.samplers.transformers import TransformersSampler
+from worker.serve.continuous import ContinuousEngine
 
 
 class TestByConfig:
@@ -121,7 +121,7 @@ class TestProbe:
                 support.probe(policy, sampled=True)
             support.probe(policy, sampled=False)
         with monkeypatch.context() as patch:
-            patch.setattr("worker.batch.group_mask", seen_by_siblings)
+            patch.setattr("worker.learn.batch.group_mask", seen_by_siblings)
             with pytest.raises(UnsupportedModel, match="training's forward pass differ"):
                 support.probe(policy, sampled=False)
         assert isinstance(OwnGradient, type) and issubclass(support.Replay, TransformersSampler)

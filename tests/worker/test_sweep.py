@@ -6,13 +6,14 @@ import time
 
 import pytest
 
-from core import joblogs, jobs, orphans
-from core.blobs import FolderBlobs, S3Blobs
-from core.models import File, RolloutPage, Upload, UploadPart
+from core.database.tables import File, RolloutPage, Upload, UploadPart
+from core.jobs import lifecycle, run_logs
 from core.settings import Settings
+from core.storage import orphans
+from core.storage.store import FolderBlobs, S3Blobs
 from worker.cli import main, service
-from worker.reconciler import Reconciler
-from worker.retention import HOUR, SWEEP_SECONDS, Retention, sweep
+from worker.supervise.reconciler import Reconciler
+from worker.supervise.retention import HOUR, SWEEP_SECONDS, Retention, sweep
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_all_that_attempts_and_processes_can_leave_behind_is_found(bench, base):
 def test_the_log_of_an_attempt_stays_as_long_as_the_attempt(bench, base):
     job = f"{base}/jobs/{bench.claim.job_id}/attempts"
     bench.train()
-    kept = put(bench, joblogs.key(bench.project.id, bench.claim.job_id, bench.claim.epoch))
+    kept = put(bench, run_logs.key(bench.project.id, bench.claim.job_id, bench.claim.epoch))
     others = [put(bench, f"{job}/99/log.txt"), put(bench, f"{job}/{bench.claim.epoch}/other.txt")]
 
     assert swept(bench) == sorted(others)
@@ -99,8 +100,8 @@ def test_what_the_attempt_at_work_writes_stays_however_old_it_is(bench, base):
     lost = put(bench, f"{attempt}/0/checkpoints/step-000002/adapter")
 
     assert swept(bench) == [lost]
-    with jobs.fenced(bench.database, bench.claim) as (session, job):
-        jobs.fail(session, job, code="x", message="x")
+    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+        lifecycle.fail(session, job, code="x", message="x")
     assert swept(bench) == [mine]
 
 

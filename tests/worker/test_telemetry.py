@@ -10,9 +10,9 @@ from graders.sandbox import pool
 from graders.spec import parse_grader
 from graders.types import ErrorKind, Grade, Sample
 from tests.fakes import ExactGrader
-from worker import observed
-from worker.observed import ObservedGrader
-from worker.telemetry import Gpus, Runs, Sandbox, SandboxLayers
+from worker import instruments
+from worker.instruments import ObservedGrader
+from worker.supervise.telemetry import Gpus, Runs, Sandbox, SandboxLayers
 
 
 def read(collector):
@@ -86,7 +86,7 @@ def test_a_run_that_dies_before_it_counted_anything_leaves_nothing(tmp_path):
 def counted():
     return {
         (sample.name, *sample.labels.values()): sample.value
-        for family in observed.COUNTED.collect()
+        for family in instruments.COUNTED.collect()
         for sample in family.samples
     }
 
@@ -130,7 +130,7 @@ def test_each_grader_of_a_multi_is_counted_by_its_type():
 def test_a_step_and_its_tokens_are_counted_by_the_loop_itself(bench):
     before = counted()
     run = bench.run()
-    run.sampler = observed.ObservedSampler(run.sampler)
+    run.sampler = instruments.ObservedSampler(run.sampler)
     run.collector.sampler = run.sampler
     run.rewards.grader = ObservedGrader(ExactGrader(), run.spec)
     asyncio.run(run.train())
@@ -150,8 +150,8 @@ def test_a_step_and_its_tokens_are_counted_by_the_loop_itself(bench):
 
 
 def test_a_run_writes_its_counts_when_it_ends(tmp_path):
-    with observed.written_to(tmp_path / "run.prom"):
-        observed.SAMPLED.inc(5)
+    with instruments.written_to(tmp_path / "run.prom"):
+        instruments.SAMPLED.inc(5)
 
     assert (
         f"regraft_sampled_tokens_total {counted()['regraft_sampled_tokens_total',]}"

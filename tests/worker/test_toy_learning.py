@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from core.methods import Hyperparameters, resolve
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import Registry
 from core.settings import Settings
 from graders.types import Grade
-from worker.policy import Policy, load_base
-from worker.samplers import Sampling, grouped
-from worker.samplers.transformers import TransformersSampler
-from worker.trainer import PeftTrainer
+from worker.learn.trainer import PeftTrainer
+from worker.model.policy import Policy, load_base
+from worker.rollout.samplers import Sampling, grouped
+from worker.rollout.samplers.transformers import TransformersSampler
 from worker.types import Group, Prompt
 
 # The first run converts the model into REGRAFT_DATA_DIR (.regraft by default), as a job would.

@@ -10,9 +10,9 @@ pytest.importorskip("opentelemetry.sdk", reason="regraft-server[otel] brings it"
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from core import tracing
+from core.telemetry import tracing
 from tests.fakes import ExactGrader
-from worker.observed import ObservedGrader
+from worker.instruments import ObservedGrader
 
 
 @pytest.fixture

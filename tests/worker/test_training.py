@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from core.methods import Hyperparameters, resolve
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from graders.types import Grade
 from tests.fakes import learn
 from tests.tiny import WORDS
-from worker import batch, grpo
-from worker.samplers import Sampling, grouped
-from worker.samplers.transformers import TransformersSampler, choose
-from worker.trainer import PeftTrainer
+from worker.learn import batch, grpo
+from worker.learn.trainer import PeftTrainer
+from worker.rollout.samplers import Sampling, grouped
+from worker.rollout.samplers.transformers import TransformersSampler, choose
 from worker.types import Group, Pack, Prompt, Sequence
 
 SETTINGS = resolve(

@@ -20,8 +20,8 @@ from tests.worker.test_training import (
     sampling,
     with_gap,
 )
-from worker import batch
-from worker.trainer import PeftTrainer
+from worker.learn import batch
+from worker.learn.trainer import PeftTrainer
 from worker.types import Group
 
 LOSSES = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
@@ -119,7 +119,7 @@ class TestWhatCounts:
             tensors = right(*args)
             return replace(tensors, target_M=tensors.target_M.roll(1))
 
-        monkeypatch.setattr("worker.gradient.tensors_of", shifted)
+        monkeypatch.setattr("worker.learn.gradient.tensors_of", shifted)
 
         assert relative_difference(packed_gradients(policy, groups, settings, 4096), expected) > 0.1
 

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import save_file
 from sqlalchemy import select
 
-from core.methods import Hyperparameters, kept, resolve
-from core.models import Checkpoint, File, Job
+from core.database.tables import Checkpoint, File, Job
+from core.jobs.hyperparameters import Hyperparameters, kept, resolve
 from core.settings import Settings
 from graders.spec import parse_grader
 from tests.fakes import ExactGrader
-from worker.checkpoints import FORMAT, Checkpoints, UnknownFormat
-from worker.ranks import Ranks
+from worker.learn.ranks import Ranks
+from worker.learn.trainer import PeftTrainer
+from worker.record.checkpoints import FORMAT, Checkpoints, UnknownFormat
 from worker.run import load
-from worker.trainer import PeftTrainer
 
 GRADER = {"type": "string_check", "name": "g", "input": "a", "reference": "b", "operation": "eq"}
 

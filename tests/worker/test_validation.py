@@ -7,13 +7,15 @@ import logging
 
 import pytest
 
-from core import export, jobs, logs, tracing
-from core.blobs import CHUNK_BYTES, FolderBlobs, StoreEmpty
-from core.datasets import Example
-from core.db import Work
-from core.models import Checkpoint, File, Job
+from core.database.engine import Work
+from core.database.tables import Checkpoint, File, Job
+from core.jobs import lifecycle
 from core.registry import Registry
+from core.results import export
 from core.settings import Settings
+from core.storage.datasets import Example
+from core.storage.store import CHUNK_BYTES, FolderBlobs, StoreEmpty
+from core.telemetry import logs, tracing
 from graders.backends import Backends
 from graders.spec import hide_secrets, parse_grader
 from graders.types import Grade
@@ -21,7 +23,7 @@ from tests.fakes import NeverGrades
 from tests.worker.conftest import GRADER
 from tests.worker.test_memory import QWEN3_14B
 from worker.run import read_data
-from worker.validation import dry_run, validate_next
+from worker.supervise.validation import dry_run, validate_next
 
 GOOD = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
 
@@ -155,14 +157,14 @@ class Slow(FolderBlobs):
 
     def open(self, key, *, chunk_size=CHUNK_BYTES):
         with self.bench.database.write() as session:
-            jobs.cancel(Work(session), session.get_one(Job, self.bench.job().seq))
+            lifecycle.cancel(Work(session), session.get_one(Job, self.bench.job().seq))
         return super().open(key, chunk_size=chunk_size)
 
 
 def test_what_is_logged_meanwhile_says_of_which_job(bench, validate):
     stream = io.StringIO()
     handler = logs.handler("json", stream)
-    log = logging.getLogger("worker.validation")
+    log = logging.getLogger("worker.supervise.validation")
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     try:

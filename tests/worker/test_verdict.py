@@ -5,10 +5,10 @@ import statistics
 
 import pytest
 
-from core.verdict import Verdict
+from core.jobs.verdict import Verdict
 from graders.types import ErrorKind, Grade
+from worker.record.verdict import MIN_ROWS, bootstrap_interval, compare, row_scores, standard_error
 from worker.types import Group, Prompt, Rollout
-from worker.verdict import MIN_ROWS, bootstrap_interval, compare, row_scores, standard_error
 
 
 def test_wins_losses_ties_and_means_are_of_pairs():

@@ -15,11 +15,11 @@ import httpx
 import pytest
 import torch
 
-from core.blobs import FolderBlobs
 from core.registry import BaseModelEntry
+from core.storage.store import FolderBlobs
 from tests.tiny import WORDS, make_tiny_model
-from worker.policy import Policy, load_base
-from worker.samplers.vllm import installed
+from worker.model.policy import Policy, load_base
+from worker.rollout.samplers.vllm import installed
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -46,7 +46,7 @@ def policy_of(folder, seed):
 
 
 def publish(folder, policy, prefix):
-    """As worker/checkpoints.py does. Returns how the API names the weights."""
+    """As worker/record/checkpoints.py does. Returns how the API names the weights."""
     policy.save(folder / "scratch")
     blobs, files = FolderBlobs(folder / "blobs"), []
     for path in sorted((folder / "scratch").iterdir()):

@@ -18,18 +18,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.methods import Hyperparameters, resolve
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from core.response_format import held_to
 from core.settings import Settings
 from tests.tiny import WORDS, make_byte_model, make_tiny_model
-from worker import memory, sizing
-from worker.batch import tensors_of
-from worker.policy import Policy, load_base
-from worker.samplers import Sampling, choice, grouped
-from worker.samplers.transformers import TransformersSampler
-from worker.samplers.vllm import EngineUnusable, VllmSampler, installed
-from worker.trainer import PeftTrainer
+from worker.learn.batch import tensors_of
+from worker.learn.trainer import PeftTrainer
+from worker.model import memory, sizing
+from worker.model.policy import Policy, load_base
+from worker.rollout.samplers import Sampling, choice, grouped
+from worker.rollout.samplers.transformers import TransformersSampler
+from worker.rollout.samplers.vllm import EngineUnusable, VllmSampler, installed
 from worker.types import Pack, Prompt, Sequence
 
 pytestmark = [
@@ -405,8 +405,8 @@ class TestProcess:
     def test_the_engine_dies_with_the_run(self):
         code = """
 import os
-from worker.samplers.vllm import EngineProcess
-from worker.samplers.wire import EngineConfig
+from worker.rollout.samplers.vllm import EngineProcess
+from worker.rollout.samplers.wire import EngineConfig
 engine = EngineProcess(EngineConfig("", "float32", "cpu", 16, 8, 1, 1), 60)
 print(engine.child.pid, flush=True)
 os._exit(1)

@@ -23,8 +23,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from worker.samplers import engine
-from worker.samplers.wire import EngineConfig, Request
+from worker.rollout.samplers import engine
+from worker.rollout.samplers.wire import EngineConfig, Request
 
 TAKES = {
     LLMEngine.add_request: ["request_id", "prompt", "params", "lora_request"],

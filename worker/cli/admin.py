@@ -12,14 +12,14 @@ from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core import audit, keys, tenants
-from core.audit import operator_of
-from core.db import Database, Work
+from core.database.engine import Database, Work
+from core.database.tables import ApiKey, Organization, Project, now
 from core.errors import InvalidRequest, ServiceError
-from core.keys import NewKey
-from core.limits import Limits
-from core.models import ApiKey, Organization, Project, now
 from core.settings import Settings
+from core.tenancy import audit, keys, tenants
+from core.tenancy.audit import operator_of
+from core.tenancy.keys import NewKey
+from core.tenancy.limits import Limits
 from worker.cli.service import configured, prepare
 
 T = TypeVar("T")

@@ -184,7 +184,11 @@ def _days(text: str) -> int:
     return int(text)
 
 
-SCOPES = ("read", "write", "admin")  # equal to core.keys.SCOPES (by a test), which would import SQLAlchemy
+SCOPES = (
+    "read",
+    "write",
+    "admin",
+)  # equal to core.tenancy.keys.SCOPES (by a test), which would import SQLAlchemy
 
 COMMANDS = (
     Command("up", "run the API, a worker and the reconciler in one process", "worker.cli.service:up"),

@@ -19,32 +19,35 @@ from types import FrameType
 
 import uvicorn
 
-from api.app import create_app
-from api.rates import open_rates
-from api.shutdown import Server
-from core import fsck, keys, logs, metrics, private, tracing
-from core.blobs import BlobStore, StoreEmpty, blobs_of
-from core.db import Database, Send
-from core.disk import Disks
-from core.figures import ServiceFigures
-from core.metrics import Collector
-from core.migrate import InvalidDatabaseUrl, SchemaNotReady, open_unchanged, upgrade
-from core.queue import WakeUps, open_celery, sender
+from api.http.app import create_app
+from api.http.rate_limits import open_rates
+from api.http.shutdown import Server
+from core import private
+from core.database.engine import Database, Send
+from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, open_unchanged, upgrade
+from core.jobs.queue import WakeUps, open_celery, sender
 from core.registry import Registry
 from core.settings import Settings
+from core.storage import fsck
+from core.storage.disk import Disks
+from core.storage.store import BlobStore, StoreEmpty, blobs_of
+from core.telemetry import logs, metrics, tracing
+from core.telemetry.metrics import Collector
+from core.telemetry.service_metrics import ServiceFigures
+from core.tenancy import keys
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
-from worker import alive, retention
-from worker.app import WorkerService
 from worker.backends import open_backends
 from worker.cli.configuration import check_models, read_settings
 from worker.cli.parser import UsageError
-from worker.export import export_to
-from worker.inference import InferenceServer, own_address
-from worker.members import Seat
+from worker.learn.members import Seat
+from worker.model.export import export_to
 from worker.process import quiet_environment
-from worker.sinks.choice import problem as sinks_problem
-from worker.telemetry import Gpus, Sandbox, SandboxLayers
+from worker.record.exporters.choice import problem as sinks_problem
+from worker.serve.launcher import InferenceServer, own_address
+from worker.supervise import liveness, retention
+from worker.supervise.app import WorkerService
+from worker.supervise.telemetry import Gpus, Sandbox, SandboxLayers
 
 log = logging.getLogger("regraft")
 
@@ -224,7 +227,7 @@ def member(arguments: argparse.Namespace) -> int:
     for seat in seats:
         seat.start()
     log.info("joining the runs of %s, with %d processes", settings.leader, settings.ranks)
-    alive.tell(alive.file_in(settings.data_dir), [seat.thread for seat in seats], stopping)
+    liveness.tell(liveness.file_in(settings.data_dir), [seat.thread for seat in seats], stopping)
     for seat in seats:
         seat.stop()
     for seat in seats:
@@ -269,7 +272,7 @@ def inference(arguments: argparse.Namespace) -> int:
     with suppress(OSError):  # holds only caches, and base models are served without them
         private.make_folder(settings.data_dir)
     os.environ.update(quiet_environment())
-    from worker.serve import serve  # imports torch
+    from worker.serve.server import serve  # imports torch
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _already_stopping)  # as in serve_api

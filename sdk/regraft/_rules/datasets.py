@@ -1,1 +1,1 @@
-../../../core/datasets.py
+../../../core/storage/datasets.py

@@ -1,0 +1,1 @@
+"""What all routes share: the application, its middleware, dependencies, errors and limits."""

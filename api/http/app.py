@@ -1,0 +1,157 @@
+"""The HTTP application, assembled from the components that are passed in."""
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
+
+from anyio import CapacityLimiter
+from fastapi import APIRouter, FastAPI
+from starlette.routing import BaseRoute
+
+from api.http import azure, docs_site, errors
+from api.http.admission import FILE_READS, UPLOADS, Admission
+from api.http.deps import Service, key_owner
+from api.http.grader_loop import GraderLoop
+from api.http.large_bodies import LargeBodies
+from api.http.middleware import BodyLimit, RequestHeaders
+from api.http.openapi import Documented
+from api.http.rate_limits import LocalRates, Rates
+from api.http.request_metrics import Measured
+from api.http.shapes import Error
+from api.http.shutdown import Shutdown
+from api.resources import (
+    archive,
+    attempts,
+    chat,
+    estimates,
+    evals,
+    files,
+    graders,
+    health,
+    job_request,
+    job_validation,
+    jobs,
+    models,
+    organization,
+    permissions,
+    preview,
+    responses,
+    rollouts,
+    stream,
+    uploads,
+    webhooks,
+)
+from core.database.engine import Database, Send
+from core.registry import Registry
+from core.settings import Settings
+from core.storage.store import BlobStore
+from graders.backends import Backends
+
+# Only file uploads are larger: a python grader has at most 256 kB.
+MOST_JSON_BYTES = 2 << 20
+# A larger body requires a valid key and a place in `Admission`.
+SMALL_JSON_BYTES = 64 << 10
+STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
+STREAM_READERS = 4
+
+
+def create_app(
+    settings: Settings,
+    database: Database,
+    blobs: BlobStore,
+    registry: Registry,
+    backends: Backends,
+    send: Send,
+    rates: Rates | None = None,
+) -> FastAPI:
+    """Build the application. The caller opens and closes the components.
+
+    Without `rates`, requests are counted in this process.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await app.state.upstream.close()
+        app.state.service.graders.close()
+
+    app = Documented(
+        title="regraft",
+        description="Reinforcement fine-tuning behind OpenAI's API.",
+        docs_url=None,  # FastAPI's own pages would load scripts from elsewhere; /docs is api/http/docs_site.py
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    admission = Admission(settings)
+    app.state.service = Service(
+        settings,
+        database,
+        blobs,
+        registry,
+        backends,
+        send,
+        rates=rates or LocalRates(),
+        admission=admission,
+        upload_threads=CapacityLimiter(UPLOADS),
+        stream_readers=CapacityLimiter(STREAM_READERS),
+        file_readers=CapacityLimiter(FILE_READS),
+        graders=GraderLoop(),
+        shutdown=Shutdown(),
+    )
+    app.state.upstream = chat.Upstream(settings)
+    app.router.routes.extend(all_routes())
+    app.include_router(docs_site.router(settings.docs_site))
+    errors.add_handlers(app)
+    app.add_middleware(
+        LargeBodies,
+        small=SMALL_JSON_BYTES,
+        streamed=STREAMED,
+        owner=key_owner,
+        arriving=admission.arriving_bodies,
+        parsed=admission.parsed_bodies,
+    )
+    app.add_middleware(
+        BodyLimit,
+        most_bytes=MOST_JSON_BYTES,
+        streamed=STREAMED,
+        most_drained=settings.max_upload_bytes,
+        least_rate=settings.min_upload_bytes_per_second,
+    )
+    app.add_middleware(azure.AzurePaths)  # before everything that reads the path
+    app.add_middleware(RequestHeaders)
+    app.add_middleware(Measured)  # added last, so it is the outermost
+    return app
+
+
+@cache
+def all_routes() -> list[BaseRoute]:
+    """Build all routes once per process: it takes half a second, and they hold no state of an application."""
+    # 4XX keeps FastAPI from documenting its 422, which we never return; the document then names each status.
+    router = APIRouter(responses={"4XX": {"model": Error}})
+    router.include_router(health.router)
+    for resource in (
+        files,
+        uploads,
+        jobs,
+        permissions,
+        attempts,
+        estimates,
+        preview,
+        models,
+        chat,
+        responses,
+        graders,
+        rollouts,
+        archive,
+        evals,
+        webhooks,
+        organization,
+        stream,
+        job_request,
+        job_validation,
+    ):
+        router.include_router(resource.router, prefix="/v1")
+    router.include_router(azure.router)
+    return router.routes

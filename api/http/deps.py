@@ -1,0 +1,222 @@
+"""Dependencies of the endpoints: the components of the service, the caller, and database access."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from anyio import CapacityLimiter
+from fastapi import BackgroundTasks, Depends, Header, Request
+from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+
+from api.http.admission import Admission
+from api.http.grader_loop import GraderLoop
+from api.http.rate_limits import Rates
+from api.http.shutdown import Shutdown
+from core.database.engine import Database, Send, Work, unit_of_work
+from core.database.tables import ApiKey, Organization, Project
+from core.errors import InvalidApiKey, ProjectNotFound, RateLimited
+from core.registry import Registry
+from core.settings import Settings
+from core.storage.store import BlobStore
+from core.tenancy import keys, tenants
+from core.tenancy.audit import Actor
+from core.tenancy.keys import Scope
+from graders.backends import Backends
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Service:
+    """The components that were passed to `create_app`."""
+
+    settings: Settings
+    database: Database
+    blobs: BlobStore
+    registry: Registry
+    backends: Backends
+    send: Send
+    rates: Rates
+    admission: Admission
+    # Separate thread pools: writing uploads, following jobs (each stream queries the database once a second), and
+    # reading whole files must not block ordinary endpoints.
+    upload_threads: CapacityLimiter
+    stream_readers: CapacityLimiter
+    file_readers: CapacityLimiter
+    graders: GraderLoop
+    shutdown: Shutdown
+
+
+async def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+Parts = Annotated[Service, Depends(_service)]
+
+
+def _read_session(service: Parts) -> Iterator[Session]:
+    with service.database.read() as session:
+        yield session
+
+
+# scope="function" ends a dependency before the response is sent. The default ends it afterwards, so a slow client
+# would hold the connection, and a failed commit would already have been answered with 200.
+ReadSession = Annotated[Session, Depends(_read_session, scope="function")]
+
+_bearer = HTTPBearer(auto_error=False, description="An API key of this service.")
+_azures_header = APIKeyHeader(
+    name="api-key", auto_error=False, description="The same key in the header of Azure's clients."
+)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The key and the project of a request."""
+
+    key: ApiKey
+    project: Project
+
+
+def _caller(
+    request: Request,
+    service: Parts,
+    background: BackgroundTasks,
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+    azures_key: Annotated[str | None, Depends(_azures_header)],
+    organization: Annotated[str | None, Header(alias="OpenAI-Organization", include_in_schema=False)] = None,
+    project: Annotated[str | None, Header(alias="OpenAI-Project", include_in_schema=False)] = None,
+) -> Caller:
+    token = _token(credentials, azures_key)
+    key, project_row = _authenticated(service.database, token, organization, project)
+    request.state.organization_id = project_row.organization_id  # for the openai-organization header
+    _limit_rate(request, service, project_row)
+    if keys.use_is_news(key):
+        background.add_task(_note_use, service.database, key.id)  # runs after the response
+    return Caller(key, project_row)
+
+
+async def key_owner(request: Request) -> str:
+    """Authenticate a request before its body is read, and return the id of the key's project.
+
+    Checks only the key, and counts no request against the rate limit.
+
+    Raises:
+        InvalidApiKey: as raised by every endpoint that requires a key.
+    """
+    token = _token(await _bearer(request), await _azures_header(request))
+    organization, project = (request.headers.get(f"openai-{name}") for name in ("organization", "project"))
+    database = request.app.state.service.database
+    _, found = await run_in_threadpool(_authenticated, database, token, organization, project)
+    return found.id
+
+
+def _token(credentials: HTTPAuthorizationCredentials | None, azures_key: str | None) -> str:
+    token = credentials.credentials if credentials else azures_key
+    if not token:
+        raise InvalidApiKey(
+            "You didn't provide an API key. You need to provide your API key in an Authorization header "
+            "using Bearer auth (i.e. Authorization: Bearer YOUR_KEY), or in an api-key header."
+        )
+    return token
+
+
+def _authenticated(
+    database: Database, token: str, organization: str | None, project: str | None
+) -> tuple[ApiKey, Project]:
+    # A separate session: an upload keeps its request open for minutes and must not hold a connection.
+    with database.read() as session:
+        key, found = keys.authenticate(session, token)
+        _refuse_mismatched(session, found, organization, project)
+    return key, found
+
+
+def _refuse_mismatched(
+    session: Session, found: Project, organization: str | None, project: str | None
+) -> None:
+    """Raise InvalidApiKey for a header that names another organization or project of this service.
+
+    OpenAI's client sends OPENAI_ORG_ID and OPENAI_PROJECT_ID of the environment. Ids that this service does not have,
+    such as those of an account at OpenAI, are ignored.
+    """
+    named = organization or found.organization_id
+    if named != found.organization_id and session.get(Organization, named) is not None:
+        message = "OpenAI-Organization header should match organization for API key."
+        raise InvalidApiKey(message, code="mismatched_organization")
+    named = project or found.id
+    if named != found.id and session.get(Project, named) is not None:
+        message = "OpenAI-Project header should match project for API key."
+        raise InvalidApiKey(message, code="mismatched_project")
+
+
+def _limit_rate(request: Request, service: Service, project: Project) -> None:
+    per_minute = tenants.limits(project, service.settings.default_limits).requests_per_minute
+    if per_minute is None:
+        return
+    taken = service.rates.take(project.id, per_minute)
+    request.state.answer_headers = taken.headers()
+    if not taken.allowed:
+        raise RateLimited(per_minute=per_minute, retry_after=taken.retry_after)
+
+
+def _note_use(database: Database, key_id: str) -> None:
+    try:
+        with database.write() as session:
+            keys.note_use(session, key_id)
+    except Exception as cause:  # the response was sent; a failure here must not fail the request
+        log.warning("could not note the use of %s: %r", key_id, cause)
+
+
+CurrentCaller = Annotated[Caller, Depends(_caller)]
+
+
+def _needs(scope: Scope) -> Callable[[Caller], Project]:
+    def checked(caller: CurrentCaller) -> Project:
+        keys.require(caller.key, scope)
+        return caller.project
+
+    return checked
+
+
+def _current_project(request: Request, caller: CurrentCaller) -> Project:
+    keys.require(caller.key, "read" if request.method in ("GET", "HEAD") else "write")
+    return caller.project
+
+
+# The project of the request's key, which must have the scope that the HTTP method requires.
+CurrentProject = Annotated[Project, Depends(_current_project)]
+# For a POST that changes data at no cost.
+ReadProject = Annotated[Project, Depends(_needs("read"))]
+# For endpoints that require the admin scope.
+AdminProject = Annotated[Project, Depends(_needs("admin"))]
+
+
+def _own_project(project_id: str, project: AdminProject) -> Project:
+    if project_id != project.id:
+        raise ProjectNotFound(project_id)
+    return project
+
+
+# The project that the path names as `project_id`, if the key administers it.
+OwnProject = Annotated[Project, Depends(_own_project)]
+
+
+def _actor(request: Request, caller: CurrentCaller) -> Actor:
+    project = caller.project
+    return Actor(caller.key.id, project.organization_id, project.id, request.state.request_id)
+
+
+CurrentActor = Annotated[Actor, Depends(_actor)]
+
+
+def _unit_of_work(service: Parts, actor: CurrentActor) -> Callable[[], AbstractContextManager[Work]]:
+    return partial(unit_of_work, service.database, service.send, actor)
+
+
+# For writing on behalf of the key: `with uow() as work:` in the endpoint's body commits there.
+Uow = Annotated[Callable[[], AbstractContextManager[Work]], Depends(_unit_of_work, scope="function")]

@@ -1,0 +1,50 @@
+"""Validation of schemas and patterns: the hazard pool compiles user input while a thread waits."""
+
+from collections.abc import Callable
+from functools import partial
+
+from api.http.deps import Service
+from api.http.large_bodies import body_is_read
+from core.database.tables import Project
+from core.errors import InvalidRequest, ServiceError
+from core.response_format import ResponseFormat, held_to
+from graders import complaints
+from graders.hazards import table
+from graders.hazards.pool import OWNER, HazardFailed, LimitExceeded, shared
+
+
+async def refuse_unusable_schema(
+    form: ResponseFormat | None, param: str, service: Service, project: Project
+) -> None:
+    """Reject a schema that does not compile within the limits of the hazard pool.
+
+    Raises:
+        InvalidRequest: the schema cannot be enforced.
+        TooManyAtOnce: the project's queue for checks is full.
+        ServiceError: the pool failed.
+    """
+    if form is not None:
+        await in_turn(partial(_check, form, param), service, project)
+
+
+async def in_turn(check: Callable[[], None], service: Service, project: Project) -> None:
+    """Run a check that waits for the hazard pool in a thread, within the project's concurrency limit.
+
+    Raises:
+        TooManyAtOnce: the project's queue for checks is full.
+    """
+    body_is_read()
+    OWNER.set(project.id)  # the thread has a copy of this context
+    await service.admission.checks.in_thread(project.id, check)
+
+
+def _check(form: ResponseFormat, param: str) -> None:
+    try:
+        why = shared().submit(table.SCHEMA, held_to(form.json_schema.schema_)).result()
+    except LimitExceeded as exceeded:
+        why = f"the schema is too expensive to compile: {exceeded}"
+    except HazardFailed as broken:
+        raise ServiceError(f"The schema could not be checked: {broken}") from broken
+    if why:
+        mistake = complaints.invalid_value(f"{param}.json_schema.schema", f"{why}.")
+        raise InvalidRequest(mistake.message, param=mistake.param, code=mistake.code)

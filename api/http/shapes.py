@@ -1,0 +1,107 @@
+"""Base schemas of requests and responses."""
+
+import json
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from core.database.pages import Page
+
+T = TypeVar("T")
+
+
+# Of an object anywhere in a request: as many as a schema may have properties. Pydantic makes a complaint of each
+# unknown key, a kilobyte in memory, although only the first is reported.
+MAX_KEYS = 5_000
+# No body with fewer characters has an object of more keys: one takes at least six (`"":0, `).
+_FEW = 6 * MAX_KEYS
+
+
+class Part(BaseModel):
+    """A component of a request: strict, without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Body(Part):
+    """A request body."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_json(cls, sent: Any) -> Any:
+        # Python's parser accepts values that are not JSON or not Unicode and that could be neither stored nor returned:
+        # NaN, Infinity, lone surrogates.
+        if not isinstance(sent, dict):  # pydantic reports it
+            return sent
+        try:
+            text = json.dumps(sent, allow_nan=False, ensure_ascii=False)
+            text.encode()
+        except (ValueError, RecursionError) as problem:
+            raise ValueError(f"the body contains a value that JSON does not allow: {problem}") from None
+        if len(text) > _FEW:
+            _refuse_many_keys(sent)
+        return sent
+
+
+def _refuse_many_keys(sent: dict[str, Any]) -> None:
+    containers: list[Any] = [sent]
+    while containers:
+        one = containers.pop()
+        if isinstance(one, dict):
+            if len(one) > MAX_KEYS:
+                raise ValueError(
+                    f"an object in the body has {len(one)} keys, at most {MAX_KEYS} are supported"
+                )
+            one = one.values()
+        containers += [below for below in one if isinstance(below, dict | list) and below]
+
+
+class Listing(BaseModel, Generic[T]):
+    """One page of a list. Request the next one with `after=<id of the last item>`."""
+
+    object: Literal["list"] = "list"
+    data: list[T]
+    has_more: bool = False
+
+
+class EndedListing(Listing[T], Generic[T]):
+    """A page with the ids of its first and last item."""
+
+    first_id: str | None
+    last_id: str | None
+
+
+class Deleted(BaseModel):
+    id: str
+    object: str
+    deleted: Literal[True] = True
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """The body of every error response."""
+
+    error: ErrorDetail
+
+
+After = Annotated[str | None, Query(description="Cursor: start after the item with this id.")]
+# Clamped instead of rejected: OpenAI does not publish a maximum.
+Limit = Annotated[int, Query(description="Maximum number of items, at most 100.")]
+
+
+def clamped(limit: int) -> int:
+    return max(1, min(limit, 100))
+
+
+def ends(page: Page[Any]) -> dict[str, str | None]:
+    """The first_id and last_id of a page."""
+    if not page.items:
+        return {"first_id": None, "last_id": None}
+    return {"first_id": page.items[0].id, "last_id": page.items[-1].id}

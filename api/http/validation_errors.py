@@ -1,0 +1,49 @@
+"""Converts validation errors to one API error."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from core.errors import InvalidParameter, InvalidRequest
+from core.jobs import hyperparameters
+from graders import complaints as translator
+from graders.complaints import Complaint
+from graders.spec import InvalidGrader
+
+
+def explain(complaints: Sequence[Complaint], sent: Any) -> InvalidRequest:
+    """Report the first error in `sent`. A value that matches no branch of a union is one error."""
+    first = complaints[0]
+    where, *loc = first["loc"]
+    if where == "body":
+        in_body = [
+            dict(complaint) | {"loc": complaint["loc"][1:]}
+            for complaint in complaints
+            if complaint["loc"][0] == "body"
+        ]
+        param, about = translator.first_of(in_body, sent)
+    else:  # the path or the query string
+        param = ".".join(map(str, loc))
+        about = [complaint for complaint in complaints if complaint["loc"] == first["loc"]]
+    cause = about[0].get("ctx", {}).get("error")
+    if isinstance(cause, InvalidGrader):  # its message already has the path inside the grader
+        return InvalidRequest(cause.message, param=cause.param, code=cause.code)
+    if isinstance(cause, InvalidParameter):
+        return InvalidRequest(str(cause), param=cause.param, code=cause.code)
+    if not param and len(about) == 1:
+        return _whole_body(about[0])
+    mistake = translator.explain(param, about)
+    meant = hyperparameters.meant(param) if mistake.code == "unknown_parameter" else None
+    hint = f" Did you mean '{meant}'?" if meant else ""
+    return InvalidRequest(f"{mistake.message}{hint}", param=mistake.param, code=mistake.code)
+
+
+def _whole_body(complaint: Complaint) -> InvalidRequest:
+    if complaint["type"] == "json_invalid":
+        where = f"{complaint['ctx']['error']} at character {complaint['loc'][-1]}"
+        return InvalidRequest(
+            f"We could not parse the JSON body of your request: {where}.", code="invalid_json"
+        )
+    if complaint["type"] == "value_error":
+        return InvalidRequest(f"Invalid request: {complaint['ctx']['error']}.")
+    hint = "expected a JSON object and the header 'Content-Type: application/json'"
+    return InvalidRequest(f"Invalid request body: {hint}.", code="invalid_type")

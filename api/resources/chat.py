@@ -1,0 +1,341 @@
+"""/v1/chat/completions: base models, and the project's tuned models and checkpoints.
+
+The API resolves a name to weights for this project and forwards the request to the inference server. The bytes of the
+response are relayed as the client reads them, and a client that disconnects aborts the request.
+"""
+
+import hashlib
+import json
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+import httpx
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BeforeValidator, ValidationInfo
+from starlette.types import Receive, Scope, Send
+
+from api.http.deps import CurrentProject, Parts, Service
+from api.http.errors import AsciiJSON
+from api.http.openapi import refusals
+from api.http.schema_checks import refuse_unusable_schema
+from api.http.shapes import Body
+from core.chat import Adapter, Chat, Served
+from core.database.tables import Checkpoint, Project
+from core.disconnect import until_gone
+from core.errors import InvalidParameter, InvalidRequest, ModelNotFound, NotReady, ServiceError
+from core.response_format import ResponseFormat
+from core.results import tuned_models
+from core.settings import Settings
+from core.storage.store import BlobNotFound, BlobStore
+from core.telemetry import tracing
+
+router = APIRouter(prefix="/chat/completions", tags=["Chat"])
+
+START_PATIENCE = 30.0  # for the inference process to start, which takes about ten seconds
+RECENTLY = 30.0  # the server counts as available for this long after its last response
+# The read timeout of OpenAI's client; the other timeouts assume a server on the same network.
+TIMEOUT = httpx.Timeout(connect=5.0, read=600.0, write=60.0, pool=None)
+MANIFESTS_REMEMBERED = 4096
+
+
+def _default_only(value: Any, info: ValidationInfo) -> None:
+    """Accept only no-op values; reject anything else by name."""
+    if value not in (None, 0, [], {}, "auto", "none", "default"):
+        name = str(info.field_name)
+        message = f"Unsupported parameter: '{name}' is not supported by this server; leave it out."
+        raise InvalidParameter(message, param=name, code="unsupported_parameter")
+
+
+def _text_only(value: Any) -> None:
+    if value not in (None, ["text"]):
+        raise ValueError("this server generates text only")
+
+
+Unsupported = Annotated[None, BeforeValidator(_default_only)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
+Verbosity = Literal["low", "medium", "high"] | None
+
+
+class Generation(Body):
+    """Parameters that every generation endpoint accepts and ignores."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+
+class ChatCreate(Chat, Generation):
+    """The parameters that OpenAI's client may send: honored, rejected by name, or ignored."""
+
+    model_config = Chat.model_config
+
+    frequency_penalty: Unsupported = None
+    presence_penalty: Unsupported = None
+    logit_bias: Unsupported = None
+    tools: Unsupported = None
+    tool_choice: Unsupported = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    web_search_options: Unsupported = None
+    moderation: Unsupported = None
+    modalities: Annotated[None, BeforeValidator(_text_only)] = None
+
+    # Ignored, as in a job (core/jobs/hyperparameters.py).
+    reasoning_effort: ReasoningEffort = None
+    verbosity: Verbosity = None
+
+    def forwarded(self, served: Served) -> dict[str, Any]:
+        """The request body for the inference server."""
+        request = self.model_dump(
+            mode="json", by_alias=True, exclude_none=True, include=set(Chat.model_fields)
+        )
+        return request | {"regraft": served.to_wire()}
+
+
+class Upstream:
+    """The connection of one API process to the inference server. Belongs to one event loop."""
+
+    def __init__(self, settings: Settings, *, patience: float = START_PATIENCE) -> None:
+        self.url = settings.inference_url.rstrip("/")
+        self.patience = patience
+        # Uncompressed: the bytes are relayed unchanged, so no proxy may compress them.
+        self.headers = {"authorization": f"Bearer {settings.inference_key}", "accept-encoding": "identity"}
+        self._heard_at = float("-inf")
+        self._manifests: OrderedDict[str, str] = OrderedDict()
+        self._client: httpx.AsyncClient | None = None
+
+    @property
+    def client(self) -> httpx.AsyncClient:
+        """Created on first use, in the event loop that it then belongs to."""
+        if self._client is None:
+            self._client = self._connected()
+        return self._client
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    def _connected(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            headers=self.headers,
+            timeout=TIMEOUT,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,  # a proxy for external hosts must not receive this
+        )
+
+    async def send(self, body: dict[str, Any]) -> httpx.Response:
+        """Send a request and return the response once its headers have arrived.
+
+        Raises:
+            InvalidRequest: this installation has no inference server.
+            NotReady: the inference server is not reachable yet.
+            ServiceError: the inference server does not respond.
+        """
+        if not self.url:
+            raise InvalidRequest(
+                "This server has no inference server; the operator configures one in REGRAFT_INFERENCE_URL.",
+                code="serving_not_configured",
+            )
+        await self._wait_until_there()
+        for last in (False, True):
+            url = f"{self.url}/chat/completions"
+            request = self.client.build_request("POST", url, json=body, headers=tracing.outgoing())
+            try:
+                answer = await self.client.send(request, stream=True)
+            except httpx.TransportError as cause:
+                self._heard_at = float("-inf")
+                if isinstance(cause, httpx.ReadTimeout):
+                    seconds = request.extensions["timeout"]["read"]
+                    raise ServiceError(f"The model has not answered for {seconds:g} s.") from cause
+                # A pooled connection may have closed with an idle process; a new connection reaches its successor.
+                if last or isinstance(cause, httpx.TimeoutException):
+                    raise _not_there(cause) from cause
+            else:
+                self._heard_at = time.monotonic()
+                return answer
+        raise AssertionError("the second try returns or raises")
+
+    async def _wait_until_there(self) -> None:
+        if time.monotonic() - self._heard_at < RECENTLY:
+            return
+        try:
+            # Wait only while a socket accepts connections for a process that starts; otherwise fail at once.
+            timeout = httpx.Timeout(self.patience, connect=TIMEOUT.connect)
+            answer = await self.client.get(f"{self.url.removesuffix('/v1')}/healthz", timeout=timeout)
+        except httpx.TransportError as cause:
+            raise _not_there(cause) from cause
+        if answer.status_code != 200:
+            raise _not_there()
+        self._heard_at = time.monotonic()
+
+    def adapter(self, blobs: BlobStore, checkpoint: Checkpoint) -> Adapter:
+        """The adapter by the hash of its manifest. A recreated checkpoint is another row with another id.
+
+        Raises:
+            BlobNotFound: the manifest is no longer in the blob store.
+        """
+        digest = self._manifests.get(checkpoint.id)
+        if digest is None:
+            manifest = blobs.read(f"{checkpoint.blob_prefix}/manifest.json")
+            digest = self._manifests[checkpoint.id] = hashlib.sha256(manifest).hexdigest()
+            if len(self._manifests) > MANIFESTS_REMEMBERED:
+                self._manifests.popitem(last=False)
+        return Adapter(prefix=checkpoint.blob_prefix, manifest_sha256=digest)
+
+
+def _not_there(cause: httpx.TransportError | None = None) -> NotReady:
+    if isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout):
+        message = (
+            "The inference server does not accept connections: it is not running or is starting. Try again."
+        )
+    else:
+        message = "The inference server is starting; try again."
+    return NotReady(message, retry_after=5)
+
+
+async def _upstream(request: Request) -> Upstream:
+    upstream: Upstream = request.app.state.upstream
+    return upstream
+
+
+Inference = Annotated[Upstream, Depends(_upstream)]
+
+
+async def described(
+    body: ChatCreate, project: CurrentProject, service: Parts, upstream: Inference
+) -> dict[str, Any]:
+    """The request with the weights that its model name resolves to."""
+    if isinstance(body.response_format, ResponseFormat):
+        await refuse_unusable_schema(body.response_format, "response_format", service, project)
+    return await to_thread.run_sync(_with_weights, body, project, service, upstream)
+
+
+def _with_weights(body: ChatCreate, project: Project, service: Service, upstream: Upstream) -> dict[str, Any]:
+    """Runs in a thread, because it reads the database and the blob store."""
+    base = service.registry.resolve(body.model)
+    if base in service.registry.models:
+        # OpenAI's responses name the snapshot of an alias.
+        return body.model_copy(update={"model": base}).forwarded(Served(base_model=base))
+    with service.database.read() as session:
+        model = tuned_models.find(session, project.id, body.model)
+        checkpoint = None if model is None else tuned_models.checkpoint_of(session, model)
+        if model is None or checkpoint is None:
+            made = [other.name for other in tuned_models.models(session, project.id)]
+            raise ModelNotFound(body.model, [*service.registry.names, *made])
+    try:
+        adapter = upstream.adapter(service.blobs, checkpoint)
+    except BlobNotFound:
+        raise ModelNotFound(body.model, service.registry.names) from None
+    return body.forwarded(Served(base_model=model.base_model, adapter=adapter))
+
+
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "A chat completion, or its chunks.", "content": {"text/event-stream": {}}}
+}
+
+
+@router.post("", responses=ANSWERS | refusals(404, 503))
+async def create_chat_completion(
+    request: Request, chat: Annotated[dict[str, Any], Depends(described)], upstream: Inference
+) -> Response:
+    """Create a chat completion, in one piece or as server-sent events."""
+    answer = await until_gone(request.receive, upstream.send(chat))
+    if answer is None:
+        return Response(status_code=499)
+    if answer.status_code == 200 and _is(answer, "text/event-stream") and chat.get("stream"):
+        return PassedOn(answer)
+    content = await until_gone(request.receive, whole(answer))
+    if content is None:
+        return Response(status_code=499)
+    kept = {name: answer.headers[name] for name in ("retry-after",) if name in answer.headers}
+    return Response(content, answer.status_code, kept, answer.headers.get("content-type"))
+
+
+async def whole(answer: httpx.Response) -> bytes:
+    """Read the body of a response and close it.
+
+    Raises:
+        ServiceError: the response is truncated, or did not come from an inference server that knows this API.
+        NotReady: a proxy could not reach the inference server.
+    """
+    try:
+        content = await answer.aread()
+    except httpx.TransportError as cause:
+        raise ServiceError(
+            "The inference server closed the connection before its response was complete."
+        ) from cause
+    finally:
+        await answer.aclose()
+    if answer.status_code == 401:
+        raise ServiceError("The inference server rejected the key in REGRAFT_INFERENCE_KEY.")
+    if not (_is(answer, "application/json") if answer.status_code == 200 else _is_error(content)):
+        raise _of_something_else(answer.status_code)
+    return content
+
+
+def _is(answer: httpx.Response, media_type: str) -> bool:
+    return str(answer.headers.get("content-type", "")).startswith(media_type)
+
+
+def _is_error(content: bytes) -> bool:
+    """Whether the body is an error in OpenAI's shape, as all errors of our inference server are."""
+    try:
+        error = json.loads(content)["error"]
+        return isinstance(error["message"], str) and "code" in error
+    except (ValueError, TypeError, LookupError):
+        return False
+
+
+def _of_something_else(status: int) -> ServiceError:
+    """The error for a response of another program, whose body our clients could not parse."""
+    if status in (502, 503, 504):
+        return NotReady(
+            f"The proxy could not reach the inference server (status {status}); try again.",
+            retry_after=5,
+        )
+    return ServiceError(
+        f"The inference server answered with status {status} and not in OpenAI's format: "
+        "REGRAFT_INFERENCE_URL may point to another server, or lack /v1."
+    )
+
+
+class PassedOn(StreamingResponse):
+    """The events of an upstream response, read as fast as the client reads them; both close together.
+
+    Args:
+        events: Converted events; None: the bytes unchanged.
+    """
+
+    def __init__(self, answer: httpx.Response, events: AsyncGenerator[bytes, None] | None = None) -> None:
+        self.answer = answer
+        super().__init__(
+            events or _events(answer), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.answer.aclose()
+
+
+async def _events(answer: httpx.Response) -> AsyncGenerator[bytes, None]:
+    try:
+        async for part in answer.aiter_raw():
+            yield part
+    except httpx.TransportError:  # too late for a status code; clients raise on an error event
+        error = ServiceError("The inference server closed the connection before its response was complete.")
+        yield b"data: " + AsciiJSON(error.envelope()).body + b"\n\n"

@@ -1,0 +1,165 @@
+"""/v1/regraft/estimate: estimate a job before it is created."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from api.http.deps import Parts, ReadProject, Service
+from api.http.openapi import FOR_ANY_KEY, refusals
+from api.resources.jobs import JobCreate, refuse_unusable, usable_model
+from core.database.tables import File, Project
+from core.disconnect import until_gone
+from core.errors import InvalidRequest
+from core.jobs import estimates, usage
+from core.jobs.budgets import Price
+from core.jobs.estimates import History
+from core.jobs.hyperparameters import Resolved
+from core.registry import BaseModelEntry
+from core.storage import datasets, files
+from core.storage.datasets import InvalidDataset
+from core.storage.store import BlobNotFound, BlobStore
+from graders.build import missing_fields
+from graders.spec import GraderSpec
+
+router = APIRouter(prefix="/regraft/estimate", tags=["regraft"])
+
+T = TypeVar("T")
+
+
+class Size(BaseModel):
+    """The size of the job with every "auto" resolved, and ranges of its duration and cost."""
+
+    model: str
+    gpu_class: str
+    training_rows: int
+    validation_rows: int
+    n_epochs: int
+    batch_size: int
+    group_size: int
+    max_completion_tokens: int
+    total_steps: int
+    estimate: dict[str, Any] | None  # in the shape of a job's estimate
+    reason: str | None  # reason for a missing estimate
+    warnings: list[str]  # accepted parameters without effect, as in the job's events
+
+
+class EstimateOut(Size):
+    object: Literal["regraft.estimate"] = "regraft.estimate"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A valid job, its size, and the history of its model."""
+
+    name: str
+    model: BaseModelEntry
+    gpu_class: str
+    training: File
+    train_rows: int
+    valid_rows: int
+    settings: Resolved
+    past: History | None
+    price: Price
+    warnings: list[str]
+
+    def size(self) -> dict[str, Any]:
+        """The fields of Size except the estimate."""
+        return {
+            "model": self.name,
+            "gpu_class": self.gpu_class,
+            "training_rows": self.train_rows,
+            "validation_rows": self.valid_rows,
+            "n_epochs": self.settings.n_epochs,
+            "batch_size": self.settings.batch_size,
+            "group_size": self.settings.group_size,
+            "max_completion_tokens": self.settings.max_completion_tokens,
+            "total_steps": self.settings.total_steps,
+            "warnings": self.warnings,
+        }
+
+    def estimate(self, of: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """Apply `of` to the history and the size, and add the cost."""
+        rows = {"train_rows": self.train_rows, "valid_rows": self.valid_rows}
+        return usage.with_cost(of(self.past, self.settings, **rows), 0.0, self.price)
+
+
+@router.post("", response_model=EstimateOut, responses=refusals(404), openapi_extra=FOR_ANY_KEY)
+async def estimate_job(
+    request: Request, body: JobCreate, project: ReadProject, service: Parts
+) -> EstimateOut | Response:
+    """Estimate the job that this body would create. Nothing is created."""
+
+    async def estimated() -> EstimateOut:
+        await refuse_unusable(body, service, project)
+        return await in_reader(service, project, partial(_estimate, body, project, service))
+
+    made = await until_gone(request.receive, estimated())
+    return Response(status_code=499) if made is None else made
+
+
+async def in_reader(service: Service, project: Project, read: Callable[[], T]) -> T:
+    """Run `read` in the thread pool for whole files, within the project's concurrency limit."""
+    return await service.admission.file_reads.in_thread(project.id, read, service.file_readers)
+
+
+def _estimate(body: JobCreate, project: Project, service: Service) -> EstimateOut:
+    job = asked(body, project, service)
+    return EstimateOut(
+        **job.size(),
+        estimate=None if job.past is None else job.estimate(estimates.before_start),
+        reason=estimates.NO_HISTORY if job.past is None else None,
+    )
+
+
+def asked(body: JobCreate, project: Project, service: Service) -> Asked:
+    """Read the inputs of the job, with the validation of job creation that follows `refuse_unusable`."""
+    model = usable_model(body, service)
+    name = service.registry.resolve(body.model)
+    price = Price.of(service.settings)
+    if body.budget:
+        body.budget.stored(price)  # validated here as on creation
+    gpu_class = model.gpu_class or service.settings.gpu_class
+    with service.database.read() as session:
+        find = partial(files.get_dataset, session, project.id)
+        training = find(body.training_file, param="training_file")
+        validation = find(body.validation_file, param="validation_file")
+        past = estimates.history(session, model=name, gpu_class=gpu_class)
+    # No connection is held while reading files, which may be large.
+    spec = body.method.reinforcement.grader
+    train_rows = _rows(service.blobs, training, "training_file", spec, datasets.MAX_TRAINING_ROWS)
+    valid_rows = _rows(service.blobs, validation, "validation_file", spec, datasets.MAX_VALIDATION_ROWS)
+    hyperparameters = body.method.reinforcement.hyperparameters
+    return Asked(
+        name=name,
+        model=model,
+        gpu_class=gpu_class,
+        training=training,
+        train_rows=train_rows,
+        valid_rows=valid_rows,
+        settings=estimates.sizes(hyperparameters, rows=train_rows, context=model.context),
+        past=past,
+        price=price,
+        warnings=hyperparameters.warnings,
+    )
+
+
+def _rows(blobs: BlobStore, file: File, param: str, spec: GraderSpec, most: int) -> int:
+    """Count the rows of a file by the validation rules of the job. Holds one row at a time.
+
+    Raises:
+        InvalidRequest: the job would reject the file, with the same message.
+    """
+    try:
+        return datasets.count_examples(
+            blobs.open(file.blob_key), check=lambda row: missing_fields(spec, row.item), max_rows=most
+        )
+    except InvalidDataset as invalid:
+        message = f"{param.replace('_', ' ').capitalize()} {file.id}: {invalid}"
+        raise InvalidRequest(message, param=param, code=f"invalid_{param}") from None
+    except BlobNotFound:
+        raise InvalidRequest(f"The contents of {file.id} are missing in the store.", param=param) from None

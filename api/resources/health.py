@@ -1,0 +1,33 @@
+"""/healthz and /readyz: liveness and readiness probes."""
+
+from fastapi import APIRouter
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
+
+from api.http.deps import Parts
+from api.http.openapi import refusals
+from core.database.migrate import is_ready
+from core.storage.disk import Disks
+
+router = APIRouter(tags=["Health"])
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """Liveness: the process is running."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", responses=refusals(503))
+def readyz(service: Parts) -> dict[str, str]:
+    """Readiness: the database has a usable schema and the disks have free space."""
+    try:
+        with service.database.read() as session:
+            ready = is_ready(session.connection())
+    except SQLAlchemyError as cause:  # the message may contain a host and a user
+        raise HTTPException(503, f"The database does not respond: {type(cause).__name__}.") from cause
+    if not ready:
+        raise HTTPException(503, "The database schema is older than this version: run the migrations.")
+    if problem := Disks(service.settings).problem():
+        raise HTTPException(503, problem)
+    return {"status": "ok"}

@@ -1,0 +1,31 @@
+"""/v1/regraft/jobs/{id}/request: the request that creates the same job again."""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from api.http.deps import CurrentProject, ReadSession
+from core.jobs import integrations, lifecycle
+from graders.spec import hide_secrets
+
+router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
+
+
+@router.get("/{job_id}/request")
+def show_request(job_id: str, project: CurrentProject, session: ReadSession) -> dict[str, Any]:
+    """Return the body that recreates this job, with its "auto" values; values of grader headers are masked."""
+    job = lifecycle.get(session, project.id, job_id)
+    method = {name: value for name, value in integrations.of_method(job).items() if value is not None}
+    reinforcement = method | {"grader": hide_secrets(method["grader"])}
+    request = {
+        "model": job.model,
+        "training_file": job.training_file,
+        "validation_file": job.validation_file,
+        "suffix": job.suffix,
+        "seed": job.seed,
+        "metadata": job.metadata_,
+        "integrations": integrations.asked(job) or None,
+        "method": {"type": "reinforcement", "reinforcement": reinforcement},
+        "budget": {"gpu_seconds": job.budget["gpu_seconds"]} if job.budget else None,
+    }
+    return {name: value for name, value in request.items() if value is not None}

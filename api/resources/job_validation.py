@@ -1,0 +1,71 @@
+"""/v1/regraft/jobs/validate: validate a job without creating it."""
+
+from collections.abc import Collection
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from anyio import to_thread
+from fastapi import APIRouter
+from pydantic import BaseModel, Field, ValidationError
+
+from api.http.deps import Parts, ReadProject, Service
+from api.http.openapi import FOR_ANY_KEY, refusals
+from api.http.shapes import Body
+from api.http.validation_errors import explain
+from api.resources.jobs import JobCreate, accept, refuse_unusable
+from core.database.tables import Project
+from core.storage import files
+from graders.spec import hide_secrets
+
+router = APIRouter(prefix="/regraft/jobs/validate", tags=["regraft"])
+
+FileField = Literal["training_file", "validation_file"]
+
+
+class JobValidate(Body):
+    """`job` is the body of POST /fine_tuning/jobs. `local_files` names those of its files that are not uploaded yet."""
+
+    job: dict[str, Any]
+    local_files: Annotated[list[FileField], Field(max_length=2)] = []
+
+
+class JobValidation(BaseModel):
+    """The job as it would be created."""
+
+    object: Literal["regraft.job_validation"] = "regraft.job_validation"
+    model: str
+    method: dict[str, Any]
+    warnings: list[str]
+
+
+@router.post("", responses=refusals(404), openapi_extra=FOR_ANY_KEY)
+async def validate_job(body: JobValidate, project: ReadProject, service: Parts) -> JobValidation:
+    """Validate a job as on creation. Nothing is created, and no file is read."""
+    # A local file has no id yet; any two distinct ids stand for the two files.
+    sent = body.job | {field: f"file-local-{field}" for field in body.local_files}
+    try:
+        job = JobCreate.model_validate(sent)
+    except ValidationError as invalid:
+        complaints = [error | {"loc": ("body", *error["loc"])} for error in invalid.errors()]
+        raise explain(complaints, sent) from None
+    await refuse_unusable(job, service, project)
+    return await to_thread.run_sync(_validated, job, body.local_files, project, service)
+
+
+def _validated(
+    job: JobCreate, local_files: Collection[str], project: Project, service: Service
+) -> JobValidation:
+    accepted = accept(job, service)
+    with service.database.read() as session:
+        find = partial(files.get_dataset, session, project.id)
+        if "training_file" not in local_files:
+            find(job.training_file, param="training_file")
+        if "validation_file" not in local_files:
+            find(job.validation_file, param="validation_file")
+    reinforcement = job.reinforcement()
+    shown = reinforcement | {"grader": hide_secrets(reinforcement["grader"])}
+    return JobValidation(
+        model=accepted.base_model,
+        method={"type": "reinforcement", "reinforcement": shown},
+        warnings=job.method.reinforcement.hyperparameters.warnings,
+    )

@@ -1,0 +1,76 @@
+"""/v1/models: base models and tuned models."""
+
+from typing import Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from api.http.deps import CurrentProject, Parts, ReadSession, Uow
+from api.http.openapi import refusals
+from api.http.shapes import Deleted, Listing
+from core.database.tables import Project, TunedModel
+from core.errors import InvalidRequest, ModelNotFound
+from core.registry import Registry
+from core.results import tuned_models
+
+router = APIRouter(prefix="/models", tags=["Models"])
+
+
+class ModelOut(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    shutdown_date: None = None
+
+    @classmethod
+    def base(cls, name: str, registry: Registry) -> "ModelOut":
+        """A base model, or an alias of one with its target as `root`."""
+        return cls(id=name, created=0, owned_by="regraft", root=registry.resolve(name), parent=None)
+
+    @classmethod
+    def tuned(cls, model: TunedModel, project: Project) -> "ModelOut":
+        return cls(
+            id=model.name,
+            created=model.created_at,
+            owned_by=project.organization_id,
+            root=model.base_model,
+            parent=model.base_model,
+        )
+
+
+# The name is the rest of the path after /models/: base models contain slashes, tuned ones colons.
+
+
+@router.get("")
+def list_models(project: CurrentProject, session: ReadSession, service: Parts) -> Listing[ModelOut]:
+    """List the base models and their aliases, then the project's tuned models, newest first."""
+    base = [ModelOut.base(name, service.registry) for name in service.registry.names]
+    made = [ModelOut.tuned(model, project) for model in tuned_models.models(session, project.id)]
+    return Listing(data=[*base, *made])
+
+
+@router.get("/{model:path}")
+def retrieve_model(model: str, project: CurrentProject, session: ReadSession, service: Parts) -> ModelOut:
+    """Retrieve a model."""
+    if model in service.registry.names:
+        return ModelOut.base(model, service.registry)
+    tuned_model = tuned_models.find(session, project.id, model)
+    if tuned_model is None:
+        made = [other.name for other in tuned_models.models(session, project.id)]
+        raise ModelNotFound(model, [*service.registry.names, *made])
+    return ModelOut.tuned(tuned_model, project)
+
+
+@router.delete("/{model:path}", responses=refusals(400))
+def delete_model(model: str, project: CurrentProject, service: Parts, uow: Uow) -> Deleted:
+    """Delete the name of a tuned model. Its job and checkpoints are kept."""
+    if model in service.registry.names:
+        raise InvalidRequest(f"'{model}' is a base model; only tuned models can be deleted.", param="model")
+    with uow() as work:
+        if not tuned_models.delete(work, project.id, model):
+            made = [other.name for other in tuned_models.models(work.session, project.id)]
+            raise ModelNotFound(model, made)
+    return Deleted(id=model, object="model")

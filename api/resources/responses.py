@@ -1,0 +1,423 @@
+"""/v1/responses: chat completions in the shapes of OpenAI's Responses API.
+
+A request is converted to a chat completion (api/resources/chat.py), and its response or events are converted back.
+Nothing is stored: to continue a conversation, send the earlier messages again.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Annotated, Any, Literal
+
+import httpx
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BeforeValidator, Field, Tag, ValidationInfo, model_validator
+
+from api.http.deps import CurrentCaller, CurrentProject, Parts
+from api.http.openapi import refusals
+from api.http.shapes import Part
+from api.resources.chat import ChatCreate as Chat
+from api.resources.chat import (
+    Generation,
+    Inference,
+    PassedOn,
+    ReasoningEffort,
+    Unsupported,
+    Verbosity,
+    create_chat_completion,
+    described,
+)
+from core.chat import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    TEXT_OR_LIST,
+    AnyObject,
+    ContentPart,
+    MaxTokens,
+    StreamOptions,
+    Temperature,
+    Text,
+    TopLogprobs,
+    TopP,
+)
+from core.errors import InvalidParameter, InvalidRequest, ResponseNotFound, ServiceError
+from core.response_format import JsonSchema
+from graders.template import quoted
+
+router = APIRouter(prefix="/responses", tags=["Responses"])
+
+# The path of the schema in a request, and in Chat.
+SCHEMA, CHATS_SCHEMA = "text.format.schema", "response_format.json_schema.schema"
+LOGPROBS = "message.output_text.logprobs"
+
+
+def _not_stored(value: Any, info: ValidationInfo) -> None:
+    if value is not None:
+        name = str(info.field_name)
+        message = (
+            f"Unsupported parameter: '{name}' is not supported by this server, which stores no responses; send the "
+            "earlier messages in 'input'."
+        )
+        raise InvalidParameter(message, param=name, code="unsupported_parameter")
+
+
+NotStored = Annotated[None, BeforeValidator(_not_stored)]
+
+
+class ResponseText(ContentPart):
+    """Text of a message; other fields of an earlier answer's text are ignored."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+class InputMessage(Part):
+    """A message of the conversation; an earlier answer is sent back unchanged from `output`."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[list[ResponseText], Field(min_length=1, max_length=MAX_PARTS), Tag("list")],
+        TEXT_OR_LIST,
+    ]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_message(cls, item: Any) -> Any:
+        kind = item.get("type") if isinstance(item, dict) else None
+        if isinstance(kind, str) and kind != "message":
+            raise ValueError(
+                f"items of type {quoted(kind)} are not supported, this server reads messages only"
+            )
+        return item
+
+    def chat(self) -> dict[str, Any]:
+        parts = self.content
+        content = parts if isinstance(parts, str) else [{"type": "text", "text": part.text} for part in parts]
+        return {"role": self.role, "content": content}
+
+
+class TextSchema(JsonSchema):
+    """text.format; Chat has the same fields under `json_schema`."""
+
+    type: Literal["json_schema"]
+
+
+class TextConfig(Part):
+    format: Annotated[Text | AnyObject | TextSchema, Field(discriminator="type")] | None = None
+    verbosity: Verbosity = None
+
+    def response_format(self) -> dict[str, Any] | None:
+        """The same in the shape of Chat."""
+        if self.format is None:
+            return None
+        sent = self.format.model_dump(mode="json", by_alias=True, exclude_none=True)
+        if not isinstance(self.format, TextSchema):
+            return sent
+        return {"type": sent.pop("type"), "json_schema": sent}
+
+    def shown(self) -> dict[str, Any]:
+        format_ = self.format or Text(type="text")
+        return {
+            "format": format_.model_dump(mode="json", by_alias=True),
+            "verbosity": self.verbosity or "medium",
+        }
+
+
+class Reasoning(Part):
+    """Ignored: reasoning effort cannot be configured."""
+
+    effort: ReasoningEffort = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+class ResponseCreate(Generation):
+    """The parameters that OpenAI's client may send: honored, ignored, or rejected by name."""
+
+    model: str
+    input: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[
+            list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("list")
+        ],
+        TEXT_OR_LIST,
+    ]
+    instructions: str | None = None
+    max_output_tokens: MaxTokens = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    text: TextConfig | None = None
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(max_length=100, fail_fast=True),
+        ]
+        | None
+    ) = None
+    top_logprobs: TopLogprobs = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    reasoning: Reasoning | None = None
+    truncation: Literal["disabled"] | None = None
+
+    previous_response_id: NotStored = None
+    conversation: NotStored = None
+    background: Unsupported = None
+    tools: Unsupported = None
+    tool_choice: Unsupported = None
+    max_tool_calls: Unsupported = None
+    prompt: Unsupported = None
+    context_management: Unsupported = None
+    moderation: Unsupported = None
+    access_programs: Unsupported = None
+    image: Unsupported = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    def chat(self) -> Chat:
+        """The same request as a chat completion. Validation here implies validity there."""
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            messages += [message.chat() for message in self.input]
+        chat = {
+            "model": self.model,
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "response_format": self.text and self.text.response_format(),
+            "logprobs": self.wants_logprobs or None,
+            "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
+            "stream": self.stream,
+            "stream_options": {"include_usage": True} if self.stream else None,
+        }
+        return Chat.model_validate(chat)
+
+
+@dataclass
+class Answer:
+    """A response in progress: the parameters that it repeats, and one message."""
+
+    request: ResponseCreate
+    model: str
+    id: str = field(default_factory=lambda: secrets.token_hex(24))
+    created_at: int = field(default_factory=lambda: int(time.time()))
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: dict[str, Any] | None = None
+
+    @property
+    def status(self) -> str:
+        if self.finish_reason is None:
+            return "in_progress"
+        return "incomplete" if self.finish_reason == "length" else "completed"
+
+    @property
+    def message_id(self) -> str:
+        return f"msg_{self.id}"
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+    def message(self, content: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        message = {"id": self.message_id, "type": "message", "role": "assistant"}
+        return message | {"status": self.status, "content": list(content)}
+
+    def response(self) -> dict[str, Any]:
+        """openai.types.responses.Response, in its current state."""
+        request, status = self.request, self.status
+        reasoning = request.reasoning or Reasoning()
+        return {
+            "id": f"resp_{self.id}",
+            "object": "response",
+            "created_at": self.created_at,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "background": False,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": request.metadata or {},
+            "model": self.model,
+            "output": [] if status == "in_progress" else [self.message([self.part()])],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "prompt_cache_key": request.prompt_cache_key,
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+            "safety_identifier": request.safety_identifier,
+            "service_tier": "default",
+            "store": False,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "text": (request.text or TextConfig()).shown(),
+            "tool_choice": "auto",
+            "tools": [],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "truncation": "disabled",
+            "usage": self.usage and response_usage(self.usage),
+            "user": request.user,
+        }
+
+
+def response_usage(usage: dict[str, Any]) -> dict[str, Any]:
+    """The token counts of a chat completion under the names of the Responses API."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+@dataclass(frozen=True)
+class Described:
+    """A request and its chat completion for the inference server."""
+
+    request: ResponseCreate
+    chat: dict[str, Any]
+
+
+async def _described(
+    body: ResponseCreate, project: CurrentProject, service: Parts, upstream: Inference
+) -> Described:
+    try:
+        chat = await to_thread.run_sync(body.chat)
+        return Described(body, await described(chat, project, service, upstream))
+    except InvalidRequest as cause:
+        if cause.param != CHATS_SCHEMA:
+            raise
+        message = cause.message.replace(CHATS_SCHEMA, SCHEMA)
+        raise InvalidRequest(message, param=SCHEMA, code=cause.code) from cause
+
+
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "A response, or its events.", "content": {"text/event-stream": {}}}
+}
+
+
+@router.post("", responses=ANSWERS | refusals(404, 503))
+async def create_response(
+    request: Request, body: Annotated[Described, Depends(_described)], upstream: Inference
+) -> Response:
+    """Create a response, in one piece or as typed server-sent events. Nothing is stored."""
+    chat = await create_chat_completion(request, body.chat, upstream)
+    answer = Answer(body.request, body.chat["model"])
+    if isinstance(chat, PassedOn):
+        return PassedOn(chat.answer, events(answer, chunks(chat.answer)))
+    if chat.status_code != 200:
+        return chat
+    completion = json.loads(bytes(chat.body))
+    [choice] = completion["choices"]
+    answer.text = choice["message"]["content"]
+    answer.logprobs = (choice["logprobs"] or {}).get("content") or []
+    answer.finish_reason, answer.usage = choice["finish_reason"], completion["usage"]
+    return JSONResponse(answer.response())
+
+
+@router.get("/{response_id}", include_in_schema=False)
+@router.delete("/{response_id}", include_in_schema=False)
+@router.get("/{response_id}/input_items", include_in_schema=False)
+@router.post("/{response_id}/cancel", include_in_schema=False)
+async def look_up(response_id: str, caller: CurrentCaller) -> None:
+    """Reject the request: responses are not stored."""
+    raise ResponseNotFound(response_id)
+
+
+async def chunks(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Parse the chunks of a streamed chat completion.
+
+    Raises:
+        ServiceError: the inference server failed or closed the connection early.
+    """
+    unread = b""
+    try:
+        async for received in answer.aiter_raw():
+            *whole, unread = (unread + received).split(b"\n\n")
+            for event in whole:
+                data = event.removeprefix(b"data: ")
+                if data == b"[DONE]":
+                    return
+                chunk = json.loads(data)
+                if error := chunk.get("error"):
+                    raise _Failed(error)
+                yield chunk
+    except httpx.TransportError as cause:
+        raise ServiceError(
+            "The inference server closed the connection before its response was complete."
+        ) from cause
+    raise ServiceError("The inference server closed the connection before its response was complete.")
+
+
+class _Failed(ServiceError):
+    """The error in an event of the inference server."""
+
+    def __init__(self, error: dict[str, Any]) -> None:
+        super().__init__(error["message"])
+        self.type = error["type"]
+
+
+async def events(answer: Answer, chunks: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
+    """The events of a response, as OpenAI's client parses them (openai.types.responses.ResponseStreamEvent)."""
+    numbers = count()
+
+    def event(kind: str, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": next(numbers)} | fields
+        data = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+        return f"event: {kind}\ndata: {data}\n\n".encode()
+
+    item = {"output_index": 0}
+    part = {"item_id": answer.message_id, "output_index": 0, "content_index": 0}
+    yield event("response.created", response=answer.response())
+    yield event("response.in_progress", response=answer.response())
+    yield event("response.output_item.added", **item, item=answer.message([]))
+    yield event("response.content_part.added", **part, part=answer.part())
+    try:
+        async for chunk in chunks:
+            for choice in chunk["choices"]:
+                logprobs = (choice["logprobs"] or {}).get("content") or []
+                text = choice["delta"].get("content") or ""
+                answer.text += text
+                answer.logprobs += logprobs
+                answer.finish_reason = choice["finish_reason"]
+                if text or logprobs:
+                    yield event("response.output_text.delta", **part, delta=text, logprobs=logprobs)
+            answer.usage = chunk.get("usage")
+        if answer.finish_reason is None:
+            raise ServiceError("The inference server ended its response before it was complete.")
+    except ServiceError as cause:  # too late for a status code
+        code = "invalid_prompt" if cause.type == "invalid_request_error" else "server_error"
+        failed = {"status": "failed", "error": {"code": code, "message": cause.message}}
+        yield event("response.failed", response=answer.response() | failed)
+        return
+    yield event("response.output_text.done", **part, text=answer.text, logprobs=answer.logprobs)
+    yield event("response.content_part.done", **part, part=answer.part())
+    yield event("response.output_item.done", **item, item=answer.message([answer.part()]))
+    yield event(f"response.{answer.status}", response=answer.response())

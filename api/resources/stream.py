@@ -1,0 +1,132 @@
+"""/v1/regraft/jobs/{id}/stream: a job's events as server-sent events.
+
+    id: ftevent-…                                        data: the event, as /events has it
+    event: status    data: {"object": "regraft.job.status", "id": "ftjob-…", "status": "running"}
+
+A status is sent at the start and on every change, after the events that led to it, and has no id. A final status is
+followed by `data: [DONE]`, as in OpenAI's streams. A client that reconnects with `Last-Event-ID`, as every EventSource
+does, misses nothing. Shutdown of the server closes all streams.
+"""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Header
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from api.http.admission import Place
+from api.http.deps import CurrentProject, Parts
+from api.http.shutdown import Shutdown
+from api.resources.jobs import EventOut
+from core.database.engine import Database
+from core.jobs import events, lifecycle
+
+router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
+
+POLL_SECONDS = 1.0
+KEEP_ALIVE_SECONDS = 15.0  # proxies close idle connections after a minute
+PAGE = 100  # events in memory per stream
+
+
+@router.get("/{job_id}/stream", response_class=StreamingResponse)
+async def stream_events(
+    job_id: str,
+    project: CurrentProject,
+    service: Parts,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> StreamingResponse:
+    """Stream the events of a job, past and future, until it ends."""
+    # Both raise here, because a stream that has started cannot return 429 or 404.
+    place = await service.admission.streams.enter(project.id)
+    try:
+        log = JobLog(service.database, project.id, job_id, service.stream_readers)
+        first = await log.read(last_event_id)
+    except BaseException:
+        place.leave()
+        raise
+    return Following(follow(log, first, service.shutdown, after=last_event_id), place)
+
+
+class Following(StreamingResponse):
+    """A streaming response that releases its place when it ends, even if the client left before the first event."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], place: Place) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # disables buffering in nginx
+        super().__init__(chunks, media_type="text/event-stream", headers=headers)
+        self._place = place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._place.leave()
+
+
+@dataclass(frozen=True)
+class News:
+    """The events after a cursor, and the job's status in the same snapshot."""
+
+    events: list[EventOut]
+    status: str
+    has_more: bool
+
+
+@dataclass(frozen=True)
+class JobLog:
+    """The log of one job, read in short sessions: between polls a stream holds no connection and no thread."""
+
+    database: Database
+    project_id: str
+    job_id: str
+    readers: CapacityLimiter
+
+    async def read(self, after: str | None) -> News:
+        """Raise JobNotFound, or InvalidRequest if `after` is not an event of this job."""
+        return await to_thread.run_sync(partial(self._read, after), limiter=self.readers)
+
+    def _read(self, after: str | None) -> News:
+        # One snapshot for both, so that a final status comes with all of its events.
+        with self.database.read() as session:
+            job = lifecycle.get(session, self.project_id, self.job_id)
+            page = events.onwards(session, job.id, after=after, limit=PAGE)
+            return News([EventOut.of(event) for event in page.items], job.status, page.has_more)
+
+
+async def follow(
+    log: JobLog, news: News, shutdown: Shutdown, *, after: str | None = None
+) -> AsyncIterator[bytes]:
+    """Yield `news` (read after `after`) and all later events as server-sent events, until shutdown."""
+    last, status, silence = after, "", 0.0
+    while True:
+        for event in news.events:
+            last = event.id
+            yield f"id: {event.id}\ndata: {event.model_dump_json()}\n\n".encode()
+        if not news.has_more and news.status != status:
+            status = news.status
+            yield _status(log.job_id, status)
+            if status in lifecycle.FINAL:
+                yield b"data: [DONE]\n\n"
+                return
+            silence = 0.0
+        elif news.events:
+            silence = 0.0
+        elif silence >= KEEP_ALIVE_SECONDS:
+            # No empty line follows: OpenAI's decoder would parse it as the end of an empty message.
+            yield b": still here\n"
+            silence = 0.0
+        if not news.has_more:
+            await shutdown.sleep(POLL_SECONDS)
+            silence += POLL_SECONDS
+        if shutdown.begun:
+            return
+        news = await log.read(last)
+
+
+def _status(job_id: str, status: str) -> bytes:
+    data = json.dumps({"object": "regraft.job.status", "id": job_id, "status": status})
+    return f"event: status\ndata: {data}\n\n".encode()

@@ -1,0 +1,1 @@
+"""Tables, transactions, pagination and migrations."""

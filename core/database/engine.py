@@ -1,0 +1,168 @@
+"""Engine, sessions, and the unit of work: one transaction, and messages that leave only after it."""
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Double, Engine, Text, create_engine, event, make_url
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, TimeoutError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
+
+from core import private
+from core.tenancy import audit
+from core.tenancy.audit import OPERATOR, Actor
+
+
+class db_now(FunctionElement[float]):
+    """The database's clock in Unix seconds: leases of many machines must be compared by one clock."""
+
+    type = Double()
+    inherit_cache = True
+
+
+@compiles(db_now, "postgresql")
+def _pg_now(element: db_now, compiler: SQLCompiler, **kw: Any) -> str:
+    return "extract(epoch from clock_timestamp())::float8"
+
+
+@compiles(db_now, "sqlite")
+def _sqlite_now(element: db_now, compiler: SQLCompiler, **kw: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+class json_text(FunctionElement[str]):
+    """json_text(column, key): the value of a key of a JSON object as text, NULL if absent.
+
+    Not `column[key]`: SQLAlchemy writes the key into a JSON path, which fails on quotation marks and does not find
+    non-ASCII keys.
+    """
+
+    type = Text()
+    inherit_cache = True
+
+
+@compiles(json_text, "postgresql")
+def _pg_json_text(element: json_text, compiler: SQLCompiler, **kw: Any) -> str:
+    column, key = (compiler.process(clause, **kw) for clause in element.clauses)
+    return f"({column} ->> {key})"
+
+
+@compiles(json_text, "sqlite")
+def _sqlite_json_text(element: json_text, compiler: SQLCompiler, **kw: Any) -> str:
+    column, key = (compiler.process(clause, **kw) for clause in element.clauses)
+    return f"(SELECT value FROM json_each({column}) WHERE key = {key})"
+
+
+def open_engine(url: str) -> Engine:
+    """Open SQLite in WAL mode or PostgreSQL, with settings that are safe for many processes."""
+    if make_url(url).get_backend_name() == "sqlite":
+        return _open_sqlite(url)
+    # A server that disappears must not block a heartbeat until the TCP timeout, which takes minutes.
+    limits = {"connect_timeout": 10, "tcp_user_timeout": 20_000, "keepalives_idle": 10}
+    return create_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=20, connect_args=limits)
+
+
+def _open_sqlite(url: str) -> Engine:
+    database = make_url(url).database
+    if database:
+        private.make_folder(Path(database).parent)
+    engine = create_engine(url, connect_args={"timeout": 30}, pool_size=10, max_overflow=20)
+
+    @event.listens_for(engine, "do_connect")
+    def on_do_connect(dialect: Any, record: Any, arguments: list[Any], options: dict[str, Any]) -> None:
+        # SQLite would create it with mode 0644. The -wal and -shm files inherit the mode of the database.
+        if database:
+            with suppress(OSError):  # SQLite reports the error
+                private.make_file(Path(database))
+
+    @event.listens_for(engine, "connect")
+    def on_connect(connection: Any, record: Any) -> None:
+        connection.isolation_level = None  # transactions are opened in on_begin
+        # FULL: a power failure loses no committed transaction. NORMAL could, since it syncs the WAL rarely.
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=30000", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def on_begin(connection: Connection) -> None:
+        # IMMEDIATE takes the write lock at the start: a transaction that reads first and writes later would fail
+        # with "database is locked", regardless of the busy timeout. Readers do not need it.
+        read_only = connection.get_execution_options().get("read_only", False)
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether a retry may succeed: the database is restarting, unreachable, locked or full."""
+    if not isinstance(error, DBAPIError):
+        return isinstance(error, TimeoutError)  # of SQLAlchemy: no free connection in the pool
+    if error.connection_invalidated or isinstance(error, InterfaceError):
+        return True
+    if isinstance(error.orig, sqlite3.Error):
+        # SQLite reports nearly every error as operational, a missing table included.
+        return any(
+            word in str(error.orig) for word in ("locked", "busy", "full", "disk I/O", "unable to open")
+        )
+    return isinstance(error, OperationalError)
+
+
+class Database:
+    """Provides sessions: `write` is one transaction that commits at the end, `read` sees one snapshot."""
+
+    def __init__(self, url: str) -> None:
+        self.engine = open_engine(url)
+        self._write = sessionmaker(self.engine, expire_on_commit=False)
+        self._read = sessionmaker(self.engine.execution_options(**self._snapshot()), expire_on_commit=False)
+
+    def write(self) -> AbstractContextManager[Session]:
+        return self._write.begin()
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        with self._read() as session:
+            yield session
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    def _snapshot(self) -> dict[str, Any]:
+        if self.engine.dialect.name == "sqlite":
+            return {"read_only": True}  # see on_begin
+        # By default each PostgreSQL statement sees the commits before it, not those before the transaction.
+        return {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+
+
+Send = Callable[[str, str], bool]
+"""send(task name, queue): wake up the workers of a queue. False: the broker was not reached."""
+
+
+@dataclass
+class Work:
+    """The session of one request or task, its author, and the wake-ups to send after the commit."""
+
+    session: Session
+    actor: Actor = OPERATOR
+    outbox: list[tuple[str, str]] = field(default_factory=list)
+
+    def wake(self, task: str, queue: str) -> None:
+        self.outbox.append((task, queue))
+
+    def record(self, action: str, target: str, data: dict[str, Any] | None = None) -> None:
+        """Append to the audit log in the same transaction; see core/tenancy/audit.py."""
+        audit.record(self.session, actor=self.actor, action=action, target=target, data=data)
+
+
+@contextmanager
+def unit_of_work(database: Database, send: Send, actor: Actor = OPERATOR) -> Iterator[Work]:
+    """One transaction. Messages leave after the commit; an exception rolls back and sends nothing."""
+    with database.write() as session:
+        work = Work(session, actor)
+        yield work
+    for task, queue in work.outbox:
+        send(task, queue)

@@ -1,0 +1,401 @@
+"""The tables. Times are Unix seconds; `seq` is the order of insertion and the cursor of every list."""
+
+import time
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from core.database.ids import new_id
+
+# SQLite autoincrements only a column declared INTEGER; PostgreSQL must not overflow at two billion events.
+Seq = BigInteger().with_variant(Integer, "sqlite")
+
+
+def now() -> int:
+    return int(time.time())
+
+
+class Table(DeclarativeBase):
+    # Named constraints, so that migrations can drop them in both databases.
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {dict[str, Any]: JSON(none_as_null=True), list[Any]: JSON(none_as_null=True)}
+
+
+class Organization(Table):
+    __tablename__ = "organizations"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True, default=lambda: new_id("org-"))
+    name: Mapped[str] = mapped_column(String(64))  # part of the names of tuned models
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class Project(Table):
+    __tablename__ = "projects"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True, default=lambda: new_id("proj_"))
+    organization_id: Mapped[str] = mapped_column(ForeignKey("organizations.id"))
+    name: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    # Limits of this project (core/tenancy/limits.py); for missing ones the operator's defaults apply.
+    limits: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # A counter over the job starts of all projects: among equal projects the lowest one is next.
+    last_turn: Mapped[int] = mapped_column(BigInteger, default=0)
+    # The same for file validations.
+    last_validation: Mapped[int] = mapped_column(BigInteger, default=0)
+    archived_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+
+
+class ApiKey(Table):
+    """An API key. Only its hash is stored: the key has 256 random bits, so one SHA-256 is sufficient."""
+
+    __tablename__ = "api_keys"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True, default=lambda: new_id("key_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    name: Mapped[str] = mapped_column(String(64))
+    sha256: Mapped[str] = mapped_column(String(64), unique=True)
+    last4: Mapped[str] = mapped_column(String(4))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    scope: Mapped[str] = mapped_column(String(8), default="admin")  # read < write < admin
+    owner: Mapped[str] = mapped_column(String(128), default="")  # the person who uses it
+    expires_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    revoked_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    last_used_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+
+
+class AuditEntry(Table):
+    """One change, written in its transaction."""
+
+    __tablename__ = "audit_entries"
+    __table_args__ = (Index(None, "project_id", "seq"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("audit_"))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    # No foreign keys: the log outlives its subjects.
+    organization_id: Mapped[str | None] = mapped_column(String(64), default=None)
+    project_id: Mapped[str | None] = mapped_column(String(64), default=None)
+    actor: Mapped[str] = mapped_column(String(64))  # the id of an API key, or "operator"
+    action: Mapped[str] = mapped_column(String(64))  # such as job.created
+    target: Mapped[str] = mapped_column(String(512))
+    request_id: Mapped[str | None] = mapped_column(String(64), default=None)
+    data: Mapped[dict[str, Any]] = mapped_column(default=dict)
+
+
+class ProjectUsage(Table):
+    """Usage of a project on one day (Unix time / 86400), repeated steps included."""
+
+    __tablename__ = "project_usage"
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
+    day: Mapped[int] = mapped_column(Integer, primary_key=True)
+    gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
+    grader_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
+class IdempotentRequest(Table):
+    """The stored response of a POST with an Idempotency-Key."""
+
+    __tablename__ = "idempotent_requests"
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    fingerprint: Mapped[str] = mapped_column(String(64))  # sha256 of method, path and body
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now, index=True)
+    status_code: Mapped[int] = mapped_column(Integer)
+    answer: Mapped[dict[str, Any]]
+
+
+class File(Table):
+    __tablename__ = "files"
+    __table_args__ = (Index(None, "project_id", "seq"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("file-", 22))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    filename: Mapped[str] = mapped_column(String(512))
+    purpose: Mapped[str] = mapped_column(String(32))
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str] = mapped_column(String(64))
+    blob_key: Mapped[str] = mapped_column(String(512))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    expires_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    # A deleted file keeps its row while an unfinished job reads it; the reconciler then removes both.
+    deleted_at: Mapped[int | None] = mapped_column(BigInteger, default=None, index=True)
+
+
+class Upload(Table):
+    """A multipart upload of a large file."""
+
+    __tablename__ = "uploads"
+    __table_args__ = (Index(None, "status", "expires_at"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("upload_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    filename: Mapped[str] = mapped_column(String(512))
+    purpose: Mapped[str] = mapped_column(String(32))
+    mime_type: Mapped[str] = mapped_column(String(128))
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    status: Mapped[str] = mapped_column(String(16), default="pending")  # completed, cancelled, expired
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    expires_at: Mapped[int] = mapped_column(BigInteger)
+    file_expires_after: Mapped[int | None] = mapped_column(BigInteger, default=None)  # seconds
+    file_id: Mapped[str | None] = mapped_column(String(64), default=None)
+
+
+class UploadPart(Table):
+    __tablename__ = "upload_parts"
+    __table_args__ = (Index(None, "upload_id"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("part_"))
+    upload_id: Mapped[str] = mapped_column(String(64))
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    blob_key: Mapped[str] = mapped_column(String(512))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class Job(Table):
+    """A fine-tuning job. core/jobs/lifecycle.py is the only writer of `status`, `epoch` and the lease."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        Index(None, "project_id", "seq"),
+        # Index 1 and 2: all waiting or running jobs. All four columns: the oldest job of each project
+        # (core/jobs/fairness.py).
+        Index(None, "status", "gpu_class", "project_id", "seq"),
+        Index(None, "status", "lease_expires_at"),
+    )
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("ftjob-"))
+    organization_id: Mapped[str] = mapped_column(ForeignKey("organizations.id"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+    # The request.
+    model: Mapped[str] = mapped_column(String(256))
+    training_file: Mapped[str] = mapped_column(String(64))
+    validation_file: Mapped[str | None] = mapped_column(String(64), default=None)
+    suffix: Mapped[str | None] = mapped_column(String(64), default=None)
+    seed: Mapped[int] = mapped_column(BigInteger)
+    metadata_: Mapped[dict[str, Any] | None] = mapped_column("metadata", default=None)
+    # method.reinforcement, normalized: grader, hyperparameters (with their "auto"), response_format, and the
+    # integrations
+    # (core/jobs/integrations.py).
+    reinforcement: Mapped[dict[str, Any]]
+
+    # The results.
+    status: Mapped[str] = mapped_column(String(32), default="validating_files")
+    # The resolved hyperparameters, written when the first run has loaded the model and the data.
+    resolved: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    error: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    started_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    finished_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    estimated_finish: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    # The delivered model compared with its base (core/jobs/verdict.py), written just before the job ends.
+    verdict: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    fine_tuned_model: Mapped[str | None] = mapped_column(String(512), default=None)
+    result_file: Mapped[str | None] = mapped_column(String(64), default=None)
+    trained_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    # Sums over the recorded steps and, until the job ends, the basis of its estimate (core/jobs/usage.py).
+    usage: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # The cap at which the job pauses (core/jobs/budgets.py): {"asked": the request, "gpu_seconds": 3600.0}. The
+    # recorded steps count against it.
+    budget: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
+
+    # The worker. `epoch` is the fencing token: every claim, cancel and lost lease increments it, and a run with an
+    # outdated
+    # value cannot write.
+    gpu_class: Mapped[str] = mapped_column(String(32))
+    epoch: Mapped[int] = mapped_column(Integer, default=0)
+    failures: Mapped[int] = mapped_column(Integer, default=0)
+    lease_owner: Mapped[str | None] = mapped_column(String(128), default=None)
+    lease_expires_at: Mapped[float | None] = mapped_column(Double, default=None)
+    next_run_at: Mapped[float] = mapped_column(Double, default=0.0)
+    dispatched_at: Mapped[float] = mapped_column(Double, default=0.0)
+
+
+class Attempt(Table):
+    """One attempt of a worker at a job: its checkpoint, times and outcome."""
+
+    __tablename__ = "job_attempts"
+    job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    epoch: Mapped[int] = mapped_column(Integer, primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16))  # validation | run
+    worker: Mapped[str] = mapped_column(String(128))
+    started_at: Mapped[float] = mapped_column(Double)
+    ended_at: Mapped[float | None] = mapped_column(Double, default=None)
+    # validated, succeeded, failed, cancelled, paused, drained, crashed, expired
+    outcome: Mapped[str | None] = mapped_column(String(16), default=None)
+    reason: Mapped[str | None] = mapped_column(Text, default=None)
+    resumed_from: Mapped[int | None] = mapped_column(Integer, default=None)  # the step of that checkpoint
+
+
+class Event(Table):
+    __tablename__ = "events"
+    __table_args__ = (Index(None, "job_id", "seq"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("ftevent-"))
+    job_id: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    level: Mapped[str] = mapped_column(String(8), default="info")
+    type: Mapped[str] = mapped_column(String(32), default="message")
+    message: Mapped[str] = mapped_column(Text)
+    data: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    # The step that the event reports. When a lost attempt's steps are repeated, its events are superseded: no longer
+    # listed, but still valid as cursors.
+    step: Mapped[int | None] = mapped_column(Integer, default=None)
+    superseded: Mapped[bool] = mapped_column(Boolean, default=False)
+
+
+class StepMetric(Table):
+    """One row for each finished step, and one for step 0, the validation of the base model."""
+
+    __tablename__ = "step_metrics"
+    job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    step: Mapped[int] = mapped_column(Integer, primary_key=True)
+    epoch: Mapped[int] = mapped_column(Integer)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    data: Mapped[dict[str, Any]]
+    # Of a validation: the mean score per row of the file, in order, null where no answer could be graded. Used to
+    # compare
+    # validations independently of the quota of stored samples. Loaded only on access.
+    valid_scores: Mapped[list[Any] | None] = mapped_column(default=None, deferred=True)
+
+
+class RolloutPage(Table):
+    """Where the graded samples of a step are: a Parquet blob (core/results/rollouts.py), or JSON lines if it is old."""
+
+    __tablename__ = "rollout_pages"
+    job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    step: Mapped[int] = mapped_column(Integer, primary_key=True)
+    split: Mapped[str] = mapped_column(String(8), primary_key=True)  # train | valid
+    epoch: Mapped[int] = mapped_column(Integer)
+    blob_key: Mapped[str] = mapped_column(String(512))
+    samples: Mapped[int] = mapped_column(Integer)
+    # Number of samples before subsampling to the quota. 0: an older version stored all of them.
+    total: Mapped[int] = mapped_column(Integer, default=0)
+    bytes: Mapped[int] = mapped_column(BigInteger, default=0)
+    # Of a validation: the summary of its eval run over all samples (core/results/evals.py).
+    summary: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class Checkpoint(Table):
+    """A complete manifest in the blob store; the row is written after it."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (UniqueConstraint("job_id", "step"), Index(None, "job_id", "seq"))
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("ftckpt_"))
+    job_id: Mapped[str] = mapped_column(String(64))
+    step: Mapped[int] = mapped_column(Integer)
+    epoch: Mapped[int] = mapped_column(Integer)
+    blob_prefix: Mapped[str] = mapped_column(String(512))
+    # None: not validated at this step. Exists for resuming, and is replaced by the next one unless a pause has named
+    # it.
+    valid_reward: Mapped[float | None] = mapped_column(Double, default=None)
+    metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class ScrubRound(Table):
+    """Progress of the scrub round: one row, shared by all workers (worker/supervise/scrub.py)."""
+
+    __tablename__ = "scrub_rounds"
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # always 1
+    started_at: Mapped[float] = mapped_column(Double)
+    # The worker that holds the lease on the round, and when the lease ends (Unix time).
+    holder: Mapped[str] = mapped_column(String(64), default="")
+    held_until: Mapped[float] = mapped_column(Double, default=0.0)
+    # The `seq` of the last file and of the last checkpoint that this round has read.
+    file_seq: Mapped[int] = mapped_column(BigInteger, default=0)
+    checkpoint_seq: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
+class TunedModel(Table):
+    """A model name for requests: the job's result, or one of its checkpoints."""
+
+    __tablename__ = "tuned_models"
+    __table_args__ = (Index(None, "project_id", "seq"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    name: Mapped[str] = mapped_column(String(512), unique=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    job_id: Mapped[str] = mapped_column(String(64), index=True)
+    checkpoint_id: Mapped[str] = mapped_column(String(64))
+    base_model: Mapped[str] = mapped_column(String(256))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class PastCursor(Table):
+    """The position of a deleted row in its list: its id may still be the `after` of a client that pages."""
+
+    __tablename__ = "past_cursors"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    owner: Mapped[str] = mapped_column(String(64))  # the project or job of the list
+    seq: Mapped[int] = mapped_column(BigInteger)
+    deleted_at: Mapped[int] = mapped_column(BigInteger, default=now, index=True)
+
+
+class CheckpointPermission(Table):
+    """Permission of another project of the organization to use a tuned model."""
+
+    __tablename__ = "checkpoint_permissions"
+    __table_args__ = (UniqueConstraint("model", "project_id"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("cp_"))
+    model: Mapped[str] = mapped_column(String(512))  # the name of the tuned model
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class WebhookEndpoint(Table):
+    __tablename__ = "webhook_endpoints"
+    __table_args__ = (Index(None, "project_id", "seq"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("whep_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    name: Mapped[str] = mapped_column(String(128))
+    url: Mapped[str] = mapped_column(String(2048))
+    event_types: Mapped[list[Any]]
+    # Thresholds for fine_tuning.job.threshold_reached: {"full_valid_mean_reward": 0.8} (core/outbound/webhooks.py).
+    thresholds: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # Not hashed: it signs every delivery.
+    secret: Mapped[str] = mapped_column(String(128))
+    old_secret: Mapped[str | None] = mapped_column(String(128), default=None)
+    old_secret_until: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    updated_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class WebhookDelivery(Table):
+    """One event for one endpoint, written in the transaction that emitted it."""
+
+    __tablename__ = "webhook_deliveries"
+    __table_args__ = (Index(None, "settled", "next_attempt_at"),)
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("wh_"))  # its webhook-id
+    endpoint_id: Mapped[str] = mapped_column(String(64), index=True)
+    job_id: Mapped[str] = mapped_column(String(64))
+    type: Mapped[str] = mapped_column(String(64))
+    body: Mapped[str] = mapped_column(Text)  # the exact text to sign and send
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    attempts: Mapped[int] = mapped_column(Integer, default=0)
+    next_attempt_at: Mapped[float] = mapped_column(Double, default=0.0)
+    settled: Mapped[bool] = mapped_column(Boolean, default=False)  # delivered, or given up
+    delivered_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    last_status: Mapped[int | None] = mapped_column(Integer, default=None)
+    last_error: Mapped[str | None] = mapped_column(Text, default=None)

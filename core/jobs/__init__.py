@@ -1,0 +1,1 @@
+"""Jobs: their lifecycle, queue, events, hyperparameters, usage and budgets."""

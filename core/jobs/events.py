@@ -1,0 +1,124 @@
+"""Events of a job, and the metrics of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Select, delete, select, update
+from sqlalchemy.orm import Session
+
+from core.database import pages
+from core.database.pages import Page
+from core.database.tables import Event, StepMetric, now
+from core.telemetry import logs
+
+if TYPE_CHECKING:  # core.jobs imports this module
+    from core.jobs.lifecycle import Claim
+
+
+def append(
+    session: Session,
+    job_id: str,
+    message: str,
+    *,
+    level: str = "info",
+    type: str = "message",
+    data: dict[str, Any] | None = None,
+    step: int | None = None,
+) -> Event:
+    """Append an event to the job's log, after all earlier ones.
+
+    An event with `step` is superseded when the step is repeated.
+    """
+    event = Event(
+        job_id=job_id, message=_storable(message), level=level, type=type, data=data or {}, step=step
+    )
+    session.add(event)
+    session.flush()  # assigns the sequence number now, independent of the transaction's other writes
+    return event
+
+
+def page(session: Session, job_id: str, *, after: str | None = None, limit: int) -> Page[Event]:
+    """List events newest first, without superseded ones."""
+    said, listed = _of_job(job_id)
+    return pages.newest_first(session, listed, Event, after=after, limit=limit, cursors=said)
+
+
+def onwards(session: Session, job_id: str, *, after: str | None = None, limit: int) -> Page[Event]:
+    """List events oldest first, starting after the event `after`."""
+    said, listed = _of_job(job_id)
+    return pages.oldest_first(session, listed, Event, after=after, limit=limit, cursors=said)
+
+
+def record_step(
+    session: Session,
+    claim: Claim,
+    step: int,
+    data: dict[str, Any],
+    valid_scores: Sequence[float | None] | None = None,
+) -> None:
+    """Store the metrics of a finished step. A step repeated after a crash replaces the row of the lost attempt.
+
+    Call it inside `jobs.fenced`, whose lock serializes concurrent attempts.
+    """
+    session.merge(
+        StepMetric(
+            job_id=claim.job_id,
+            step=step,
+            epoch=claim.epoch,
+            created_at=now(),
+            data=data,
+            valid_scores=None if valid_scores is None else list(valid_scores),
+        )
+    )
+
+
+def steps(session: Session, job_id: str) -> Sequence[StepMetric]:
+    """All recorded steps, in order."""
+    return session.scalars(
+        select(StepMetric).where(StepMetric.job_id == job_id).order_by(StepMetric.step)
+    ).all()
+
+
+def valid_scores(session: Session, job_id: str, step: int) -> list[float | None] | None:
+    """The row scores of this step's validation; None without one, or if an older version recorded it."""
+    scores: list[float | None] | None = session.scalar(
+        select(StepMetric.valid_scores).where(StepMetric.job_id == job_id, StepMetric.step == step)
+    )
+    return scores
+
+
+def has_message(session: Session, job_id: str, message: str) -> bool:
+    """Whether the job has an event with exactly this message."""
+    same = select(Event.id).where(Event.job_id == job_id, Event.message == _storable(message))
+    return session.scalar(same.limit(1)) is not None
+
+
+def warned(session: Session, job_id: str) -> set[str]:
+    """The monitors (worker/record/monitors.py) whose warning the job already has."""
+    _, listed = _of_job(job_id)
+    warnings = session.scalars(listed.where(Event.level == "warn"))
+    return {event.data["rule"] for event in warnings if "rule" in event.data}
+
+
+def discard_steps_after(session: Session, job_id: str, step: int) -> None:
+    """Delete the steps after a checkpoint: a run that resumes from it repeats them."""
+    session.execute(delete(StepMetric).where(StepMetric.job_id == job_id, StepMetric.step > step))
+    told = update(Event).where(Event.job_id == job_id, Event.step > step).values(superseded=True)
+    session.execute(told.execution_options(synchronize_session=False))
+
+
+def _of_job(job_id: str) -> tuple[Select[Event], Select[Event]]:
+    """All events of a job, which are valid cursors, and the ones that are listed."""
+    events = select(Event).where(Event.job_id == job_id)
+    return events, events.where(Event.superseded.is_(False))
+
+
+def _storable(text: str) -> str:
+    # Messages quote model output and the stderr of crashed processes. PostgreSQL stores no NUL and neither database
+    # stores lone surrogates; rejecting them here would lose the event and its state change. Escape codes and progress
+    # bars
+    # stay in the log of the run.
+    text = logs.cleaned(text)
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode("utf-8")

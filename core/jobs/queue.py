@@ -1,0 +1,104 @@
+"""Task names and wake-ups: the part of Celery that the API uses.
+
+A message only says "look for work"; the database row is the source of truth. A lost message delays the work until the
+reconciler repeats it; a duplicate has no effect.
+"""
+
+import logging
+import ssl
+import threading
+from typing import Any
+
+from celery import Celery
+from kombu import Queue
+
+from core.database.engine import Send
+
+VALIDATE = "regraft.validate_next"
+RUN = "regraft.run_next"
+DEFAULT_QUEUE = "default"
+
+log = logging.getLogger(__name__)
+
+
+def gpu_queue(gpu_class: str) -> str:
+    return f"gpu.{gpu_class}"
+
+
+def open_celery(broker_url: str, gpu_class: str) -> Celery:
+    """The Celery application of API and workers: JSON only, no results, early acks, no prefetch."""
+    if broker_url == "memory://":
+        broker_url = "memory://localhost"  # avoids the client's warning about a missing host
+    app = Celery("regraft", broker=broker_url)
+    options: dict[str, Any] = {"polling_interval": 0.05}
+    if broker_url.startswith("redis"):
+        options = {
+            "global_keyprefix": "regraft:",
+            "socket_timeout": 30,
+            "socket_connect_timeout": 5,
+            "socket_keepalive": True,
+            "health_check_interval": 25,
+        }
+    app.conf.update(
+        task_ignore_result=True,
+        task_serializer="json",
+        accept_content=["json"],
+        # A wake-up needs no redelivery: acknowledged before the work starts, it is never delivered twice because a job
+        # exceeds the visibility timeout.
+        task_acks_late=False,
+        worker_prefetch_multiplier=1,
+        worker_disable_prefetch=broker_url.startswith("redis"),
+        worker_hijack_root_logger=False,
+        broker_connection_retry_on_startup=True,
+        # kombu's default accepts any certificate. An option in the URL, such as ?ssl_cert_reqs=none, has precedence.
+        broker_use_ssl={"ssl_cert_reqs": ssl.CERT_REQUIRED} if broker_url.startswith("rediss://") else None,
+        broker_transport_options=options,
+        task_default_queue=DEFAULT_QUEUE,
+        task_create_missing_queues=True,
+        task_queues=[Queue(DEFAULT_QUEUE), Queue(gpu_queue(gpu_class))],
+    )
+    return app
+
+
+def sender(app: Celery) -> Send:
+    """A Send that never raises: the announced state is durable, and the reconciler repeats the wake-up."""
+
+    def send(task: str, queue: str) -> bool:
+        try:
+            app.send_task(task, queue=queue, retry=False, ignore_result=True)
+            return True
+        except Exception as cause:  # each broker client has its own exceptions
+            log.warning("could not send %s to %s (%r); the reconciler will", task, queue, cause)
+            return False
+
+    return send
+
+
+class WakeUps:
+    """Sends wake-ups from a background thread, so that no caller waits for an unavailable broker.
+
+    Duplicates of a queued wake-up are dropped. Those queued at exit are lost, and the reconciler sends them.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._waiting: dict[tuple[str, str], None] = {}  # in order of arrival
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, task: str, queue: str) -> bool:
+        with self._changed:
+            self._waiting[task, queue] = None
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="wake-ups", daemon=True)
+                self._thread.start()
+        return True
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                wake = next(iter(self._waiting))
+                del self._waiting[wake]
+            self._send(*wake)

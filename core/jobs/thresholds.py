@@ -1,0 +1,23 @@
+"""Thresholds of the warnings of a run (REGRAFT_WARNINGS); worker/record/monitors.py has the rules."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Thresholds(BaseModel):
+    """One threshold per warning (docs/howto/training.md, "Warnings"). None disables the warning."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    # Collapse: the entropy of the sampled answers falls below this fraction of its value in step 1.
+    entropy_share: float | None = Field(default=0.1, ge=0, le=1)
+    # Below base: the whole 95 % interval of the difference to the base is below the negative of this.
+    below_base: float | None = Field(default=0.0, ge=0)
+    # Overfitting: training minus validation reward exceeds this, and the standard error does not explain it.
+    overfitting: float | None = Field(default=0.1, ge=0)
+    # KL jump: in two consecutive steps `kl` exceeds the median of the five before by this, in nats per token, and the
+    # training reward is lower than in those five.
+    kl_jump: float | None = Field(default=1.0, ge=0)
+    # Truncation: in five consecutive steps more than this share of the answers is cut off at max_completion_tokens.
+    truncated_share: float | None = Field(default=0.2, ge=0, le=1)
+    # Length inflation: answers are longer than in step 1 by this factor.
+    length_factor: float | None = Field(default=3.0, ge=1)

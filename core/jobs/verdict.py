@@ -1,0 +1,80 @@
+"""The verdict on a finished job: whether the delivered model is better than its base, with the numbers.
+
+worker/record/verdict.py computes it; it is stored in Job.verdict as JSON.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Outcome = Literal["improved", "no_difference", "worse"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The delivered checkpoint against the base model on the same validation rows, paired by row.
+
+    `improved` means that the whole 95 % interval of the mean difference is above 0, `worse` that it is below 0, and
+    `no_difference` that it includes 0 or cannot be computed. A model with a clearly lower mean and damage in the run is
+    also `worse`, on that `ground`. The rewards are means over the compared rows.
+    """
+
+    outcome: Outcome
+    base_reward: float
+    tuned_reward: float
+    difference: float  # tuned minus base
+    ci_low: float | None  # None: too few rows for an interval (worker/record/verdict.py, MIN_ROWS)
+    ci_high: float | None
+    wins: int  # rows on which the delivered model scored higher
+    losses: int
+    ties: int
+    rows: int  # compared rows: wins + losses + ties
+    ungraded: int  # rows excluded because one of the two has no graded answer
+    step: int  # of the delivered checkpoint
+    # The damage (worker/record/monitors.py) that makes it `worse`; None: decided by the interval alone.
+    ground: str | None = None
+
+    @classmethod
+    def read(cls, stored: Mapping[str, Any]) -> "Verdict":
+        """From Job.verdict."""
+        return cls(
+            **{"ground": None} | {name: stored[name] for name in cls.__dataclass_fields__ if name in stored}
+        )
+
+    def stored(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def below_base(self) -> bool:
+        """Whether the delivered model's mean reward is lower than its base's by any amount."""
+        return self.difference < 0
+
+    def sentence(self) -> str:
+        """The numbers as one sentence, for the job's event and the model card."""
+        if self.ci_low is None or self.ci_high is None:
+            interval = "too few rows for a 95 % interval"
+        else:
+            interval = f"95 % interval {self.ci_low:.2f} to {self.ci_high:.2f}"
+        left_out = f" ({self.ungraded} more could not be graded)" if self.ungraded else ""
+        return (
+            f"Compared with the base model on {counted(self.rows, 'validation row')}{left_out}: "
+            f"{self.base_reward:.2f} -> {self.tuned_reward:.2f}, difference {self.difference:+.2f} ({interval}), "
+            f"{counted(self.wins, 'win')}, {counted(self.losses, 'loss', 'losses')}, "
+            f"{counted(self.ties, 'tie')}: {self._conclusion()}."
+        )
+
+    def _conclusion(self) -> str:
+        if self.ground is not None:
+            return (
+                f"worse, for it is below the base and the run shows damage ({self.ground.replace('_', ' ')})"
+            )
+        if self.outcome == "no_difference" and self.ci_low is None:
+            return "too few rows to tell"
+        if self.outcome == "no_difference" and self.below_base:
+            return "not significantly different"
+        return self.outcome.replace("_", " ")
+
+
+def counted(number: int, singular: str, plural: str | None = None) -> str:
+    """counted(1, "row") is "1 row", counted(2, "row") is "2 rows"."""
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"

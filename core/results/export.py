@@ -1,0 +1,342 @@
+"""A checkpoint as an export: the adapter, its tokenizer, a model card, and the data to reproduce it."""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core.database.engine import Database
+from core.database.tables import Checkpoint, Event, File, Job, TunedModel
+from core.errors import CheckpointDamaged, CheckpointNotFound, NotFound
+from core.jobs import events
+from core.jobs.verdict import Verdict
+from core.registry import Registry
+from core.results import tuned_models
+from core.storage import manifests
+from core.storage.manifests import Damaged
+from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
+
+FORMAT = 1
+# Excluded: only the trainer can use its state, which is twice as large as the rest.
+STAYS = frozenset({"trainer.pt", "manifest.json"})
+HideSecrets = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file in the blob store."""
+
+    name: str
+    key: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TakeHome:
+    """The files of an exported checkpoint: stored files, and texts generated on export."""
+
+    folder: str
+    files: Sequence[Stored]
+    texts: Mapping[str, bytes]
+
+    @property
+    def tar_bytes(self) -> int:
+        sizes = [file.bytes for file in self.files] + [len(text) for text in self.texts.values()]
+        return sum(512 + _rounded(size) for size in sizes) + 1024
+
+    def tar(self, blobs: BlobStore) -> Iterator[bytes]:
+        """An uncompressed tar in chunks, never as a whole in memory.
+
+        Raises:
+            BlobNotFound: immediately, if the first file is missing.
+            BlobCorrupt: at the end of a file whose bytes do not match its hash.
+        """
+        return self._tar(blobs, [blobs.open(file.key) for file in self.files[:1]])
+
+    def _tar(self, blobs: BlobStore, opened: list[Iterator[bytes]]) -> Iterator[bytes]:
+        for file in self.files:
+            chunks = opened.pop() if opened else blobs.open(file.key)
+            yield self._header(file.name, file.bytes)
+            yield from verified(file, chunks)
+            yield bytes(_rounded(file.bytes) - file.bytes)
+        for name, text in self.texts.items():
+            yield self._header(name, len(text)) + text + bytes(_rounded(len(text)) - len(text))
+        yield bytes(1024)
+
+    def _header(self, name: str, size: int) -> bytes:
+        info = tarfile.TarInfo(f"{self.folder}/{name}")
+        info.size, info.mode = size, 0o644
+        return info.tobuf(tarfile.USTAR_FORMAT)
+
+    def write(self, blobs: BlobStore, folder: Path) -> None:
+        """Write the same files to a folder, each verified against its hash."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in self.files:
+            blobs.download(file.key, folder / file.name, sha256=file.sha256)
+        for name, text in self.texts.items():
+            (folder / name).write_bytes(text)
+
+
+def check(home: TakeHome, blobs: BlobStore, checkpoint_id: str) -> None:
+    """Verify every stored file of a checkpoint before streaming: a response that has started can only be aborted.
+
+    Raises:
+        CheckpointDamaged: a file is missing or does not match its hash.
+    """
+    for file in home.files:
+        try:
+            for _ in verified(file, blobs.open(file.key)):
+                pass
+        except BlobNotFound:
+            raise CheckpointDamaged(checkpoint_id, str(Damaged(file.name, missing=True))) from None
+        except BlobCorrupt:
+            raise CheckpointDamaged(checkpoint_id, str(Damaged(file.name))) from None
+
+
+def verified(file: Stored, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+        yield chunk
+    if digest.hexdigest() != file.sha256:
+        raise BlobCorrupt(f"{file.key!r} does not have the sha256 it was stored with")
+
+
+def _rounded(size: int) -> int:
+    return -(-size // 512) * 512
+
+
+def find(session: Session, name: str) -> Checkpoint:
+    """Find a checkpoint by its id, by the name of a tuned model, or by the id of a job (its result).
+
+    Raises:
+        NotFound: it does not exist, or the job has no result yet.
+    """
+    model = session.scalar(select(TunedModel).where(TunedModel.name == name))
+    if model is None and (job := session.scalar(select(Job).where(Job.id == name))) is not None:
+        model = session.scalar(select(TunedModel).where(TunedModel.name == job.fine_tuned_model))
+        if model is None:
+            raise NotFound(
+                f"Job {name} has no fine-tuned model (it is {job.status}); name one of its checkpoints."
+            )
+    checkpoint = session.scalar(
+        select(Checkpoint).where(Checkpoint.id == (model.checkpoint_id if model else name))
+    )
+    if checkpoint is None:
+        raise NotFound(f"There is no checkpoint, tuned model or job {name!r}.")
+    return checkpoint
+
+
+def base_model(session: Session, checkpoint: Checkpoint) -> str:
+    """The registry's id of the base model."""
+    return session.scalars(select(Job.model).where(Job.id == checkpoint.job_id)).one()
+
+
+def of_project(session: Session, project_id: str, checkpoint_id: str) -> Checkpoint:
+    """Raise NotFound if the project has no such checkpoint."""
+    mine = select(Checkpoint).join(Job, Job.id == Checkpoint.job_id).where(Job.project_id == project_id)
+    checkpoint = session.scalar(mine.where(Checkpoint.id == checkpoint_id))
+    if checkpoint is None:
+        raise CheckpointNotFound(checkpoint_id)
+    return checkpoint
+
+
+def gather(
+    database: Database,
+    blobs: BlobStore,
+    registry: Registry,
+    checkpoint: Checkpoint,
+    hide_secrets: HideSecrets,
+) -> TakeHome:
+    """Collect an export. `hide_secrets` is that of graders.spec, which core must not import.
+
+    Holds no database connection while reading the blob store.
+
+    Raises:
+        NotFound: the files are missing.
+        CheckpointDamaged: the manifest is invalid.
+    """
+    try:
+        manifest = manifests.read(blobs, checkpoint.blob_prefix)
+    except Damaged as damage:
+        if damage.problem == "missing":
+            message = f"The files of checkpoint {checkpoint.id} are missing."
+            raise NotFound(message, param="checkpoint_id") from None
+        raise CheckpointDamaged(checkpoint.id, str(damage)) from None
+    files = [
+        Stored(file.name, f"{checkpoint.blob_prefix}/{file.name}", file.bytes, file.sha256)
+        for file in manifest.files
+        if file.name not in STAYS
+    ]
+    with database.read() as session:
+        job = session.scalars(select(Job).where(Job.id == checkpoint.job_id)).one()
+        recipe = _recipe(session, registry, job, checkpoint, files, hide_secrets)
+        rewards = [
+            (row.step, row.data) for row in events.steps(session, job.id) if row.step <= checkpoint.step
+        ]
+        name = tuned_models.names(session, [checkpoint]).get(
+            checkpoint.id, f"{job.id} at step {checkpoint.step}"
+        )
+    texts = {
+        "README.md": model_card(name, recipe, rewards).encode(),
+        "reproduce.json": (json.dumps(recipe, indent=2, ensure_ascii=False) + "\n").encode(),
+    }
+    return TakeHome(f"{job.id}-step-{checkpoint.step}", files, texts)
+
+
+def _recipe(
+    session: Session,
+    registry: Registry,
+    job: Job,
+    checkpoint: Checkpoint,
+    files: Sequence[Stored],
+    hide_secrets: HideSecrets,
+) -> dict[str, Any]:
+    """reproduce.json: `request` recreates the job once the two files are uploaded."""
+    method = job.reinforcement
+    grader = hide_secrets(method["grader"])
+    reinforcement = {"grader": grader, "hyperparameters": method["hyperparameters"]}
+    if method.get("response_format"):
+        reinforcement["response_format"] = method["response_format"]
+    request = {
+        "model": job.model,
+        "training_file": job.training_file,
+        "validation_file": job.validation_file,
+        "seed": job.seed,
+        "method": {"type": "reinforcement", "reinforcement": reinforcement},
+    }
+    if job.suffix:
+        request["suffix"] = job.suffix
+    return {
+        "format": FORMAT,
+        "regraft": version("regraft-server"),
+        "job": job.id,
+        "request": request,
+        "data": {
+            "training_file": _file(session, job, job.training_file),
+            "validation_file": _file(session, job, job.validation_file),
+        },
+        "grader_sha256": _digest(grader),
+        "resolved_hyperparameters": job.resolved,
+        "base_model": _base(registry, job.model),
+        "sampler": _announced(session, job, "sampler"),
+        "grader_environments": _announced(session, job, "grader_environments") or [],
+        # The delivered checkpoint against the base model; null for any other checkpoint of the job.
+        "verdict": job.verdict if job.verdict and job.verdict["step"] == checkpoint.step else None,
+        "checkpoint": {
+            "id": checkpoint.id,
+            "step": checkpoint.step,
+            "valid_reward": checkpoint.valid_reward,
+            "valid_difference": checkpoint.metrics.get("full_valid_difference"),
+            "files": [{"name": file.name, "bytes": file.bytes, "sha256": file.sha256} for file in files],
+        },
+    }
+
+
+def _announced(session: Session, job: Job, key: str) -> Any:
+    """The value of `key` in the data of the job's latest message event that has it; None without one."""
+    mine = select(Event).where(
+        Event.job_id == job.id, Event.type == "message", Event.data[key].as_string().is_not(None)
+    )
+    event = session.scalar(mine.order_by(Event.seq.desc()).limit(1))
+    return event.data[key] if event else None
+
+
+def _file(session: Session, job: Job, file_id: str | None) -> dict[str, Any]:
+    """The file of a job by id; a deleted file's row, with its hash, may be gone."""
+    mine = select(File).where(File.id == file_id, File.project_id == job.project_id)
+    file = session.scalar(mine)
+    if file is None:
+        return {"id": file_id, "filename": None, "bytes": None, "sha256": None}
+    return {"id": file.id, "filename": file.filename, "bytes": file.bytes, "sha256": file.sha256}
+
+
+def _base(registry: Registry, name: str) -> dict[str, Any]:
+    """The registry's entry, without the local path on the training machine."""
+    entry = registry.models.get(name)
+    if entry is None:
+        return {"name": name}
+    shown = entry.model_dump(
+        mode="json", exclude_none=True, include={"package", "file", "hub", "dtype", "context"}
+    )
+    return {"name": name, **({"folder": entry.path.name} if entry.path else {}), **shown}
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+    """README.md with the front matter of the Hugging Face Hub."""
+    base = recipe["base_model"]
+    known = base.get("hub") or base["name"]
+    checkpoint, data = recipe["checkpoint"], recipe["data"]
+    card = io.StringIO()
+    front = ["base_model: " + json.dumps(known), "library_name: peft", "pipeline_tag: text-generation"]
+    card.write(
+        "---\n" + "\n".join([*front, "tags: [lora, regraft, reinforcement-fine-tuning]"]) + "\n---\n\n"
+    )
+    card.write(f"# {name}\n\n")
+    card.write(
+        f"A LoRA adapter for `{known}`, trained by reinforcement fine-tuning with regraft {recipe['regraft']} "
+        f"(job `{recipe['job']}`, step {checkpoint['step']}).\n\n"
+    )
+    card.write("```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n")
+    card.write(
+        f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{known}"), "THIS FOLDER")\n```\n\n'
+    )
+    card.write(f"## Compared with the base model\n\n{_comparison(recipe)}\n\n")
+    card.write(
+        "## Rewards\n\nMean reward on the validation file with its standard error; step 0 is the base model.\n\n"
+    )
+    card.write("| step | validation | standard error | training |\n|---|---|---|---|\n")
+    for step, metrics in steps:
+        if metrics.get("full_valid_mean_reward") is not None:
+            card.write(
+                f"| {step} | {_number(metrics['full_valid_mean_reward'])} "
+                f"| {_number(metrics.get('full_valid_stderr'))} | {_number(metrics.get('train_mean_reward'))} |\n"
+            )
+    card.write("\n## Data and grader\n\n| | sha256 |\n|---|---|\n")
+    for role, file in data.items():
+        card.write(
+            f"| {role} `{file['filename'] or file['id']}` | `{file['sha256'] or 'unknown: deleted'}` |\n"
+        )
+    card.write(f"| grader | `{recipe['grader_sha256']}` |\n\n")
+    card.write("## Hyperparameters\n\n| | |\n|---|---|\n")
+    card.write(f"| seed | {recipe['request']['seed']} |\n| sampler | {recipe['sampler'] or 'unknown'} |\n")
+    for key, value in (recipe["resolved_hyperparameters"] or {}).items():
+        card.write(f"| {key} | {value} |\n")
+    card.write("\n`reproduce.json` has the whole request, and the hash of every file here.\n")
+    return card.getvalue()
+
+
+def _comparison(recipe: Mapping[str, Any]) -> str:
+    if recipe["verdict"] is not None:
+        verdict = Verdict.read(recipe["verdict"])
+        warning = {
+            "worse": "**This model is worse than its base model on these rows.** ",
+            "no_difference": "**No difference to the base model was found.** ",
+            "improved": "",
+        }[verdict.outcome]
+        return (
+            f"{warning}{verdict.sentence()} The checkpoint was chosen on these rows, so its reward on new ones "
+            "is probably a little lower."
+        )
+    difference = recipe["checkpoint"]["valid_difference"]
+    if difference is None:
+        return "This checkpoint was not compared with its base model."
+    return f"The mean paired difference on the validation rows is {difference:+.4f}."
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -1,0 +1,145 @@
+"""Checkpoints of a job, and the names of tuned models."""
+
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import ColumnElement, Select, or_, select
+from sqlalchemy import delete as delete_from
+from sqlalchemy.orm import Session
+
+from core.database import pages
+from core.database.engine import Work
+from core.database.pages import Page
+from core.database.tables import Checkpoint, CheckpointPermission, Job, Project, TunedModel
+from core.errors import InvalidRequest, PermissionNotFound
+
+
+def models(session: Session, project_id: str) -> Sequence[TunedModel]:
+    """All tuned models that the project may use, its own and those shared with it, newest first."""
+    callable_ = select(TunedModel).where(_callable_by(project_id))
+    return session.scalars(callable_.order_by(TunedModel.seq.desc())).all()
+
+
+def find(session: Session, project_id: str, name: str) -> TunedModel | None:
+    """The tuned model of this name, if the project may use it."""
+    return session.scalar(select(TunedModel).where(TunedModel.name == name, _callable_by(project_id)))
+
+
+def find_own(session: Session, project_id: str, name: str) -> TunedModel | None:
+    """The project's own tuned model of this name."""
+    return session.scalar(select(TunedModel).where(TunedModel.name == name, _own(project_id)))
+
+
+def _own(project_id: str) -> ColumnElement[bool]:
+    return TunedModel.project_id == project_id
+
+
+def _callable_by(project_id: str) -> ColumnElement[bool]:
+    shared = select(CheckpointPermission.model).where(CheckpointPermission.project_id == project_id)
+    return or_(_own(project_id), TunedModel.name.in_(shared))
+
+
+def checkpoint_of(session: Session, model: TunedModel) -> Checkpoint | None:
+    return session.scalar(select(Checkpoint).where(Checkpoint.id == model.checkpoint_id))
+
+
+def delete(work: Work, project_id: str, name: str) -> bool:
+    """Delete the name; its checkpoint is kept. False: the project has no such model."""
+    deleted = delete_from(TunedModel).where(TunedModel.project_id == project_id, TunedModel.name == name)
+    if work.session.scalar(deleted.returning(TunedModel.seq)) is None:
+        return False
+    _revoke_all(work.session, [name])
+    work.record("model.deleted", name)
+    return True
+
+
+def delete_names_of(session: Session, checkpoint_id: str) -> None:
+    """Delete the names of a checkpoint before its deletion, with their permissions."""
+    deleted = delete_from(TunedModel).where(TunedModel.checkpoint_id == checkpoint_id)
+    _revoke_all(session, session.scalars(deleted.returning(TunedModel.name)).all())
+
+
+def _revoke_all(session: Session, names: Sequence[str]) -> None:
+    session.execute(delete_from(CheckpointPermission).where(CheckpointPermission.model.in_(names)))
+
+
+# Permissions for other projects of the organization to use a model.
+
+
+def share(work: Work, model: TunedModel, project_ids: Sequence[str]) -> list[CheckpointPermission]:
+    """Permit these projects to use the model. Existing permissions are returned unchanged.
+
+    Raises:
+        InvalidRequest: a project is not in the organization, or is archived.
+    """
+    session = work.session
+    owner = session.get_one(Project, model.project_id)
+    pages.keep_order(session, owner.id)  # concurrent requests grant a permission once
+    granted = []
+    for project_id in dict.fromkeys(project_ids):
+        project = session.get(Project, project_id)
+        if project is None or project.organization_id != owner.organization_id or project.archived_at:
+            message = f"No such project in this organization: {project_id}"
+            raise InvalidRequest(message, param="project_ids")
+        this = CheckpointPermission.model == model.name, CheckpointPermission.project_id == project_id
+        permission = session.scalar(select(CheckpointPermission).where(*this))
+        if permission is None:
+            permission = CheckpointPermission(model=model.name, project_id=project_id)
+            session.add(permission)
+            session.flush()
+            work.record("checkpoint.permission.created", model.name, {"project": project_id})
+        granted.append(permission)
+    return granted
+
+
+def permissions(
+    session: Session,
+    model: TunedModel,
+    *,
+    project_id: str | None,
+    newest_first: bool,
+    after: str | None,
+    limit: int,
+) -> Page[CheckpointPermission]:
+    """List the permissions of the model."""
+    listed = select(CheckpointPermission).where(CheckpointPermission.model == model.name)
+    if project_id is not None:
+        listed = listed.where(CheckpointPermission.project_id == project_id)
+    read = pages.newest_first if newest_first else pages.oldest_first
+    return read(session, listed, CheckpointPermission, after=after, limit=limit, owner=model.project_id)
+
+
+def unshare(work: Work, model: TunedModel, permission_id: str) -> None:
+    """Delete a permission; raise PermissionNotFound if the model has no such one."""
+    this = CheckpointPermission.id == permission_id, CheckpointPermission.model == model.name
+    permission = work.session.scalar(select(CheckpointPermission).where(*this))
+    if permission is None:
+        raise PermissionNotFound(permission_id)
+    pages.delete_row(work.session, permission, owner=model.project_id)
+    work.record("checkpoint.permission.deleted", model.name, {"project": permission.project_id})
+
+
+def checkpoints(session: Session, job: Job, *, after: str | None = None, limit: int) -> Page[Checkpoint]:
+    """List checkpoints newest first: those that were validated, and those with a name (the result, a pause's).
+
+    The others exist only for resuming, and are replaced by the next one.
+    """
+    cursors = select(Checkpoint).where(Checkpoint.job_id == job.id)
+    return pages.newest_first(
+        session, _kept(job), Checkpoint, after=after, limit=limit, cursors=cursors, owner=job.id
+    )
+
+
+def _kept(job: Job) -> Select[Checkpoint]:
+    named = select(TunedModel.checkpoint_id).where(TunedModel.job_id == job.id)
+    kept = or_(Checkpoint.valid_reward.is_not(None), Checkpoint.id.in_(named))
+    return select(Checkpoint).where(Checkpoint.job_id == job.id, kept)
+
+
+def names(session: Session, checkpoints: Sequence[Checkpoint]) -> Mapping[str, str]:
+    """The model name of each checkpoint by its id: its own name, or else the job's."""
+    statement = select(TunedModel).where(
+        TunedModel.checkpoint_id.in_([checkpoint.id for checkpoint in checkpoints])
+    )
+    # Names with a step sort last, so they win.
+    ordered = sorted(session.scalars(statement), key=lambda model: ":ckpt-step-" in model.name)
+    return {model.checkpoint_id: model.name for model in ordered}

@@ -1,0 +1,1 @@
+"""The blob store, and what is kept in it: files, uploads, datasets, checkpoints."""

@@ -1,0 +1,94 @@
+"""Disk space of the database and the blobs: detection of full-disk errors, and free space."""
+
+import errno
+import shutil
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from prometheus_client import Counter
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from sqlalchemy import make_url
+from sqlalchemy.exc import DBAPIError
+
+from core.settings import Settings
+from core.telemetry.metrics import COUNTED
+
+REFUSALS = Counter(
+    "regraft_storage_refusals",
+    "Requests that failed because the database or the blob store was full.",
+    registry=COUNTED,
+)
+
+_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
+_PG_DISK_FULL = "53100"
+# Error codes of S3-compatible stores; Amazon S3 is never full.
+_FULL_CODES = {"InsufficientStorage", "XMinioStorageFull", "QuotaExceeded", "EntityTooLargeForQuota"}
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the error means a full disk: of a folder, of SQLite, of PostgreSQL or of S3."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL_ERRNOS
+    if isinstance(error, DBAPIError):
+        if isinstance(error.orig, sqlite3.Error):
+            return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL or (
+                "disk is full" in str(error.orig)
+            )
+        return getattr(error.orig, "sqlstate", None) == _PG_DISK_FULL
+    answer: dict[str, Any] = getattr(error, "response", None) or {}  # botocore's ClientError
+    if not isinstance(answer, dict):
+        return False
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status == 507 or answer.get("Error", {}).get("Code") in _FULL_CODES
+
+
+def folders(settings: Settings) -> dict[str, Path]:
+    """The local folders of the database and the blobs; none for remote stores."""
+    found = {}
+    url = make_url(settings.database)
+    if url.get_backend_name() == "sqlite" and url.database:
+        found["database"] = Path(url.database).parent
+    if "://" not in settings.blobs:
+        found["blobs"] = Path(settings.blobs)
+    elif (parts := urlsplit(settings.blobs)).scheme == "file":
+        found["blobs"] = Path(unquote(parts.path))
+    return found
+
+
+class Disks:
+    """Free space of the local stores. `least` is the minimum in bytes."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._folders = folders(settings)
+        self.least = settings.min_free_bytes
+
+    def problem(self) -> str | None:
+        """Describe the store with too little free space; None if all have enough."""
+        for store, (free, _) in self._room().items():
+            if free < self.least:
+                return f"The disk of the {store} has {free} bytes left, fewer than {self.least}."
+        return None
+
+    def collect(self) -> Iterable[Metric]:
+        free = GaugeMetricFamily(
+            "regraft_storage_free_bytes", "Free bytes on the disk of a local store.", labels=["store"]
+        )
+        total = GaugeMetricFamily(
+            "regraft_storage_total_bytes", "Total bytes of the disk of a local store.", labels=["store"]
+        )
+        for store, (left, size) in self._room().items():
+            free.add_metric([store], left)
+            total.add_metric([store], size)
+        return [free, total]
+
+    def _room(self) -> dict[str, tuple[int, int]]:
+        room = {}
+        for store, folder in self._folders.items():
+            there = next((one for one in (folder, *folder.parents) if one.exists()), None)
+            if there is not None:  # created with the first blob
+                usage = shutil.disk_usage(there)
+                room[store] = usage.free, usage.total
+        return room

@@ -1,0 +1,201 @@
+"""Rows of uploaded files and results; their content is in the blob store under `blob_key`."""
+
+import errno
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from sqlalchemy import ColumnElement, or_, select
+from sqlalchemy.orm import Session
+
+from core.database import pages
+from core.database.engine import Work
+from core.database.pages import Page
+from core.database.tables import File, Job, now
+from core.errors import FileNotFound, InvalidRequest
+from core.jobs.lifecycle import FINAL
+from core.storage import datasets
+from core.storage.datasets import Example, InvalidDataset
+from core.storage.store import CHUNK_BYTES, BlobCorrupt, BlobNotFound, BlobStore, check_not_empty
+
+FINE_TUNE, RESULTS = "fine-tune", "fine-tune-results"
+
+
+def get(session: Session, project_id: str, file_id: str) -> File:
+    """Return the project's file, or raise FileNotFound, also for deleted, expired and other projects' files."""
+    file = session.scalar(select(File).where(File.id == file_id, _readable(project_id)))
+    if file is None:
+        raise FileNotFound(file_id)
+    return file
+
+
+def get_dataset(session: Session, project_id: str, file_id: str, *, param: str) -> File:
+    """Return the file that `param` names if it is training data; otherwise raise InvalidRequest."""
+    try:
+        file = get(session, project_id, file_id)
+    except FileNotFound as missing:
+        # 400, not 404: the URL was valid, a field of the body was not.
+        raise InvalidRequest(missing.message, param=param) from None
+    if file.purpose != FINE_TUNE:
+        message = f"The file {file_id} has purpose '{file.purpose}', but must have '{FINE_TUNE}'."
+        raise InvalidRequest(message, param=param)
+    return file
+
+
+MISSING, DAMAGED = "are missing", "are damaged"
+USE_ANOTHER = "Upload the file again and create the job with the new one."
+RESTORE = "Upload the file again, or ask the operator of the service to restore it from a backup."
+RESTORE_RESULTS = "Ask the operator of the service to restore it from a backup."
+
+
+class FileDamaged(Exception):
+    """The content of a file is missing or does not match its hash. The message is for users."""
+
+    def __init__(self, file: File, problem: str, remedy: str = USE_ANOTHER) -> None:
+        """`problem` is MISSING or DAMAGED, `remedy` a sentence with the user's options."""
+        super().__init__(
+            f"The contents of the file {file.id} ({file.filename}) {problem} in the service's store. {remedy}"
+        )
+
+
+def read_rows(
+    blobs: BlobStore,
+    file: File,
+    *,
+    check: Callable[[Example], Iterable[str]] | None = None,
+    max_rows: int | None = None,
+) -> list[Example]:
+    """Read the rows of a file and verify its hash; `check` and `max_rows` as for `datasets.read_examples`.
+
+    Raises:
+        FileDamaged: the content is missing or does not match its hash.
+        StoreEmpty: the content is missing, and the whole store is empty.
+        InvalidDataset: the content is intact, but its rows are invalid.
+    """
+    try:
+        meter = hashlib.sha256()
+        try:
+            rows = datasets.read_examples(
+                _metered(blobs.open(file.blob_key), meter), check=check, max_rows=max_rows
+            )
+        except InvalidDataset:
+            # Damage may look like an invalid row, which ends the reading early.
+            meter = hashlib.sha256()
+            for _ in _metered(blobs.open(file.blob_key), meter):
+                pass
+            if meter.hexdigest() == file.sha256:
+                raise
+    except BlobNotFound:
+        check_not_empty(blobs)
+        raise FileDamaged(file, MISSING) from None
+    except BlobCorrupt:
+        raise FileDamaged(file, DAMAGED) from None
+    if meter.hexdigest() != file.sha256:
+        raise FileDamaged(file, DAMAGED)
+    return rows
+
+
+def _metered(chunks: Iterator[bytes], meter: Any) -> Iterator[bytes]:
+    for chunk in chunks:
+        meter.update(chunk)
+        yield chunk
+
+
+def read_content(blobs: BlobStore, file: File) -> Iterator[bytes]:
+    """Read the content of a file for a download, in chunks, and verify its size and hash on the way.
+
+    The last chunk is yielded only if both match, so a damaged file is never read to its end. A file of at most
+    CHUNK_BYTES is one chunk.
+
+    Raises:
+        BlobNotFound: with this call, if the blob is missing.
+        FileDamaged: with next(); for a file of one chunk with the first one.
+    """
+    return _verified(file, blobs.open(file.blob_key))
+
+
+def content_damaged(file: File, problem: str) -> FileDamaged:
+    """The error for a download; `problem` is MISSING or DAMAGED."""
+    return FileDamaged(file, problem, RESTORE_RESULTS if file.purpose == RESULTS else RESTORE)
+
+
+def _verified(file: File, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    meter, size, held = hashlib.sha256(), 0, b""
+    try:
+        for chunk in chunks:
+            meter.update(chunk)
+            size += len(chunk)
+            if size > file.bytes:
+                break
+            if size <= CHUNK_BYTES:
+                held += chunk  # a store may yield less than a whole chunk at a time
+            else:
+                yield held
+                held = chunk
+    except BlobCorrupt:
+        raise content_damaged(file, DAMAGED) from None
+    except OSError as cause:
+        if (
+            cause.errno != errno.EIO
+        ):  # EIO: a sector that the disk cannot read; anything else is about the store
+            raise
+        raise content_damaged(file, DAMAGED) from cause
+    if (size, meter.hexdigest()) != (file.bytes, file.sha256):
+        raise content_damaged(file, DAMAGED)
+    yield held
+
+
+def refuse_lost_store(session: Session, blobs: BlobStore) -> None:
+    """Refuse to write into a store that has lost its blobs: a folder that is not mounted, or another bucket.
+
+    Its first new blob would make all others look deleted.
+
+    Raises:
+        StoreEmpty: there are files, and the store has no blobs.
+    """
+    valid = or_(File.expires_at.is_(None), File.expires_at > now())
+    if session.scalar(select(File.seq).where(File.deleted_at.is_(None), valid).limit(1)) is not None:
+        check_not_empty(blobs)
+
+
+def page(
+    session: Session,
+    project_id: str,
+    *,
+    purpose: str | None = None,
+    newest_first: bool = True,
+    after: str | None = None,
+    limit: int,
+) -> Page[File]:
+    statement = select(File).where(_readable(project_id))
+    if purpose is not None:
+        statement = statement.where(File.purpose == purpose)
+    read = pages.newest_first if newest_first else pages.oldest_first
+    # Deleted and expired files stay valid cursors.
+    cursors = select(File).where(File.project_id == project_id)
+    return read(session, statement, File, after=after, limit=limit, cursors=cursors, owner=project_id)
+
+
+def add(work: Work, file: File) -> None:
+    """Add a file whose content is stored, after all files in the project's list."""
+    pages.keep_order(work.session, file.project_id)
+    work.session.add(file)
+    work.session.flush()
+    work.record("file.created", file.id, {"filename": file.filename, "bytes": file.bytes})
+
+
+def delete(work: Work, project_id: str, file_id: str) -> None:
+    """Hide the file at once; the reconciler deletes row and blob when no unfinished job needs them."""
+    get(work.session, project_id, file_id).deleted_at = now()
+    work.record("file.deleted", file_id)
+
+
+def in_use() -> ColumnElement[bool]:
+    """True for a row of `files` that an unfinished job reads."""
+    reads = (Job.training_file == File.id) | (Job.validation_file == File.id)
+    return select(Job.seq).where(Job.status.not_in(FINAL), reads).exists()
+
+
+def _readable(project_id: str) -> ColumnElement[bool]:
+    fresh = or_(File.expires_at.is_(None), File.expires_at > now())
+    return (File.project_id == project_id) & File.deleted_at.is_(None) & fresh

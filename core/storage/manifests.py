@@ -1,0 +1,83 @@
+"""The manifest of a checkpoint: its files with their hashes, against which every reader verifies them."""
+
+from __future__ import annotations
+
+import errno
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
+
+MANIFEST = "manifest.json"
+
+
+class Damaged(Exception):
+    """An object of a checkpoint is missing or does not match its hash. The message is for users."""
+
+    def __init__(self, file: str, *, missing: bool = False, unreadable: bool = False) -> None:
+        if unreadable:
+            super().__init__(f"{file} cannot be read (I/O error)")
+        else:
+            super().__init__(f"{file} is {'missing' if missing else 'not the stored content'}")
+        self.file = file
+        self.problem = "missing" if missing else "damaged"
+
+
+@dataclass(frozen=True)
+class ManifestFile:
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    format: int
+    files: tuple[ManifestFile, ...]
+
+
+def read(blobs: BlobStore, prefix: str) -> Manifest:
+    """Read the manifest of the checkpoint under `prefix`.
+
+    Raises:
+        Damaged: the manifest is missing or invalid.
+    """
+    try:
+        return parse(blobs.read(f"{prefix}/{MANIFEST}"))
+    except BlobNotFound:
+        raise Damaged(MANIFEST, missing=True) from None
+    except BlobCorrupt:
+        raise Damaged(MANIFEST) from None
+    except OSError as cause:
+        if cause.errno != errno.EIO:  # an unreadable sector; other errors concern the store
+            raise
+        raise Damaged(MANIFEST, unreadable=True) from cause
+
+
+def parse(content: bytes) -> Manifest:
+    """Parse a manifest; raise Damaged if it is invalid."""
+    try:
+        fields = json.loads(content)
+        files = [ManifestFile(entry["name"], entry["bytes"], entry["sha256"]) for entry in fields["files"]]
+        manifest = Manifest(fields["format"], tuple(files))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise Damaged(MANIFEST) from None
+    texts = [text for file in manifest.files for text in (file.name, file.sha256)]
+    if not all(isinstance(text, str) for text in texts) or not isinstance(manifest.format, int):
+        raise Damaged(MANIFEST)
+    return manifest
+
+
+def download(blobs: BlobStore, prefix: str, file: ManifestFile, folder: Path) -> None:
+    """Download one file of the checkpoint under `prefix` into a folder, verified against its hash.
+
+    Raises:
+        Damaged: the file is missing or does not match the manifest.
+    """
+    try:
+        blobs.download(f"{prefix}/{file.name}", folder / file.name, sha256=file.sha256)
+    except BlobNotFound:
+        raise Damaged(file.name, missing=True) from None
+    except (BlobCorrupt, ValueError):  # a name that is not a key cannot have been stored
+        raise Damaged(file.name) from None

@@ -1,0 +1,346 @@
+"""Multipart uploads, as in OpenAI's Uploads API.
+
+    pending ──> completed     its parts are joined to one file
+            ├─> cancelled
+            └─> expired       it was not completed in time
+
+A part is a blob. Completion streams the parts into the file's blob, and adds the file in the transaction that completes
+the upload. Parts of an upload that has ended are deleted after the commit, or by the reconciler if the process dies
+before that.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from sqlalchemy import Select, delete, func, select, update
+from sqlalchemy.orm import Session
+
+from core.database.engine import Database, Work
+from core.database.ids import new_id
+from core.database.tables import File, Upload, UploadPart, now
+from core.errors import InvalidRequest, PayloadTooLarge, UploadNotFound
+from core.storage import files
+from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
+from core.tenancy import tenants
+from core.tenancy.audit import OPERATOR, Actor
+from core.tenancy.limits import NO_LIMITS, Limits
+
+LIFETIME = 3600
+# Completing a large upload takes a while; it must not expire meanwhile.
+COMPLETION_SECONDS = 1800
+MOST_PART_BYTES = 64 << 20
+MOST_PARTS = 10_000
+MOST_PENDING = 100  # per project
+
+
+def create(
+    work: Work,
+    project_id: str,
+    *,
+    filename: str,
+    purpose: str,
+    mime_type: str,
+    size: int,
+    file_expires_after: int | None,
+    limits: Limits = NO_LIMITS,
+    most_pending: int = MOST_PENDING,
+) -> Upload:
+    """Create a pending upload of `size` bytes; its file expires after `file_expires_after` seconds.
+
+    Raises:
+        QuotaExceeded: the storage limit is too low, or the project has `most_pending` pending uploads.
+    """
+    tenants.refuse_upload_beyond(work.session, project_id, most_pending)
+    tenants.refuse_file_beyond(work.session, project_id, limits, size)
+    created_at = now()
+    upload = Upload(
+        project_id=project_id,
+        filename=filename,
+        purpose=purpose,
+        mime_type=mime_type,
+        bytes=size,
+        created_at=created_at,
+        expires_at=created_at + LIFETIME,
+        file_expires_after=file_expires_after,
+    )
+    work.session.add(upload)
+    work.session.flush()
+    work.record("upload.created", upload.id, {"filename": filename, "bytes": size})
+    return upload
+
+
+def get(session: Session, project_id: str, upload_id: str) -> Upload:
+    """Return the project's upload; raise UploadNotFound also for another project's."""
+    return _found(session.scalar(_the(project_id, upload_id)), upload_id)
+
+
+class PartWriter:
+    """Stores a part as it arrives. Any number may arrive concurrently.
+
+    Raises:
+        UploadNotFound: the project has no such upload.
+        InvalidRequest: the upload has ended.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        blobs: BlobStore,
+        project_id: str,
+        upload_id: str,
+        *,
+        limits: Limits = NO_LIMITS,
+    ) -> None:
+        with database.read() as session:  # before receiving up to 64 MB
+            upload = get(session, project_id, upload_id)
+            check_open(upload)
+        self._database, self._blobs, self._limits = database, blobs, limits
+        self._project_id, self._upload_id, self._announced = project_id, upload_id, upload.bytes
+        self._id = new_id("part_")
+        self._blob_key = f"projects/{project_id}/uploads/{upload_id}/{self._id}"
+        self._writer = blobs.writer(self._blob_key)
+        self._received = 0
+        self._kept = False
+
+    def write(self, data: bytes) -> None:
+        """Append.
+
+        Raises:
+            PayloadTooLarge: the part exceeds MOST_PART_BYTES.
+            InvalidRequest: the part exceeds the announced size of the upload.
+        """
+        self._received += len(data)
+        if self._received > MOST_PART_BYTES:
+            message = f"The data is larger than the maximum of {MOST_PART_BYTES} bytes."
+            raise PayloadTooLarge(message, param="data")
+        if self._received > self._announced:
+            message = f"The upload was announced with {self._announced} bytes, and this part has more."
+            raise InvalidRequest(message, param="data")
+        self._writer.write(data)
+
+    def commit(self) -> UploadPart:
+        """Add the part to the upload.
+
+        Raises:
+            InvalidRequest: the part is empty, or the upload has ended.
+            QuotaExceeded: the received bytes exceed the announced size, and the storage limit.
+        """
+        if self._received == 0:
+            raise InvalidRequest("The part is empty.", param="data")
+        size = self._writer.commit().size
+        with self._database.write() as session:
+            # The upload may have ended meanwhile.
+            upload = _locked(session, self._project_id, self._upload_id)
+            check_open(upload)
+            beyond = _beyond_announced(session, upload, size)
+            if beyond:
+                tenants.refuse_file_beyond(session, self._project_id, self._limits, beyond)
+            part = UploadPart(id=self._id, upload_id=upload.id, bytes=size, blob_key=self._blob_key)
+            session.add(part)
+        self._kept = True
+        return part
+
+    def abort(self) -> None:
+        """Discard the part; without effect after `commit`."""
+        if not self._kept:
+            self._writer.abort()
+            self._blobs.delete(self._blob_key)
+
+
+def check_open(upload: Upload) -> None:
+    """Raise InvalidRequest unless the upload accepts parts and can be completed."""
+    if upload.status == "pending" and upload.expires_at > now():
+        return
+    became = "expired" if upload.status == "pending" else upload.status
+    verb = "has expired" if became == "expired" else f"was already {became}"
+    raise InvalidRequest(
+        f"Upload {upload.id} {verb}. Create a new one.", param="upload_id", code="invalid_upload_state"
+    )
+
+
+def complete(
+    database: Database,
+    blobs: BlobStore,
+    project_id: str,
+    upload_id: str,
+    *,
+    part_ids: Sequence[str],
+    md5: str | None = None,
+    actor: Actor = OPERATOR,
+    limits: Limits = NO_LIMITS,
+) -> tuple[Upload, File | None]:
+    """Join the parts in this order. Idempotent, also for concurrent calls.
+
+    The file is None only if it was deleted since.
+
+    Raises:
+        UploadNotFound: the project has no such upload.
+        InvalidRequest: the upload has ended, or the parts do not match. It is unchanged.
+        QuotaExceeded: the project's limit was lowered since the upload was created. It is unchanged.
+    """
+    with database.write() as session:
+        upload = _locked(session, project_id, upload_id)
+        if upload.status == "completed":
+            return upload, _file(session, upload)
+        check_open(upload)
+        parts = _chosen(session, upload, part_ids)
+        upload.expires_at = max(upload.expires_at, now() + COMPLETION_SECONDS)
+    file_id = new_id("file-", 22)
+    blob_key = f"projects/{project_id}/files/{file_id}"
+    try:
+        stored = blobs.put_stream(blob_key, _joined(blobs, upload, parts, md5))
+        with database.write() as session:
+            upload = _locked(session, project_id, upload_id)
+            if upload.status == "pending":
+                created_at = now()
+                lifetime = upload.file_expires_after
+                file = File(
+                    id=file_id,
+                    project_id=project_id,
+                    filename=upload.filename,
+                    purpose=upload.purpose,
+                    bytes=stored.size,
+                    sha256=stored.sha256,
+                    blob_key=blob_key,
+                    created_at=created_at,
+                    expires_at=None if lifetime is None else created_at + lifetime,
+                )
+                upload.status, upload.file_id = "completed", file_id
+                session.flush()  # replaces the announced size by the stored bytes
+                tenants.refuse_file_beyond(session, project_id, limits, file.bytes)
+                files.add(Work(session, actor), file)
+                return upload, file
+            if upload.status != "completed":
+                check_open(upload)
+            first = _file(session, upload)  # completed by a concurrent call
+    except BlobNotFound:
+        # The parts were deleted while being read: the upload was completed or cancelled meanwhile.
+        with database.read() as session:
+            upload = get(session, project_id, upload_id)
+            if upload.status == "completed":
+                return upload, _file(session, upload)
+        check_open(upload)
+        raise
+    except BaseException:
+        blobs.delete(blob_key)
+        raise
+    blobs.delete(blob_key)
+    return upload, first
+
+
+def cancel(work: Work, project_id: str, upload_id: str) -> Upload:
+    """Cancel an upload. Idempotent."""
+    upload = _locked(work.session, project_id, upload_id)
+    if upload.status != "cancelled":
+        check_open(upload)
+        upload.status = "cancelled"
+        work.record("upload.cancelled", upload.id)
+    return upload
+
+
+def expire(session: Session) -> int:
+    """Expire the uploads that were not completed in time, and return their number."""
+    late = (
+        update(Upload)
+        .where(Upload.status == "pending", Upload.expires_at <= now())
+        .values(status="expired")
+        .returning(Upload.seq)
+        .execution_options(synchronize_session=False)
+    )
+    return len(session.scalars(late).all())
+
+
+def discard_parts(database: Database, blobs: BlobStore, *, upload_id: str | None = None) -> int:
+    """Delete parts of ended uploads, of one or of all: contents first, because the rows are needed to find them.
+
+    Returns the number, at most 1000.
+    """
+    ended = (
+        select(UploadPart).join(Upload, Upload.id == UploadPart.upload_id).where(Upload.status != "pending")
+    )
+    if upload_id is not None:
+        ended = ended.where(UploadPart.upload_id == upload_id)
+    with database.read() as session:
+        parts = session.scalars(ended.limit(1000)).all()
+    if parts:
+        blobs.delete_many([part.blob_key for part in parts])
+        with database.write() as session:
+            session.execute(delete(UploadPart).where(UploadPart.seq.in_([part.seq for part in parts])))
+    return len(parts)
+
+
+def _the(project_id: str, upload_id: str) -> Select[Upload]:
+    return select(Upload).where(Upload.id == upload_id, Upload.project_id == project_id)
+
+
+def _locked(session: Session, project_id: str, upload_id: str) -> Upload:
+    """Locked until the commit, so that it ends once and accepts no part afterwards."""
+    return _found(session.scalar(_the(project_id, upload_id).with_for_update()), upload_id)
+
+
+def _found(upload: Upload | None, upload_id: str) -> Upload:
+    if upload is None:
+        raise UploadNotFound(upload_id)
+    return upload
+
+
+def _file(session: Session, upload: Upload) -> File | None:
+    return session.scalar(select(File).where(File.id == upload.file_id, File.deleted_at.is_(None)))
+
+
+def _beyond_announced(session: Session, upload: Upload, size: int) -> int:
+    """Bytes by which a part increases the excess over the announced size.
+
+    A part that is sent again after a lost response is stored twice, so up to twice the announced size is accepted.
+    """
+    sums = select(func.count(), func.coalesce(func.sum(UploadPart.bytes), 0))
+    count, total = session.execute(sums.where(UploadPart.upload_id == upload.id)).one()
+    if count >= MOST_PARTS:
+        raise InvalidRequest(f"The upload already has {MOST_PARTS} parts. Use larger ones.", param="data")
+    total = int(total)
+    if total + size > 2 * upload.bytes:
+        raise InvalidRequest(
+            f"The upload was announced with {upload.bytes} bytes, and has received {total} already.",
+            param="data",
+        )
+    return max(0, total + size - max(upload.bytes, total))
+
+
+def _chosen(session: Session, upload: Upload, part_ids: Sequence[str]) -> list[UploadPart]:
+    """The parts in the requested order; their total size is the announced one."""
+    twice = [part_id for part_id, count in Counter(part_ids).items() if count > 1]
+    if twice:
+        raise InvalidRequest(f"The part '{twice[0]}' is listed twice.", param="part_ids")
+    theirs = session.scalars(select(UploadPart).where(UploadPart.upload_id == upload.id))
+    known = {part.id: part for part in theirs}
+    missing = next((one for one in part_ids if one not in known), None)
+    if missing is not None:
+        raise InvalidRequest(f"Upload {upload.id} has no part '{missing}'.", param="part_ids")
+    parts = [known[one] for one in part_ids]
+    total = sum(part.bytes for part in parts)
+    if total != upload.bytes:
+        raise InvalidRequest(
+            f"The parts have {total} bytes, but the upload was announced with {upload.bytes}.",
+            param="part_ids",
+        )
+    return parts
+
+
+def _joined(
+    blobs: BlobStore, upload: Upload, parts: Sequence[UploadPart], md5: str | None
+) -> Iterator[bytes]:
+    """The bytes of all parts. Errors are raised after the last one, so that nothing is stored."""
+    meter = hashlib.md5(usedforsecurity=False)
+    size = 0
+    for part in parts:
+        for chunk in blobs.open(part.blob_key):
+            meter.update(chunk)
+            size += len(chunk)
+            yield chunk
+    if size != upload.bytes:
+        raise BlobCorrupt(f"The parts of {upload.id} have {size} bytes in the store, expected {upload.bytes}")
+    if md5 is not None and md5.lower() != meter.hexdigest():
+        raise InvalidRequest(
+            f"The MD5 of the parts in this order is {meter.hexdigest()}, not {md5}.", param="md5"
+        )

@@ -1,0 +1,156 @@
+"""Service-wide metrics from the database, for Prometheus: jobs, queues, attempts and webhooks.
+
+Every process returns the same values, so aggregate over processes with max, not sum.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from itertools import product
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from sqlalchemy import func, select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from core.database.engine import Database, db_now
+from core.database.tables import Attempt, Event, Job, WebhookDelivery
+from core.jobs import fairness
+from core.jobs.lifecycle import RESUMING
+from core.tenancy.limits import NO_LIMITS, Limits
+
+log = logging.getLogger(__name__)
+
+# Minimum interval between reads of the database, regardless of the number of scrapes.
+FRESH_SECONDS = 10.0
+# Shorter than Prometheus' 10 s scrape timeout, so a hung database is still reported.
+PATIENCE_SECONDS = 3.0
+KINDS = ("validation", "run")
+OUTCOMES = ("validated", "succeeded", "failed", "cancelled", "paused", "drained", "crashed", "expired")
+
+
+class ServiceFigures:
+    """Collects the service-wide metrics. `defaults` are the limits of projects without their own."""
+
+    def __init__(
+        self,
+        database: Database,
+        defaults: Limits = NO_LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+        patience: float = PATIENCE_SECONDS,
+    ) -> None:
+        self.database = database
+        self.defaults = defaults
+        self.patience = patience
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._begun_at: float | None = None
+        self._reading: Future[list[Metric]] | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield only `regraft_database_up` 0 while the database is unavailable: stale values would look current."""
+        reading = self._latest()
+        try:
+            return reading.result(self.patience)
+        except TimeoutError:
+            log.warning("no figures from the database: it is silent")
+            return [_up(False)]
+
+    def _latest(self) -> "Future[list[Metric]]":
+        with self._lock:
+            now = self._clock()
+            stale = self._begun_at is None or now - self._begun_at >= FRESH_SECONDS
+            if self._reading is None or (stale and self._reading.done()):
+                self._reading, self._begun_at = Future(), now
+                threading.Thread(target=self._read, args=[self._reading], daemon=True).start()
+            return self._reading
+
+    def _read(self, reading: "Future[list[Metric]]") -> None:
+        try:
+            reading.set_result(list(self._figures()))
+        except BaseException as cause:
+            reading.set_exception(cause)
+
+    def _figures(self) -> Iterator[Metric]:
+        figures: list[Metric] = []
+        try:
+            with self.database.read() as session:
+                figures = [
+                    _jobs(session),
+                    *_queues(session, self.defaults),
+                    _attempts(session),
+                    *_webhooks(session),
+                ]
+        except SQLAlchemyError as cause:
+            log.warning("no figures from the database: %s", type(cause).__name__)
+        yield _up(bool(figures))
+        yield from figures
+
+
+def _up(answered: bool) -> Metric:
+    return GaugeMetricFamily(
+        "regraft_database_up", "1 if the database responds, else 0.", value=float(answered)
+    )
+
+
+def _jobs(session: Session) -> Metric:
+    family = GaugeMetricFamily("regraft_jobs", "Number of jobs.", labels=["status", "gpu_class"])
+    count = select(Job.status, Job.gpu_class, func.count()).group_by(Job.status, Job.gpu_class)
+    for status, gpu_class, jobs in session.execute(count):
+        family.add_metric([status, gpu_class], jobs)
+    return family
+
+
+def _queues(session: Session, defaults: Limits) -> Iterator[Metric]:
+    length = GaugeMetricFamily(
+        "regraft_queue_length", "Number of jobs that a free worker would start.", labels=["gpu_class"]
+    )
+    oldest = GaugeMetricFamily(
+        "regraft_queue_oldest_seconds",
+        "Waiting time of the longest-waiting of these jobs.",
+        labels=["gpu_class"],
+    )
+    # The waiting time starts when the last attempt ended (at least a validation), the back-off ended, or on resume.
+    ended = select(func.max(Attempt.ended_at)).where(Attempt.job_id == Job.id).scalar_subquery()
+    resumed = (
+        select(func.max(Event.created_at))
+        .where(Event.job_id == Job.id, Event.message == RESUMING)
+        .scalar_subquery()
+    )
+    waits = select(Job.gpu_class, Job.created_at, Job.next_run_at, ended, resumed, db_now())
+    classes = session.scalars(select(Job.gpu_class).distinct())
+    seconds: dict[str, list[float]] = {gpu_class: [] for gpu_class in classes}
+    for gpu_class, *begins, now in session.execute(waits.where(Job.seq.in_(fairness.startable(defaults)))):
+        since = max(begin for begin in begins if begin is not None)
+        seconds[gpu_class].append(max(0.0, now - since))
+    for gpu_class, each in seconds.items():
+        length.add_metric([gpu_class], len(each))
+        oldest.add_metric([gpu_class], max(each, default=0.0))
+    yield length
+    yield oldest
+
+
+def _attempts(session: Session) -> Metric:
+    family = CounterMetricFamily(
+        "regraft_attempts", "Number of finished attempts of jobs.", labels=["kind", "outcome"]
+    )
+    count = select(Attempt.kind, Attempt.outcome, func.count()).where(Attempt.outcome.is_not(None))
+    # Start at 0: Prometheus' increase() misses a series that starts at 1.
+    attempts: dict[tuple[str, str | None], int] = dict.fromkeys(product(KINDS, OUTCOMES), 0)
+    for kind, outcome, number in session.execute(count.group_by(Attempt.kind, Attempt.outcome)):
+        attempts[kind, outcome] = number
+    for (kind, outcome), number in attempts.items():
+        family.add_metric([kind, str(outcome)], number)
+    return family
+
+
+def _webhooks(session: Session) -> Iterator[Metric]:
+    waits = WebhookDelivery.settled.is_(False)
+    failed = func.count(WebhookDelivery.last_error)  # counts the non-null ones
+    count, failing = session.execute(select(func.count(), failed).where(waits)).one()
+    yield GaugeMetricFamily("regraft_webhooks_waiting", "Number of undelivered webhooks.", value=count)
+    yield GaugeMetricFamily(
+        "regraft_webhooks_failing", "Number of undelivered webhooks whose last attempt failed.", value=failing
+    )

@@ -1,0 +1,1 @@
+"""Projects: their keys, limits, audit log and idempotency keys."""

@@ -1,0 +1,61 @@
+"""The audit log, written in the transaction of the change that it records."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core.database import pages
+from core.database.pages import Page
+from core.database.tables import AuditEntry, Project
+
+
+@dataclass(frozen=True)
+class Actor:
+    """The author of a change: an API key with its request, or the operator."""
+
+    id: str
+    organization_id: str | None = None
+    project_id: str | None = None
+    request_id: str | None = None
+
+
+OPERATOR = Actor("operator")
+
+
+def operator_of(project: Project) -> Actor:
+    """The operator, acting on one project, whose log then contains the change."""
+    return Actor(OPERATOR.id, project.organization_id, project.id)
+
+
+def record(
+    session: Session, *, actor: Actor, action: str, target: str, data: dict[str, Any] | None = None
+) -> None:
+    """Append to the log of the actor's project. `data` contains no secrets and no content of datasets.
+
+    Args:
+        action: Resource and verb, such as "job.created".
+        target: Id of the resource.
+    """
+    session.add(
+        AuditEntry(
+            organization_id=actor.organization_id,
+            project_id=actor.project_id,
+            actor=actor.id,
+            action=action,
+            target=target[:512],
+            request_id=actor.request_id,
+            data=data or {},
+        )
+    )
+
+
+def page(
+    session: Session, project_id: str | None = None, *, after: str | None = None, limit: int
+) -> Page[AuditEntry]:
+    """List entries newest first: those of a project, or all."""
+    statement = select(AuditEntry)
+    if project_id is not None:
+        statement = statement.where(AuditEntry.project_id == project_id)
+    return pages.newest_first(session, statement, AuditEntry, after=after, limit=limit)

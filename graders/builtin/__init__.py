@@ -1,0 +1,1 @@
+"""The graders that call no other server."""

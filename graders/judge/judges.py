@@ -1,0 +1,249 @@
+"""Judge models: the protocol, and its implementation for OpenAI-compatible servers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import httpx
+
+from core.outbound.http import trusted_client
+from graders.calls import NoAnswer, Pace, Patience, post
+from graders.template import quoted
+from graders.types import ErrorKind, TokenUsage
+
+Message = Mapping[str, Any]
+"""A message of the chat completions API."""
+
+
+@dataclass(frozen=True)
+class JudgeReply:
+    text: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    refusal: str | None = None
+    finish_reason: str = "stop"
+
+    @property
+    def usage(self) -> TokenUsage:
+        return TokenUsage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+
+
+class JudgeFailed(Exception):
+    """The judge returned no reply. `kind` is the error of the grade."""
+
+    kind = ErrorKind.model_grader_server_error
+
+
+class Judge(Protocol):
+    """Answers a prompt with JSON of a schema. `sampling` has the names of the chat completions API."""
+
+    async def complete(
+        self,
+        model: str,
+        messages: Sequence[Message],
+        *,
+        schema: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+    ) -> JudgeReply:
+        """Raise JudgeFailed if there is no reply. Refusals and truncated replies are replies."""
+        ...
+
+
+class Judges(Judge, Protocol):
+    """A judge that lists its models."""
+
+    @property
+    def models(self) -> Collection[str]: ...
+
+
+@dataclass(frozen=True)
+class JudgeModel:
+    """The server of a model. `served_as` is the model's name there, if it differs."""
+
+    base_url: str  # up to and with /v1
+    api_key: str = field(default="", repr=False)
+    served_as: str | None = None
+    max_concurrency: int = 8
+    requests_per_second: float | None = None
+    timeout_s: float = 120.0
+    explains: bool = True  # it writes "steps" before the "result"
+
+
+class HttpJudges:
+    """Judge models on OpenAI-compatible servers. Belongs to one event loop; close it, or use `async with`.
+
+    Caches replies by prompt and settings: equal answers of a group get equal rewards, even from a judge at
+    temperature 1. `ledger` has the tokens actually used, by model.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, JudgeModel],
+        *,
+        remember: int = 4096,
+        patience: Patience | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        client: httpx.AsyncClient | None = None,
+    ) -> None:
+        """Create without opening connections, so that `models` alone is cheap."""
+        self.config = dict(config)
+        self.ledger: dict[str, TokenUsage] = {}
+        self._patience = patience or Patience()
+        self._given = client
+        self._made: httpx.AsyncClient | None = None
+        self._slots = {name: asyncio.Semaphore(model.max_concurrency) for name, model in config.items()}
+        self._paces = {
+            name: Pace(model.requests_per_second, self._patience.sleep, clock)
+            for name, model in config.items()
+        }
+        self._remember, self._replies = remember, OrderedDict[str, JudgeReply]()
+        self._asking: dict[str, asyncio.Task[JudgeReply]] = {}
+
+    @property
+    def models(self) -> Collection[str]:
+        return self.config.keys()
+
+    async def __aenter__(self) -> HttpJudges:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        for asking in list(self._asking.values()):
+            asking.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        if self._made is not None:
+            await self._made.aclose()
+
+    @property
+    def _client(self) -> httpx.AsyncClient:
+        if self._given is not None:
+            return self._given
+        if self._made is None:
+            # Trusted addresses of the operator. Each model has its own concurrency limit, so the pool has none.
+            self._made = trusted_client()
+        return self._made
+
+    async def complete(
+        self,
+        model: str,
+        messages: Sequence[Message],
+        *,
+        schema: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+    ) -> JudgeReply:
+        if model not in self.config:
+            raise JudgeFailed(f"no judge model {quoted(model)} is configured")
+        served = self.config[model]
+        if not served.explains:
+            schema = _without(schema, "steps")
+        body = json.dumps(
+            {
+                "model": served.served_as or model,
+                "messages": list(messages),
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "grade", "strict": True, "schema": schema},
+                },
+                **sampling,
+            }
+        ).encode()
+        key = hashlib.sha256(model.encode() + b"\0" + body).hexdigest()
+        remembered = self._replies.get(key)
+        if remembered is not None:
+            self._replies.move_to_end(key)
+            return _for_nothing(remembered)
+        # Equal answers of a group arrive at about the same time, so concurrent duplicates share one request.
+        asking = self._asking.get(key)
+        if asking is not None:
+            return _for_nothing(await asyncio.shield(asking))
+        # A separate task, so that duplicates get their reply even if the first caller is cancelled.
+        asking = self._asking[key] = asyncio.create_task(self._ask_within_bounds(model, served, body))
+        asking.add_done_callback(lambda done: self._asked(key, done))
+        return await asyncio.shield(asking)
+
+    async def _ask_within_bounds(self, model: str, served: JudgeModel, body: bytes) -> JudgeReply:
+        async with self._slots[model]:
+            reply = await self._ask(model, served, body)
+        self.ledger[model] = self.ledger.get(model, TokenUsage()) + reply.usage
+        return reply
+
+    def _asked(self, key: str, done: asyncio.Task[JudgeReply]) -> None:
+        del self._asking[key]
+        if done.cancelled() or done.exception() is not None:
+            return
+        reply = done.result()
+        if reply.refusal is None and reply.finish_reason == "stop" and _is_json(reply.text):
+            self._keep(key, reply)
+
+    async def _ask(self, model: str, served: JudgeModel, body: bytes) -> JudgeReply:
+        headers = {"authorization": f"Bearer {served.api_key}"} if served.api_key else {}
+        url = served.base_url.rstrip("/") + "/chat/completions"
+        try:
+            answer = await post(
+                self._client,
+                url,
+                body,
+                headers,
+                patience=self._patience,
+                pace=self._paces[model],
+                timeout_s=served.timeout_s,
+            )
+        except NoAnswer as silence:
+            raise JudgeFailed(f"{model}: {silence}") from None
+        if not answer.ok:
+            raise JudgeFailed(f"{model}: HTTP {answer.status}: {quoted(answer.text, 300)}")
+        try:
+            return _reply(json.loads(answer.text))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+            raise JudgeFailed(f"{model}: not a chat completion: {quoted(answer.text, 300)}") from None
+
+    def _keep(self, key: str, reply: JudgeReply) -> None:
+        self._replies[key] = reply
+        while len(self._replies) > self._remember:
+            self._replies.popitem(last=False)
+
+
+def _without(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
+    properties = {key: value for key, value in schema["properties"].items() if key != name}
+    return {
+        **schema,
+        "properties": properties,
+        "required": [key for key in schema["required"] if key != name],
+    }
+
+
+def _for_nothing(reply: JudgeReply) -> JudgeReply:
+    return replace(reply, prompt_tokens=0, completion_tokens=0, cached_tokens=0)
+
+
+def _reply(completion: Mapping[str, Any]) -> JudgeReply:
+    choice = completion["choices"][0]
+    message = choice["message"]
+    usage = completion.get("usage") or {}
+    details = usage.get("prompt_tokens_details") or {}
+    return JudgeReply(
+        text=str(message.get("content") or ""),
+        prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        completion_tokens=int(usage.get("completion_tokens") or 0),
+        cached_tokens=int(details.get("cached_tokens") or 0),
+        refusal=message.get("refusal"),
+        finish_reason=str(choice.get("finish_reason") or "stop"),
+    )
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,146 @@
+"""score_model and label_model: prompt a judge model with a response schema and parse its verdict."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from graders.judge.judges import Judge, JudgeFailed, JudgeReply, Message
+from graders.template import RenderError, Template, quoted
+from graders.types import ErrorKind, Grade, Item, Sample
+
+_STEPS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"description": {"type": "string"}, "conclusion": {"type": "string"}},
+        "required": ["description", "conclusion"],
+        "additionalProperties": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a message: its template, and the format of the rendered text in the request."""
+
+    template: Template
+    shape: Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Messages with templates in them."""
+
+    messages: tuple[tuple[str, tuple[Part, ...]], ...]
+
+    def render(self, sample: Sample, item: Item) -> list[Message]:
+        """Render the messages. Raises RenderError if a referenced value is missing."""
+        rendered: list[Message] = []
+        for role, parts in self.messages:
+            content = [part.shape(part.template.render(sample, item)) for part in parts]
+            text = content[0].get("text") if len(content) == 1 else None
+            # Some servers reject "developer", and others treat it as "system".
+            role = "system" if role == "developer" else role
+            rendered.append({"role": role, "content": content if text is None else text})
+        return rendered
+
+
+@dataclass(frozen=True)
+class ScoreModel:
+    """The model's number, clamped into the range."""
+
+    name: str
+    judge: Judge
+    model: str
+    prompt: Prompt
+    sampling: Mapping[str, Any]
+    low: float = 0.0
+    high: float = 1.0
+    type: ClassVar[str] = "score_model"
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        return await _ask(self, {"type": "number"}, self._verdict, sample, item)
+
+    def _verdict(self, result: Any) -> float | None:
+        if isinstance(result, bool) or not isinstance(result, (int, float)):
+            return None
+        try:
+            number = float(result)
+        except OverflowError:
+            return None
+        return min(self.high, max(self.low, number)) if math.isfinite(number) else None
+
+
+@dataclass(frozen=True)
+class LabelModel:
+    """1 if the model's label is a passing one, else 0. An unknown label leaves the sample ungraded."""
+
+    name: str
+    judge: Judge
+    model: str
+    prompt: Prompt
+    sampling: Mapping[str, Any]
+    labels: Sequence[str]
+    passing: frozenset[str]
+    type: ClassVar[str] = "label_model"
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        return await _ask(self, {"type": "string", "enum": list(self.labels)}, self._verdict, sample, item)
+
+    def _verdict(self, result: Any) -> float | None:
+        return float(result in self.passing) if isinstance(result, str) and result in self.labels else None
+
+
+async def _ask(
+    grader: ScoreModel | LabelModel,
+    result: Mapping[str, Any],
+    verdict: Callable[[Any], float | None],
+    sample: Sample,
+    item: Item,
+) -> Grade:
+    schema = {
+        "type": "object",
+        "properties": {
+            "steps": _STEPS,
+            "result": result,
+        },  # steps first, so that the model reasons before the verdict
+        "required": ["steps", "result"],
+        "additionalProperties": False,
+    }
+    try:
+        messages = grader.prompt.render(sample, item)
+        reply = await grader.judge.complete(grader.model, messages, schema=schema, sampling=grader.sampling)
+    except RenderError as absent:
+        return Grade(None, str(absent), absent.kind)
+    except JudgeFailed as failed:
+        return Grade(None, str(failed), failed.kind)
+    return replace(_read(grader.model, reply, verdict), usage={grader.model: reply.usage})
+
+
+def _read(model: str, reply: JudgeReply, verdict: Callable[[Any], float | None]) -> Grade:
+    if reply.refusal is not None:
+        return Grade(None, f"{model} refused: {quoted(reply.refusal)}", ErrorKind.model_grader_refusal_error)
+    if reply.finish_reason == "length":
+        reason = f"{model} ran out of tokens before its verdict"
+        return Grade(None, reason, ErrorKind.model_grader_exceeded_max_tokens_error)
+    try:
+        answer = json.loads(reply.text)
+    except (ValueError, RecursionError):
+        answer = None
+    said = answer.get("result") if isinstance(answer, dict) else None
+    score = verdict(said)
+    if score is None:
+        reason = f"no verdict in the answer of {model}: {quoted(reply.text)}"
+        return Grade(None, reason, ErrorKind.model_grader_parse_error)
+    return Grade(score, f"{model} says {said!r}{_last_conclusion(answer)}")
+
+
+def _last_conclusion(answer: Mapping[str, Any]) -> str:
+    steps = answer.get("steps")
+    last = steps[-1] if isinstance(steps, list) and steps else None
+    conclusion = last.get("conclusion") if isinstance(last, dict) else None
+    return f": {quoted(conclusion)}" if isinstance(conclusion, str) else ""

@@ -1,0 +1,73 @@
+"""Progress heartbeat, by which the supervisor tells a hung run from a long step.
+
+A live process may still hang. Every answer, grade and update touches a file, and a run that stops touching it is hung.
+"""
+
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graders.types import Grade, Grader, Item, Sample
+from worker.types import Group, Prompt, UpdateMetrics
+
+if (
+    TYPE_CHECKING
+):  # they import torch, and worker/supervise/validation.py, which watches its grader, does without
+    from worker.learn.trainer import Trainer
+    from worker.rollout.samplers import Answer, Sampler, Sampling
+
+Beat = Callable[[], None]
+
+
+def beats_into(path: Path) -> Beat:
+    """Touches the file at `path`."""
+    return lambda: os.utime(path)
+
+
+class WatchedSampler:
+    def __init__(self, sampler: "Sampler", beat: Beat) -> None:
+        self._sampler, self._beat = sampler, beat
+
+    def sample(self, prompts_P: Sequence[Prompt], sampling: "Sampling") -> "AsyncIterator[Answer]":
+        # Called here and not when the first answer is wanted: it reads the policy as it is now.
+        return self._watched(self._sampler.sample(prompts_P, sampling))
+
+    async def _watched(self, answers: "AsyncIterator[Answer]") -> "AsyncIterator[Answer]":
+        async for answer in answers:
+            self._beat()
+            yield answer
+
+
+class WatchedGrader:
+    def __init__(self, grader: Grader, beat: Beat) -> None:
+        self._grader, self._beat = grader, beat
+        self.name, self.type = grader.name, grader.type
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        try:
+            return await self._grader.grade(sample, item)
+        finally:
+            self._beat()
+
+
+class WatchedTrainer:
+    def __init__(self, trainer: "Trainer", beat: Beat) -> None:
+        self._trainer, self._beat = trainer, beat
+
+    def add(self, group: Group) -> None:
+        self._trainer.add(group)
+        self._beat()
+
+    def step(self) -> UpdateMetrics:
+        update = self._trainer.step()
+        self._beat()
+        return update
+
+    def save(self, folder: Path) -> None:
+        self._trainer.save(folder)
+        self._beat()
+
+    def load(self, folder: Path) -> None:
+        self._trainer.load(folder)
+        self._beat()

@@ -1,0 +1,153 @@
+"""Metrics of a run, written to a file that its supervisor reads and exports to Prometheus.
+
+Prometheus cannot scrape a run directly: it is short-lived and may block in a GPU call. No label identifies a job, a
+project or a model.
+"""
+
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, write_to_textfile
+
+from core.jobs.lifecycle import Claim
+from core.telemetry import logs, tracing
+from graders.spec import GraderSpec, MultiSpec
+from graders.types import Grade, Grader, Item, Sample
+from worker import process
+from worker.rollout.samplers import Answer, Sampler, Sampling
+from worker.supervise.telemetry import Sandbox
+from worker.types import Prompt
+
+WRITE_SECONDS = 5.0
+COUNTED = CollectorRegistry(auto_describe=False)
+COUNTED.register(Sandbox("regraft_run_sandbox"))
+STEP_SECONDS = Histogram(
+    "regraft_step_seconds",
+    "Duration of a training step, by phase; `all` is the whole step.",
+    ("phase",),
+    buckets=(0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
+    registry=COUNTED,
+)
+SAMPLED = Counter("regraft_sampled_tokens", "Completion tokens sampled.", registry=COUNTED)
+TRAINED = Counter("regraft_trained_tokens", "Tokens trained on.", registry=COUNTED)
+REWARD = Gauge(
+    "regraft_reward", "Mean reward of the latest step with a reward.", ("split",), registry=COUNTED
+)
+MIXED = Gauge(
+    "regraft_mixed_groups_share",
+    "Share of the latest step's groups with different rewards. Zero-variance groups have no gradient.",
+    registry=COUNTED,
+)
+GRADE_SECONDS = Histogram(
+    "regraft_grade_seconds",
+    "Duration of one grade.",
+    ("grader_type",),
+    buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
+    registry=COUNTED,
+)
+GRADES = Counter(
+    "regraft_grades",
+    'Grades by result: "graded", or the reason for a missing score.',
+    ("grader_type", "result"),
+    registry=COUNTED,
+)
+
+
+@contextmanager
+def written_to(path: Path) -> Iterator[None]:
+    """Write all metrics to `path` every few seconds during the context, and at its end."""
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.wait(WRITE_SECONDS):
+            write_to_textfile(str(path), COUNTED)
+
+    thread = threading.Thread(target=write, name="figures", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        write_to_textfile(str(path), COUNTED)
+
+
+@contextmanager
+def attempt(claim: Claim, progress: Path, otlp_endpoint: str) -> Iterator[None]:
+    """Attribute metrics, logs and traces during the context to this attempt."""
+    with (
+        written_to(process.figures_of(progress)),
+        logs.bound(job_id=claim.job_id, attempt=claim.epoch),
+        tracing.exported(otlp_endpoint, "regraft-run"),
+        tracing.attempt(claim.job_id, claim.epoch),
+    ):
+        yield
+
+
+def recorded(data: Mapping[str, Any]) -> None:
+    """Count a finished step by the `data` of its event."""
+    for phase, seconds in data["timing"]["step"].items():
+        STEP_SECONDS.labels("all" if phase == "full_iteration" else phase).observe(seconds)
+    TRAINED.inc(data.get("trained_tokens", 0))
+    for split, key in (("train", "train_reward_mean"), ("valid", "valid_reward_mean")):
+        if data.get(key) is not None:
+            REWARD.labels(split).set(data[key])
+    if "groups_mixed_share" in data:
+        MIXED.set(data["groups_mixed_share"])
+
+
+@contextmanager
+def step(number: int) -> Iterator[None]:
+    """Attribute logs and traces during the context to this step."""
+    with logs.bound(step=number), tracing.span("step", **{"regraft.step": number}):
+        yield
+
+
+class ObservedSampler:
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
+        return self._observed(
+            self._sampler.sample(prompts_P, sampling)
+        )  # called eagerly, as in WatchedSampler
+
+    async def _observed(self, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
+        async for answer in answers:
+            SAMPLED.inc(len(answer.rollout.output_ids_T))
+            yield answer
+
+
+class ObservedGrader:
+    """Counts each grader of a multi by its own type."""
+
+    def __init__(self, grader: Grader, spec: GraderSpec) -> None:
+        self._grader = grader
+        self.name, self.type = grader.name, grader.type
+        parts = spec.graders if isinstance(spec, MultiSpec) else {}
+        self._types = {key: part.type for key, part in parts.items()}
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        started = time.perf_counter()
+        try:
+            with tracing.span("grade", **{"regraft.grader_type": self.type}):
+                grade = await self._grader.grade(sample, item)
+        except Exception:
+            self._count(self.type, "raised", time.perf_counter() - started)
+            raise
+        self._count(self.type, _result(grade), time.perf_counter() - started)
+        for key, part in grade.sub_grades.items():
+            self._count(self._types[key], _result(part), part.seconds)
+        return grade
+
+    def _count(self, grader_type: str, result: str, seconds: float) -> None:
+        GRADE_SECONDS.labels(grader_type).observe(seconds)
+        GRADES.labels(grader_type, result).inc()
+
+
+def _result(grade: Grade) -> str:
+    return "graded" if grade.error is None else grade.error.value

@@ -1,0 +1,1 @@
+"""From graded groups to a better adapter: GRPO, losses, batches, gradients, the optimizer."""

@@ -1,0 +1,304 @@
+"""Accumulate the adapter's gradient over the packs of a step, micro-batch by micro-batch.
+
+The results are sums over tokens: the trainer divides them once the whole step is known. `OwnGradient` computes in this
+process; `SharedGradient` also distributes packs to the other ranks of the run.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from core.jobs.hyperparameters import Resolved
+from worker.learn import grpo
+from worker.learn.batch import Tensors, deal, micro_batches, tensors_of
+from worker.learn.ranks import Add, Again, Collect, End, Helper, Part, Reference, Weights
+from worker.model.policy import Policy
+from worker.model.sizing import HEAD_CHUNK
+from worker.rollout.samplers.json_schema import masked
+from worker.types import Pack
+
+
+class Gradient(Protocol):
+    """The gradient of one step. Call `add` any number of times, then `collect`; per further pass `again`, `collect`."""
+
+    @property
+    def capacity(self) -> int:
+        """Return the number of tokens that fill all ranks."""
+        ...
+
+    def add(self, packs: Sequence[Pack], std: float) -> None:
+        """Add packs. Multiplies penalties by `std`, by which everything is divided later."""
+        ...
+
+    def again(self, std: float) -> None:
+        """Add all packs of the step again, under the current policy."""
+        ...
+
+    def collect(self) -> "Totals":
+        """Write the gradient of all packs added since the last call to `grad` of the policy's weights."""
+        ...
+
+    def end(self) -> None:
+        """Discard the step's packs."""
+        ...
+
+
+class OwnGradient:
+    """Implements Gradient in this process, computing packs as they are added."""
+
+    def __init__(self, policy: Policy, settings: Resolved, *, token_budget: int, held_to: str = "") -> None:
+        self.policy = policy
+        self.settings = settings
+        self.capacity = token_budget
+        self.held_to = held_to
+        # The adapter of the KL's reference, unless the reference is the base model.
+        self.reference: list[Tensor] | None = None
+        self._batches: list[Batch] = []
+        self._totals = Totals()
+
+    def add(self, packs: Sequence[Pack], std: float) -> None:
+        for part in micro_batches(packs, self.capacity, self.policy.device):
+            batch = Batch(part)
+            self._batches.append(batch)
+            self._totals += self._backward(batch, std)
+
+    def again(self, std: float) -> None:
+        for batch in self._batches:
+            self._totals += self._backward(batch, std)
+
+    def collect(self) -> "Totals":
+        totals, self._totals = self._totals, Totals()
+        return totals
+
+    def end(self) -> None:
+        self._batches = []
+
+    def _backward(self, batch: "Batch", std: float) -> "Totals":
+        settings = self.settings
+        tensors = self._tensors(batch.packs)
+        if settings.kl > 0 and batch.ref_logp is None:
+            batch.ref_logp = self._reference_logprobs(tensors)
+        logp_M, entropy_M = self.logprobs(tensors)
+        if batch.old_logp is None:
+            # The policy of the first pass is the one that sampled, so its log-probabilities are the old ones.
+            batch.old_logp = logp_M.detach()
+        sampled_M, answer_M = tensors.sampled_logp_M, tensors.answer_M
+        # Without a correction the ratio is to the sampler's probabilities, so the clip also acts on their gap.
+        old_M = batch.old_logp if settings.importance != "none" else sampled_M
+        importance_M = grpo.importance_weight(old_M, sampled_M, settings.importance, settings.importance_cap)
+        part = grpo.loss(
+            logp_M,
+            old_M,
+            tensors.advantage_M,
+            tensors.weight_M * importance_M,
+            answer_M,
+            name=settings.loss,
+            bounds=settings.ratio_bounds,
+            kl=settings.kl * std,
+            kl_estimator=settings.kl_estimator,
+            ref_logp=batch.ref_logp,
+        )
+        part.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            clipped = grpo.was_clipped(
+                settings.loss, logp_M - old_M, tensors.advantage_M, answer_M, settings.ratio_bounds
+            )
+            # In float64, because the weight of a broken sampler may overflow float32.
+            gap_M = batch.old_logp.double() - sampled_M.double()
+            ratio_M = gap_M.exp()
+            return Totals(
+                loss=part.item(),
+                tokens=len(logp_M),
+                clipped=clipped.sum().item(),
+                entropy=entropy_M.sum().item(),
+                kl=0.0 if batch.ref_logp is None else grpo.kl_k3(logp_M, batch.ref_logp).sum().item(),
+                gap=gap_M.abs().sum().item(),
+                gap_max=gap_M.abs().max().item(),
+                gap_k1=-gap_M.sum().item(),
+                gap_k3=(torch.expm1(gap_M) - gap_M).sum().item(),
+                ratio=ratio_M.sum().item(),
+                ratio_squared=(ratio_M**2).sum().item(),
+            )
+
+    def watched_kl(self) -> float:
+        """Estimate the KL of the sampling policy for monitoring, from one pack and one forward pass.
+
+        Not during sampling, because the reference is the same model with its adapter disabled.
+        """
+        batch = self._batches[0]
+        ref_logp = self._reference_logprobs(self._tensors(batch.packs[:1]))
+        assert batch.old_logp is not None
+        return grpo.kl_k3(batch.old_logp[: len(ref_logp)], ref_logp).mean().item()
+
+    @torch.no_grad()
+    def _reference_logprobs(self, tensors: Tensors) -> Tensor:
+        """Compute log-probabilities [M] under the reference."""
+        with self._as_reference():
+            return self.logprobs(tensors)[0]
+
+    def _as_reference(self) -> AbstractContextManager[None]:
+        return self.policy.as_base() if self.reference is None else self.policy.wearing(self.reference)
+
+    def _tensors(self, packs: Sequence[Pack]) -> Tensors:
+        tensors = tensors_of(packs, self.policy.device, self.policy.model.dtype)
+        if not self.held_to:
+            return tensors
+        answers = [answer for pack in packs for answer in pack.sequences]
+        allowed = [self.policy.vocabulary.allowed(self.held_to, one.output_ids_T) for one in answers]
+        return replace(tensors, allowed_M=torch.cat(allowed).to(self.policy.device))
+
+    def logprobs(self, batch: Tensors) -> tuple[Tensor, Tensor]:
+        return logprobs(self.policy, batch, self.settings.temperature)
+
+
+def logprobs(policy: Policy, batch: Tensors, temperature: float) -> tuple[Tensor, Tensor]:
+    """Compute the log-probability [M] of each trained token and the entropy [M] (nats, no gradient) at its position.
+
+    Only positions that predict an answer's token pass through the head, in chunks that are recomputed in the backward
+    pass, so no [tokens x vocabulary] tensor is ever materialized.
+    """
+    hidden = policy.hidden(batch.input_ids, batch.position_ids, batch.mask)[batch.row_M, batch.column_M]
+    head: Callable[..., tuple[Tensor, Tensor]] = partial(_head_chunk, policy, temperature)
+    targets = torch.split(batch.target_M, HEAD_CHUNK)
+    allowed: Sequence[Tensor | None] = [None] * len(targets)
+    if batch.allowed_M is not None:
+        allowed = torch.split(batch.allowed_M, HEAD_CHUNK)
+    chunks = [
+        checkpoint(head, *chunk, use_reentrant=False)
+        for chunk in zip(torch.split(hidden, HEAD_CHUNK), targets, allowed, strict=True)
+    ]
+    logp, entropy = zip(*chunks, strict=True)
+    return torch.cat(logp), torch.cat(entropy)
+
+
+def _head_chunk(
+    policy: Policy, temperature: float, hidden: Tensor, target: Tensor, allowed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    logits = policy.logits(hidden)
+    if allowed is not None:
+        logits = masked(logits, allowed)
+    logp = (logits / temperature).log_softmax(-1)
+    with torch.no_grad():
+        entropy = torch.special.entr(logp.exp()).sum(-1)  # 0 at masked tokens
+    return logp.gather(-1, target[:, None])[:, 0], entropy
+
+
+@dataclass
+class Batch:
+    """A micro-batch, with the values of its first pass that later passes reuse."""
+
+    packs: Sequence[Pack]
+    old_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the tokens of a step (and one maximum), added up micro-batch by micro-batch."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    clipped: float = 0.0
+    entropy: float = 0.0
+    kl: float = 0.0
+    gap: float = 0.0
+    gap_max: float = 0.0
+    gap_k1: float = 0.0
+    gap_k3: float = 0.0
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
+
+    @property
+    def effective_sample_size(self) -> float:
+        """Return (sum of weights)^2 / (n x sum of squares): 1 if all are equal, 1 / n if one dominates."""
+        if self.ratio_squared == 0.0:  # underflow in float64
+            return 0.0
+        return self.ratio * (self.ratio / self.ratio_squared) / self.tokens
+
+    def __add__(self, other: "Totals") -> "Totals":
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return Totals(**sums | {"gap_max": max(self.gap_max, other.gap_max)})
+
+
+class SharedGradient:
+    """Implements Gradient over all ranks of a run; this process is rank 0.
+
+    A group stays on its rank, which caches values of the first pass for later ones. Ranks return only sums, so the
+    result equals that of one process, up to the order of float32 additions.
+    """
+
+    def __init__(self, own: OwnGradient, helpers: Sequence[Helper]) -> None:
+        self.own = own
+        self.helpers = helpers
+        self.capacity = own.capacity * (1 + len(helpers))
+        self._at_work: list[Helper] = []  # ranks with packs of this step
+        self._weights: NDArray[np.float32] | None = None  # of this pass, once a rank has needed them
+        self._up_to_date: list[Helper] = []
+
+    def add(self, packs: Sequence[Pack], std: float) -> None:
+        mine, *others = deal(packs, 1 + len(self.helpers))
+        for helper, share in zip(self.helpers, others, strict=True):
+            if share:
+                self._begin(helper)
+                helper.send(Add(share, std))
+        self.own.add(mine, std)
+
+    def again(self, std: float) -> None:
+        for helper in self._at_work:
+            self._begin(helper)
+            helper.send(Again(std))
+        self.own.again(std)
+
+    def _begin(self, helper: Helper) -> None:
+        """Send the current policy and reference to the rank."""
+        if helper not in self._at_work:
+            self._at_work.append(helper)
+            if self.own.settings.kl > 0 and self.own.reference is not None:
+                helper.send(Reference(flat(self.own.reference)))
+        if helper not in self._up_to_date:
+            self._up_to_date.append(helper)
+            if self._weights is None:
+                self._weights = flat(self.own.policy.trainable)
+            helper.send(Weights(self._weights))
+
+    def collect(self) -> "Totals":
+        for helper in self._at_work:
+            helper.send(Collect())
+        totals = self.own.collect()
+        for helper in self._at_work:  # in a fixed order, so that a run is bit-reproducible
+            part: Part = helper.receive()
+            totals += part.totals
+            parameters = self.own.policy.trainable
+            for parameter, gradient in zip(parameters, shaped(part.gradient, parameters), strict=True):
+                # `deal` gives the first pack to this process, so `grad` exists.
+                assert parameter.grad is not None
+                parameter.grad.add_(gradient)
+        # Any further pass uses the updated policy.
+        self._weights, self._up_to_date = None, []
+        return totals
+
+    def end(self) -> None:
+        for helper in self._at_work:
+            helper.send(End())
+        self._at_work = []
+        self.own.end()
+
+
+def flat(tensors: Sequence[Tensor]) -> NDArray[np.float32]:
+    """Concatenate the tensors, flattened, in main memory."""
+    vector: NDArray[np.float32] = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu().numpy()
+    return vector
+
+
+def shaped(vector: NDArray[np.float32], like: Sequence[Tensor]) -> list[Tensor]:
+    """Invert `flat`: split into tensors of these shapes, on their device."""
+    parts = torch.split(torch.from_numpy(vector).to(like[0].device), [tensor.numel() for tensor in like])
+    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]

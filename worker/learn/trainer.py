@@ -1,0 +1,201 @@
+"""Train the adapter on graded groups: optimizer steps of LoRA with a GRPO-family loss."""
+
+import math
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from core.jobs.hyperparameters import Resolved
+from worker.learn.batch import Share, batch_of, divisors, share_of
+from worker.learn.gradient import Gradient, OwnGradient, SharedGradient, Totals
+from worker.learn.ranks import Helper
+from worker.model.policy import Policy
+from worker.refusals import InvalidModel, SamplerMismatch
+from worker.rollout.sampler_gate import SamplerGate
+from worker.types import Group, Pack, UpdateMetrics
+
+
+class Trainer(Protocol):
+    def add(self, group: Group) -> None:
+        """Add a graded group to the step. May be called while other answers of the step are still being sampled."""
+        ...
+
+    def step(self) -> UpdateMetrics:
+        """Update the policy with the groups added since the last step. The sampler then draws from the new policy."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter (PEFT format) and the state that `load` needs to resume exactly."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class PeftTrainer:
+    """Implements Trainer: AdamW on the adapter's float32 weights, the base frozen."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        settings: Resolved,
+        *,
+        token_budget: int,
+        held_to: str = "",
+        helpers: Sequence[Helper] = (),
+        gate: SamplerGate | None = None,
+    ) -> None:
+        """`held_to` is the response schema of the sampler; `helpers` are ranks that compute a share of the gradient."""
+        self.policy = policy
+        self.settings = settings
+        self.own = OwnGradient(policy, settings, token_budget=token_budget, held_to=held_to)
+        self.gradient: Gradient = SharedGradient(self.own, helpers) if helpers else self.own
+        # Betas and no weight decay: what RL with LoRA converged on (a second moment of 0.95 forgets in ~20 steps).
+        self.optimizer = torch.optim.AdamW(
+            policy.trainable, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.steps_taken = 0
+        self.gate = gate
+        self._updated = False  # whether this process has taken a step
+        # State of the current step.
+        self._shares: list[Share] = []
+        self._answers = 0
+        self._waiting: list[Share] = []
+
+    def add(self, group: Group) -> None:
+        """Add a group. With `overlap`, computes its part of the gradient as soon as a micro-batch is full."""
+        share = share_of(group, self.settings, self.policy.text)
+        self._shares.append(share)
+        self._answers += len(group.rollouts_G)
+        if share.pack is not None:
+            self._waiting.append(share)
+        if (
+            self.settings.overlap
+            and sum(pack.tokens for pack in _packs(self._waiting)) >= self.gradient.capacity
+        ):
+            self._compute_waiting(std=1.0)
+
+    def step(self) -> UpdateMetrics:
+        """Pass `updates_per_batch` times over the answers (DeepSeekMath's mu), with an optimizer step after each."""
+        settings = self.settings
+        shares, answers = batch_of(self._shares, settings), self._answers
+        self._shares, self._answers = [], 0
+        # Computed groups had signal, so they are in the batch; pending ones may have been replaced by resampling.
+        batch = {id(share) for share in shares}
+        self._waiting = [share for share in self._waiting if id(share) in batch]
+        trained = sum(len(pack.sequences) for pack in _packs(shares))
+        if not trained:
+            return UpdateMetrics(0.0, 0, 0, answers, None, None, None, None, None)
+        whole, std = divisors(shares, settings)
+        self._compute_waiting(std)
+        passes = [self.gradient.collect()]
+        self._check_sampler(passes[0])
+        watched = self.own.watched_kl() if settings.kl == 0 else None
+
+        norms: list[float] = []
+        for number in range(settings.updates_per_batch):
+            if number > 0:
+                self.gradient.again(std)
+                passes.append(self.gradient.collect())
+            for parameter in self.policy.trainable:
+                if parameter.grad is not None:
+                    parameter.grad.div_(whole * std)
+            norm = torch.nn.utils.clip_grad_norm_(self.policy.trainable, settings.max_grad_norm).item()
+            finite = math.isfinite(norm)
+            if finite:
+                norms.append(norm)
+                self._step()
+                self._updated = True
+            self.optimizer.zero_grad(set_to_none=True)
+            if not finite:  # another pass over the same answers would not be finite either
+                break
+        self.gradient.end()
+        if norms:
+            self.steps_taken += 1
+            self._refresh_reference()
+
+        first, total = passes[0], sum(passes[1:], passes[0])
+        return UpdateMetrics(
+            loss=total.loss / (whole * std) / len(passes),
+            trained_sequences=trained,
+            trained_tokens=total.tokens,
+            dropped_sequences=answers - trained,
+            grad_norm=sum(norms) / len(norms) if norms else None,
+            clip_fraction=total.clipped / total.tokens,
+            kl=total.kl / total.tokens if watched is None else watched,
+            entropy=first.entropy / first.tokens,
+            logprob_gap=first.gap / first.tokens,
+            logprob_gap_max=first.gap_max,
+            logprob_gap_k1=first.gap_k1 / first.tokens,
+            logprob_gap_k3=first.gap_k3 / first.tokens,
+            logprob_gap_ess=first.effective_sample_size,
+            skipped=len(norms) < len(passes),
+        )
+
+    def _check_sampler(self, first: Totals) -> None:
+        """Check the sampler before the first update of the step, so that a refused step changes nothing.
+
+        The totals are those of all ranks. They compare the same weights: a step's answers are sampled by the policy
+        that its first pass measures. With `off_policy_steps` that is so until this process has taken a step; later
+        answers come from the policy of the step before, and their gap says nothing about the sampler. A run that
+        starts again samples its first step anew and is checked again.
+
+        Raises:
+            SamplerMismatch: they disagree. The step is dropped.
+        """
+        if self.gate is None or (self.settings.off_policy_steps and self._updated):
+            return
+        try:
+            self.gate.check(mean=first.gap / first.tokens, largest=first.gap_max, tokens=first.tokens)
+        except SamplerMismatch:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.gradient.end()
+            raise
+
+    def _compute_waiting(self, std: float) -> None:
+        self.gradient.add(_packs(self._waiting), std)
+        self._waiting = []
+
+    def _refresh_reference(self) -> None:
+        """Iterative GRPO (DeepSeekMath, Algorithm 1): every so often the reference becomes the policy."""
+        every = self.settings.reference_refresh_steps
+        if every and self.steps_taken % every == 0:
+            self.own.reference = [parameter.detach().clone() for parameter in self.policy.trainable]
+
+    def _step(self) -> None:
+        settings = self.settings
+        # Warm-up counts steps of the run, however many updates each makes.
+        warm = min(1.0, (self.steps_taken + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate * warm
+        self.optimizer.step()
+
+    def save(self, folder: Path) -> None:
+        self.policy.save(folder)
+        state: dict[str, Any] = {
+            "optimizer": self.optimizer.state_dict(),
+            "steps_taken": self.steps_taken,
+            "reference": self.own.reference,
+            "torch_rng": torch.get_rng_state(),
+        }
+        torch.save(state, folder / "trainer.pt")
+
+    def load(self, folder: Path) -> None:
+        self.policy.load(folder)
+        try:
+            state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, EOFError, RuntimeError) as cause:
+            raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps_taken = state["steps_taken"]
+        reference = state["reference"]
+        self.own.reference = (
+            None if reference is None else [tensor.to(self.policy.device) for tensor in reference]
+        )
+        torch.set_rng_state(state["torch_rng"])
+
+
+def _packs(shares: Sequence[Share]) -> list[Pack]:
+    return [share.pack for share in shares if share.pack is not None]

@@ -1,0 +1,1 @@
+"""The model: base weights, adapter, attention, memory."""

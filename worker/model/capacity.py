@@ -1,0 +1,121 @@
+"""Check whether models of the registry, and jobs, fit on the GPUs of their class, from each model's config.json.
+
+For processes without a GPU and without torch: `gpu_classes` in the settings has the memory of each class. If the memory
+or the config is unknown, nothing is refused, and the run makes the same check before it loads the weights.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from core.jobs import hyperparameters
+from core.jobs.hyperparameters import Hyperparameters
+from core.registry import BaseModelEntry, Registry, sampler_of
+from core.settings import Settings
+from worker.model import sizing
+from worker.model.sizing import GIB, Shape, Workload
+
+log = logging.getLogger(__name__)
+
+BYTES_EACH = {"float32": 4, "bfloat16": 2}
+
+
+def config_of(entry: BaseModelEntry) -> Mapping[str, Any] | None:
+    """Return the model's config.json if it is on this machine. Downloads nothing and converts no GGUF file."""
+    try:
+        source = entry.locate()
+    except FileNotFoundError:
+        return None
+    file = source / "config.json" if isinstance(source, Path) else _cached(source)
+    try:
+        config = json.loads(file.read_text()) if file is not None else None
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _cached(hub_id: str) -> Path | None:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    found = try_to_load_from_cache(hub_id, "config.json")
+    return Path(found) if isinstance(found, str) else None
+
+
+def shape_of(entry: BaseModelEntry) -> Shape | None:
+    """Return the model's shape. None: its config is not on this machine, or it is not a Llama-like decoder."""
+    config = config_of(entry)
+    return None if config is None else sizing.shape_of_config(config, BYTES_EACH[entry.dtype])
+
+
+def problems(settings: Settings, registry: Registry) -> Iterator[str]:
+    """Yield a sentence for each model whose full context does not fit on a GPU of its class."""
+    for name, entry in registry.models.items():
+        half = entry.context // 2
+        work = Workload(16, half, entry.context - half, entry.context, entry.context)
+        shape = shape_of(entry)
+        if shape is not None and (problem := _problem(settings, name, entry, shape, work, None)) is not None:
+            yield f"{problem} Jobs with shorter prompts and answers may fit."
+
+
+def job_problem(
+    settings: Settings,
+    name: str,
+    entry: BaseModelEntry,
+    *,
+    gpu_class: str,
+    asked: Hyperparameters,
+    rows: int,
+    valid_rows: int,
+) -> str | None:
+    """Return why the job cannot run on a GPU of its class. None: it can, or this is unknown.
+
+    Counts each prompt as one token, because there is no tokenizer here, so a refused job would not fit with its real
+    prompts either.
+    """
+    shape = shape_of(entry)
+    if shape is None:
+        return None
+    resolved = hyperparameters.resolve(asked, rows=rows, parameters=shape.parameters, context=entry.context)
+    work = sizing.workload(
+        rank=resolved.lora_rank,
+        prompt=1,
+        completion=resolved.max_completion_tokens,
+        batch=resolved.batch_size,
+        group=resolved.group_size,
+        valid_rows=valid_rows,
+        eval_samples=resolved.eval_samples,
+    )
+    return _problem(settings, name, entry, shape, work, gpu_class)
+
+
+def _problem(
+    settings: Settings,
+    name: str,
+    entry: BaseModelEntry,
+    shape: Shape,
+    work: Workload,
+    gpu_class: str | None,
+) -> str | None:
+    gpu_class = gpu_class or entry.gpu_class or settings.gpu_class
+    memory = settings.gpu_memory_gib(gpu_class)
+    if not memory:  # no GPU, or unknown
+        return None
+    settings = settings.of_class(gpu_class)
+    sampler = sampler_of(entry, settings.sampler, "cuda")
+    assert sampler is not None, "machines with a GPU have a sampler"
+    there = sizing.machine(settings, "cuda", int(memory * GIB), sampler, gpu_class=gpu_class)
+    try:
+        sizing.plan(name, shape, work, there)
+    except sizing.DoesNotFit as cause:
+        return str(cause)
+    return None
+
+
+def warn(settings: Settings) -> None:
+    """Log the problems of the registry on worker start-up."""
+    for problem in problems(settings, Registry.load(settings.models_file)):
+        log.warning("%s", problem)

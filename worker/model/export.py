@@ -1,0 +1,57 @@
+"""`regraft-server export`: write a checkpoint to a folder, as an adapter or merged into the base model's weights."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from core.database.engine import Database
+from core.errors import CheckpointDamaged, NotFound
+from core.registry import BaseModelEntry, Registry
+from core.results import export
+from core.settings import Settings
+from core.storage.store import BlobStore
+from graders.spec import hide_secrets
+from worker.serve.adapters import CHAT_TEMPLATE
+
+TEXTS = ("README.md", "reproduce.json")
+
+
+def export_to(
+    settings: Settings, database: Database, blobs: BlobStore, name: str, folder: Path, *, merged: bool
+) -> None:
+    """Write the checkpoint of `name` (a checkpoint, a model or a job) into `folder`, or exit with an error."""
+    if folder.exists() and any(folder.iterdir()):
+        sys.exit(f"{folder} is not empty.")
+    registry = Registry.load(settings.models_file)
+    try:
+        with database.read() as session:
+            checkpoint = export.find(session, name)
+            base_model = export.base_model(session, checkpoint)
+        home = export.gather(database, blobs, registry, checkpoint, hide_secrets)
+        export.check(home, blobs, checkpoint.id)
+    except (NotFound, CheckpointDamaged) as refused:
+        sys.exit(refused.message)
+    if not merged:
+        home.write(blobs, folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="regraft-") as scratch:
+        home.write(blobs, Path(scratch))
+        merge(registry.get(base_model), settings.model_cache, Path(scratch), folder)
+
+
+def merge(entry: BaseModelEntry, cache: Path, adapter: Path, folder: Path) -> None:
+    """Write a whole model: base + scale * BA, added in float32 and rounded once to the base's own precision."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from worker.model.policy import DTYPES, source_of
+
+    source = source_of(entry, cache)
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    model.to(DTYPES[entry.dtype]).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    # The adapter may have been trained with another template than the base model's.
+    for name in [*TEXTS, *([CHAT_TEMPLATE] if (adapter / CHAT_TEMPLATE).exists() else [])]:
+        (folder / name).write_bytes((adapter / name).read_bytes())

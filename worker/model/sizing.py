@@ -1,0 +1,487 @@
+"""How much memory a model needs for training and for serving, and how a GPU is shared between its uses. Pure.
+
+`Shape` describes the model, `Workload` the job, `Machine` where it runs. `plan` chooses the size of the KV cache and of
+the micro-batches together, and refuses with numbers what does not fit. Nothing here imports torch, so a machine without
+a GPU can compute the need of a model from its config.json.
+
+Estimates err upwards: a job that is refused costs a minute, one that runs out of memory in step 30 an hour.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from core.registry import Device, SamplerName
+from core.settings import Settings
+
+GIB = 2**30
+
+HEAD_CHUNK = 512  # rows of the vocabulary product alive at once: 512 x 49,152 float32 logits are 100 MB
+MAX_SEQUENCES = 256  # that vLLM decodes side by side
+MAX_TOKENS_IN_FLIGHT = 131_072  # of the transformers sampler: more rows are sampled in several waves
+
+# Tokens of a micro-batch. 2,048 keep the matrix units of a GPU busy; above 8,192 nothing gets faster.
+CPU_TOKEN_BUDGET = 2048
+GPU_TOKEN_BUDGETS = (2048, 8192)
+# A decoding step reads all weights once, for one sequence or for many, so sampling gets faster almost in proportion to
+# the sequences in flight at first. Recomputing activations adds about a third to the update. So up to this many
+# sequences the cache comes before keeping activations.
+COMFORTABLE_SEQUENCES = 32
+CPU_CACHE_BYTES = GIB
+
+# What no formula has on a GPU: the CUDA contexts of two processes (about 0.5 GiB each), vLLM's activations and CUDA
+# graphs, cuBLAS workspaces, fragmentation. Not measured on a GPU yet (docs/howto/training.md).
+MARGIN_TWO_PROCESSES = 4 * GIB
+MARGIN_ONE_PROCESS = 2 * GIB
+MARGIN_SERVING = 3 * GIB
+
+_BLOCK = 128  # a multiple of every block size that vLLM uses
+
+
+class DoesNotFit(Exception):
+    """The job needs more memory than the machine has. The message has the numbers, and what to change."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What memory depends on. Sizes in elements."""
+
+    parameters: int
+    linear_parameters: int  # of these, in linear layers: those an adapter is put on, and the head
+    layers: int
+    hidden: int
+    queries: int  # of one token in one layer: the queries of all heads
+    heads: int
+    intermediate: int
+    key_values: int  # of one token in one layer: keys and values of all heads
+    vocabulary: int
+    bytes_each: int  # of a weight
+
+    @property
+    def token_cache_bytes(self) -> int:
+        """Keys and values of one token."""
+        return self.layers * self.key_values * self.bytes_each
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.bytes_each
+
+    def cache_bytes(self, tokens: int) -> int:
+        """A KV cache in which vLLM accepts one sequence of so many tokens: whole blocks, and the one it keeps empty."""
+        return (math.ceil(tokens / _BLOCK) + 1) * _BLOCK * self.token_cache_bytes
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a job does with the model, in tokens."""
+
+    rank: int
+    prompt: int  # the longest
+    completion: int  # max_completion_tokens
+    group: int  # the longest prompt with all of its answers
+    in_flight: int  # prompts and answers of a whole step, or of a whole validation, whichever has more
+
+    @property
+    def longest(self) -> int:
+        """One sequence: the longest prompt and the longest answer. vLLM's `max_model_len`."""
+        return self.prompt + self.completion
+
+
+def workload(
+    *, rank: int, prompt: int, completion: int, batch: int, group: int, valid_rows: int, eval_samples: int
+) -> Workload:
+    """Of a job with `batch` prompts a step, `group` answers each; `eval_samples` answers to each validation row."""
+    training = batch * (prompt + group * completion)
+    validating = valid_rows * (prompt + eval_samples * completion)
+    return Workload(
+        rank, prompt, completion, prompt + max(group, eval_samples) * completion, max(training, validating)
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a job runs. None: chosen here ("auto")."""
+
+    device: Device
+    available: int  # bytes that are free before anything is loaded
+    sampler: SamplerName
+    packed: bool = False  # the linear weights are kept twice more, as worker/model/lora.py does on a CPU
+    kv_cache_bytes: int | None = None
+    token_budget: int | None = None
+    gpu_class: str = ""  # if `available` is what a GPU of that class has, and not what is free here
+
+    @property
+    def copies(self) -> int:
+        """Of the weights: the engine of vLLM has its own."""
+        return 2 if self.sampler == "vllm" else 1
+
+
+def machine(
+    settings: Settings,
+    device: Device,
+    available: int,
+    sampler: SamplerName,
+    *,
+    packed: bool = False,
+    gpu_class: str = "",
+) -> Machine:
+    """One whose operator has set these settings."""
+    cache, budget = settings.kv_cache_gib, settings.train_token_budget
+    return Machine(
+        device,
+        available,
+        sampler,
+        packed,
+        kv_cache_bytes=None if cache == "auto" else int(cache * GIB),
+        token_budget=None if budget == "auto" else budget,
+        gpu_class=gpu_class,
+    )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes, by what they are for."""
+
+    copies: int
+    weights: int  # of one copy
+    adapter: int
+    activations: int  # that autograd keeps, and the gradients of one layer
+    attention: int  # masks: what grows with the square of the tokens
+    head: int
+    cache: int
+    margin: int
+
+    @property
+    def total(self) -> int:
+        return self.copies * self.weights + self.parts + self.cache + self.margin
+
+    @property
+    def parts(self) -> int:
+        """Of the trainer, besides weights."""
+        return self.adapter + self.activations + self.attention + self.head
+
+    def __str__(self) -> str:
+        copies = f"{self.copies} x " if self.copies > 1 else ""
+        names = ("adapter", "activations", "attention", "head")
+        shown = [(name, getattr(self, name)) for name in names]
+        parts = [f"{name} {size / GIB:.1f}" for name, size in shown if size >= 0.05 * GIB]
+        weights = f"weights {copies}{self.weights / GIB:.1f}"
+        rest = [f"KV cache {self.cache / GIB:.1f}", f"margin {self.margin / GIB:.1f}"]
+        return f"{self.total / GIB:.1f} GiB: {', '.join([weights, *parts, *rest])}"
+
+
+def saved_bytes_per_token(shape: Shape, rank: int) -> int:
+    """What autograd keeps of one token in one layer, without what grows with its square.
+
+    Counted in the Llama block with an adapter on every linear layer, and with norms of queries and keys as Qwen3 has;
+    tests/worker/test_memory.py compares it with what a backward pass of the real code saves.
+    """
+    each = shape.bytes_each
+    key_heads = shape.key_values // 2
+    norms = 4 * 2 * shape.hidden + 4 * (shape.queries + key_heads)  # inputs, in float32
+    if each < 4:
+        # Each adapter takes its input in float32, and autograd keeps every such copy: q, k, v, gate, up; o; down.
+        inputs = 4 * (5 * shape.hidden + shape.queries + shape.intermediate)
+    else:
+        inputs = 4 * (2 * shape.hidden + shape.intermediate)  # one tensor for q, k, v and one for gate, up
+    inner = 4 * 7 * rank  # between an adapter's A and B
+    attention = each * 4 * shape.queries  # queries, keys and values of every query head, and the output
+    feed_forward = each * 3 * shape.intermediate  # gate, its activation, up
+    statistics = 16 * shape.heads  # of softmax and norms
+    return norms + inputs + inner + attention + feed_forward + statistics
+
+
+def estimate(
+    shape: Shape, *, rank: int, token_budget: int, cache: int, checkpointed: bool, machine: Machine
+) -> Estimate:
+    """The peak of a run that samples and trains.
+
+    `checkpointed`: a layer's activations are computed again in the backward pass, so those of one layer are alive
+    at a time.
+    """
+    layer = saved_bytes_per_token(shape, rank)
+    entries = shape.bytes_each * shape.hidden * shape.layers  # the inputs of all layers
+    ends = (4 + shape.bytes_each) * shape.hidden  # of the last norm and of the head
+    gradients = 4 * (2 * shape.intermediate + 4 * shape.hidden)  # of the layer that is being computed
+    kept = entries + layer if checkpointed else layer * shape.layers
+    square = token_budget**2
+    if machine.device == "cuda":
+        masks = square * shape.bytes_each  # one bias for all layers (worker/learn/batch.py)
+    else:
+        # The bool mask, and the bias that SDPA makes of it in each layer and autograd keeps.
+        masks = square * (1 + 4 * (1 if checkpointed else shape.layers))
+    weights = shape.weight_bytes + (2 * shape.linear_parameters * shape.bytes_each if machine.packed else 0)
+    found = Estimate(
+        copies=machine.copies,
+        weights=weights,
+        adapter=adapter_parameters(shape, rank) * 4 * 4,  # weight, gradient and two moments, in float32
+        activations=token_budget * (kept + ends + gradients),
+        attention=masks,
+        head=HEAD_CHUNK * shape.vocabulary * 4 * 4,  # logits, their log-softmax, its exponential, a gradient
+        cache=cache,
+        margin=0,
+    )
+    return replace(found, margin=_margin(found, machine))
+
+
+def _margin(found: Estimate, machine: Machine) -> int:
+    if machine.device == "cuda":
+        # A tenth for what the allocator cannot use of what it has.
+        least = MARGIN_TWO_PROCESSES if machine.copies > 1 else MARGIN_ONE_PROCESS
+        return least + (found.activations + found.head) // 10
+    # Measured on SmolLM2-135M, rank 16: 3.9 GiB at peak at 1,016 tokens, 6.3 at 2,040, 3.1 at 2,040 checkpointed.
+    return (found.total - found.margin) // 5 + GIB // 2
+
+
+def adapter_parameters(shape: Shape, rank: int) -> int:
+    """Of an adapter on all seven linear layers of a block: a rank's row and column for each."""
+    attention = 2 * (shape.hidden + shape.queries) + 2 * shape.hidden + shape.key_values  # q, o; k and v
+    feed_forward = 3 * (shape.hidden + shape.intermediate)
+    return shape.layers * rank * (attention + feed_forward)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run uses its memory."""
+
+    token_budget: int  # of a micro-batch, padding included
+    cache_bytes: int
+    checkpointed: bool  # activations are computed twice
+    estimate: Estimate
+
+    def described(self, shape: Shape, work: Workload) -> str:
+        """For the job's owner: what was chosen, with numbers."""
+        sequences = self.cache_bytes // (shape.token_cache_bytes * work.longest)
+        kept = "Activations are computed twice, to save memory. " if self.checkpointed else ""
+        return (
+            f"{kept}Micro-batches have up to {self.token_budget} tokens, and the KV cache holds {sequences} "
+            f"sequences of {work.longest} tokens. Memory: {self.estimate}."
+        )
+
+
+def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> Plan:
+    """Choose the KV cache, the micro-batch and whether activations are computed twice.
+
+    In this order, on a GPU:
+    1. room for one sequence in the cache and for the longest answer in a micro-batch: otherwise it is refused;
+    2. COMFORTABLE_SEQUENCES in the cache, as far as the job has so many;
+    3. activations kept instead of computed twice, with micro-batches of 2,048 tokens;
+    4. a cache for all that the job can have in flight;
+    5. larger micro-batches, up to 8,192 tokens.
+    What the operator has set is taken as it is.
+
+    Raises:
+        DoesNotFit: the message has the model's `name` and the numbers.
+    """
+    wanted = wanted_cache(shape, work, machine)
+    least = min(least_cache(shape, work, machine), wanted)
+    if machine.kv_cache_bytes is not None:
+        if machine.sampler == "vllm" and machine.kv_cache_bytes < shape.cache_bytes(work.longest):
+            raise DoesNotFit(
+                f"{name} at {work.longest} tokens needs a KV cache of {shape.cache_bytes(work.longest) / GIB:.2f} GiB "
+                f"for one sequence, and REGRAFT_KV_CACHE_GIB is {machine.kv_cache_bytes / GIB:g}. Have the operator "
+                "raise or unset it, or choose a smaller max_completion_tokens."
+            )
+        if machine.sampler == "vllm":
+            wanted = least = machine.kv_cache_bytes
+    comfortable = max(least, min(wanted, COMFORTABLE_SEQUENCES * shape.cache_bytes(work.longest)))
+
+    def made(budget: int, cache: int, checkpointed: bool) -> Estimate:
+        return estimate(
+            shape,
+            rank=work.rank,
+            token_budget=budget,
+            cache=cache,
+            checkpointed=checkpointed,
+            machine=machine,
+        )
+
+    smallest = _width(work.longest, machine)
+    if machine.token_budget is not None:
+        usual = _width(max(machine.token_budget, work.longest), machine)
+    else:
+        on_cpu = machine.device == "cpu"
+        usual = _width(max(CPU_TOKEN_BUDGET if on_cpu else GPU_TOKEN_BUDGETS[0], work.longest), machine)
+    budgets = (usual,) if machine.token_budget is not None or machine.device == "cpu" else (usual, smallest)
+    choices = [
+        (cache, budget, checkpointed)
+        for cache in (comfortable, least)
+        for budget, checkpointed in [(usual, False), *((budget, True) for budget in budgets)]
+    ]
+    for cache, budget, checkpointed in choices:
+        found = made(budget, cache, checkpointed)
+        if found.total > machine.available:
+            continue
+        cache = min(wanted, cache + machine.available - found.total)
+        if machine.token_budget is None and machine.device == "cuda" and cache == wanted:
+            budget = max(
+                larger
+                for larger in (budget, *widths(budget, GPU_TOKEN_BUDGETS[1]))
+                if made(larger, cache, checkpointed).total <= machine.available
+            )
+        return Plan(budget, cache, checkpointed, made(budget, cache, checkpointed))
+    needed = made(choices[-1][1], least, True)
+    size = f"{machine.available / GIB:.1f} GiB"
+    place = f"the GPU class `{machine.gpu_class}` has {size}" if machine.gpu_class else f"{size} are free"
+    # A copy less is the largest part that a choice can save.
+    hint = " or the sampler `transformers`, which needs no copy of the weights" if machine.copies > 1 else ""
+    raise DoesNotFit(
+        f"{name} at {work.longest} tokens needs {needed}; {place}. Choose a smaller model, lora_rank or "
+        f"max_completion_tokens, a GPU with more memory{hint}."
+    )
+
+
+def wanted_cache(shape: Shape, work: Workload, machine: Machine) -> int:
+    """The largest KV cache that the job can fill."""
+    if machine.sampler == "transformers":
+        return shape.token_cache_bytes * min(MAX_TOKENS_IN_FLIGHT, work.in_flight)
+    one = shape.cache_bytes(work.longest)
+    full = max(one, min(work.in_flight * shape.token_cache_bytes, MAX_SEQUENCES * one))
+    return max(one, min(full, CPU_CACHE_BYTES)) if machine.device == "cpu" else full
+
+
+def least_cache(shape: Shape, work: Workload, machine: Machine) -> int:
+    """Without which nothing can be sampled."""
+    if machine.device == "cpu":
+        return wanted_cache(shape, work, machine)
+    # The transformers sampler decodes all answers to a prompt together.
+    if machine.sampler == "transformers":
+        return shape.token_cache_bytes * work.group
+    return shape.cache_bytes(work.longest)
+
+
+def bucket(tokens: int) -> int:
+    """The width of a row on a GPU: the next multiple of 128, above 1,024 the next of eight steps to twice as much.
+
+    Kernels are chosen, and some compiled, for each shape anew; rows as long as their answers make a new one almost
+    every time. These are 48 widths up to 32,768, and above 1,024 at most an eighth is padding.
+    """
+    width = 128
+    while width < tokens:
+        width = _next_width(width)
+    return width
+
+
+def widths(above: int, most: int) -> list[int]:
+    """The widths of `bucket` above one of them, up to `most`."""
+    found = []
+    while (above := _next_width(above)) <= most:
+        found.append(above)
+    return found
+
+
+def _next_width(width: int) -> int:
+    return width + (128 if width < 1024 else 1 << (width.bit_length() - 4))
+
+
+def _width(tokens: int, machine: Machine) -> int:
+    return tokens if machine.device == "cpu" else bucket(tokens)
+
+
+def least(
+    shape: Shape, tokens: int, *, sampler: SamplerName, rank: int = 16, device: Device = "cuda"
+) -> Estimate:
+    """The least that training with prompt and answer of `tokens` together needs: one sequence at a time."""
+    there = Machine(device, 0, sampler)
+    work = Workload(rank, 0, tokens, tokens, tokens)
+    return estimate(
+        shape,
+        rank=rank,
+        token_budget=_width(tokens, there),
+        cache=least_cache(shape, work, there),
+        checkpointed=True,
+        machine=there,
+    )
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What vLLM needs to answer for a model, in bytes."""
+
+    weights: int
+    adapters: int
+    least_cache: int  # one sequence of the model's context
+    margin: int
+
+    @property
+    def without_cache(self) -> int:
+        return self.weights + self.adapters + self.margin
+
+    @property
+    def least(self) -> int:
+        return self.without_cache + self.least_cache
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "adapters": self.adapters,
+            "KV cache": self.least_cache,
+            "margin": self.margin,
+        }
+        shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB)
+        return f"{self.least / GIB:.1f} GiB: {shown}"
+
+
+def serving(shape: Shape, *, context: int, slots: int, rank: int, device: Device = "cuda") -> Serving:
+    """`slots` adapters of the highest `rank` in a batch, each as large as that."""
+    return Serving(
+        weights=shape.weight_bytes,
+        adapters=slots * adapter_parameters(shape, rank) * shape.bytes_each,
+        least_cache=shape.cache_bytes(context),
+        margin=MARGIN_SERVING if device == "cuda" else 2 * GIB,
+    )
+
+
+def serving_cache(shape: Shape, need: Serving, *, context: int, free: int, others: Sequence[int] = ()) -> int:
+    """The KV cache of a model that is served, where `free` bytes are left for it.
+
+    `others`: what each other model of the registry needs at least. If all fit beside this one, the rest is shared in
+    equal parts; otherwise models take turns, and this one takes everything. Always room for one sequence of `context`.
+    """
+    most = MAX_SEQUENCES * shape.cache_bytes(context)
+    rest = free - need.least
+    if others and rest >= sum(others):
+        rest = (rest - sum(others)) // (1 + len(others))
+    return min(most, need.least_cache + max(0, rest))
+
+
+def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
+    """Of a model that is described by its config.json. None: it does not have the fields of a Llama-like decoder.
+
+    Biases are left out: they are less than 0.01 %. worker/model/memory.py counts exactly, with transformers.
+    """
+    text = config.get("text_config") or config
+    try:
+        hidden, layers, heads = (
+            int(text[name]) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        )
+        vocabulary, dense = int(text["vocab_size"]), int(text["intermediate_size"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    size = int(text.get("head_dim") or hidden // heads)
+    queries = heads * size
+    keys = int(text.get("num_key_value_heads") or heads) * size
+    attention = hidden * (2 * queries + 2 * keys)
+    experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
+    if experts:
+        each = int(text.get("moe_intermediate_size") or dense)
+        feed_forward = experts * 3 * hidden * each + experts * hidden
+        intermediate = each * int(text.get("num_experts_per_tok") or 1)
+    else:
+        feed_forward, intermediate = 3 * hidden * dense, dense
+    linear = layers * (attention + feed_forward) + vocabulary * hidden
+    norms = layers * (2 * hidden + (2 * size if "qwen3" in str(text.get("model_type", "")) else 0)) + hidden
+    tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
+    return Shape(
+        parameters=linear + norms + (0 if tied else vocabulary * hidden),
+        linear_parameters=linear,
+        layers=layers,
+        hidden=hidden,
+        queries=queries,
+        heads=heads,
+        intermediate=intermediate,
+        key_values=2 * keys,
+        vocabulary=vocabulary,
+        bytes_each=bytes_each,
+    )

@@ -1,0 +1,1 @@
+"""What a run records: metrics, rollouts, checkpoints, warnings, the verdict."""

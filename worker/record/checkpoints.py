@@ -1,0 +1,315 @@
+"""Write checkpoints atomically, resume from the newest, and keep and name the best ones.
+
+A checkpoint is a blob prefix with the adapter in PEFT format, the trainer's state, and manifest.json, which lists every
+file with its hash and is written last. A prefix without a manifest is not a checkpoint.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from sqlalchemy import Select, delete, select
+from sqlalchemy.orm import Session
+
+from core.database import pages
+from core.database.engine import Database
+from core.database.tables import Checkpoint, Job, Organization, RolloutPage, TunedModel
+from core.jobs import events, lifecycle, usage
+from core.jobs.lifecycle import Claim
+from core.results import tuned_models
+from core.storage import manifests
+from core.storage.manifests import MANIFEST, Damaged
+from core.storage.store import BlobExists, BlobStore, check_not_empty
+from worker.retry import Patience
+
+log = logging.getLogger(__name__)
+
+# Format of the manifest and its files, including trainer.pt. Raise it when older versions cannot resume from a new
+# checkpoint, and only after a release that reads both: both versions run side by side during a rollout.
+FORMAT = 1
+KEPT_BEST = 3
+# Key in the metrics that marks the checkpoint of a pause, which users may be serving.
+_FOR_PAUSE = "made_for_pause"
+
+
+class UnknownFormat(Exception):
+    """The checkpoint was written by a later version of the code."""
+
+
+class Savable(Protocol):
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+
+
+class Checkpoints:
+    """Reads and writes the checkpoints of one job on behalf of its current attempt."""
+
+    def __init__(
+        self,
+        database: Database,
+        blobs: BlobStore,
+        claim: Claim,
+        job: Job,
+        scratch: Path,
+        patience: Patience,
+    ) -> None:
+        self.database = database
+        self.blobs = blobs
+        self.claim = claim
+        self.job = job
+        self.scratch = scratch
+        self.patience = patience
+        self._reading = MANIFEST  # the last requested file of a checkpoint
+
+    def restore(self, trainer: Savable) -> int:
+        """Load the newest valid checkpoint into the trainer and return its step; 0 if there is none.
+
+        Verifies every object against the manifest before loading any. Skips and deletes damaged checkpoints, with a
+        warning that names the object. Deletes all records after the returned step, which will be repeated.
+
+        Raises:
+            StoreEmpty: the store has no blobs at all. Nothing was loaded or deleted.
+            UnknownFormat: this version cannot read the checkpoint. Nothing was loaded or deleted.
+            InvalidModel: the files are undamaged but do not fit the model. Nothing was deleted.
+        """
+        damaged: list[tuple[Checkpoint, Damaged]] = []
+        whole = None
+        for checkpoint in self.patience(self._newest_first):
+            with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+                try:
+                    self._fetch(checkpoint, Path(folder))
+                except Damaged as damage:
+                    log.warning("the checkpoint %s is damaged: %s", checkpoint.blob_prefix, damage)
+                    damaged.append((checkpoint, damage))
+                    continue
+                trainer.load(Path(folder))
+            whole = checkpoint
+            break
+        return self.patience(partial(self._resume, whole, damaged))
+
+    def _newest_first(self) -> Sequence[Checkpoint]:
+        with self.database.read() as session:
+            return session.scalars(_of_job(self.job.id).order_by(Checkpoint.step.desc())).all()
+
+    def _fetch(self, checkpoint: Checkpoint, folder: Path) -> None:
+        """Download all files of a checkpoint. Raises Damaged if one fails verification."""
+        prefix = checkpoint.blob_prefix
+        try:
+            self.patience(partial(self._download, prefix, folder))
+        except OSError as cause:
+            # An unreadable disk sector is permanent. No other lasting error is specific to this checkpoint.
+            if cause.errno != errno.EIO:
+                raise
+            raise Damaged(self._reading, unreadable=True) from cause
+
+    def _resume(self, whole: Checkpoint | None, damaged: Sequence[tuple[Checkpoint, Damaged]]) -> int:
+        """Record that the job resumes from this checkpoint, or from its first step."""
+        step = whole.step if whole else 0
+        with lifecycle.fenced(self.database, self.claim) as (session, job):
+            lifecycle.resumed_from(session, self.claim, step)
+            for checkpoint, _ in damaged:
+                # The repeated step is stored under the same number and name. The sweep removes the old objects.
+                if (row := session.get(Checkpoint, checkpoint.seq)) is not None:
+                    tuned_models.delete_names_of(session, row.id)
+                    pages.delete_row(session, row, owner=row.job_id)
+            if damaged:
+                message, data = _described(damaged, step)
+                events.append(session, job.id, message, level="warn", data=data)
+            if whole:
+                events.append(
+                    session, job.id, f"Resuming from the checkpoint of step {step}", data={"step": step}
+                )
+            # A crash between step 0 and the first checkpoint leaves step 0 done; it stays.
+            events.discard_steps_after(session, job.id, step)
+            session.execute(delete(RolloutPage).where(RolloutPage.job_id == job.id, RolloutPage.step > step))
+            usage.recount(session, job)
+        return step
+
+    def save(
+        self,
+        trainer: Savable,
+        *,
+        step: int,
+        valid_reward: float | None,
+        metrics: dict[str, Any],
+        for_pause: bool = False,
+    ) -> None:
+        """Store the trainer's state as the checkpoint of this step, and delete those it replaces.
+
+        A checkpoint with a validation reward, and the one of a pause, is published as a model, `…:ckpt-step-N`; others
+        are used only to resume.
+        """
+        released = self.patience(lambda: self._save(trainer, step, valid_reward, metrics, for_pause))
+        for old in released:  # after the commit: a row must not refer to deleted objects
+            self.patience(partial(self.blobs.delete_prefix, f"{old}/"))
+
+    def _save(
+        self,
+        trainer: Savable,
+        step: int,
+        valid_reward: float | None,
+        metrics: dict[str, Any],
+        for_pause: bool,
+    ) -> list[str]:
+        """Store the row unless it exists; return the prefixes of the checkpoints that it replaces."""
+        prefix = f"{job_prefix(self.job)}/attempts/{self.claim.epoch}/checkpoints/step-{step:06d}"
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            trainer.save(Path(folder))
+            self._upload(Path(folder), prefix, step)
+        with lifecycle.fenced(self.database, self.claim) as (session, job):
+            stored = session.scalar(_of_job(job.id).where(Checkpoint.step == step))
+            if stored is not None:  # the connection broke after the commit
+                return _retire(session, job)
+            job.failures = 0  # progress resets the count of failures in a row
+            checkpoint = Checkpoint(
+                job_id=job.id,
+                step=step,
+                epoch=self.claim.epoch,
+                blob_prefix=prefix,
+                valid_reward=valid_reward,
+                metrics=metrics | ({_FOR_PAUSE: True} if for_pause else {}),
+            )
+            session.add(checkpoint)
+            session.flush()
+            if valid_reward is not None or for_pause:
+                name = f"{model_name(session, job)}:ckpt-step-{step}"
+                _publish(session, job, checkpoint, name)
+                events.append(session, job.id, f"Checkpoint created at step {step} with Snapshot ID: {name}")
+            return _retire(session, job)
+
+    def best(self) -> Checkpoint | None:
+        """Return the checkpoint with the highest validation reward; of equals the earliest."""
+        return self.patience(self._best)
+
+    def _best(self) -> Checkpoint | None:
+        with self.database.read() as session:
+            return session.scalar(
+                _of_job(self.job.id)
+                .where(Checkpoint.valid_reward.is_not(None))
+                .order_by(Checkpoint.valid_reward.desc(), Checkpoint.step)
+                .limit(1)
+            )
+
+    def _upload(self, folder: Path, prefix: str, step: int) -> None:
+        files = []
+        for path in sorted(folder.iterdir()):
+            info = self.blobs.put_file(f"{prefix}/{path.name}", path)
+            files.append({"name": path.name, "bytes": info.size, "sha256": info.sha256})
+        manifest = {
+            "format": FORMAT,
+            "job": self.job.id,
+            "base_model": self.job.model,
+            "step": step,
+            "epoch": self.claim.epoch,
+            "files": files,
+        }
+        key, content = f"{prefix}/{MANIFEST}", json.dumps(manifest, indent=2).encode()
+        try:
+            self.blobs.put_bytes(key, content, if_absent=True)
+        except BlobExists:
+            # No other attempt writes under this prefix, so it was this one. The same manifest means that its
+            # checkpoint is whole already; another one that these files have just been written over.
+            if self.blobs.read(key) != content:
+                raise
+
+    def _download(self, prefix: str, folder: Path) -> None:
+        try:
+            self._download_all(prefix, folder)
+        except Damaged as damage:
+            if damage.problem == "missing":
+                check_not_empty(self.blobs)
+            raise
+
+    def _download_all(self, prefix: str, folder: Path) -> None:
+        self._reading = MANIFEST
+        manifest = manifests.read(self.blobs, prefix)
+        if manifest.format > FORMAT:
+            raise UnknownFormat(
+                f"The checkpoint {prefix} has format {manifest.format}, and this worker reads formats up to "
+                f"{FORMAT}: run the job on workers of the version of regraft that wrote it, or of a later one."
+            )
+        for file in manifest.files:
+            self._reading = file.name
+            manifests.download(self.blobs, prefix, file, folder)
+
+
+def _described(damaged: Sequence[tuple[Checkpoint, Damaged]], step: int) -> tuple[str, dict[str, Any]]:
+    """Return the warning about skipped checkpoints."""
+    which = "; ".join(f"of step {one.step} ({one.id}): {damage}" for one, damage in damaged)
+    what = "Checkpoint" if len(damaged) == 1 else "Checkpoints"
+    if step:
+        then = (
+            f"The job resumes from step {step}, the newest valid checkpoint, and repeats the steps after it."
+        )
+    else:
+        then = "No valid checkpoint is left: the job restarts from its first step."
+    objects = [
+        {"step": one.step, "checkpoint": one.id, "file": damage.file, "problem": damage.problem}
+        for one, damage in damaged
+    ]
+    return f"{what} damaged: {which}. {then}", {"step": step, "damaged": objects}
+
+
+def job_prefix(job: Job) -> str:
+    return f"projects/{job.project_id}/jobs/{job.id}"
+
+
+def model_name(session: Session, job: Job) -> str:
+    """Return ft:<base>:<organization>:<suffix>:<8 characters>, OpenAI's format.
+
+    The 8 characters make it unique. The suffix is as the user sent it, with each run of other characters than letters,
+    digits, _ and - replaced by one -, so that the name is one segment of a URL.
+    """
+    organization = session.get_one(Organization, job.organization_id)
+    tail = hashlib.sha256(job.id.encode()).hexdigest()[:8]
+    suffix = re.sub(r"[^A-Za-z0-9_-]+", "-", job.suffix or "").strip("-")
+    return f"ft:{job.model}:{organization.name}:{suffix}:{tail}"
+
+
+def publish_best(session: Session, job: Job, best: Checkpoint) -> str:
+    """Give the best checkpoint the job's own model name, and return it."""
+    name = model_name(session, job)
+    _publish(session, job, best, name)
+    return name
+
+
+def _publish(session: Session, job: Job, checkpoint: Checkpoint, name: str) -> None:
+    session.add(
+        TunedModel(
+            name=name,
+            project_id=job.project_id,
+            job_id=job.id,
+            checkpoint_id=checkpoint.id,
+            base_model=job.model,
+        )
+    )
+
+
+def _of_job(job_id: str) -> Select[Checkpoint]:
+    return select(Checkpoint).where(Checkpoint.job_id == job_id)
+
+
+def _retire(session: Session, job: Job) -> list[str]:
+    """Delete the rows of checkpoints that are no longer needed; return their prefixes.
+
+    Keeps the newest, the best, and those of pauses until their names are deleted, so that a resumed job does not delete
+    a model that was in use during the pause.
+    """
+    present: Sequence[Checkpoint] = session.scalars(_of_job(job.id)).all()
+    newest = max(present, key=lambda one: one.step)
+    measured = [one for one in present if one.valid_reward is not None]
+    best = sorted(measured, key=lambda one: (-(one.valid_reward or 0.0), one.step))[:KEPT_BEST]
+    named = set(session.scalars(select(TunedModel.checkpoint_id).where(TunedModel.job_id == job.id)))
+    paused = [one for one in present if _FOR_PAUSE in one.metrics and one.id in named]
+    retired = [one for one in present if one is not newest and one not in best and one not in paused]
+    for one in retired:
+        tuned_models.delete_names_of(session, one.id)
+        pages.delete_row(session, one, owner=one.job_id)
+    return [one.blob_prefix for one in retired]

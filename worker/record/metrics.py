@@ -1,0 +1,338 @@
+"""What a step says about itself: the fields of OpenAI's metrics event, and those it never had. Pure."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from core.jobs.hyperparameters import Supervision
+from graders.spec import GraderSpec, LabelModelSpec, MultiSpec, ScoreModelSpec
+from graders.types import ErrorKind, Grade, TokenUsage, summed
+from worker.learn import grpo
+from worker.record.history import Steps, first
+from worker.record.verdict import RowScores, compare, row_scores, standard_error
+from worker.types import Group, Rollout, UpdateMetrics
+
+# The categories OpenAI reports, each as train_/valid_ x _mean/_count.
+_ERRORS = (
+    "sample_parse_error",
+    "invalid_variable_error",
+    "other_error",
+    "python_grader_server_error",
+    "python_grader_runtime_error",
+    "model_grader_server_error",
+)
+
+
+def mean_reward(groups_P: Sequence[Group]) -> float | None:
+    """Mean over the graded answers; None if there is none. Ungraded ones are reported, not counted as 0."""
+    return _mean(grade.score for grade in _grades(groups_P) if grade.score is not None)
+
+
+def of_step(
+    *,
+    step: int,
+    total_steps: int,
+    spec: GraderSpec,
+    supervision: Supervision,
+    train_P: Sequence[Group],
+    others_P: Sequence[Group],
+    valid_P: Sequence[Group] | None,
+    update: UpdateMetrics | None,
+    seconds: Mapping[str, float],
+    gpus: int = 1,
+    base_scores: RowScores | None = None,
+) -> dict[str, Any]:
+    """The `data` of the step's metrics event. Step 0 is the validation of the base and has no training part.
+
+    `base_scores` are the row scores of step 0, with which a later validation is compared.
+    """
+    splits = [("train", train_P)] if train_P else []
+    if valid_P is not None:
+        splits.append(("valid", valid_P))
+    data: dict[str, Any] = {"step": step, "total_steps": total_steps}
+    if gpus > 1:
+        data["gpus"] = gpus
+    for split, groups_P in splits:
+        data |= _split(split, groups_P)
+    if valid_P is not None and base_scores is not None:
+        data |= _against_base(base_scores, valid_P)
+    if train_P:
+        data |= _signal(train_P, supervision)
+    if update is not None:
+        data |= _update(update)
+    if others_P:
+        data |= _replaced(train_P, others_P, supervision, seconds)
+    sampled = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *others_P]))
+    if sampled and seconds.get("sampling"):
+        data["sampled_tokens"] = sampled
+        data["sampling_tokens_per_second"] = sampled / seconds["sampling"]
+    if update is not None and seconds.get("training"):
+        data["training_tokens_per_second"] = update.trained_tokens / seconds["training"]
+    data["scores"] = {"graders": _per_grader(spec, splits, _score_fields)}
+    for split, groups_P in splits:
+        data["scores"][f"{split}_reward_mean"] = mean_reward(groups_P)
+    data["errors"] = {"graders": _per_grader(spec, splits, _error_fields)}
+    data["timing"] = {
+        "step": {phase: seconds.get(phase, 0.0) for phase in ("sampling", "grading", "training", "eval")}
+        | {"full_iteration": sum(seconds.values())},
+        "graders": _per_grader(spec, splits, _latency_fields),
+    }
+    used = {name: usage for name, groups_P in splits if (usage := _tokens_used(groups_P))}
+    if used:
+        data["model_graders_token_usage"] = _by_model(used)
+        rows = _per_grader(spec, splits, _usage_fields)
+        data["usage"] = {"graders": [row for row in rows if "model" in row]}
+    return data
+
+
+def message(data: Mapping[str, Any]) -> str:
+    """The event's text, word for word as OpenAI wrote it (the space before the first comma included)."""
+    parts = [f"Step {data['step']}/{data['total_steps']} "]
+    for label, key in (
+        ("train mean reward", "train_mean_reward"),
+        ("full validation mean reward", "full_valid_mean_reward"),
+        ("full validation mean parse error", "full_valid_mean_parse_error"),
+    ):
+        if data.get(key) is not None:
+            parts.append(f" {label}={data[key]:.2f}")
+    return ",".join(parts)
+
+
+@dataclass(frozen=True)
+class Ungraded:
+    """The answers of a step that could not be graded."""
+
+    message: str
+    share: float  # of all answers
+    reasons: list[str]  # the commonest first, a few
+
+
+def ungraded(groups_P: Sequence[Group]) -> Ungraded | None:
+    """None if every answer was graded."""
+    grades = _grades(groups_P)
+    counts = Counter(grade.reason for grade in grades if grade.score is None)
+    if not counts:
+        return None
+    reasons = [reason for reason, _ in counts.most_common(5)]
+    count = f"{counts.total()} of {len(grades)} samples could not be graded and teach nothing."
+    return Ungraded(f"{count} Most often: {reasons[0]}", counts.total() / len(grades), reasons)
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A step from which nothing can be learned. `is_success`: because the model has learned what there was to learn."""
+
+    message: str
+    is_success: bool = False
+
+
+def no_signal(
+    groups_P: Sequence[Group], supervision: Supervision, steps: Steps = (), *, cause_known: bool = False
+) -> Silence | None:
+    """A sentence about a step from which nothing can be learned; None if some group had signal.
+
+    `steps` are those before it. Where one of them had a much higher reward, the model has collapsed, and neither the
+    task nor the grader is to blame. Where one of them had signal and now most groups have nothing but full scores, the
+    model has learned the task. With `cause_known`, after a warning of collapse, the sentence names no cause.
+    """
+    kinds = Counter(grpo.signal(group.taught_by(supervision)) for group in groups_P)
+    if kinds["mixed"]:
+        return None
+    what = {
+        "all_zero": "all answers scored 0: the task is too hard for the model, or the grader gives no partial credit",
+        "all_one": "all answers scored 1: the task is too easy to learn from",
+        "equal": "all answers to a prompt scored the same",
+        "ungraded": "the answers could not be graded",
+    }
+    kind, _ = kinds.most_common(1)[0]
+    silence = f"No signal: in none of the {len(groups_P)} groups did the answers differ in score."
+    if cause_known:
+        return Silence(silence)
+    reward, earlier = mean_reward(groups_P), _best_reward(steps)
+    if reward is not None and earlier is not None and reward < earlier[2] / 2:
+        split, step, best = earlier
+        return Silence(
+            f"{silence} The model has collapsed: its mean reward is {reward:.2f}, and {split} reward at step {step} "
+            f"was {best:.2f}. Lower the learning rate."
+        )
+    if kind == "all_one" and any(step.get("groups_mixed_share") for step in steps):
+        return Silence(
+            f"{silence} Mostly all answers scored 1: the model has learned the prompts of this step.",
+            is_success=True,
+        )
+    return Silence(f"{silence} Mostly {what[kind]}.")
+
+
+def _best_reward(steps: Steps) -> tuple[str, int, float] | None:
+    """The highest mean reward of the first steps that have one: validation of the base, and training of step 1.
+
+    Later steps would do as well; these two are the model before it has moved.
+    """
+    named = (("validation", "full_valid_mean_reward"), ("training", "train_mean_reward"))
+    rewards = [(split, *found) for split, name in named if (found := first(steps, name)) is not None]
+    return max(rewards, key=lambda one: one[2], default=None)
+
+
+def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
+    grades, rollouts = _grades(groups_P), _rollouts(groups_P)
+    lengths = [len(rollout.output_ids_T) for rollout in rollouts]
+    reward, failed = mean_reward(groups_P), [grade for grade in grades if grade.score is None]
+    truncated = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
+    parse_errors = sum(grade.error == ErrorKind.sample_parse_error for grade in grades) / len(grades)
+    if split == "valid":
+        return {
+            "full_valid_mean_reward": reward,
+            "valid_reward_mean": reward,
+            "full_valid_stderr": standard_error(row_scores(groups_P)),
+            "full_valid_mean_parse_error": parse_errors,
+            "valid_completion_tokens_mean": statistics.fmean(lengths),
+            "valid_truncated_share": truncated,
+            "valid_unresponsive_rewards": len(failed) / len(grades),
+        }
+    scores = [grade.score for grade in grades if grade.score is not None]
+    return {
+        "train_mean_reward": reward,
+        "train_reward_mean": reward,
+        "train_reward_std": statistics.pstdev(scores) if scores else None,
+        "completion_tokens_mean": statistics.fmean(lengths),
+        "completion_tokens_max": max(lengths),
+        "sampling_entropy": _sampling_entropy(rollouts),
+        "truncated_share": truncated,
+        "mean_unresponsive_rewards": len(failed) / len(grades),
+    }
+
+
+def _against_base(base_scores: RowScores, valid_P: Sequence[Group]) -> dict[str, float | None]:
+    """The mean paired difference to the base model's validation, with its 95 % interval; empty if nothing compares."""
+    compared = compare(base_scores, row_scores(valid_P))
+    if compared is None:
+        return {}
+    return {
+        "full_valid_difference": compared.difference,
+        "full_valid_difference_low": compared.low,
+        "full_valid_difference_high": compared.high,
+    }
+
+
+def _sampling_entropy(rollouts: Sequence[Rollout]) -> float | None:
+    """Nats a token, estimated as the mean of -log p over all sampled tokens.
+
+    `entropy` is exact and covers only the trained tokens. This one covers every answer, so it is there in the steps
+    that matter for a diagnosis: those in which no group had signal and nothing was trained.
+    """
+    return _mean(-logprob for rollout in rollouts for logprob in rollout.logprobs_T)
+
+
+def _signal(groups_P: Sequence[Group], supervision: Supervision) -> dict[str, float]:
+    kinds = Counter(grpo.signal(group.taught_by(supervision)) for group in groups_P)
+    return {
+        f"groups_{kind}_share": kinds[kind] / len(groups_P)
+        for kind in ("mixed", "all_zero", "all_one", "equal", "ungraded")
+    }
+
+
+def _replaced(
+    train_P: Sequence[Group],
+    others_P: Sequence[Group],
+    supervision: Supervision,
+    seconds: Mapping[str, float],
+) -> dict[str, float]:
+    """What dynamic sampling drew, and what was thrown away for it. Rewards are of the step's own prompts alone."""
+    silent_P = [
+        group for group in [*train_P, *others_P] if grpo.signal(group.taught_by(supervision)) != "mixed"
+    ]
+    everything = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *others_P]))
+    discarded = sum(len(rollout.output_ids_T) for rollout in _rollouts(silent_P))
+    return {
+        "resampled_prompts": len(others_P),
+        "discarded_groups": len(silent_P),
+        "discarded_tokens": discarded,
+        # Their part of the time by tokens: answers are sampled side by side, so none has a time of its own.
+        "discarded_seconds": seconds.get("sampling", 0.0) * discarded / everything,
+    }
+
+
+def _update(update: UpdateMetrics) -> dict[str, Any]:
+    fields = asdict(update)
+    fields["skipped_updates"] = int(fields.pop("skipped"))
+    # A step that was skipped has numbers that JSON has no word for, and PostgreSQL refuses.
+    return {name: value if value is None or math.isfinite(value) else None for name, value in fields.items()}
+
+
+def _grades(groups_P: Sequence[Group]) -> list[Grade]:
+    return [grade for group in groups_P for grade in group.grades_G]
+
+
+def _rollouts(groups_P: Sequence[Group]) -> list[Rollout]:
+    return [rollout for group in groups_P for rollout in group.rollouts_G]
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    kept = list(values)
+    return statistics.fmean(kept) if kept else None
+
+
+def _per_grader(
+    spec: GraderSpec, splits: Sequence[tuple[str, Sequence[Group]]], fields: Any
+) -> list[dict[str, Any]]:
+    """One entry a grader: the sub-graders of a multi, or the only one."""
+    parts = spec.graders.items() if isinstance(spec, MultiSpec) else [(None, spec)]
+    rows = []
+    for key, part in parts:
+        row: dict[str, Any] = {"name": part.name, "type": part.type}
+        if isinstance(part, ScoreModelSpec | LabelModelSpec):
+            row["model"] = part.model
+        for split, groups_P in splits:
+            grades = _grades(groups_P)
+            row |= fields(
+                split, grades if key is None else [g.sub_grades[key] for g in grades if key in g.sub_grades]
+            )
+        rows.append(row)
+    return rows
+
+
+def _score_fields(split: str, grades: Sequence[Grade]) -> dict[str, Any]:
+    return {f"{split}_reward_mean": _mean(grade.score for grade in grades if grade.score is not None)}
+
+
+def _error_fields(split: str, grades: Sequence[Grade]) -> dict[str, float]:
+    fields = {}
+    for kind in _ERRORS:
+        count = sum(grade.error == kind for grade in grades)
+        fields[f"{split}_{kind}_count"] = float(count)
+        fields[f"{split}_{kind}_mean"] = count / len(grades) if grades else 0.0
+    return fields
+
+
+def _tokens_used(groups_P: Sequence[Group]) -> dict[str, TokenUsage]:
+    return summed(grade.usage for grade in _grades(groups_P))
+
+
+def _by_model(used: Mapping[str, Mapping[str, TokenUsage]]) -> dict[str, dict[str, int]]:
+    """Tokens that judges read and wrote, by model. OpenAI says "eval" here where it says "valid" elsewhere."""
+    models: dict[str, dict[str, int]] = {}
+    for split, usage in used.items():
+        label = "eval" if split == "valid" else split
+        for model, tokens in usage.items():
+            models[model] = models.get(model, {}) | {
+                f"{label}_prompt_tokens": tokens.prompt_tokens,
+                f"{label}_cached_tokens": tokens.cached_tokens,
+                f"{label}_completion_tokens": tokens.completion_tokens,
+            }
+    return models
+
+
+def _usage_fields(split: str, grades: Sequence[Grade]) -> dict[str, Any]:
+    total = sum(summed(grade.usage for grade in grades).values(), TokenUsage())
+    fields: dict[str, Any] = {}
+    for kind, count in (("prompt", total.prompt_tokens), ("completion", total.completion_tokens)):
+        fields[f"{split}_{kind}_tokens_mean"] = count / len(grades) if grades else 0.0
+        fields[f"{split}_{kind}_tokens_count"] = float(count)
+    return fields
+
+
+def _latency_fields(split: str, grades: Sequence[Grade]) -> dict[str, Any]:
+    return {f"{split}_execution_latency_mean": _mean(grade.seconds for grade in grades)}

@@ -1,0 +1,239 @@
+"""What a run tells the world, in short transactions that a run which lost its job cannot make."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
+
+from sqlalchemy.orm import Session
+
+from core.database.engine import Database
+from core.database.tables import Checkpoint, Job, Project, RolloutPage, StepMetric
+from core.jobs import budgets, events, lifecycle, usage
+from core.jobs.estimates import Ahead
+from core.jobs.hyperparameters import Resolved
+from core.jobs.lifecycle import Claim
+from core.jobs.verdict import Verdict
+from core.outbound import webhooks
+from core.results import evals, rollouts
+from core.results.rollouts import Row
+from core.storage.store import BlobStore
+from core.tenancy import tenants
+from core.tenancy.limits import NO_LIMITS, Limits
+from worker import instruments
+from worker.record import metrics, results
+from worker.record.checkpoints import job_prefix, publish_best
+from worker.record.history import History
+from worker.record.monitors import Finding
+from worker.record.rollouts import GradedStep, rows_of
+from worker.record.verdict import RowScores
+from worker.retry import Patience
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Quota:
+    """What is stored of a job's samples: bytes in all, and samples of one step's training or validation."""
+
+    bytes_per_job: int = 1 << 30
+    samples_per_page: int = 10_000
+
+
+class Recorder:
+    def __init__(
+        self,
+        database: Database,
+        blobs: BlobStore,
+        claim: Claim,
+        job: Job,
+        patience: Patience,
+        default_limits: Limits = NO_LIMITS,
+        quota: Quota = Quota(),
+    ) -> None:
+        self.database = database
+        self.blobs = blobs
+        self.claim = claim
+        self.job = job
+        self.patience = patience
+        self.default_limits = default_limits
+        self.quota = quota
+
+    def resolved(self, settings: Resolved, sampler: str) -> None:
+        """Show on the job what "auto" became, and say what it is sampled with."""
+
+        def write(session: Session, job: Job) -> None:
+            job.resolved = settings.model_dump()
+            events.append(session, job.id, f"Sampling with {sampler}", data={"sampler": sampler})
+
+        self._write(write)
+
+    def recorded(self) -> tuple[list[dict[str, Any]], History]:
+        """The metrics of all recorded steps, in order, and what rules read of them. Once for each attempt."""
+
+        def read() -> tuple[list[dict[str, Any]], History]:
+            with self.database.read() as session:
+                steps = [row.data for row in events.steps(session, self.job.id)]
+                base_scores = events.valid_scores(session, self.job.id, 0)
+                return steps, History.of(steps, base_scores, events.warned(session, self.job.id))
+
+        return self.patience(read)
+
+    def row_scores(self, step: int) -> RowScores | None:
+        """The row scores of the validation of this step, if they were recorded."""
+
+        def read() -> RowScores | None:
+            with self.database.read() as session:
+                return events.valid_scores(session, self.job.id, step)
+
+        return self.patience(read)
+
+    def step(
+        self,
+        data: dict[str, Any],
+        stored: Sequence[GradedStep],
+        *,
+        ahead: Ahead,
+        valid_scores: RowScores | None = None,
+        findings: Sequence[Finding] = (),
+    ) -> bool:
+        """Record one finished step. Returns whether the job is to pause: its user asked for it, or its budget does.
+
+        The warnings of the step (`findings`) are in the same transaction, so each is written exactly as often as its
+        step.
+
+        Raises:
+            LeaseLost: the job was cancelled or given to somebody else; nothing was recorded.
+        """
+        step = data["step"]
+        pages = self._write_pages(step, stored, ahead)
+
+        def write(session: Session, job: Job) -> bool:
+            recorded = session.get(StepMetric, (job.id, step))
+            again = recorded is not None and recorded.epoch == self.claim.epoch
+            if not again:  # else it was committed, and the connection broke before we heard of it
+                for page in pages:
+                    session.merge(page)
+                events.record_step(session, self.claim, step, data, valid_scores)
+                events.append(session, job.id, metrics.message(data), type="metrics", data=data, step=step)
+                for finding in findings:
+                    told = finding.event_data(step)
+                    events.append(session, job.id, finding.message, level="warn", data=told, step=step)
+                usage.record(session, job, data, ahead)
+                webhooks.emit_thresholds(job, data)
+                if ahead.steps:
+                    self._pause_at_a_cap(session, job)
+            return job.status == "pausing"
+
+        pause = self._write(write)
+        instruments.recorded(data)
+        log.info("%s", metrics.message(data))
+        return pause
+
+    def _pause_at_a_cap(self, session: Session, job: Job) -> None:
+        """The job's own budget, or what its project may use."""
+        if (spent := budgets.reached(job, job.gpu_seconds)) is not None:
+            message = f"Pausing fine-tuning job at its budget: {spent.message}"
+            lifecycle.pause_at_cap(session, job, message, spent.data)
+            return
+        limits = tenants.limits(session.get_one(Project, job.project_id), self.default_limits)
+        if (beyond := tenants.used_up(session, job.project_id, limits)) is not None:
+            message = f"Pausing fine-tuning job at a limit of its project: {beyond.message}"
+            lifecycle.pause_at_cap(session, job, message, {})
+
+    def warn(self, message: str, data: dict[str, Any]) -> None:
+        self._tell(message, data, level="warn")
+
+    def inform(self, message: str, data: dict[str, Any]) -> None:
+        self._tell(message, data, level="info")
+
+    def judged(self, verdict: Verdict, message: str, *, level: str, data: dict[str, Any]) -> None:
+        """Store the verdict with its event, once: a run that ended here before finds it stored."""
+        stored = verdict.stored()
+
+        def write(session: Session, job: Job) -> None:
+            if job.verdict != stored:
+                job.verdict = stored
+                events.append(session, job.id, message, level=level, data={"verdict": stored, **data})
+
+        self._write(write)
+
+    def succeed(self, best: Checkpoint) -> None:
+        """The job's end: its result file, its model and its status, in one transaction."""
+        file = self.patience(lambda: results.prepare(self.database, self.blobs, self.job))
+
+        def write(session: Session, job: Job) -> None:
+            results.attach(session, job, file)
+            lifecycle.succeed(session, job, fine_tuned_model=publish_best(session, job, best))
+
+        self._write(write)
+
+    def fail(self, *, code: str, message: str, param: str | None = None) -> None:
+        file = self.patience(lambda: results.prepare(self.database, self.blobs, self.job))
+
+        def write(session: Session, job: Job) -> None:
+            results.attach(session, job, file)
+            lifecycle.fail(session, job, code=code, message=message, param=param)
+
+        self._write(write)
+
+    def _tell(self, message: str, data: dict[str, Any], *, level: str) -> None:
+        def write(session: Session, job: Job) -> None:
+            events.append(session, job.id, message, level=level, data=data, step=data.get("step"))
+
+        self._write(write)
+
+    def _write(self, write: Callable[[Session, Job], T]) -> T:
+        """One fenced transaction, as often as it takes."""
+
+        def once() -> T:
+            with lifecycle.fenced(self.database, self.claim) as (session, job):
+                return write(session, job)
+
+        return self.patience(once)
+
+    def _write_pages(self, step: int, stored: Sequence[GradedStep], ahead: Ahead) -> list[RolloutPage]:
+        """The step's pages. Each may take an equal share of what is left of the quota, so that the last steps of a
+        long job are shown as well as the first ones; what a page leaves is for those after it."""
+
+        def used_before() -> int:
+            with self.database.read() as session:
+                return rollouts.bytes_before(session, self.job.id, step)
+
+        left = self.quota.bytes_per_job - self.patience(used_before)
+        to_come = len(stored) + ahead.plain + 2 * ahead.validated
+        pages: list[RolloutPage] = []
+        for graded in stored:
+            page, data = self._page(step, graded, left // to_come)
+            self.patience(partial(self.blobs.put_bytes, page.blob_key, data))
+            pages.append(page)
+            left, to_come = left - page.bytes, to_come - 1
+        return pages
+
+    def _page(self, step: int, graded: GradedStep, most_bytes: int) -> tuple[RolloutPage, bytes]:
+        groups = rows_of(step, graded)
+        # Of validations the same prompts are left out each time, so that they can be compared.
+        seed = f"{self.job.seed}/{step if graded.split == 'train' else 'valid'}"
+        fitted = rollouts.fitted(
+            groups, most_samples=self.quota.samples_per_page, most_bytes=most_bytes, seed=seed
+        )
+        key = f"{job_prefix(self.job)}/attempts/{self.claim.epoch}/rollouts/{graded.split}-{step:06d}.parquet"
+        page = RolloutPage(
+            job_id=self.job.id,
+            step=step,
+            split=graded.split,
+            epoch=self.claim.epoch,
+            blob_key=key,
+            samples=fitted.samples,
+            total=fitted.total,
+            bytes=len(fitted.data),
+            summary=self._summary(groups) if graded.split == "valid" else None,
+        )
+        return page, fitted.data
+
+    def _summary(self, groups: list[list[Row]]) -> dict[str, Any]:
+        return evals.summary(chain.from_iterable(groups), evals.criteria(self.job.reinforcement["grader"]))

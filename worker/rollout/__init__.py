@@ -1,0 +1,1 @@
+"""From prompts to graded groups: prompts, samplers, rewards."""

@@ -1,0 +1,88 @@
+"""Choose the prompts of each step from the seed and the step number alone, so that no cursor has to be stored."""
+
+import random
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from core.storage.datasets import Example
+from worker.refusals import ChatTemplateFailed
+from worker.types import Prompt
+
+
+class PromptTooLong(ValueError):
+    """Some rows leave no room for an answer in the model's context."""
+
+
+class PromptStream:
+    """The training prompts, epoch after epoch, each epoch in a shuffled order of its own."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, batch_size: int, seed: int) -> None:
+        self.prompts = prompts
+        self.batch_size = batch_size
+        self.seed = seed
+        self._orders: dict[int, array[int]] = {}  # by epoch; see `_order`
+
+    def batch(self, step: int) -> list[Prompt]:
+        """The prompts of step 1, 2, ...; a batch may straddle the end of an epoch."""
+        first = (step - 1) * self.batch_size
+        return [self._at(place) for place in range(first, first + self.batch_size)]
+
+    def others(self, step: int) -> list[Prompt]:
+        """Return all prompts outside the batch of this step, in the order of resampling.
+
+        Takes about 30 ms for 50,000 prompts, so do not call it on an event loop.
+        """
+        lines = {prompt.line for prompt in self.batch(step)}
+        order = [prompt for prompt in self.prompts if prompt.line not in lines]
+        random.Random(f"{self.seed}/others/{step}").shuffle(order)
+        return order
+
+    def _at(self, place: int) -> Prompt:
+        epoch, index = divmod(place, len(self.prompts))
+        return self.prompts[self._order(epoch)[index]]
+
+    def _order(self, epoch: int) -> "array[int]":
+        """The permutation of an epoch. At most two are kept, 8 bytes a prompt: a batch may straddle two epochs."""
+        order = self._orders.get(epoch)
+        if order is None:
+            order = array("q", range(len(self.prompts)))
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            self._orders = {one: kept for one, kept in self._orders.items() if one == epoch - 1} | {
+                epoch: order
+            }
+        return order
+
+
+def tokenize(
+    examples: Sequence[Example],
+    render: Callable[[Sequence[Mapping[str, Any]]], list[int]],
+    *,
+    file: str,
+    context: int,
+    max_completion_tokens: int,
+) -> list[Prompt]:
+    """Convert rows to prompts. `context` is the model's, in tokens.
+
+    Raises:
+        PromptTooLong: names the lines (up to 20) whose prompt and longest answer exceed the context.
+        ChatTemplateFailed: names the line whose messages the chat template rejects.
+    """
+    prompts = [Prompt(one.line, _rendered(one, render, file), one.item) for one in examples]
+    room = context - max_completion_tokens
+    long = [f"line {prompt.line}: {len(prompt.ids)} tokens" for prompt in prompts if len(prompt.ids) > room]
+    if long:
+        raise PromptTooLong(
+            f"{len(long)} prompts of {file} are longer than {room} tokens, the model's context of {context} "
+            f"less max_completion_tokens {max_completion_tokens}: {'; '.join(long[:20])}"
+        )
+    return prompts
+
+
+def _rendered(
+    one: Example, render: Callable[[Sequence[Mapping[str, Any]]], list[int]], file: str
+) -> tuple[int, ...]:
+    try:
+        return tuple(render(one.messages))
+    except ChatTemplateFailed as cause:
+        raise ChatTemplateFailed(f"Line {one.line} of {file}: {cause}") from cause

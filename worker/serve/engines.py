@@ -1,0 +1,190 @@
+"""Load models on demand within the available memory, and evict the least recently used one."""
+
+import asyncio
+import gc
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from core.chat import Adapter, Served
+from core.registry import BaseModelEntry, Device, Registry, sampler_of
+from core.settings import Settings
+from worker.refusals import ModelUnavailable, Refusal
+from worker.serve.adapters import AdapterDamaged, AdapterFolders, AdapterGone
+from worker.serve.engine import Engine
+from worker.serve.serving_metrics import loading
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# After this time the client gets a Retry-After, and loading continues. A model of gigabytes takes minutes. An adapter
+# of megabytes takes seconds; if not, the blob store has a problem, and waiting requests would block others.
+LOAD_PATIENCE = 60.0
+ADAPTER_PATIENCE = 20.0
+DOWNLOADS_AT_ONCE = 8  # of adapters, each in a thread
+
+
+class Refused(Exception):
+    """The request cannot be served; has the reason and the HTTP status."""
+
+    def __init__(
+        self, message: str, status: int = 400, *, code: str | None = None, retry_after: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.retry_after = status, code, retry_after
+
+
+class Builder(Protocol):
+    """Builds engines of one kind."""
+
+    def bytes_needed(self, entry: BaseModelEntry) -> int:
+        """Return the needed share of `bytes_free`. Blocks. Raises Refusal if the model cannot be read."""
+        ...
+
+    def bytes_free(self) -> int: ...
+
+    async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> Engine:
+        """Build an engine. `others`: models of the registry that are not loaded; leaves memory for them if possible."""
+        ...
+
+
+@dataclass
+class Loaded:
+    engine: Engine
+    users: int = 0
+
+
+class Engines:
+    """The loaded base models, and their adapters' folders."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        builders: Mapping[str, Builder],
+        adapters: AdapterFolders,
+        *,
+        device: Device = "cpu",
+        patience: float = LOAD_PATIENCE,
+        adapter_patience: float = ADAPTER_PATIENCE,
+    ) -> None:
+        """Create without loaded models. `builders`: by sampler name; "vllm" only if it is installed."""
+        self.settings, self.registry, self.builders, self.adapters = settings, registry, builders, adapters
+        self.device, self.patience, self.adapter_patience = device, patience, adapter_patience
+        self._loaded: OrderedDict[str, Loaded] = OrderedDict()
+        self._loading: dict[str, asyncio.Task[Loaded]] = {}
+        self._one_at_a_time = asyncio.Lock()  # two concurrent loads would count the same memory as free
+        self._fetching: dict[Adapter, asyncio.Future[Path]] = {}
+        # A separate pool: a blob store that hangs must not block the threads that other requests need.
+        self._downloads = ThreadPoolExecutor(DOWNLOADS_AT_ONCE, "adapters")
+
+    @asynccontextmanager
+    async def open(self, served: Served) -> AsyncIterator[tuple[Engine, Path | None]]:
+        """Yield the model, which stays loaded during the context, and the folder of its adapter.
+
+        Raises:
+            Refused: the model does not exist, does not fit, or takes too long to load.
+        """
+        name = served.base_model
+        loaded = await self._in_time(self._task(name), name, self.patience)
+        while self._loaded.get(name) is not loaded:  # it may be evicted before we hold it
+            loaded = await self._in_time(self._task(name), name, self.patience)
+        loaded.users += 1
+        try:
+            yield loaded.engine, None if served.adapter is None else await self._folder(served.adapter)
+        finally:
+            loaded.users -= 1
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._loading) or any(loaded.users for loaded in self._loaded.values())
+
+    async def close(self) -> None:
+        for loaded in self._loaded.values():
+            await loaded.engine.close()
+        self._loaded.clear()
+        self._downloads.shutdown(wait=False, cancel_futures=True)
+
+    async def _folder(self, adapter: Adapter) -> Path:
+        found = await asyncio.to_thread(self.adapters.found, adapter)
+        if found is not None:
+            return found
+        if adapter not in self._fetching:
+            loop = asyncio.get_running_loop()
+            fetching = loop.run_in_executor(self._downloads, self.adapters.folder, adapter)
+            fetching.add_done_callback(lambda done: self._fetching.pop(adapter))
+            self._fetching[adapter] = fetching
+        return await self._in_time(self._fetching[adapter], "the adapter", self.adapter_patience)
+
+    async def _in_time(self, task: "asyncio.Future[T]", what: str, patience: float) -> T:
+        try:
+            return await asyncio.wait_for(asyncio.shield(task), patience)
+        except TimeoutError:
+            raise Refused(
+                f"{what} is still loading; retry later.", 503, code="loading", retry_after=5
+            ) from None
+        except AdapterGone as gone:
+            raise Refused(f"The model cannot be loaded: {gone}.", 404, code="model_not_found") from gone
+        except AdapterDamaged as damaged:
+            message = f"The model's checkpoint is damaged: {damaged}. Use another checkpoint of its job."
+            raise Refused(message, 410, code="checkpoint_damaged") from damaged
+
+    def _task(self, name: str) -> "asyncio.Task[Loaded]":
+        if name not in self._loading:
+            task = self._loading[name] = asyncio.create_task(self._find(name))
+            task.add_done_callback(lambda done: self._loading.pop(name))
+        return self._loading[name]
+
+    async def _find(self, name: str) -> Loaded:
+        if (loaded := self._loaded.get(name)) is not None and loaded.engine.lost:
+            log.warning("the engine of %s has died and is being restarted", name)
+            await self._loaded.pop(name).engine.close()
+        if name not in self._loaded:
+            async with self._one_at_a_time:
+                self._loaded[name] = Loaded(await self._load(name))
+        self._loaded.move_to_end(name)
+        return self._loaded[name]
+
+    async def _load(self, name: str) -> Engine:
+        entry = self.registry.models.get(name)
+        if entry is None:
+            raise Refused(f"The model '{name}' does not exist.", 404, code="model_not_found")
+        builder = self._builder(entry)
+        try:
+            needed = await asyncio.to_thread(builder.bytes_needed, entry)
+            await self._make_room(name, needed, builder)
+            log.info("loading %s", name)
+            absent = set(self.registry.models) - set(self._loaded) - {name}
+            with loading("model"):
+                return await builder.build(name, entry, [self.registry.models[other] for other in absent])
+        except Refusal as refusal:
+            raise Refused(str(refusal), code=refusal.code) from refusal
+        except ModelUnavailable as silence:
+            raise Refused(str(silence), 503, code="model_unavailable", retry_after=10) from silence
+
+    def _builder(self, entry: BaseModelEntry) -> Builder:
+        name = sampler_of(entry, self.settings.sampler, self.device, vllm_installed="vllm" in self.builders)
+        assert name is not None, "device and installation are known here"
+        if name not in self.builders:
+            raise Refused(
+                "The model is served with vLLM, which is not installed here.", 503, code="engine_unavailable"
+            )
+        return self.builders[name]
+
+    async def _make_room(self, name: str, needed: int, builder: Builder) -> None:
+        while (free := builder.bytes_free()) < needed:
+            idle = next((other for other, loaded in self._loaded.items() if not loaded.users), None)
+            if idle is None:
+                gib = f"{name} needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
+                if self._loaded:
+                    raise Refused(f"{gib} while other models answer.", 503, code="loading", retry_after=10)
+                raise Refused(f"{gib}.", 503, code="not_enough_memory")
+            log.info("unloading %s to make room for %s", idle, name)
+            await self._loaded.pop(idle).engine.close()
+            gc.collect()

@@ -1,0 +1,109 @@
+"""The Celery app of the worker: two thin tasks, and a thread-pool worker that runs them.
+
+The same worker runs inside `regraft-server up` on memory:// and alone as `regraft-server worker` on Redis. It
+uses threads because its tasks only watch child processes or read files (docs/adr/0002).
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from celery.worker import state
+
+from core.database.engine import Database, Send
+from core.jobs.queue import DEFAULT_QUEUE, RUN, VALIDATE, gpu_queue, open_celery, sender
+from core.outbound.http import Outgoing
+from core.settings import Settings
+from core.storage.store import BlobStore
+from core.telemetry.metrics import Collector
+from graders.backends import Backends
+from worker.model import capacity
+from worker.supervise import liveness
+from worker.supervise.deliveries import Deliveries
+from worker.supervise.reconciler import Reconciler
+from worker.supervise.supervisor import Supervisor
+from worker.supervise.telemetry import Gpus
+from worker.supervise.validation import validate_next
+
+log = logging.getLogger(__name__)
+
+
+class WorkerService:
+    """Runs all components of a worker machine: tasks, supervisor, reconciler and webhooks.
+
+    `start` and `stop` are the whole use.
+    """
+
+    def __init__(self, settings: Settings, database: Database, blobs: BlobStore, backends: Backends) -> None:
+        self.settings = settings
+        self.celery = open_celery(settings.broker_url, settings.gpu_class)
+        self.send: Send = sender(self.celery)
+        self.supervisor = Supervisor(settings, database, blobs)
+        self.reconciler = Reconciler(settings, database, blobs, self.send)
+        self.deliveries = Deliveries(database, Outgoing(settings.private_hosts))
+        self.figures: tuple[Collector, ...] = (self.supervisor.runs, Gpus())
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._consumer = None
+        self._register(database, blobs, backends)
+
+    def _register(self, database: Database, blobs: BlobStore, backends: Backends) -> None:
+        def run_next() -> None:
+            self.supervisor.run_waiting()
+            self.supervisor.keep_spare()
+
+        def validate_files() -> None:
+            # One message may stand for many jobs, so loop until none is left.
+            while not self._stopping.is_set():
+                wakes = validate_next(self.settings, database, blobs, backends, self.supervisor.owner)
+                if wakes is None:
+                    return
+                for wake in wakes:
+                    self.send(*wake)
+
+        self.celery.task(name=RUN)(run_next)
+        self.celery.task(name=VALIDATE)(validate_files)
+
+    def start(self) -> None:
+        capacity.warn(self.settings)
+        self._consumer = self.celery.WorkController(
+            # One thread for the run and one for validation, so that a long job does not delay validation.
+            pool="threads",
+            concurrency=2,
+            queues=[DEFAULT_QUEUE, gpu_queue(self.settings.gpu_class)],
+            without_gossip=True,
+            without_mingle=True,
+            without_heartbeat=True,
+            loglevel="WARNING",
+        )
+        self._thread("celery", self._consume)
+        self._thread("reconciler", lambda: self.reconciler.run_until(self._stopping))
+        self._thread("deliveries", lambda: self.deliveries.run_until(self._stopping))
+        at_work = tuple(self._threads)
+        file = liveness.file_in(self.settings.data_dir)
+        self._thread("alive", lambda: liveness.tell(file, at_work, self._stopping))
+        self.supervisor.keep_spare()
+        self.reconciler.run_once()
+
+    def _consume(self) -> None:
+        assert self._consumer is not None
+        self._consumer.start()
+
+    def stop(self) -> None:
+        """Drain: the run in progress writes a checkpoint and its job is queued again. Blocks until all threads exit."""
+        self._stopping.set()
+        self.supervisor.stop()
+        # Celery checks this flag every second while it reconnects to the broker; `stop` has no effect then.
+        state.should_stop = 0
+        try:
+            if self._consumer is not None:
+                self._consumer.stop()
+            for thread in self._threads:
+                thread.join()
+        finally:
+            state.should_stop = None
+
+    def _thread(self, name: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()

@@ -1,0 +1,92 @@
+"""Keeping a claim while its work goes on in this process: for validation, which has no supervisor."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from core.database.engine import Database
+from core.jobs import lifecycle
+from core.jobs.lifecycle import Claim, LeaseLost
+
+log = logging.getLogger(__name__)
+
+# Longer than a grade's deadline in the dry run (30 s) with the start of a sandbox, or a read from a slow blob store.
+STALL_SECONDS = 180.0
+
+
+class LeaseKeeper:
+    """Renews a claim's lease from a thread of its own, from `with` to its end, for as long as the work gets somewhere.
+
+    Work that stalls for `stall_seconds` is not renewed any more: then its lease ends and somebody else takes the job.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        claim: Claim,
+        lease_seconds: float,
+        *,
+        stall_seconds: float = STALL_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.database, self.claim, self.lease_seconds = database, claim, lease_seconds
+        self.stall_seconds = stall_seconds
+        self._clock = clock
+        self._moved_at = clock()
+        self._lost = threading.Event()
+        self._ended = threading.Event()
+        self._on_loss: Callable[[], object] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+
+    def moved(self) -> None:
+        """The work got somewhere. Cheap: call it for every row and every grade."""
+        self._moved_at = self._clock()
+
+    def progressed(self) -> None:
+        """As `moved`, where the work can stop.
+
+        Raises:
+            LeaseLost: the job is no longer this claim's.
+        """
+        self.moved()
+        if self._lost.is_set():
+            raise LeaseLost(f"{self.claim.owner} no longer holds {self.claim.job_id}")
+
+    def when_lost(self, stop: Callable[[], object]) -> None:
+        """Have `stop` called, in the keeper's thread, as soon as the lease is lost; at once if it is already."""
+        self._on_loss = stop
+        if self._lost.is_set():
+            stop()
+
+    def renew(self) -> None:
+        """Renew the lease once, unless the work has stalled. A database that is away is asked again later."""
+        if self._clock() - self._moved_at > self.stall_seconds:
+            return
+        try:
+            with self.database.write() as session:
+                ours = lifecycle.heartbeat(session, self.claim, self.lease_seconds)
+        except SQLAlchemyError as cause:
+            log.warning("the database did not answer: %s", cause)
+            return
+        if not ours:
+            self._lost.set()
+            self._on_loss()
+
+    def _run(self) -> None:
+        while not self._lost.is_set() and not self._ended.wait(self.lease_seconds / 4):
+            self.renew()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()

@@ -1,0 +1,157 @@
+"""Named passes that repair rows after failures. Safe to run concurrently on many machines."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from core.database import pages
+from core.database.engine import Database, Send, db_now
+from core.database.tables import File, Job, StepMetric, now
+from core.jobs import lifecycle
+from core.jobs.lifecycle import FINAL
+from core.settings import Settings
+from core.storage import files
+from core.storage.store import BlobStore
+from core.tenancy import idempotency
+from worker.record import results
+from worker.supervise import deliveries
+from worker.supervise.retention import Retention
+from worker.supervise.scrub import Scrub
+from worker.supervise.telemetry import PASS_FAILURES
+
+log = logging.getLogger(__name__)
+
+BROKER_AWAY = (
+    "The broker is unreachable, so workers cannot be notified of this job; the notification is retried."
+)
+BROKER_BACK = "The broker is reachable again."
+# A larger difference between the elapsed time of our clock and the database's means that one of them jumped.
+CLOCK_JUMP_SECONDS = 5.0
+# A message without a claim after this time was lost, or arrived when all workers were busy.
+STALE_WAKE_SECONDS = 10.0
+
+
+class Reconciler:
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        blobs: BlobStore,
+        send: Send,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.database = database
+        self.blobs = blobs
+        self.send = send
+        self._clock = clock
+        # Our clock and the database's, as of the last pass that reached the database.
+        self._seen: tuple[float, float] | None = None
+        self._database_was_away = False
+        self._broker_is_away = False
+        self.retention = Retention(settings, database, blobs, clock)
+        self.scrubber = Scrub(settings.scrub_days, database, blobs, clock)
+
+    @property
+    def passes(self) -> list[Callable[[], None]]:
+        return [
+            self.expired_leases,
+            self.stale_wake_ups,
+            self.missing_results,
+            *self.retention.passes,
+            self.scrubber.scrub,
+            self.deleted_files,
+            self.old_deliveries,
+            self.forgotten_answers,
+        ]
+
+    def run_once(self) -> None:
+        """Run every pass once. A failed pass is logged and does not stop the others."""
+        for one in self.passes:
+            try:
+                one()
+            except Exception:
+                PASS_FAILURES.labels(one.__name__).inc()
+                log.exception("the reconciler pass %s failed; it will be retried", one.__name__)
+
+    def run_until(self, stop: threading.Event) -> None:
+        while not stop.wait(self.settings.reconcile_seconds):
+            self.run_once()
+
+    def expired_leases(self) -> None:
+        """Requeue jobs whose leases expired; they resume from their last checkpoints.
+
+        A lease may also expire because the database was unreachable or its clock jumped. Then all workers get the
+        duration of a lease to renew theirs.
+        """
+        try:
+            with self.database.write() as session:
+                if (excuse := self._excuse(session)) is not None:
+                    lifecycle.give_time(session, self.settings.lease_seconds, excuse)
+                    log.warning("%s", excuse)
+                lifecycle.expire_leases(session, max_failures=self.settings.max_failures)
+        except SQLAlchemyError:
+            self._database_was_away = True
+            raise
+        self._database_was_away = False
+
+    def _excuse(self, session: Session) -> str | None:
+        """Return why leases may have expired although their workers are alive, or None."""
+        ours, theirs = self._clock(), session.scalars(select(db_now())).one()
+        before, self._seen = self._seen, (ours, theirs)
+        if before is None:
+            return None
+        passed, claimed = ours - before[0], theirs - before[1]
+        if abs(claimed - passed) > CLOCK_JUMP_SECONDS:
+            return f"The clock jumped by {claimed - passed:+.0f} s; no lease expires because of it."
+        if self._database_was_away:
+            return f"The database was unavailable for up to {passed:.0f} s; no lease expires because of it."
+        return None
+
+    def stale_wake_ups(self) -> None:
+        """Notify workers of queued work that no worker has claimed."""
+        with self.database.write() as session:
+            waiting = lifecycle.to_wake(session, older_than=STALE_WAKE_SECONDS)
+        sent = [self.send(task, queue) for task, queue in waiting]
+        if sent and self._broker_is_away == all(sent):
+            self._broker_is_away = not all(sent)
+            with self.database.write() as session:
+                lifecycle.tell_waiting(session, BROKER_AWAY if self._broker_is_away else BROKER_BACK)
+
+    def missing_results(self) -> None:
+        """Write the result file of jobs that ended without a run: cancelled, or failed after too many attempts."""
+        measured = select(StepMetric.job_id).where(StepMetric.job_id == Job.id).exists()
+        with self.database.read() as session:
+            ended = session.scalars(
+                select(Job).where(Job.status.in_(FINAL), Job.result_file.is_(None), measured).limit(20)
+            ).all()
+        for job in ended:
+            file = results.prepare(self.database, self.blobs, job)
+            with self.database.write() as session:
+                results.attach(session, session.get_one(Job, job.seq), file)
+
+    def deleted_files(self) -> None:
+        """Remove deleted files that no unfinished job reads: first the contents, then the row."""
+        gone = File.deleted_at.is_not(None) | (File.expires_at < now())
+        with self.database.read() as session:
+            free = session.scalars(select(File).where(gone, ~files.in_use()).limit(100)).all()
+        for file in free:
+            self.blobs.delete(file.blob_key)
+            with self.database.write() as session:
+                row = session.get_one(File, file.seq)
+                pages.delete_row(session, row, owner=row.project_id)
+
+    def old_deliveries(self) -> None:
+        """Delete webhook deliveries that were settled a month ago."""
+        deliveries.remove_old(self.database)
+
+    def forgotten_answers(self) -> None:
+        """Delete idempotency keys after a day, and tombstones of deleted rows (for cursors) after a month."""
+        with self.database.write() as session:
+            idempotency.forget(session)
+            pages.forget_past_cursors(session)

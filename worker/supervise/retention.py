@@ -1,0 +1,144 @@
+"""Retention: delete expired data and orphaned blobs.
+
+Rows are deleted before blobs: a crash in between leaves orphaned blobs, which the sweep finds, and never a row whose
+blobs are missing. Files are the exception: their rows keep `deleted_at` until their contents are deleted.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from sqlalchemy import ColumnElement, select, update
+
+from core.database import pages
+from core.database.engine import Database
+from core.database.tables import Checkpoint, File, Job, RolloutPage, TunedModel, now
+from core.jobs.lifecycle import FINAL
+from core.settings import Settings
+from core.storage import files, orphans, uploads
+from core.storage.store import BlobEntry, BlobStore
+
+log = logging.getLogger(__name__)
+
+MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
+# Maximum deletions per pass; the next pass continues.
+PAGES_AT_ONCE, CHECKPOINTS_AT_ONCE = 500, 20
+# A sweep of a large store takes long, so it is interleaved with the reconciler's other passes.
+SWEEP_SECONDS = 1.0
+
+
+class Retention:
+    """The reconciler's passes over the blob store. `clock` is in seconds and monotonic."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        blobs: BlobStore,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.database = database
+        self.blobs = blobs
+        self._clock = clock
+        self._next_policy = clock()
+        # Delayed, because a worker that starts has jobs to run.
+        self._next_sweep = clock() + HOUR
+        self._sweeping: Iterator[list[BlobEntry]] | None = None
+
+    @property
+    def passes(self) -> list[Callable[[], None]]:
+        return [self.expired_uploads, self.policies, self.orphans]
+
+    def expired_uploads(self) -> None:
+        """Expire uploads after an hour, and delete the parts of all that ended."""
+        with self.database.write() as session:
+            uploads.expire(session)
+        uploads.discard_parts(self.database, self.blobs)
+
+    def policies(self) -> None:
+        """Delete data past its retention period, once a minute, or continuously while more is due."""
+        if self._clock() < self._next_policy:
+            return
+        more = [self._old_rollouts(), self._old_checkpoints(), self._old_files()]
+        if not any(more):
+            self._next_policy = self._clock() + MINUTE
+
+    def orphans(self) -> None:
+        """Start a sweep once an hour, and continue it for a second at a time."""
+        if self._sweeping is None:
+            if self._clock() < self._next_sweep:
+                return
+            self._next_sweep = self._clock() + HOUR
+            older_than = time.time() - self.settings.orphan_hours * HOUR
+            self.blobs.abort_stale_uploads(older_than)
+            self._sweeping = sweep(self.database, self.blobs, older_than=older_than)
+        until = self._clock() + SWEEP_SECONDS
+        for removed in self._sweeping:
+            for entry in removed:
+                log.info("removed the orphaned blob %s (%d bytes)", entry.key, entry.size)
+            if self._clock() >= until:
+                return
+        self._sweeping = None
+
+    def _old_rollouts(self) -> bool:
+        """Delete the graded samples of jobs past their retention. Returns whether there may be more."""
+        if self.settings.keep_rollouts_days is None:
+            return False
+        with self.database.write() as session:
+            ended = select(Job.id).where(_ended(self.settings.keep_rollouts_days))
+            old = session.scalars(
+                select(RolloutPage).where(RolloutPage.job_id.in_(ended)).limit(PAGES_AT_ONCE)
+            ).all()
+            for page in old:
+                session.delete(page)
+        self.blobs.delete_many([page.blob_key for page in old])
+        return len(old) == PAGES_AT_ONCE
+
+    def _old_checkpoints(self) -> bool:
+        """Delete checkpoints of jobs past their retention, except for those with a model name."""
+        if self.settings.keep_checkpoints_days is None:
+            return False
+        named = select(TunedModel.seq).where(TunedModel.checkpoint_id == Checkpoint.id).exists()
+        with self.database.write() as session:
+            ended = select(Job.id).where(_ended(self.settings.keep_checkpoints_days))
+            old = session.scalars(
+                select(Checkpoint).where(Checkpoint.job_id.in_(ended), ~named).limit(CHECKPOINTS_AT_ONCE)
+            ).all()
+            for checkpoint in old:
+                pages.delete_row(session, checkpoint, owner=checkpoint.job_id)
+        for checkpoint in old:
+            self.blobs.delete_prefix(f"{checkpoint.blob_prefix}/")
+        return len(old) == CHECKPOINTS_AT_ONCE
+
+    def _old_files(self) -> bool:
+        """Delete files as their owner would; the reconciler's pass for deleted files removes their contents."""
+        if self.settings.keep_files_days is None:
+            return False
+        old = File.created_at < time.time() - self.settings.keep_files_days * DAY
+        with self.database.write() as session:
+            session.execute(
+                update(File)
+                .where(old, File.deleted_at.is_(None), ~files.in_use())
+                .values(deleted_at=now())
+                .execution_options(synchronize_session=False)
+            )
+        return False
+
+
+def sweep(
+    database: Database, blobs: BlobStore, *, older_than: float, dry_run: bool = False
+) -> Iterator[list[BlobEntry]]:
+    """Delete orphaned blobs that were last written before this Unix time.
+
+    Advances as it is iterated, and yields the removed blobs (with `dry_run`, those it would remove).
+    """
+    for batch in orphans.find(database, blobs, older_than=older_than):
+        if batch and not dry_run:
+            blobs.delete_many([entry.key for entry in batch])
+        yield batch
+
+
+def _ended(days: float) -> ColumnElement[bool]:
+    """Select final jobs that ended at least that long ago."""
+    return Job.status.in_(FINAL) & (Job.finished_at < time.time() - days * DAY)

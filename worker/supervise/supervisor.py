@@ -1,0 +1,300 @@
+"""Claim a job, run it as a child process, renew its lease, and record its outcome. Never imports torch.
+
+The child does the work and writes its own progress, fenced by the claim's epoch. The supervisor renews the lease, so
+a child that blocks in a long GPU call keeps its job, and a machine that dies loses it.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+
+from core.database.engine import Database
+from core.database.tables import Job
+from core.jobs import lifecycle, run_logs
+from core.jobs.lifecycle import Claim, LeaseLost
+from core.settings import Settings
+from core.storage.store import BlobStore
+from core.telemetry import logs
+from worker import process
+from worker.retry import Patience
+from worker.supervise.killed import KernelMemory
+from worker.supervise.live_log import LiveLog, end_of
+from worker.supervise.telemetry import Runs
+
+log = logging.getLogger(__name__)
+
+Command = Callable[[Path], Sequence[str]]
+
+
+def run_command(progress: Path) -> Sequence[str]:
+    """Return the command of one attempt: worker/run.py, which touches the file `progress` as it makes progress."""
+    return [sys.executable, "-m", "worker.run", str(os.getpid()), str(progress)]
+
+
+class Supervisor:
+    """Runs the jobs of one GPU class, one at a time. `stop` drains: the run checkpoints and the job is queued again."""
+
+    def __init__(
+        self, settings: Settings, database: Database, blobs: BlobStore, command: Command = run_command
+    ) -> None:
+        self.settings = settings
+        self.database = database
+        self.blobs = blobs
+        self.command = command
+        self.owner = f"{socket.gethostname()}/{os.getpid()}"
+        self.runs = Runs(settings.gpu_class)
+        self.memory = KernelMemory()
+        self.log_seconds = run_logs.EVERY_SECONDS
+        self._slot = threading.Lock()
+        self._stopping = threading.Event()
+        self._spare: Child | None = None
+        self._spare_lock = threading.Lock()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if (spare := self._take_spare()) is not None:
+            spare.end()
+
+    def keep_spare(self) -> None:
+        """Start a child ahead of the next job, because imports take most of the time to the first sample.
+
+        Call it only while no job runs, whose memory it would take, and in a long-lived thread: on Linux a child dies
+        with the thread that started it (PR_SET_PDEATHSIG).
+        """
+        with self._spare_lock:
+            if self._spare is None and not self._slot.locked() and not self._stopping.is_set():
+                self._spare = Child(self.command)
+
+    def _take_spare(self) -> "Child | None":
+        with self._spare_lock:
+            spare, self._spare = self._spare, None
+            return spare
+
+    def run_waiting(self) -> int:
+        """Claim and run jobs until none is queued. Returns their number; returns 0 at once if a job is running.
+
+        The thread that runs a job checks the queue after it, so a concurrent wake-up can be dropped.
+        """
+        if not self._slot.acquire(blocking=False):
+            return 0
+        try:
+            done = 0
+            while not self._stopping.is_set() and (claim := self._claim()) is not None:
+                self._run(claim)
+                done += 1
+            return done
+        finally:
+            self._slot.release()
+
+    def _claim(self) -> Claim | None:
+        with self.database.write() as session:
+            return lifecycle.claim(
+                session,
+                gpu_class=self.settings.gpu_class,
+                owner=self.owner,
+                lease_seconds=self.settings.lease_seconds,
+                defaults=self.settings.default_limits,
+            )
+
+    def _run(self, claim: Claim) -> None:
+        with logs.bound(job_id=claim.job_id, attempt=claim.epoch):
+            self._run_child(claim)
+
+    def _run_child(self, claim: Claim) -> None:
+        log.info("running %s, epoch %d", claim.job_id, claim.epoch)
+        child = self._take_spare()
+        if child is not None and not child.is_alive():  # for example, by the kernel's out-of-memory killer
+            child.end()
+            child = None
+        child = child or Child(self.command)
+        kills = self.memory.kills()
+        peak = Peak(partial(self.memory.peak_of, child.process.pid))
+        live = LiveLog(child.words, lambda said: self._keep(claim, said), self.log_seconds)
+        with self.runs.following(child.figures):
+            try:
+                status = self._watch(child.process, claim, child.run(claim), peak)
+            finally:
+                live.stop()
+                said = child.end()
+        killed = self.memory.explain(kills, peak.bytes) if status == -signal.SIGKILL else ""
+        self._finish(claim, status, killed or logs.headline(said))
+        live.join()
+        self._keep(claim, said)
+
+    def _keep(self, claim: Claim, said: str) -> None:
+        """Store the run's log for the job's owner (core/jobs/run_logs.py). Best effort, without retries."""
+        if not said:
+            return
+        try:
+            with self.database.read() as session:
+                project_id = session.scalars(select(Job.project_id).where(Job.id == claim.job_id)).one()
+            self.blobs.put_bytes(run_logs.key(project_id, claim.job_id, claim.epoch), said.encode())
+        except Exception as cause:  # stores raise errors of many libraries
+            log.warning("the log of %s is lost: %r", claim.job_id, cause)
+
+    def _watch(self, child: subprocess.Popen[bytes], claim: Claim, progress: "Progress", peak: "Peak") -> int:
+        """Wait for the child's exit status, renewing the lease.
+
+        Kills the child on a lost lease, an overlong drain, or no progress for too long.
+        """
+        draining = False
+        drained_for = 0.0
+        pause = min(self.settings.lease_seconds / 4, 0.5)
+        since_heartbeat = 0.0
+        while True:
+            peak.look()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = child.wait(timeout=pause)
+                # The child had not installed its own handler yet.
+                return process.DRAINED if draining and status == -signal.SIGTERM else status
+            since_heartbeat += pause
+            renew = since_heartbeat >= self.settings.lease_seconds / 4
+            if renew:
+                since_heartbeat = 0.0
+            if not self._is_ours(claim, renew):
+                _kill(child)
+                return process.LOST
+            if progress.still_for() > self.settings.hang_seconds:
+                _kill(child)
+                return process.HUNG
+            if self._stopping.is_set():
+                if not draining:
+                    draining = True
+                    child.send_signal(signal.SIGTERM)
+                drained_for += pause
+                if drained_for > self.settings.drain_seconds:
+                    # The job resumes from its last checkpoint. The operator chose the deadline, so this is no failure.
+                    _kill(child)
+                    return process.DRAINED
+
+    def _is_ours(self, claim: Claim, renew: bool) -> bool:
+        """Return whether the claim is still valid. Called often, so that a cancel takes effect within a second."""
+        try:
+            if renew:
+                with self.database.write() as session:
+                    return lifecycle.heartbeat(session, claim, self.settings.lease_seconds)
+            with self.database.read() as session:
+                epoch = session.scalar(select(Job.epoch).where(Job.id == claim.job_id))
+            return epoch == claim.epoch
+        except SQLAlchemyError as cause:
+            # While the database is unreachable, no other worker can claim the job.
+            log.warning("the database did not answer: %s", cause)
+            return True
+
+    def _finish(self, claim: Claim, status: int, cause: str) -> None:
+        # Retry until the lease expires: the reconciler requeues the job then.
+        patience = Patience(self.settings.lease_seconds, log.warning)
+        patience(lambda: self._write_down(claim, status, cause))
+
+    def _write_down(self, claim: Claim, status: int, cause: str) -> None:
+        try:
+            with lifecycle.fenced(self.database, claim) as (session, job):
+                if status == process.DRAINED:
+                    lifecycle.release(session, job)
+                else:
+                    # The child itself records success, a lost lease, a requeue and a user error, after which `fenced`
+                    # refuses the job. A job that is still ours contradicts its exit status.
+                    reason = self._reason(status, cause)
+                    lifecycle.crashed(session, job, reason=reason, max_failures=self.settings.max_failures)
+                    log.warning("%s: %s", claim.job_id, reason)
+        except LeaseLost:
+            log.info("%s is over", claim.job_id)
+
+    def _reason(self, status: int, cause: str) -> str:
+        """Describe the failure in one line. `cause` comes from the kernel or the run's log."""
+        if status == process.HUNG:
+            limit = f"{self.settings.hang_seconds:g} s (REGRAFT_HANG_SECONDS)"
+            return f"the run made no progress for {limit} and was killed"
+        if status == -signal.SIGKILL:
+            return cause
+        how = (
+            f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        )
+        return f"the run {how}: {cause}" if cause else f"the run {how}"
+
+
+class Child:
+    """A process of worker/run.py, which imports its libraries and then reads its job from stdin."""
+
+    def __init__(self, command: Command) -> None:
+        self.words = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes both
+        self._progress = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        # Own process group: Ctrl-C in a terminal does not signal it, and a kill includes the child's children.
+        self.process = subprocess.Popen(
+            command(Path(self._progress.name)),
+            stdin=subprocess.PIPE,
+            stderr=self.words,
+            env=process.quiet_environment(),
+            start_new_session=True,
+        )
+
+    @property
+    def figures(self) -> Path:
+        return process.figures_of(Path(self._progress.name))
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def run(self, claim: Claim) -> "Progress":
+        """Send the job to the process. If it has died, its exit status shows it later."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
+            stdin.write(f"{claim.job_id} {claim.epoch}\n".encode())
+        return Progress(Path(self._progress.name))
+
+    def end(self) -> str:
+        """Kill the process and its descendants. Returns its stderr, truncated to the end."""
+        _kill(self.process)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        with self._progress, self.words:
+            return end_of(self.words.fileno())
+
+
+class Progress:
+    """Watches the progress file of a run. Uses our own clock, because that of the file may jump."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = path
+        self._clock = clock
+        self._seen = path.stat().st_mtime_ns
+        self._since = clock()
+
+    def still_for(self) -> float:
+        """Return the seconds since the call that first saw the latest progress."""
+        now = self.path.stat().st_mtime_ns
+        if now != self._seen:
+            self._seen, self._since = now, self._clock()
+        return self._clock() - self._since
+
+
+class Peak:
+    """The peak memory of a process. Sampled while it runs, because the kernel drops the value on exit."""
+
+    def __init__(self, read: Callable[[], int | None]) -> None:
+        self._read = read
+        self.bytes: int | None = None
+
+    def look(self) -> None:
+        now = self._read()
+        self.bytes = now if self.bytes is None else max(self.bytes, now or 0)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """Kill the child and its descendants, if any are left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()

@@ -1,0 +1,185 @@
+"""Prometheus metrics of a worker: its runs, its GPUs, its sandbox and its threads."""
+
+import csv
+import subprocess
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import prometheus_client as prometheus
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from core.telemetry.metrics import COUNTED
+from graders.sandbox import pool
+
+
+def _results(name: str, help: str, results: Iterable[str]) -> prometheus.Counter:
+    """Create a counter by result, at 0 for each: Prometheus sees no increase in a series that begins at 1."""
+    counter = prometheus.Counter(name, help, ("result",), registry=COUNTED)
+    for result in results:
+        counter.labels(result)
+    return counter
+
+
+WEBHOOK_ATTEMPTS = _results(
+    "regraft_webhook_attempts",
+    "Attempts to deliver a webhook, by result: delivered, failed (will be retried), or given_up.",
+    ("delivered", "failed", "given_up"),
+)
+SCRUBBED = _results(
+    "regraft_scrubbed_objects",
+    "Files and checkpoints verified by the scrub, by result: whole, damaged, missing, or unreadable.",
+    ("whole", "damaged", "missing", "unreadable"),
+)
+PASS_FAILURES = prometheus.Counter(
+    "regraft_reconciler_failures",
+    "Failed reconciler passes. The reconciler retries each.",
+    ("pass",),
+    registry=COUNTED,
+)
+
+# Keys: the name of a sample and its labels.
+Counts = Counter[tuple[str, tuple[tuple[str, str], ...]]]
+
+
+class Runs:
+    """Collects the metrics of this worker's runs, labeled with its GPU class.
+
+    Counters and histograms accumulate over runs. Gauges exist only while a run is in progress.
+    """
+
+    def __init__(self, gpu_class: str) -> None:
+        self.gpu_class = gpu_class
+        self._file: Path | None = None
+        self._lock = threading.Lock()
+        self._families: dict[str, Metric] = {}
+        self._counted: defaultdict[str, Counts] = defaultdict(Counter)
+
+    @contextmanager
+    def following(self, file: Path) -> Iterator[None]:
+        """Read the metrics of a run from this file during the context, then delete the file."""
+        with self._lock:
+            self._file = file
+        try:
+            yield
+        finally:
+            with self._lock:
+                for family in self._of_the_run():
+                    if family.type != "gauge":
+                        self._families[family.name] = family
+                        self._counted[family.name].update(_counts(family))
+                self._file = None
+                file.unlink(missing_ok=True)
+
+    def collect(self) -> Iterable[Metric]:
+        busy = GaugeMetricFamily(
+            "regraft_worker_busy", "1 while this worker runs a job.", labels=["gpu_class"]
+        )
+        with self._lock:
+            busy.add_metric([self.gpu_class], float(self._file is not None))
+            return [busy, *self._together()]
+
+    def _together(self) -> Iterator[Metric]:
+        now = {family.name: family for family in self._of_the_run()}
+        for name, known in (self._families | now).items():
+            family = Metric(name, known.documentation, known.type)
+            counts = Counter(self._counted[name])
+            counts.update(_counts(now[name]) if name in now else {})
+            for (sample, labels), value in counts.items():
+                family.add_sample(sample, {"gpu_class": self.gpu_class} | dict(labels), value)
+            yield family
+
+    def _of_the_run(self) -> list[Metric]:
+        if self._file is None or not self._file.exists():
+            return []
+        return list(text_string_to_metric_families(self._file.read_text()))
+
+
+def _counts(family: Metric) -> Counts:
+    return Counter({(sample.name, tuple(sample.labels.items())): sample.value for sample in family.samples})
+
+
+class Sandbox:
+    """Collects the load of this process's python graders, in metrics whose names begin with `name`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def collect(self) -> Iterable[Metric]:
+        load = pool.shared().load()
+        for name, help, value in (
+            ("slots", "Python grader slots: the maximum number of concurrent python grades.", load.slots),
+            ("grades", "Python grades in flight, including those queued for a slot.", load.grades),
+            ("processes", "Sandbox processes for python graders.", load.processes),
+        ):
+            yield GaugeMetricFamily(f"{self.name}_{name}", help, value=value)
+
+
+class SandboxLayers:
+    """Reports which layers of the sandbox work on this host. Probes once, by starting one process."""
+
+    def __init__(self, probe: Callable[[], Mapping[str, str]] = pool.probe) -> None:
+        self._probe = probe
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "regraft_sandbox_layer",
+            "1 if the sandbox layer works on this host, 0 if it is unavailable; the log has the reason.",
+            labels=["layer"],
+        )
+        for layer, missing in self._probe().items():
+            family.add_metric([layer], float(not missing))
+        yield family
+
+
+class Gpus:
+    """Collects GPU metrics from `nvidia-smi`; no metrics on a machine or in a container without GPUs."""
+
+    command = (
+        "nvidia-smi",
+        "--query-gpu=index,memory.used,memory.total,utilization.gpu",
+        "--format=csv,noheader,nounits",
+    )
+    fresh_seconds = 10.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._read_at: float | None = None
+        self._read: list[Metric] = []
+
+    def collect(self) -> Iterable[Metric]:
+        with self._lock:
+            now = self._clock()
+            if self._read_at is None or now - self._read_at >= self.fresh_seconds:
+                self._read, self._read_at = self._families(self._ask()), now
+            return self._read
+
+    def _ask(self) -> str:
+        # nvidia-smi may not be installed, or may hang in a failed driver.
+        with suppress(OSError, subprocess.SubprocessError):
+            return subprocess.run(self.command, capture_output=True, text=True, timeout=5, check=True).stdout
+        return ""
+
+    def _families(self, said: str) -> list[Metric]:
+        used, total, busy = (
+            GaugeMetricFamily(f"regraft_gpu_{name}", help, labels=["gpu"])
+            for name, help in (
+                ("memory_used_bytes", "GPU memory in use by all processes, in bytes."),
+                ("memory_total_bytes", "Total GPU memory in bytes."),
+                ("utilisation_ratio", "GPU utilization of the last sample period, from 0 to 1."),
+            )
+        )
+        mebibyte = 1 << 20
+        for row in csv.reader(said.splitlines(), skipinitialspace=True):
+            gpu = row[0]
+            for family, value, unit in zip(
+                (used, total, busy), row[1:], (mebibyte, mebibyte, 0.01), strict=True
+            ):
+                with suppress(ValueError):  # "[N/A]": a MIG slice has no utilization
+                    family.add_metric([gpu], float(value) * unit)
+        return [used, total, busy]

@@ -1,0 +1,289 @@
+"""validating_files: check every row of both files against the format and the grader, and report every bad line."""
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from core.database.engine import Database
+from core.database.tables import File, Job
+from core.jobs import estimates, events, lifecycle
+from core.jobs.hyperparameters import Hyperparameters
+from core.jobs.lifecycle import Claim, LeaseLost
+from core.registry import Registry
+from core.settings import Settings
+from core.storage import files
+from core.storage.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS, Example, InvalidDataset
+from core.storage.store import BlobStore
+from core.telemetry import logs, tracing
+from graders.backends import Backends
+from graders.build import environments_of, missing_fields
+from graders.environments.catalog import EnvironmentNotBuilt
+from graders.run import grade_all
+from graders.spec import (
+    GraderSpec,
+    InvalidGrader,
+    MathSpec,
+    MultiSpec,
+    StringCheckSpec,
+    TextSimilaritySpec,
+    parse_grader,
+)
+from graders.template import Path, Reference, RenderError, Template
+from graders.types import Grader, Item, Sample
+from worker.heartbeat import WatchedGrader
+from worker.model import capacity
+from worker.supervise.lease import LeaseKeeper
+from worker.supervise.probes import NoProbe, probe
+
+log = logging.getLogger(__name__)
+
+DRY_RUN_ROWS, DRY_RUN_SECONDS = 3, 30.0
+_MISSING_MODULE = re.compile(r"^(?:ModuleNotFoundError|ImportError): ", re.MULTILINE)
+_ANSWER_FIELDS = ("reference_answer", "answer", "solution", "label", "target")
+
+
+class GraderCannotRun(Exception):
+    """A module that the grader imports is missing, so no answer can be graded."""
+
+
+class BadFile(Exception):
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param, self.message = param, message
+
+
+def validate_next(
+    settings: Settings, database: Database, blobs: BlobStore, backends: Backends, owner: str
+) -> list[tuple[str, str]] | None:
+    """Validate the oldest job in status validating_files.
+
+    Returns the (task, queue) pairs to notify: one if the files are valid, else none. None: there was no such job.
+    """
+    with database.write() as session:
+        claim = lifecycle.claim_validation(session, owner=owner, lease_seconds=settings.lease_seconds)
+    if claim is None:
+        return None
+    with (
+        logs.bound(job_id=claim.job_id, attempt=claim.epoch),
+        tracing.attempt(claim.job_id, claim.epoch),
+        tracing.span("validation"),
+    ):
+        try:
+            with LeaseKeeper(database, claim, settings.lease_seconds) as lease:
+                return _validate(settings, database, blobs, backends, claim, lease)
+        except LeaseLost:
+            log.info("%s was cancelled or claimed by another worker during file validation", claim.job_id)
+            return []
+
+
+def _validate(
+    settings: Settings,
+    database: Database,
+    blobs: BlobStore,
+    backends: Backends,
+    claim: Claim,
+    lease: LeaseKeeper,
+) -> list[tuple[str, str]]:
+    def check(name: str, file: File | None, most: int) -> list[Example]:
+        return check_file(blobs, file, spec, name, most, lease.progressed)
+
+    with database.read() as session:
+        job = session.query(Job).where(Job.id == claim.job_id).one()
+        stored = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
+    try:
+        spec = parse_grader(job.reinforcement["grader"])
+        backends.check(spec)  # checked by the API, but this machine may be configured differently
+        rows = check("training_file", stored.get(job.training_file), MAX_TRAINING_ROWS)
+        valid_rows = check("validation_file", stored.get(job.validation_file or ""), MAX_VALIDATION_ROWS)
+    except BadFile as bad:
+        with lifecycle.fenced(database, claim) as (session, job):
+            lifecycle.fail(session, job, code=f"invalid_{bad.param}", message=bad.message, param=bad.param)
+        return []
+    except InvalidGrader as refused:
+        with lifecycle.fenced(database, claim) as (session, job):
+            param = "method.reinforcement.grader"
+            lifecycle.fail(session, job, code="invalid_grader", message=str(refused), param=param)
+        return []
+    except EnvironmentNotBuilt as missing:
+        with lifecycle.fenced(database, claim) as (session, job):
+            lifecycle.put_off(session, job, reason=str(missing))
+        return []
+    if (problem := _does_not_fit(settings, job, len(rows), len(valid_rows))) is not None:
+        with lifecycle.fenced(database, claim) as (session, job):
+            lifecycle.fail(session, job, code="not_enough_memory", message=problem, param="model")
+        return []
+    form = job.reinforcement["response_format"]
+    schema = None if form is None else form["json_schema"]["schema"]
+    try:
+        doubt = asyncio.run(_doubt(backends, spec, job.project_id, rows[:DRY_RUN_ROWS], schema, lease))
+    except GraderCannotRun as never:
+        with lifecycle.fenced(database, claim) as (session, job):
+            param = "method.reinforcement.grader"
+            lifecycle.fail(session, job, code="invalid_grader", message=str(never), param=param)
+        return []
+    estimate = _estimate(settings, database, job, len(rows), len(valid_rows))
+    with lifecycle.fenced(database, claim) as (session, job):
+        if estimate is not None:
+            job.usage = {"estimate": estimate}
+        for warning in filter(None, (doubt, _not_held_out(rows, valid_rows))):
+            events.append(session, job.id, warning, level="warn")
+        if environments := environments_of(spec):
+            message = f"Python graders run in the environment {', '.join(environments)}"
+            events.append(session, job.id, message, data={"grader_environments": environments})
+        wake = lifecycle.validated(session, job)
+    return [wake]
+
+
+def _not_held_out(rows: Sequence[Example], valid_rows: Sequence[Example]) -> str | None:
+    """Return a warning if prompts are in both files."""
+    learned = {json.dumps(row.messages, sort_keys=True) for row in rows}
+    shared = sum(json.dumps(row.messages, sort_keys=True) in learned for row in valid_rows)
+    if not shared:
+        return None
+    return (
+        f"{shared} of {len(valid_rows)} validation rows have the messages of a training row. Their rewards do not "
+        "measure generalization to new prompts."
+    )
+
+
+def _does_not_fit(settings: Settings, job: Job, rows: int, valid_rows: int) -> str | None:
+    entry = Registry.load(settings.models_file).models.get(job.model)
+    if entry is None:  # the run reports it
+        return None
+    asked = Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
+    return capacity.job_problem(
+        settings, job.model, entry, gpu_class=job.gpu_class, asked=asked, rows=rows, valid_rows=valid_rows
+    )
+
+
+def _estimate(
+    settings: Settings, database: Database, job: Job, train_rows: int, valid_rows: int
+) -> dict[str, Any] | None:
+    """Estimate the job's cost from earlier jobs with its model; the run's own steps refine the estimate."""
+    entry = Registry.load(settings.models_file).models.get(job.model)
+    with database.read() as session:
+        past = estimates.history(session, model=job.model, gpu_class=job.gpu_class)
+    if entry is None or past is None:
+        return None
+    asked = Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
+    sizes = estimates.sizes(asked, rows=train_rows, context=entry.context)
+    return estimates.before_start(past, sizes, train_rows=train_rows, valid_rows=valid_rows)
+
+
+async def _doubt(
+    backends: Backends,
+    spec: GraderSpec,
+    owner: str,
+    rows: Sequence[Example],
+    schema: Mapping[str, Any] | None,
+    lease: LeaseKeeper,
+) -> str | None:
+    """Return the dry run's warning. A lost lease aborts it at once, even during a grade.
+
+    Raises:
+        LeaseLost
+    """
+    loop, running = asyncio.get_running_loop(), asyncio.current_task()
+    assert running is not None
+    lease.when_lost(lambda: loop.call_soon_threadsafe(running.cancel))
+    try:
+        async with backends.open(spec, owner=owner) as grader:
+            return await dry_run(WatchedGrader(grader, lease.moved), spec, rows, schema=schema)
+    except asyncio.CancelledError:
+        lease.progressed()
+        raise
+    finally:
+        lease.when_lost(lambda: None)
+
+
+def check_file(
+    blobs: BlobStore,
+    file: File | None,
+    spec: GraderSpec,
+    param: str,
+    max_rows: int,
+    progressed: Callable[[], None] = lambda: None,
+) -> list[Example]:
+    """Return the rows of a valid file. Raises BadFile with the file's id and the numbers of its bad lines.
+
+    `progressed` is called for each row and may raise, to stop.
+    """
+    if file is None:
+        raise BadFile(param, f"The {param.replace('_', ' ')} was deleted before it could be read.")
+
+    def fields_the_grader_needs(row: Example) -> list[str]:
+        progressed()
+        return missing_fields(spec, row.item)
+
+    try:
+        return files.read_rows(blobs, file, check=fields_the_grader_needs, max_rows=max_rows)
+    except InvalidDataset as cause:
+        raise BadFile(param, f"{param.replace('_', ' ').capitalize()} {file.id}: {cause}") from cause
+    except files.FileDamaged as damage:
+        raise BadFile(param, str(damage)) from damage
+
+
+async def dry_run(
+    grader: Grader, spec: GraderSpec, rows: Sequence[Example], *, schema: Mapping[str, Any] | None = None
+) -> str | None:
+    """Grade a correct and an empty reply to a few rows. Returns a warning if the grader fails or scores all alike.
+
+    The correct reply is the grader's own reference, if its spec has one. It is a guess, so a failure is a warning, with
+    one exception. Under a `schema` both replies satisfy it, as every answer of the job will: the correct one has the
+    row's values.
+
+    Raises:
+        GraderCannotRun: every reply failed because of a missing module.
+    """
+    try:
+        replies = [(reply, row) for row in rows for reply in _replies(spec, row.item, schema)]
+    except NoProbe as cause:
+        log.info("no dry run of the grader: %s", cause)
+        return None
+    pairs = [(Sample.from_text(reply, parse_json=schema is not None), row.item) for reply, row in replies]
+    # Sequential, because the deadline of a grade must not include queueing.
+    grades = await grade_all(grader, pairs, concurrency=1, timeout_s=DRY_RUN_SECONDS)
+    failed = [grade.reason for grade in grades if grade.score is None]
+    if len(failed) == len(grades) and all(_MISSING_MODULE.search(reason) for reason in failed):
+        raise GraderCannotRun(f"The grader cannot run: {failed[0]}")
+    if failed:
+        return f"The grader failed on {len(failed)} of {len(grades)} test replies. {failed[0]}"
+    scores = {grade.score for grade in grades}
+    if len(scores) == 1 and len({reply for reply, _ in replies}) > 1:
+        return (
+            f"The grader gave {len(grades)} different test replies, correct and empty ones, the same score "
+            f"({scores.pop():g}). If it scores all answers alike, the job has nothing to learn."
+        )
+    return None
+
+
+def _replies(spec: GraderSpec, item: Item, schema: Mapping[str, Any] | None) -> list[str]:
+    if schema is None:
+        return [*reference_answers(spec, item), ""]
+    right, empty = probe(schema, item, dict(_placed(spec, item))), probe(schema)
+    return [json.dumps(right, ensure_ascii=False), json.dumps(empty, ensure_ascii=False)]
+
+
+def _placed(spec: GraderSpec, item: Item) -> Iterator[tuple[Path, str]]:
+    """Return the paths of a JSON answer that the grader compares with values of the row, and these values."""
+    for part in spec.graders.values() if isinstance(spec, MultiSpec) else [spec]:
+        if isinstance(part, StringCheckSpec | TextSimilaritySpec | MathSpec):
+            read, reference = Template.parse(part.input).parts, Template.parse(part.reference)
+            match read:
+                case (Reference("sample", ("output_json", *path)),) if reference.item_paths:
+                    with suppress(RenderError):  # it may read the answer as well
+                        yield tuple(path), reference.render(Sample.from_text(""), item)
+
+
+def reference_answers(spec: GraderSpec, item: Item) -> list[str]:
+    """Return the grader's reference for this row; if its spec has none, a field whose name suggests it."""
+    parts = spec.graders.values() if isinstance(spec, MultiSpec) else [spec]
+    references = [getattr(part, "reference", None) for part in parts]
+    templates = [Template.parse(text) for text in references if isinstance(text, str)]
+    named = [template.render(Sample.from_text(""), item) for template in templates if template.item_paths]
+    guessed = [item[key] for key in _ANSWER_FIELDS if isinstance(item.get(key), str)]
+    return list(dict.fromkeys(named or guessed[:1]))
