@@ -56,13 +56,10 @@ def run(arguments: list[str]) -> int:
     fake = bool(os.environ[FAKE])
     if fake:
         fake_run.without_torch()
-    from worker import run as one_run
+    from worker import child
     from worker.heartbeat import WatchedGrader, WatchedSampler, WatchedTrainer
     from worker.record.checkpoints import Checkpoints
 
-    if fake:
-        one_run.load = fake_run.load
-        one_run.get_ready = lambda: None
     mark = dying_on_order()
     parts: list[tuple[Any, str, str]] = [
         (WatchedSampler, "sample", "sampling"),
@@ -73,8 +70,8 @@ def run(arguments: list[str]) -> int:
     ]
     for owner, name, phase in parts:
         setattr(owner, name, during(mark, phase, getattr(owner, name)))
-    sys.argv = ["worker.run", *arguments]
-    return one_run.main()
+    sys.argv = ["worker.child", *arguments]
+    return child.main(fake_run.assemble if fake else None)
 
 
 def dying_on_order() -> Callable[[str], None]:

@@ -93,37 +93,34 @@ class FakeTrainer:
         self.policy.steps = json.loads((folder / "trainer.pt").read_text())
 
 
-def load(
-    settings: Any,
-    database: Any,
-    blobs: Any,
-    claim: Any,
-    job: Any,
+def assemble(
+    attempt: Any,
     spec: Any,
     grader: Any,
-    scratch: Path,
-    stop: Any,
-    beat: Any,
-    patience: Any,
+    settings: Any,
     ranks: Any,
+    scratch: Path,
+    stop_requested: Any,
+    beat: Any,
 ) -> Any:
-    """What worker.run.load returns, with the fakes in place of the model."""
+    """As worker.assemble.assemble, with the fakes in place of the model."""
     from core.jobs import hyperparameters
     from worker.heartbeat import WatchedSampler, WatchedTrainer
     from worker.record.checkpoints import Checkpoints
     from worker.record.recorder import Recorder
     from worker.rollout.prompts import PromptStream, tokenize
     from worker.rollout.rewards import Rewards
-    from worker.run import Run, read_data
+    from worker.rollout.rows import read_rows
+    from worker.run import Run
 
-    train_rows, valid_rows = patience(partial(read_data, database, blobs, job))
+    job, rows = attempt.job, read_rows(attempt)
     asked = hyperparameters.Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
-    resolved = hyperparameters.resolve(asked, rows=len(train_rows), parameters=PARAMETERS, context=CONTEXT)
+    resolved = hyperparameters.resolve(asked, rows=len(rows.train), parameters=PARAMETERS, context=CONTEXT)
     resolved = hyperparameters.kept(resolved, job.resolved)
     room = {"context": CONTEXT, "max_completion_tokens": resolved.max_completion_tokens}
-    train = tokenize(train_rows, lambda messages: [1, 2], file=job.training_file, **room)
-    valid = tokenize(valid_rows, lambda messages: [1, 2], file=job.validation_file, **room)
-    recorder = Recorder(database, blobs, claim, job, patience, settings.default_limits)
+    train = tokenize(rows.train, lambda messages: [1, 2], file=job.training_file, **room)
+    valid = tokenize(rows.valid, lambda messages: [1, 2], file=job.validation_file, **room)
+    recorder = Recorder(attempt, settings.default_limits)
     recorder.resolved(resolved, "fake")
     policy = FakePolicy()
     return Run(
@@ -136,7 +133,7 @@ def load(
         rewards=Rewards(grader),
         trainer=WatchedTrainer(FakeTrainer(policy), beat),
         recorder=recorder,
-        checkpoints=Checkpoints(database, blobs, claim, job, scratch, patience),
-        stop_requested=stop,
+        checkpoints=Checkpoints(attempt, scratch),
+        stop_requested=stop_requested,
         failing_steps=settings.failing_steps,
     )

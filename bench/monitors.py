@@ -31,12 +31,13 @@ from graders.build import build
 from graders.spec import parse_grader
 from tests import factories
 from worker.learn.trainer import PeftTrainer
+from worker.attempt import Attempt
 from worker.model.policy import Policy, load_base, render
 from worker.record.checkpoints import Checkpoints
 from worker.record.history import History, reduced
 from worker.record.monitors import Finding, check
 from worker.record.recorder import Recorder
-from worker.retry import Patience
+from worker.retry import RetryPolicy
 from worker.rollout.prompts import PromptStream, tokenize
 from worker.rollout.rewards import Rewards
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -111,7 +112,7 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
     with tempfile.TemporaryDirectory() as folder, database_in(Path(folder)) as (database, claim):
         with database.read() as session:
             job = session.query(Job).one()
-        patience, blobs = Patience(0.0, print), FolderBlobs(Path(folder, "blobs"))
+        attempt = Attempt(claim, job, database, FolderBlobs(Path(folder, "blobs")), RetryPolicy(0.0, print))
         run = Run(
             settings=settings,
             seed=seed,
@@ -121,8 +122,8 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
             sampler=TransformersSampler(policy),
             rewards=Rewards(build(parse_grader(GRADER))),
             trainer=PeftTrainer(policy, settings, token_budget=2048),
-            recorder=Recorder(database, blobs, claim, job, patience),
-            checkpoints=Checkpoints(database, blobs, claim, job, Path(folder), patience),
+            recorder=Recorder(attempt),
+            checkpoints=Checkpoints(attempt, Path(folder)),
         )
         asyncio.run(run.train())
         with database.read() as session:

@@ -1,9 +1,20 @@
 """Errors that fail a job without a retry, because it cannot succeed on any worker.
 
-worker/run.py converts each to the job's error. Imports no torch.
+Code that does not know the job raises a Refusal. worker/child.py converts it to a UserMistake, the job's error. Imports
+no torch.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
+
+
+class UserMistake(Exception):
+    """The job fails with this error, and is not retried: another attempt would fail as well."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
 
 
 class Refusal(Exception):
@@ -47,3 +58,12 @@ class SamplerMismatch(Refusal):
 
 class ModelUnavailable(Exception):
     """The model could not be downloaded. The job is retried, because another attempt may succeed."""
+
+
+@contextmanager
+def failing_once() -> Iterator[None]:
+    """Raise a Refusal as the UserMistake with its code."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise UserMistake(refusal.code, str(refusal), refusal.param) from refusal

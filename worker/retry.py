@@ -19,7 +19,7 @@ T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 
 
-class Patience:
+class RetryPolicy:
     """Retries operations for up to `seconds` while a dependency is unavailable. Reports the outage to `tell`."""
 
     def __init__(

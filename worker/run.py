@@ -1,63 +1,32 @@
-"""One attempt at one job: sample, grade, update, record, checkpoint. The file to read first.
+"""The training loop of one attempt at a job: sample, grade, update, validate, record, checkpoint. Read this file first.
 
-`Run` is the loop. Everything expensive in it comes in as a small protocol, so the real loop runs in a test in
-seconds. Below it, `main` is the entry of the child process that the supervisor starts for each attempt.
+`Run` depends on protocols and on what is recorded, so tests run the real loop on fakes in seconds. worker/assemble.py
+builds a Run for a claimed job, and worker/child.py is the process that the supervisor starts for each attempt.
 """
 
-import argparse
 import asyncio
 import enum
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from importlib import import_module
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from core.database.engine import Database
-from core.database.tables import File, Job
-from core.jobs import events, hyperparameters, lifecycle
 from core.jobs.estimates import Ahead
-from core.jobs.hyperparameters import Hyperparameters, Resolved
-from core.jobs.lifecycle import Claim, LeaseLost
+from core.jobs.hyperparameters import Resolved
 from core.jobs.thresholds import Thresholds
-from core.jobs.verdict import Verdict
-from core.registry import Device, Registry
-from core.response_format import SchemaTooLarge, stored_held_to
-from core.settings import Settings
-from core.storage import datasets, files
-from core.storage.store import BlobStore, blobs_of
-from core.telemetry import logs
-from graders.environments.catalog import EnvironmentNotBuilt
-from graders.spec import GraderSpec, InvalidGrader, parse_grader
-from graders.types import Grader
-from worker import instruments, process
-from worker.backends import open_backends
+from graders.spec import GraderSpec
+from worker import instruments
 from worker.clock import Clock
-from worker.heartbeat import Beat, WatchedGrader, WatchedSampler, WatchedTrainer, beats_into
-from worker.instruments import ObservedGrader, ObservedSampler
-from worker.learn.members import members_of
-from worker.learn.ranks import Model, Ranks, TooFewGpus
 from worker.learn.trainer import Trainer
-from worker.record import metrics, monitors, stopping
+from worker.record import alerts, delivery, metrics, monitors, stopping
 from worker.record.checkpoints import Checkpoints
-from worker.record.exporters.choice import feeds_of
-from worker.record.exporters.feed import Feeds, left_behind
+from worker.record.exporters.feed import Feeds
 from worker.record.history import History, reduced
-from worker.record.recorder import Quota, Recorder
+from worker.record.recorder import Recorder
 from worker.record.rollouts import GradedStep
-from worker.record.verdict import compare, row_scores
-from worker.refusals import ModelUnavailable, Refusal
-from worker.retry import Patience
+from worker.record.verdict import row_scores
 from worker.rollout.collect import Collector
-from worker.rollout.prompts import PromptStream, PromptTooLong, tokenize
+from worker.rollout.prompts import PromptStream
 from worker.rollout.rewards import Rewards
-from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers import Sampler, Sampling
 from worker.types import Group, Prompt, UpdateMetrics
 
@@ -116,7 +85,7 @@ class Run:
                 break
             if ended is Outcome.INTERRUPTED and step < self.settings.total_steps:
                 return Outcome.INTERRUPTED
-        self.finish()
+        delivery.deliver(self.checkpoints, self.recorder, self.feeds, self.history, self.settings, self.thresholds)
         return Outcome.DONE
 
     async def step(self, step: int) -> Outcome | None:
@@ -134,8 +103,8 @@ class Run:
             data = self.measure(step, clock, groups_P, others_P, update, valid_P)
         pause = self.record(data, groups_P, others_P, valid_P, is_last=early is not None)
         stop = pause or self.stop_requested()
-        self.warn(step, groups_P)
-        self.gate(data)
+        alerts.report(groups_P, self.history, self.recorder, self.settings, self.failing_steps)
+        alerts.require_signal(data, self.settings)
         if valid_P is not None or stop:
             reward = metrics.mean_reward(valid_P) if valid_P is not None else None
             self.checkpoints.save(self.trainer, step=step, valid_reward=reward, metrics=data, for_pause=pause)
@@ -222,406 +191,3 @@ class Run:
             self.history.base_scores = scores
         self.feeds.put(data)
         return pause
-
-    def warn(self, step: int, groups_P: Sequence[Group]) -> None:
-        """Say at once what a user would otherwise find out after hours."""
-        failures = metrics.ungraded(groups_P)
-        steps = self.history.steps  # this one included
-        silence = metrics.no_signal(
-            groups_P, self.settings.supervision, steps[:-1], cause_known="collapse" in self.history.warned
-        )
-        if failures is None and silence is None:
-            return
-        if failures is not None:
-            self.recorder.warn(failures.message, {"step": step, "reasons": failures.reasons})
-            failed = stopping.in_a_row(steps, lambda one: one.get("mean_unresponsive_rewards", 0.0) > 0.5)
-            if failed >= self.failing_steps:
-                message = f"In {failed} steps in a row most answers could not be graded. {failures.message}"
-                raise UserMistake("grader_failed", message, "method.reinforcement.grader")
-        if silence is not None:
-            silent = stopping.in_a_row(steps, lambda one: one.get("groups_mixed_share") == 0.0)
-            if silent in (1, 5, 25):  # not every step: a warning has to stay news
-                tell = self.recorder.inform if silence.is_success else self.recorder.warn
-                tell(silence.message, {"step": step, "steps_in_a_row": silent})
-
-    def gate(self, data: dict[str, Any]) -> None:
-        """Fail a job that asked for it and has too little to learn from, after its first step and no checkpoint."""
-        share, bound = data["groups_mixed_share"], self.settings.fail_below_signal
-        if data["step"] == 1 and share < bound:
-            raise UserMistake(
-                "no_signal",
-                f"In the first step {share:.0%} of the groups had signal, less than fail_below_signal ({bound:.0%}). A "
-                "preview (POST /v1/regraft/preview) says what to do about it.",
-                "method.reinforcement.hyperparameters.advanced.fail_below_signal",
-            )
-
-    def finish(self) -> None:
-        best = self.checkpoints.best()
-        if best is None:
-            raise UserMistake(
-                "invalid_grader", "Not one validation answer could be graded, so there is no best model."
-            )
-        verdict = self.judge(best.step)
-        if self.settings.require_improvement and (verdict is None or verdict.outcome != "improved"):
-            numbers = "" if verdict is None else f" {verdict.sentence()}"
-            raise UserMistake(
-                "no_improvement",
-                "require_improvement is set, and the validation reward is not significantly above the base model's."
-                f"{numbers} The checkpoints are kept.",
-                "method.reinforcement.hyperparameters.advanced.require_improvement",
-            )
-        # Before the job's last status: once it has that, nobody holds it, and this process may be ended.
-        self.feeds.close("succeeded")
-        self.recorder.succeed(best)
-
-    def judge(self, step: int) -> Verdict | None:
-        """Compare the checkpoint of this step, which is to be delivered, with the base model, and record the verdict.
-
-        None: there is nothing to compare, and a warning says so.
-        """
-        base, tuned = self.history.base_scores, self.recorder.row_scores(step)
-        compared = compare(base, tuned) if base is not None and tuned is not None else None
-        if compared is None:
-            known = base is not None and tuned is not None
-            reason = (
-                "no validation row was graded for both"
-                if known
-                else "an earlier version of the service recorded their validations without the scores of the rows"
-            )
-            self.recorder.warn(f"The model cannot be compared with its base model: {reason}.", {})
-            return None
-        damage = monitors.damage(self.history.steps, step, self.thresholds)
-        verdict = compared.verdict(step, None if damage is None else damage[0])
-        if not verdict.below_base:
-            self.recorder.judged(verdict, verdict.sentence(), level="info", data={})
-            return verdict
-        cause, evidence = monitors.likely_cause(self.history.steps, verdict, self.thresholds)
-        if verdict.outcome == "worse":
-            found = "is worse than the base model"
-        elif verdict.ci_low is None:
-            found = "is below the base model, with too few validation rows to tell them apart"
-        else:
-            found = "is below the base model, not significantly"
-        message = f"The delivered model {found}. {verdict.sentence()} Likely cause: {evidence}"
-        self.recorder.judged(verdict, message, level="error", data={"cause": cause})
-        return verdict
-
-
-class UserMistake(Exception):
-    """The job cannot succeed as it was asked for; trying again would not help."""
-
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.message, self.param = code, message, param
-
-
-async def attempt(
-    settings: Settings,
-    database: Database,
-    blobs: BlobStore,
-    claim: Claim,
-    scratch: Path,
-    stop: Callable[[], bool],
-    beat: Beat,
-) -> Outcome:
-    """Train a claimed job. Its grader may hold connections, which belong to the running event loop."""
-    patience = Patience(settings.patience_seconds, partial(tell, database, claim))
-    job = patience(partial(read_job, database, claim))
-    try:
-        spec = parse_grader(job.reinforcement["grader"])
-        async with open_backends(settings).open(spec) as grader:
-            watched = ObservedGrader(WatchedGrader(grader, beat), spec)
-            with Ranks(settings.ranks, members_of(settings)) as ranks:
-                with failing_once():
-                    run = load(
-                        settings,
-                        database,
-                        blobs,
-                        claim,
-                        job,
-                        spec,
-                        watched,
-                        scratch,
-                        stop,
-                        beat,
-                        patience,
-                        ranks,
-                    )
-                with closed_at_the_end(run.feeds):
-                    return await trained(run)
-    except InvalidGrader as refused:
-        raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
-
-
-async def trained(run: Run) -> Outcome:
-    try:
-        with failing_once():
-            return await run.train()
-    except SchemaTooLarge as cause:
-        raise UserMistake("schema_too_large", str(cause), "method.reinforcement.response_format") from cause
-
-
-@contextmanager
-def failing_once() -> Iterator[None]:
-    """A refusal fails the job by its code, without a traceback and without another attempt."""
-    try:
-        yield
-    except Refusal as refusal:
-        raise UserMistake(refusal.code, str(refusal), refusal.param) from refusal
-
-
-@contextmanager
-def closed_at_the_end(feeds: Feeds) -> Iterator[None]:
-    """Tell the services how the attempt ended, if it has not told them."""
-    try:
-        yield
-    except LeaseLost:
-        feeds.abandon()
-        raise
-    except UserMistake:
-        feeds.close("failed")
-        raise
-    except BaseException:
-        feeds.close("interrupted")
-        raise
-    feeds.close("interrupted")
-
-
-def read_job(database: Database, claim: Claim) -> Job:
-    with database.read() as session:
-        return session.query(Job).where(Job.id == claim.job_id).one()
-
-
-def tell(database: Database, claim: Claim, incident: str) -> None:
-    """What the run met with, as an event of the job."""
-    with lifecycle.fenced(database, claim) as (session, job):
-        events.append(session, job.id, incident, level="warn")
-
-
-def load(
-    settings: Settings,
-    database: Database,
-    blobs: BlobStore,
-    claim: Claim,
-    job: Job,
-    spec: GraderSpec,
-    grader: Grader,
-    scratch: Path,
-    stop: Callable[[], bool],
-    beat: Beat,
-    patience: Patience,
-    ranks: Ranks,
-) -> Run:
-    """Put a Run together for a claimed job: read its files, load its model, resolve what it left to us."""
-    # Here and not above: a test of the loop should not wait for torch and transformers to be imported.
-    import torch
-
-    from worker.learn.trainer import PeftTrainer
-    from worker.model import memory, sizing, support
-    from worker.model.policy import DTYPES, read_config, read_tokenizer, render, source_of
-    from worker.rollout.samplers import choice
-
-    if settings.torch_threads:
-        torch.set_num_threads(settings.torch_threads)
-    assert job.validation_file is not None, "the API requires one"
-    train_rows, valid_rows = patience(partial(read_data, database, blobs, job))
-    entry = Registry.load(settings.models_file).get(job.model)
-    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    settings = settings.of_class(settings.gpu_class)
-    try:
-        sampler, sampler_version = choice.choose(entry, settings, device)
-    except choice.SamplerMissing as cause:
-        raise UserMistake("sampler_unavailable", str(cause), "model") from cause
-
-    if device == "cuda" and ranks.count > torch.cuda.device_count():
-        raise TooFewGpus(
-            f"REGRAFT_RANKS is {ranks.count}, and there are {torch.cuda.device_count()} GPUs here."
-        )
-    # Everything that can be wrong is looked at before the weights are loaded, which may take minutes.
-    source = source_of(entry, settings.model_cache)
-    config = read_config(source)
-    support.refuse_by_config(config, entry.context)
-    with support.refusing(config):
-        shape = memory.shape_of(config, DTYPES[entry.dtype])
-    resolved = hyperparameters.resolve(
-        Hyperparameters.model_validate(job.reinforcement["hyperparameters"]),
-        rows=len(train_rows),
-        parameters=shape.parameters,
-        context=entry.context,
-    )
-    resolved = hyperparameters.kept(resolved, job.resolved)
-    limit = resolved.max_completion_tokens
-    rendered = partial(render, read_tokenizer(entry, source, resolved.chat_template))
-    room = {"context": entry.context, "max_completion_tokens": limit}
-    try:
-        train = tokenize(train_rows, rendered, file=job.training_file, **room)
-        valid = tokenize(valid_rows, rendered, file=job.validation_file, **room)
-    except PromptTooLong as cause:
-        raise UserMistake("prompt_too_long", str(cause), "training_file") from cause
-    if resolved.off_policy_steps and sampler == "transformers":
-        raise UserMistake(
-            "invalid_value", hyperparameters.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
-        )
-    work = sizing.workload(
-        rank=resolved.lora_rank,
-        prompt=max(len(prompt.ids) for prompt in [*train, *valid]),
-        completion=limit,
-        batch=resolved.batch_size + resolved.resample_prompts,
-        group=resolved.group_size,
-        valid_rows=len(valid),
-        eval_samples=resolved.eval_samples,
-    )
-    try:
-        # Processes on a CPU share its memory; on GPUs each has one to itself.
-        free = memory.available(device) // (ranks.count if device == "cpu" else 1)
-        packed = device == "cpu" and entry.dtype == "float32"
-        here = sizing.machine(settings, device, free, sampler, packed=packed)
-        planned = sizing.plan(job.model, shape, work, here)
-    except sizing.DoesNotFit as cause:
-        raise UserMistake("not_enough_memory", str(cause), "model") from cause
-
-    beat()
-    held_to = stored_held_to(job.reinforcement["response_format"])
-    model = Model(job.model, entry, settings.model_cache, resolved, job.seed, planned.checkpointed)
-    computing: dict[str, Any] = {"token_budget": planned.token_budget, "held_to": held_to}
-    ranks.start(model, device=device, threads=settings.torch_threads, **computing)
-    policy = model.load(device)
-    beat()
-    support.probe(policy, sampled=sampler == "transformers")
-    beat()
-    ranks.wait()
-    quota = Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step)
-    recorder = Recorder(database, blobs, claim, job, patience, settings.default_limits, quota)
-    recorder.resolved(resolved, f"{sampler} {sampler_version}")
-    if device == "cuda" or planned.checkpointed:
-        recorder.inform(planned.described(shape, work), {})
-    gate = SamplerGate.of(
-        settings.max_logprob_gap, sampler=f"{sampler} {sampler_version}", precision=entry.dtype
-    )
-    return Run(
-        settings=resolved,
-        seed=job.seed,
-        spec=spec,
-        train_prompts=PromptStream(train, batch_size=resolved.batch_size, seed=job.seed),
-        valid_prompts=valid,
-        sampler=ObservedSampler(
-            WatchedSampler(
-                choice.build(
-                    sampler, policy, settings, recorder, shape=shape, plan=planned, longest=work.longest
-                ),
-                beat,
-            )
-        ),
-        rewards=Rewards(grader, parse_json=bool(held_to)),
-        trainer=WatchedTrainer(
-            PeftTrainer(policy, resolved, **computing, helpers=ranks.helpers, gate=gate), beat
-        ),
-        recorder=recorder,
-        checkpoints=Checkpoints(database, blobs, claim, job, scratch, patience),
-        stop_requested=stop,
-        failing_steps=settings.failing_steps,
-        held_to=held_to,
-        feeds=feeds_of(job, resolved, settings, recorder.warn),
-        gpus=ranks.total if device == "cuda" else 1,
-        thresholds=settings.warnings,
-    )
-
-
-def read_data(
-    database: Database, blobs: BlobStore, job: Job
-) -> tuple[list[datasets.Example], list[datasets.Example]]:
-    """The rows of the training file and of the validation file.
-
-    Raises:
-        UserMistake: one of them is missing or damaged. Another attempt would find the same.
-    """
-    assert job.validation_file is not None, "the API requires one"
-    with database.read() as session:
-        stored = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
-
-    def rows(param: str, file_id: str) -> list[datasets.Example]:
-        if file_id not in stored:
-            raise UserMistake(f"invalid_{param}", f"The file {file_id} was deleted.", param)
-        try:
-            return files.read_rows(blobs, stored[file_id])
-        except (files.FileDamaged, datasets.InvalidDataset) as cause:
-            raise UserMistake(f"invalid_{param}", str(cause), param) from cause
-
-    return rows("training_file", job.training_file), rows("validation_file", job.validation_file)
-
-
-def get_ready() -> None:
-    """Import what `load` will need. It takes seconds, and a spare child has done it before there is a job."""
-    for name in (
-        "peft",
-        "torch",
-        "transformers",
-        "worker.model.policy",
-        "worker.rollout.samplers.choice",
-        "worker.model.support",
-        "worker.learn.trainer",
-    ):
-        import_module(name)
-
-
-def main() -> int:
-    """Run one claimed job in this process: the one that stdin names, `job_id epoch`, once that is known.
-
-    The exit status is the whole answer to the supervisor.
-    """
-    parser = argparse.ArgumentParser(prog="python -m worker.run")
-    parser.add_argument("parent", type=int, help="process id of the supervisor: this run dies with it")
-    parser.add_argument("progress", type=Path, help="the file to touch whenever the run got somewhere")
-    args = parser.parse_args()
-    process.die_with_parent(args.parent)
-
-    stopping = False
-
-    def on_signal(number: int, frame: Any) -> None:
-        nonlocal stopping
-        stopping = True
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
-
-    get_ready()
-    settings = Settings()
-    database = Database(settings.database)
-    blobs = blobs_of(settings)
-    job_id, epoch = sys.stdin.readline().split()
-    claim = Claim(job_id, int(epoch), "run")
-    # Once for the operator, beside what the supervisor says, and once for the job's own log.
-    logs.configure([logs.handler(settings.log_format, sys.stdout), logs.handler("text", sys.stderr)])
-    try:
-        watched = instruments.attempt(claim, args.progress, settings.otlp_endpoint)
-        with TemporaryDirectory(prefix="regraft-") as scratch, watched:
-            beat = beats_into(args.progress)
-            outcome = asyncio.run(
-                attempt(settings, database, blobs, claim, Path(scratch), lambda: stopping, beat)
-            )
-    except LeaseLost:
-        return process.LOST
-    except ModelUnavailable as cause:
-        # Worth another attempt, and no fault of the code: the words are enough.
-        print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
-        return process.FAILED
-    except EnvironmentNotBuilt as missing:
-        with lifecycle.fenced(database, claim) as (session, job):
-            lifecycle.put_off(session, job, reason=str(missing))
-        return process.PUT_OFF
-    except UserMistake as mistake:
-        patience = Patience(settings.patience_seconds, partial(tell, database, claim))
-        job = patience(partial(read_job, database, claim))
-        Recorder(database, blobs, claim, job, patience).fail(
-            code=mistake.code, message=mistake.message, param=mistake.param
-        )
-        return process.USER_MISTAKE
-    return process.DONE if outcome is Outcome.DONE else process.DRAINED
-
-
-if __name__ == "__main__":
-    status = main()
-    if left_behind():
-        sys.stderr.flush()
-        os._exit(status)  # and no library of a service finishes what it had begun
-    sys.exit(status)

@@ -13,16 +13,17 @@ from core.jobs import events, lifecycle
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.jobs.lifecycle import Claim
 from core.registry import BaseModelEntry
-from core.storage.store import FolderBlobs
+from core.storage.store import BlobStore, FolderBlobs
 from graders.spec import parse_grader
 from graders.types import Grader
 from tests import factories
 from tests.fakes import ExactGrader, GuessingSampler, Skill, SkillTrainer
 from tests.tiny import make_tiny_model
+from worker.attempt import Attempt
 from worker.model.policy import Policy, load_base
 from worker.record.checkpoints import Checkpoints
 from worker.record.recorder import Recorder
-from worker.retry import Patience
+from worker.retry import RetryPolicy
 from worker.rollout.prompts import PromptStream
 from worker.rollout.rewards import Rewards
 from worker.run import Run
@@ -65,10 +66,10 @@ class Bench:
     project: Project
     claim: Claim
 
-    @property
-    def patience(self) -> Patience:
-        """None: what fails in a test should fail at once."""
-        return Patience(0.0, lambda incident: None)
+    def attempt(self, blobs: BlobStore | None = None, retry: RetryPolicy | None = None) -> Attempt:
+        """The attempt that holds the claim. Without `retry`, what fails in a test fails at once."""
+        retry = retry or RetryPolicy(0.0, lambda incident: None)
+        return Attempt(self.claim, self.job(), self.database, blobs or self.blobs, retry)
 
     def job(self) -> Job:
         with self.database.read() as session:
@@ -97,10 +98,8 @@ class Bench:
             sampler=GuessingSampler(skill),
             rewards=Rewards(grader or ExactGrader()),
             trainer=SkillTrainer(skill),
-            recorder=Recorder(self.database, self.blobs, self.claim, self.job(), self.patience),
-            checkpoints=Checkpoints(
-                self.database, self.blobs, self.claim, self.job(), self.tmp_path, self.patience
-            ),
+            recorder=Recorder(self.attempt()),
+            checkpoints=Checkpoints(self.attempt(), self.tmp_path),
             stop_requested=stop_requested,
         )
 

@@ -18,7 +18,8 @@ from tests.fakes import ExactGrader, IdleTrainer, NeverGrades, RuiningTrainer, S
 from worker.clock import Clock
 from worker.record.metrics import no_signal
 from worker.record.recorder import Quota
-from worker.run import Outcome, UserMistake
+from worker.refusals import UserMistake
+from worker.run import Outcome
 
 
 def trained(bench, *, trainer=None, grader=None, chance=0.3, **settings):

@@ -10,7 +10,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from core.jobs.lifecycle import LeaseLost
 from core.storage.store import BlobNotFound
 from tests.fakes import Skill
-from worker.retry import Patience
+from worker.retry import RetryPolicy
 
 REFUSED = OperationalError("select 1", {}, Exception("connection refused"))
 BUSY = ClientError({"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}, "PutObject")
@@ -54,7 +54,7 @@ def told():
 
 @pytest.fixture
 def patience(time, told):
-    return Patience(600.0, told.append, clock=lambda: time.now, wait=time.wait)
+    return RetryPolicy(600.0, told.append, clock=lambda: time.now, wait=time.wait)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.families.zoo import FAMILIES
 from tests.tiny import make_tiny_model, tiny_tokenizer
 from worker.model.policy import load_base
 from worker.refusals import InvalidModel, ModelUnavailable, NotEnoughMemory, Refusal
-from worker.run import UserMistake, attempt, failing_once
+from worker.child import run_attempt
 from worker.supervise.supervisor import Supervisor
 
 GRADER = {
@@ -279,7 +279,7 @@ def test_a_job_that_cannot_succeed_has_one_attempt_and_no_traceback(bench, queue
         lifecycle.release(session, job)
 
     def command(progress):
-        return [sys.executable, "-m", "worker.run", str(os.getpid()), str(progress)]
+        return [sys.executable, "-m", "worker.child", str(os.getpid()), str(progress)]
 
     Supervisor(Settings(), bench.database, bench.blobs, command).run_waiting()
 

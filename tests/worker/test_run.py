@@ -17,7 +17,9 @@ from graders.types import Grade, StepScore
 from tests.fakes import EveryFourthFails, ExactGrader, GuessingSampler, Halves, NeverGrades, SameForAll, Skill
 from worker.clock import Clock
 from worker.rollout.prompts import PromptStream
-from worker.run import Outcome, UserMistake, trained
+from worker.child import trained
+from worker.refusals import UserMistake
+from worker.run import Outcome
 from worker.types import UpdateMetrics
 
 

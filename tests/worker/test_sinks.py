@@ -13,7 +13,8 @@ from tests.fakes import Notebook
 from worker.record import results
 from worker.record.exporters import Card, choice, feed
 from worker.record.exporters.feed import Feed, Feeds, flat
-from worker.run import UserMistake, closed_at_the_end
+from worker.child import closed_at_the_end
+from worker.refusals import UserMistake
 
 CARD = Card("ftjob-1", "colours", "ftjob-1", None, (), {"model": "tiny"})
 DATA = {

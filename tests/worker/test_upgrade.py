@@ -20,7 +20,7 @@ from tests.fakes import ExactGrader
 from worker.learn.ranks import Ranks
 from worker.learn.trainer import PeftTrainer
 from worker.record.checkpoints import FORMAT, Checkpoints, UnknownFormat
-from worker.run import load
+from worker.assemble import assemble
 
 GRADER = {"type": "string_check", "name": "g", "input": "a", "reference": "b", "operation": "eq"}
 
@@ -168,7 +168,7 @@ def left(bench, tmp_path):
 
 @pytest.fixture
 def checkpoints(bench):
-    return Checkpoints(bench.database, bench.blobs, bench.claim, bench.job(), bench.tmp_path, bench.patience)
+    return Checkpoints(bench.attempt(), bench.tmp_path)
 
 
 @pytest.fixture
@@ -281,19 +281,15 @@ def test_a_run_that_is_loaded_again_has_the_hyperparameters_of_the_first(bench, 
         job.resolved = {"lora_rank": 2, "total_steps": 77}
 
     settings = Settings(models_file=registry, data_dir=tmp_path)
-    run = load(
-        settings,
-        bench.database,
-        bench.blobs,
-        bench.claim,
-        bench.job(),
+    run = assemble(
+        bench.attempt(),
         parse_grader(GRADER),
         ExactGrader(),
+        settings,
+        Ranks(1),
         tmp_path,
         lambda: False,
         lambda: None,
-        bench.patience,
-        Ranks(1),
     )
 
     assert (run.settings.lora_rank, run.settings.total_steps) == (2, 77)

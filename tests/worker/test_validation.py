@@ -22,7 +22,7 @@ from graders.types import Grade
 from tests.fakes import NeverGrades
 from tests.worker.conftest import GRADER
 from tests.worker.test_memory import QWEN3_14B
-from worker.run import read_data
+from worker.rollout.rows import read_rows
 from worker.supervise.validation import dry_run, validate_next
 
 GOOD = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
@@ -98,7 +98,7 @@ def test_a_file_that_is_missing_from_an_empty_store_fails_no_job(bench, validate
 
     assert bench.job().status == "validating_files"
     with pytest.raises(StoreEmpty):
-        read_data(bench.database, empty, bench.job())
+        read_rows(bench.attempt(empty))
 
 
 def test_a_file_that_is_missing_from_a_store_with_others_fails_the_job(bench, validate, tmp_path):

@@ -19,15 +19,13 @@ from sqlalchemy import Select, delete, select
 from sqlalchemy.orm import Session
 
 from core.database import pages
-from core.database.engine import Database
 from core.database.tables import Checkpoint, Job, Organization, RolloutPage, TunedModel
 from core.jobs import events, lifecycle, usage
-from core.jobs.lifecycle import Claim
 from core.results import tuned_models
 from core.storage import manifests
 from core.storage.manifests import MANIFEST, Damaged
-from core.storage.store import BlobExists, BlobStore, check_not_empty
-from worker.retry import Patience
+from core.storage.store import BlobExists, check_not_empty
+from worker.attempt import Attempt
 
 log = logging.getLogger(__name__)
 
@@ -51,21 +49,11 @@ class Savable(Protocol):
 class Checkpoints:
     """Reads and writes the checkpoints of one job on behalf of its current attempt."""
 
-    def __init__(
-        self,
-        database: Database,
-        blobs: BlobStore,
-        claim: Claim,
-        job: Job,
-        scratch: Path,
-        patience: Patience,
-    ) -> None:
-        self.database = database
-        self.blobs = blobs
-        self.claim = claim
-        self.job = job
+    def __init__(self, attempt: Attempt, scratch: Path) -> None:
+        self.attempt = attempt
+        self.blobs = attempt.blobs
+        self.job = attempt.job
         self.scratch = scratch
-        self.patience = patience
         self._reading = MANIFEST  # the last requested file of a checkpoint
 
     def restore(self, trainer: Savable) -> int:
@@ -81,7 +69,7 @@ class Checkpoints:
         """
         damaged: list[tuple[Checkpoint, Damaged]] = []
         whole = None
-        for checkpoint in self.patience(self._newest_first):
+        for checkpoint in self._newest_first():
             with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
                 try:
                     self._fetch(checkpoint, Path(folder))
@@ -92,44 +80,49 @@ class Checkpoints:
                 trainer.load(Path(folder))
             whole = checkpoint
             break
-        return self.patience(partial(self._resume, whole, damaged))
+        return self.attempt.write(partial(self._resume, whole, damaged))
 
     def _newest_first(self) -> Sequence[Checkpoint]:
-        with self.database.read() as session:
-            return session.scalars(_of_job(self.job.id).order_by(Checkpoint.step.desc())).all()
+        newest_first = _of_job(self.job.id).order_by(Checkpoint.step.desc())
+        return self.attempt.read(lambda session: session.scalars(newest_first).all())
 
     def _fetch(self, checkpoint: Checkpoint, folder: Path) -> None:
         """Download all files of a checkpoint. Raises Damaged if one fails verification."""
         prefix = checkpoint.blob_prefix
         try:
-            self.patience(partial(self._download, prefix, folder))
+            self.attempt.retry(partial(self._download, prefix, folder))
         except OSError as cause:
             # An unreadable disk sector is permanent. No other lasting error is specific to this checkpoint.
             if cause.errno != errno.EIO:
                 raise
             raise Damaged(self._reading, unreadable=True) from cause
 
-    def _resume(self, whole: Checkpoint | None, damaged: Sequence[tuple[Checkpoint, Damaged]]) -> int:
-        """Record that the job resumes from this checkpoint, or from its first step."""
+    def _resume(
+        self,
+        whole: Checkpoint | None,
+        damaged: Sequence[tuple[Checkpoint, Damaged]],
+        session: Session,
+        job: Job,
+    ) -> int:
+        """Record that the job resumes from this checkpoint, or from its first step. Returns the step."""
         step = whole.step if whole else 0
-        with lifecycle.fenced(self.database, self.claim) as (session, job):
-            lifecycle.resumed_from(session, self.claim, step)
-            for checkpoint, _ in damaged:
-                # The repeated step is stored under the same number and name. The sweep removes the old objects.
-                if (row := session.get(Checkpoint, checkpoint.seq)) is not None:
-                    tuned_models.delete_names_of(session, row.id)
-                    pages.delete_row(session, row, owner=row.job_id)
-            if damaged:
-                message, data = _described(damaged, step)
-                events.append(session, job.id, message, level="warn", data=data)
-            if whole:
-                events.append(
-                    session, job.id, f"Resuming from the checkpoint of step {step}", data={"step": step}
-                )
-            # A crash between step 0 and the first checkpoint leaves step 0 done; it stays.
-            events.discard_steps_after(session, job.id, step)
-            session.execute(delete(RolloutPage).where(RolloutPage.job_id == job.id, RolloutPage.step > step))
-            usage.recount(session, job)
+        lifecycle.resumed_from(session, self.attempt.claim, step)
+        for checkpoint, _ in damaged:
+            # The repeated step is stored under the same number and name. The sweep removes the old objects.
+            if (row := session.get(Checkpoint, checkpoint.seq)) is not None:
+                tuned_models.delete_names_of(session, row.id)
+                pages.delete_row(session, row, owner=row.job_id)
+        if damaged:
+            message, data = _described(damaged, step)
+            events.append(session, job.id, message, level="warn", data=data)
+        if whole:
+            events.append(
+                session, job.id, f"Resuming from the checkpoint of step {step}", data={"step": step}
+            )
+        # A crash between step 0 and the first checkpoint leaves step 0 done; it stays.
+        events.discard_steps_after(session, job.id, step)
+        session.execute(delete(RolloutPage).where(RolloutPage.job_id == job.id, RolloutPage.step > step))
+        usage.recount(session, job)
         return step
 
     def save(
@@ -146,9 +139,9 @@ class Checkpoints:
         A checkpoint with a validation reward, and the one of a pause, is published as a model, `…:ckpt-step-N`; others
         are used only to resume.
         """
-        released = self.patience(lambda: self._save(trainer, step, valid_reward, metrics, for_pause))
+        released = self.attempt.retry(lambda: self._save(trainer, step, valid_reward, metrics, for_pause))
         for old in released:  # after the commit: a row must not refer to deleted objects
-            self.patience(partial(self.blobs.delete_prefix, f"{old}/"))
+            self.attempt.retry(partial(self.blobs.delete_prefix, f"{old}/"))
 
     def _save(
         self,
@@ -159,11 +152,11 @@ class Checkpoints:
         for_pause: bool,
     ) -> list[str]:
         """Store the row unless it exists; return the prefixes of the checkpoints that it replaces."""
-        prefix = f"{job_prefix(self.job)}/attempts/{self.claim.epoch}/checkpoints/step-{step:06d}"
+        prefix = f"{self.attempt.prefix}/checkpoints/step-{step:06d}"
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             trainer.save(Path(folder))
             self._upload(Path(folder), prefix, step)
-        with lifecycle.fenced(self.database, self.claim) as (session, job):
+        with lifecycle.fenced(self.attempt.database, self.attempt.claim) as (session, job):
             stored = session.scalar(_of_job(job.id).where(Checkpoint.step == step))
             if stored is not None:  # the connection broke after the commit
                 return _retire(session, job)
@@ -171,7 +164,7 @@ class Checkpoints:
             checkpoint = Checkpoint(
                 job_id=job.id,
                 step=step,
-                epoch=self.claim.epoch,
+                epoch=self.attempt.claim.epoch,
                 blob_prefix=prefix,
                 valid_reward=valid_reward,
                 metrics=metrics | ({_FOR_PAUSE: True} if for_pause else {}),
@@ -186,16 +179,9 @@ class Checkpoints:
 
     def best(self) -> Checkpoint | None:
         """Return the checkpoint with the highest validation reward; of equals the earliest."""
-        return self.patience(self._best)
-
-    def _best(self) -> Checkpoint | None:
-        with self.database.read() as session:
-            return session.scalar(
-                _of_job(self.job.id)
-                .where(Checkpoint.valid_reward.is_not(None))
-                .order_by(Checkpoint.valid_reward.desc(), Checkpoint.step)
-                .limit(1)
-            )
+        measured = _of_job(self.job.id).where(Checkpoint.valid_reward.is_not(None))
+        best = measured.order_by(Checkpoint.valid_reward.desc(), Checkpoint.step).limit(1)
+        return self.attempt.read(lambda session: session.scalar(best))
 
     def _upload(self, folder: Path, prefix: str, step: int) -> None:
         files = []
@@ -207,7 +193,7 @@ class Checkpoints:
             "job": self.job.id,
             "base_model": self.job.model,
             "step": step,
-            "epoch": self.claim.epoch,
+            "epoch": self.attempt.claim.epoch,
             "files": files,
         }
         key, content = f"{prefix}/{MANIFEST}", json.dumps(manifest, indent=2).encode()
@@ -255,10 +241,6 @@ def _described(damaged: Sequence[tuple[Checkpoint, Damaged]], step: int) -> tupl
         for one, damage in damaged
     ]
     return f"{what} damaged: {which}. {then}", {"step": step, "damaged": objects}
-
-
-def job_prefix(job: Job) -> str:
-    return f"projects/{job.project_id}/jobs/{job.id}"
 
 
 def model_name(session: Session, job: Job) -> str:

@@ -1,40 +1,34 @@
-"""What a run tells the world, in short transactions that a run which lost its job cannot make."""
+"""Records the steps, events, rollouts and the end of a run."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy.orm import Session
 
-from core.database.engine import Database
-from core.database.tables import Checkpoint, Job, Project, RolloutPage, StepMetric
+from core.database.tables import Checkpoint, File, Job, Project, RolloutPage, StepMetric
 from core.jobs import budgets, events, lifecycle, usage
 from core.jobs.estimates import Ahead
 from core.jobs.hyperparameters import Resolved
-from core.jobs.lifecycle import Claim
 from core.jobs.verdict import Verdict
 from core.outbound import webhooks
 from core.results import evals, rollouts
 from core.results.rollouts import Row
-from core.storage.store import BlobStore
 from core.tenancy import tenants
 from core.tenancy.limits import NO_LIMITS, Limits
 from worker import instruments
+from worker.attempt import Attempt
 from worker.record import metrics, results
-from worker.record.checkpoints import job_prefix, publish_best
+from worker.record.checkpoints import publish_best
 from worker.record.history import History
 from worker.record.monitors import Finding
 from worker.record.rollouts import GradedStep, rows_of
 from worker.record.verdict import RowScores
-from worker.retry import Patience
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class Quota:
@@ -45,21 +39,13 @@ class Quota:
 
 
 class Recorder:
+    """Writes down what a run does, in short transactions that only the holder of its claim can commit."""
+
     def __init__(
-        self,
-        database: Database,
-        blobs: BlobStore,
-        claim: Claim,
-        job: Job,
-        patience: Patience,
-        default_limits: Limits = NO_LIMITS,
-        quota: Quota = Quota(),
+        self, attempt: Attempt, default_limits: Limits = NO_LIMITS, quota: Quota = Quota()
     ) -> None:
-        self.database = database
-        self.blobs = blobs
-        self.claim = claim
-        self.job = job
-        self.patience = patience
+        self.attempt = attempt
+        self.job = attempt.job
         self.default_limits = default_limits
         self.quota = quota
 
@@ -70,27 +56,21 @@ class Recorder:
             job.resolved = settings.model_dump()
             events.append(session, job.id, f"Sampling with {sampler}", data={"sampler": sampler})
 
-        self._write(write)
+        self.attempt.write(write)
 
     def recorded(self) -> tuple[list[dict[str, Any]], History]:
         """The metrics of all recorded steps, in order, and what rules read of them. Once for each attempt."""
 
-        def read() -> tuple[list[dict[str, Any]], History]:
-            with self.database.read() as session:
-                steps = [row.data for row in events.steps(session, self.job.id)]
-                base_scores = events.valid_scores(session, self.job.id, 0)
-                return steps, History.of(steps, base_scores, events.warned(session, self.job.id))
+        def read(session: Session) -> tuple[list[dict[str, Any]], History]:
+            steps = [row.data for row in events.steps(session, self.job.id)]
+            base_scores = events.valid_scores(session, self.job.id, 0)
+            return steps, History.of(steps, base_scores, events.warned(session, self.job.id))
 
-        return self.patience(read)
+        return self.attempt.read(read)
 
     def row_scores(self, step: int) -> RowScores | None:
         """The row scores of the validation of this step, if they were recorded."""
-
-        def read() -> RowScores | None:
-            with self.database.read() as session:
-                return events.valid_scores(session, self.job.id, step)
-
-        return self.patience(read)
+        return self.attempt.read(lambda session: events.valid_scores(session, self.job.id, step))
 
     def step(
         self,
@@ -114,11 +94,11 @@ class Recorder:
 
         def write(session: Session, job: Job) -> bool:
             recorded = session.get(StepMetric, (job.id, step))
-            again = recorded is not None and recorded.epoch == self.claim.epoch
+            again = recorded is not None and recorded.epoch == self.attempt.claim.epoch
             if not again:  # else it was committed, and the connection broke before we heard of it
                 for page in pages:
                     session.merge(page)
-                events.record_step(session, self.claim, step, data, valid_scores)
+                events.record_step(session, self.attempt.claim, step, data, valid_scores)
                 events.append(session, job.id, metrics.message(data), type="metrics", data=data, step=step)
                 for finding in findings:
                     told = finding.event_data(step)
@@ -129,7 +109,7 @@ class Recorder:
                     self._pause_at_a_cap(session, job)
             return job.status == "pausing"
 
-        pause = self._write(write)
+        pause = self.attempt.write(write)
         instruments.recorded(data)
         log.info("%s", metrics.message(data))
         return pause
@@ -146,10 +126,10 @@ class Recorder:
             lifecycle.pause_at_cap(session, job, message, {})
 
     def warn(self, message: str, data: dict[str, Any]) -> None:
-        self._tell(message, data, level="warn")
+        self.attempt.event(message, data, level="warn")
 
     def inform(self, message: str, data: dict[str, Any]) -> None:
-        self._tell(message, data, level="info")
+        self.attempt.event(message, data)
 
     def judged(self, verdict: Verdict, message: str, *, level: str, data: dict[str, Any]) -> None:
         """Store the verdict with its event, once: a run that ended here before finds it stored."""
@@ -160,56 +140,42 @@ class Recorder:
                 job.verdict = stored
                 events.append(session, job.id, message, level=level, data={"verdict": stored, **data})
 
-        self._write(write)
+        self.attempt.write(write)
 
     def succeed(self, best: Checkpoint) -> None:
         """The job's end: its result file, its model and its status, in one transaction."""
-        file = self.patience(lambda: results.prepare(self.database, self.blobs, self.job))
+        file = self._result_file()
 
         def write(session: Session, job: Job) -> None:
             results.attach(session, job, file)
             lifecycle.succeed(session, job, fine_tuned_model=publish_best(session, job, best))
 
-        self._write(write)
+        self.attempt.write(write)
 
     def fail(self, *, code: str, message: str, param: str | None = None) -> None:
-        file = self.patience(lambda: results.prepare(self.database, self.blobs, self.job))
+        file = self._result_file()
 
         def write(session: Session, job: Job) -> None:
             results.attach(session, job, file)
             lifecycle.fail(session, job, code=code, message=message, param=param)
 
-        self._write(write)
+        self.attempt.write(write)
 
-    def _tell(self, message: str, data: dict[str, Any], *, level: str) -> None:
-        def write(session: Session, job: Job) -> None:
-            events.append(session, job.id, message, level=level, data=data, step=data.get("step"))
-
-        self._write(write)
-
-    def _write(self, write: Callable[[Session, Job], T]) -> T:
-        """One fenced transaction, as often as it takes."""
-
-        def once() -> T:
-            with lifecycle.fenced(self.database, self.claim) as (session, job):
-                return write(session, job)
-
-        return self.patience(once)
+    def _result_file(self) -> File | None:
+        attempt = self.attempt
+        return attempt.retry(partial(results.prepare, attempt.database, attempt.blobs, self.job))
 
     def _write_pages(self, step: int, stored: Sequence[GradedStep], ahead: Ahead) -> list[RolloutPage]:
         """The step's pages. Each may take an equal share of what is left of the quota, so that the last steps of a
         long job are shown as well as the first ones; what a page leaves is for those after it."""
 
-        def used_before() -> int:
-            with self.database.read() as session:
-                return rollouts.bytes_before(session, self.job.id, step)
-
-        left = self.quota.bytes_per_job - self.patience(used_before)
+        used = self.attempt.read(lambda session: rollouts.bytes_before(session, self.job.id, step))
+        left = self.quota.bytes_per_job - used
         to_come = len(stored) + ahead.plain + 2 * ahead.validated
         pages: list[RolloutPage] = []
         for graded in stored:
             page, data = self._page(step, graded, left // to_come)
-            self.patience(partial(self.blobs.put_bytes, page.blob_key, data))
+            self.attempt.put(page.blob_key, data)
             pages.append(page)
             left, to_come = left - page.bytes, to_come - 1
         return pages
@@ -221,12 +187,12 @@ class Recorder:
         fitted = rollouts.fitted(
             groups, most_samples=self.quota.samples_per_page, most_bytes=most_bytes, seed=seed
         )
-        key = f"{job_prefix(self.job)}/attempts/{self.claim.epoch}/rollouts/{graded.split}-{step:06d}.parquet"
+        key = f"{self.attempt.prefix}/rollouts/{graded.split}-{step:06d}.parquet"
         page = RolloutPage(
             job_id=self.job.id,
             step=step,
             split=graded.split,
-            epoch=self.claim.epoch,
+            epoch=self.attempt.claim.epoch,
             blob_key=key,
             samples=fitted.samples,
             total=fitted.total,

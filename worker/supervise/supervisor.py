@@ -29,7 +29,7 @@ from core.settings import Settings
 from core.storage.store import BlobStore
 from core.telemetry import logs
 from worker import process
-from worker.retry import Patience
+from worker.retry import RetryPolicy
 from worker.supervise.killed import KernelMemory
 from worker.supervise.live_log import LiveLog, end_of
 from worker.supervise.telemetry import Runs
@@ -40,8 +40,8 @@ Command = Callable[[Path], Sequence[str]]
 
 
 def run_command(progress: Path) -> Sequence[str]:
-    """Return the command of one attempt: worker/run.py, which touches the file `progress` as it makes progress."""
-    return [sys.executable, "-m", "worker.run", str(os.getpid()), str(progress)]
+    """Return the command of one attempt: worker/child.py, which touches the file `progress` as it makes progress."""
+    return [sys.executable, "-m", "worker.child", str(os.getpid()), str(progress)]
 
 
 class Supervisor:
@@ -196,7 +196,7 @@ class Supervisor:
 
     def _finish(self, claim: Claim, status: int, cause: str) -> None:
         # Retry until the lease expires: the reconciler requeues the job then.
-        patience = Patience(self.settings.lease_seconds, log.warning)
+        patience = RetryPolicy(self.settings.lease_seconds, log.warning)
         patience(lambda: self._write_down(claim, status, cause))
 
     def _write_down(self, claim: Claim, status: int, cause: str) -> None:
@@ -227,7 +227,7 @@ class Supervisor:
 
 
 class Child:
-    """A process of worker/run.py, which imports its libraries and then reads its job from stdin."""
+    """A process of worker/child.py, which imports its libraries and then reads its job from stdin."""
 
     def __init__(self, command: Command) -> None:
         self.words = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes both

@@ -1,0 +1,237 @@
+"""From a claimed job to its Run, in five parts: data, base model, task, memory plan, policy.
+
+What can be refused is refused before the weights are loaded, which may take minutes. Importing this module imports
+torch, peft and transformers, which takes seconds: worker/child.py does it before it waits for its job.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from core.jobs import hyperparameters
+from core.jobs.hyperparameters import Hyperparameters, Resolved
+from core.registry import BaseModelEntry, Device, Registry, SamplerName
+from core.response_format import stored_held_to
+from core.settings import Settings
+from graders.spec import GraderSpec
+from graders.types import Grader
+from worker.attempt import Attempt
+from worker.heartbeat import Beat, WatchedSampler, WatchedTrainer
+from worker.instruments import ObservedSampler
+from worker.learn.ranks import Model, Ranks, TooFewGpus
+from worker.learn.trainer import PeftTrainer
+from worker.model import memory, sizing, support
+from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, render, source_of
+from worker.model.sizing import Plan, Shape, Workload
+from worker.record.checkpoints import Checkpoints
+from worker.record.exporters.choice import feeds_of
+from worker.record.recorder import Quota, Recorder
+from worker.refusals import UserMistake
+from worker.rollout.prompts import PromptStream, PromptTooLong, tokenize
+from worker.rollout.rewards import Rewards
+from worker.rollout.rows import Rows, read_rows
+from worker.rollout.sampler_gate import SamplerGate
+from worker.rollout.samplers import choice
+from worker.run import Run
+from worker.types import Prompt
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The job's model, known from its config alone, and the sampler for it."""
+
+    entry: BaseModelEntry
+    source: Path | str
+    shape: Shape
+    device: Device
+    sampler: SamplerName
+    sampler_version: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the job trains on, and how."""
+
+    settings: Resolved
+    train: list[Prompt]
+    valid: list[Prompt]
+    workload: Workload
+    held_to: str  # the schema that answers are JSON of, or ""
+
+
+def assemble(
+    attempt: Attempt,
+    spec: GraderSpec,
+    grader: Grader,
+    settings: Settings,
+    ranks: Ranks,
+    scratch: Path,
+    stop_requested: Callable[[], bool],
+    beat: Beat,
+) -> Run:
+    """Build the Run of a claimed job.
+
+    Raises:
+        UserMistake, Refusal: the job cannot succeed as it is, on any worker.
+        ModelUnavailable: the model could not be fetched. Another attempt may succeed.
+    """
+    if settings.torch_threads:
+        torch.set_num_threads(settings.torch_threads)
+    settings = settings.of_class(settings.gpu_class)
+    job = attempt.job
+    rows = read_rows(attempt)
+    base = inspect_model(job.model, settings, ranks)
+    task = prepare_task(attempt, rows, base)
+    plan = plan_memory(job.model, base, task, settings, ranks)
+    beat()
+    policy = load_policy(attempt, base, task, plan, settings, ranks, beat)
+
+    sampler_name = f"{base.sampler} {base.sampler_version}"
+    quota = Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step)
+    recorder = Recorder(attempt, settings.default_limits, quota)
+    recorder.resolved(task.settings, sampler_name)
+    if base.device == "cuda" or plan.checkpointed:
+        recorder.inform(plan.described(base.shape, task.workload), {})
+    sampler = choice.build(
+        base.sampler, policy, settings, recorder, shape=base.shape, plan=plan, longest=task.workload.longest
+    )
+    trainer = PeftTrainer(
+        policy,
+        task.settings,
+        **_computing(task, plan),
+        helpers=ranks.helpers,
+        gate=SamplerGate.of(settings.max_logprob_gap, sampler=sampler_name, precision=base.entry.dtype),
+    )
+    return Run(
+        settings=task.settings,
+        seed=job.seed,
+        spec=spec,
+        train_prompts=PromptStream(task.train, batch_size=task.settings.batch_size, seed=job.seed),
+        valid_prompts=task.valid,
+        sampler=ObservedSampler(WatchedSampler(sampler, beat)),
+        rewards=Rewards(grader, parse_json=bool(task.held_to)),
+        trainer=WatchedTrainer(trainer, beat),
+        recorder=recorder,
+        checkpoints=Checkpoints(attempt, scratch),
+        stop_requested=stop_requested,
+        failing_steps=settings.failing_steps,
+        held_to=task.held_to,
+        feeds=feeds_of(job, task.settings, settings, recorder.warn),
+        gpus=ranks.total if base.device == "cuda" else 1,
+        thresholds=settings.warnings,
+    )
+
+
+def inspect_model(name: str, settings: Settings, ranks: Ranks) -> BaseModel:
+    """Read the model's config and select its sampler. Refuse what is not supported here.
+
+    Raises:
+        UserMistake: its sampler is not installed.
+        UnsupportedModel: the architecture is not computed correctly here.
+        TooFewGpus: this machine has fewer GPUs than REGRAFT_RANKS.
+    """
+    entry = Registry.load(settings.models_file).get(name)
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        sampler, version = choice.choose(entry, settings, device)
+    except choice.SamplerMissing as cause:
+        raise UserMistake("sampler_unavailable", str(cause), "model") from cause
+    if device == "cuda" and ranks.count > torch.cuda.device_count():
+        raise TooFewGpus(
+            f"REGRAFT_RANKS is {ranks.count}, and there are {torch.cuda.device_count()} GPUs here."
+        )
+    source = source_of(entry, settings.model_cache)
+    config: PretrainedConfig = read_config(source)
+    support.refuse_by_config(config, entry.context)
+    with support.refusing(config):
+        shape = memory.shape_of(config, DTYPES[entry.dtype])
+    return BaseModel(entry, source, shape, device, sampler, version)
+
+
+def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
+    """Resolve the hyperparameters and render the prompts.
+
+    Raises:
+        UserMistake: a prompt is too long, or the sampler does not do what a hyperparameter asks for.
+    """
+    job = attempt.job
+    assert job.validation_file is not None, "the API requires one"
+    resolved = hyperparameters.resolve(
+        Hyperparameters.model_validate(job.reinforcement["hyperparameters"]),
+        rows=len(rows.train),
+        parameters=base.shape.parameters,
+        context=base.entry.context,
+    )
+    resolved = hyperparameters.kept(resolved, job.resolved)
+    tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template)
+    room = {"context": base.entry.context, "max_completion_tokens": resolved.max_completion_tokens}
+    try:
+        train = tokenize(rows.train, partial(render, tokenizer), file=job.training_file, **room)
+        valid = tokenize(rows.valid, partial(render, tokenizer), file=job.validation_file, **room)
+    except PromptTooLong as cause:
+        raise UserMistake("prompt_too_long", str(cause), "training_file") from cause
+    if resolved.off_policy_steps and base.sampler == "transformers":
+        raise UserMistake(
+            "invalid_value", hyperparameters.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
+        )
+    workload = sizing.workload(
+        rank=resolved.lora_rank,
+        prompt=max(len(prompt.ids) for prompt in [*train, *valid]),
+        completion=resolved.max_completion_tokens,
+        batch=resolved.batch_size + resolved.resample_prompts,
+        group=resolved.group_size,
+        valid_rows=len(valid),
+        eval_samples=resolved.eval_samples,
+    )
+    return Task(resolved, train, valid, workload, stored_held_to(job.reinforcement["response_format"]))
+
+
+def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, ranks: Ranks) -> Plan:
+    """Divide the free memory between weights, KV cache and micro-batches.
+
+    Raises:
+        UserMistake: the job does not fit.
+    """
+    # Ranks on a CPU share its memory; on GPUs each has a GPU of its own.
+    free = memory.available(base.device) // (ranks.count if base.device == "cpu" else 1)
+    packed = base.device == "cpu" and base.entry.dtype == "float32"
+    machine = sizing.machine(settings, base.device, free, base.sampler, packed=packed)
+    try:
+        return sizing.plan(name, base.shape, task.workload, machine)
+    except sizing.DoesNotFit as cause:
+        raise UserMistake("not_enough_memory", str(cause), "model") from cause
+
+
+def load_policy(
+    attempt: Attempt,
+    base: BaseModel,
+    task: Task,
+    plan: Plan,
+    settings: Settings,
+    ranks: Ranks,
+    beat: Beat,
+) -> Policy:
+    """Load the model on all ranks, and compare its log-probabilities with those of transformers.
+
+    Raises:
+        UnsupportedModel: they differ.
+    """
+    job = attempt.job
+    model = Model(job.model, base.entry, settings.model_cache, task.settings, job.seed, plan.checkpointed)
+    ranks.start(model, device=base.device, threads=settings.torch_threads, **_computing(task, plan))
+    policy = model.load(base.device)
+    beat()
+    support.probe(policy, sampled=base.sampler == "transformers")
+    beat()
+    ranks.wait()
+    return policy
+
+
+def _computing(task: Task, plan: Plan) -> dict[str, Any]:
+    """The arguments that trainer and ranks share."""
+    return {"token_budget": plan.token_budget, "held_to": task.held_to}

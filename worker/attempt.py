@@ -1,0 +1,88 @@
+"""One attempt at a claimed job: its claim, its job, and its access to the database and the blob store."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self, TypeVar
+
+from sqlalchemy.orm import Session
+
+from core.database.engine import Database
+from core.database.tables import Job
+from core.jobs import events, lifecycle
+from core.jobs.lifecycle import Claim
+from core.storage.store import BlobStore
+from worker.retry import RetryPolicy
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What all parts of a run that read or write anything share.
+
+    Reads, writes and uploads are repeated during an outage (worker/retry.py), so each must be safe to repeat.
+    """
+
+    claim: Claim
+    job: Job  # as it was when the attempt began
+    database: Database
+    blobs: BlobStore
+    retry: RetryPolicy
+
+    @classmethod
+    def begin(
+        cls, claim: Claim, database: Database, blobs: BlobStore, *, patience_seconds: float
+    ) -> Self:
+        """Read the claimed job. An outage that the attempt survives becomes an event of the job."""
+        retry = RetryPolicy(patience_seconds, partial(_report_outage, database, claim))
+
+        def read() -> Job:
+            with database.read() as session:
+                return session.get_one(Job, claim.job_id)
+
+        return cls(claim, retry(read), database, blobs, retry)
+
+    @property
+    def prefix(self) -> str:
+        """Of the keys of all blobs that this attempt writes."""
+        return f"projects/{self.job.project_id}/jobs/{self.job.id}/attempts/{self.claim.epoch}"
+
+    def read(self, do: Callable[[Session], T]) -> T:
+        """Return `do(session)` from a transaction that only reads."""
+
+        def once() -> T:
+            with self.database.read() as session:
+                return do(session)
+
+        return self.retry(once)
+
+    def write(self, do: Callable[[Session, Job], T]) -> T:
+        """Return `do(session, job)` from a transaction that only the holder of the claim can commit.
+
+        Raises:
+            LeaseLost: the job was cancelled or claimed by another worker. Nothing was written.
+        """
+
+        def once() -> T:
+            with lifecycle.fenced(self.database, self.claim) as (session, job):
+                return do(session, job)
+
+        return self.retry(once)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store a blob."""
+        self.retry(partial(self.blobs.put_bytes, key, data))
+
+    def event(self, message: str, data: dict[str, Any], *, level: str = "info") -> None:
+        """Add an event to the job's log. `data["step"]`, if present, is the step that it belongs to."""
+
+        def append(session: Session, job: Job) -> None:
+            events.append(session, job.id, message, level=level, data=data, step=data.get("step"))
+
+        self.write(append)
+
+
+def _report_outage(database: Database, claim: Claim, incident: str) -> None:
+    with lifecycle.fenced(database, claim) as (session, job):
+        events.append(session, job.id, incident, level="warn")

@@ -1,0 +1,46 @@
+"""The rows of a job's training and validation files."""
+
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core.database.tables import File
+from core.storage import datasets, files
+from core.storage.datasets import Example
+from worker.attempt import Attempt
+from worker.refusals import UserMistake
+
+
+@dataclass(frozen=True)
+class Rows:
+    train: list[Example]
+    valid: list[Example]
+
+
+def read_rows(attempt: Attempt) -> Rows:
+    """Read both files of the job.
+
+    Raises:
+        UserMistake: one of them was deleted or is damaged.
+    """
+    job = attempt.job
+    assert job.validation_file is not None, "the API requires one"
+    return Rows(
+        _read(attempt, "training_file", job.training_file), _read(attempt, "validation_file", job.validation_file)
+    )
+
+
+def _read(attempt: Attempt, param: str, file_id: str) -> list[Example]:
+    of_project = select(File).where(File.id == file_id, File.project_id == attempt.job.project_id)
+
+    def stored(session: Session) -> File | None:
+        return session.scalar(of_project)
+
+    file = attempt.read(stored)
+    if file is None:
+        raise UserMistake(f"invalid_{param}", f"The file {file_id} was deleted.", param)
+    try:
+        return attempt.retry(lambda: files.read_rows(attempt.blobs, file))
+    except (files.FileDamaged, datasets.InvalidDataset) as cause:
+        raise UserMistake(f"invalid_{param}", str(cause), param) from cause
