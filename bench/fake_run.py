@@ -12,7 +12,6 @@ import random
 import sys
 import types
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 

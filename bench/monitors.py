@@ -21,6 +21,7 @@ from bench.report import report
 from core.database.engine import Database
 from core.database.tables import Event, Job, Table
 from core.jobs import events, lifecycle
+from core.jobs.claim import Claim
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.jobs.thresholds import Thresholds
 from core.registry import Registry
@@ -30,8 +31,8 @@ from core.storage.store import FolderBlobs
 from graders.build import build
 from graders.spec import parse_grader
 from tests import factories
-from worker.learn.trainer import PeftTrainer
 from worker.attempt import Attempt
+from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy, load_base, render
 from worker.record.checkpoints import Checkpoints
 from worker.record.history import History, reduced
@@ -135,7 +136,7 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
 
 
 @contextmanager
-def database_in(folder: Path) -> Iterator[tuple[Database, lifecycle.Claim]]:
+def database_in(folder: Path) -> Iterator[tuple[Database, Claim]]:
     """A database with one claimed job."""
     database = Database(f"sqlite:///{folder}/regraft.db")
     Table.metadata.create_all(database.engine)

@@ -40,7 +40,8 @@ from core.database.migrate import upgrade
 from core.database.tables import Attempt, File, Job, Organization, Project, StepMetric
 from core.errors import InvalidJobState
 from core.jobs import events, lifecycle, queue
-from core.jobs.lifecycle import FINAL, Claim, LeaseLost
+from core.jobs.claim import Claim, LeaseLost
+from core.jobs.lifecycle import FINAL
 from core.settings import Settings
 from core.storage.store import FolderBlobs
 from core.tenancy.limits import Limits

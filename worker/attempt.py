@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from core.database.engine import Database
 from core.database.tables import Job
 from core.jobs import events, lifecycle
-from core.jobs.lifecycle import Claim
+from core.jobs.claim import Claim
 from core.storage.store import BlobStore
 from worker.retry import RetryPolicy
 
@@ -31,9 +31,7 @@ class Attempt:
     retry: RetryPolicy
 
     @classmethod
-    def begin(
-        cls, claim: Claim, database: Database, blobs: BlobStore, *, patience_seconds: float
-    ) -> Self:
+    def begin(cls, claim: Claim, database: Database, blobs: BlobStore, *, patience_seconds: float) -> Self:
         """Read the claimed job. An outage that the attempt survives becomes an event of the job."""
         retry = RetryPolicy(patience_seconds, partial(_report_outage, database, claim))
 

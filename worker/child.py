@@ -17,7 +17,7 @@ from typing import Any
 
 from core.database.engine import Database
 from core.jobs import lifecycle
-from core.jobs.lifecycle import Claim, LeaseLost
+from core.jobs.claim import Claim, LeaseLost
 from core.response_format import SchemaTooLarge
 from core.settings import Settings
 from core.storage.store import blobs_of

@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, write_to_textfile
 
-from core.jobs.lifecycle import Claim
+from core.jobs.claim import Claim
 from core.telemetry import logs, tracing
 from graders.spec import GraderSpec, MultiSpec
 from graders.types import Grade, Grader, Item, Sample

@@ -85,7 +85,9 @@ class Run:
                 break
             if ended is Outcome.INTERRUPTED and step < self.settings.total_steps:
                 return Outcome.INTERRUPTED
-        delivery.deliver(self.checkpoints, self.recorder, self.feeds, self.history, self.settings, self.thresholds)
+        delivery.deliver(
+            self.checkpoints, self.recorder, self.feeds, self.history, self.settings, self.thresholds
+        )
         return Outcome.DONE
 
     async def step(self, step: int) -> Outcome | None:

@@ -1,9 +1,7 @@
 """Events of a job, and the metrics of its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sqlalchemy import Select, delete, select, update
 from sqlalchemy.orm import Session
@@ -11,10 +9,8 @@ from sqlalchemy.orm import Session
 from core.database import pages
 from core.database.pages import Page
 from core.database.tables import Event, StepMetric, now
+from core.jobs.claim import Claim
 from core.telemetry import logs
-
-if TYPE_CHECKING:  # core.jobs imports this module
-    from core.jobs.lifecycle import Claim
 
 
 def append(

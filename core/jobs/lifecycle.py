@@ -13,7 +13,6 @@ increments the row's epoch, so the writes of an outdated worker fail the compari
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +25,7 @@ from core.database.pages import Page
 from core.database.tables import Attempt, File, Job, Project, now
 from core.errors import InvalidJobState, JobNotFound
 from core.jobs import budgets, events, fairness, queue, usage
+from core.jobs.claim import Claim, LeaseLost
 from core.outbound import webhooks
 from core.telemetry import logs, tracing
 from core.tenancy.limits import NO_LIMITS, Limits
@@ -52,19 +52,6 @@ RESUMING = "Resuming fine-tuning job, moving job to queued state"
 LONGEST_BACK_OFF = 60.0
 # Limit for the event of a crashed run and the error of a job; the run's log has the rest.
 MAX_CRASH_MESSAGE = 200
-
-
-@dataclass(frozen=True)
-class Claim:
-    """The right to write to a job while the epochs match."""
-
-    job_id: str
-    epoch: int
-    owner: str
-
-
-class LeaseLost(Exception):
-    """The job was cancelled or claimed by another worker: stop without further writes."""
 
 
 # Requests of users.

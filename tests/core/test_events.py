@@ -2,7 +2,7 @@ import pytest
 
 from core.errors import InvalidRequest
 from core.jobs import events
-from core.jobs.lifecycle import Claim
+from core.jobs.claim import Claim
 
 pytestmark = pytest.mark.both_databases
 

@@ -26,7 +26,8 @@ from core.database.engine import Database, Work, db_now
 from core.database.tables import Event, Job, Table
 from core.errors import InvalidJobState
 from core.jobs import events, lifecycle
-from core.jobs.lifecycle import EDGES, FINAL, HELD, Claim, LeaseLost
+from core.jobs.claim import Claim, LeaseLost
+from core.jobs.lifecycle import EDGES, FINAL, HELD
 from tests import factories
 
 pytestmark = pytest.mark.slow

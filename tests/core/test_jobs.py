@@ -8,7 +8,8 @@ from core.database.engine import Work, db_now
 from core.database.tables import Event, Job
 from core.errors import InvalidJobState, InvalidRequest, JobNotFound
 from core.jobs import events, lifecycle, queue
-from core.jobs.lifecycle import EDGES, FINAL, HELD, Claim, LeaseLost
+from core.jobs.claim import Claim, LeaseLost
+from core.jobs.lifecycle import EDGES, FINAL, HELD
 from tests import factories
 
 pytestmark = pytest.mark.both_databases

@@ -26,6 +26,7 @@ from core.database.migrate import (
 )
 from core.database.tables import Attempt, Checkpoint, Event, Job, Project, RolloutPage, TunedModel
 from core.jobs import events, fairness, lifecycle, usage
+from core.jobs.claim import Claim
 from core.storage import files
 from core.tenancy import keys
 
@@ -339,7 +340,7 @@ def test_a_run_of_the_version_before_still_writes_after_the_upgrade(first_url):
     upgrade(first_url)
 
     with opened(first_url) as database:
-        held = lifecycle.Claim("ftjob-2", 3, "host/1")
+        held = Claim("ftjob-2", 3, "host/1")
         with database.write() as session:
             assert lifecycle.heartbeat(session, held, 60)
         with lifecycle.fenced(database, held) as (session, row):

@@ -10,7 +10,7 @@ from core.database.engine import Work
 from core.database.tables import Job, WebhookDelivery, WebhookEndpoint
 from core.errors import InvalidRequest, WebhookEndpointNotFound
 from core.jobs import lifecycle
-from core.jobs.lifecycle import Claim
+from core.jobs.claim import Claim
 from core.outbound import webhooks
 from tests import factories
 

@@ -1,6 +1,6 @@
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 from core.database.engine import Database
 from core.database.tables import Checkpoint, Event, Job, Project, Table
 from core.jobs import events, lifecycle
+from core.jobs.claim import Claim
 from core.jobs.hyperparameters import Hyperparameters, resolve
-from core.jobs.lifecycle import Claim
 from core.registry import BaseModelEntry
-from core.storage.store import BlobStore, FolderBlobs
+from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from graders.types import Grader
 from tests import factories
@@ -66,10 +66,10 @@ class Bench:
     project: Project
     claim: Claim
 
-    def attempt(self, blobs: BlobStore | None = None, retry: RetryPolicy | None = None) -> Attempt:
-        """The attempt that holds the claim. Without `retry`, what fails in a test fails at once."""
-        retry = retry or RetryPolicy(0.0, lambda incident: None)
-        return Attempt(self.claim, self.job(), self.database, blobs or self.blobs, retry)
+    def attempt(self, **parts: Any) -> Attempt:
+        """The attempt that holds the claim. Unless `parts` say otherwise, what fails in a test fails at once."""
+        at_once = RetryPolicy(0.0, lambda incident: None)
+        return replace(Attempt(self.claim, self.job(), self.database, self.blobs, at_once), **parts)
 
     def job(self) -> Job:
         with self.database.read() as session:
@@ -81,8 +81,10 @@ class Bench:
         *,
         skill: Skill | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
+        attempt: Attempt | None = None,
         **settings: Any,
     ) -> Run:
+        attempt = attempt or self.attempt()
         skill = skill or Skill()
         asked = {"batch_size": 2, "n_epochs": 1, "eval_interval": 2, "advanced": {"group_size": 4}} | settings
         resolved = resolve(Hyperparameters.model_validate(asked), rows=8, parameters=1000, context=128)
@@ -98,8 +100,8 @@ class Bench:
             sampler=GuessingSampler(skill),
             rewards=Rewards(grader or ExactGrader()),
             trainer=SkillTrainer(skill),
-            recorder=Recorder(self.attempt()),
-            checkpoints=Checkpoints(self.attempt(), self.tmp_path),
+            recorder=Recorder(attempt),
+            checkpoints=Checkpoints(attempt, self.tmp_path),
             stop_requested=stop_requested,
         )
 

@@ -41,7 +41,7 @@ class Recording(FolderBlobs):
 @pytest.fixture
 def checkpoints(bench):
     blobs = Recording(bench.tmp_path / "blobs")
-    return Checkpoints(bench.attempt(blobs), bench.tmp_path)
+    return Checkpoints(bench.attempt(blobs=blobs), bench.tmp_path)
 
 
 def save(checkpoints, weights, step=2):
@@ -157,7 +157,7 @@ def test_a_job_resumes_from_the_newest_whole_checkpoint(bench, checkpoints, thre
 def test_the_step_of_a_damaged_checkpoint_is_stored_again_under_its_name(bench, checkpoints, three):
     three(3, *DAMAGE["a flipped bit"])
     bench.again()
-    checkpoints = Checkpoints(bench.attempt(checkpoints.blobs), bench.tmp_path)
+    checkpoints = Checkpoints(bench.attempt(blobs=checkpoints.blobs), bench.tmp_path)
     checkpoints.restore(Weights())
 
     checkpoints.save(Weights(adapter=b"new"), step=3, valid_reward=0.5, metrics={})
@@ -200,7 +200,7 @@ def test_an_empty_store_is_waited_for_and_no_checkpoint_is_withdrawn(bench, chec
         checkpoints.blobs = right
 
     incidents = []
-    checkpoints.patience = RetryPolicy(600, incidents.append, wait=mount)
+    checkpoints.attempt = bench.attempt(retry=RetryPolicy(600, incidents.append, wait=mount))
     assert checkpoints.restore(Weights()) == 3
     assert [row.step for row in bench.checkpoints()] == [1, 2, 3]
     [incident] = incidents
@@ -215,7 +215,6 @@ def test_a_sector_that_the_disk_cannot_read_is_damage(bench, checkpoints, three)
             super().download(key, path, sha256=sha256)
 
     checkpoints.blobs = Failing(bench.tmp_path / "blobs")
-    checkpoints.patience = RetryPolicy(0, print)
 
     assert checkpoints.restore(Weights()) == 2
     [warning] = bench.events("warn")

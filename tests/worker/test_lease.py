@@ -10,6 +10,7 @@ from sqlalchemy.exc import OperationalError
 from core.database.engine import Work
 from core.database.tables import File, Job
 from core.jobs import lifecycle
+from core.jobs.claim import LeaseLost
 from core.settings import Settings
 from graders.types import Grade
 from tests.worker.conftest import GRADER
@@ -78,7 +79,7 @@ class TestKeeper:
         keeper.renew()
 
         assert stopped == [True]
-        with pytest.raises(lifecycle.LeaseLost):
+        with pytest.raises(LeaseLost):
             keeper.progressed()
 
     def test_a_database_that_is_away_is_asked_again(self, bench):

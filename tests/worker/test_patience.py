@@ -7,7 +7,7 @@ import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from core.jobs.lifecycle import LeaseLost
+from core.jobs.claim import LeaseLost
 from core.storage.store import BlobNotFound
 from tests.fakes import Skill
 from worker.retry import RetryPolicy
@@ -132,10 +132,7 @@ class FlakyTransaction:
 @pytest.mark.parametrize("lost_answers", [False, True], ids=["refused", "answer lost"])
 def test_a_run_whose_every_other_transaction_fails_ends_like_any_other(bench, patience, told, lost_answers):
     flaky = Flaky(bench.database, lost_answers=lost_answers)
-    run = bench.run(skill=Skill(0.3))
-    for part in (run.recorder, run.checkpoints):
-        part.patience = patience
-        part.database = flaky
+    run = bench.run(skill=Skill(0.3), attempt=bench.attempt(database=flaky, retry=patience))
 
     if (
         lost_answers
@@ -172,8 +169,7 @@ class FullDisk:
 
 
 def test_a_full_disk_is_waited_for_and_leaves_no_half_checkpoint(bench, patience, told):
-    run = bench.run()
-    run.checkpoints.patience = patience
+    run = bench.run(attempt=bench.attempt(retry=patience))
     run.trainer = run.collector.trainer = FullDisk(run.trainer)
 
     asyncio.run(run.train())

@@ -236,7 +236,7 @@ def test_arrays_of_other_sizes_arrive_as_they_were_sent():
 # The real run, but that its helper is killed while it does its part of the second step.
 FATAL = """
 import os, sys
-from worker import run
+from worker import child
 from worker.learn.ranks import Helper
 
 receive, asked = Helper.receive, []
@@ -250,7 +250,7 @@ def fatal(self):
     return receive(self)
 
 Helper.receive = fatal
-sys.exit(run.main())
+sys.exit(child.main())
 """
 
 

@@ -18,9 +18,17 @@ from core.settings import Settings
 from core.storage.store import BlobNotFound
 from tests.families.zoo import FAMILIES
 from tests.tiny import make_tiny_model, tiny_tokenizer
-from worker.model.policy import load_base
-from worker.refusals import InvalidModel, ModelUnavailable, NotEnoughMemory, Refusal
+from worker.assemble import assemble
 from worker.child import run_attempt
+from worker.model.policy import load_base
+from worker.refusals import (
+    InvalidModel,
+    ModelUnavailable,
+    NotEnoughMemory,
+    Refusal,
+    UserMistake,
+    failing_once,
+)
 from worker.supervise.supervisor import Supervisor
 
 GRADER = {
@@ -80,8 +88,13 @@ def refused(bench, queued, tmp_path):
         settings = queued(**options)
         with pytest.raises(UserMistake) as mistake:
             asyncio.run(
-                attempt(
-                    settings, bench.database, bench.blobs, bench.claim, tmp_path, lambda: False, lambda: None
+                run_attempt(
+                    bench.attempt(),
+                    settings,
+                    assemble,
+                    scratch=tmp_path,
+                    stop_requested=lambda: False,
+                    beat=lambda: None,
                 )
             )
         return mistake.value

@@ -11,6 +11,7 @@ import pytest
 from core.database.engine import Work
 from core.database.tables import Attempt, File, Job, RolloutPage
 from core.jobs import events, lifecycle
+from core.jobs.claim import LeaseLost
 from graders.types import Grade
 from worker.learn.trainer import PeftTrainer
 from worker.record.checkpoints import MANIFEST
@@ -117,14 +118,15 @@ class MortalBlobs:
 def mortal(bench, make_policy, fate):
     """A run on the real sampler and trainer that dies when its fate says so."""
     policy = make_policy()
-    run = bench.run(MortalGrader(fate), advanced={"group_size": 4, "max_completion_tokens": 6})
+    attempt = bench.attempt(
+        database=MortalDatabase(bench.database, fate), blobs=MortalBlobs(bench.blobs, fate)
+    )
+    asked = {"group_size": 4, "max_completion_tokens": 6}
+    run = bench.run(MortalGrader(fate), attempt=attempt, advanced=asked)
     settings = replace(run, settings=run.settings.model_copy(update={"total_steps": STEPS})).settings
     sampler, trainer = MortalSampler(policy), MortalTrainer(policy, settings, token_budget=512)
     sampler.fate = trainer.fate = fate
-    run = replace(run, settings=settings, sampler=sampler, trainer=trainer)
-    for part in (run.recorder, run.checkpoints):
-        part.database, part.blobs = MortalDatabase(bench.database, fate), MortalBlobs(bench.blobs, fate)
-    return run
+    return replace(run, settings=settings, sampler=sampler, trainer=trainer)
 
 
 def crash(bench):
@@ -288,7 +290,7 @@ def test_whoever_lost_the_job_writes_nothing_more(bench):
     bench.train()
     left = left_by_rows(bench)
 
-    with pytest.raises(lifecycle.LeaseLost):
+    with pytest.raises(LeaseLost):
         asyncio.run(back_from_the_dead.train())
 
     assert left_by_rows(bench) == left

@@ -11,14 +11,14 @@ import pytest
 from core.database.engine import Work
 from core.database.tables import File, RolloutPage, TunedModel
 from core.jobs import lifecycle
-from core.jobs.lifecycle import LeaseLost
+from core.jobs.claim import LeaseLost
 from core.response_format import SchemaTooLarge
 from graders.types import Grade, StepScore
 from tests.fakes import EveryFourthFails, ExactGrader, GuessingSampler, Halves, NeverGrades, SameForAll, Skill
-from worker.clock import Clock
-from worker.rollout.prompts import PromptStream
 from worker.child import trained
+from worker.clock import Clock
 from worker.refusals import UserMistake
+from worker.rollout.prompts import PromptStream
 from worker.run import Outcome
 from worker.types import UpdateMetrics
 

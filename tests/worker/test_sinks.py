@@ -10,10 +10,10 @@ from core.database.tables import Job
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.settings import Settings
 from tests.fakes import Notebook
+from worker.child import closed_at_the_end
 from worker.record import results
 from worker.record.exporters import Card, choice, feed
 from worker.record.exporters.feed import Feed, Feeds, flat
-from worker.child import closed_at_the_end
 from worker.refusals import UserMistake
 
 CARD = Card("ftjob-1", "colours", "ftjob-1", None, (), {"model": "tiny"})

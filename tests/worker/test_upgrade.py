@@ -17,10 +17,10 @@ from core.jobs.hyperparameters import Hyperparameters, kept, resolve
 from core.settings import Settings
 from graders.spec import parse_grader
 from tests.fakes import ExactGrader
+from worker.assemble import assemble
 from worker.learn.ranks import Ranks
 from worker.learn.trainer import PeftTrainer
 from worker.record.checkpoints import FORMAT, Checkpoints, UnknownFormat
-from worker.assemble import assemble
 
 GRADER = {"type": "string_check", "name": "g", "input": "a", "reference": "b", "operation": "eq"}
 

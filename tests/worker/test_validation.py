@@ -98,7 +98,7 @@ def test_a_file_that_is_missing_from_an_empty_store_fails_no_job(bench, validate
 
     assert bench.job().status == "validating_files"
     with pytest.raises(StoreEmpty):
-        read_rows(bench.attempt(empty))
+        read_rows(bench.attempt(blobs=empty))
 
 
 def test_a_file_that_is_missing_from_a_store_with_others_fails_the_job(bench, validate, tmp_path):

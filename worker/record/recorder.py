@@ -30,6 +30,7 @@ from worker.record.verdict import RowScores
 
 log = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True)
 class Quota:
     """What is stored of a job's samples: bytes in all, and samples of one step's training or validation."""
@@ -41,9 +42,7 @@ class Quota:
 class Recorder:
     """Writes down what a run does, in short transactions that only the holder of its claim can commit."""
 
-    def __init__(
-        self, attempt: Attempt, default_limits: Limits = NO_LIMITS, quota: Quota = Quota()
-    ) -> None:
+    def __init__(self, attempt: Attempt, default_limits: Limits = NO_LIMITS, quota: Quota = Quota()) -> None:
         self.attempt = attempt
         self.job = attempt.job
         self.default_limits = default_limits

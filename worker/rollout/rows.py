@@ -27,7 +27,8 @@ def read_rows(attempt: Attempt) -> Rows:
     job = attempt.job
     assert job.validation_file is not None, "the API requires one"
     return Rows(
-        _read(attempt, "training_file", job.training_file), _read(attempt, "validation_file", job.validation_file)
+        _read(attempt, "training_file", job.training_file),
+        _read(attempt, "validation_file", job.validation_file),
     )
 
 

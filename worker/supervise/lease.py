@@ -11,7 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from core.database.engine import Database
 from core.jobs import lifecycle
-from core.jobs.lifecycle import Claim, LeaseLost
+from core.jobs.claim import Claim, LeaseLost
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from core.database.engine import Database
 from core.database.tables import Job
 from core.jobs import lifecycle, run_logs
-from core.jobs.lifecycle import Claim, LeaseLost
+from core.jobs.claim import Claim, LeaseLost
 from core.settings import Settings
 from core.storage.store import BlobStore
 from core.telemetry import logs

@@ -11,8 +11,8 @@ from typing import Any
 from core.database.engine import Database
 from core.database.tables import File, Job
 from core.jobs import estimates, events, lifecycle
+from core.jobs.claim import Claim, LeaseLost
 from core.jobs.hyperparameters import Hyperparameters
-from core.jobs.lifecycle import Claim, LeaseLost
 from core.registry import Registry
 from core.settings import Settings
 from core.storage import files
