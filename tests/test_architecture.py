@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,83 @@ def files_of(package: str) -> list[Path]:
     files = [f for f in (ROOT / package).rglob("*.py") if str(f.relative_to(ROOT)) != COMPOSITION_ROOT]
     assert files, f"{package} has no files: this test would prove nothing"
     return files
+
+
+# Rooms of the worker, and what their modules never import: not directly, or not at all when they are loaded.
+WALLS = [
+    ("worker/supervise", HEAVY),
+    ("worker/cli", HEAVY),
+    ("worker/record", {"worker.rollout"}),
+    ("worker/learn/grpo.py", {"worker", "core.database", "core.storage", "core.settings"}),
+    ("worker/run.py", {"core.database", "core.storage", "core.settings", "worker.model", "worker.supervise"}),
+    ("core/database", {"core.jobs", "core.results", "core.storage", "core.outbound", "core.telemetry"}),
+    ("graders/builtin", {"graders.judge", "graders.endpoint", "graders.backends"}),
+]
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """All modules of the service by their dotted names."""
+    files = [file for package in MAY_IMPORT for file in (ROOT / package).rglob("*.py")]
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
+
+
+@cache
+def loaded_by(module: str) -> frozenset[str]:
+    """The modules that a module imports when it is loaded: not inside functions, and not for types alone."""
+
+    def visit(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module:
+                full = [f"{child.module}.{alias.name}" for alias in child.names]
+                yield from (name if name in modules() else child.module for name in full)
+            yield from visit(child)
+
+    file = modules().get(module)
+    return frozenset() if file is None else frozenset(visit(ast.parse(file.read_text())))
+
+
+def reached_from(module: str) -> set[str]:
+    """The module and all modules that are loaded with it."""
+    reached: set[str] = set()
+    waiting = {module}
+    while waiting:
+        name = waiting.pop()
+        reached.add(name)
+        waiting |= loaded_by(name) - reached
+    return reached
+
+
+@pytest.mark.parametrize(("room", "forbidden"), WALLS, ids=[room for room, _ in WALLS])
+def test_the_inner_walls_stand(room, forbidden):
+    inside = [name for name, file in modules().items() if file.relative_to(ROOT).is_relative_to(room)]
+    assert inside, f"{room} has no files: this test would prove nothing"
+
+    imported = reached_from if forbidden == HEAVY else loaded_by
+    wrong = {
+        f"{name}: {other}"
+        for name in inside
+        for other in imported(name)
+        if any(other == far or other.startswith(f"{far}.") for far in forbidden)
+    }
+
+    assert not wrong
+
+
+def test_no_two_modules_of_core_load_each_other():
+    in_a_circle = {
+        name
+        for name in modules()
+        if name.startswith("core.") and any(name in reached_from(other) for other in loaded_by(name))
+    }
+
+    assert not in_a_circle
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
