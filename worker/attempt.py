@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database
@@ -37,7 +38,7 @@ class Attempt:
 
         def read() -> Job:
             with database.read() as session:
-                return session.get_one(Job, claim.job_id)
+                return session.scalars(select(Job).where(Job.id == claim.job_id)).one()
 
         return cls(claim, retry(read), database, blobs, retry)
 

@@ -55,7 +55,7 @@ def member(port, tmp_path_factory):
     """`regraft-server member`, as an operator starts it."""
     settings = {"leader": f"127.0.0.1:{port}", "ranks_key": KEY.decode(), "data_dir": "data"}
     variables = {f"REGRAFT_{name.upper()}": value for name, value in settings.items()}
-    root = str(Path(members.__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     process = subprocess.Popen(
         [sys.executable, "-m", "worker.cli", "member"],
         cwd=tmp_path_factory.mktemp("member"),
