@@ -404,7 +404,7 @@ def described(action: argparse.Action) -> str:
 def api_page() -> Page:
     app = openapi.Documented(title="regraft")
     app.router.routes.extend(all_routes())
-    whole = described(app)
+    whole = document_of(app)
     lines = head(
         "API operations",
         "From the OpenAPI document, which a server has at `/openapi.json`. `$URL` is the server and `$KEY` an API key.",
@@ -416,7 +416,7 @@ def api_page() -> Page:
     return lines
 
 
-def described(app: FastAPI) -> dict[str, Any]:
+def document_of(app: FastAPI) -> dict[str, Any]:
     return app.openapi()
 
 

@@ -1,1 +1,1 @@
-"""What all routes share: the application, its middleware, dependencies, errors and limits."""
+"""Shared by all routes: the application, its middleware, dependencies, errors and limits."""

@@ -277,7 +277,7 @@ class StepMetric(Table):
 
 
 class RolloutPage(Table):
-    """Where the graded samples of a step are: a Parquet blob (core/results/rollouts.py), or JSON lines if it is old."""
+    """The blob with the graded samples of a step: Parquet (core/results/rollouts.py), or JSON lines if it is old."""
 
     __tablename__ = "rollout_pages"
     job_id: Mapped[str] = mapped_column(String(64), primary_key=True)

@@ -1,1 +1,1 @@
-"""What a job produces: rollouts, evals, tuned models, exports and previews."""
+"""Results of jobs: rollouts, evals, tuned models, exports and previews."""

@@ -1,1 +1,1 @@
-"""What a run records: metrics, rollouts, checkpoints, warnings, the verdict."""
+"""Records of a run: metrics, rollouts, checkpoints, warnings, the verdict."""
