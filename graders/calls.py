@@ -96,7 +96,7 @@ async def post(
             async with asyncio.timeout(timeout_s):
                 answer, retry_after = await _post_once(client, url, body, headers, timeout_s)
         except TimeoutError:
-            failure = f"no answer within {timeout_s:g} seconds"
+            failure = f"no response within {timeout_s:g} seconds"
         except (httpx.HTTPError, NoAddress) as error:
             failure = str(error) or type(error).__name__
         except (Refused, httpx.InvalidURL, UnicodeError) as refused:

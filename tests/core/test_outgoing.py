@@ -259,7 +259,7 @@ def test_an_answer_that_trickles_in_does_not_take_longer_than_one_that_hangs():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=trickle, args=[listener])
         thread.start()
-        with pytest.raises(Unreachable, match="no answer within"):
+        with pytest.raises(Unreachable, match="no response within"):
             post(Outgoing(("127.0.0.1",), timeout_s=0.3), f"http://127.0.0.1:{listener.getsockname()[1]}/")
         done.set()
         thread.join()

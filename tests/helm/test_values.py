@@ -131,7 +131,7 @@ def test_a_group_whose_pods_would_have_names_too_long_is_refused():
     render(values, name="a-regraft-of-34-characters-in-full")
 
     long = values | {"workers": [POOL | {"nodes": 2, "name": "a-pool-with-20-chars"}]}
-    with pytest.raises(helm.HelmRenderError, match=r"the pool a-pool-with-20-chars has nodes.*shorter"):
+    with pytest.raises(helm.HelmRenderError, match=r"the pool a-pool-with-20-chars has nodes.*shorten"):
         render(long, name="a-regraft-of-34-characters-in-full")
 
 
