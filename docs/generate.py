@@ -27,6 +27,7 @@ from api.http import openapi  # noqa: E402
 from api.http.app import all_routes  # noqa: E402
 from core import errors, settings  # noqa: E402
 from core.jobs import hyperparameters  # noqa: E402
+from core.results import step_metrics  # noqa: E402
 from worker.cli import parser as server_cli  # noqa: E402
 
 # Where metrics are defined. Read and not imported: some of them import torch.
@@ -61,6 +62,7 @@ def generated() -> dict[Path, str]:
         "reference/settings.md": settings_page(),
         "reference/hyperparameters.md": hyperparameters_page(),
         "reference/metrics.md": metrics_page(),
+        "reference/step-metrics.md": step_metrics_page(),
         "reference/errors.md": errors_page(),
         "reference/cli.md": cli_page(),
         "reference/api.md": api_page(),
@@ -197,6 +199,23 @@ def source_of(module: str) -> str:
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, module
     return Path(spec.origin).read_text()
+
+
+def step_metrics_page() -> Page:
+    lines = head(
+        "Step metrics",
+        "Each step records these in its event `metrics`, in `GET /v1/regraft/jobs/{id}/metrics` and, where marked, in "
+        "the result CSV. A metric that a step did not measure is absent or null; in the CSV it is blank. "
+        "[Training](../howto/training.md#metrics) says which values are healthy.",
+    )
+    lines += ["| metric | unit | CSV | |", "|---|---|---|---|"]
+    for metric in step_metrics.METRICS:
+        inside = f" In the event: `{'.'.join(metric.path)}`." if metric.path else ""
+        csv = "yes" if metric.in_csv else ""
+        lines.append(f"| `{metric.name}` | {metric.unit} | {csv} | {cell(metric.description)}{inside} |")
+    lines += ["", "## Sections", "", "| section | |", "|---|---|"]
+    lines += [f"| `{name}` | {cell(text)} |" for name, text in step_metrics.SECTIONS.items()]
+    return lines
 
 
 def metrics_page() -> Page:

@@ -13,39 +13,8 @@ from core.database.engine import Database
 from core.database.ids import new_id
 from core.database.tables import File, Job
 from core.jobs import events, usage
+from core.results.step_metrics import COLUMNS
 from core.storage.store import BlobStore
-
-_COLUMNS = {
-    "train_mean_reward": ("train_mean_reward",),
-    "full_valid_mean_reward": ("full_valid_mean_reward",),
-    "full_valid_stderr": ("full_valid_stderr",),
-    "full_valid_difference": ("full_valid_difference",),
-    "full_valid_difference_low": ("full_valid_difference_low",),
-    "full_valid_difference_high": ("full_valid_difference_high",),
-    "full_valid_mean_parse_error": ("full_valid_mean_parse_error",),
-    "completion_tokens_mean": ("completion_tokens_mean",),
-    "mean_unresponsive_rewards": ("mean_unresponsive_rewards",),
-    "truncated_share": ("truncated_share",),
-    "groups_mixed_share": ("groups_mixed_share",),
-    "groups_all_zero_share": ("groups_all_zero_share",),
-    "groups_all_one_share": ("groups_all_one_share",),
-    "loss": ("loss",),
-    "kl": ("kl",),
-    "entropy": ("entropy",),
-    "sampling_entropy": ("sampling_entropy",),
-    "clip_fraction": ("clip_fraction",),
-    "grad_norm": ("grad_norm",),
-    "logprob_gap": ("logprob_gap",),
-    "logprob_gap_max": ("logprob_gap_max",),
-    "logprob_gap_k1": ("logprob_gap_k1",),
-    "logprob_gap_k3": ("logprob_gap_k3",),
-    "logprob_gap_ess": ("logprob_gap_ess",),
-    "sampling_duration": ("timing", "step", "sampling"),
-    "grading_duration": ("timing", "step", "grading"),
-    "training_duration": ("timing", "step", "training"),
-    "eval_duration": ("timing", "step", "eval"),
-    "total_duration": ("timing", "step", "full_iteration"),
-}
 
 
 def to_csv(steps: list[dict[str, Any]], verdict: Mapping[str, Any] | None = None) -> bytes:
@@ -65,7 +34,7 @@ def to_csv(steps: list[dict[str, Any]], verdict: Mapping[str, Any] | None = None
 
 def row(data: Mapping[str, Any]) -> dict[str, Any]:
     """The step as a row of the file: column -> value, None for what was not measured."""
-    row = {"step": data["step"]} | {column: _dig(data, path) for column, path in _COLUMNS.items()}
+    row = {metric.name: metric.value(data) for metric in COLUMNS}
     for section in ("scores", "errors", "usage", "timing"):
         for grader in data.get(section, {}).get("graders", []):
             for field, value in grader.items():
@@ -78,12 +47,6 @@ def _verdict(step: Mapping[str, Any], verdict: Mapping[str, Any] | None) -> dict
     if verdict is None or verdict["step"] != step["step"]:
         return {}
     return {f"verdict/{name}": value for name, value in verdict.items() if name != "step"}
-
-
-def _dig(data: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        data = data.get(key) if isinstance(data, dict) else None
-    return data
 
 
 def prepare(database: Database, blobs: BlobStore, job: Job) -> File | None:
