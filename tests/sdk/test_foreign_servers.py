@@ -199,7 +199,7 @@ def test_the_library_says_it_with_a_class(stranger):
             await client.jobs.retrieve("ftjob-1")
 
     with pytest.raises(
-        regraft.NotARegraftServer, match=r"it leads to http://\S+/sign-in, which sends text/html"
+        regraft.NotARegraftServer, match=r"it redirects to http://\S+/sign-in, which sends text/html"
     ):
         regraft.Regraft().jobs.retrieve("ftjob-1")
     with pytest.raises(regraft.NotARegraftServer):
