@@ -23,7 +23,9 @@ GRADER_RUNS, UPLOADS, STREAMS, PREVIEWS, FILE_READS = 64, 32, 500, 4, 4
 # each.
 ARRIVING_BODIES, PARSED_BODIES = 64, 8
 ARRIVING_BODIES_PER_PROJECT = 8
-CHECKS = 12  # of the 40 threads of the default pool, leaving the others to ordinary endpoints
+# Of the 40 threads of the default pool, leaving the others to ordinary endpoints. A name server that does not answer
+# holds a check of an address for as long as the resolver waits.
+CHECKS, ADDRESS_CHECKS = 12, 8
 
 T = TypeVar("T")
 
@@ -167,6 +169,9 @@ class Admission:
         self.file_reads = Share("estimates and previews", places=FILE_READS, per_project=2, waiting=16)
         # Checks of schemas and patterns (api/http/schema_checks.py).
         self.checks = Share("checks of schemas and patterns", places=CHECKS, per_project=4, waiting=16)
+        self.address_checks = Share(
+            "checks of webhook addresses", places=ADDRESS_CHECKS, per_project=2, waiting=8
+        )
         self.arriving_bodies = Share(
             "large request bodies",
             places=ARRIVING_BODIES,

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from api.http.deps import CurrentProject, Parts, ReadSession, Service, Uow
 from api.http.shapes import After, Body, Deleted, EndedListing, Limit, Part, clamped, ends
 from core.database.ids import new_id
-from core.database.tables import WebhookEndpoint, now
+from core.database.tables import Project, WebhookEndpoint, now
 from core.errors import InvalidRequest
 from core.outbound import webhooks
 from core.outbound.http import Outgoing, Refused, Unreachable
@@ -130,23 +130,27 @@ def _shown(endpoint: WebhookEndpoint) -> dict[str, Any]:
 
 
 @router.post("/webhook_endpoints")
-def create_webhook_endpoint(
+async def create_webhook_endpoint(
     body: WebhookEndpointCreate, project: CurrentProject, service: Parts, uow: Uow
 ) -> WebhookEndpointWithSecret:
     """Create a webhook endpoint. The signing secret is shown only in this response."""
-    webhooks.check_url(_outgoing(service), body.url)
-    with uow() as work:
-        endpoint = webhooks.create(
-            work.session,
-            project,
-            name=body.name,
-            url=body.url,
-            event_types=body.event_types,
-            thresholds=body.thresholds.given() if body.thresholds else None,
-        )
-        about = {"name": endpoint.name, "event_types": endpoint.event_types}
-        work.record("webhook_endpoint.created", endpoint.id, about)
-    return WebhookEndpointWithSecret.of(endpoint)
+    await _check_url(service, project, body.url)
+
+    def create() -> WebhookEndpointWithSecret:
+        with uow() as work:
+            endpoint = webhooks.create(
+                work.session,
+                project,
+                name=body.name,
+                url=body.url,
+                event_types=body.event_types,
+                thresholds=body.thresholds.given() if body.thresholds else None,
+            )
+            about = {"name": endpoint.name, "event_types": endpoint.event_types}
+            work.record("webhook_endpoint.created", endpoint.id, about)
+        return WebhookEndpointWithSecret.of(endpoint)
+
+    return await to_thread.run_sync(create)
 
 
 @router.get("/webhook_endpoints")
@@ -168,18 +172,22 @@ def retrieve_webhook_endpoint(
 
 
 @router.post("/webhook_endpoints/{webhook_endpoint_id}")
-def update_webhook_endpoint(
+async def update_webhook_endpoint(
     webhook_endpoint_id: str, body: WebhookEndpointUpdate, project: CurrentProject, service: Parts, uow: Uow
 ) -> WebhookEndpointOut:
     """Update a webhook endpoint."""
     if body.url is not None:
-        webhooks.check_url(_outgoing(service), body.url)
-    with uow() as work:
-        endpoint = webhooks.get(work.session, project.id, webhook_endpoint_id)
-        webhooks.change(work.session, endpoint, body.changes())
-        # The names only: a URL often contains a secret.
-        work.record("webhook_endpoint.updated", endpoint.id, {"changed": sorted(body.changes())})
-    return WebhookEndpointOut.of(endpoint)
+        await _check_url(service, project, body.url)
+
+    def update() -> WebhookEndpointOut:
+        with uow() as work:
+            endpoint = webhooks.get(work.session, project.id, webhook_endpoint_id)
+            webhooks.change(work.session, endpoint, body.changes())
+            # The names only: a URL often contains a secret.
+            work.record("webhook_endpoint.updated", endpoint.id, {"changed": sorted(body.changes())})
+        return WebhookEndpointOut.of(endpoint)
+
+    return await to_thread.run_sync(update)
 
 
 @router.delete("/webhook_endpoints/{webhook_endpoint_id}")
@@ -228,6 +236,12 @@ async def test_webhook_endpoint(
 def list_webhook_event_types(project: CurrentProject) -> EventTypeList:
     """List the event types."""
     return EventTypeList(data=list(webhooks.EVENT_TYPES))
+
+
+async def _check_url(service: Service, project: Project, url: str) -> None:
+    """Check the address in a thread; projects take turns, because their name servers decide how long it takes."""
+    check = partial(webhooks.check_url, _outgoing(service), url)
+    await service.admission.address_checks.in_thread(project.id, check)
 
 
 def _endpoint(service: Service, project_id: str, endpoint_id: str) -> WebhookEndpoint:

@@ -128,3 +128,42 @@ def test_what_a_check_asks_of_the_hazard_pool_has_its_project_for_an_owner(house
     asyncio.run(in_turn(lambda: owners.append(OWNER.get()), house.app.state.service, house.project))
 
     assert owners == [house.project.id]
+
+
+@pytest.fixture
+def full(house: House) -> Iterator[None]:
+    """The first project has as many checks of addresses and reads of files as it may have, and none may wait."""
+    admission = house.app.state.service.admission
+    places = []
+    for share in (admission.address_checks, admission.file_reads):
+        share.waiting = 0
+        places += [house.portal.call(share.enter, house.project.id) for _ in range(share.per_project)]
+    yield
+    for place in places:
+        house.portal.call(place.leave)
+
+
+HOOK = {"name": "h", "url": "https://8.8.8.8/", "event_types": ["fine_tuning.job.succeeded"]}
+
+
+def test_checks_of_webhook_addresses_take_places_of_their_project(house, api):
+    """A name server that never answers would otherwise hold all threads of the process."""
+    made = api.post("/v1/webhook_endpoints", json=HOOK).json()
+
+    assert made["url"] == HOOK["url"]
+    assert api.post(f"/v1/webhook_endpoints/{made['id']}", json={"url": HOOK["url"]}).status_code == 200
+
+
+def test_a_project_that_has_all_its_checks_of_addresses_is_refused_alone(full, house, api):
+    others = house.client(house.other_key)
+
+    assert is_refused(api.post("/v1/webhook_endpoints", json=HOOK))
+    assert others.post("/v1/webhook_endpoints", json=HOOK).status_code == 200
+
+
+def test_a_project_that_reads_as_many_files_as_it_may_downloads_no_archive(full, house, api):
+    others = house.client(house.other_key)
+    url = "/v1/regraft/checkpoints/ftckpt_unknown/archive"
+
+    assert is_refused(api.get(url))
+    assert others.get(url).status_code == 404
