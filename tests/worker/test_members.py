@@ -120,7 +120,7 @@ def test_a_run_with_a_member_learns_what_one_process_does_and_ends_when_it_loses
         os.kill(told_to_go, signal.SIGTERM)
         assert learn(together, sampled(together.policy)).trained_tokens > 0, "it goes when its run does"
         os.kill(told_to_go, signal.SIGKILL)
-        with pytest.raises(RankLost, match=r"rank 2, a member at 127\.0\.0\.1:\d+, is gone"):
+        with pytest.raises(RankLost, match=r"rank 2, a member at 127\.0\.0\.1:\d+, has disconnected"):
             learn(together, sampled(together.policy))
 
 

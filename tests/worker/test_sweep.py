@@ -328,7 +328,7 @@ def test_the_command_says_what_it_removed_and_how_much(bench, base, command):
         f"{lost} 5",
         "Removed 1 orphaned blobs with 5 bytes, and 1 unfinished uploads.",
     ]
-    assert command()[-1].startswith("Removed 0 blobs")
+    assert command()[-1].startswith("Removed 0 orphaned blobs")
     assert not temporary.exists()
 
 
