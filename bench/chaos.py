@@ -87,10 +87,10 @@ FAKE_GRADER = {
 @dataclass(frozen=True)
 class Size:
     workers: int
-    jobs: int  # at once, each with a seed of its own
+    jobs: int  # at once, each with its own seed
     grader: dict[str, str]
     hyperparameters: dict[str, Any]
-    moment: float  # a process dies at most so long after it entered its phase
+    moment: float  # seconds between entering a phase and the kill, at most
     pause: float  # seconds between two kills, on average
 
 
@@ -472,19 +472,19 @@ class House:
         )
 
     def worker_frozen(self) -> None:
-        """Its run goes on without a heartbeat, and another worker takes the job over."""
+        """The run of a frozen worker continues without a heartbeat, and another worker claims the job."""
         _, _, worker = self._a_run()
         with frozen([worker]):
             time.sleep(LEASE_SECONDS + 8)
 
     def worker_and_run_frozen(self) -> None:
-        """When they go on, the job is somebody else's."""
+        """By the time the worker and its run resume, another worker has claimed the job."""
         _, run, worker = self._a_run()
         with frozen([worker, run]):
             time.sleep(LEASE_SECONDS + 8)
 
     def disk_full(self, seconds: float = 20.0) -> None:
-        """The disk of temporary files, where checkpoints are put together and uploads are buffered."""
+        """Fill the disk of temporary files, where checkpoints are assembled and uploads are buffered."""
         if not os.path.ismount(self.environment["TMPDIR"]):
             say("disk_full: skipped, a tmpfs cannot be mounted here")
             return
@@ -602,7 +602,7 @@ class Line:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, mebibytes: int = 64) -> Iterator[Path]:
-    """A folder on a disk of its own where one may be mounted, so that it can be filled; else an ordinary one."""
+    """A folder on a separate tmpfs, so that it can be filled; an ordinary folder where a tmpfs cannot be mounted."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "chaos", str(folder)]
     mounted = subprocess.run(mount, capture_output=True).returncode == 0

@@ -75,7 +75,7 @@ def run(arguments: list[str]) -> int:
 
 
 def dying_on_order() -> Callable[[str], None]:
-    """What a process calls when it enters a phase: it takes the order to be killed there, if there is one."""
+    """Return the function that a process calls when it enters a phase: it executes the kill order, if there is one."""
     orders = Path(os.environ[ORDERS_FOLDER])
 
     def mark(phase: str) -> None:

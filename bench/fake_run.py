@@ -23,7 +23,7 @@ PARAMETERS, CONTEXT = 1000, 128
 
 
 def without_torch() -> None:
-    """Stand in for the modules that the loop imports for types alone. Call it before worker.run is imported."""
+    """Replace the modules that the loop imports only for types. Call it before worker.run is imported."""
     for name in ("torch", "worker.learn.trainer"):
         sys.modules[name] = Types(name)
 

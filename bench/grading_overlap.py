@@ -2,7 +2,7 @@
 
 One step of 4 prompts, 8 answers each of up to 64 tokens, with a grader that takes no time, and with python graders
 that take 20 ms a grade: one that waits and one that computes (which takes that time from the sampler on a machine
-whose cores are all busy). The learning rate is next to nothing, so that every step samples the same answers.
+whose cores are all busy). The learning rate is close to 0, so that every step samples the same answers.
 """
 
 import asyncio

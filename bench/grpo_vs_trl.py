@@ -1,9 +1,9 @@
 """GRPO steps, ours against TRL's GRPOTrainer: same model, prompts, group size, lengths and LoRA, in two shapes.
 
 Long prompt: about 240 tokens, answers of 16. Long completion: a prompt of about 36 tokens (most of it the template's),
-answers of 96. Each side and shape runs in a process of its own, one after the other, so that its peak memory is its
-own. Both sample with transformers; TRL gets float32, no KL, and no gradient checkpointing (which would slow it down).
-A first step warms up and is not counted.
+answers of 96. Each side and shape runs in a separate process, one after the other, so that peak memory is measured
+separately. Both sample with transformers; TRL gets float32, no KL, and no gradient checkpointing (which would slow it
+down). A first step warms up and is not counted.
 
 Then a race to a reward: both learn to write words with an "e" in them (dr_grpo, the same learning rate and rank) until
 the mean over the last three steps is 0.7. Seconds count from the start of the first step.

@@ -1,8 +1,8 @@
 """The API on PostgreSQL at 50 clients at once, with a thousand events in its table and with a million.
 
-Two real servers, one for each size, in processes of their own. Short blocks of requests go to the one and the other
-in turn, and each block is compared with its neighbour: a slow moment of the machine hits both alike. PostgreSQL does
-not wait for its disk (fsync is off, as in the tests): what is looked for is growth.
+Two real servers, one for each size, in separate processes. Short blocks of requests go to the two in turn, and each
+block is compared with the neighboring one, so that a slow moment of the machine affects both alike. PostgreSQL does not
+wait for its disk (fsync is off, as in the tests), because the benchmark measures growth.
 """
 
 import argparse
@@ -188,7 +188,7 @@ async def creation(client: httpx.AsyncClient) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def served(url: str, folder: Path) -> Iterator[str]:
-    """The address of a server of this database, in a process of its own."""
+    """Start a server of this database in a separate process and yield its address."""
     port = free_port()
     command = [sys.executable, "-m", "bench.load", url, str(folder), str(port)]
     process = subprocess.Popen(command)
@@ -217,7 +217,7 @@ def serve() -> None:
         FolderBlobs(args.folder / "blobs"),
         Registry(models={"tiny": BaseModelEntry(hub="regraft/tiny")}),
         Backends.none(),
-        lambda task, queue: None,  # nobody works here
+        lambda task, queue: None,  # there are no workers
     )
     # Idle connections wait for their next block.
     uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="warning", timeout_keep_alive=600)

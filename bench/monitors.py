@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def warnings(steps: list[dict[str, Any]]) -> Iterator[tuple[int, Finding]]:
-    """What the rules would have said after each step."""
+    """Yield the findings of the rules after each step."""
     history = History()
     for step in steps:
         history.add(step)

@@ -1,7 +1,7 @@
 """Measure the saving of `overlap`, which trains on a group while others are still being sampled, in whole steps.
 
 4 prompts, 8 answers each of up to 64 tokens that end where the model ends them, so that groups finish one by one. The
-learning rate is next to nothing, so that every step samples the same answers. `step_ratio` is seconds without over
+learning rate is close to 0, so that every step samples the same answers. `step_ratio` is seconds without over
 seconds with; below 1 it costs time, as where sampler and trainer share cores that are busy already.
 """
 

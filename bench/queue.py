@@ -28,7 +28,7 @@ JOBS = 5
 # After a job's end, its process is still putting itself away, and then the next one gets ready beforehand.
 IDLE_AFTER = 20.0
 LOOK_EVERY = 0.005
-# What the run's process imports before it can do anything; see worker/child.py.
+# Imports of the run's process at start-up; see worker/child.py.
 IMPORTS = "import worker.assemble"
 
 

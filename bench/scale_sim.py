@@ -6,9 +6,9 @@ back-offs and the two seconds between two looks of a reconciler are not. Workers
 reaches one idle worker of its process, as a message of the broker would. PostgreSQL does not wait for its disk (fsync
 is off).
 
-Runs are killed (their lease ends), crash, drain, are cancelled by their user, and come back from the dead after their
-job was given to somebody else. One tenant submits most jobs at once; the others go on submitting while those wait; one
-of them may run five at a time.
+Runs are killed (their lease expires), crash, drain, are cancelled by their user, and resume from a freeze after another
+worker has claimed their job. One tenant submits most jobs at once; the others keep submitting while those wait; one of
+them may run five at a time.
 
 Every write of a run leaves a mark in the transaction that `jobs.fenced` made. A job is lost when it has no end, or
 succeeded without all its steps. A double run is a mark of a second run with the same number, or one of an older run
@@ -52,7 +52,7 @@ PROCESSES = 2
 STEPS = 3
 MAX_FAILURES = 10
 IDLE_SECONDS = 5.0  # how long a worker waits for a wake-up before it looks by itself
-# What becomes of a run that its user does not cancel.
+# Outcomes of a run that its user does not cancel, with their probabilities.
 FATES = {"finish": 0.90, "crash": 0.03, "kill": 0.03, "drain": 0.02, "freeze": 0.02}
 KILLED_VALIDATIONS = 0.005
 CANCELLED = 0.02  # of all jobs
@@ -237,7 +237,7 @@ class Users:
                 except InvalidJobState:  # it has ended meanwhile
                     continue
 
-    # What is counted in the end.
+    # Counts at the end of the simulation.
 
     def lost(self) -> int:
         """Jobs without an end, and those that succeeded without all their steps."""

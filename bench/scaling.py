@@ -75,12 +75,12 @@ def main() -> None:
 
 
 def prompt_cost(seconds: dict[Cell, float], group: int) -> float:
-    """What the longest prompt costs more than the shortest."""
+    """Seconds that the longest prompt costs more than the shortest."""
     return seconds[group, LONG_PROMPT, SHORT_ANSWER] - seconds[group, SHORT_PROMPT, SHORT_ANSWER]
 
 
 def answer_cost(seconds: dict[Cell, float], group: int) -> float:
-    """What the longest answers cost more than the shortest: these cannot be shared, so 8 is what to expect."""
+    """Seconds that the longest answers cost more than the shortest. Answers cannot be shared, so 8 is expected."""
     return seconds[group, SHORT_PROMPT, LONG_ANSWER] - seconds[group, SHORT_PROMPT, SHORT_ANSWER]
 
 

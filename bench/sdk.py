@@ -1,4 +1,4 @@
-"""What the command lines cost a shell: fresh processes of `import regraft`, `regraft --help` and others.
+"""Measure the start-up time of the command lines: new processes of `import regraft`, `regraft --help` and others.
 
     python -m bench.sdk
 

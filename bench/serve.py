@@ -153,7 +153,7 @@ async def timed(work: Any) -> float:
 async def together(
     api: httpx.AsyncClient, models: Sequence[str], clients: int, requests: int
 ) -> tuple[float, int]:
-    """Seconds and tokens of so many requests, from so many clients that each ask one after the other."""
+    """Seconds and tokens of `requests` requests from `clients` concurrent clients, each with one request at a time."""
     seeds = iter(range(requests))
     tokens = 0
 

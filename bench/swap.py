@@ -5,7 +5,7 @@ with nothing changed, each the median of ROUNDS taken in turn. It is all of it: 
 engine's slot. The prompt is shorter than a block of the prefix cache, so that both compute it anew.
 
 `files_written` counts files that are new or differ after the swaps, in every folder the two processes know of: the
-data folder, and a home, a TMPDIR and a working folder of their own. `engine_bytes_written` is what the kernel says the
+data folder, and their own home, TMPDIR and working folder. `engine_bytes_written` is what the kernel says the
 engine wrote to storage meanwhile.
 """
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def settle_in(scratch: Path) -> list[Path]:
-    """Give this process and the engines it starts folders that nobody else writes to."""
+    """Give this process and the engines it starts folders that no other process writes to."""
     os.environ["REGRAFT_DATA_DIR"] = str(Settings().data_dir.resolve())
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])  # the engine is a module of this tree
     folders = [scratch / name for name in ("home", "tmp", "work")]
@@ -112,7 +112,7 @@ def walk(folder: Path) -> Iterator[tuple[Path, tuple[int, int]]]:
 
 
 def assert_seen(folders: list[Path]) -> None:
-    """The count counts: a file in each of our own folders is seen."""
+    """Assert that a new file in each folder is counted."""
     before = listing(folders)
     probes = [Path.home() / "probe", Path(tempfile.gettempdir()) / "probe", Path.cwd() / "probe"]
     for probe in probes:

@@ -55,7 +55,7 @@ class BaseModel:
 
 @dataclass(frozen=True)
 class Task:
-    """What the job trains on, and how."""
+    """The training and validation prompts of a job, and the settings it trains with."""
 
     settings: Resolved
     train: list[Prompt]
@@ -197,7 +197,7 @@ def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, rank
     Raises:
         UserMistake: the job does not fit.
     """
-    # Ranks on a CPU share its memory; on GPUs each has a GPU of its own.
+    # Ranks on a CPU share its memory; on GPUs each rank has its own device.
     free = memory.available(base.device) // (ranks.count if base.device == "cpu" else 1)
     packed = base.device == "cpu" and base.entry.dtype == "float32"
     machine = sizing.machine(settings, base.device, free, base.sampler, packed=packed)

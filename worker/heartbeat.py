@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from graders.types import Grade, Grader, Item, Sample
 from worker.types import Group, Prompt, UpdateMetrics
 
-if (
-    TYPE_CHECKING
-):  # they import torch, and worker/supervise/validation.py, which watches its grader, does without
+# These modules import torch, and worker/supervise/validation.py imports this module without torch.
+if TYPE_CHECKING:
     from worker.learn.trainer import Trainer
     from worker.rollout.samplers import Answer, Sampler, Sampling
 

@@ -1,4 +1,4 @@
-"""What a process and its child agree on: exit statuses, environment, and that the child never outlives its parent."""
+"""Conventions between a process and its child: exit statuses, environment, and that the child dies with its parent."""
 
 import ctypes
 import os

@@ -38,7 +38,7 @@ class Outcome(enum.Enum):
 
 @dataclass
 class Run:
-    """One attempt at one job, from its newest checkpoint to the last step, or to where it is asked to stop."""
+    """One attempt at one job, from its newest checkpoint to the last step, or until `stop_requested` returns True."""
 
     settings: Resolved
     seed: int
@@ -55,7 +55,7 @@ class Run:
     failing_steps: int = 3
     held_to: str = ""  # the schema that answers are JSON of (core/response_format.py)
     feeds: Feeds = field(default_factory=Feeds)  # who else gets the metrics
-    gpus: int = 1  # a second of this run is so many GPU-seconds
+    gpus: int = 1  # GPU-seconds in each second of this run
     thresholds: Thresholds = field(default_factory=Thresholds)  # of the warnings
     history: History = field(default_factory=History, init=False)  # the recorded steps, from `train` on
     collector: Collector = field(init=False)
@@ -142,7 +142,7 @@ class Run:
         return step % self.settings.eval_interval == 0 or step == self.settings.total_steps
 
     def ahead(self, step: int) -> Ahead:
-        """What is left to do after this step."""
+        """Count the steps after this one, with and without a validation."""
         left = range(step + 1, self.settings.total_steps + 1)
         validated = sum(map(self.is_measured, left))
         return Ahead(len(left) - validated, validated, self.is_measured(step + 1))

@@ -281,7 +281,7 @@ class Tensors:
     advantage_M: Tensor  # float32 [M]
     weight_M: Tensor  # float32 [M]
     allowed_M: Tensor | None = None  # int32 [M, V / 32]: bits of the tokens that the sampler could have drawn
-    mask_dtype: torch.dtype = torch.float32  # of the bias that `mask` is away from the CPU
+    mask_dtype: torch.dtype = torch.float32  # of the bias that `mask` returns on devices other than a CPU
 
     @cached_property
     def mask(self) -> Tensor:

@@ -53,8 +53,8 @@ def advantages(
 ) -> list[list[float]]:
     """Group-relative advantages (DeepSeekMath eq. 4), one for each answer, the same for all its tokens.
 
-    Centred on the group's mean, then divided by the std of the group (the paper), of the batch (keeps easy and hard
-    prompts in proportion; see `batch_deviation`), or by nothing (Dr. GRPO).
+    Subtracts the group's mean, then divides by the std of the group (the paper) or of the batch (keeps easy and hard
+    prompts in proportion; see `batch_deviation`), or does not divide (Dr. GRPO).
     """
     centred_PG = [centred(rewards_G) for rewards_G in rewards_PG]
     if scale == "none":
@@ -94,9 +94,9 @@ def step_advantages(
     std: Std | None = "population",
     normalize: Normalize = "papers",
 ) -> list[list[list[float]]]:
-    """Normalised step rewards (DeepSeekMath section 4.1.3), J of them for each answer; none for one without steps.
+    """Normalized step rewards (DeepSeekMath section 4.1.3), J of them for each answer; none for one without steps.
 
-    What `advantages` does with the answers of a group, done with all steps of all its answers together.
+    Applies `advantages` to all steps of all answers of a group together.
     """
     flat_PN = [[reward for rewards_J in rewards_GJ for reward in rewards_J] for rewards_GJ in rewards_PGJ]
     normalised_PN = [iter(values_N) for values_N in advantages(flat_PN, scale, std, normalize)]
@@ -109,7 +109,7 @@ def step_advantages(
 def process_advantages(step_rewards: Sequence[float], ends: Sequence[int], length: int) -> list[float]:
     """Advantages of an answer's tokens under process supervision (DeepSeekMath eq. 5), one for each of `length`.
 
-    `step_rewards` are those of one answer, already normalised over all steps of its group; step j ends at token
+    `step_rewards` are those of one answer, already normalized over all steps of its group; step j ends at token
     ends[j] (counted from 1, never falling). A token's advantage is the sum of the rewards of the steps that end at
     it or later.
     """
@@ -123,15 +123,15 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
 
 
 def token_weight(length: int, loss: Loss) -> float:
-    """What each token of an answer of this length counts before the batch is normalised.
+    """Return the weight of each token of an answer of this length, before the loss is divided by `normaliser`.
 
-    grpo, gspo: the mean over the tokens of each answer. The others: their sum.
+    grpo, gspo: 1 / length, the mean over the tokens of each answer. The others: 1, their sum.
     """
     return 1.0 / length if loss in ("grpo", "gspo") else 1.0
 
 
 def normaliser(lengths: Sequence[int], loss: Loss, max_completion_tokens: int) -> float:
-    """What the sum over a batch is divided by, so that the loss of a step is one plain sum.
+    """Return the divisor of the sum over a batch, so that the loss of a step is one plain sum.
 
     grpo, gspo: the answers. dapo, bnpo, cispo: their tokens. dr_grpo: answers x the longest answer allowed (a
     constant: no length bias). `lengths` are those of all answers that count in one optimizer step
@@ -254,7 +254,7 @@ def loss(
 
 
 def signal(rewards_G: Sequence[float | None]) -> Literal["mixed", "all_zero", "all_one", "equal", "ungraded"]:
-    """What a group has to teach: only a mixed one does; the others say why not.
+    """Classify the rewards of a group. Only "mixed" has signal; the other values say why a group has none.
 
     "all_one" and "all_zero" mean every graded answer scored exactly that; "equal" any other shared score;
     "ungraded" that fewer than two answers have a score.

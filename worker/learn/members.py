@@ -27,7 +27,7 @@ from worker.learn.ranks import Helper, Line, RankLost
 
 log = logging.getLogger(__name__)
 
-# Messages are pickles of our own classes, so both ends have to be of one version.
+# Messages are pickles of classes of this package, so both ends must run the same version.
 VERSION = version("regraft-server").encode()
 
 NONCE = 32  # bytes

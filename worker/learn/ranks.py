@@ -188,7 +188,7 @@ class RankLost(Exception):
 
 
 class TooFewGpus(Exception):
-    """Each rank needs a GPU of its own."""
+    """There are fewer GPUs than ranks; each rank needs its own."""
 
 
 class Helper(ABC):

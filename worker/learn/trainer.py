@@ -159,7 +159,8 @@ class PeftTrainer:
         self._waiting = []
 
     def _refresh_reference(self) -> None:
-        """Iterative GRPO (DeepSeekMath, Algorithm 1): every so often the reference becomes the policy."""
+        """Iterative GRPO (DeepSeekMath, Algorithm 1): copy the policy into the reference every
+        `reference_refresh_steps` steps."""
         every = self.settings.reference_refresh_steps
         if every and self.steps_taken % every == 0:
             self.own.reference = [parameter.detach().clone() for parameter in self.policy.trainable]

@@ -1,6 +1,6 @@
 """Memory of this machine, the shape of a model as transformers describes it, and activation checkpointing.
 
-What a model needs is computed in worker/model/sizing.py, without torch.
+worker/model/sizing.py computes a model's memory requirements, without torch.
 """
 
 from collections.abc import Callable

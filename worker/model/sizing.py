@@ -68,13 +68,13 @@ class Shape:
         return self.parameters * self.bytes_each
 
     def cache_bytes(self, tokens: int) -> int:
-        """A KV cache in which vLLM accepts one sequence of so many tokens: whole blocks, and the one it keeps empty."""
+        """Bytes of a KV cache for one sequence of `tokens` in vLLM: whole blocks, and one that vLLM keeps empty."""
         return (math.ceil(tokens / _BLOCK) + 1) * _BLOCK * self.token_cache_bytes
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a job does with the model, in tokens."""
+    """Sizes of a job in tokens, and the rank of its adapter."""
 
     rank: int
     prompt: int  # the longest
@@ -101,7 +101,7 @@ def workload(
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a job runs. None: chosen here ("auto")."""
+    """The device that a job runs on. `plan` chooses the values that are None ("auto")."""
 
     device: Device
     available: int  # bytes that are free before anything is loaded
@@ -243,7 +243,7 @@ def adapter_parameters(shape: Shape, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run uses its memory."""
+    """The memory plan of a run."""
 
     token_budget: int  # of a micro-batch, padding included
     cache_bytes: int
@@ -269,7 +269,7 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> Plan:
     3. activations kept instead of computed twice, with micro-batches of 2,048 tokens;
     4. a cache for all that the job can have in flight;
     5. larger micro-batches, up to 8,192 tokens.
-    What the operator has set is taken as it is.
+    Values that the operator has set are used unchanged.
 
     Raises:
         DoesNotFit: the message has the model's `name` and the numbers.

@@ -31,7 +31,7 @@ from worker.types import Sequence as Answer
 # Both sides are computed in float32 (see `in_float32`), so only the order of additions differs: at most 3e-6 on the
 # families of tests/families. What is wrong there differs by 0.13 and more at its worst token.
 TOLERANCE = 1e-3
-# A mixture of experts may send a token to another expert because of a rounding error; so many tokens may differ.
+# A mixture of experts may route a token to another expert because of a rounding error; this share of tokens may differ.
 FLIPPED_SHARE = 0.1
 
 # Config fields by which layers limit what a token attends to: (q - k) < n, or the same chunk of n tokens.

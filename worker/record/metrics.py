@@ -1,4 +1,4 @@
-"""What a step says about itself: the fields of OpenAI's metrics event, and those it never had. Pure."""
+"""The metrics of a step: the fields of OpenAI's metrics event, and additional ones. Pure functions."""
 
 import math
 import statistics
@@ -250,7 +250,7 @@ def _replaced(
         "resampled_prompts": len(others_P),
         "discarded_groups": len(silent_P),
         "discarded_tokens": discarded,
-        # Their part of the time by tokens: answers are sampled side by side, so none has a time of its own.
+        # Their share of the time by tokens: answers are sampled concurrently, so single answers have no separate time.
         "discarded_seconds": seconds.get("sampling", 0.0) * discarded / everything,
     }
 

@@ -98,9 +98,9 @@ def damage(steps: Steps, delivered: int, thresholds: Thresholds) -> tuple[str, s
 
 
 def _shifted(steps: Steps, thresholds: Thresholds, *, highest_kl: bool) -> tuple[str, str] | None:
-    """How the end of `steps` differs from steps 0 and 1, by more than any healthy job; a job of one step will do.
+    """Return evidence that the end of `steps` differs from steps 0 and 1 by more than in any healthy job, or None.
 
-    Reads the last measurement of each metric, and with `highest_kl` the highest of `kl`.
+    One step is enough. Reads the last measurement of each metric, and with `highest_kl` the highest of `kl`.
     """
     found = dict(_shifts(steps, thresholds, highest_kl=highest_kl))
     if not found:

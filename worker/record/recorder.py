@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Quota:
-    """What is stored of a job's samples: bytes in all, and samples of one step's training or validation."""
+    """Limits of the stored samples of a job: bytes in total, and samples of one step's training or validation."""
 
     bytes_per_job: int = 1 << 30
     samples_per_page: int = 10_000
@@ -80,13 +80,13 @@ class Recorder:
         valid_scores: RowScores | None = None,
         findings: Sequence[Finding] = (),
     ) -> bool:
-        """Record one finished step. Returns whether the job is to pause: its user asked for it, or its budget does.
+        """Record one finished step. Returns whether the job must pause, because of its user or of its budget.
 
         The warnings of the step (`findings`) are in the same transaction, so each is written exactly as often as its
         step.
 
         Raises:
-            LeaseLost: the job was cancelled or given to somebody else; nothing was recorded.
+            LeaseLost: the job was cancelled or another worker has claimed it; nothing was recorded.
         """
         step = data["step"]
         pages = self._write_pages(step, stored, ahead)
@@ -165,8 +165,8 @@ class Recorder:
         return attempt.retry(partial(results.prepare, attempt.database, attempt.blobs, self.job))
 
     def _write_pages(self, step: int, stored: Sequence[GradedStep], ahead: Ahead) -> list[RolloutPage]:
-        """The step's pages. Each may take an equal share of what is left of the quota, so that the last steps of a
-        long job are shown as well as the first ones; what a page leaves is for those after it."""
+        """Write the pages of a step. Each may use an equal share of the rest of the quota, so that the last steps of a
+        long job have samples as well as the first ones; later pages share the bytes that a page does not use."""
 
         used = self.attempt.read(lambda session: rollouts.bytes_before(session, self.job.id, step))
         left = self.quota.bytes_per_job - used

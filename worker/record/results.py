@@ -18,9 +18,9 @@ from core.storage.store import BlobStore
 
 
 def to_csv(steps: list[dict[str, Any]], verdict: Mapping[str, Any] | None = None) -> bytes:
-    """Metrics of the steps, in order, as CSV with a header. What a step did not measure is blank.
+    """Metrics of the steps, in order, as CSV with a header. Metrics that a step did not measure are blank.
 
-    The job's verdict stands in columns `verdict/...` of the row of the delivered step, and only there.
+    The columns `verdict/...` have the job's verdict in the row of the delivered step, and are blank in all others.
     """
     rows = [row(step) | _verdict(step, verdict) for step in steps]
     # Per-grader columns differ between steps with and without a validation, so the header is their union.

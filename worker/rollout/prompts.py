@@ -15,7 +15,7 @@ class PromptTooLong(ValueError):
 
 
 class PromptStream:
-    """The training prompts, epoch after epoch, each epoch in a shuffled order of its own."""
+    """The training prompts, epoch after epoch, shuffled anew in each epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], *, batch_size: int, seed: int) -> None:
         self.prompts = prompts

@@ -14,7 +14,7 @@ class Rewards:
     """Grades answers as they are sampled. A failed grade is None with a reason, never 0."""
 
     def __init__(self, grader: Grader, *, concurrency: int = 64, parse_json: bool = False) -> None:
-        """`concurrency` limits grades in flight; a sandbox, a judge or an endpoint may have a lower limit of its own.
+        """`concurrency` limits grades in flight; a sandbox, a judge or an endpoint may have its own lower limit.
         `parse_json` also gives graders the answer as `sample.output_json`.
 
         There is no deadline here, because it would include queueing; each grader that can hang has its own.

@@ -152,7 +152,7 @@ def _padded(tensor: Tensor, width: int) -> Tensor:
 
 
 class ServedModel:
-    """A base model whose linear layers put an adapter of its own on each span of rows. Used by one thread."""
+    """A base model whose linear layers apply a separate adapter to each span of rows. Used by one thread."""
 
     def __init__(self, base: Base) -> None:
         self.context, self.tokenizer = base.context, base.tokenizer
@@ -278,7 +278,7 @@ class Row:
     lora: Lora | None
     loop: asyncio.AbstractEventLoop
     tokens: "asyncio.Queue[Token | Exception]" = field(default_factory=asyncio.Queue)
-    left: bool = False  # nobody waits for it any more
+    left: bool = False  # abandoned: its tokens are no longer read
     written: int = 0
     newest: int = 0
     held: Held | None = None
@@ -298,7 +298,7 @@ class Row:
 
 
 class ContinuousEngine:
-    """Implements worker.engine.Engine with transformers. A thread of its own computes, whenever there is a row."""
+    """Implements worker.serve.engine.Engine with transformers. Its own thread computes whenever there is a row."""
 
     def __init__(self, base: Base, *, most_rows: int = MOST_ROWS) -> None:
         self.model = ServedModel(base)
@@ -403,7 +403,7 @@ class ContinuousEngine:
             chosen.append(row)
         if not chosen:
             return
-        # Off the list at once: what fails in here is told by the caller to those in `_rows`.
+        # Moved to `_rows` at once: if this method raises, its caller passes the exception to the rows in `_rows`.
         self._waiting = self._waiting[len(chosen) :]
         chosen.sort(key=lambda row: id(row.lora))
         old, cache, self._cache = self._rows, self._cache, None
@@ -464,7 +464,7 @@ class ContinuousEngine:
 
     @contextmanager
     def _own_fault(self, row: Row) -> Iterator[None]:
-        """What goes wrong with its schema ends this answer alone, and not those that are written beside it."""
+        """End only this answer if its schema raises an exception; the other answers of the batch continue."""
         try:
             yield
         except Exception as cause:
@@ -522,7 +522,7 @@ Top = tuple[tuple[int, float], ...]
 
 
 def logprobs(logits_RV: Tensor, asks: Sequence[Ask], chosen_R: Tensor) -> list[tuple[float | None, Top]]:
-    """What the model itself gave to each chosen token, before temperature, top_p and schema, and to the likeliest."""
+    """Log-probabilities of the chosen and of the most likely tokens, before temperature, top_p and schema."""
     found: list[tuple[float | None, Top]] = [(None, ())] * len(asks)
     wanted = [at for at, ask in enumerate(asks) if ask.top_logprobs is not None]
     if not wanted:

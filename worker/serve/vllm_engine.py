@@ -200,7 +200,7 @@ class VllmEngine:
         return bool(self.vllm.errored)
 
     async def close(self) -> None:
-        # Its processes take their time to end by themselves, and have nothing to put away: they are killed soon.
+        # vLLM's processes exit slowly and have no state to save, so they are killed after a short timeout.
         await asyncio.to_thread(self.vllm.shutdown, timeout=2.0)
         if self._nothing is not None:
             self._nothing.cleanup()

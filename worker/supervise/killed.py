@@ -51,7 +51,7 @@ class KernelMemory:
         return None if kilobytes is None else 1024 * kilobytes
 
     def explain(self, before: Kills, run_peak: int | None) -> str:
-        """Why a run that ended by SIGKILL did, in one line. `run_peak` is the peak of its process in bytes."""
+        """Explain in one line why a run was killed by SIGKILL. `run_peak` is the peak of its process in bytes."""
         after = self.kills()
         own = None if run_peak is None else _gib(run_peak)
         if _rose(before.group, after.group):

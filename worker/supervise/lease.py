@@ -1,4 +1,4 @@
-"""Keeping a claim while its work goes on in this process: for validation, which has no supervisor."""
+"""Renew the lease of a claim while this process does its work: for validation, which has no supervisor."""
 
 import logging
 import threading
@@ -20,9 +20,10 @@ STALL_SECONDS = 180.0
 
 
 class LeaseKeeper:
-    """Renews a claim's lease from a thread of its own, from `with` to its end, for as long as the work gets somewhere.
+    """Renews a claim's lease in its own thread, within a `with` block, for as long as the work makes progress.
 
-    Work that stalls for `stall_seconds` is not renewed any more: then its lease ends and somebody else takes the job.
+    Once the work has stalled for `stall_seconds`, the keeper stops renewing; the lease expires and another worker
+    claims the job.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class LeaseKeeper:
             stop()
 
     def renew(self) -> None:
-        """Renew the lease once, unless the work has stalled. A database that is away is asked again later."""
+        """Renew the lease once, unless the work has stalled. If the database is unavailable, the next call retries."""
         if self._clock() - self._moved_at > self.stall_seconds:
             return
         try:

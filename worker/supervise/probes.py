@@ -13,7 +13,7 @@ from graders.template import Path
 
 # A schema that contains itself is followed this far.
 MAX_DEPTH = 12
-# A schema is a user's: so much of it is looked at, for so much of a processor's time, and a pattern is tried so long.
+# Schemas are user input. Limits: parts visited, seconds of processor time, length, and seconds per pattern.
 MAX_LOOKS, MAX_CPU_S, MAX_LENGTH, PATTERN_S = 10_000, 1.0, 1_000, 0.02
 _TEXTS = (
     "text",
@@ -103,7 +103,7 @@ class Maker:
     placed: Mapping[Path, Any]
     looks: int = 0
     started: float = field(default_factory=time.thread_time)
-    # What a $ref leads to, without $ref and allOf at its top; None while that is being worked out.
+    # Resolved targets by $ref, without $ref and allOf at the top level; None while a target is being resolved.
     references: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
     def _look(self) -> None:
@@ -158,7 +158,7 @@ class Maker:
         return whole
 
     def _referenced(self, reference: str) -> Mapping[str, Any]:
-        """What a $ref leads to, worked out once: definitions may name each other any number of times."""
+        """Return the target of a $ref. Each is resolved once: definitions may refer to each other many times."""
         if reference not in self.references:
             self.references[reference] = None
             self.references[reference] = self._resolved(_pointed(self.root, reference))

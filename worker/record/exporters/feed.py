@@ -101,7 +101,7 @@ class Feed:
             closing = self._closing.is_set()
             try:
                 return do()
-            except Exception as cause:  # whatever a library raises, the run goes on
+            except Exception as cause:  # the run continues, no matter what the library raises
                 self._complain(cause)
             if closing:
                 raise _GivenUp
@@ -115,7 +115,7 @@ class Feed:
         self._told = True
         try:
             self._tell(f"{type(cause).__name__}: {cause}".removesuffix(": "))
-        except Exception as untold:  # the job is no longer ours, or the database is away
+        except Exception as untold:  # this attempt lost the job's lease, or the database is unavailable
             log.warning("the warning event could not be written: %r", untold)
 
 

@@ -28,7 +28,7 @@ class TrackioSink:
         return None if last < 0 else int(last)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        # It has a column of its own for the step, and warns of a metric of that name.
+        # trackio has its own column for the step, and warns about a metric with that name.
         self._run.log({name: value for name, value in metrics.items() if name != "step"}, step=step)
 
     def finish(self, ended: Ended) -> None:

@@ -1,34 +1,34 @@
-"""What a service that takes metrics is to the rest of the worker."""
+"""The interface between the worker and a service that receives metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-# interrupted: another attempt goes on with the same run.
+# interrupted: another attempt resumes the same run.
 Ended = Literal["succeeded", "failed", "interrupted"]
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a service is told of the job itself."""
+    """The description of the job that a service receives."""
 
     job_id: str
     project: str
     name: str
     entity: str | None
     tags: tuple[str, ...]
-    config: Mapping[str, Any]  # flat: what was asked for, and what "auto" came to
+    config: Mapping[str, Any]  # flat: the requested hyperparameters, and the values chosen for "auto"
 
 
 class Sink(Protocol):
-    """One service. All of it is called in one thread, in this order, and may take its time or raise whatever it likes:
-    what failed is called again."""
+    """One service. One thread calls the methods in this order. They may block and may raise any exception; failed calls
+    are retried."""
 
     def start(self, card: Card) -> int | None:
-        """Open the run of this job; the one of an attempt before, if there was any. The last step that it has."""
+        """Open the run of this job, or resume that of an earlier attempt. Returns the last step that it has."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of one step. Steps come in order, and none that the run has already."""
+        """Add the metrics of one step. Steps are in order and exclude those that the run already has."""
 
     def finish(self, ended: Ended) -> None:
-        """Send what is left, and say how the attempt ended."""
+        """Flush the remaining metrics and report how the attempt ended."""

@@ -12,7 +12,7 @@ from worker.types import Prompt, Rollout
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: `group_size` answers a prompt, each with a seed of its own."""
+    """Sampling parameters: `group_size` answers for each prompt, each with its own seed."""
 
     group_size: int
     temperature: float  # 0 is greedy

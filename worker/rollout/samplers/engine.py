@@ -48,8 +48,8 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": next(rank for rank in RANKS if rank >= config.rank),
-        # The exact size, because the trainer lives on the same device; the share is then only a check at the start
-        # that this much is free, so it is set to next to nothing.
+        # The exact size, because the trainer uses the same device. vLLM then uses the share only to check at start-up
+        # that this much memory is free, so it is close to 0.
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "gpu_memory_utilization": 0.01,
         # A model's own generation_config would change what we sample from, unseen by the trainer.
@@ -211,7 +211,7 @@ def one_adapter_linear(
 
 
 def serve(channel: Channel, engine: Engine) -> None:
-    """Sample what is asked for and report every step, until the run closes its end."""
+    """Sample the requests of the run and report every step, until the run closes the channel."""
     channel.send(Ready())
     while True:
         if engine.busy and not channel.waiting():

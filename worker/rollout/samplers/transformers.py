@@ -1,7 +1,7 @@
 """Sampling with the trainer's own model: no second engine, no copy of the weights, any machine.
 
 Each prompt is computed once for its whole group, all groups decode in one batch, and an answer that has ended
-leaves the batch at once, and is handed on to be graded while the others go on.
+leaves the batch at once and is graded while the others are still being sampled.
 """
 
 from collections.abc import AsyncIterator, Iterator, Sequence

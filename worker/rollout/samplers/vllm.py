@@ -4,12 +4,12 @@ The engine (worker/rollout/samplers/engine.py) is a child process of ours and no
 a hang in it must not take the run along, an adapter must get in without a file, and both need a handle on the process
 and a message per step, which vLLM's client does not give. It is one socket and one `kill`.
 
-Nobody publishes weights. Each `sample` reads the policy's adapter and sends it when it differs from the one the engine
-has, so what is sampled is the present policy, always.
+The trainer does not publish weights. Each `sample` reads the policy's adapter and sends it when it differs from the one
+the engine has, so answers are always sampled from the current policy.
 
-Every answer is a request of its own with its own seed. (vLLM's n=G makes the same requests, but seeds them seed+index,
-and then an answer that has to be asked for again could not be asked for alone.) The prompt's keys and values are shared
-through vLLM's prefix cache either way.
+Every answer is a separate request with its own seed. (vLLM's n=G makes the same requests, but seeds them seed+index,
+so a single answer of a group could not be requested again.) The prompt's keys and values are shared through vLLM's
+prefix cache either way.
 """
 
 import contextlib
@@ -80,12 +80,12 @@ class VllmSampler:
         max_restarts: int = 2,
         on_restart: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Starts the engine, and does not wait for it.
+        """Start the engine without waiting for it.
 
-        `context`: the longest prompt and answer together that will be asked for, in tokens; default: the model's. vLLM
-        refuses to start if `kv_cache_bytes` does not hold one sequence of that length.
-        An engine that says nothing for `patience` seconds has hung. One that is lost is started again, at most
-        `max_restarts` times in one `sample`, and `on_restart` hears why.
+        `context`: the longest prompt and answer together, in tokens; default: the model's context. vLLM refuses to
+        start if `kv_cache_bytes` does not hold one sequence of that length.
+        An engine that sends no message for `patience` seconds has hung. A lost engine is restarted, at most
+        `max_restarts` times in one `sample`, and `on_restart` receives the reason.
         """
         self.policy = policy
         self.patience = patience
@@ -114,7 +114,7 @@ class VllmSampler:
         Raises:
             EngineLost: once more than `max_restarts` times.
         """
-        # Read here and not when the first answer is asked for: by then the trainer may be changing it.
+        # Read here and not in the iterator: the trainer may be changing the adapter by its first `next`.
         return self._answers(self.policy.adapter(), prompts_P, sampling)
 
     def _answers(
@@ -246,7 +246,7 @@ class EngineProcess:
 
     def _expect_ready(self, patience: float) -> None:
         while not isinstance(self._receive(patience), Ready):
-            continue  # steps of requests that nobody waits for
+            continue  # steps of abandoned requests
 
     def _send(self, message: object) -> None:
         try:
