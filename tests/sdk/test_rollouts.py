@@ -65,7 +65,7 @@ def test_filters_hold_on_every_page(client, job_id):
 
 
 def test_a_filter_that_there_is_not_is_refused_before_anything_is_sent(client, job_id):
-    with pytest.raises(TypeError, match=r"no filter 'max_scores'; there are step, .*, max_score\."):
+    with pytest.raises(TypeError, match=r"no filter 'max_scores'; available: step, .*, max_score\."):
         client.rollouts.list(job_id, max_scores=0.5)
 
 

@@ -102,7 +102,7 @@ def test_another_server_goes_on_in_the_same_trace(collector):
 
 def test_nothing_is_imported_or_recorded_without_an_endpoint():
     code = (
-        "import sys; from core import tracing\n"
+        "import sys; from core.telemetry import tracing\n"
         "with tracing.exported('', 'x'), tracing.request('GET', {}), tracing.attempt('j', 1), tracing.span('s'):\n"
         "    tracing.job_created('j'); tracing.answered('GET', '/', 200, 'r')\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
