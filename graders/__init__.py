@@ -1,4 +1,4 @@
-"""Specs in, grades out. A leaf: no database, no web server, no torch, usable on its own.
+"""Grade samples with graders built from specs. Depends on no database, web server or torch, so it works standalone.
 
 >>> import asyncio
 >>> from graders.build import build

@@ -28,17 +28,17 @@ class InvalidBackends(ValueError):
 
 
 class JudgeEntry(BaseModel, extra="forbid", frozen=True, strict=True):
-    """[judges.NAME]: a judge model, called NAME by users. Either a server, or a model of the registry.
+    """[judges.NAME]: a judge model that specs refer to as NAME, either on a server or in the model registry.
 
-    The key is in the environment, not in the file.
+    The API key is read from the environment variable `api_key_env`, never from the file.
     """
 
     model: str | None = None
-    base_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+.*$")  # up to and with /v1
+    base_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+.*$")  # ends with /v1
     api_key_env: str | None = None
     served_as: str | None = None
     explains: bool = (
-        True  # whether it writes reasoning steps before its verdict; small models do worse with them
+        True  # whether it writes reasoning steps before its verdict; they make small models less accurate
     )
     max_concurrency: int = Field(default=8, ge=1)
     requests_per_second: float | None = Field(default=None, gt=0)
@@ -55,7 +55,7 @@ class JudgeEntry(BaseModel, extra="forbid", frozen=True, strict=True):
 
 @dataclass(frozen=True)
 class Inference:
-    """The server of the registry's models."""
+    """The inference server of the registry's models, and its API key."""
 
     url: str
     key: str = field(default="", repr=False)
@@ -64,7 +64,7 @@ class Inference:
 class EndpointRules(BaseModel, extra="forbid", frozen=True, strict=True):
     """[endpoints]: the hosts that endpoint graders may call. `*` matches any run of characters.
 
-    `private_hosts` are the hosts among them that may have private addresses.
+    `private_hosts` lists those of `hosts` that may resolve to private addresses.
     """
 
     hosts: list[str] = Field(min_length=1)
@@ -78,7 +78,7 @@ class _File(BaseModel, extra="forbid", frozen=True, strict=True):
 
 @dataclass(frozen=True)
 class Backends:
-    """Services that graders may call. Empty by default, so graders that call any are refused on creation."""
+    """Services that graders may call. Empty by default, so creating a grader that calls a service is rejected."""
 
     judges: Mapping[str, JudgeModel]
     endpoints: Endpoints | None = None
@@ -97,12 +97,16 @@ class Backends:
         environment: Mapping[str, str] = os.environ,
         environments: Path | None = None,
     ) -> Backends:
-        """Read `file`; none without one. `inference` is for judges that are models of the registry.
+        """Load the operator's file.
 
-        `environments` is the folder of python graders' environments, by default the one beside this installation.
+        Args:
+            file: The TOML file; None allows no services.
+            inference: The server for judges that are models of the registry.
+            environment: The environment variables that hold API keys.
+            environments: Folder of the python graders' environments; default: the one of this installation.
 
         Raises:
-            InvalidBackends: the file cannot be read, or a key that it names is not in the environment.
+            InvalidBackends: The file cannot be read or is invalid, or an environment variable that it names is unset.
         """
         environments = environments or default_folder()
         if file is None:
@@ -128,7 +132,7 @@ class Backends:
         return cls(judges, endpoints, registry_models, environments)
 
     def check(self, spec: GraderSpec, param: str = "grader") -> None:
-        """Make the checks that parse_grader cannot. Blocks on the hazard pool, so do not call it in an event loop.
+        """Run the checks that need this installation. Blocks on the hazard pool, so do not call it in an event loop.
 
         Raises:
             InvalidGrader: a regular expression does not compile, or (NotConfigured) this installation cannot run it.
@@ -140,11 +144,11 @@ class Backends:
     async def compile(self, spec: GraderSpec, owner: str = "", param: str = "grader") -> None:
         """Raise InvalidGrader if the source of a python grader does not compile.
 
-        Compiles in the sandbox, which caches the result for this owner's grades. Cancelling the call aborts that. Call
-        `check` first.
+        The sandbox compiles the source and caches the result for this owner's grades. Cancelling this call aborts the
+        compilation. Call `check` first.
 
         Raises:
-            SandboxUnavailable, SandboxFailed: the source could not be checked.
+            SandboxUnavailable, SandboxFailed: The sandbox could not check the source.
         """
         for where, part in python_parts(spec, param):
             environment = find(self.environments, part.image_tag or DEFAULT)
@@ -157,9 +161,11 @@ class Backends:
     async def open(
         self, spec: GraderSpec, *, owner: str = "", trace_id: str | None = None
     ) -> AsyncIterator[Grader]:
-        """Build the grader for a project, the `owner`, for use in the running event loop.
+        """Build the grader for use in the running event loop.
 
-        `trace_id` goes to endpoints instead of a new one.
+        Args:
+            owner: The project. The sandbox does not share processes between owners.
+            trace_id: Sent to endpoint graders; default: a new one for each call.
         """
         endpoints = self.endpoints
         if endpoints is not None and trace_id is not None:

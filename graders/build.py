@@ -56,9 +56,12 @@ def build(
 ) -> Grader:
     """Build a grader from a checked spec. Raises only NotConfigured or EnvironmentNotBuilt.
 
-    score_model and label_model need `judges`, and endpoint needs `endpoints`. `environments` is the folder of python
-    graders' environments, by default the one of this installation. `owner` is the project, by which the sandbox
-    separates processes and schedules turns.
+    Args:
+        judges: Required by score_model and label_model.
+        endpoints: Required by endpoint.
+        environments: Folder of the python graders' environments; default: the one of this installation.
+        owner: The project. The sandbox does not share processes between owners, and schedules owners fairly.
+        param: Dotted path of the spec, for errors.
     """
     match spec:
         case StringCheckSpec():
@@ -151,7 +154,7 @@ def missing_fields(spec: GraderSpec, row: Item) -> list[str]:
 
 
 def reads_tools(spec: GraderSpec, param: str) -> str | None:
-    """The path of the grader, at `param` or inside it, with a template that reads sample.output_tools; else None."""
+    """Return the path of the first grader whose template reads sample.output_tools, or None. `param` is the root."""
     if isinstance(spec, MultiSpec):
         found = (reads_tools(sub, f"{param}.graders.{key}") for key, sub in spec.graders.items())
         return next((path for path in found if path), None)
@@ -171,7 +174,7 @@ def _templates(spec: GraderSpec) -> Iterator[Template]:
         case FormatSpec():
             yield Template.parse(spec.input)
         case PythonSpec():
-            return  # the fields that a function reads are unknown
+            return  # the fields that the function reads are unknown
         case EndpointSpec():
             return  # endpoints get the whole row
         case _:

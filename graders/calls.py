@@ -31,7 +31,7 @@ class Answer:
 
 
 class NoAnswer(Exception):
-    """The server could not be reached, or its answer could not be read."""
+    """The client could not reach the server or could not read the response."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Patience:
 
 @dataclass
 class Pace:
-    """Lets calls start at most `per_second` times a second, evenly spaced."""
+    """A rate limit: calls start at most `per_second` times a second, evenly spaced."""
 
     per_second: float | None
     sleep: Sleep = asyncio.sleep
@@ -83,10 +83,10 @@ async def post(
     """Return the server's last response. Redirects are not followed.
 
     Args:
-        timeout_s: For each attempt, from its start to the last byte of the answer.
+        timeout_s: Limit of each attempt, from its start to the last byte of the response.
 
     Raises:
-        NoAnswer: no attempt had a response, or the client refuses the address, which is not retried.
+        NoAnswer: No attempt got a response, or the client rejected the address, which is not retried.
     """
     for attempt in range(patience.retries + 1):
         await pace.turn()
@@ -137,7 +137,7 @@ def _is_passing(status: int) -> bool:
 
 
 def _seconds(retry_after: str, now: float) -> float | None:
-    """Retry-After is a number of seconds or a date."""
+    """Parse Retry-After, which is a number of seconds or a date."""
     try:
         seconds = float(retry_after)
     except ValueError:

@@ -11,11 +11,11 @@ from graders.spec import FormatSpec, GraderSpec, InvalidGrader, MultiSpec
 
 
 def check_patterns(spec: GraderSpec, param: str = "grader", pool: HazardPool | None = None) -> None:
-    """Compile the regular expressions of a spec, all within the limits of one call.
+    """Compile all regular expressions of a spec, within the limits of a single call to the hazard pool.
 
     Raises:
-        InvalidGrader: one is invalid, or they take too long or too much memory to compile.
-        HazardFailed: the pool broke.
+        InvalidGrader: A regular expression is invalid, or compiling them exceeds the time or memory limit.
+        HazardFailed: The hazard pool failed.
     """
     patterns = dict(_patterns(spec, param))
     if not patterns:

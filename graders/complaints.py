@@ -38,7 +38,7 @@ Complaint = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Mistake:
-    """`param` is the dotted path to it, `code` its kind."""
+    """An error in user input. `param` is the dotted path of the invalid field, `code` the kind of error."""
 
     message: str
     param: str
@@ -53,9 +53,9 @@ def first_of(complaints: Sequence[Complaint], sent: Any, prefix: str = "") -> tu
 
 
 def explain(param: str, complaints: Sequence[Complaint], notes: Mapping[str, str] | None = None) -> Mistake:
-    """Build the error at `param`. Several complaints mean a value that matches no branch of a union: one error.
+    """Build the error at `param`. Several complaints are merged into one: the value matches no branch of a union.
 
-    `notes` has hints for some unsupported values.
+    `notes` maps unsupported values to hints.
     """
     return (
         _no_branch(param, complaints) if len(complaints) > 1 else _single(param, complaints[0], notes or {})
@@ -138,7 +138,7 @@ def _wanted(complaint: Complaint) -> str:
 
 def _number(complaint: Complaint) -> str:
     branch = str(complaint["loc"][-1])  # in a union pydantic adds the branch: "constrained-float"
-    value = complaint["input"]  # text, if it stood in the URL
+    value = complaint["input"]  # a string if it is a path or query parameter
     is_integer = (isinstance(value, int) or str(value).isdecimal()) and "float" not in branch
     return "an integer" if is_integer else "a number"
 
@@ -164,9 +164,10 @@ def _wrong_length(param: str, kind: str, length: int, context: Mapping[str, Any]
 
 
 def _path(complaint: Complaint, sent: Any, prefix: str) -> str:
-    """`method.reinforcement.grader`, `tags[0]`: the steps that were sent, and a last one that is missing.
+    """Format the location of an error, such as `method.reinforcement.grader` or `tags[0]`.
 
-    Pydantic's other steps name the branch of a union, or "[key]": nothing that the caller wrote.
+    Keeps the steps that exist in `sent`, and a last one that is missing. Drops the steps that pydantic adds: the branch
+    of a union, and "[key]".
     """
     path, here, loc = prefix, sent, complaint["loc"]
     for depth, step in enumerate(loc, 1):

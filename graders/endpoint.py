@@ -61,12 +61,12 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The allow-list for endpoint graders and their HTTP client. Builders of graders decide whether to pass it.
+    """The operator's allow-list for endpoint graders, and their HTTP client.
 
     Args:
-        hosts: Names and addresses as they stand in the URL, `*` for any run of characters. The operator's list. Names
-            must have public addresses; an address, or `localhost`, that is listed without `*` may be private.
-        private_hosts: Those of the hosts that may have private addresses, `*` for any run of characters.
+        hosts: Allowed host names and addresses, compared with the host in the URL; `*` matches any run of characters.
+            Names must resolve to public addresses; an address, or `localhost`, listed without `*` may be private.
+        private_hosts: Those of `hosts` that may resolve to private addresses; `*` matches any run of characters.
     """
 
     hosts: tuple[str, ...]
@@ -78,7 +78,7 @@ class Endpoints:
     clock: Callable[[], float] = time.monotonic
 
     def allow(self, url: str) -> bool:
-        """Return whether the host of a URL is on the operator's list. Resolves no names; calls do."""
+        """Return whether the host of a URL is on the allow-list. Names are resolved and checked only on each call."""
         host = host_of(parse(url))
         if not matches(host, self.hosts):
             return False

@@ -1,4 +1,4 @@
-"""The arithmetic of `calculate_output`: own tokens, own small tree, never eval.
+"""Parse and evaluate the formula of `calculate_output` with a recursive descent parser, without `eval`.
 
     expression = term (("+" | "-") term)*
     term       = signed (("*" | "/") signed)*
@@ -6,7 +6,7 @@
     power      = atom ("^" signed)?                  right associative, so 2^3^2 is 2^9; "**" means "^"
     atom       = number | name | function "(" expression ("," expression)* ")" | "(" expression ")"
 
-A sign binds looser than a power: -x^2 is -(x^2), and 2^-1 is a half. `log` is the natural logarithm.
+A sign has lower precedence than a power: -x^2 is -(x^2), and 2^-1 is 0.5. `log` is the natural logarithm.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-# Both limits are for hostile input. The first bounds the tree; the second bounds recursion, which costs about
-# eight Python frames a level while parsing, out of a default thousand.
+# Both limits guard against hostile input. The first bounds the tree; the second bounds recursion: parsing takes about
+# eight Python frames a level, and the default recursion limit is 1,000.
 MAX_LENGTH = 4096
 MAX_DEPTH = 32
 
@@ -28,7 +28,7 @@ _OPERATORS: dict[str, Callable[[float, float], float]] = {
     "-": operator.sub,
     "*": operator.mul,
     "/": operator.truediv,
-    "^": math.pow,  # unlike `**`, it refuses (-8)^0.5 instead of answering with a complex number
+    "^": math.pow,  # unlike `**`, raises ValueError for (-8)^0.5 instead of returning a complex number
 }
 _FUNCTIONS: dict[str, Callable[..., float]] = {
     "min": lambda *args: min(args),
@@ -52,7 +52,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class FormulaError(ValueError):
-    """The text is not a formula over the given names. `position` is the 0-based offset of the mistake."""
+    """The text is not a valid formula over the given names. `position` is the 0-based offset of the error."""
 
     def __init__(self, message: str, position: int) -> None:
         super().__init__(message, position)
@@ -63,7 +63,7 @@ class FormulaError(ValueError):
 
 
 class FormulaDomainError(ArithmeticError):
-    """For these scores the formula has no finite real value."""
+    """The formula has no finite real value for these scores."""
 
 
 class Node(Protocol):
@@ -72,25 +72,25 @@ class Node(Protocol):
 
 @dataclass(frozen=True)
 class Formula:
-    """A parsed formula. Evaluating it cannot fail except with FormulaDomainError."""
+    """A parsed formula. Evaluation raises only FormulaDomainError."""
 
     text: str
     root: Node
 
     @classmethod
     def parse(cls, text: str, names: Collection[str]) -> Formula:
-        """Raise FormulaError unless `text` is a formula whose variables are all among `names`."""
+        """Parse `text`. Raises FormulaError unless it is a formula whose variables are all among `names`."""
         if len(text) > MAX_LENGTH:
             raise FormulaError(f"the formula is longer than {MAX_LENGTH} characters", MAX_LENGTH)
         return cls(text, _Parser(_tokens(text), names).formula())
 
     def evaluate(self, values: Mapping[str, float]) -> float:
-        """The value for these scores: always finite, or FormulaDomainError."""
+        """Return the value for these scores, which is finite. Raises FormulaDomainError."""
         return self.root.value(values)
 
 
 def is_name(text: str) -> bool:
-    """Whether a formula can refer to something called `text`."""
+    """Return whether `text` is a valid variable name in a formula."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -123,9 +123,9 @@ class Negative:
 
 @dataclass(frozen=True)
 class Chain:
-    """Operators of one precedence, applied left to right: a - b + c, or a power, which has just one.
+    """Operators of the same precedence, applied left to right, such as a - b + c; or a single power.
 
-    Flat, so that a sum of a thousand terms is as shallow as a sum of two.
+    The node is flat, so a sum of 1,000 terms is no deeper than a sum of two.
     """
 
     first: Node
@@ -151,7 +151,7 @@ class Call:
 
 
 def _finite(shown: str, function: Callable[..., float], *args: float) -> float:
-    """Apply one operation. Checked at every step: min(1, 1e308 * 10) must not hide the overflow."""
+    """Apply one operation. Each result is checked, because min(1, 1e308 * 10) would hide the overflow."""
     try:
         result = float(function(*args))
     except (ValueError, ArithmeticError):
@@ -190,7 +190,7 @@ def _skip_space(text: str, at: int) -> int:
 
 
 class _Parser:
-    """Recursive descent, one method per line of the grammar at the top of this file."""
+    """A recursive descent parser with one method per rule of the grammar in the module docstring."""
 
     def __init__(self, tokens: list[_Token], names: Collection[str]) -> None:
         self.tokens, self.names = tokens, names
@@ -215,7 +215,7 @@ class _Parser:
         return Chain(first, tuple(rest)) if rest else first
 
     def signed(self) -> Node:
-        # Every way to nest (a sign, a power, a parenthesis, a call) comes through here.
+        # Signs, powers, parentheses and calls all nest through this method, so it counts the depth.
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise FormulaError(f"nested more than {MAX_DEPTH} deep", self.next.position)

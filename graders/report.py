@@ -23,11 +23,11 @@ _WITH_DETAILS = frozenset(
 
 
 def run_report(spec: GraderSpec, grade: Grade) -> dict[str, Any]:
-    """The whole response body. An ungraded sample earns 0 here, as the API has it; `errors` says which.
+    """Build the response body. The reward of an ungraded sample is 0, as in OpenAI's API; `errors` has the reason.
 
-    `metadata.reason`, `metadata.output`, what python graders printed, and `metadata.environment`, the packages that
-    they ran with, are ours. For a multi, `scores` holds null for a sub-grader that could not judge; `sub_rewards` holds
-    what `invalid_grade` had it count as, and without that leaves it out, for nothing was scored.
+    `metadata.reason`, `metadata.output` (the output that python graders printed) and `metadata.environment` (their
+    package environment) are extensions of OpenAI's API. For a multi, `scores` holds null for a failed sub-grader, and
+    `sub_rewards` holds its substitute score `invalid_grade`, or omits it if `invalid_grade` is unset.
     """
     stand_in = spec.invalid_grade if isinstance(spec, MultiSpec) else None
     return {
@@ -83,7 +83,7 @@ def _reasons(grade: Grade) -> dict[ErrorKind, str]:
 
 
 def _errors(reasons: dict[ErrorKind, str]) -> dict[str, bool | str | None]:
-    """All 24 keys, in the order of the API: one flag per kind, and details for the kinds that have them."""
+    """Return all 24 keys in the order of OpenAI's API: one flag per kind, and the details of kinds that have them."""
     errors: dict[str, bool | str | None] = {}
     for kind in ErrorKind:
         errors[kind.value] = kind in reasons

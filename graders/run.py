@@ -40,7 +40,7 @@ async def grade_all(
 
 
 async def grade_within(timeout_s: float, grader: Grader, sample: Sample, item: Item) -> Grade:
-    """Like grade_one, with a deadline whose expiry also becomes a Grade."""
+    """Grade one sample with a deadline. A timeout becomes a Grade with an error."""
     try:
         async with asyncio.timeout(timeout_s):
             return await grade_one(grader, sample, item)
@@ -50,7 +50,7 @@ async def grade_within(timeout_s: float, grader: Grader, sample: Sample, item: I
 
 
 async def grade_one(grader: Grader, sample: Sample, item: Item) -> Grade:
-    """Grade one sample and measure the time. Errors of the grader become a Grade with the reason."""
+    """Grade one sample and measure the time. An exception of the grader becomes a Grade with the reason."""
     started = time.perf_counter()
     try:
         grade = await grader.grade(sample, item)
@@ -58,7 +58,7 @@ async def grade_one(grader: Grader, sample: Sample, item: Item) -> Grade:
     except asyncio.CancelledError:
         if _being_cancelled():
             raise
-        # Not a cancellation of this task, but of something that the grader awaited. It must not end the worker.
+        # The cancelled task is not this one but one that the grader awaited, so it must not end the worker.
         return _failed(grader, "it was cancelled from within", started)
     except Exception as cause:
         return _failed(grader, repr(cause), started)

@@ -54,7 +54,7 @@ def _checked_template(text: str) -> str:
 
 
 def _checked_source(source: str) -> str:
-    """The source, if it is text that Python takes. Whether it compiles, the sandbox finds out (Backends.compile)."""
+    """Return the source if it is text that Python accepts. Backends.compile compiles it in the sandbox."""
     try:
         size = len(source.encode())
     except UnicodeEncodeError as cause:
@@ -83,7 +83,7 @@ MAX_MESSAGES = 100
 MAX_PARTS = 100  # of one message
 MAX_GRADERS = 100  # in a multi
 MAX_HEADERS = 50
-MAX_REFERENCES = 20_000  # in all templates of a grader: parsing them takes a tenth of a second
+MAX_REFERENCES = 20_000  # in all templates of a grader: parsing them takes 0.1 s
 GIVE_STEPS = ("python", "endpoint")  # the types whose grades may have steps
 Source = Annotated[str, AfterValidator(_checked_source)]
 Name = Annotated[str, Field(min_length=1)]
@@ -106,7 +106,7 @@ class StringCheckSpec(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class TextSimilaritySpec(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Measure how alike two texts are."""
+    """Measure the similarity of two texts."""
 
     type: Literal["text_similarity"] = "text_similarity"
     name: GraderName
@@ -117,7 +117,7 @@ class TextSimilaritySpec(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class MathSpec(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Compare the final answer with the reference, as mathematics."""
+    """Check that the final answer is mathematically equal to the reference."""
 
     type: Literal["math"] = "math"
     name: GraderName
@@ -127,7 +127,7 @@ class MathSpec(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class FormatSpec(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Check the form of a text: a regular expression for all of it, or one of the known forms."""
+    """Check the format of a text against a regular expression that matches all of it, or a predefined template."""
 
     type: Literal["format"] = "format"
     name: GraderName
@@ -181,7 +181,7 @@ def _kind_of_content(value: object) -> str:
     return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, (list, tuple)) else "<part>"
 
 
-# The tags are in brackets so that they can be told from the names of fields in the path of a mistake.
+# The brackets distinguish the tags from field names in the path of an error.
 Part = Annotated[
     Annotated[InputText, Tag("<input_text>")]
     | Annotated[OutputText, Tag("<output_text>")]
@@ -231,7 +231,10 @@ def _template_of(part: str | InputText | OutputText | InputImage | InputAudio) -
 
 
 class SamplingParams(BaseModel, extra="forbid", frozen=True, strict=True):
-    """How a judge model answers. The spelling of max_completions_tokens is OpenAI's; its guide also has max_tokens."""
+    """Sampling parameters of a judge model.
+
+    OpenAI's API spells max_completions_tokens with two plurals; OpenAI's guide also uses max_tokens.
+    """
 
     seed: int | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -248,7 +251,7 @@ class SamplingParams(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class ScoreModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Ask a model for a number."""
+    """Prompt a judge model for a number."""
 
     type: Literal["score_model"] = "score_model"
     name: GraderName
@@ -267,7 +270,7 @@ class ScoreModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class LabelModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Ask a model to pick a label; 1 if it is one of the passing ones."""
+    """Prompt a judge model for a label. The score is 1 if it is a passing label, else 0."""
 
     type: Literal["label_model"] = "label_model"
     name: GraderName
@@ -289,7 +292,7 @@ class LabelModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class EndpointSpec(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Call the user's web server. Headers contain secrets: `dump` can mask them."""
+    """Call the user's web server. The headers contain secrets, which `dump` can mask."""
 
     type: Literal["endpoint"] = "endpoint"
     name: GraderName
@@ -308,7 +311,7 @@ class PythonSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     name: GraderName
     source: Source
     image_tag: Annotated[str, AfterValidator(_checked_environment)] | None = (
-        None  # the default one; kept as it was sent
+        None  # None means the default environment, and stays None in responses
     )
     pass_threshold: Finite | None = None
 
@@ -339,7 +342,7 @@ class MultiSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     @field_validator("calculate_output")
     @classmethod
     def _formula_parses(cls, text: str, info: ValidationInfo) -> str:
-        if "graders" in info.data:  # else they were invalid, and that is the error to report
+        if "graders" in info.data:  # absent if they are invalid, which is the error to report
             Formula.parse(text, info.data["graders"])
         return text
 
@@ -375,16 +378,16 @@ def parse_grader(raw: object, param: str = "grader") -> GraderSpec:
 
 
 def _references(raw: object) -> int:
-    """No fewer than there are in the templates of what may be a grader. Found without parsing them."""
+    """Return an upper bound of the number of references in the templates of `raw`, without parsing them."""
     try:
         return json.dumps(raw, default=str).count("{{")
-    except (ValueError, RecursionError):  # circular, or too deep to be one
+    except (ValueError, RecursionError):  # circular, or nested too deeply to be a grader
         return 0
 
 
 def _parsed(fields: dict[str, Any], param: str) -> GraderSpec:
     fields = _with_one_unknown(fields, model := _MODELS[_one_of(_MODELS, fields, f"{param}.type")])
-    if "name" in fields and fields["name"] is None:  # typed clients send a null where nothing was set
+    if "name" in fields and fields["name"] is None:  # typed clients send null for unset fields
         del fields["name"]
     if model is MultiSpec and "graders" in fields:
         fields["graders"] = _sub_graders(fields["graders"], f"{param}.graders")
@@ -402,7 +405,7 @@ def _parsed(fields: dict[str, Any], param: str) -> GraderSpec:
 
 
 def _with_one_unknown(fields: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """The known fields and the first unknown one, which is all that is reported: pydantic makes a complaint of each."""
+    """Return the known fields and the first unknown one: only that is reported, but pydantic adds an error for each."""
     unknown = next((key for key in fields if key not in model.model_fields), None)
     return {key: value for key, value in fields.items() if key in model.model_fields or key == unknown}
 
@@ -417,7 +420,7 @@ def dump(spec: GraderSpec, *, masked: bool = False) -> dict[str, Any]:
 
 
 def hide_secrets(dumped: Mapping[str, Any]) -> dict[str, Any]:
-    """A dumped spec with the values of an endpoint's headers masked, also inside a multi."""
+    """Return a dumped spec with the header values of endpoint graders masked, also inside a multi."""
     shown = dict(dumped)
     if "headers" in shown:
         shown["headers"] = dict.fromkeys(shown["headers"], MASK)
@@ -427,7 +430,7 @@ def hide_secrets(dumped: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sub_graders(raw: object, param: str) -> dict[str, SubGraderSpec]:
-    """The graders of a multi by variable name. A list is accepted too: then their names are the variables."""
+    """Return the graders of a multi by variable name. In a list, the grader's name is its variable name."""
     if isinstance(raw, list | Mapping) and len(raw) > MAX_GRADERS:
         raise _invalid_value(
             param, f"a multi grader may have at most {MAX_GRADERS} graders, but got {len(raw)}."
@@ -450,7 +453,7 @@ def _listed_graders(raw: list[object], param: str) -> dict[str, SubGraderSpec]:
     for index, sub in enumerate(raw):
         where = f"{param}[{index}].name"
         if isinstance(sub, Mapping) and sub.get("name") is None:
-            raise _missing(where)  # the formula could not mention a name that we make up
+            raise _missing(where)  # the formula cannot refer to a generated name
         spec = _sub_grader(sub, f"{param}[{index}]")
         _check_variable(spec.name, where)
         if spec.name in graders:
@@ -482,7 +485,7 @@ def _object(raw: object, param: str) -> dict[str, Any]:
 
 
 def _one_of(supported: Iterable[str], fields: Mapping[str, Any], param: str) -> str:
-    """The grader type in `fields`, if it is one of the supported."""
+    """Return the grader type in `fields`. Raises InvalidGrader if it is missing or unsupported."""
     if "type" not in fields:
         raise _missing(param)
     kind = fields["type"]
@@ -515,4 +518,4 @@ def _unsupported(value: str, param: str, supported: str) -> InvalidGrader:
 
 def _listed(words: Iterable[str]) -> str:
     *most, last = words
-    return f"{', '.join(most)} or {last}" if most else last  # pydantic's own style, so that all errors agree
+    return f"{', '.join(most)} or {last}" if most else last  # the same style as pydantic's messages

@@ -1,4 +1,4 @@
-"""Templates such as `{{item.x}}` and `{{sample.output_text}}`: parsed once, rendered many times, never evaluated.
+"""Parse and render templates such as `{{item.x}}` and `{{sample.output_text}}`. Templates run no code.
 
     template  = text with any number of "{{" reference "}}"
     reference = ("item" | "sample") ("." key | "[" index "]")*      spaces allowed around it
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from .types import ErrorKind, Item, Sample  # relative: the client ships this file in a package of its own
+from .types import ErrorKind, Item, Sample  # relative, because the client ships this file in its own package
 
 Path = tuple[str | int, ...]
-"""What follows the namespace: `item.tags[0]` has the path `("tags", 0)`."""
+"""Steps below the namespace: `item.tags[0]` has the path `("tags", 0)`."""
 
 # Bounds the cost of copying, comparing and sending a row, which may have 4 MB.
 MAX_RENDERED = 2_000_000
 # Parsing takes microseconds for each reference, and longer for a long path.
 MAX_REFERENCES = 1_000  # of one template
 MAX_REFERENCE = 1_000  # characters between the braces
-# Characters of a template that is kept when it has been parsed: what is parsed takes ten times as much memory.
+# Characters of a template whose parsed form is cached: the parsed form takes ten times the memory of the text.
 MAX_KEPT = 4_000
 
 _NAMESPACE = re.compile(r"\s*(\w*)")
@@ -117,9 +117,9 @@ class Template:
         """Render the template.
 
         Raises:
-            MissingPath: a referenced value is missing.
-            SampleNotJson: the sample has no JSON.
-            RenderedTooLarge: it has more than MAX_RENDERED characters.
+            MissingPath: The sample or row lacks a referenced value.
+            SampleNotJson: The sample has no JSON.
+            RenderedTooLarge: The rendered text has more than MAX_RENDERED characters.
         """
         texts: list[str] = []
         room = MAX_RENDERED

@@ -78,7 +78,7 @@ class TokenUsage:
 
 
 def summed(usages: Iterable[Mapping[str, TokenUsage]]) -> dict[str, TokenUsage]:
-    """Usage by model, each model once."""
+    """Add up the token usage of each model."""
     total: dict[str, TokenUsage] = {}
     for usage in usages:
         for model, tokens in usage.items():
@@ -125,7 +125,7 @@ def steps_of(raw: Any, length: int) -> tuple[StepScore, ...]:
 def _is_finite(number: float) -> bool:
     try:
         return math.isfinite(number)
-    except OverflowError:  # an integer that no float can hold
+    except OverflowError:  # an integer too large for a float
         return False
 
 
@@ -142,9 +142,9 @@ class Grade:
     error: ErrorKind | None = None
     sub_grades: Mapping[str, Grade] = field(default_factory=dict)
     seconds: float = 0.0
-    usage: Mapping[str, TokenUsage] = field(default_factory=dict)  # by model; that of sub-grades included
+    usage: Mapping[str, TokenUsage] = field(default_factory=dict)  # by model, including sub-grades
     output: str = ""
-    steps: tuple[StepScore, ...] = ()  # of an answer that was judged step by step
+    steps: tuple[StepScore, ...] = ()  # step scores of an answer that is graded step by step
 
     def __post_init__(self) -> None:
         if self.score is None:
@@ -175,7 +175,7 @@ def _json_object(text: str) -> dict[str, Any] | None:
 
 
 def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")  # Python reads NaN and Infinity, the format has neither
+    raise ValueError(f"{text} is not JSON")  # Python's parser accepts NaN and Infinity, which are not JSON
 
 
 def _finite(text: str) -> float:

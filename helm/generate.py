@@ -1,8 +1,8 @@
-"""Write what follows from other files: the chart's table of values, and which settings its schema knows.
+"""Generate the chart's tables of values and workers, and the settings in its schema, from other files.
 
     python helm/generate.py
 
-tests/helm/test_generated.py fails when it is due.
+tests/helm/test_generated.py fails if the generated files are out of date.
 """
 
 import json
@@ -17,7 +17,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "helm/regraft"
 
-# What the chart itself says to the service; the rest of core/settings.py is for `settings`.
+# Settings of core/settings.py that the chart's templates set. All others can be set in `settings`.
 OWN = {
     "data_dir", "database_url", "broker_url", "blob_url", "s3_endpoint_url", "s3_region", "models_file",
     "graders_file", "inference_url", "inference_key", "host", "port", "gpu_class", "metrics_port", "ranks",
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def generated() -> dict[Path, str]:
-    """What each file should hold."""
+    """Return the expected content of each generated file."""
     schema_file, readme = CHART / "values.schema.json", CHART / "README.md"
     schema = json.loads(schema_file.read_text())
     schema["properties"]["settings"] = settings_schema()
@@ -45,7 +45,7 @@ def generated() -> dict[Path, str]:
 
 
 def settings_schema() -> dict[str, Any]:
-    """The part of values.schema.json on `settings`, from the types of core/settings.py."""
+    """Build the schema of `settings` in values.schema.json from the types of core/settings.py."""
     from core.settings import Settings
 
     whole = Settings.model_json_schema()
@@ -54,7 +54,7 @@ def settings_schema() -> dict[str, Any]:
 
 
 def _flat(schema: Any, whole: dict[str, Any]) -> Any:
-    """Without references, titles and defaults; an absent value is one that is not given, so never null."""
+    """Inline references, drop titles and defaults, and disallow null, because an unset value is absent."""
     if isinstance(schema, list):
         return [_flat(one, whole) for one in schema]
     if not isinstance(schema, dict):
@@ -71,7 +71,7 @@ def _flat(schema: Any, whole: dict[str, Any]) -> Any:
 
 
 def values_table() -> str:
-    """One row for each comment of values.yaml that begins with `--`, with the default below it."""
+    """Build a table with one row for each comment of values.yaml that starts with `--`, and the default below it."""
     lines = (CHART / "values.yaml").read_text().splitlines()
     values = yaml.safe_load("\n".join(lines))
     rows = ["| value | default | |", "|---|---|---|"]
@@ -85,7 +85,7 @@ def values_table() -> str:
 
 
 def documented(lines: list[str]) -> Iterator[tuple[list[str], str]]:
-    """Each documented key's path and its comment. Comments are one line long, and levels two spaces wide."""
+    """Yield the path and comment of each documented key. Expects comments of one line and two spaces per level."""
     path: list[str] = []
     comment = ""
     for line in lines:

@@ -1,13 +1,13 @@
-"""Share of the answer's words that are written in the row's language, told by its script.
+"""Share of the answer's words that are written in the row's language, identified by its script.
 
-Use it beside a grader of correctness, with a small weight: reasoning models that are only paid for right answers
-drift into a mix of languages (DeepSeek-R1, section 2.3.2 adds the same reward).
+Combine it with a grader of correctness and give it a small weight: reasoning models that are rewarded only for correct
+answers drift into a mix of languages (DeepSeek-R1, section 2.3.2, adds the same reward).
 
     row     {"messages": [...], "language": "en"}
     score   0 to 1; an answer without a single word scores 0
 
-Scripts tell English from Chinese or Russian, not English from French. Numbers, formulas and what stands in
-backticks belong to no language and do not count.
+Scripts distinguish English from Chinese or Russian, but not from French. Numbers, formulas and text in backticks belong
+to no language and are ignored.
 """
 
 import re
@@ -22,11 +22,11 @@ SCRIPTS = {
 
 
 def grade(sample, item):
-    scripts = SCRIPTS[item["language"]]  # a language that is not listed is an error, not a 0
+    scripts = SCRIPTS[item["language"]]  # an unlisted language is an error, not a score of 0
     text = re.sub(r"```.*?```|`[^`]*`|\$[^$]*\$", " ", sample["output_text"], flags=re.DOTALL)
     right = total = 0
     for word in re.findall(r"[^\W\d_]+", text):
-        # Chinese and Japanese have no spaces, so there every character is a word.
+        # Chinese and Japanese have no spaces, so every character counts as a word.
         for unit in (
             word if unicodedata.name(word[0], "").startswith(("CJK", "HIRAGANA", "KATAKANA")) else [word]
         ):

@@ -32,7 +32,7 @@ def grade(sample, item):
 
 
 def runs(source, names):
-    """Whether it ends in time and without an exception."""
+    """Return whether the code ends in time and without an exception."""
     outcome = []
 
     def work():

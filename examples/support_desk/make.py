@@ -1,4 +1,4 @@
-"""Writes train.jsonl and valid.jsonl: questions to a library's front desk, each to be sent to one of four desks."""
+"""Write train.jsonl and valid.jsonl: questions to a library's front desk, to be classified into four desks."""
 
 import json
 from pathlib import Path
@@ -78,8 +78,8 @@ DESKS = {
     ],
 }
 VALID = 4  # of each desk's questions, never trained on
-# One example of each in the prompt: without them a model this small never once names a desk, so that all its
-# answers score the same and there is nothing to learn from.
+# The prompt contains one example of each desk. Without them a model this small never names a desk, so all its answers
+# get the same score and each group has zero variance.
 EXAMPLES = {
     "lost book": "I cannot find the book I borrowed.",
     "late fee": "Why do I have to pay for a late book?",

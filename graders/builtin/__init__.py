@@ -1,1 +1,1 @@
-"""The graders that call no other server."""
+"""Graders that run on this server without calling another one."""

@@ -24,7 +24,7 @@ _THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.
 
 
 def problems(*patterns: str) -> list[str]:
-    """Return why each pattern is invalid, or "". Runs only in the hazard pool."""
+    """Return the error of each pattern, or "" if it is valid. Runs only in the hazard pool."""
     found = [match(pattern, "") for pattern in patterns]
     return [f"not a regular expression: {one}" if isinstance(one, str) else "" for one in found]
 

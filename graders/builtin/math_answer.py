@@ -22,7 +22,7 @@ MAX_LENGTH = 1000
 _TAG = re.compile(r"</?answer>", re.IGNORECASE)
 _BRACE = re.compile(r"[{}]")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?%?")
-# Texts that are parsed here with the result of math-verify, at a hundredth of its cost.
+# This module parses these texts itself, with the same result as math-verify at 1 % of its cost.
 _INTEGER = re.compile(r"-?\d{1,12}", re.ASCII)
 _DECIMAL = re.compile(r"-?\d{1,9}\.\d{1,6}", re.ASCII)
 _FRACTION = re.compile(
@@ -32,7 +32,7 @@ _FRACTION = re.compile(
 
 @dataclass(frozen=True)
 class MathAnswer:
-    """A reference that cannot be parsed leaves the sample ungraded; an answer that cannot be parsed scores 0."""
+    """Compare final answers. An unparsable reference leaves the sample ungraded; an unparsable answer scores 0."""
 
     name: str
     input: Template
@@ -125,7 +125,7 @@ def _last_boxed(text: str) -> str | None:
     return None  # truncated
 
 
-@lru_cache(maxsize=256)  # a group of answers has one reference, and many of them agree
+@lru_cache(maxsize=256)  # the answers of a group share one reference, and many of them are equal
 def _parsed(answer: str) -> list[Any]:
     """Parse a text as mathematics; empty if it cannot be parsed."""
     import math_verify.parser  # takes three seconds, once per process of the pool
@@ -140,7 +140,7 @@ def _parsed(answer: str) -> list[Any]:
 
 
 def _plain_number(text: str) -> Any:
-    """SymPy's number for an integer, a fraction of two or a decimal; None for any other text."""
+    """Convert an integer, a fraction of integers or a decimal to a SymPy number. Returns None for any other text."""
     import sympy
 
     if _INTEGER.fullmatch(text):
@@ -148,6 +148,6 @@ def _plain_number(text: str) -> Any:
     if fraction := _FRACTION.fullmatch(text):
         sign, a, b, c, d = fraction.groups()
         return sympy.Rational(int(sign + (a or c)), int(b or d))
-    if _DECIMAL.fullmatch(text) and text != "0.5":  # of which math-verify makes a half
+    if _DECIMAL.fullmatch(text) and text != "0.5":  # math-verify parses 0.5 as 1/2
         return sympy.Float(text)
     return None

@@ -47,7 +47,7 @@ class Multi:
 def _scores(
     sub_grades: Mapping[str, Grade], stand_in: float | None
 ) -> tuple[dict[str, float], dict[str, Grade]]:
-    """Split into scores, including substitutes, and failed grades without a substitute."""
+    """Split grades into scores, including substitute scores, and failed grades without a substitute."""
     scores: dict[str, float] = {}
     unjudged: dict[str, Grade] = {}
     for key, sub in sub_grades.items():

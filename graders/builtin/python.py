@@ -22,7 +22,7 @@ class PythonGrader:
     name: str
     source: str
     pool: Pool = field(default_factory=shared, repr=False, compare=False)
-    environment: Environment | None = None  # the default one
+    environment: Environment | None = None  # None means the default environment
     owner: str = ""  # the project; processes are not shared between projects
     type: ClassVar[str] = "python"
 

@@ -14,7 +14,7 @@ Operation = Literal["eq", "ne", "like", "ilike"]
 
 @dataclass(frozen=True)
 class StringCheck:
-    """Texts are compared as they are: nothing is stripped or normalised, and there are no wildcards."""
+    """Compare the texts without stripping or normalizing them. Wildcards are not supported."""
 
     name: str
     input: Template

@@ -1,10 +1,11 @@
-"""text_similarity: how alike two rendered texts are, from 0 to 1.
+"""text_similarity: the similarity of two rendered texts, from 0 to 1.
 
-OpenAI names its metrics and not their settings. These are ours: each is what the best known library does by
-default, or says here why not. Two empty texts are alike, one empty text is like no other.
+OpenAI documents the names of its metrics but not their settings. Each metric here uses the default settings of the
+best known library unless its docstring says otherwise. The similarity of two empty texts is 1; that of an empty text
+and any other is 0.
 
-Words of bleu, gleu and meteor are runs of letters and digits, and single punctuation marks; case counts in the
-first two. ROUGE's are runs of a-z and 0-9 in lower case. Nothing but meteor stems.
+bleu, gleu and meteor split a text into runs of letters and digits, and single punctuation marks; bleu and gleu are
+case-sensitive. ROUGE splits it into runs of a-z and 0-9 in lower case. Only meteor applies stemming.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Metric = Literal[
     "rouge_l",
 ]
 
-# Longer texts are measured in the hazard pool: rouge_l takes time in the product of the numbers of words, in Python.
+# The hazard pool measures longer texts: rouge_l, in Python, takes time proportional to the product of the word counts.
 MAX_CHARACTERS_HERE = 2_000
 _WORD = re.compile(r"\w+|[^\w\s]")
 
@@ -45,7 +46,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 class TextSimilarity:
     """The score is the metric itself; a pass threshold does not change it.
 
-    Texts that take longer to measure than the hazard pool allows are not judged.
+    Texts that exceed the time limit of the hazard pool leave the sample ungraded.
     """
 
     name: str
@@ -76,28 +77,28 @@ class TextSimilarity:
 
 
 def measure(metric: Metric, got: str, want: str) -> float:
-    """The metric of two texts. Those that may be long are measured in the hazard pool."""
+    """Compute the metric of two texts. For long texts, call it in the hazard pool."""
     return METRICS[metric](got, want)
 
 
 def fuzzy_match(a: str, b: str) -> float:
-    """Share of characters two texts have in common, in order: 1 - edits / total length.
+    """Return the share of characters that two texts have in common, in order: 1 - edits / total length.
 
-    An edit inserts or deletes one character. OpenAI says its fuzzy_match uses rapidfuzz but not which scorer.
-    This is `fuzz.ratio`, because a reward must not be cheap to game: it is symmetric, falls with every edit,
-    and gives no credit for burying the answer in a long text. `WRatio`, the library's own default, takes the
-    best of several partial matches and does.
+    An edit inserts or deletes one character. OpenAI documents that fuzzy_match uses rapidfuzz, but not the scorer.
+    This function uses `fuzz.ratio` because it is hard to game: it is symmetric, falls with every edit, and gives no
+    credit for an answer hidden in a long text. `WRatio`, the library's default, does give that credit, because it
+    takes the best of several partial matches.
     """
     return fuzz.ratio(a, b) / 100
 
 
 def bleu(got: str, want: str) -> float:
-    """How many n-grams of `got` are in `want`, geometric mean over n = 1..4, less a penalty for being short.
+    """Return the share of n-grams of `got` that are in `want`: geometric mean over n = 1..4, with a brevity penalty.
 
-    Smoothed, or one missing 4-gram would make any sentence worth 0 (method 1 of Chen and Cherry: 0.1 in place
-    of a count of 0). Where the texts are shorter than four words, n stops at the length of the shorter.
+    Smoothed with method 1 of Chen and Cherry (0.1 instead of a count of 0), because otherwise a sentence without a
+    matching 4-gram would score 0. If a text has fewer than four words, n is at most the length of the shorter text.
     """
-    from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu  # 1.5 s: paid by who uses it
+    from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu  # takes 1.5 s, so only when needed
 
     def judge(got_W: Sequence[str], want_W: Sequence[str]) -> float:
         n = min(4, len(got_W), len(want_W))
@@ -108,18 +109,18 @@ def bleu(got: str, want: str) -> float:
 
 
 def gleu(got: str, want: str) -> float:
-    """The n-grams in common, n = 1..4, as a share of the longer text's: BLEU made for single sentences."""
+    """Return the n-grams in common, n = 1..4, as a share of those of the longer text: BLEU for single sentences."""
     from nltk.translate.gleu_score import sentence_gleu
 
     return _of_words(lambda got_W, want_W: sentence_gleu([want_W], got_W), got, want)
 
 
 def meteor(got: str, want: str) -> float:
-    """Words in common, recall counting nine times precision, less a penalty for being out of order.
+    """Return METEOR: words in common, with recall weighted nine times precision, less a penalty for word order.
 
-    A word matches the same word or one of the same stem (Porter). The original also matches synonyms, from
-    WordNet, whose data would have to be downloaded: here "big" does not match "large", so scores are never
-    above those of the original. The same text scores just below 1 (0.996 for five words), as in the original.
+    A word matches the same word or one of the same stem (Porter). The original also matches synonyms from WordNet,
+    whose data would have to be downloaded: here "big" does not match "large", so scores are never above those of the
+    original. Equal texts score just below 1 (0.996 for five words), as in the original.
     """
     from nltk.translate.meteor_score import single_meteor_score
 
@@ -132,23 +133,23 @@ def meteor(got: str, want: str) -> float:
 
 
 def rouge(kind: str, got: str, want: str) -> float:
-    """F-measure of the n-grams, or for "rougeL" of the longest common subsequence, of the two texts.
+    """Return the F-measure of the n-grams of two texts, or for "rougeL" of their longest common subsequence.
 
-    ROUGE's words are of the letters a-z and digits, so a text in another script has none and scores 0, as do
-    two texts without any n words in a row.
+    ROUGE's words consist of the letters a-z and digits, so a text in another script has no words and scores 0. Texts
+    with fewer than n words score 0 as well.
     """
     from rouge_score.rouge_scorer import RougeScorer
     from rouge_score.tokenizers import DefaultTokenizer
 
     if got == want == "":
         return 1.0
-    # Without a tokenizer every scorer writes a line into the log that it takes this one.
+    # Without an explicit tokenizer, each scorer logs that it uses this one.
     scorer = RougeScorer([kind], tokenizer=DefaultTokenizer())
     return float(scorer.score(want, got)[kind].fmeasure)
 
 
 class _NoSynonyms:
-    """Stands in for NLTK's WordNet reader, which would look for data that is not there."""
+    """Replaces NLTK's WordNet reader, whose data is not installed."""
 
     def synsets(self, word: str) -> list[object]:
         return []
@@ -158,7 +159,7 @@ def _of_words(judge: Callable[[Sequence[str], Sequence[str]], float], got: str, 
     got_W, want_W = _WORD.findall(got), _WORD.findall(want)
     if not got_W or not want_W:
         return float(got_W == want_W)
-    return min(1.0, max(0.0, float(judge(got_W, want_W))))  # a geometric mean of ones may end a bit above 1
+    return min(1.0, max(0.0, float(judge(got_W, want_W))))  # rounding: a mean of ones may exceed 1
 
 
 METRICS: dict[Metric, Callable[[str, str], float]] = {

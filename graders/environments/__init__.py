@@ -1,4 +1,4 @@
-"""The packages that python graders may import: one pinned set for each `image_tag`, separate from the service's.
+"""Environments of python graders: one set of pinned packages for each `image_tag`, separate from the service's.
 
-`catalog` finds the sets that are built on this machine, `build` builds them.
+`catalog` finds the environments that are built on this machine, `build` builds them.
 """

@@ -1,4 +1,4 @@
-"""Build an environment: install its pins into a folder of their own, and lay out data for NLTK."""
+"""Build an environment: install its pinned packages into a separate folder, and lay out data for NLTK."""
 
 from __future__ import annotations
 
@@ -29,23 +29,26 @@ from graders.environments.catalog import (
 
 
 class BuildFailed(RuntimeError):
-    """The installer failed; the message has the end of its output."""
+    """The installer failed. The message contains the end of its output."""
 
 
 def build(folder: Path, tag: str = DEFAULT, corpora: Path | None = None) -> tuple[Environment, bool]:
-    """Build the environment in `folder` for this process's Python, if needed. Returns whether it was built.
+    """Build the environment in `folder` for this process's Python, if needed.
 
     Skips an environment that is up to date. Builds in a temporary folder that is renamed at the end, so an interrupted
     build leaves no partial environment.
 
     Args:
-        folder: where environments are, each in a folder named by its tag.
-        tag: which one.
-        corpora: a folder of NLTK data to add, with `corpora/`, `tokenizers/` and so on in it; then it is built anew.
+        folder: Folder of all environments, with a subfolder for each tag.
+        tag: The environment to build.
+        corpora: A folder of NLTK data to add, with subfolders such as `corpora/` and `tokenizers/`. Forces a rebuild.
+
+    Returns:
+        The environment, and whether it was built by this call.
 
     Raises:
-        UnknownEnvironment: this version has none of this name.
-        BuildFailed: a package could not be installed.
+        UnknownEnvironment: This version has no environment of this name.
+        BuildFailed: The installation of a package failed.
     """
     pins(tag)
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +70,7 @@ def build(folder: Path, tag: str = DEFAULT, corpora: Path | None = None) -> tupl
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One build at a time."""
+    """Hold a file lock, so that only one build runs at a time."""
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -86,7 +89,7 @@ def _marker(tag: str) -> dict[str, object]:
 
 
 def _install(target: Path, what: list[str]) -> None:
-    """Into `target`, with bytecode: graders cannot write any."""
+    """Install packages into `target` and compile their bytecode, which graders cannot write."""
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if uv is not None:
         command = [uv, "pip", "install", "--python", sys.executable, "--compile-bytecode"]
@@ -102,7 +105,7 @@ def _lay_out_corpora(under_way: Path, tag: str, more: Path | None) -> None:
     requirement, inside = corpora_source(tag)
     shipped = under_way / "shipped"
     _install(shipped, [requirement])
-    # The archives are what lies unpacked beside them.
+    # The package contains each archive unpacked as well.
     shutil.copytree(shipped / inside, under_way / CORPORA, ignore=shutil.ignore_patterns("*.zip", ".*"))
     shutil.rmtree(shipped)
     if more is not None:

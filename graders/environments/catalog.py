@@ -19,16 +19,16 @@ _PINS = Path(__file__).parent
 
 
 class UnknownEnvironment(ValueError):
-    """There is no environment of this name; the message lists the known ones."""
+    """This version has no environment of this name. The message lists the known ones."""
 
 
 class EnvironmentNotBuilt(RuntimeError):
-    """The environment is not on this machine; the message has the command that builds it."""
+    """The environment is not built on this machine. The message contains the command that builds it."""
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python without any packages: its program, the folders of its standard library, and libpython."""
+    """A Python interpreter without packages: its executable, the folders of its standard library, and libpython."""
 
     program: str
     standard: tuple[str, ...]
@@ -36,10 +36,10 @@ class Interpreter:
 
     @classmethod
     def own(cls) -> Interpreter:
-        """The Python that this process runs on, without the virtual environment around it."""
+        """Return the interpreter of this process, without its virtual environment."""
         paths = sysconfig.get_paths()
         folders = {str(Path(paths[name]).resolve()) for name in ("stdlib", "platstdlib")}
-        # In a virtual environment, platstdlib is a folder of its own that has no library in it.
+        # In a virtual environment, platstdlib is a separate folder without a standard library.
         standard = {folder for folder in folders if Path(folder, "os.py").exists()} or folders
         libraries = map(str, Path(sys.base_prefix, "lib").glob("libpython*"))
         return cls(str(Path(sys.executable).resolve()), tuple(sorted(standard)), tuple(sorted(libraries)))
@@ -47,7 +47,7 @@ class Interpreter:
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python and the packages that graders may import with it. Without a folder: the standard library alone."""
+    """An interpreter and the packages that graders may import. If `folder` is None, only the standard library."""
 
     tag: str
     interpreter: Interpreter
@@ -63,20 +63,20 @@ class Environment:
 
 
 def default_folder() -> Path:
-    """Where environments are unless a caller says otherwise: beside the installed service."""
+    """Return the default folder of environments, which belongs to this installation."""
     return Path(sys.prefix, "share/regraft/graders")
 
 
 def known() -> tuple[str, ...]:
-    """The tags that this version has pins for."""
+    """Return the tags of the environments that this version defines."""
     return tuple(sorted(file.stem for file in _PINS.glob("*.txt") if not file.stem.endswith(".nltk")))
 
 
 def pins(tag: str) -> Path:
-    """The file of pins, name==version, of all that is installed.
+    """Return the requirements file of an environment, which pins each package as name==version.
 
     Raises:
-        UnknownEnvironment: this version has no environment of this name.
+        UnknownEnvironment: This version has no environment of this name.
     """
     if tag not in known():
         raise UnknownEnvironment(f"there is no environment {tag!r}; there is {', '.join(map(repr, known()))}")
@@ -84,7 +84,7 @@ def pins(tag: str) -> Path:
 
 
 def corpora_source(tag: str) -> tuple[str, str]:
-    """The pin of the package that ships data for NLTK, and the folder in it."""
+    """Return the pinned requirement of the package that ships data for NLTK, and the folder of the data in it."""
     [line] = [
         line
         for line in (_PINS / f"{tag}.nltk.txt").read_text().splitlines()
@@ -96,22 +96,22 @@ def corpora_source(tag: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=8)
 def digest(tag: str) -> str:
-    """Of all the pins: what was built from other ones is out of date."""
+    """Return the SHA-256 of all pins. An environment that was built from different pins is out of date."""
     return hashlib.sha256(pins(tag).read_bytes() + (_PINS / f"{tag}.nltk.txt").read_bytes()).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def bare() -> Environment:
-    """This process's own Python without any packages."""
+    """Return an environment with the interpreter of this process and no packages."""
     return Environment("", Interpreter.own())
 
 
 def find(folder: Path, tag: str = DEFAULT) -> Environment:
-    """The environment as it is built in `folder`.
+    """Return the environment that is built in `folder`.
 
     Raises:
-        UnknownEnvironment: this version has none of this name.
-        EnvironmentNotBuilt: no complete build for these pins and an existing Python.
+        UnknownEnvironment: This version has no environment of this name.
+        EnvironmentNotBuilt: The build is missing, incomplete or out of date, or its interpreter no longer exists.
     """
     expected = digest(tag)
     try:

@@ -1,7 +1,7 @@
-"""The service's side of the hazard pool: queues calls, sends them in batches, and hands out their results.
+"""The service's side of the hazard pool: queues calls, sends them in batches, and sets the results of their futures.
 
-There is one process for each kind of call, started by the first one, and one thread that talks to it. No caller needs
-a thread of its own: `submit` returns a future, which a coroutine awaits with `asyncio.wrap_future`.
+Each hazard has one process, started by the first call, and one thread that communicates with it. Callers need no
+threads: `submit` returns a future, which a coroutine awaits with `asyncio.wrap_future`.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from graders.hazards.table import Hazard
 from graders.sandbox.pool import VARIABLES, visible_to
 from graders.sandbox.sizes import cores
 
-IDLE_S = 1800.0  # then its process ends, and the next call starts a new one
+IDLE_S = 1800.0  # an idle process exits after this time, and the next call starts a new one
 BOOT_S = 120.0
-GRACE_S = 30.0  # beyond the wall-clock limit of a call: then the process itself must hang
+GRACE_S = 30.0  # added to the wall-clock limit of a call; beyond it the process counts as hung
 _ROOT = Path(__file__).parents[2]
-_ATTEMPTS = 2  # of a call whose process broke, which says nothing about the call
+_ATTEMPTS = 2  # of a call whose process failed; the call may not be the cause
 _CHUNK = 1 << 16
 
-# Characters of one call's arguments as JSON, and of the calls of a kind that wait: of one owner, and of all.
+# Limits in characters of JSON arguments: of one call, of an owner's queued calls, and of all queued calls of a hazard.
 MAX_CALL, MAX_WAITING_PER_OWNER, MAX_WAITING = 4 << 20, 16 << 20, 64 << 20
 
-# Whose calls the current task makes: a project.
+# The project on whose behalf the current task submits calls.
 OWNER: ContextVar[str] = ContextVar("owner", default="")
 
 Limit = Literal["time", "memory", "crash", "size"]
 
 
 class LimitExceeded(Exception):
-    """A call exceeded a limit. `limit` is "crash" if it killed its process, and "size" if its input was too large."""
+    """A call exceeded a limit. `limit` is "crash" if the call killed its process, "size" if its input is too large."""
 
     def __init__(self, hazard: Hazard, limit: Limit, detail: str = "") -> None:
         super().__init__(hazard, limit, detail)
@@ -70,12 +70,12 @@ class HazardFailed(RuntimeError):
 
 @dataclass
 class _Call:
-    """One call. Its future stays pending until the outcome is known, so that it can be cancelled while it runs."""
+    """One call. Its future stays pending until the outcome is known, so a running call can be cancelled."""
 
     body: str
     owner: str
     result: Future[Any] = field(default_factory=Future)
-    breaks: int = 0  # how often its process broke under it
+    breaks: int = 0  # number of times that its process failed
 
     def succeed(self, value: Any) -> None:
         with suppress(InvalidStateError):  # cancelled
@@ -88,16 +88,16 @@ class _Call:
 
 @dataclass
 class _Batch:
-    """Calls of one owner that a fork makes, without those that it has answered."""
+    """The unanswered calls of one fork, all of the same owner."""
 
     owner: str
     calls: deque[_Call]
 
 
 class HazardPool:
-    """Runs calls of any number of hazards, at most `size` batches of each at a time.
+    """Run calls of any number of hazards, with at most `size` concurrent batches of each.
 
-    No owner but "" has more than `size - 1` batches of a hazard under way, or one if `size` is 1.
+    Each owner except "" has at most `size - 1` batches of a hazard in flight, or one if `size` is 1.
     """
 
     def __init__(self, size: int | None = None, without: tuple[str, ...] = ()) -> None:
@@ -107,10 +107,10 @@ class HazardPool:
         self._closed = False
 
     def submit(self, hazard: Hazard, *arguments: Any) -> Future[Any]:
-        """The result to come of a call. It fails with LimitExceeded or HazardFailed.
+        """Queue a call and return its future, which fails with LimitExceeded or HazardFailed.
 
-        It waits in the line of OWNER; the owners take turns. A call that is cancelled leaves the line. One that a
-        fork was given already may still be made.
+        Each OWNER has its own queue, and the queues are served fairly. Cancelling the future removes the call from the
+        queue; a call that was already sent to a fork may still run.
         """
         call = _Call(json.dumps(arguments), OWNER.get())
         if len(call.body) > MAX_CALL:
@@ -126,7 +126,7 @@ class HazardPool:
         return call.result
 
     def close(self) -> None:
-        """End every process. Calls under way and later ones fail."""
+        """Terminate every process. Calls in flight and later ones fail."""
         with self._lock:
             self._closed = True
         for kind in self._kinds.values():
@@ -135,22 +135,22 @@ class HazardPool:
 
 @lru_cache(maxsize=1)
 def shared() -> HazardPool:
-    """The pool of this process."""
+    """Return the hazard pool of this process."""
     pool = HazardPool()
     atexit.register(pool.close)
     return pool
 
 
-os.register_at_fork(after_in_child=shared.cache_clear)  # its threads and processes are the parent's
+os.register_at_fork(after_in_child=shared.cache_clear)  # its threads and processes belong to the parent
 
 
 class _Kind:
-    """One hazard: its queue, its process, and the thread between them."""
+    """One hazard: its queues, its process, and the thread that communicates with the process."""
 
     def __init__(self, hazard: Hazard, slots: int, without: tuple[str, ...]) -> None:
         self.hazard, self.slots, self.without = hazard, slots, without
         self.most = max(1, slots - 1)  # batches of one owner at a time
-        # By owner, in the order of their turns. By future, because a cancelled call leaves from anywhere in the line.
+        # Ordered by the owners' turns. Keyed by future, because a call can be cancelled anywhere in its queue.
         self._queues: dict[str, OrderedDict[Future[Any], _Call]] = {}
         self._waiting: Counter[str] = Counter()  # characters, by owner
         self._lock = threading.Lock()
@@ -158,7 +158,7 @@ class _Kind:
         self._awake, self._wake = os.pipe()
         os.set_blocking(self._awake, False)
         os.set_blocking(self._wake, False)
-        # A thread of its own that lasts: its process dies with the thread that started it.
+        # The thread lives as long as the pool, because the process dies with the thread that started it.
         self._thread = threading.Thread(target=self._run, name=f"hazard-{hazard.name}", daemon=True)
         self._thread.start()
 
@@ -169,7 +169,7 @@ class _Kind:
                 raise HazardFailed("the pool is closed")
             if self._is_full_for(call):
                 raise HazardFailed(f"{self.hazard.name}: too many calls wait")
-            # Whether or not others wait: one of the slots may be kept for this owner.
+            # Rouse the thread even if other owners have queued calls: one slot may be reserved for this owner.
             first = call.owner not in self._queues
             self._queues.setdefault(call.owner, OrderedDict())[call.result] = call
             self._waiting[call.owner] += len(call.body)
@@ -177,14 +177,14 @@ class _Kind:
             self._rouse()
 
     def _is_full_for(self, call: _Call) -> bool:
-        """Whether the call would exceed a limit. A first call always fits; the owner "" has no limit of its own."""
+        """Return whether the call would exceed a limit. A first call always fits; the owner "" has no owner limit."""
         size, of_owner = len(call.body), self._waiting[call.owner]
         if call.owner and of_owner and of_owner + size > MAX_WAITING_PER_OWNER:
             return True
         return bool(self._queues) and self._waiting.total() + size > MAX_WAITING
 
     def _drop_if_cancelled(self, owner: str, result: Future[Any]) -> None:
-        # It refers to the future and not to its call, which must be freed at once and not with the next cycle.
+        # This callback holds the future and not the call, so that no reference cycle delays freeing the call.
         if not result.cancelled():
             return
         result.set_running_or_notify_cancel()
@@ -206,9 +206,9 @@ class _Kind:
             os.write(self._wake, b"!")
 
     def take(self, most: int, under_way: Counter[str]) -> list[_Call]:
-        """Take up to `most` calls of the owner whose turn it is; none if all waiting owners are at their limit.
+        """Take up to `most` calls of the next owner; none if all owners with queued calls are at their limit.
 
-        It is the turn of the owner with the fewest batches under way, and among those of the first in line.
+        The next owner is the one with the fewest batches in flight; ties are broken by the order of turns.
         """
         with self._lock:
             owners = [owner for owner in self._queues if self._may_have_more(owner, under_way)]
@@ -219,7 +219,7 @@ class _Kind:
             batch = [queue.popitem(last=False)[1] for _ in range(min(most, len(queue)))]
             self._waiting[owner] -= sum(len(call.body) for call in batch)
             if queue:
-                self._queues[owner] = queue  # behind the others
+                self._queues[owner] = queue  # after the other owners
             else:
                 del self._waiting[owner]
         return batch
@@ -228,9 +228,9 @@ class _Kind:
         return owner == "" or under_way[owner] < self.most
 
     def put_back(self, calls: Iterable[_Call]) -> None:
-        """Queue calls of a batch that ended before them, first in the line of their owner, which is the last one.
+        """Requeue the calls that a batch did not reach, before its owner's other calls. The owner's turn is last.
 
-        Cancelled calls are dropped.
+        Drops cancelled calls.
         """
         with self._lock:
             for call in reversed(list(calls)):
@@ -243,7 +243,7 @@ class _Kind:
                 self._waiting[call.owner] += len(call.body)
 
     def give_back(self, calls: list[_Call], why: str) -> None:
-        """Queue calls once more whose process broke; fail those that had their second try."""
+        """Retry calls whose process failed; fail those that have used all attempts."""
         for call in calls:
             call.breaks += 1
             if call.breaks >= _ATTEMPTS:
@@ -268,7 +268,7 @@ class _Kind:
                 process = _Process(self)
             except (
                 Exception
-            ) as cause:  # whatever it is: without this thread every later call would wait for ever
+            ) as cause:  # any exception, because without this thread every later call would wait forever
                 self._fail_all(f"{self.hazard.name}: {cause}")
                 continue
             try:
@@ -304,7 +304,7 @@ class _Kind:
 
 
 class _Process:
-    """The process of one hazard, as its thread sees it: what is on the way to it, and what came back so far."""
+    """The service's handle of one hazard's process: buffers of the pipes, and the batches in flight."""
 
     def __init__(self, kind: _Kind) -> None:
         self.kind, self.hazard = kind, kind.hazard
@@ -316,7 +316,7 @@ class _Process:
             f"import sys; sys.path.append({str(_ROOT)!r}); from graders.hazards.zygote import main; main()"
         )
         environment = bare()
-        # env={}: what the service knows of keys must not be in this process at all.
+        # env={}: the process must not inherit the service's secrets.
         self.process = subprocess.Popen(
             [environment.interpreter.program, "-I", "-S", "-B", "-X", "utf8", "-c", start],
             stdin=subprocess.PIPE,
@@ -360,7 +360,7 @@ class _Process:
         self.layers: dict[str, str] = answer["layers"]
 
     def send_batches(self) -> None:
-        """Fill the free slots with equal shares of the queue; one stays free if all who wait are at their limit."""
+        """Fill the free slots with equal shares of the queue. Skips owners that are at their limit."""
         while (free := self.kind.slots - len(self.batches)) > 0 and (queued := self.kind.queued()):
             under_way = Counter(batch.owner for batch in self.batches.values())
             calls = self.kind.take(min(self.hazard.batch, -(-queued // free)), under_way)
@@ -374,7 +374,7 @@ class _Process:
             self._put_body(f'{{"batch":{self.number},"calls":[{bodies}]}}'.encode())
 
     def turn(self, awake: int) -> None:
-        """Wait until something can be sent or has come, or the queue is no longer empty, and deal with it."""
+        """Wait until a pipe is ready or a call is queued, then send and receive."""
         poll = select.poll()
         poll.register(awake, select.POLLIN)
         poll.register(self._stdout, select.POLLIN)
@@ -392,11 +392,11 @@ class _Process:
                 self._settle(frame)
 
     def calls(self) -> list[_Call]:
-        """Those that it has not answered."""
+        """Return the calls that the process has not answered."""
         return [call for batch in self.batches.values() for call in batch.calls]
 
     def close(self) -> None:
-        self.process.kill()  # its children follow
+        self.process.kill()  # its children exit with it
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -410,7 +410,7 @@ class _Process:
             if "over" not in outcome:
                 self._answer(calls.popleft(), outcome)
             if "over" in outcome or "limit" in outcome:
-                # Its fork is gone. The rest waits for its next turn, lest one owner's calls hold a slot for long.
+                # The fork has exited. Requeue the other calls, so that one owner does not hold a slot for long.
                 self.kind.put_back(calls)
                 calls.clear()
         if not calls:

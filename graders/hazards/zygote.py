@@ -8,9 +8,10 @@ Frames go both ways on stdin and stdout, as in graders/sandbox/zygote.py:
     {"batch", "calls": [[argument, ...], ...]}
         ->  any number of frames: the batch's number on the first line, then an outcome on each line, in order
 
-An outcome is {"value"}, {"error", "text"}, or {"limit", "text"}: "time", "memory", "crash", or "starved" where the host
-gave it no processor time. A limit is the last outcome of its batch, and so is {"over"}, which is no call's: its turn
-is over. The service asks for the rest again. Several batches may run at once, each in a fork of its own.
+An outcome is {"value"}, {"error", "text"}, or {"limit", "text"} with the limit "time", "memory", "crash", or "starved",
+which means that the host gave the call no processor time. A limit is the last outcome of its batch. So is {"over"},
+which belongs to no call: the fork has used up its turn. The service sends the other calls again. Several batches may
+run at once, each in its own fork.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from typing import Any
 from graders.sandbox import lockdown, syscalls
 from graders.sandbox.zygote import MAX_REASON, read_body, read_frame, try_in_a_child, write_body, write_frame
 
-NICE = 5  # the service's own threads come first
-OUT_OF_MEMORY = 100  # the exit status of a fork that ran out of it
-TURN_OVER = 101  # of one that used up its time before its calls
+NICE = 5  # a lower priority than the service's threads
+OUT_OF_MEMORY = 100  # exit status of a fork that ran out of memory
+TURN_OVER = 101  # exit status of a fork whose turn ended before its last call
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 class Batch:
-    """Calls that one fork makes, one after the other, until one meets a limit or the turn is over."""
+    """Calls that one fork runs in sequence, until a call exceeds a limit or the turn is over."""
 
     def __init__(self, number: int, calls: list[list[Any]]) -> None:
         self.number, self.calls = number, calls
@@ -60,26 +61,26 @@ class Batch:
 
 
 class HazardZygote:
-    """One function, imported and warm, behind every layer that a fork inherits and that this host offers."""
+    """One imported and warmed-up function, in a process with every inheritable layer that this host supports."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
-        self.layers: dict[str, str] = {}  # "" holds, otherwise why not
+        self.layers: dict[str, str] = {}  # "" if the layer is active, else the reason
         os.environ.update(config["variables"])
         sys.path[:] = config["path"]
         lockdown.die_with(config["parent"])
         lockdown.first_to_be_killed()
-        # Before the layers: whoever installed the service may have put it where nobody else can read.
+        # Before the layers: the service may be installed where only its own user can read.
         module, _, name = config["function"].partition(":")
         self.function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         for arguments in config["warm_up"]:
             self.function(*arguments)
         self._lock_down()
         self.filter = self._filter()
-        self.batches: dict[int, Batch] = {}  # by the descriptor of their results
+        self.batches: dict[int, Batch] = {}  # by file descriptor of the results pipe
         self.poll = select.poll()
         gc.collect()
-        gc.freeze()  # else the first collection in every child copies each page it looks at
+        gc.freeze()  # otherwise the first collection in each child would copy every page that it visits
 
     def serve(self) -> None:
         """Run batches until stdin ends."""
@@ -91,7 +92,7 @@ class HazardZygote:
                     continue
                 body = read_body(0)
                 if body is None:
-                    return  # the children end with this process
+                    return  # the children exit with this process
                 request = json.loads(body)
                 self._fork(Batch(request["batch"], request["calls"]))
             now = time.monotonic()
@@ -131,13 +132,13 @@ class HazardZygote:
         write_body(1, b"%d\n" % batch.number + lines)
 
     def _reap(self, batch: Batch, verdict: bytes) -> None:
-        """Collect a fork that ended, or that is being killed for what `verdict` says, and forget its batch."""
+        """Reap a fork and drop its batch. `verdict` is the outcome of a killed fork, and b"" if the fork exited."""
         self.poll.unregister(batch.results)
         os.close(batch.results)
         del self.batches[batch.results]
         code = os.waitstatus_to_exitcode(os.waitpid(batch.child, 0)[1])
         if batch.done < len(batch.calls):
-            # Not without a call that was made, or a call that exits like this would be asked for again for ever.
+            # Only if a call has finished; otherwise a call that exits with TURN_OVER would be retried forever.
             over = code == TURN_OVER and batch.done > 0
             self._answer(batch, verdict or (_OVER if over else _ended(code)))
 
@@ -146,7 +147,7 @@ class HazardZygote:
             end = time.monotonic() + self.config["turn_s"]
             self._hold(results)
             for arguments in batch.calls:
-                # Per call, where RLIMIT_CPU is per process and in whole seconds. The signal ends the process.
+                # The timer limits each call; RLIMIT_CPU is per process, in whole seconds. SIGPROF ends the process.
                 signal.setitimer(signal.ITIMER_PROF, self.config["cpu_s"])
                 _write(1, self._outcome(arguments))
                 if time.monotonic() >= end:
@@ -167,7 +168,7 @@ class HazardZygote:
         return json.dumps(outcome).encode() + b"\n"
 
     def _hold(self, results: int) -> None:
-        """The layers of one fork. It has no descriptor but for its results."""
+        """Apply the layers of one fork. Closes all file descriptors except the results pipe."""
         zygote = os.getppid()
         null = os.open(os.devnull, os.O_RDONLY)
         wanted = [os.dup(fd) for fd in (null, results, null)]
@@ -188,19 +189,19 @@ class HazardZygote:
             lockdown.seccomp(self.filter)
 
     def _lock_down(self) -> None:
-        """What every fork inherits. The code is ours, so a host without a layer runs it all the same."""
+        """Apply the layers that every fork inherits. Missing layers are accepted because the code is trusted."""
         config = self.config
         self._layer("namespaces", self._leave_the_hosts_files)
         self._layer("no_new_privs", lockdown.no_new_privs)
         lockdown.undumpable()
-        lockdown.die_with(config["parent"])  # a change of user undid it
+        lockdown.die_with(config["parent"])  # the change of user has reset it
         self._layer("landlock", lambda: lockdown.landlock(config["readable"], listed=config["listed"]))
 
     def _leave_the_hosts_files(self) -> None:
         if os.geteuid() != 0:
             raise OSError("needs root")
         lockdown.private_root(self.config["readable"])
-        lockdown.become_nobody()  # who can read the packages in a root of our own, wherever they are
+        lockdown.become_nobody()  # the private root makes all packages readable for this user
 
     def _filter(self) -> bytes:
         made: list[bytes] = []
@@ -231,7 +232,7 @@ def _ended(code: int) -> bytes:
     match -code:
         case signal.SIGPROF | signal.SIGXCPU:
             return _limit("time")
-        case signal.SIGKILL:  # not by us, so by the kernel
+        case signal.SIGKILL:  # this process sends no SIGKILL here, so the OOM killer did
             return _limit("memory")
         case number if number > 0:
             return _limit("crash", signal.Signals(number).name)
@@ -245,7 +246,7 @@ def _limit(kind: str, text: str = "") -> bytes:
 
 
 def _starved(wall_s: float) -> bytes:
-    """Of a call that was ended before it had its processor time: that is about the host, and not about its input."""
+    """Return the outcome of a call that timed out without using its processor time: the host is overloaded."""
     text = f"no result within {wall_s:g} s, and its processor time was not used up: the host is overloaded"
     return _limit("starved", text)
 

@@ -1,1 +1,1 @@
-"""Graders that ask a model."""
+"""Graders that call a judge model."""

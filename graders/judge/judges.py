@@ -43,7 +43,7 @@ class JudgeFailed(Exception):
 
 
 class Judge(Protocol):
-    """Answers a prompt with JSON of a schema. `sampling` has the names of the chat completions API."""
+    """Completes a prompt with JSON of a schema. The keys of `sampling` are those of the chat completions API."""
 
     async def complete(
         self,
@@ -53,12 +53,12 @@ class Judge(Protocol):
         schema: Mapping[str, Any],
         sampling: Mapping[str, Any],
     ) -> JudgeReply:
-        """Raise JudgeFailed if there is no reply. Refusals and truncated replies are replies."""
+        """Return the reply, which may be a refusal or truncated. Raises JudgeFailed if there is none."""
         ...
 
 
 class Judges(Judge, Protocol):
-    """A judge that lists its models."""
+    """A Judge that lists its models."""
 
     @property
     def models(self) -> Collection[str]: ...
@@ -66,22 +66,22 @@ class Judges(Judge, Protocol):
 
 @dataclass(frozen=True)
 class JudgeModel:
-    """The server of a model. `served_as` is the model's name there, if it differs."""
+    """A judge model and its server. `served_as` is the model's name on the server, if it differs."""
 
-    base_url: str  # up to and with /v1
+    base_url: str  # ends with /v1
     api_key: str = field(default="", repr=False)
     served_as: str | None = None
     max_concurrency: int = 8
     requests_per_second: float | None = None
     timeout_s: float = 120.0
-    explains: bool = True  # it writes "steps" before the "result"
+    explains: bool = True  # whether it writes "steps" before the "result"
 
 
 class HttpJudges:
     """Judge models on OpenAI-compatible servers. Belongs to one event loop; close it, or use `async with`.
 
-    Caches replies by prompt and settings: equal answers of a group get equal rewards, even from a judge at
-    temperature 1. `ledger` has the tokens actually used, by model.
+    Caches replies by prompt and settings, so that equal answers of a group get equal rewards, even from a judge at
+    temperature 1. `ledger` holds the tokens actually used, by model.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class HttpJudges:
         clock: Callable[[], float] = time.monotonic,
         client: httpx.AsyncClient | None = None,
     ) -> None:
-        """Create without opening connections, so that `models` alone is cheap."""
+        """Open no connections yet, so that reading `models` is cheap."""
         self.config = dict(config)
         self.ledger: dict[str, TokenUsage] = {}
         self._patience = patience or Patience()
@@ -129,7 +129,7 @@ class HttpJudges:
         if self._given is not None:
             return self._given
         if self._made is None:
-            # Trusted addresses of the operator. Each model has its own concurrency limit, so the pool has none.
+            # The operator's addresses are trusted. Each model has a concurrency limit, so the pool has none.
             self._made = trusted_client()
         return self._made
 

@@ -25,7 +25,7 @@ _STEPS = {
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a message: its template, and the format of the rendered text in the request."""
+    """One part of a message: a template, and the format of the rendered text in the request."""
 
     template: Template
     shape: Callable[[str], Any]
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Messages with templates in them."""
+    """A list of messages that contain templates."""
 
     messages: tuple[tuple[str, tuple[Part, ...]], ...]
 
@@ -51,7 +51,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ScoreModel:
-    """The model's number, clamped into the range."""
+    """The score is the judge model's number, clamped to the range."""
 
     name: str
     judge: Judge
@@ -77,7 +77,7 @@ class ScoreModel:
 
 @dataclass(frozen=True)
 class LabelModel:
-    """1 if the model's label is a passing one, else 0. An unknown label leaves the sample ungraded."""
+    """The score is 1 if the judge model's label is a passing one, else 0. Unknown labels leave the sample ungraded."""
 
     name: str
     judge: Judge

@@ -1,10 +1,11 @@
 """A control group for python graders, with the CPU weight of half a thread for all of them together.
 
-In addition to the low priority of each process (lockdown.py), which a grader could offset with more threads. A lower
+It complements the low priority of each process (lockdown.py), which a grader could offset with more threads. A lower
 weight would make grades time out. The layer is optional: most containers mount control groups read-only.
 
-On cgroup v2 a group with processes of its own shares out nothing. So ours is made in the root group, or beside that of
-the service where systemd has delegated the group above it (`Delegate=cpu`, `DelegateSubgroup=service`).
+On cgroup v2 a group that contains processes cannot distribute resources to subgroups. The graders' group is therefore
+created in the root group, or as a sibling of the service's group if systemd has delegated the parent group
+(`Delegate=cpu`, `DelegateSubgroup=service`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 NAME = "regraft-graders"
-SHARES, WEIGHT = "512", "50"  # of v1, where a thread has 1,024, and of v2, where it has 100
+SHARES, WEIGHT = "512", "50"  # cpu.shares of cgroup v1, default 1,024, and cpu.weight of v2, default 100
 PROC = Path("/proc/self")
 
 
@@ -39,7 +40,7 @@ def group() -> tuple[Path | None, str]:
 
 
 def make(memberships: str, mounts: str) -> tuple[Path | None, str]:
-    """As `group`, for the texts of /proc/self/cgroup and /proc/self/mounts."""
+    """Implement `group`. The arguments are the contents of /proc/self/cgroup and /proc/self/mounts."""
     why = "no control group for processor time is mounted"
     for folder, is_v2 in _places(memberships, mounts):
         ours = folder / NAME
@@ -63,7 +64,7 @@ def make(memberships: str, mounts: str) -> tuple[Path | None, str]:
 
 
 def _places(memberships: str, mounts: str) -> Iterator[tuple[Path, bool]]:
-    """Groups in which ours may be made, and whether they are of v2."""
+    """Yield each group in which the graders' group may be created, and whether it is of cgroup v2."""
     mounted = [line.split()[1:4] for line in mounts.splitlines()]
     groups = [line.split(":", 2) for line in memberships.splitlines()]
     for where, kind, options in mounted:
@@ -78,7 +79,7 @@ def _places(memberships: str, mounts: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _is_delegated(folder: Path) -> bool:
-    """Whether systemd has left this group to the service, as it says in an attribute of it."""
+    """Return whether systemd has delegated this group to the service, according to its extended attributes."""
     for name in ("user.delegate", "trusted.delegate"):
         with suppress(OSError):
             if os.getxattr(folder, name) == b"1":

@@ -15,14 +15,14 @@ _PREFIX = "regraft-graders-"
 
 @dataclass(frozen=True)
 class Folder:
-    """Where a pool has its scratch folders. It is locked for as long as the service lives."""
+    """The parent of a pool's scratch folders. The service holds its lock until it exits."""
 
     path: str
     _lock: int
 
     @classmethod
     def claim(cls) -> Folder:
-        """A new one, after removing those that services left behind which were killed."""
+        """Create a locked folder, after removing the folders of services that were killed."""
         parent = tempfile.gettempdir()
         for left in Path(parent).glob(f"{_PREFIX}*"):
             if (abandoned := _locked(str(left))) is not None:
@@ -30,8 +30,8 @@ class Folder:
                 os.close(abandoned)
         while True:
             path = tempfile.mkdtemp(prefix=_PREFIX)
-            if (lock := _locked(path)) is not None:  # else another service took it for abandoned
-                Path(path).chmod(0o711)  # a user of its own has to reach its scratch folder
+            if (lock := _locked(path)) is not None:  # None if another service considers it abandoned
+                Path(path).chmod(0o711)  # a process with a separate user must reach its scratch folder
                 return cls(path, lock)
 
     def remove(self) -> None:
@@ -40,7 +40,7 @@ class Folder:
 
 
 def _locked(folder: str) -> int | None:
-    """The descriptor of a folder of ours that is locked now; None if another process holds it, or it is not ours."""
+    """Lock a folder and return its descriptor; None if another process holds the lock or another user owns it."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -56,5 +56,5 @@ def _locked(folder: str) -> int | None:
 
 
 def make(parent: str | None = None) -> str:
-    """A new scratch folder."""
+    """Create a scratch folder and return its path."""
     return tempfile.mkdtemp(prefix="grader-", dir=parent)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 NOBODY = 65534
-SCOPES = 6  # the version of Landlock that scopes signals: Linux 6.12
+SCOPES = 6  # the first version of Landlock that scopes signals: Linux 6.12
 NICE = 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,7 +28,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH = 2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every machine
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on all architectures
 _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 2, 1 << 3, 1 << 14
 # write_file, remove_dir, remove_file, make_dir, make_reg, and renames from one folder to another; no links, sockets,
 # pipes or devices
@@ -42,7 +42,7 @@ def no_new_privs() -> None:
 
 def first_to_be_killed() -> None:
     """Make this process and its forks the first victims of the OOM killer. Needs no privileges."""
-    with suppress(OSError):  # no /proc, or one that is read-only
+    with suppress(OSError):  # /proc is missing or read-only
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
@@ -54,26 +54,26 @@ def low_priority() -> None:
 
 
 def private_processes() -> None:
-    """Fork next into a new PID namespace; the namespace ends with that process. Needs root.
+    """Make the next fork the first process of a new PID namespace, which ends with that process. Needs root.
 
-    The processes in it can neither name those outside nor send signals to the first of their own.
+    Processes in the namespace have no PIDs of processes outside, and cannot signal the first one inside.
     """
     _checked(_libc.unshare(_CLONE_NEWPID))
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the parent ends. A change of uid undoes this, so it comes after.
+    """Kill this process when its parent ends. Call it after a change of uid, which resets it.
 
-    `parent` is 0 if it is outside of this process's PID namespace. The kernel means the parent's thread: who starts a
-    process that calls this must do it from a lasting one.
+    `parent` is 0 if it is outside of this process's PID namespace. The kernel watches the thread that forked this
+    process and not the whole parent, so that thread must outlive this process.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we could ask
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(0)
 
 
 def undumpable() -> None:
-    """No core, and no other process of the same user may look into this one's memory."""
+    """Disable core dumps, and access to this process's memory by other processes of the same user."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
@@ -82,16 +82,16 @@ def become_nobody() -> None:
 
 
 def become(user: int) -> None:
-    """Drop every group, then root. Call it before a user namespace, in which the mapped user would still be root."""
+    """Drop all groups, then root. Call it before a user namespace, in which the mapped user would still be root."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
 def rlimits(memory: int, cpu_s: int, file_bytes: int, threads: int | None = None) -> None:
-    """Memory is enforced per process, which is enough only because seccomp lets a grader have just one.
+    """Set resource limits. The memory limit is per process, which suffices because seccomp forbids new processes.
 
-    `threads` counts all of the user's threads, so it is for a user that has no other process.
+    `threads` counts all threads of the user, so pass it only if the user has no other process.
     """
     for what, limit in (
         (resource.RLIMIT_AS, memory),
@@ -116,7 +116,7 @@ def seccomp(program: bytes) -> None:
 
 
 def landlock_version() -> int:
-    """The kernel's, as it numbers its interface. Raise OSError if Landlock is missing or turned off."""
+    """Return the kernel's Landlock ABI version. Raises OSError if Landlock is missing or disabled."""
     return _checked(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
 
 
@@ -132,17 +132,20 @@ def landlock(
 
 
 def restrict(ruleset: int) -> None:
-    """Hold this process to a ruleset, besides those that already hold."""
+    """Restrict this process to a ruleset, in addition to earlier ones."""
     _checked(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0))
 
 
 def ruleset(
     readable: Iterable[str], writable: Iterable[str] = (), listed: Iterable[str] = (), scoped: bool = True
 ) -> int:
-    """The descriptor of a Landlock ruleset that shows these files and folders and no others.
+    """Create a Landlock ruleset that allows access to these files and folders only, and return its descriptor.
 
-    Of `listed` folders the names of what is in them can be read, and of that only what is `readable` as well.
-    `scoped` also keeps signals within, where the kernel's version is SCOPES or later.
+    Args:
+        readable: Files and folders that can be read.
+        writable: Folders that can be read and modified.
+        listed: Folders whose entries can be listed. Only entries that are also `readable` can be read.
+        scoped: Block signals to processes outside, if the Landlock version is SCOPES or later.
     """
     version = landlock_version()
     files = (1 << 13) - 1
@@ -174,10 +177,10 @@ def private_root(
     user: int = NOBODY,
     root: str = "/proc",
 ) -> None:
-    """Leave the host's files, network and IPC for a root of our own with only these, read-only. Needs root.
+    """Enter new mount, network, IPC and UTS namespaces whose root has only `readable`, read-only. Needs root.
 
-    What lies inside a folder that the next user may not enter, such as a home, can be reached here. `root` is the
-    folder to build on: any will do in which nothing is `readable`, and /proc is always there.
+    Files in a folder that the next user cannot enter on the host, such as a home directory, are accessible here.
+    `root` is the mount point of the new root: any folder that contains nothing `readable`. /proc always exists.
     """
     _checked(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS))
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -186,7 +189,7 @@ def private_root(
         _bind(path, root + path)
     if scratch:
         Path(root + scratch).mkdir(parents=True)
-        # noexec also keeps the loader from mapping a shared object that the grader wrote.
+        # noexec also prevents the loader from mapping a shared object that the grader wrote.
         options = f"mode=700,uid={user},gid={user},size={scratch_bytes},nr_inodes=1024"
         _mount("tmpfs", root + scratch, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, options)
     os.chdir(root)
@@ -198,7 +201,7 @@ def private_root(
 
 def _bind(path: str, target: str) -> None:
     Path(target).parent.mkdir(parents=True, exist_ok=True)
-    if Path(path).is_symlink():  # /lib is one on most systems
+    if Path(path).is_symlink():  # such as /lib on most systems
         Path(target).symlink_to(Path(path).readlink())
         return
     if Path(path).is_dir():
@@ -211,11 +214,11 @@ def _bind(path: str, target: str) -> None:
 
 def _allow(ruleset: int, path: str, access: int) -> None:
     if Path(path).is_symlink() and Path(path).is_dir():
-        return  # as /lib: a rule for it would be one for all of the folder it leads to
+        return  # such as /lib: a rule for the link would allow all of its target folder
     try:
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):
-        return  # what is not here needs no rule
+        return  # a missing or inaccessible path needs no rule
     try:
         access = access if Path(path).is_dir() else access & _READ_FILE
         rule = struct.pack("=Qi", access, opened)

@@ -1,4 +1,4 @@
-"""The service's side of the sandbox: warm zygotes, at most one grade per core, and untrusted results."""
+"""The service's side of the sandbox: keeps zygotes warm, runs at most one grade per core, and validates results."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from graders.sandbox.lockdown import NOBODY
 from graders.sandbox.turns import Turns
 from graders.types import StepScore, steps_of
 
-# Loaded before the first grade if the source names them; all else is imported when and if a grade gets there.
+# Modules that a zygote imports before the first grade, in addition to the packages in source.INSTALLED that the source
+# imports. A grade imports all others itself.
 STANDARD = (
     "collections", "dataclasses", "datetime", "decimal", "difflib", "fractions", "functools", "itertools",
     "json", "math", "random", "re", "statistics", "string", "textwrap", "typing", "unicodedata",
 )  # fmt: skip
-# More threads would not be faster on one core, and those of the zygote are not there in its forks.
+# One thread each: more would not be faster on one core, and forks do not inherit the zygote's threads.
 VARIABLES = dict.fromkeys(
     (
         "OPENBLAS_NUM_THREADS",
@@ -70,7 +71,7 @@ T = TypeVar("T")
 
 
 class SandboxUnavailable(RuntimeError):
-    """This host cannot isolate untrusted code. The message names the missing layer."""
+    """This host cannot isolate untrusted code. The message names what is missing."""
 
 
 class SandboxFailed(RuntimeError):
@@ -81,21 +82,21 @@ class SandboxFailed(RuntimeError):
 class Limits:
     """Resource limits of one grade.
 
-    Its writable folder is in memory where there is a private root, and its size is a mount's. Elsewhere it is the
-    host's: then it is counted during the grade, and `file_bytes` limits each file.
+    With a private root, the scratch folder is a mount in memory that limits its size. Otherwise it is a folder of the
+    host: the zygote measures it during the grade, and `file_bytes` limits each file.
     """
 
     wall_s: float = 120.0
-    memory: int = 2 << 30  # address space, so that no grade can take more than this from the host
+    memory: int = 2 << 30  # bytes of address space, which bounds the host memory that a grade can take
     file_bytes: int = 16 << 20
     threads: int = 128
-    output: int = 1 << 20  # printed bytes before the grade is ended; the first 16 kB are kept
+    output: int = 1 << 20  # printed bytes before the grade is killed; the first 16 kB are kept
     scratch_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one grade ended. `score` is finite if `kind` is "ok" and None otherwise; then `reason` says why."""
+    """The outcome of one grade. `score` is finite if `kind` is "ok", else None; then `reason` describes the failure."""
 
     kind: Kind
     score: float | None = None
@@ -105,7 +106,7 @@ class Outcome:
 
 
 class Zygote:
-    """One process that serves one source. Not thread-safe, except for `kill`."""
+    """A process that runs the grades of one source. Not thread-safe, except for `kill`."""
 
     def __init__(
         self,
@@ -117,7 +118,12 @@ class Zygote:
         folder: str | None = None,
         user: int = NOBODY,
     ) -> None:
-        """Start the process. `folder` is where its scratch folder is made; `user` is who it becomes if we are root."""
+        """Start the process.
+
+        Args:
+            folder: Parent of the scratch folder.
+            user: User id of the process, if the service runs as root.
+        """
         if sys.platform != "linux":
             raise SandboxUnavailable("Python graders need Linux: seccomp and Landlock are missing here.")
         self.limits, self.insecure, self.user = limits, insecure, user
@@ -125,7 +131,7 @@ class Zygote:
         self.layers: dict[str, str] = {}
         self._compile_error: str | None = None
         root = str(Path(__file__).parents[2])
-        # Last on the path: the standard library must not be shadowed by what else lies there.
+        # Last on the path, so that other files in this folder cannot shadow the standard library.
         start = f"import sys; sys.path.append({root!r}); from graders.sandbox.zygote import main; main()"
         try:
             self.scratch = folders.make(folder)
@@ -146,7 +152,7 @@ class Zygote:
             "without": list(without),
             **asdict(limits),
         }
-        # env={}: what the service knows of keys must not be in this process at all, not even at its start.
+        # env={}: the process must not inherit the service's secrets, not even at its start.
         self.process = subprocess.Popen(
             [environment.interpreter.program, "-I", "-S", "-B", "-X", "utf8", "-c", start],
             stdin=subprocess.PIPE,
@@ -156,17 +162,17 @@ class Zygote:
             cwd="/",
             bufsize=0,
         )
-        # Now, when it has not started anything yet.
+        # Join before the process forks, so that its children are in the group as well.
         self._no_cgroup = (
             "turned off" if "cgroup" in self._config["without"] else cgroup.join(self.process.pid)
         )
 
     def boot(self) -> None:
-        """Wait until it has locked itself down, once.
+        """Wait until the process has locked itself down. Later calls return immediately.
 
         Raises:
-            SandboxUnavailable: it lacks a layer.
-            SandboxFailed: it did not start.
+            SandboxUnavailable: A required layer is missing.
+            SandboxFailed: The process did not start.
         """
         if self.layers:
             return
@@ -176,23 +182,23 @@ class Zygote:
             raise SandboxFailed(f"the sandbox did not start: {answer.get('error')}")
         self.layers = answer["layers"] | {"cgroup": self._no_cgroup}
         if not self.layers["namespaces"]:
-            scratch.remove(self.scratch)  # it writes to memory instead
+            scratch.remove(self.scratch)  # replaced by a folder in memory
         if not self.insecure:
             self._refuse_if_thin()
 
     def compile(self) -> str:
-        """Boot, and wait for what the compiler says of the source, once: "" or why no grader can be made of it."""
+        """Boot and wait for the compiler, once. Returns the compile error, or "" if the source is valid."""
         self.boot()
         if self._compile_error is None:
             self._compile_error = str(self._answer(_BOOT_S).get("compile_error"))
             if self._compile_error:
                 self.close()
             else:
-                self._answer(_BOOT_S)  # it has imported what the source imports
+                self._answer(_BOOT_S)  # the process has imported the source's modules
         return self._compile_error
 
     def grade(self, sample: Mapping[str, Any], item: Mapping[str, Any]) -> Outcome:
-        """Run the source once. Raise SandboxFailed if the answer is none; then this zygote is spent."""
+        """Run the source once. Raises SandboxFailed, after which this zygote cannot be used."""
         if error := self.compile():
             return Outcome("user_error", reason=error)
         answer = self._ask({"sample": sample, "item": item}, self.limits.wall_s + _GRACE_S)
@@ -215,10 +221,10 @@ class Zygote:
         """Kill the process from another thread; a waiting caller gets SandboxFailed."""
         self.retired = True
         with suppress(OSError):
-            self.process.kill()  # its child follows: it asked to die with its parent
+            self.process.kill()  # its child is killed as well (PR_SET_PDEATHSIG)
 
     def close(self) -> None:
-        """End it and the grade it may be running. Closing twice is fine."""
+        """Terminate the process and its running grade, if any. Idempotent."""
         self.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -262,7 +268,7 @@ class Zygote:
         fd = self.process.stdin.fileno()
         while left:
             _wait(fd, select.POLLOUT, deadline)
-            left = left[os.write(fd, left[:4096]) :]  # a ready pipe takes a page without blocking
+            left = left[os.write(fd, left[:4096]) :]  # a writable pipe accepts a page without blocking
 
     def _receive(self, count: int, deadline: float) -> bytes:
         assert self.process.stdout is not None
@@ -278,7 +284,7 @@ class Zygote:
 
 @dataclass(frozen=True)
 class Load:
-    """`slots` grades can be made at a time; `grades` are under way or wait for that; `processes` are kept for them."""
+    """The load of a pool: the number of concurrent grades, of running and queued grades, and of processes."""
 
     slots: int
     grades: int
@@ -286,7 +292,7 @@ class Load:
 
 
 class Call(Future[T]):
-    """A result to come of a process of the pool. Cancelling it ends that process, also while it is at work."""
+    """The future result of a call to a process of the pool. Cancelling a running call kills its process."""
 
     def __init__(
         self, source: str, environment: Environment | None, owner: str, work: Callable[[Zygote], T]
@@ -298,7 +304,7 @@ class Call(Future[T]):
         self._with_zygote = threading.Lock()
 
     def cancel(self) -> bool:
-        """Whether it will come to no result, or has come to none."""
+        """Cancel the call, also while it runs. Returns True if the call has no result and will not have one."""
         if super().cancel():
             return True
         with self._with_zygote:
@@ -308,7 +314,7 @@ class Call(Future[T]):
             return self._abandoned
 
     def forget_its_input(self) -> None:
-        """Of a call that is done: it may stay in line for as long as its owner's other grades take."""
+        """Free the input of a finished call, which may stay in its owner's queue for a while."""
 
         def nothing(zygote: Zygote) -> T:
             raise AssertionError("a call that is done is not made")
@@ -317,7 +323,7 @@ class Call(Future[T]):
 
     @contextmanager
     def uses(self, zygote: Zygote) -> Iterator[None]:
-        """For as long as the block runs, this process is ended if the call is cancelled."""
+        """Kill this process if the call is cancelled while the block runs."""
         with self._with_zygote:
             if self._abandoned:
                 raise SandboxFailed("the grade was cancelled")
@@ -337,11 +343,11 @@ class _Idle:
 
 
 class Pool:
-    """Grades by any number of sources, one per core at a time, in turns of their owners.
+    """Runs the grades of any number of sources, at most one per core, and schedules their owners fairly.
 
     No owner may use all slots, so that its slow grades do not delay another owner's. If several owners use all slots,
-    a grade waits for at most `wall_s`, plus as much for each owner before it. The owner "" is the only one in its
-    process, and may use all slots.
+    a grade waits for at most `wall_s`, plus `wall_s` for each owner before it. The owner "" may use all slots, because
+    a process that uses it has no other owner.
 
     Processes are not shared between owners. Idle ones stay warm for `idle_s`; if there are too many, the longest idle
     is evicted. Defaults of `limits` and `size` are in graders.sandbox.sizes.
@@ -362,14 +368,14 @@ class Pool:
         self.insecure, self.without = insecure, tuple(without)
         self.size = size or here.slots
         self.idle_s, self.clock = idle_s, clock
-        # Its threads also start the zygotes: these die with the thread that started them, and threads of a
-        # web server come and go.
+        # These threads also start the zygotes, because a zygote dies with the thread that started it, and the threads
+        # of a web server are short-lived.
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="sandbox")
         self._turns: Turns[Callable[[], None]] = Turns(most=max(1, self.size - 1))
         self._waiting: set[Future[Any]] = set()
         self._idle: list[_Idle] = []  # longest idle first
         self._all: set[Zygote] = set()
-        self._known: OrderedDict[str, str] = OrderedDict()  # what the compiler said, by key
+        self._known: OrderedDict[str, str] = OrderedDict()  # compile errors by key; "" if there is none
         self._folder: folders.Folder | None = None
         self._users = itertools.cycle(users.available())
         self._timer: threading.Timer | None = None
@@ -385,10 +391,13 @@ class Pool:
         environment: Environment | None = None,
         owner: str = "",
     ) -> Future[Outcome]:
-        """A grade to come. It fails with SandboxUnavailable or SandboxFailed, never with the grader's error.
+        """Queue a grade and return its future, which raises SandboxUnavailable or SandboxFailed.
 
-        Cancelling it ends it, also while it runs. Without an environment it runs in the default one, which has to be
-        in the default folder. `owner` shares its processes with no other, and the cores fairly with all.
+        An error of the grader is an Outcome and not an exception. Cancelling the future also stops a running grade.
+
+        Args:
+            environment: Default: the default one in the default folder.
+            owner: The project. Owners do not share processes, and share the cores fairly.
         """
 
         def grade(zygote: Zygote) -> Outcome:
@@ -403,7 +412,10 @@ class Pool:
     def compile_error(
         self, source: str, environment: Environment | None = None, owner: str = ""
     ) -> Future[str]:
-        """Why no grader can be made of the source, to come; "" if one can. It fails and is cancelled as a grade is."""
+        """Queue a compilation and return a future of the error, or of "" if the source is valid.
+
+        The future raises the same exceptions as that of `submit`, and can be cancelled in the same way.
+        """
         known = self._known_error(_key(source, environment, owner))
         if known is not None:
             answer: Future[str] = Future()
@@ -421,11 +433,11 @@ class Pool:
             return Load(self.size, self._under_way, len(self._all))
 
     def layers(self) -> dict[str, str]:
-        """Start one zygote and tell of each layer whether it holds: "", or why not."""
+        """Start one zygote and return the state of each layer: "" if it is active, else the reason."""
         return self._threads.submit(self._probe).result()
 
     def expire(self) -> None:
-        """End the processes that have been idle for `idle_s`."""
+        """Terminate the processes that have been idle for `idle_s`."""
         with self._lock:
             before = self.clock() - self.idle_s
             old = [idle.zygote for idle in self._idle if idle.since <= before]
@@ -437,7 +449,7 @@ class Pool:
             zygote.close()
 
     def close(self) -> None:
-        """End every process, also those at work. Later grades are refused."""
+        """Terminate every process, including those that run a grade. Later calls raise an error."""
         with self._lock:
             self._closed = True
             zygotes, self._idle = list(self._all), []
@@ -473,7 +485,7 @@ class Pool:
             self._waiting.discard(call)
 
     def _next(self) -> None:
-        """Run the calls whose turn it is, until there is none. Each call begins with one of these."""
+        """Run queued calls in fair order until none may run. Each submitted call schedules this once."""
         while True:
             with self._lock:
                 turn = self._turns.take()
@@ -550,7 +562,7 @@ class Pool:
             old.close()
 
     def _wait_to_expire(self) -> None:
-        """Holding the lock: see to it that `expire` is called when the longest idle process is due."""
+        """Start a timer that calls `expire` when the longest idle process is due. The caller holds the lock."""
         if self._timer is not None or not self._idle or self._closed:
             return
         left = self._idle[0].since + self.idle_s - self.clock()
@@ -595,7 +607,7 @@ def _key(source: str, environment: Environment | None, owner: str) -> str:
 
 @lru_cache(maxsize=1)
 def shared() -> Pool:
-    """The pool of this process. REGRAFT_PYTHON_GRADERS=insecure lets graders run with layers missing."""
+    """Return the pool of this process. REGRAFT_PYTHON_GRADERS=insecure lets graders run with missing layers."""
     pool = Pool(insecure=os.environ.get(INSECURE) == "insecure")
     atexit.register(pool.close)
     return pool
@@ -603,12 +615,12 @@ def shared() -> Pool:
 
 @lru_cache(maxsize=1)
 def probe() -> dict[str, str]:
-    """Which layers hold on this host, asked once: "" for those that do, else the reason."""
+    """Return the state of each layer on this host, cached: "" if it is active, else the reason."""
     return shared().layers()
 
 
 def described() -> str:
-    """One line for the log: what python graders run behind here, or why they do not run."""
+    """Return one line for the log: the active and missing layers, or why python graders are disabled."""
     if unsafe := refusal():
         return f"python graders are refused: {unsafe}"
     layers = probe()
@@ -619,7 +631,7 @@ def described() -> str:
 
 
 def not_built(environments: Path | None) -> str:
-    """Why the default environment in this folder cannot be used, for the operator; "" if it can."""
+    """Return a message for the operator if the default environment in this folder is not built, else ""."""
     try:
         find(environments or default_folder())
     except EnvironmentNotBuilt as missing:
@@ -628,16 +640,16 @@ def not_built(environments: Path | None) -> str:
 
 
 def refusal() -> str:
-    """Why this process may not run python graders; "" if it may."""
+    """Return the reason why this process must not run python graders, or "" if it may."""
     if shared().insecure:
         return ""
     return "; ".join(missing_layers(probe()))
 
 
 def missing_layers(layers: Mapping[str, str]) -> list[str]:
-    """What is missing of the least we ask for, each with the reason."""
+    """Return an error message for each required layer that is missing."""
     missing = [f"{name} is missing ({layers[name]})" for name in REQUIRED if layers[name]]
-    # A user of its own keeps a grader from the service, and not from the scratch folders of other graders.
+    # A separate user protects the service from a grader, but not the scratch folders of other graders.
     if layers["landlock"] and layers["namespaces"]:
         missing.append(
             f"both landlock ({layers['landlock']}) and namespaces ({layers['namespaces']}) are missing"
@@ -674,9 +686,9 @@ def _outcome(answer: Mapping[str, Any], limits: Limits, length: int) -> Outcome:
 
 
 def _result(text: str, output: str, length: int) -> Outcome:
-    """Parse the child's result. The grader can forge it, so it is untrusted input.
+    """Parse the child's result, which is untrusted input because the grader can forge it.
 
-    `length` is that of the sample's text, in which its steps have to lie.
+    `length` is the length of the sample's text, which bounds the ends of the steps.
     """
     if not text:
         return Outcome("crash", reason="it ended without a grade", output=output)
@@ -716,7 +728,7 @@ def _wait(fd: int, event: int, deadline: float) -> None:
 
 @dataclass(frozen=True)
 class Visible:
-    """What a grader may read, the folders that it may list besides, and its sys.path."""
+    """The files and folders that a grader may read, the folders that it may list, and its sys.path."""
 
     readable: list[str]
     listed: list[str]
@@ -725,9 +737,9 @@ class Visible:
 
 @lru_cache(maxsize=8)
 def visible_to(environment: Environment) -> Visible:
-    """Python's own library, the environment's packages and data, C libraries, and no other package on this machine."""
+    """Return the standard library, the environment's packages and data, and C libraries, but no other packages."""
     standard, libraries = environment.interpreter.standard, environment.interpreter.libraries
-    # Packages that are installed into Python itself lie within its library, and Debian's own beside it.
+    # Packages of the interpreter itself are inside the folder of its standard library, or next to it on Debian.
     parts = [entry for folder in standard for entry in _entries(folder, ("site-packages", "dist-packages"))]
     parts += [
         entry
@@ -736,7 +748,7 @@ def visible_to(environment: Environment) -> Visible:
     ]
     own = [folder for folder in (environment.packages, environment.corpora) if folder is not None]
     others = ["/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/null"]
-    # Shortest first: a link or folder has to be there before what lies in it.
+    # Shortest first: a link or folder must exist before its contents are mounted.
     readable = sorted({path for path in (*parts, *libraries, *own, *others) if Path(path).exists()}, key=len)
     path = [*standard, *(f"{folder}/lib-dynload" for folder in standard)]
     return Visible(
@@ -745,7 +757,7 @@ def visible_to(environment: Environment) -> Visible:
 
 
 def _entries(folder: str, hidden: tuple[str, ...]) -> list[str]:
-    """What lies in a folder but for names that begin so; a link to another folder stands for itself."""
+    """List a folder without names that start with `hidden`. A link, or a file, is returned unchanged."""
     if Path(folder).is_symlink() or not Path(folder).is_dir():
         return [folder]
     return [str(entry) for entry in Path(folder).iterdir() if not entry.name.startswith(hidden)]

@@ -12,13 +12,13 @@ MAX_ENTRIES = 1024
 
 
 def is_over(folder: str, limit: int) -> bool:
-    """Whether files and folders in it take more than `limit` bytes or MAX_ENTRIES, or cannot all be seen."""
+    """Return whether a folder has more than `limit` bytes or MAX_ENTRIES entries, or cannot be fully listed."""
     pending, size, entries = [folder], 0, 0
     try:
         while pending:
             for entry in _listed(pending.pop()):
                 entries += 1
-                with suppress(FileNotFoundError):  # its owner is at work in it
+                with suppress(FileNotFoundError):  # the grade is modifying the folder
                     size += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(entry.path)
@@ -35,30 +35,30 @@ def _listed(folder: str) -> Iterator[os.DirEntry[str]]:
 
 
 def empty(folder: str) -> None:
-    """Delete all that is in it. A tree too deep for any path is flattened on the way.
+    """Delete the contents of a folder. Flattens the tree while deleting, so that it may be deeper than PATH_MAX.
 
     Raises:
-        OSError: something could not be deleted.
+        OSError: An entry could not be deleted.
     """
     moved = 0
     while below := _folders(folder):
         for path in below:
             for deeper in _folders(path):
                 moved += 1
-                deeper.chmod(0o700)  # to move a folder is to write into it
+                deeper.chmod(0o700)  # renaming a folder requires write permission on it
                 deeper.rename(_free_name(folder, moved))
             path.rmdir()
 
 
 def remove(folder: str) -> None:
-    """Delete the folder itself, too; what cannot be deleted stays."""
+    """Delete a folder and its contents, except for entries that cannot be deleted."""
     with suppress(OSError):
         empty(folder)
         Path(folder).rmdir()
 
 
 def _folders(folder: str | Path) -> list[Path]:
-    """The folders in a folder, after deleting all else in it."""
+    """Delete everything but folders in a folder, and return those."""
     Path(folder).chmod(0o700)
     entries = list(os.scandir(folder))
     for entry in entries:

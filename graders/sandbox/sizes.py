@@ -1,7 +1,7 @@
 """The number of concurrent python graders on this host, and the memory limit of each.
 
 Graders get at most half of the container's memory, so that they cannot cause an OOM kill of the API or a trainer.
-The kernel kills them first (`oom_score_adj`), but many container runtimes kill all of a container with them.
+The kernel kills graders first (`oom_score_adj`), but many container runtimes then kill the whole container.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 CGROUP = Path("/sys/fs/cgroup")
 MAX_MEMORY = 2 << 30
 MAX_SCRATCH = 256 << 20
-# Of a grade with the largest packages of the environment: 530 MB of address space before it does anything.
+# A grade that imports the largest packages of the environment takes 530 MB of address space before it runs any code.
 MIN_SLOT = 1 << 30
-# What two idle processes that have imported most of the packages take.
+# The share of two idle processes that have imported most of the packages.
 _IDLE_SHARE = 3 / 16
 _SCRATCH_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """`slots` grades at once, each with this address space and this much in its scratch folder, in bytes."""
+    """The number of concurrent grades, and the address space and scratch folder of each, in bytes."""
 
     slots: int
     memory: int
@@ -31,10 +31,10 @@ class Sizes:
 
 
 def sizes(memory: int, cores: int) -> Sizes:
-    """The sizes for a host with this many bytes of memory: at most a grade per core, and half of the memory.
+    """Return the sizes for a host with `memory` bytes: at most one grade per core, and half of the memory.
 
-    A slot gets an equal part of that half, and no less than MIN_SLOT: fewer grades run at once where there is not
-    enough. Where half of the memory is less than that, there is one slot, of half.
+    The slots share that half equally. The number of slots is reduced so that each gets at least MIN_SLOT. If half of
+    the memory is less than MIN_SLOT, there is one slot with all of that half.
     """
     slots = min(cores, max(1, memory // 2 // MIN_SLOT))
     slot = memory // 2 // slots
@@ -47,7 +47,7 @@ def here() -> Sizes:
 
 
 def cores(cgroup: Path = CGROUP) -> int:
-    """Those that this process may use: a container sees all of its node's, and is held to a share of their time."""
+    """Return the number of cores that this process may use, which the container's CPU quota may limit."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = cgroup / "cpu.max"
     if limit.exists():
@@ -58,7 +58,7 @@ def cores(cgroup: Path = CGROUP) -> int:
 
 
 def memory(cgroup: Path = CGROUP) -> int:
-    """Bytes that this process may use: the container's limit, or all of the machine's."""
+    """Return the bytes of memory that this process may use: the container's limit, or the memory of the machine."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit in (cgroup / "memory.max", cgroup / "memory/memory.limit_in_bytes"):
         if limit.exists() and (text := limit.read_text().strip()) != "max":

@@ -1,4 +1,4 @@
-"""Compile a grader's untrusted source, in a process with limits. Runs inside the sandbox."""
+"""Compile a grader's untrusted source in a process with limits. Runs inside the sandbox."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import marshal
 from dataclasses import dataclass
 
 FILE = "grader.py"
-# Modules of an environment that are loaded before the first grade if the source names them.
+# Packages of an environment that the sandbox imports before the first grade if the source imports them.
 INSTALLED = frozenset(
     {
         "ast_grep_py", "deepdiff", "jsonschema", "nltk", "numpy", "pandas", "pydantic", "rapidfuzz", "rdkit",
@@ -20,21 +20,21 @@ TOO_DEEP = "the source is nested too deeply, or too large to compile"
 
 @dataclass(frozen=True)
 class Compiled:
-    """A source that a grader can be made of, and the modules of INSTALLED packages that it imports anywhere."""
+    """A valid source, compiled, and the modules of INSTALLED packages that it imports at any level."""
 
     code: bytes  # marshalled
     modules: list[str]
 
 
 def compiled(source: str) -> Compiled:
-    """Compile the source and check its `grade`.
+    """Compile the source and check the signature of its function `grade`.
 
     Raises:
-        ValueError: no grader can be made of it; the message names the line where there is one.
+        ValueError: The source is not a valid grader. The message names the line if it is known.
     """
     try:
         tree = ast.parse(source)
-        # Finds more than parsing, such as a `return` outside a function.
+        # Compiling finds errors that parsing does not, such as a `return` outside a function.
         code = compile(source, FILE, "exec", dont_inherit=True)
         _check_signature(tree)
         return Compiled(marshal.dumps(code), named_modules(tree))
@@ -54,7 +54,7 @@ def _imported(node: ast.AST) -> list[str]:
         case ast.Import():
             return [alias.name for alias in node.names]
         case ast.ImportFrom(module=str(module), level=0):
-            # Each name may be a module of its own or something in the first one, which an import will show.
+            # Each name may be a submodule or an attribute of the module; importing it tells which.
             return [module, *(f"{module}.{alias.name}" for alias in node.names if alias.name != "*")]
     return []
 
@@ -64,7 +64,7 @@ def _check_signature(tree: ast.Module) -> None:
     graders = [node for node in functions if node.name == "grade"]
     if not graders:
         raise ValueError("the source defines no function grade(sample, item) at its top level")
-    function = graders[-1]  # the one that stands when the module has run
+    function = graders[-1]  # the last definition takes effect
     if isinstance(function, ast.AsyncFunctionDef):
         raise ValueError(f"line {function.lineno}: grade must be a plain function, not async")
     if not _takes_two(function.args):
@@ -75,7 +75,7 @@ def _check_signature(tree: ast.Module) -> None:
 
 
 def _takes_two(has: ast.arguments) -> bool:
-    """Whether a function with these parameters can be called with two positional arguments and nothing else."""
+    """Return whether a function with these parameters can be called with exactly two positional arguments."""
     positional = len(has.posonlyargs) + len(has.args)
     enough = positional >= 2 or has.vararg is not None
     return enough and positional - len(has.defaults) <= 2 and None not in has.kw_defaults

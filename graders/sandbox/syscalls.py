@@ -1,4 +1,4 @@
-"""The seccomp filter of system calls that a grader may make. All others return EPERM."""
+"""Build the seccomp filter that allow-lists the system calls of a grader. All others return EPERM."""
 
 from __future__ import annotations
 
@@ -43,8 +43,13 @@ _AARCH64 = {
 
 
 class Table(NamedTuple):
-    """One machine: the kernel's name for it (AUDIT_ARCH_*), the calls that are allowed with any argument, and the
-    numbers of those that are allowed with some arguments only."""
+    """The system calls of one architecture.
+
+    Attributes:
+        arch: AUDIT_ARCH_* of the kernel.
+        allowed: Numbers of the calls that are allowed with any arguments, by name.
+        clone, ioctl, fcntl: Numbers of the calls that are allowed with certain arguments only.
+    """
 
     arch: int
     allowed: dict[str, int]
@@ -58,12 +63,12 @@ TABLES = {
     "aarch64": Table(0xC00000B7, _AARCH64, clone=220, ioctl=29, fcntl=25),
 }
 
-_CLONE3 = 435  # takes its flags by pointer, where a filter cannot look; glibc falls back to clone
+_CLONE3 = 435  # takes its flags by pointer, which a filter cannot dereference; glibc falls back to clone
 _CLONE_THREAD = 0x00010000
-# TCGETS, FIONCLEX, FIOCLEX, FIONREAD: what open() and isatty() ask
+# TCGETS, FIONCLEX, FIOCLEX, FIONREAD: used by open() and isatty()
 _IOCTLS = (0x5401, 0x5450, 0x5451, 0x541B)
-# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC. Not: F_SETOWN and F_SETSIG, by which the kernel itself sends any
-# signal to any process of the user; locks, leases and F_NOTIFY, by which graders could talk through shared files.
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC. Excluded: F_SETOWN and F_SETSIG, which make the kernel send any
+# signal to any process of the user; locks, leases and F_NOTIFY, which are a channel between graders via shared files.
 _FCNTLS = (0, 1, 2, 3, 1030)
 _F_SETFL = 4
 _O_ASYNC = 0x2000  # signals to the owner
@@ -79,9 +84,9 @@ _REFUSE: _Instruction = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
 
 
 def grader_filter(machine: str = "") -> bytes:
-    """The allowlist for this machine (or the one named) as classic BPF. Raise OSError for one without a table.
+    """Build the filter for `machine` (default: this one) as classic BPF. Raises OSError for an unknown architecture.
 
-    No sockets, no processes (threads are fine), no exec, no signals to anyone, no ptrace, no new privileges.
+    The filter blocks sockets, new processes (but not threads), exec, signals, ptrace and privilege escalation.
     """
     machine = machine or platform.machine()
     if machine not in TABLES:
@@ -90,7 +95,12 @@ def grader_filter(machine: str = "") -> bytes:
     program = [
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, table.arch),
-        (_RETURN, 0, 0, _KILL),  # 32-bit calls have other numbers: an allowed one would be something else
+        (
+            _RETURN,
+            0,
+            0,
+            _KILL,
+        ),  # 32-bit calls have different numbers: an allowed number would be a different call
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _X32_BIT),
         (_RETURN, 0, 0, _KILL),
@@ -106,7 +116,7 @@ def grader_filter(machine: str = "") -> bytes:
 
 
 def _call(number: int, body: list[_Instruction]) -> list[_Instruction]:
-    """Decide about one call by its arguments: what `body` does not allow is refused."""
+    """Filter one call by its arguments: return EPERM unless `body` allows it."""
     return [(_EQUAL, 0, len(body) + 1, number), *body, _REFUSE]
 
 

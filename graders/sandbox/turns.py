@@ -9,22 +9,22 @@ Item = TypeVar("Item")
 
 
 class Turns(Generic[Item]):
-    """A queue for each owner. Not for two threads at once.
+    """A queue for each owner, served fairly. Not thread-safe.
 
-    `take` serves the owner with the fewest items under way; among those, the one whose last turn was longest ago. No
-    owner but "" has more than `most` of them under way.
+    `take` serves the owner with the fewest items in flight; ties are broken by the least recent turn. Each owner except
+    "" has at most `most` items in flight.
     """
 
     def __init__(self, most: int | None = None) -> None:
         self.most = most
-        self._waiting: dict[str, deque[Item]] = {}  # in the order of their turns
+        self._waiting: dict[str, deque[Item]] = {}  # ordered by the owners' turns
         self._under_way: Counter[str] = Counter()
 
     def put(self, owner: str, item: Item) -> None:
         self._waiting.setdefault(owner, deque()).append(item)
 
     def take(self) -> tuple[str, Item] | None:
-        """The next item with its owner, who has it under way from now on; None if there is none whose turn it is."""
+        """Take the next item, which is then in flight, and its owner. Returns None if no owner may have another one."""
         owners = [owner for owner in self._waiting if self._may_have_more(owner)]
         if not owners:
             return None
@@ -32,12 +32,12 @@ class Turns(Generic[Item]):
         queue = self._waiting.pop(owner)
         item = queue.popleft()
         if queue:
-            self._waiting[owner] = queue  # behind the others
+            self._waiting[owner] = queue  # after the other owners
         self._under_way[owner] += 1
         return owner, item
 
     def end(self, owner: str) -> None:
-        """An item of this owner is no longer under way. Its next one is behind those of owners that wait already."""
+        """Mark an item of this owner as finished. The owner's next turn comes after those of other waiting owners."""
         self._under_way[owner] -= 1
         if not self._under_way[owner]:
             del self._under_way[owner]
@@ -48,7 +48,7 @@ class Turns(Generic[Item]):
         return self.most is None or owner == "" or self._under_way[owner] < self.most
 
     def clear(self) -> list[Item]:
-        """Everything that waits; then nothing does."""
+        """Remove and return all queued items."""
         items = [item for queue in self._waiting.values() for item in queue]
         self._waiting.clear()
         return items

@@ -1,4 +1,4 @@
-"""Users for graders: each process of the sandbox gets one that nobody else has, if the service is root."""
+"""Users for graders: each process of the sandbox gets a separate user id if the service runs as root."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from pathlib import Path
 
 from graders.sandbox.lockdown import NOBODY
 
-# Without a name on any system; and for a container that has 16 bits of users, those that systemd hands out to services.
+# Ids that no system assigns; and for a container with 16-bit user ids, those that systemd assigns to services.
 _UNUSED = (range(0x70000000, 0x7FFF0000), range(61184, 65520))
 _COUNT = 4096
 
 
 def available(maps: tuple[Path, ...] = (Path("/proc/self/uid_map"), Path("/proc/self/gid_map"))) -> range:
-    """Ids of users and groups that this process may use, elsewhere on this machine most likely used by nobody.
+    """Return ids of users and groups that this process may use and that are most likely unused on this machine.
 
-    Where the user namespace has none of them it is nobody alone, and all graders share its limit of threads.
+    If the user namespace maps none of them, returns only the id of the user `nobody`, whose thread limit all graders
+    then share.
     """
     for unused in _UNUSED:
         if all(_is_mapped(unused, path) for path in maps):

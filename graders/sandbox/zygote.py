@@ -1,19 +1,19 @@
 """The sandbox's side: a bare interpreter that locks itself down, loads one source, and forks once per grade.
 
-Frames go both ways, on stdin and stdout: four bytes of length, then JSON. The first one in says what to be:
+It exchanges frames on stdin and stdout: four bytes of length, then JSON. The first frame is the configuration:
 
     {"source", "parent", "readable", "listed", "path", "modules", "variables", "scratch", "user", "insecure", "without",
      and all of Limits}
         ->  {"layers"} or {"error"}
-        ->  {"compile_error"}: "" if a grader can be made of the source, else the end
+        ->  {"compile_error"}: "" if the source is a valid grader, else the process exits
         ->  {"ready"}
     {"sample", "item"}
-        ->  {"status", "exit", "result", "output", "retire"}, or {"failed"} and the end
+        ->  {"status", "exit", "result", "output", "retire"}, or {"failed"} and the process exits
 
-The fork of the grade reads the last request itself, because the next fork could read the zygote's memory.
+The fork reads the request of its grade itself, because the zygote's memory is readable by later forks.
 
-It runs on the Python of the grader's environment, where the service cannot be imported, and holds no secrets: children
-with untrusted code inherit its memory.
+The zygote runs on the Python of the grader's environment, where the service cannot be imported. It holds no secrets,
+because children with untrusted code inherit its memory.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from graders.sandbox.source import FILE, TOO_DEEP, compiled
 from graders.types import MAX_STEPS, steps_of
 
 SCRATCH = "/scratch"
-SCRATCH_S = 0.05  # how often its bytes are counted
-THREADS_S = 0.02  # how often its threads are counted, where no limit of the kernel's is its own
-COMPILE_S, COMPILE_MEMORY = 10, 512 << 20  # of processor time, and of address space
+SCRATCH_S = 0.05  # interval between measurements of the scratch folder
+THREADS_S = 0.02  # interval between thread counts, if the kernel does not limit the threads of each grade
+COMPILE_S, COMPILE_MEMORY = 10, 512 << 20  # seconds of processor time, bytes of address space
 MAX_RESULT = 64 * 1024
 MAX_OUTPUT = 16 * 1024  # bytes of printed text that are kept
 MAX_REASON = 4096
 BEGUN = b"."
-_OUT_OF_MEMORY = b'{"error": "memory"}'  # made beforehand: when it is needed, there is no memory to make it
+_OUT_OF_MEMORY = b'{"error": "memory"}'  # allocated in advance, because there is no memory when it is needed
 
 
 def main() -> None:
@@ -72,18 +72,22 @@ def main() -> None:
     zygote.load()
     write_frame(1, {"ready": True})
     while True:
-        zygote.prepare()  # while the service is busy with the answer before
+        zygote.prepare()  # while the service processes the previous answer
         answer = zygote.grade()
         if answer is None:
             return
         write_frame(1, answer)
         if "failed" in answer:
             return
-        del answer  # the next fork inherits the frames of this process, and must not read what this one said
+        del answer  # the next fork inherits this process's memory and must not read this answer
 
 
 def own_processes(config: dict[str, Any]) -> str:
-    """Continue as the first process of a PID namespace, or say why not. What started us waits outside until its end."""
+    """Continue as the first process of a new PID namespace. The original process waits outside until it exits.
+
+    Returns:
+        "", or the reason why there is no namespace.
+    """
     if "pid_namespace" in config["without"]:
         return "turned off"
     if os.geteuid() != 0:
@@ -100,22 +104,22 @@ def own_processes(config: dict[str, Any]) -> str:
         return ""
     try:
         os.dup2(held, 0)
-        os.closerange(1, 1 << 16)  # the service must see when the zygote's ends are closed
+        os.closerange(1, 1 << 16)  # so that the service gets EOF when the zygote closes its pipes
         with suppress(OSError):
             lockdown.become(config["user"])
         lockdown.die_with(config["parent"])
         os.waitpid(zygote, 0)
     finally:
-        os._exit(0)  # and the zygote with it, if it still lives
+        os._exit(0)  # also ends the zygote if it is still running
 
 
 class Zygote:
-    """One source, compiled, behind every layer that a fork inherits. It never runs the source itself."""
+    """One compiled source, in a process with every inheritable layer. Only forks run the source."""
 
     def __init__(self, config: dict[str, Any], pid_namespace: str) -> None:
         self.config = config
-        self.layers = {"pid_namespace": pid_namespace}  # "" holds, otherwise why not
-        self.scratch = config["scratch"]  # a folder of the host's, unless one in memory can take its place
+        self.layers = {"pid_namespace": pid_namespace}  # "" if the layer is active, else the reason
+        self.scratch = config["scratch"]  # a folder of the host, unless one in memory replaces it
         self.in_memory = False
         self.counts_threads = False
         self.ruleset = -1
@@ -127,10 +131,10 @@ class Zygote:
         self.filter = self._filter()
 
     def compile(self) -> str:
-        """Compile the source in a fork with limits; why no grader can be made of it, or "".
+        """Compile the source in a fork with limits. Returns the error, or "" if the source is a valid grader.
 
         Raises:
-            OSError: the system killed the fork, which says nothing about the source.
+            OSError: The system killed the fork, so the source was not checked.
         """
         result, write = os.pipe()
         child = os.fork()
@@ -156,7 +160,7 @@ class Zygote:
         return ""
 
     def _compile(self, result: int) -> None:
-        """In the fork. The memory that it takes goes with it."""
+        """Compile the source and exit. Runs in a fork, whose exit frees the memory."""
         zygote = os.getppid()
         try:
             os.dup2(result, 3)
@@ -181,19 +185,19 @@ class Zygote:
         os._exit(0)
 
     def load(self) -> None:
-        """Import what the source imports, and give the memory a form that forks can share."""
+        """Import the modules that the source imports, and freeze the memory so that forks can share it."""
         config = self.config
         sys.path[:] = config["path"]
         for name in [name for name in sys.modules if name.partition(".")[0] == "graders"]:
-            del sys.modules[name]  # what is ours stays in use, and cannot be imported
+            del sys.modules[name]  # the service's modules stay in use but cannot be imported by name
         _import(self.modules)
         lines = config["source"].splitlines(keepends=True)
-        linecache.cache[FILE] = (len(config["source"]), None, lines, FILE)  # tracebacks show the line
+        linecache.cache[FILE] = (len(config["source"]), None, lines, FILE)  # source lines of tracebacks
         gc.collect()
-        gc.freeze()  # else the first collection in every child copies each page it looks at
+        gc.freeze()  # otherwise the first collection in each child would copy every page that it visits
 
     def prepare(self) -> None:
-        """Fork the process of the next grade. It locks itself down and waits: most of the cost is paid early."""
+        """Fork the process of the next grade in advance. It locks itself down and waits for its request."""
         (begun_r, begun_w), (result_r, result_w), (output_r, output_w) = (os.pipe() for _ in range(3))
         child = os.fork()
         if child == 0:
@@ -203,12 +207,12 @@ class Zygote:
         self.ready = Ready(child, begun_r, result_r, output_r)
 
     def grade(self) -> dict[str, Any] | None:
-        """Let the waiting child run, wait no longer than the limit, and tell what happened. None: stdin has ended."""
+        """Let the waiting child run until its end or a limit. Returns the answer, or None if stdin was closed."""
         assert self.ready is not None
         ready, self.ready = self.ready, None
         begun = os.read(ready.begun, MAX_REASON)
         os.close(ready.begun)
-        if begun != BEGUN:  # it ended before the grader's code ran
+        if begun != BEGUN:  # the child exited before the grader's code ran
             code = os.waitstatus_to_exitcode(os.waitpid(ready.child, 0)[1])
             if begun or code != 0:
                 return {"failed": begun.decode() or f"the process for the grade ended with status {code}"}
@@ -227,7 +231,7 @@ class Zygote:
         body = _request(0)
         os.dup2(5, 0)
         os.write(4, BEGUN)
-        os.close(4)  # from here on the zygote hears of the grader's end only, and on descriptor 3
+        os.close(4)  # the grader's code can report to the zygote only by its exit and on descriptor 3
         os.close(5)
         try:
             if body is None:
@@ -244,14 +248,14 @@ class Zygote:
         os._exit(0)
 
     def _hold(self, begun: int, result: int, output: int) -> None:
-        """The layers of a single grade. Ends the process if one does not hold.
+        """Apply the layers of a single grade. Exits if a layer fails.
 
-        Then its descriptors are: 0 the requests, 1 and 2 its output, 3 its result, 4 `begun`, 5 /dev/null.
+        Afterwards the file descriptors are: 0 requests, 1 and 2 output, 3 result, 4 `begun`, 5 /dev/null.
         """
         zygote = os.getppid()
-        # Signals a grader blocks or handles change nothing: only SIGKILL is ever sent.
+        # The grader may block or handle signals, because the zygote sends only SIGKILL.
         null = os.open(os.devnull, os.O_RDONLY)
-        # Out of the way first: any of them may have one of the numbers they are to get.
+        # Duplicate to 10 or above first, because a descriptor may already have one of the target numbers.
         wanted = (output, output, result, begun, null, self.ruleset)
         moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in wanted if fd >= 0]
         for number, fd in enumerate(moved, 1):
@@ -259,7 +263,7 @@ class Zygote:
         os.closerange(7, 1 << 16)
         config = self.config
         os.chdir(self.scratch)
-        # A folder in memory has a size of its own; of the host's, no file may be larger than can be counted in time.
+        # A mount limits a folder in memory. In a folder of the host, a file must not outgrow the limit between scans.
         largest = (
             max(config["file_bytes"], config["scratch_bytes"]) if self.in_memory else config["file_bytes"]
         )
@@ -281,7 +285,7 @@ class Zygote:
 
     def _run(self, request: dict[str, Any]) -> bytes:
         assert self.code is not None
-        # New ones: those from before the fork remember what their descriptors were.
+        # New streams, because those from before the fork have cached the state of their descriptors.
         stream = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         sys.stdout = sys.stderr = stream
         module = types.ModuleType("grader")
@@ -292,7 +296,7 @@ class Zygote:
         return _checked(value, length)
 
     def _lock_down(self) -> None:
-        """What every fork inherits. Each layer is noted; whether enough of them hold is for the pool to say."""
+        """Apply the layers that every fork inherits, and record each. The pool decides whether they are sufficient."""
         config = self.config
         readable, scratch_bytes = config["readable"], config["scratch_bytes"]
         root = os.geteuid() == 0
@@ -316,12 +320,12 @@ class Zygote:
         lockdown.undumpable()
         lockdown.die_with(config["parent"])
         if "alive" in config:
-            _end_if_closed(config["alive"])  # outside of a PID namespace every parent has the number 0
-        # RLIMIT_NPROC counts the threads of all processes of a user, and would be used up by the service's own.
+            _end_if_closed(config["alive"])  # inside the PID namespace, getppid() is 0 for any parent outside
+        # RLIMIT_NPROC counts the threads of all processes of a user, so the service's threads would exhaust it.
         self.counts_threads = bool(self.layers["uid"]) and Path("/proc/self/stat").exists()
         self._layer("landlock", self._see_little)
         self._layer("signal_scope", self._scoped)
-        # These two take hold in each child; a child in which one fails ends before the grader starts.
+        # Each child applies rlimits and seccomp itself, and exits before the grader's code runs if one fails.
         self._layer("rlimits", lambda: None)
 
     def _see_little(self) -> None:
@@ -333,7 +337,7 @@ class Zygote:
             lockdown.restrict(ruleset)
             os.close(ruleset)
             return
-        # The zygote may read /proc, to count the threads of a grade, and the grade may not.
+        # The zygote reads /proc to count the threads of a grade. The grade must not read it.
         wider = lockdown.ruleset([*readable, "/proc"], writable, config["listed"], scoped)
         lockdown.restrict(wider)
         os.close(wider)
@@ -369,18 +373,19 @@ class Zygote:
             self.layers[name] = str(cause) or type(cause).__name__
 
     def _swept(self) -> bool:
-        """Leave nothing of this grade to the next. False: something stayed, so do not use this zygote again."""
+        """Empty the scratch folder for the next grade. Returns False if that fails; then do not reuse this zygote."""
         try:
             scratch.empty(self.scratch)
-        except OSError:  # it goes when this process does
+        except OSError:  # the service deletes it after this process has exited
             return False
         return True
 
 
 class Ready(NamedTuple):
-    """A child that waits for its request, and our ends of its pipes.
+    """A child that waits for its request, and the zygote's ends of its pipes.
 
-    `begun` ends with BEGUN, before the grader's code runs, or with why a layer failed. The grader cannot write to it.
+    The child writes BEGUN to `begun` before the grader's code runs, or the reason why a layer failed. The grader's code
+    cannot write to it.
     """
 
     child: int
@@ -390,7 +395,7 @@ class Ready(NamedTuple):
 
 
 class Watch:
-    """Waits for one child: what it writes, when it ends, and when its time is up."""
+    """Reads the output of one child, enforces its limits, and waits for its exit."""
 
     def __init__(self, child: int, result: int, output: int, config: dict[str, Any]) -> None:
         self.child, self.output_limit = child, config["output"]
@@ -399,7 +404,7 @@ class Watch:
         self.kept = {result: bytearray(), output: bytearray()}
         self.result, self.output = result, output
         self.seen = 0
-        # These are counted, where no limit of the kernel's is the grade's own.
+        # Scratch bytes and threads are counted here if the kernel does not limit them for each grade.
         self.scratch, self.scratch_bytes = "", config.get("scratch_bytes", 0)
         self.threads: int | None = None
         self.next_scan = 0.0
@@ -414,7 +419,7 @@ class Watch:
             if verdict:
                 os.kill(self.child, signal.SIGKILL)
             _, status, used = os.wait4(self.child, 0)
-            # No other process can hold the pipes, so this cannot block for long.
+            # No other process has the pipes open, so reading to the end does not block for long.
             for fd in self.kept:
                 while not verdict and self._drain(fd):
                     pass
@@ -429,14 +434,14 @@ class Watch:
         }
 
     def _shown_output(self) -> str:
-        """What was printed; where it was too much to keep, a last line says so."""
+        """Return the printed output. If it was truncated, the last line says so."""
         text = self.kept[self.output].decode("utf-8", "replace")
         if self.seen <= MAX_OUTPUT:
             return text
         return f"{text}\n... cut: the first {MAX_OUTPUT:,} of {self.seen:,} bytes are shown"
 
     def _wait(self, poll: select.poll, ended: int) -> str:
-        """Why it has to be killed, or "" if it ended by itself."""
+        """Wait for the child. Returns the limit for which it must be killed, or "" if it exited."""
         often = THREADS_S if self.threads is not None else SCRATCH_S if self.scratch else math.inf
         while True:
             left = self.deadline - time.monotonic()
@@ -463,7 +468,10 @@ class Watch:
 
     def _status(self, status: int, cpu_s: float) -> str:
         code = os.waitstatus_to_exitcode(status)
-        if code in (-signal.SIGKILL, -signal.SIGXCPU):  # not by us, so by the kernel
+        if code in (
+            -signal.SIGKILL,
+            -signal.SIGXCPU,
+        ):  # sent by the kernel: a verdict precedes the zygote's own SIGKILL
             return "cpu_limit" if cpu_s > self.cpu_limit - 1 else "memory"
         return "ended" if code == 0 else "crash"
 
@@ -488,23 +496,25 @@ def threads_of(process: int) -> int:
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
     except OSError:
-        return 0  # it has ended
+        return 0  # the process has exited
     return int(stat.rpartition(")")[2].split()[17])
 
 
 def _cpu_limit(wall_s: float) -> int:
-    return 2 * int(wall_s + 1)  # seconds on two cores; the clock on the wall is the real limit
+    return 2 * int(wall_s + 1)  # seconds on two cores; the wall-clock limit is the main one
 
 
 def _checked(value: Any, length: int) -> bytes:
-    """What grade() returned as JSON, or what is wrong with it. Trusts no method of a value that the grader made."""
+    """Encode the return value of grade() as JSON, or an error if it is invalid. Calls no method of untrusted values."""
     if type(value) is not dict:
         return _scored(value, {})
     if not _has_plain_keys(value) or set(value) != {"score", "steps"}:
         return _error("value", "a dict from grade() must have 'score' and 'steps', and nothing else")
     steps = value["steps"]
     if type(steps) is list:
-        steps = [_plain_step(step) for step in steps[: MAX_STEPS + 1]]  # one too many is enough to be refused
+        steps = [
+            _plain_step(step) for step in steps[: MAX_STEPS + 1]
+        ]  # one more than the maximum is enough to be rejected
     try:
         kept = steps_of(steps, length)
     except ValueError as cause:
@@ -513,7 +523,7 @@ def _checked(value: Any, length: int) -> bytes:
 
 
 def _has_plain_keys(value: dict[Any, Any]) -> bool:
-    return all(type(key) is str for key in value)  # those of other types bring their own __eq__
+    return all(type(key) is str for key in value)  # keys of other types may define __eq__
 
 
 def _plain_step(step: Any) -> Any:
@@ -523,7 +533,7 @@ def _plain_step(step: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A Python number for a numpy scalar and for a bool."""
+    """Convert a numpy scalar or a bool to a Python number."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         value = value.item()
@@ -544,7 +554,7 @@ def _scored(value: Any, rest: dict[str, Any]) -> bytes:
 
 
 def _described(cause: BaseException, scratch_bytes: int) -> bytes:
-    """The traceback from the grader's first line on, cut to size."""
+    """Format the traceback, starting at the first frame of the grader's source and truncated."""
     frames = cause.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != FILE:
         frames = frames.tb_next
@@ -566,7 +576,7 @@ def _error(kind: str, text: str) -> bytes:
 
 
 def try_in_a_child(program: bytes) -> None:
-    """Load the filter in a fork and see it bite. Raise OSError if either fails."""
+    """Load the filter in a fork and check that it blocks a call. Raises OSError if either fails."""
     child = os.fork()
     if child == 0:
         try:
@@ -584,13 +594,13 @@ def try_in_a_child(program: bytes) -> None:
 
 def _import(modules: list[str]) -> None:
     for name in modules:
-        # Whatever is wrong with a module, the grade that imports it will say.
+        # Ignore import errors here: the grade that imports the module reports them.
         with suppress(Exception, SystemExit):
             importlib.import_module(name)
 
 
 def read_frame(fd: int) -> dict[str, Any] | None:
-    """The next frame, or None where the other side is gone."""
+    """Read the next frame. Returns None if the other side has closed the pipe."""
     body = read_body(fd)
     return None if body is None else json.loads(body)
 
@@ -615,7 +625,7 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def _request(fd: int) -> bytearray | None:
-    """The body of the next frame; None if there is no memory for it. Ends the process if there is no frame."""
+    """Read the body of the next frame. Returns None if it does not fit in memory. Exits if the pipe is closed."""
     header = _read_exactly(fd, 4)
     if header is None:
         os._exit(0)
