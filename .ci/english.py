@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Switch on a folder or file when it is clean: "graders", "helm", "docs", "README.md", "CHANGELOG.md".
-CHECKED = ("api", "core", "sdk", "migrations", "worker", "bench")
+# Paths that are clean. Add "docs", "README.md" and "CHANGELOG.md" when they are.
+CHECKED = ("api", "core", "sdk", "migrations", "worker", "bench", "graders", "helm", "examples")
 
 # Phrase (regular expression, case-insensitive) -> advice.
 BANNED = {
@@ -69,6 +69,12 @@ ALLOWED: tuple[tuple[str, str], ...] = (
     # Public strings (an event and a validation error), changed with their tests.
     ("worker/record/metrics.py", r"samples could not be graded and teach nothing\."),
     ("worker/supervise/validation.py", r"If it scores all answers alike, the job has nothing to learn\."),
+    # A customer's question that the demo classifies: data, not documentation.
+    ("examples/demo.py", r"^Somebody else needs the book"),
+    # The message that names the two missing layers of the sandbox.
+    ("graders/sandbox/pool.py", r"and a user of its own \("),
+    # `nobody` is the name of the Unix user 65534.
+    ("graders/sandbox/users.py", r"`nobody`"),
 )
 
 _PATTERNS = {re.compile(pattern, re.IGNORECASE): advice for pattern, advice in BANNED.items()}
