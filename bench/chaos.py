@@ -584,7 +584,11 @@ class Line:
             if self._down:
                 client.close()
                 continue
-            server = self._connect()
+            try:
+                server = self._connect()
+            except OSError:  # the server was killed and is not back yet
+                client.close()
+                continue
             self._open |= {client, server}
             for source, target in ((client, server), (server, client)):
                 threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
