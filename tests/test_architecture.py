@@ -1,4 +1,4 @@
-"""Who may import whom: worker -> core, graders; api -> core, graders; graders -> core.outbound.http."""
+"""Allowed imports: worker -> core, graders; api -> core, graders; graders -> core.outbound.http."""
 
 import ast
 import sys

@@ -1,6 +1,5 @@
 """Rows of uploaded files and results; their content is in the blob store under `blob_key`."""
 
-import errno
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,7 +15,14 @@ from core.errors import FileNotFound, InvalidRequest
 from core.jobs.lifecycle import FINAL
 from core.storage import datasets
 from core.storage.datasets import Example, InvalidDataset
-from core.storage.store import CHUNK_BYTES, BlobCorrupt, BlobNotFound, BlobStore, check_not_empty
+from core.storage.store import (
+    CHUNK_BYTES,
+    BlobCorrupt,
+    BlobNotFound,
+    BlobStore,
+    check_not_empty,
+    is_bad_sector,
+)
 
 FINE_TUNE, RESULTS = "fine-tune", "fine-tune-results"
 
@@ -135,9 +141,7 @@ def _verified(file: File, chunks: Iterator[bytes]) -> Iterator[bytes]:
     except BlobCorrupt:
         raise content_damaged(file, DAMAGED) from None
     except OSError as cause:
-        if (
-            cause.errno != errno.EIO
-        ):  # EIO: a sector that the disk cannot read; anything else is about the store
+        if not is_bad_sector(cause):
             raise
         raise content_damaged(file, DAMAGED) from cause
     if (size, meter.hexdigest()) != (file.bytes, file.sha256):

@@ -1,6 +1,5 @@
 """Verifies every blob with a row against its hash, and lists the blobs without a row."""
 
-import errno
 import hashlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from core.database.engine import Database
 from core.database.tables import Checkpoint, File, RolloutPage, UploadPart, now
 from core.storage import manifests, orphans
 from core.storage.manifests import Damaged
-from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore, check_not_empty
+from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore, check_not_empty, is_bad_sector
 
 Problem = Literal["missing", "damaged", "orphaned"]
 
@@ -126,7 +125,7 @@ def _compare(blobs: BlobStore, expected: _Expected) -> Generator[None, None, Pro
     except (BlobCorrupt, ValueError):
         return "damaged"
     except OSError as cause:
-        if cause.errno != errno.EIO:  # an unreadable sector; other errors concern the store
+        if not is_bad_sector(cause):
             raise
         return "damaged"
     if expected.sha256 is not None:

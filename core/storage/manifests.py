@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
+from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore, is_bad_sector
 
 MANIFEST = "manifest.json"
 
@@ -50,7 +49,7 @@ def read(blobs: BlobStore, prefix: str) -> Manifest:
     except BlobCorrupt:
         raise Damaged(MANIFEST) from None
     except OSError as cause:
-        if cause.errno != errno.EIO:  # an unreadable sector; other errors concern the store
+        if not is_bad_sector(cause):
             raise
         raise Damaged(MANIFEST, unreadable=True) from cause
 

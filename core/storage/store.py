@@ -55,6 +55,11 @@ def is_away(error: BaseException) -> bool:
     return isinstance(error, Unconnected | HTTPClientError | IncompleteReadError)
 
 
+def is_bad_sector(error: OSError) -> bool:
+    """Whether the disk cannot read this blob. Any other OSError is about the store and not about one blob."""
+    return error.errno == errno.EIO
+
+
 _PASSING_ERRNOS = {
     errno.ENOSPC,
     errno.EDQUOT,

@@ -199,7 +199,7 @@ class Jobs(RuleBasedStateMachine):
         if what == "wake-up":
             with self.database.write() as session:
                 lifecycle.to_wake(session, older_than=float(number))
-                assert lifecycle.to_wake(session, older_than=10.0) == [], "somebody was told a moment ago"
+                assert lifecycle.to_wake(session, older_than=10.0) == [], "a worker was woken a moment ago"
 
     @rule(number=st.integers(0, 5), limit=st.integers(1, 4), more=st.integers(0, 2))
     def a_reader_follows_the_pages(self, number: int, limit: int, more: int) -> None:

@@ -1,4 +1,4 @@
-"""Every example in docs/howto/graders.md is accepted, and those that ask nobody get the score the page says."""
+"""Every example in docs/howto/graders.md is accepted, and those that call no server get the score on the page."""
 
 import asyncio
 import json

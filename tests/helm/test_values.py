@@ -65,7 +65,7 @@ WRONG_TOGETHER = {
         "networkPolicy.database.to: list its peers",
     ),
     "pools of one name": ({"workers": [POOL, POOL]}, "two pools are named cpu"),
-    "a model for nobody": ({"models": {"m": {"hub": "a/b", "gpuClass": "h100"}}}, "m needs the gpuClass h100"),
+    "a model that no pool trains": ({"models": {"m": {"hub": "a/b", "gpuClass": "h100"}}}, "m needs the gpuClass h100"),
     "a model from nowhere": ({"models": {"m": {"context": 512}}}, "models: m needs exactly one of path"),
     "an alias of nothing": ({"modelAliases": {"o4": "m"}}, "modelAliases: o4 refers to m, which is not in models"),
     "an alias that hides a model": (

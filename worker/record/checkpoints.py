@@ -4,7 +4,6 @@ A checkpoint is a blob prefix with the adapter in PEFT format, the trainer's sta
 file with its hash and is written last. A prefix without a manifest is not a checkpoint.
 """
 
-import errno
 import hashlib
 import json
 import logging
@@ -24,7 +23,7 @@ from core.jobs import events, lifecycle, usage
 from core.results import tuned_models
 from core.storage import manifests
 from core.storage.manifests import MANIFEST, Damaged
-from core.storage.store import BlobExists, check_not_empty
+from core.storage.store import BlobExists, check_not_empty, is_bad_sector
 from worker.attempt import Attempt
 
 log = logging.getLogger(__name__)
@@ -92,8 +91,7 @@ class Checkpoints:
         try:
             self.attempt.retry(partial(self._download, prefix, folder))
         except OSError as cause:
-            # An unreadable disk sector is permanent. No other lasting error is specific to this checkpoint.
-            if cause.errno != errno.EIO:
+            if not is_bad_sector(cause):
                 raise
             raise Damaged(self._reading, unreadable=True) from cause
 
