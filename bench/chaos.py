@@ -219,7 +219,7 @@ class House:
         self.environment = environment
         self.orders = folder / "orders"
         self.orders.mkdir()
-        self.damaged: list[tuple[str, str]] = []  # jobs, and the objects of theirs
+        self.damaged: list[tuple[str, str, str]] = []  # job, checkpoint, name of the object that was harmed
         self.unannounced: list[dict[int, str]] = []  # jobs made while the broker was away
         self.disk_was_filled = False
         self.server_errors = 0
@@ -358,7 +358,7 @@ class House:
                 key for (key,) in session.query(RolloutPage.blob_key)
             }
             folders = {prefix for (prefix,) in session.query(Checkpoint.blob_prefix)}
-            project_of = dict(session.query(Job.id, Job.project_id).tuples())
+            project_of = {job.id: job.project_id for job in session.query(Job)}
             keys |= {
                 run_logs.key(project_of[job_id], job_id, epoch)
                 for job_id, epoch in session.query(Attempt.job_id, Attempt.epoch)
@@ -457,18 +457,19 @@ class House:
                 if len(kept) > 1 and self.status(job_id) == "running":
                     key = f"{kept[-1].blob_prefix}/{name}"
                     harm(key)
-                    self.damaged.append((job_id, key))
+                    self.damaged.append((job_id, kept[-1].id, name))
                     say(f"harmed {key}")
                     run.kill()
                     return
             rest()
 
-    def is_named(self, job_id: str, key: str) -> bool:
+    def is_named(self, job_id: str, checkpoint: str, name: str) -> bool:
         """Whether a warning of the job names the object."""
         return any(
-            key in f"{event.message} {event.data}"
+            damage["checkpoint"] == checkpoint and damage["file"] == name
             for event in self._rows(Event, job_id=job_id)
             if event.level == "warn"
+            for damage in (event.data or {}).get("damaged", [])
         )
 
     def worker_frozen(self) -> None:

@@ -20,7 +20,7 @@ from graders.build import build
 from graders.builtin.python import PythonGrader
 from graders.environments.catalog import default_folder, find
 from graders.run import grade_all
-from graders.sandbox.pool import Limits, Pool, Zygote
+from graders.sandbox.pool import Pool, SandboxLimits, ZygoteProcess
 from graders.spec import parse_grader
 from graders.types import Grader, Item, Sample
 
@@ -132,7 +132,7 @@ def in_turn(work: Callable[[], Any], other: Callable[[], Any], rounds: int) -> t
 
 
 def fresh_and_isolated() -> None:
-    zygote = Zygote(SOURCE, Limits(), find(default_folder()))
+    zygote = ZygoteProcess(SOURCE, SandboxLimits(), find(default_folder()))
     assert zygote.grade(Sample("42").as_namespace(), {"answer": "42"}).score == 1.0
     zygote.close()
 

@@ -21,7 +21,7 @@ from worker.model.policy import Policy, load_base
 from worker.model.sizing import CPU_TOKEN_BUDGET
 from worker.rollout.samplers import Sampling, grouped
 from worker.rollout.samplers.transformers import TransformersSampler
-from worker.types import Pack, Prompt, Rollout, Sequence
+from worker.types import Pack, Prompt, Rollout, TrainingSequence
 
 GROUP, PROMPT, ANSWER, ROUNDS = 8, 256, 16, 3
 MODEL = "SmolLM2-135M-Instruct"
@@ -61,7 +61,7 @@ def main() -> None:
     ]
 
     answers = [
-        Sequence(
+        TrainingSequence(
             r.output_ids_T,
             r.logprobs_T,
             advantages_T=(1.0 - 2.0 * (n % 2),) * len(r.output_ids_T),

@@ -37,7 +37,7 @@ from core.settings import Settings
 from core.storage.store import FolderBlobs
 from core.tenancy import keys
 from graders.backends import Backends
-from tests.servers import Postgres, free_port
+from tests.servers import Postgres, reserve_port
 
 CLIENTS = 50
 BLOCKS, REQUESTS_PER_CLIENT = 9, 3  # of each operation on each size: 1,350 requests
@@ -189,7 +189,7 @@ async def creation(client: httpx.AsyncClient) -> dict[str, Any]:
 @contextlib.contextmanager
 def served(url: str, folder: Path) -> Iterator[str]:
     """Start a server of this database in a separate process and yield its address."""
-    port = free_port()
+    port = reserve_port()
     command = [sys.executable, "-m", "bench.load", url, str(folder), str(port)]
     process = subprocess.Popen(command)
     try:

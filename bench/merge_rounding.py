@@ -24,7 +24,7 @@ from worker.model.policy import Base, Policy
 from worker.rollout.samplers import Sampling, grouped
 from worker.rollout.samplers.transformers import TransformersSampler
 from worker.types import Group, Pack, Prompt, Rollout
-from worker.types import Sequence as Answer
+from worker.types import TrainingSequence as Answer
 
 RANK = ALPHA = 32
 LEARNING_RATE = 1e-5

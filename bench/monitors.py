@@ -25,6 +25,7 @@ from core.jobs.claim import Claim
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.jobs.thresholds import Thresholds
 from core.registry import Registry
+from core.results.step_metrics import StepMetrics
 from core.settings import Settings
 from core.storage import datasets
 from core.storage.store import FolderBlobs
@@ -35,7 +36,7 @@ from worker.attempt import Attempt
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy, load_base, render
 from worker.record.checkpoints import Checkpoints
-from worker.record.history import History, reduced
+from worker.record.history import History
 from worker.record.monitors import Finding, check
 from worker.record.recorder import Recorder
 from worker.retry import RetryPolicy
@@ -82,11 +83,11 @@ def main() -> None:
 def warnings(steps: list[dict[str, Any]]) -> Iterator[tuple[int, Finding]]:
     """Yield the findings of the rules after each step."""
     history = History()
-    for step in steps:
+    for step in map(StepMetrics.load, steps):
         history.add(step)
         for finding in check(history.steps, Thresholds(), history.warned):
             history.warned.add(finding.rule)
-            yield step["step"], finding
+            yield step.step, finding
 
 
 def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
@@ -132,7 +133,7 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
                 e.message for e in session.query(Event).where(Event.level != "info").order_by(Event.seq)
             ]
             print(seed, warned, flush=True)
-            return [dict(reduced(row.data)) for row in events.steps(session, job.id)], warned
+            return [step.without_sections().to_data() for step in events.metrics(session, job.id)], warned
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from core.errors import InvalidJobState
 from core.jobs import events, lifecycle, queue
 from core.jobs.claim import Claim, LeaseLost
 from core.jobs.lifecycle import FINAL
+from core.results.step_metrics import StepMetrics
 from core.settings import Settings
 from core.storage.store import FolderBlobs
 from core.tenancy.limits import Limits
@@ -367,7 +368,7 @@ class Fleet:
                     if not lifecycle.heartbeat(session, claim, self.times.lease):
                         raise LeaseLost(claim.job_id)
             with self._marked(claim, run) as (session, _):
-                events.record_step(session, claim, step + 1, {"step": step + 1})
+                events.record_step(session, claim, StepMetrics(step=step + 1))
         with self._marked(claim, run) as (session, job):
             lifecycle.succeed(session, job, fine_tuned_model=f"ft:{job.id}")
 

@@ -32,12 +32,12 @@ KINDS = {
 }
 
 
-def main() -> None:
+def main(programs: Mapping[str, str] = KINDS) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    took = measure(KINDS, parser.parse_args().rounds)
+    took = measure(programs, parser.parse_args().rounds)
     for kind, milliseconds in took.items():
-        print(f"{milliseconds:7.0f} ms  {KINDS[kind]}")
+        print(f"{milliseconds:7.0f} ms  {programs[kind]}")
     report("sdk", figures(took))
 
 

@@ -2,22 +2,20 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from core import chat_templates
 from core.response_format import ResponseFormat, held_to
+from core.strict import StrictModel
 
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 NotEmpty = Annotated[str, Field(min_length=1)]
 Stop = NotEmpty | Annotated[list[NotEmpty], Field(max_length=4)] | None
 Temperature = Annotated[float, Field(ge=0, le=2)] | None
 TopP = Annotated[float, Field(gt=0, le=1)] | None
 MaxTokens = Annotated[int, Field(ge=1)] | None
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
 TopLogprobs = Annotated[int, Field(ge=0, le=20)] | None
-
-
-class Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 # Content types of OpenAI's models that this service does not support.
@@ -31,7 +29,7 @@ NOT_TEXT = {
 }
 
 
-class ContentPart(Part):
+class ContentPart(StrictModel):
     """One part of a message; the subclasses are kinds of text."""
 
     @model_validator(mode="before")
@@ -66,7 +64,7 @@ SENT_BACK = ("annotations", "audio", "function_call", "tool_calls")
 MAX_MESSAGES, MAX_PARTS = 2048, 256
 
 
-class Message(Part):
+class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Annotated[str, Tag("text")]
@@ -82,23 +80,27 @@ class Message(Part):
         if not isinstance(message, dict) or message.get("role") != "assistant":
             return message
         empty = {name for name in SENT_BACK if not message.get(name)}
-        return {name: value for name, value in message.items() if name not in {*empty, "parsed"}}
+        return {
+            name: value
+            for name, value in message.items()
+            if name not in {*empty, "parsed", "reasoning_content"}
+        }
 
 
-class Text(Part):
+class Text(StrictModel):
     type: Literal["text"]
 
 
-class AnyObject(Part):
+class AnyObject(StrictModel):
     type: Literal["json_object"]
 
 
-class StreamOptions(Part):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class Chat(Part):
+class Chat(StrictModel):
     """The fields that affect the response. api/resources/chat.py accepts or rejects all others."""
 
     model: str
@@ -106,7 +108,7 @@ class Chat(Part):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     temperature: Temperature = None
     top_p: TopP = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: MaxTokens = None
@@ -114,6 +116,8 @@ class Chat(Part):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs = None
     response_format: Annotated[Text | AnyObject | ResponseFormat, Field(discriminator="type")] | None = None
+    # By the chat template's own switch, or else by a limit of the thought; no effect on a model that does not reason.
+    reasoning_effort: ReasoningEffort = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -144,23 +148,27 @@ class Chat(Part):
         return held_to({"type": "object"}) if isinstance(wanted, AnyObject) else ""
 
 
-class Adapter(Part):
+class Adapter(StrictModel):
     """The weights to apply to the base model, by the hash of their manifest, which is unique to them."""
 
     prefix: str
     manifest_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Served(Part):
+class Served(StrictModel):
     """The resolved model name. Without it the name is that of a base model."""
 
     base_model: str
     adapter: Adapter | None = None
-    chat_template: chat_templates.Name | None = None  # of a preview; overrides the model's own
+    # Of a preview: they override the model's own.
+    chat_template: chat_templates.Name | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    thinking_budget: int | None = None
 
     def to_wire(self) -> dict[str, Any]:
-        """The JSON for the inference server; omits unset `chat_template`, unknown to the previous release."""
-        return self.model_dump(mode="json", exclude=set() if self.chat_template else {"chat_template"})
+        """The JSON for the inference server; omits unset fields that are unknown to the previous release."""
+        newer = {"chat_template", "chat_template_kwargs", "thinking_budget"}
+        return self.model_dump(mode="json", exclude={name for name in newer if getattr(self, name) is None})
 
 
 class InternalChat(Chat):

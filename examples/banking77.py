@@ -113,7 +113,7 @@ def run(client: OpenAI, train: list[bytes], valid: list[bytes], epochs: int) -> 
                     "batch_size": 8,
                     "n_epochs": epochs,
                     "eval_interval": 6,
-                    "advanced": {"group_size": 8, "max_completion_tokens": 8},
+                    "advanced": {"sampling": {"group_size": 8, "max_completion_tokens": 8}},
                 },
             },
         },

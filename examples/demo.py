@@ -41,7 +41,7 @@ HYPERPARAMETERS = {
     "batch_size": 8,
     "n_epochs": 4,
     "eval_interval": 6,
-    "advanced": {"group_size": 8, "max_completion_tokens": 8},
+    "advanced": {"sampling": {"group_size": 8, "max_completion_tokens": 8}},
 }
 ONE_MORE = "Somebody else needs the book that I have had for too long. What do I owe?"
 

@@ -120,7 +120,7 @@ def run(client: OpenAI, files: dict[str, str], grader: dict[str, Any], epochs: i
                     "batch_size": 8,
                     "n_epochs": epochs,
                     "eval_interval": 4,
-                    "advanced": {"group_size": 8, "max_completion_tokens": 64},
+                    "advanced": {"sampling": {"group_size": 8, "max_completion_tokens": 64}},
                 },
             },
         },

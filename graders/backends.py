@@ -1,4 +1,4 @@
-"""The operator's TOML file of judge models and endpoint hosts that graders may call."""
+"""The operator's TOML file: judge models, hosts that endpoint graders may call, and models for eval runs."""
 
 from __future__ import annotations
 
@@ -53,6 +53,17 @@ class JudgeEntry(BaseModel, extra="forbid", frozen=True, strict=True):
         return self
 
 
+class ModelEntry(BaseModel, extra="forbid", frozen=True, strict=True):
+    """[models.NAME]: a model on an OpenAI-compatible server that eval runs may sample from, as NAME."""
+
+    base_url: str = Field(pattern=r"^https?://[^\s/]+.*$")  # ends with /v1
+    api_key_env: str | None = None
+    served_as: str | None = None
+    max_concurrency: int = Field(default=8, ge=1)
+    requests_per_second: float | None = Field(default=None, gt=0)
+    timeout_seconds: float = Field(default=600.0, gt=0)
+
+
 @dataclass(frozen=True)
 class Inference:
     """The inference server of the registry's models, and its API key."""
@@ -73,6 +84,7 @@ class EndpointRules(BaseModel, extra="forbid", frozen=True, strict=True):
 
 class _File(BaseModel, extra="forbid", frozen=True, strict=True):
     judges: dict[str, JudgeEntry] = {}
+    models: dict[str, ModelEntry] = {}
     endpoints: EndpointRules | None = None
 
 
@@ -84,6 +96,7 @@ class Backends:
     endpoints: Endpoints | None = None
     registry_models: frozenset[str] = frozenset()  # the models that judges use
     environments: Path = field(default_factory=default_folder)  # folder of the environments of python graders
+    models: Mapping[str, JudgeModel] = field(default_factory=dict)  # the operator's models for eval runs
 
     @classmethod
     def none(cls) -> Backends:
@@ -129,7 +142,20 @@ class Backends:
         if (rules := read.endpoints) is not None:
             endpoints = Endpoints(hosts=tuple(rules.hosts), private_hosts=tuple(rules.private_hosts))
         registry_models = frozenset(entry.model for entry in read.judges.values() if entry.model)
-        return cls(judges, endpoints, registry_models, environments)
+        models = {}
+        for name, model in read.models.items():
+            try:
+                models[name] = JudgeModel(
+                    model.base_url,
+                    _key(model.api_key_env, environment),
+                    model.served_as,
+                    max_concurrency=model.max_concurrency,
+                    requests_per_second=model.requests_per_second,
+                    timeout_s=model.timeout_seconds,
+                )
+            except InvalidBackends as cause:
+                raise InvalidBackends(f"{file}: [models.{name}] {cause}") from None
+        return cls(judges, endpoints, registry_models, environments, models)
 
     def check(self, spec: GraderSpec, param: str = "grader") -> None:
         """Run the checks that need this installation. Blocks on the hazard pool, so do not call it in an event loop.
@@ -176,13 +202,7 @@ class Backends:
 
 def _judge(entry: JudgeEntry, inference: Inference | None, environment: Mapping[str, str]) -> JudgeModel:
     if entry.base_url is not None:
-        url, served_as, key = entry.base_url, entry.served_as, ""
-        if entry.api_key_env:
-            key = environment.get(entry.api_key_env, "")
-            if not key:
-                raise InvalidBackends(
-                    f"reads its key from the environment variable {entry.api_key_env}, which is not set"
-                )
+        url, served_as, key = entry.base_url, entry.served_as, _key(entry.api_key_env, environment)
     else:
         if inference is None:
             raise InvalidBackends(
@@ -199,3 +219,10 @@ def _judge(entry: JudgeEntry, inference: Inference | None, environment: Mapping[
         timeout_s=entry.timeout_seconds,
         explains=entry.explains,
     )
+
+
+def _key(variable: str | None, environment: Mapping[str, str]) -> str:
+    key = environment.get(variable, "") if variable else ""
+    if variable and not key:
+        raise InvalidBackends(f"reads its key from the environment variable {variable}, which is not set")
+    return key

@@ -12,12 +12,12 @@ from graders.builtin.multi import Multi
 from graders.builtin.python import PythonGrader
 from graders.builtin.string_check import StringCheck
 from graders.builtin.text_similarity import TextSimilarity
-from graders.calls import Pace
+from graders.calls import RateLimit
 from graders.endpoint import Endpoint, Endpoints
 from graders.environments.catalog import DEFAULT, default_folder, find
 from graders.formula import Formula
 from graders.judge.judges import Judges
-from graders.judge.model_graders import LabelModel, Part, Prompt, ScoreModel
+from graders.judge.model_graders import LabelModel, PromptTemplate, ScoreModel, TemplatePart
 from graders.sandbox.pool import refusal
 from graders.spec import (
     EndpointSpec,
@@ -99,7 +99,7 @@ def build(
             if not endpoints.allow(spec.url):
                 message = f"This server may call endpoints on {', '.join(endpoints.hosts)} only."
                 raise NotConfigured(message, f"{param}.url", "invalid_value")
-            pace = Pace(spec.rate_limit, endpoints.patience.sleep, endpoints.clock)
+            pace = RateLimit(spec.rate_limit, endpoints.patience.sleep, endpoints.clock)
             return Endpoint(spec.name, spec.url, spec.headers or {}, endpoints, pace)
         case PythonSpec():
             if unsafe := refusal():
@@ -204,13 +204,13 @@ def _judge(model: str, judges: Judges | None, param: str) -> Judges:
     return judges
 
 
-def _prompt(messages: list[MessageSpec]) -> Prompt:
-    return Prompt(tuple((message.role, tuple(_parts(message))) for message in messages))
+def _prompt(messages: list[MessageSpec]) -> PromptTemplate:
+    return PromptTemplate(tuple((message.role, tuple(_parts(message))) for message in messages))
 
 
-def _parts(message: MessageSpec) -> Iterator[Part]:
+def _parts(message: MessageSpec) -> Iterator[TemplatePart]:
     for part, template in zip(message.parts, message.templates, strict=True):
-        yield Part(Template.parse(template), _shape(part))
+        yield TemplatePart(Template.parse(template), _shape(part))
 
 
 def _shape(part: object) -> Callable[[str], dict[str, Any]]:

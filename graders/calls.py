@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from core.outbound.http import NoAddress, Refused
+from core.outbound.http import NoAddress, UrlNotAllowed
 from graders.template import quoted
 
 MAX_ANSWER = 1_000_000  # bytes
@@ -21,13 +21,19 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     status: int
     text: str
+    retry_after: str | None = None
 
     @property
     def ok(self) -> bool:
         return 200 <= self.status < 300
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the server says that it can answer later: 503 with Retry-After."""
+        return self.status == 503 and self.retry_after is not None
 
 
 class NoAnswer(Exception):
@@ -35,10 +41,11 @@ class NoAnswer(Exception):
 
 
 @dataclass(frozen=True)
-class Patience:
+class CallRetryPolicy:
     """Number of retries, and the clock."""
 
     retries: int = 3
+    retries_while_loading: int | None = None  # counted apart; None: as any other failure
     first_wait_s: float = 0.5
     sleep: Sleep = asyncio.sleep
     jitter: Callable[[], float] = random.random
@@ -52,7 +59,7 @@ class Patience:
 
 
 @dataclass
-class Pace:
+class RateLimit:
     """A rate limit: calls start at most `per_second` times a second, evenly spaced."""
 
     per_second: float | None
@@ -76,10 +83,10 @@ async def post(
     body: bytes,
     headers: dict[str, str],
     *,
-    patience: Patience,
-    pace: Pace,
+    patience: CallRetryPolicy,
+    pace: RateLimit,
     timeout_s: float,
-) -> Answer:
+) -> Reply:
     """Return the server's last response. Redirects are not followed.
 
     Args:
@@ -88,31 +95,40 @@ async def post(
     Raises:
         NoAnswer: No attempt got a response, or the client rejected the address, which is not retried.
     """
-    for attempt in range(patience.retries + 1):
+    failures = loading = 0
+    while True:
         await pace.turn()
-        answer: Answer | None = None
-        failure, retry_after = "", None
+        answer: Reply | None = None
+        failure = ""
         try:
             async with asyncio.timeout(timeout_s):
-                answer, retry_after = await _post_once(client, url, body, headers, timeout_s)
+                answer = await _post_once(client, url, body, headers, timeout_s)
         except TimeoutError:
             failure = f"no response within {timeout_s:g} seconds"
         except (httpx.HTTPError, NoAddress) as error:
             failure = str(error) or type(error).__name__
-        except (Refused, httpx.InvalidURL, UnicodeError) as refused:
+        except (UrlNotAllowed, httpx.InvalidURL, UnicodeError) as refused:
             raise NoAnswer(str(refused)) from refused
         if answer is not None and not _is_passing(answer.status):
             return answer
-        if attempt < patience.retries:
-            await patience.sleep(patience.wait_s(attempt, retry_after))
+        retry_after = None if answer is None else answer.retry_after
+        if answer is not None and answer.is_loading and patience.retries_while_loading is not None:
+            loading += 1
+            again = loading <= patience.retries_while_loading
+        else:
+            failures += 1
+            again = failures <= patience.retries
+        if again:
+            await patience.sleep(patience.wait_s(max(0, failures - 1), retry_after))
         elif answer is not None:
             return answer
-    raise NoAnswer(failure)
+        else:
+            raise NoAnswer(failure)
 
 
 async def _post_once(
     client: httpx.AsyncClient, url: str, body: bytes, headers: dict[str, str], timeout_s: float
-) -> tuple[Answer, str | None]:
+) -> Reply:
     # A compressed response of a megabyte can expand to a gigabyte, so compression is neither requested nor accepted.
     sent = {**headers, "content-type": "application/json", "accept-encoding": "identity"}
     async with client.stream(
@@ -129,7 +145,7 @@ async def _post_once(
             if len(read) > MAX_ANSWER:
                 raise NoAnswer(f"the answer is longer than {MAX_ANSWER} bytes")
         text = read.decode("utf-8", errors="replace")
-        return Answer(response.status_code, text), response.headers.get("retry-after")
+        return Reply(response.status_code, text, response.headers.get("retry-after"))
 
 
 def _is_passing(status: int) -> bool:

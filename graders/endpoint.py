@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import httpx
 
-from core.outbound.http import Outgoing, Refused, host_of, is_address, matches, parse, resolve_host
-from graders.calls import NoAnswer, Pace, Patience, post
+from core.outbound.http import Outgoing, UrlNotAllowed, host_of, is_address, matches, parse, resolve_host
+from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post
 from graders.template import quoted
 from graders.types import ErrorKind, Grade, Item, Sample, StepScore, steps_of
 
@@ -33,7 +33,7 @@ def checked_url(url: str) -> str:
         raise ValueError("expected a URL that starts with https://")
     try:
         parsed = parse(url)
-    except Refused as refused:
+    except UrlNotAllowed as refused:
         raise ValueError(str(refused)) from None
     if parsed.scheme == "http" and not _is_loopback(host_of(parsed)):
         raise ValueError("expected https; http is for servers on this machine only")
@@ -70,7 +70,7 @@ class Endpoints:
     """
 
     hosts: tuple[str, ...]
-    patience: Patience = field(default_factory=Patience)
+    patience: CallRetryPolicy = field(default_factory=CallRetryPolicy)
     private_hosts: tuple[str, ...] = ()
     resolve: Callable[[str], Sequence[str]] = resolve_host
     new_trace_id: Callable[[], str] = lambda: f"trace_{uuid.uuid4()}"
@@ -85,7 +85,7 @@ class Endpoints:
         if is_address(host):
             try:
                 replace(self._outgoing(), resolve=lambda address: [address]).check(url)
-            except Refused:
+            except UrlNotAllowed:
                 return False
         return True
 
@@ -112,7 +112,7 @@ class Endpoint:
     url: str
     headers: Mapping[str, str] = field(repr=False)
     endpoints: Endpoints
-    pace: Pace
+    pace: RateLimit
     type: ClassVar[str] = "endpoint"
 
     async def grade(self, sample: Sample, item: Item) -> Grade:

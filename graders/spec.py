@@ -372,12 +372,12 @@ MASK = "***"
 
 def parse_grader(raw: object, param: str = "grader") -> GraderSpec:
     """Parse a spec from `raw`, parsed JSON. Raises InvalidGrader with a `param` below the given one."""
-    if _references(raw) > MAX_REFERENCES:
+    if count_references(raw) > MAX_REFERENCES:
         raise _invalid_value(param, f"its templates may have at most {MAX_REFERENCES} references in all.")
     return _parsed(_object(raw, param), param)
 
 
-def _references(raw: object) -> int:
+def count_references(raw: object) -> int:
     """Return an upper bound of the number of references in the templates of `raw`, without parsing them."""
     try:
         return json.dumps(raw, default=str).count("{{")

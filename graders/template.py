@@ -105,7 +105,7 @@ class Template:
     @classmethod
     def parse(cls, text: str) -> Template:
         """Parse a template. Raises TemplateSyntaxError for bad syntax and for fields that no sample has."""
-        return _kept(text) if len(text) <= MAX_KEPT else _parse(text)
+        return parse_and_keep(text) if len(text) <= MAX_KEPT else _parse(text)
 
     @property
     def item_paths(self) -> tuple[Path, ...]:
@@ -176,7 +176,7 @@ def _resolve_sample(sample: Sample, path: Path) -> Any:
 
 
 @lru_cache(maxsize=256)  # the dataset check parses the same few templates for each row
-def _kept(text: str) -> Template:
+def parse_and_keep(text: str) -> Template:
     return _parse(text)
 
 

@@ -15,17 +15,24 @@ Item = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Sample:
-    """One model output. `output_json` stays None unless the text was meant to be JSON and is."""
+    """One model output. `output_json` stays None unless the text was meant to be JSON and is.
+
+    `output_text` is the final answer; `output_reasoning` is what a reasoning model wrote before it.
+    """
 
     output_text: str
     output_json: Any | None = None
     output_tools: tuple[Mapping[str, Any], ...] = ()
     finish_reason: str = "stop"
+    output_reasoning: str = ""
 
     @classmethod
-    def from_text(cls, text: str, finish_reason: str = "stop", parse_json: bool = False) -> Sample:
+    def from_text(
+        cls, text: str, finish_reason: str = "stop", parse_json: bool = False, reasoning: str = ""
+    ) -> Sample:
         """Create a sample from `text`; `parse_json` also sets `output_json` if the text is a JSON object."""
-        return cls(text, _json_object(text) if parse_json else None, finish_reason=finish_reason)
+        parsed = _json_object(text) if parse_json else None
+        return cls(text, parsed, finish_reason=finish_reason, output_reasoning=reasoning)
 
     def as_namespace(self) -> dict[str, Any]:
         """Return all fields of `{{sample...}}`."""
@@ -36,6 +43,7 @@ class Sample:
             "output_text": self.output_text,
             "output_json": self.output_json,
             "output_tools": tools,
+            "output_reasoning": self.output_reasoning,
             "output_reasoning_summary": None,
             "output_audio": None,
         }

@@ -1,5 +1,6 @@
 """Real servers that the tests start themselves, from packages, and databases of either kind."""
 
+import itertools
 import logging
 import os
 import shutil
@@ -7,19 +8,23 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import boto3
 import pytest
 from sqlalchemy import text
 
 from core.database.engine import Database
 from core.database.migrate import upgrade
 from core.database.tables import Table
+from tests import order
 from tests.servers import Postgres, SeaweedFS
 
 # What these measure is latency: `make test` runs them last, when nothing else runs beside them.
 collect_ignore = [] if os.environ.get("REGRAFT_ATTACKS") else ["attacks"]
 # The fixtures that start a server: of a database, of a broker, of a store. A parameter may name one of them, too.
 SERVERS = {"postgres", "redis_url", "seaweed"}
+BUCKETS = (f"bucket-{number}" for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +65,39 @@ def seaweed() -> Iterator[SeaweedFS]:
 
 
 @pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer  # loaded by few tests, in a second
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_client_of_all(s3_endpoint: str) -> Any:
+    # A session of its own, since boto3's default one remembers the first credentials it saw.
+    return boto3.Session("test", "test").client("s3", endpoint_url=s3_endpoint, region_name="us-east-1")
+
+
+@pytest.fixture
+def s3(s3_client_of_all: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A plain client, to look behind the store; its credentials are the ones open_blobs finds, too."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    return s3_client_of_all
+
+
+@pytest.fixture
+def bucket(s3: Any) -> str:
+    name = next(BUCKETS)
+    s3.create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture(scope="session")
 def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("sqlite") / "migrated.db"
     upgrade(f"sqlite:///{file}")
@@ -83,12 +121,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError(f"{metafunc.definition.nodeid} is marked both_databases and uses no database")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="run files, and tests in a file, in random order"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need PostgreSQL, Redis or an S3 server: `make test-fast` runs without any."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the tests; mark those that need PostgreSQL, Redis or an S3 server, for `make test-fast` runs without."""
+    seed = config.getoption("--shuffle")
+    items[:] = order.longest_first(items, path_of) if seed is None else order.shuffled(items, path_of, seed)
     for item in items:
         if isinstance(item, pytest.Function) and needs_server(item):
             item.add_marker(pytest.mark.server)
+
+
+def path_of(item: pytest.Item) -> Path:
+    return item.path
 
 
 def needs_server(item: pytest.Function) -> bool:

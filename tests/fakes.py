@@ -3,15 +3,20 @@
 import json
 import random
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
+from core.jobs.hyperparameters import Resolved
 from graders.types import ErrorKind, Grade, Item, Sample
 from worker.learn import grpo
-from worker.learn.trainer import Trainer
+from worker.learn.trainer import PeftTrainer, Trainer
+from worker.model.policy import Policy
 from worker.record.exporters import Card, Ended
 from worker.rollout.samplers import Answer, Sampling
+from worker.run import Run, RunOutcome
 from worker.types import Group, Prompt, Rollout, UpdateMetrics
 
 
@@ -67,6 +72,18 @@ class SkillTrainer:
         self.skill.chance, self.updates = json.loads((folder / "skill.json").read_text())
 
 
+class MeasuredTrainer(SkillTrainer):
+    """Reports the same measurements of each update."""
+
+    def __init__(self, skill: Skill, measured: UpdateMetrics) -> None:
+        super().__init__(skill)
+        self.measured = measured
+
+    def step(self) -> UpdateMetrics:
+        super().step()
+        return self.measured
+
+
 class RuiningTrainer(SkillTrainer):
     """Stands in for a learning rate far too high: after the first update every answer is wrong."""
 
@@ -74,6 +91,18 @@ class RuiningTrainer(SkillTrainer):
         update = super().step()
         self.skill.chance = 0.0
         return update
+
+
+class RecordingTrainer(PeftTrainer):
+    """The real trainer, without an optimizer: keeps the gradient of each update and leaves the weights as they are."""
+
+    def __init__(self, policy: Policy, settings: Resolved, *, token_budget: int) -> None:
+        super().__init__(policy, settings, token_budget=token_budget)
+        self.gradients: list[list[Tensor]] = []
+
+    def _step(self) -> None:
+        gradients = [parameter.grad for parameter in self.policy.trainable]
+        self.gradients.append([gradient.clone() for gradient in gradients if gradient is not None])
 
 
 class IdleTrainer(SkillTrainer):
@@ -84,6 +113,27 @@ class IdleTrainer(SkillTrainer):
         update = super().step()
         self.skill.chance = chance
         return update
+
+
+@dataclass
+class WatchedRun(Run):
+    """The real loop, which calls `before_step` with the number of each step before it begins."""
+
+    before_step: Callable[[int], None] = lambda step: None
+
+    async def step(self, step: int) -> RunOutcome | None:
+        self.before_step(step)
+        return await super().step(step)
+
+
+def crash_at(step: int) -> Callable[[int], None]:
+    """For `before_step`: the process runs out of memory at this step."""
+
+    def crash(number: int) -> None:
+        if number == step:
+            raise RuntimeError("out of memory")
+
+    return crash
 
 
 def learn(trainer: Trainer, groups_P: Sequence[Group]) -> UpdateMetrics:
@@ -150,7 +200,7 @@ class NeverGrades:
 
 
 class Notebook:
-    """A sink on paper. `last`: the step that it has already; `failures`: calls that fail before one succeeds."""
+    """A sink on paper. `last`: the step that it has from earlier; `failures`: calls that fail before one succeeds."""
 
     def __init__(self, *, last: int | None = None, failures: int = 0) -> None:
         self.last = last
@@ -161,7 +211,7 @@ class Notebook:
 
     def start(self, card: Card) -> int | None:
         self._write("start", card.job_id)
-        return self.last
+        return max(self.metrics, default=self.last)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write("step", step)

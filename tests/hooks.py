@@ -27,7 +27,7 @@ class Receiver:
 
     def __enter__(self) -> "Receiver":
         receiver = self
-        self._gone = threading.Event()
+        self.gone = threading.Event()
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
@@ -37,7 +37,7 @@ class Receiver:
                 number = min(len(receiver.received), len(receiver.statuses)) - 1
                 status = receiver.statuses[number]
                 if status == 0:
-                    receiver._gone.wait()
+                    receiver.gone.wait()
                     return
                 self.send_response(status)
                 if 300 <= status < 400:
@@ -55,8 +55,12 @@ class Receiver:
         self._thread.start()
         return self
 
+    def hang_up(self) -> None:
+        """Close the connections that are left without an answer."""
+        self.gone.set()
+
     def __exit__(self, *exc: object) -> None:
-        self._gone.set()
+        self.hang_up()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,27 @@ import boto3
 import httpx
 from sqlalchemy import create_engine, text
 
+# One socket for each reserved port, open until this process ends.
+_RESERVED: list[socket.socket] = []
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+
+def reserve_port() -> int:
+    """Reserve a port for a server that a test starts, and refuse connections to it until that server listens.
+
+    The socket stays bound and never listens. Linux then gives the port to no other test, process or outgoing
+    connection, but lets a server bind it by its number, because both sides set SO_REUSEADDR, as nearly all servers do.
+    A port that is found, closed and bound later can be taken by somebody else in between.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    _RESERVED.append(reserved)
+    port: int = reserved.getsockname()[1]
+    return port
+
+
+def reserve_ports(count: int) -> list[int]:
+    return [reserve_port() for _ in range(count)]
 
 
 class Postgres:
@@ -66,7 +80,7 @@ class SeaweedFS:
         names = [
             f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")
         ]
-        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        ports = dict(zip(names, reserve_ports(len(names)), strict=True))
         self.port = ports["s3.port"]
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._numbers = itertools.count()
@@ -121,9 +135,3 @@ class SeaweedFS:
         # Killed: told to end, it waits half a minute for clients, and what it holds is thrown away.
         self._process.kill()
         self._process.wait()
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as open_together:  # or the same one would be free twice
-        probes = [open_together.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]

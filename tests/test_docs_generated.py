@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_generated_pages_are_current():
-    pages = runpy.run_path(str(ROOT / "docs/generate.py"))["generated"]()
+    pages = runpy.run_path(str(ROOT / ".ci/reference.py"))["generated"]()
 
     due = [str(path.relative_to(ROOT)) for path, text in pages.items() if path.read_text() != text]
     assert due == [], "run `make docs`"

@@ -20,7 +20,8 @@ from graders.types import Grade, Sample
 from tests.graders.servers import ScriptedServer, verdict
 from worker.cli import parser as server_cli
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 COMMANDS = [
     (page, command)
@@ -102,3 +103,16 @@ def test_answers_of_the_cookbook_get_the_scores_that_it_shows(title, text):
             assert grade.score < 0.1, answer
         else:
             assert grade.score == pytest.approx(float(score)), answer
+
+
+def test_every_file_of_the_tree_that_a_page_names_exists():
+    named = re.compile(
+        r"`((?:api|core|graders|worker|sdk|bench|migrations|helm|docker)/[\w./-]+\.(?:py|sh|yaml|toml))`"
+    )
+    missing = {
+        f"{page.relative_to(ROOT)}: {path}"
+        for page in (ROOT / "docs").rglob("*.md")
+        for path in named.findall(page.read_text())
+        if not (ROOT / path).exists()
+    }
+    assert missing == set()

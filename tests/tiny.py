@@ -27,7 +27,7 @@ def make_tiny_model(
 ) -> Path:
     """Save the model and its tokenizer into `folder` in Hugging Face format."""
     torch.manual_seed(seed)
-    return _save(tiny_tokenizer(), len(WORDS), layers, folder, head_dim=head_dim, key_heads=key_heads)
+    return save_llama(tiny_tokenizer(), len(WORDS), layers, folder, head_dim=head_dim, key_heads=key_heads)
 
 
 def tiny_tokenizer(chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
@@ -54,10 +54,10 @@ def make_byte_model(folder: Path, *, seed: int = 0) -> Path:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokens, pad_token="<pad>", eos_token="<end>", chat_template=TEMPLATE
     )
-    return _save(tokenizer, len(vocabulary), 2, folder, head_dim=32)
+    return save_llama(tokenizer, len(vocabulary), 2, folder, head_dim=32)
 
 
-def _save(
+def save_llama(
     tokenizer: PreTrainedTokenizerFast,
     size: int,
     layers: int,

@@ -4,7 +4,7 @@ What can be refused is refused before the weights are loaded, which may take min
 torch, peft and transformers, which takes seconds: worker/child.py does it before it waits for its job.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,9 @@ import torch
 from transformers import PretrainedConfig
 
 from core.jobs import hyperparameters
+from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameters import Hyperparameters, Resolved
+from core.model_checks import ModelChecks
 from core.registry import BaseModelEntry, Device, Registry, SamplerName
 from core.response_format import stored_held_to
 from core.settings import Settings
@@ -25,20 +27,28 @@ from worker.heartbeat import Beat, WatchedSampler, WatchedTrainer
 from worker.instruments import ObservedSampler
 from worker.learn.ranks import Model, Ranks, TooFewGpus
 from worker.learn.trainer import PeftTrainer
-from worker.model import memory, sizing, support
+from worker.model import memory, sizing, support, verdicts
+from worker.model.adapters import adapter_targets
+from worker.model.architecture import refusing, without_weights
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, render, source_of
+from worker.model.reasoning import Reasoning, detect, plan_effort
 from worker.model.sizing import Plan, Shape, Workload
+from worker.model.support import Verdict
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.choice import feeds_of
 from worker.record.recorder import Quota, Recorder
-from worker.refusals import UserMistake
+from worker.refusals import InvalidTargets, UserMistake
 from worker.rollout.prompts import PromptStream, PromptTooLong, tokenize
 from worker.rollout.rewards import Rewards
 from worker.rollout.rows import Rows, read_rows
 from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers import choice
+from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
 from worker.run import Run
 from worker.types import Prompt
+
+NO_THOUGHTS = "thinking_budget needs a model that reasons, and this model's chat template has no thoughts."
+ADVANCED = "method.reinforcement.hyperparameters.advanced"
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class BaseModel:
     device: Device
     sampler: SamplerName
     sampler_version: str
+    rows: bool = False  # it is known or expected to be computed in rows
 
 
 @dataclass(frozen=True)
@@ -89,12 +100,19 @@ def assemble(
     task = prepare_task(attempt, rows, base)
     plan = plan_memory(job.model, base, task, settings, ranks)
     beat()
-    policy = load_policy(attempt, base, task, plan, settings, ranks, beat)
+    policy, verdict = load_policy(attempt, base, task, plan, settings, ranks, beat)
 
     sampler_name = f"{base.sampler} {base.sampler_version}"
     quota = Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step)
     recorder = Recorder(attempt, settings.default_limits, quota)
+    first = job.resolved is None
     recorder.resolved(task.settings, sampler_name)
+    if first:
+        recorder.inform(verdict.described(policy.coverage), verdict.as_data(policy.coverage))
+    if policy.reasoning is None and (effort := effort_of(job.reinforcement)) != "default":
+        recorder.warn(
+            f"reasoning_effort '{effort}' has no effect: the model's chat template has no thoughts.", {}
+        )
     if base.device == "cuda" or plan.checkpointed:
         recorder.inform(plan.described(base.shape, task.workload), {})
     sampler = choice.build(
@@ -148,9 +166,11 @@ def inspect_model(name: str, settings: Settings, ranks: Ranks) -> BaseModel:
     source = source_of(entry, settings.model_cache)
     config: PretrainedConfig = read_config(source)
     support.refuse_by_config(config, entry.context)
-    with support.refusing(config):
+    with refusing(config):
         shape = memory.shape_of(config, DTYPES[entry.dtype])
-    return BaseModel(entry, source, shape, device, sampler, version)
+        checked = ModelChecks(settings.model_cache).latest(entry)
+        rows = checked.forward == "rows" if checked is not None else memory.expects_rows(config)
+    return BaseModel(entry, source, shape, device, sampler, version, rows)
 
 
 def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
@@ -161,14 +181,19 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
     """
     job = attempt.job
     assert job.validation_file is not None, "the API requires one"
+    asked = Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
+    named = None if asked.advanced.sampling.chat_template == "auto" else asked.advanced.sampling.chat_template
+    reasoning = detect(read_tokenizer(base.entry, base.source, named))
     resolved = hyperparameters.resolve(
-        Hyperparameters.model_validate(job.reinforcement["hyperparameters"]),
+        asked,
         rows=len(rows.train),
         parameters=base.shape.parameters,
         context=base.entry.context,
+        reasons=reasoning is not None and not reasoning.form.off,
     )
-    resolved = hyperparameters.kept(resolved, job.resolved)
-    tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template)
+    resolved = hyperparameters.kept(with_effort(resolved, asked, reasoning), job.resolved)
+    refuse_absent_targets(base, resolved.lora_targets, asked.advanced.path("lora_targets"))
+    tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template, resolved.chat_template_kwargs)
     room = {"context": base.entry.context, "max_completion_tokens": resolved.max_completion_tokens}
     try:
         train = tokenize(rows.train, partial(render, tokenizer), file=job.training_file, **room)
@@ -179,8 +204,16 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
         raise UserMistake(
             "invalid_value", hyperparameters.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
         )
+    schema = stored_held_to(job.reinforcement["response_format"])
+    if base.sampler == "vllm":
+        try:
+            grammar_of(detect(tokenizer), Bounds(schema, resolved.thinking_budget))
+        except UnsupportedTags as cause:
+            raise UserMistake("invalid_value", str(cause), "model") from cause
     workload = sizing.workload(
         rank=resolved.lora_rank,
+        targets=resolved.lora_targets,
+        copied=base.rows and base.sampler == "transformers",
         prompt=max(len(prompt.ids) for prompt in [*train, *valid]),
         completion=resolved.max_completion_tokens,
         batch=resolved.batch_size + resolved.resample_prompts,
@@ -188,7 +221,54 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
         valid_rows=len(valid),
         eval_samples=resolved.eval_samples,
     )
-    return Task(resolved, train, valid, workload, stored_held_to(job.reinforcement["response_format"]))
+    return Task(resolved, train, valid, workload, schema)
+
+
+def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> None:
+    """Check the names before the weights are loaded. `path` is that of the hyperparameter below `advanced`.
+
+    Raises:
+        UserMistake: layers with these names do not exist, or cannot have an adapter.
+    """
+    if targets == "all-linear":
+        return
+    try:
+        adapter_targets(without_weights(read_config(base.source)), targets)
+    except InvalidTargets as cause:
+        raise UserMistake(cause.code, str(cause), f"{ADVANCED}.{path}") from cause
+
+
+def effort_of(reinforcement: Mapping[str, Any]) -> str:
+    return Hyperparameters.model_validate(reinforcement["hyperparameters"]).reasoning_effort
+
+
+def with_effort(resolved: Resolved, asked: Hyperparameters, reasoning: Reasoning | None) -> Resolved:
+    """Translate `reasoning_effort` to arguments of the chat template and a budget, where neither is given.
+
+    Raises:
+        UserMistake: a thinking_budget without thoughts, or without room for an answer.
+    """
+    if reasoning is None:
+        if resolved.thinking_budget is not None:
+            raise UserMistake(
+                "invalid_value",
+                NO_THOUGHTS,
+                f"{ADVANCED}.thinking_budget",
+            )
+        return resolved
+    longest, given = resolved.max_completion_tokens, resolved.thinking_budget
+    effort = plan_effort(reasoning, asked.reasoning_effort, longest)
+    budget = effort.budget if given is None else given
+    if budget is not None and budget + len(reasoning.closing_ids) >= longest:
+        if given is not None:
+            raise UserMistake(
+                "invalid_value",
+                f"thinking_budget {given} leaves no room for an answer in max_completion_tokens {longest}.",
+                f"{ADVANCED}.thinking_budget",
+            )
+        budget = None
+    arguments = {**effort.arguments, **resolved.chat_template_kwargs}
+    return resolved.model_copy(update={"chat_template_kwargs": arguments, "thinking_budget": budget})
 
 
 def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, ranks: Ranks) -> Plan:
@@ -215,21 +295,27 @@ def load_policy(
     settings: Settings,
     ranks: Ranks,
     beat: Beat,
-) -> Policy:
-    """Load the model on all ranks, and compare its log-probabilities with those of transformers.
+) -> tuple[Policy, Verdict]:
+    """Load the model on all ranks, and find the forward pass whose log-probabilities are those of transformers.
 
     Raises:
-        UnsupportedModel: they differ.
+        UnsupportedModel: none is.
     """
     job = attempt.job
     model = Model(job.model, base.entry, settings.model_cache, task.settings, job.seed, plan.checkpointed)
     ranks.start(model, device=base.device, threads=settings.torch_threads, **_computing(task, plan))
     policy = model.load(base.device)
     beat()
-    support.probe(policy, sampled=base.sampler == "transformers")
+    verdict = verdicts.probed(
+        policy,
+        base.entry,
+        settings.model_cache,
+        sampled=base.sampler == "transformers",
+        targets=task.settings.lora_targets,
+    )
     beat()
     ranks.wait()
-    return policy
+    return policy, verdict
 
 
 def _computing(task: Task, plan: Plan) -> dict[str, Any]:

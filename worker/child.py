@@ -34,7 +34,7 @@ from worker.learn.ranks import Ranks
 from worker.record.exporters.feed import Feeds, left_behind
 from worker.record.recorder import Recorder
 from worker.refusals import ModelUnavailable, UserMistake, failing_once
-from worker.run import Outcome, Run
+from worker.run import Run, RunOutcome
 
 # worker.assemble.assemble. Its module imports torch, so it is imported where it is needed.
 Assemble = Callable[..., Run]
@@ -48,7 +48,7 @@ async def run_attempt(
     scratch: Path,
     stop_requested: Callable[[], bool],
     beat: Beat,
-) -> Outcome:
+) -> RunOutcome:
     """Train a claimed job.
 
     Raises:
@@ -69,7 +69,7 @@ async def run_attempt(
         raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
 
 
-async def trained(run: Run) -> Outcome:
+async def trained(run: Run) -> RunOutcome:
     """Run the loop. A Refusal in it is a UserMistake."""
     try:
         with failing_once():
@@ -148,7 +148,7 @@ def main(assemble: Assemble | None = None) -> int:
     except UserMistake as mistake:
         Recorder(attempt).fail(code=mistake.code, message=mistake.message, param=mistake.param)
         return process.USER_MISTAKE
-    return process.DONE if outcome is Outcome.DONE else process.DRAINED
+    return process.DONE if outcome is RunOutcome.DONE else process.DRAINED
 
 
 if __name__ == "__main__":

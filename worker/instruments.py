@@ -6,14 +6,14 @@ project or a model.
 
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, write_to_textfile
 
 from core.jobs.claim import Claim
+from core.results.step_metrics import StepMetrics
 from core.telemetry import logs, tracing
 from graders.spec import GraderSpec, MultiSpec
 from graders.types import Grade, Grader, Item, Sample
@@ -88,16 +88,16 @@ def attempt(claim: Claim, progress: Path, otlp_endpoint: str) -> Iterator[None]:
         yield
 
 
-def recorded(data: Mapping[str, Any]) -> None:
-    """Count a finished step by the `data` of its event."""
-    for phase, seconds in data["timing"]["step"].items():
+def recorded(step: StepMetrics) -> None:
+    """Count a finished step."""
+    for phase, seconds in step.timing.step:
         STEP_SECONDS.labels("all" if phase == "full_iteration" else phase).observe(seconds)
-    TRAINED.inc(data.get("trained_tokens", 0))
-    for split, key in (("train", "train_reward_mean"), ("valid", "valid_reward_mean")):
-        if data.get(key) is not None:
-            REWARD.labels(split).set(data[key])
-    if "groups_mixed_share" in data:
-        MIXED.set(data["groups_mixed_share"])
+    TRAINED.inc(step.trained_tokens or 0)
+    for split, reward in (("train", step.train_mean_reward), ("valid", step.full_valid_mean_reward)):
+        if reward is not None:
+            REWARD.labels(split).set(reward)
+    if step.groups_mixed_share is not None:
+        MIXED.set(step.groups_mixed_share)
 
 
 @contextmanager

@@ -50,10 +50,23 @@ class NotEnoughMemory(Refusal):
     code = "not_enough_memory"
 
 
+class InvalidTargets(Refusal):
+    """`lora_targets` names a layer that the model does not have, or that cannot have an adapter."""
+
+    code = "invalid_value"
+    param = "method.reinforcement.hyperparameters.advanced.lora.targets"
+
+
 class SamplerMismatch(Refusal):
     """Sampler and trainer compute different probabilities for the same tokens and weights."""
 
     code = "sampler_mismatch"
+
+
+class SamplerUnusable(Refusal):
+    """The sampler cannot load or compute this model on this worker."""
+
+    code = "sampler_unusable"
 
 
 class ModelUnavailable(Exception):
@@ -67,3 +80,9 @@ def failing_once() -> Iterator[None]:
         yield
     except Refusal as refusal:
         raise UserMistake(refusal.code, str(refusal), refusal.param) from refusal
+
+
+def first_line(cause: BaseException) -> str:
+    """An exception for a message: its type and its first line, shortened."""
+    lines = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {lines[0][:300]}" if lines else type(cause).__name__

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
+FIRST_PAUSE, MAX_PAUSE = 0.1, 5.0
 
 
 class RetryPolicy:
@@ -61,7 +61,7 @@ class RetryPolicy:
                     self._tell(_incident(reason, self._clock() - start))
                 return done
             self._wait(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE)
 
 
 def _incident(reason: Exception, seconds: float) -> str:

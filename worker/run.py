@@ -8,11 +8,11 @@ import asyncio
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from core.jobs.estimates import Ahead
 from core.jobs.hyperparameters import Resolved
 from core.jobs.thresholds import Thresholds
+from core.results.step_metrics import StepMetrics
 from graders.spec import GraderSpec
 from worker import instruments
 from worker.clock import Clock
@@ -20,7 +20,7 @@ from worker.learn.trainer import Trainer
 from worker.record import alerts, delivery, metrics, monitors, stopping
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.feed import Feeds
-from worker.record.history import History, reduced
+from worker.record.history import History
 from worker.record.recorder import Recorder
 from worker.record.rollouts import GradedStep
 from worker.record.verdict import row_scores
@@ -31,7 +31,7 @@ from worker.rollout.samplers import Sampler, Sampling
 from worker.types import Group, Prompt, UpdateMetrics
 
 
-class Outcome(enum.Enum):
+class RunOutcome(enum.Enum):
     DONE = "done"
     INTERRUPTED = "interrupted"  # checkpointed at a step boundary, to be continued
 
@@ -71,26 +71,26 @@ class Run:
             self.held_to,
         )
 
-    async def train(self) -> Outcome:
+    async def train(self) -> RunOutcome:
         step = self.checkpoints.restore(self.trainer)
         recorded, self.history = self.recorder.recorded()
         self.feeds.start(recorded)
         if step == 0 and not recorded and await self.measure_base():
-            return Outcome.INTERRUPTED  # with nothing to checkpoint: it will start from the base again
+            return RunOutcome.INTERRUPTED  # with nothing to checkpoint: it will start from the base again
         while step < self.settings.total_steps:
             step += 1
             with instruments.step(step):
                 ended = await self.step(step)
-            if ended is Outcome.DONE:
+            if ended is RunOutcome.DONE:
                 break
-            if ended is Outcome.INTERRUPTED and step < self.settings.total_steps:
-                return Outcome.INTERRUPTED
+            if ended is RunOutcome.INTERRUPTED and step < self.settings.total_steps:
+                return RunOutcome.INTERRUPTED
         delivery.deliver(
             self.checkpoints, self.recorder, self.feeds, self.history, self.settings, self.thresholds
         )
-        return Outcome.DONE
+        return RunOutcome.DONE
 
-    async def step(self, step: int) -> Outcome | None:
+    async def step(self, step: int) -> RunOutcome | None:
         """One turn of the loop. If it is the run's last one, the policy is checkpointed and the answer says why."""
         clock = Clock()
         groups_P, others_P = await self.collector.collect(step, clock)
@@ -109,11 +109,13 @@ class Run:
         alerts.require_signal(data, self.settings)
         if valid_P is not None or stop:
             reward = metrics.mean_reward(valid_P) if valid_P is not None else None
-            self.checkpoints.save(self.trainer, step=step, valid_reward=reward, metrics=data, for_pause=pause)
+            self.checkpoints.save(
+                self.trainer, step=step, valid_reward=reward, metrics=data.to_data(), for_pause=pause
+            )
         if early is not None:
             self.recorder.inform(early.message, {"step": step, **early.evidence})
-            return Outcome.DONE
-        return Outcome.INTERRUPTED if stop else None
+            return RunOutcome.DONE
+        return RunOutcome.INTERRUPTED if stop else None
 
     async def measure_base(self) -> bool:
         """Step 0: how good the model is before it has learned anything. Returns whether the job is to pause."""
@@ -133,6 +135,7 @@ class Run:
             job_seed=self.seed + 1,
             step=0,
             held_to=self.held_to,
+            thinking_budget=settings.thinking_budget,
         )
         answers = self.sampler.sample(self.valid_prompts, sampling)
         with clock("eval"):
@@ -155,7 +158,7 @@ class Run:
         others_P: Sequence[Group],
         update: UpdateMetrics | None,
         valid_P: Sequence[Group] | None,
-    ) -> dict[str, Any]:
+    ) -> StepMetrics:
         return metrics.of_step(
             step=step,
             total_steps=self.settings.total_steps,
@@ -172,24 +175,26 @@ class Run:
 
     def record(
         self,
-        data: dict[str, Any],
+        data: StepMetrics,
         train_P: Sequence[Group],
         others_P: Sequence[Group],
         valid_P: Sequence[Group] | None,
         *,
         is_last: bool = False,
     ) -> bool:
-        ahead = Ahead(0, 0, False) if is_last else self.ahead(data["step"])
+        ahead = Ahead(0, 0, False) if is_last else self.ahead(data.step)
         stored: list[GradedStep] = []
         if train_P:
             stored.append(GradedStep("train", [*train_P, *others_P], self.settings, own=len(train_P)))
         if valid_P is not None:
             stored.append(GradedStep("valid", valid_P))
         scores = None if valid_P is None else row_scores(valid_P)
-        found = monitors.check([*self.history.steps, reduced(data)], self.thresholds, self.history.warned)
+        found = monitors.check(
+            [*self.history.steps, data.without_sections()], self.thresholds, self.history.warned
+        )
         pause = self.recorder.step(data, stored, ahead=ahead, valid_scores=scores, findings=found)
         self.history.add(data, [finding.rule for finding in found])
-        if data["step"] == 0:
+        if data.step == 0:
             self.history.base_scores = scores
         self.feeds.put(data)
         return pause

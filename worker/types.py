@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from core.jobs.hyperparameters import Supervision
+from core.jobs.hyperparameter_groups import Supervision
 from graders.types import Grade
 
 FinishReason = Literal["stop", "length"]
@@ -28,8 +28,24 @@ class Rollout:
 
     output_ids_T: tuple[int, ...]  # ends with the stop token unless it was truncated
     logprobs_T: tuple[float, ...]  # of each sampled token, after temperature: the denominator of the ratio
-    text: str  # without special tokens
+    text: str  # of the final answer, without special tokens
     finish_reason: FinishReason
+    reasoning: str = ""  # what a reasoning model wrote before its answer
+    reasoning_tokens: int = 0
+    # The index of the answer's first token. A response schema applies from here on, in sampling and in training.
+    grammar_start: int = 0
+    cut_thought: bool = False  # the thought has no end, so there is no answer
+    forced: int = (
+        0  # tokens before `grammar_start` that closed a thought at its budget: they were not sampled
+    )
+
+    @property
+    def sampled_tokens(self) -> int:
+        return len(self.output_ids_T) - self.forced
+
+    @property
+    def sampled_logprobs(self) -> tuple[float, ...]:
+        return self.logprobs_T[: self.grammar_start - self.forced] + self.logprobs_T[self.grammar_start :]
 
 
 @dataclass(frozen=True)
@@ -52,13 +68,15 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class TrainingSequence:
     """One answer as the trainer sees it: its tokens, their advantages, its weight in the loss."""
 
     output_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
     advantages_T: tuple[float, ...]
     weight: float  # of each token; the weights of a step contain the whole normalisation of its loss
+    grammar_start: int = 0  # as in Rollout
+    forced: int = 0  # as in Rollout: these tokens are not trained on
 
 
 @dataclass(frozen=True)
@@ -66,7 +84,7 @@ class Pack:
     """A prompt, and its answers with signal."""
 
     prompt_ids: tuple[int, ...]
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[TrainingSequence, ...]
 
     @property
     def tokens(self) -> int:

@@ -7,7 +7,7 @@ event loop, so nothing is locked and a waiting request holds no thread.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -37,20 +37,20 @@ class _Project:
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
 
-class Place:
-    """A place of a `Share`. `leave` is idempotent."""
+class AdmittedRequest:
+    """One admitted request of a `ConcurrencyLimit`. `leave` is idempotent."""
 
-    def __init__(self, share: "Share", project_id: str) -> None:
-        self._share: Share | None = share
+    def __init__(self, limit: "ConcurrencyLimit", project_id: str) -> None:
+        self._limit: ConcurrencyLimit | None = limit
         self._project_id = project_id
 
     def leave(self) -> None:
-        share, self._share = self._share, None
-        if share is not None:
-            share._leave(self._project_id)
+        limit, self._limit = self._limit, None
+        if limit is not None:
+            limit._leave(self._project_id)
 
 
-class Share:
+class ConcurrencyLimit:
     """At most `places` concurrent requests of one kind, `per_project` of one project; `waiting` more of each may queue.
 
     Args:
@@ -63,6 +63,16 @@ class Share:
         self.taken = 0
         self._turns = 0
         self._projects: dict[str, _Project] = {}
+
+    def queued(self, project_id: str) -> int:
+        """Requests of this project that wait for a place."""
+        project = self._projects.get(project_id)
+        return 0 if project is None else len(project.waiting)
+
+    @property
+    def known_projects(self) -> Collection[str]:
+        """The projects that hold a place or wait for one. All others are forgotten."""
+        return self._projects.keys()
 
     @asynccontextmanager
     async def admitted(self, project_id: str) -> AsyncIterator[None]:
@@ -85,7 +95,7 @@ class Share:
         running.add_done_callback(lambda ended: place.leave())
         return await asyncio.shield(running)
 
-    async def enter(self, project_id: str) -> Place:
+    async def enter(self, project_id: str) -> AdmittedRequest:
         """Wait for a place for a request of this project. Cancellation removes it from the queue.
 
         Raises:
@@ -95,7 +105,7 @@ class Share:
         # A free place always goes to a queued request first, so this skips no queued request.
         if self.taken < self.places and project.running < self.per_project:
             self._take(project)
-            return Place(self, project_id)
+            return AdmittedRequest(self, project_id)
         if len(project.waiting) >= self.waiting:
             under_way = project.running
             self._forget(project_id)
@@ -112,7 +122,7 @@ class Share:
                     project.waiting.remove(turn)
                 self._forget(project_id)
             raise
-        return Place(self, project_id)
+        return AdmittedRequest(self, project_id)
 
     def _take(self, project: _Project) -> None:
         self.taken += 1
@@ -149,37 +159,41 @@ class Admission:
     """The concurrency limits of one process."""
 
     def __init__(self, settings: Settings) -> None:
-        self.grader_runs = Share(
+        self.grader_runs = ConcurrencyLimit(
             "grader runs",
             places=GRADER_RUNS,
             per_project=settings.grader_runs_per_project,
             waiting=settings.grader_runs_waiting_per_project,
         )
-        self.uploads = Share(
+        self.uploads = ConcurrencyLimit(
             "uploads",
             places=UPLOADS,
             per_project=settings.uploads_per_project,
             waiting=settings.uploads_waiting_per_project,
         )
         # A stream lasts as long as its job, so queueing would be unbounded.
-        self.streams = Share("streams", places=STREAMS, per_project=settings.streams_per_project)
+        self.streams = ConcurrencyLimit("streams", places=STREAMS, per_project=settings.streams_per_project)
         # Rejected instead of queued: each takes minutes.
-        self.previews = Share("previews", places=PREVIEWS, per_project=2)
+        self.previews = ConcurrencyLimit("previews", places=PREVIEWS, per_project=2)
         # Requests that read whole files first: estimates, and the start of a preview.
-        self.file_reads = Share("estimates and previews", places=FILE_READS, per_project=2, waiting=16)
+        self.file_reads = ConcurrencyLimit(
+            "estimates and previews", places=FILE_READS, per_project=2, waiting=16
+        )
         # Checks of schemas and patterns (api/http/schema_checks.py).
-        self.checks = Share("checks of schemas and patterns", places=CHECKS, per_project=4, waiting=16)
-        self.address_checks = Share(
+        self.checks = ConcurrencyLimit(
+            "checks of schemas and patterns", places=CHECKS, per_project=4, waiting=16
+        )
+        self.address_checks = ConcurrencyLimit(
             "checks of webhook addresses", places=ADDRESS_CHECKS, per_project=2, waiting=8
         )
-        self.arriving_bodies = Share(
+        self.arriving_bodies = ConcurrencyLimit(
             "large request bodies",
             places=ARRIVING_BODIES,
             per_project=ARRIVING_BODIES_PER_PROJECT,
             waiting=256,
         )
         # Only bodies that have arrived queue here, so none is rejected.
-        self.parsed_bodies = Share(
+        self.parsed_bodies = ConcurrencyLimit(
             "large request bodies",
             places=PARSED_BODIES,
             per_project=PARSED_BODIES // 2,

@@ -25,6 +25,9 @@ from api.resources import (
     attempts,
     chat,
     estimates,
+    eval_compare,
+    eval_import,
+    eval_runs,
     evals,
     files,
     graders,
@@ -32,6 +35,7 @@ from api.resources import (
     job_request,
     job_validation,
     jobs,
+    model_checks,
     models,
     organization,
     permissions,
@@ -49,7 +53,7 @@ from core.storage.store import BlobStore
 from graders.backends import Backends
 
 # Only file uploads are larger: a python grader has at most 256 kB.
-MOST_JSON_BYTES = 2 << 20
+MAX_JSON_BYTES = 2 << 20
 # A larger body requires a valid key and a place in `Admission`.
 SMALL_JSON_BYTES = 64 << 10
 STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
@@ -114,7 +118,7 @@ def create_app(
     )
     app.add_middleware(
         BodyLimit,
-        most_bytes=MOST_JSON_BYTES,
+        most_bytes=MAX_JSON_BYTES,
         streamed=STREAMED,
         most_drained=settings.max_upload_bytes,
         least_rate=settings.min_upload_bytes_per_second,
@@ -140,12 +144,16 @@ def all_routes() -> list[BaseRoute]:
         estimates,
         preview,
         models,
+        model_checks,
         chat,
         responses,
         graders,
         rollouts,
         archive,
         evals,
+        eval_runs,
+        eval_compare,
+        eval_import,
         webhooks,
         organization,
         stream,

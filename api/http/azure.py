@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.http.deps import CurrentProject, Parts
+from api.http.deps import CurrentProject, ServiceDep
 from api.resources.chat import ChatCreate, Inference, create_chat_completion, described
 
 PREFIX, DEPLOYMENTS = "/openai/", "/openai/deployments/"
@@ -46,7 +46,7 @@ class DeploymentChat(ChatCreate):
 
 
 async def _described(
-    deployment: str, body: DeploymentChat, project: CurrentProject, service: Parts, upstream: Inference
+    deployment: str, body: DeploymentChat, project: CurrentProject, service: ServiceDep, upstream: Inference
 ) -> dict[str, Any]:
     return await described(body.model_copy(update={"model": deployment}), project, service, upstream)
 

@@ -50,6 +50,7 @@ class Service:
     file_readers: CapacityLimiter
     graders: GraderLoop
     shutdown: Shutdown
+    preview_seconds: float = 540.0  # OpenAI's client gives up after 600
 
 
 async def _service(request: Request) -> Service:
@@ -57,10 +58,10 @@ async def _service(request: Request) -> Service:
     return service
 
 
-Parts = Annotated[Service, Depends(_service)]
+ServiceDep = Annotated[Service, Depends(_service)]
 
 
-def _read_session(service: Parts) -> Iterator[Session]:
+def _read_session(service: ServiceDep) -> Iterator[Session]:
     with service.database.read() as session:
         yield session
 
@@ -85,7 +86,7 @@ class Caller:
 
 def _caller(
     request: Request,
-    service: Parts,
+    service: ServiceDep,
     background: BackgroundTasks,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
     azures_key: Annotated[str | None, Depends(_azures_header)],
@@ -214,9 +215,9 @@ def _actor(request: Request, caller: CurrentCaller) -> Actor:
 CurrentActor = Annotated[Actor, Depends(_actor)]
 
 
-def _unit_of_work(service: Parts, actor: CurrentActor) -> Callable[[], AbstractContextManager[Work]]:
+def _unit_of_work(service: ServiceDep, actor: CurrentActor) -> Callable[[], AbstractContextManager[Work]]:
     return partial(unit_of_work, service.database, service.send, actor)
 
 
 # For writing on behalf of the key: `with uow() as work:` in the endpoint's body commits there.
-Uow = Annotated[Callable[[], AbstractContextManager[Work]], Depends(_unit_of_work, scope="function")]
+UnitOfWork = Annotated[Callable[[], AbstractContextManager[Work]], Depends(_unit_of_work, scope="function")]

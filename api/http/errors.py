@@ -11,7 +11,7 @@ from sqlalchemy.exc import DataError, DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from api.http.large_bodies import Refused
+from api.http.large_bodies import BodyRejected
 from api.http.middleware import no_room
 from api.http.validation_errors import explain
 from core.database import engine
@@ -33,7 +33,7 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _framework_error)
-    app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(BodyRejected, _refused)
     app.add_exception_handler(DataError, _not_storable)
     app.add_exception_handler(DBAPIError, _database_error)
     app.add_exception_handler(OSError, _system_error)
@@ -71,7 +71,7 @@ def _framework_error(request: Request, error: Exception) -> Response:
 
 def _refused(request: Request, error: Exception) -> Response:
     """The response for the wrapped cause, as if an endpoint had raised it."""
-    assert isinstance(error, Refused)
+    assert isinstance(error, BodyRejected)
     handlers = request.app.exception_handlers
     for kind in type(error.cause).__mro__:
         if kind in handlers:

@@ -12,10 +12,10 @@ from fastapi import Depends, Header, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from api.http.deps import CurrentProject, Uow
+from api.http.deps import CurrentProject, UnitOfWork
 from core.database.engine import Work
 from core.tenancy import idempotency
-from core.tenancy.idempotency import Answer, Keyed
+from core.tenancy.idempotency import Keyed, StoredResponse
 
 Made = TypeVar("Made", bound=BaseModel)
 
@@ -33,11 +33,12 @@ Key = Annotated[
 class OnceOnly:
     """Runs the creation in one transaction; with a key, only the first time."""
 
-    uow: Uow
+    uow: UnitOfWork
     project_id: str
     key: str | None
     method: str
     path: str
+    status: int  # of the first response
     sent: Any = None
 
     def about(self, sent: Any) -> "OnceOnly":
@@ -61,12 +62,13 @@ class OnceOnly:
                 headers = {"idempotent-replayed": "true"}
                 return JSONResponse(earlier.body, status_code=earlier.status_code, headers=headers)
             made = create(work)
-            idempotency.keep(work.session, request, Answer(200, made.model_dump(mode="json")))
+            idempotency.keep(work.session, request, StoredResponse(self.status, made.model_dump(mode="json")))
             return made
 
 
-def _once_streamed(request: Request, project: CurrentProject, uow: Uow, key: Key = None) -> OnceOnly:
-    return OnceOnly(uow, project.id, key, request.method, request.url.path)
+def _once_streamed(request: Request, project: CurrentProject, uow: UnitOfWork, key: Key = None) -> OnceOnly:
+    status = request.scope["route"].status_code or 200
+    return OnceOnly(uow, project.id, key, request.method, request.url.path, status)
 
 
 # For an endpoint that reads its own body: call `about` when the content is known.

@@ -12,12 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.http.admission import Place, Share
+from api.http.admission import AdmittedRequest, ConcurrencyLimit
 
 _current: ContextVar["_Body | None"] = ContextVar("large_body", default=None)
 
 
-class Refused(HTTPException):
+class BodyRejected(HTTPException):
     """Carries `cause` through FastAPI's body parsing, which re-raises only HTTPException."""
 
     def __init__(self, cause: Exception) -> None:
@@ -45,8 +45,8 @@ class LargeBodies:
         small: int,
         streamed: re.Pattern[str],
         owner: Callable[[Request], Awaitable[str]],
-        arriving: Share,
-        parsed: Share,
+        arriving: ConcurrencyLimit,
+        parsed: ConcurrencyLimit,
     ) -> None:
         self.app = app
         self.small = small
@@ -88,7 +88,7 @@ class _Body:
         self._received = 0
         self._whole = False
         self._owner: str | None = None
-        self._places: list[Place] = []
+        self._places: list[AdmittedRequest] = []
 
     async def receive(self) -> Message:
         if self._whole:
@@ -117,4 +117,4 @@ class _Body:
             self._owner = await self._limits.owner(self._request)
             self._places.append(await self._limits.arriving.enter(self._owner))
         except Exception as cause:
-            raise Refused(cause) from cause
+            raise BodyRejected(cause) from cause

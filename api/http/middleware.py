@@ -76,7 +76,7 @@ class TooSlow(HTTPException):
         )
 
 
-class Pace:
+class MinimumRate:
     """Minimum rate of a client: `least` bytes per second in each `window_s` seconds of waiting for it.
 
     Time in which the server does not read, because of a slow disk or a concurrency limit, does not count.
@@ -145,7 +145,7 @@ class BodyLimit:
         unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         limited = not self.streamed.fullmatch(scope["path"])
         received = 0
-        pace = Pace(self.least_rate, self.window_s)
+        pace = MinimumRate(self.least_rate, self.window_s)
 
         async def next_piece() -> Message:
             nonlocal unread

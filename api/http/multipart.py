@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from core.errors import InvalidRequest
 
-MOST_FIELDS = 16
-MOST_FIELD_BYTES = 1024
+MAX_FIELDS = 16
+MAX_FIELD_BYTES = 1024
 # Bytes collected before a thread writes them. In between, an upload holds no thread.
 PIECE_BYTES = 256 << 10
 
@@ -25,7 +25,7 @@ class FormPart(Protocol):
     def end(self) -> None: ...
 
 
-class Text:
+class TextField:
     """Collects a text field and passes it to `done`."""
 
     def __init__(self, name: str, done: Callable[[str], None]) -> None:
@@ -34,8 +34,8 @@ class Text:
 
     def write(self, data: bytes) -> None:
         self._value += data
-        if len(self._value) > MOST_FIELD_BYTES:
-            message = f"The form field '{self._name}' is longer than {MOST_FIELD_BYTES} bytes."
+        if len(self._value) > MAX_FIELD_BYTES:
+            message = f"The form field '{self._name}' is longer than {MAX_FIELD_BYTES} bytes."
             raise InvalidRequest(message, param=self._name)
 
     def end(self) -> None:
@@ -96,7 +96,7 @@ class FormReader:
     def _on_part_begin(self) -> None:
         self._headers = {}
         self._fields += 1
-        if self._fields > MOST_FIELDS:
+        if self._fields > MAX_FIELDS:
             raise InvalidRequest("The form has too many fields.", code="invalid_form")
 
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:

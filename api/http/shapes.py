@@ -1,12 +1,17 @@
 """Base schemas of requests and responses."""
 
 import json
+from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from core.database.pages import Page
+from core.results.step_metrics import StepMetrics
+from core.strict import StrictModel
 
 T = TypeVar("T")
 
@@ -18,13 +23,7 @@ MAX_KEYS = 5_000
 _FEW = 6 * MAX_KEYS
 
 
-class Part(BaseModel):
-    """A component of a request: strict, without unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Body(Part):
+class Body(StrictModel):
     """A request body."""
 
     @model_validator(mode="before")
@@ -55,6 +54,25 @@ def _refuse_many_keys(sent: dict[str, Any]) -> None:
                 )
             one = one.values()
         containers += [below for below in one if isinstance(below, dict | list) and below]
+
+
+@dataclass(frozen=True)
+class SchemaOf:
+    """Documents a value with the schema of a model.
+
+    The value is returned as it is stored, without validation: an older version may have recorded it.
+    """
+
+    model: type[BaseModel]
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return handler(self.model.__pydantic_core_schema__)
+
+
+Measured = Annotated[dict[str, Any], SchemaOf(StepMetrics)]
+"""The metrics of a step."""
 
 
 class Listing(BaseModel, Generic[T]):

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 
-from api.http.deps import CurrentProject, Parts
+from api.http.deps import CurrentProject, ServiceDep
 from core.results import export
 from graders.spec import hide_secrets
 
@@ -19,7 +19,7 @@ ARCHIVE: dict[int | str, dict[str, Any]] = {
 
 @router.get("/{checkpoint_id}/archive", response_class=StreamingResponse, responses=ARCHIVE)
 async def download_checkpoint(
-    checkpoint_id: str, project: CurrentProject, service: Parts
+    checkpoint_id: str, project: CurrentProject, service: ServiceDep
 ) -> StreamingResponse:
     """Download the adapter in PEFT format, its tokenizer, a model card and reproduce.json, as an uncompressed tar."""
 

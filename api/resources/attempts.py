@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from api.http.deps import CurrentProject, Parts, ReadSession
+from api.http.deps import CurrentProject, ReadSession, ServiceDep
 from api.http.shapes import Listing
 from core.database.tables import Attempt
 from core.jobs import lifecycle, run_logs
@@ -51,7 +51,7 @@ LOGS: dict[int | str, dict[str, Any]] = {200: {"description": "Plain text.", "co
 
 @router.get("/{job_id}/logs", response_class=StreamingResponse, responses=LOGS)
 def read_logs(
-    job_id: str, project: CurrentProject, session: ReadSession, service: Parts
+    job_id: str, project: CurrentProject, session: ReadSession, service: ServiceDep
 ) -> StreamingResponse:
     """Return the logs of the job's runs as text, oldest first: the last 256 KiB of each attempt."""
     job = lifecycle.get(session, project.id, job_id)

@@ -18,7 +18,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BeforeValidator, ValidationInfo
 from starlette.types import Receive, Scope, Send
 
-from api.http.deps import CurrentProject, Parts, Service
+from api.http.deps import CurrentProject, Service, ServiceDep
 from api.http.errors import AsciiJSON
 from api.http.openapi import refusals
 from api.http.schema_checks import refuse_unusable_schema
@@ -56,7 +56,6 @@ def _text_only(value: Any) -> None:
 
 
 Unsupported = Annotated[None, BeforeValidator(_default_only)]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
 Verbosity = Literal["low", "medium", "high"] | None
 
 
@@ -92,9 +91,7 @@ class ChatCreate(Chat, Generation):
     moderation: Unsupported = None
     modalities: Annotated[None, BeforeValidator(_text_only)] = None
 
-    # Ignored, as in a job (core/jobs/hyperparameters.py).
-    reasoning_effort: ReasoningEffort = None
-    verbosity: Verbosity = None
+    verbosity: Verbosity = None  # ignored
 
     def forwarded(self, served: Served) -> dict[str, Any]:
         """The request body for the inference server."""
@@ -107,9 +104,12 @@ class ChatCreate(Chat, Generation):
 class Upstream:
     """The connection of one API process to the inference server. Belongs to one event loop."""
 
-    def __init__(self, settings: Settings, *, patience: float = START_PATIENCE) -> None:
+    def __init__(
+        self, settings: Settings, *, patience: float = START_PATIENCE, timeout: httpx.Timeout = TIMEOUT
+    ) -> None:
         self.url = settings.inference_url.rstrip("/")
         self.patience = patience
+        self.timeout = timeout
         # Uncompressed: the bytes are relayed unchanged, so no proxy may compress them.
         self.headers = {"authorization": f"Bearer {settings.inference_key}", "accept-encoding": "identity"}
         self._heard_at = float("-inf")
@@ -131,7 +131,7 @@ class Upstream:
     def _connected(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
             headers=self.headers,
-            timeout=TIMEOUT,
+            timeout=self.timeout,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,  # a proxy for external hosts must not receive this
         )
@@ -173,7 +173,7 @@ class Upstream:
             return
         try:
             # Wait only while a socket accepts connections for a process that starts; otherwise fail at once.
-            timeout = httpx.Timeout(self.patience, connect=TIMEOUT.connect)
+            timeout = httpx.Timeout(self.patience, connect=self.timeout.connect)
             answer = await self.client.get(f"{self.url.removesuffix('/v1')}/healthz", timeout=timeout)
         except httpx.TransportError as cause:
             raise _not_there(cause) from cause
@@ -215,7 +215,7 @@ Inference = Annotated[Upstream, Depends(_upstream)]
 
 
 async def described(
-    body: ChatCreate, project: CurrentProject, service: Parts, upstream: Inference
+    body: ChatCreate, project: CurrentProject, service: ServiceDep, upstream: Inference
 ) -> dict[str, Any]:
     """The request with the weights that its model name resolves to."""
     if isinstance(body.response_format, ResponseFormat):

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from api.http.deps import Parts, ReadProject, Service
+from api.http.deps import ReadProject, Service, ServiceDep
 from api.http.openapi import FOR_ANY_KEY, refusals
 from api.resources.jobs import JobCreate, refuse_unusable, usable_model
 from core.database.tables import File, Project
@@ -17,7 +17,7 @@ from core.disconnect import until_gone
 from core.errors import InvalidRequest
 from core.jobs import estimates, usage
 from core.jobs.budgets import Price
-from core.jobs.estimates import History
+from core.jobs.estimates import PastJobs
 from core.jobs.hyperparameters import Resolved
 from core.registry import BaseModelEntry
 from core.storage import datasets, files
@@ -63,7 +63,7 @@ class Asked:
     train_rows: int
     valid_rows: int
     settings: Resolved
-    past: History | None
+    past: PastJobs | None
     price: Price
     warnings: list[str]
 
@@ -90,7 +90,7 @@ class Asked:
 
 @router.post("", response_model=EstimateOut, responses=refusals(404), openapi_extra=FOR_ANY_KEY)
 async def estimate_job(
-    request: Request, body: JobCreate, project: ReadProject, service: Parts
+    request: Request, body: JobCreate, project: ReadProject, service: ServiceDep
 ) -> EstimateOut | Response:
     """Estimate the job that this body would create. Nothing is created."""
 
@@ -122,7 +122,7 @@ def asked(body: JobCreate, project: Project, service: Service) -> Asked:
     name = service.registry.resolve(body.model)
     price = Price.of(service.settings)
     if body.budget:
-        body.budget.stored(price)  # validated here as on creation
+        body.budget.to_row(price)  # validated here as on creation
     gpu_class = model.gpu_class or service.settings.gpu_class
     with service.database.read() as session:
         find = partial(files.get_dataset, session, project.id)

@@ -13,11 +13,11 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
 
-from api.http.deps import CurrentProject, Parts, ReadSession, Service, Uow
+from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
 from api.http.idempotency import OnceOnly, OnceStreamed
-from api.http.multipart import FormPart, Text, receive
+from api.http.multipart import FormPart, TextField, receive
 from api.http.openapi import refusals
-from api.http.shapes import After, Deleted, EndedListing, Part, ends
+from api.http.shapes import After, Deleted, EndedListing, ends
 from api.http.validation_errors import explain
 from core.database.engine import Work
 from core.database.ids import new_id
@@ -25,6 +25,7 @@ from core.database.tables import File, Project, now
 from core.errors import ContentDamaged, InvalidRequest, PayloadTooLarge, ServiceError, Unavailable
 from core.storage import files
 from core.storage.store import BlobInfo, BlobNotFound, BlobWriter, StoreEmpty, check_not_empty
+from core.strict import StrictModel
 from core.tenancy import tenants
 
 log = logging.getLogger(__name__)
@@ -34,12 +35,12 @@ router = APIRouter(prefix="/files", tags=["Files"])
 
 # OpenAI's contract allows a limit of 10,000, and its clients continue while `has_more` is true, whatever the limit.
 # A page of 10,000 is 2 MB and took a second to build.
-MOST_FILES_A_PAGE = 1000
+MAX_FILES_A_PAGE = 1000
 # Upper bound of the other form fields, boundaries and part headers of any client.
-MOST_AROUND_A_FILE = 64 << 10
+MAX_FORM_OVERHEAD = 64 << 10
 
 
-class ExpiresAfter(Part):
+class ExpiresAfter(StrictModel):
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=2592000)  # an hour to thirty days
 
@@ -53,7 +54,7 @@ Purpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vis
 FileName = Annotated[str, Field(max_length=512, pattern=r"^[^\x00]*$")]
 
 
-class FileCreate(Part):
+class FileCreate(StrictModel):
     """The fields of the form; `file` is the name of the file."""
 
     purpose: Purpose
@@ -103,10 +104,10 @@ FORM = {
     openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": FORM}}, "required": True}},
 )
 async def create_file(
-    request: Request, project: CurrentProject, service: Parts, once: OnceStreamed
+    request: Request, project: CurrentProject, service: ServiceDep, once: OnceStreamed
 ) -> FileOut | JSONResponse:
     """Upload a file."""
-    arriving = Arriving(service, project, int(request.headers.get("content-length", "0")))
+    arriving = ArrivingFile(service, project, int(request.headers.get("content-length", "0")))
     async with service.admission.uploads.admitted(project.id):
         await to_thread.run_sync(arriving.open, limiter=service.upload_threads)
         return await receive(request, arriving, partial(arriving.finish, once), service.upload_threads)
@@ -117,13 +118,13 @@ def list_files(
     project: CurrentProject,
     session: ReadSession,
     purpose: str | None = None,
-    limit: Annotated[int, Query(ge=1, le=10000)] = MOST_FILES_A_PAGE,
+    limit: Annotated[int, Query(ge=1, le=10000)] = MAX_FILES_A_PAGE,
     order: Literal["asc", "desc"] = "desc",
     after: After = None,
 ) -> Response:
     """List the project's files, at most 1000 per page; with `has_more`, continue `after` the last id."""
     newest_first = order == "desc"
-    most = min(limit, MOST_FILES_A_PAGE)
+    most = min(limit, MAX_FILES_A_PAGE)
     page = files.page(
         session, project.id, purpose=purpose, newest_first=newest_first, after=after, limit=most
     )
@@ -140,7 +141,7 @@ def retrieve_file(file_id: str, project: CurrentProject, session: ReadSession) -
 
 
 @router.delete("/{file_id}")
-def delete_file(file_id: str, project: CurrentProject, uow: Uow) -> Deleted:
+def delete_file(file_id: str, project: CurrentProject, uow: UnitOfWork) -> Deleted:
     """Delete a file. A job that already uses it continues."""
     with uow() as work:
         files.delete(work, project.id, file_id)
@@ -148,7 +149,7 @@ def delete_file(file_id: str, project: CurrentProject, uow: Uow) -> Deleted:
 
 
 @router.get("/{file_id}/content", response_class=StreamingResponse, responses=refusals(410, 503))
-def download_file(file_id: str, project: CurrentProject, service: Parts) -> StreamingResponse:
+def download_file(file_id: str, project: CurrentProject, service: ServiceDep) -> StreamingResponse:
     """Download a file. The connection is aborted before the last byte if the content does not match its hash."""
     file = _row(service, project, file_id)
     try:
@@ -209,7 +210,7 @@ def _logged(file: File, content: Iterator[bytes]) -> Iterator[bytes]:
         raise
 
 
-class Arriving:
+class ArrivingFile:
     """An incoming file. It is stored first, since fields may follow it, and removed if validation then fails.
 
     The methods block; any thread may call them.
@@ -231,11 +232,11 @@ class Arriving:
     def open(self) -> None:
         """Check the store and the storage quota before anything is stored."""
         refuse_lost_store(self._service)
-        self._free = self._free_bytes(max(1, self._declared - MOST_AROUND_A_FILE))
+        self._free = self._free_bytes(max(1, self._declared - MAX_FORM_OVERHEAD))
 
     def begin(self, name: str, filename: str | None) -> FormPart:
         if name != "file":
-            return Text(name, partial(_set, self._sent, name))
+            return TextField(name, partial(_set, self._sent, name))
         if self._stored is not None:
             raise InvalidRequest("Send one file at a time.", param="file")
         self._sent["file"] = last_segment(filename or "") or "upload"

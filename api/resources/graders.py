@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BeforeValidator
 
-from api.http.deps import CurrentProject, Parts, ReadProject, Service
+from api.http.deps import CurrentProject, ReadProject, Service, ServiceDep
 from api.http.large_bodies import body_is_read
 from api.http.openapi import FOR_ANY_KEY
 from api.http.schema_checks import in_turn
@@ -92,7 +92,7 @@ async def refuse(spec: GraderSpec, service: Service, project: Project, param: st
 
 @router.post("/validate", openapi_extra=FOR_ANY_KEY, response_model=dict[str, Any])
 async def validate_grader(
-    request: Request, body: GraderValidate, project: ReadProject, service: Parts
+    request: Request, body: GraderValidate, project: ReadProject, service: ServiceDep
 ) -> dict[str, Any] | Response:
     """Validate a grader without running it, and return it in normalized form."""
 
@@ -106,7 +106,7 @@ async def validate_grader(
 
 @router.post("/run", response_model=None)
 async def run_grader(
-    request: Request, body: GraderRun, project: CurrentProject, service: Parts
+    request: Request, body: GraderRun, project: CurrentProject, service: ServiceDep
 ) -> dict[str, Any] | Response:
     """Grade one sample. A failing grader is a successful response: reward 0 and an error flag.
 

@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
-from api.http.deps import Parts
+from api.http.deps import ServiceDep
 from api.http.openapi import refusals
 from core.database.migrate import is_ready
 from core.storage.disk import Disks
@@ -19,7 +19,7 @@ async def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz", responses=refusals(503))
-def readyz(service: Parts) -> dict[str, str]:
+def readyz(service: ServiceDep) -> dict[str, str]:
     """Readiness: the database has a usable schema and the disks have free space."""
     try:
         with service.database.read() as session:

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from api.http.shapes import Part
 from core.errors import InvalidRequest
+from core.strict import StrictModel
 
 # The characters that all three services accept; for Trackio the name becomes a file name.
 Project = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^\w[\w .-]*$")]
@@ -15,7 +15,7 @@ Entity = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^\w[\w.-]*$
 Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f]+$")]
 
 
-class Place(Part):
+class Place(StrictModel):
     """The location of a job's run in a service."""
 
     project: Project  # in MLflow: the experiment
@@ -27,17 +27,17 @@ class WandbPlace(Place):
     entity: Entity | None = None
 
 
-class Wandb(Part):
+class Wandb(StrictModel):
     type: Literal["wandb"]
     wandb: WandbPlace
 
 
-class Mlflow(Part):
+class Mlflow(StrictModel):
     type: Literal["mlflow"]
     mlflow: Place
 
 
-class Trackio(Part):
+class Trackio(StrictModel):
     type: Literal["trackio"]
     trackio: Place
 
@@ -55,7 +55,7 @@ def _one_of_each(asked: list[Integration]) -> list[Integration]:
 Integrations = Annotated[list[Integration], Field(max_length=5), AfterValidator(_one_of_each)]
 
 
-def stored(asked: Sequence[Integration] | None, enabled: Sequence[str]) -> list[dict[str, Any]]:
+def to_rows(asked: Sequence[Integration] | None, enabled: Sequence[str]) -> list[dict[str, Any]]:
     """The integrations as the job stores them. Raise InvalidRequest for one that is not enabled."""
     for index, integration in enumerate(asked or []):
         if integration.type not in enabled:

@@ -8,7 +8,7 @@ from anyio import to_thread
 from fastapi import APIRouter
 from pydantic import BaseModel, Field, ValidationError
 
-from api.http.deps import Parts, ReadProject, Service
+from api.http.deps import ReadProject, Service, ServiceDep
 from api.http.openapi import FOR_ANY_KEY, refusals
 from api.http.shapes import Body
 from api.http.validation_errors import explain
@@ -39,7 +39,7 @@ class JobValidation(BaseModel):
 
 
 @router.post("", responses=refusals(404), openapi_extra=FOR_ANY_KEY)
-async def validate_job(body: JobValidate, project: ReadProject, service: Parts) -> JobValidation:
+async def validate_job(body: JobValidate, project: ReadProject, service: ServiceDep) -> JobValidation:
     """Validate a job as on creation. Nothing is created, and no file is read."""
     # A local file has no id yet; any two distinct ids stand for the two files.
     sent = body.job | {field: f"file-local-{field}" for field in body.local_files}

@@ -22,25 +22,26 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 from sqlalchemy.orm import Session
 
-from api.http.deps import CurrentProject, Parts, ReadSession, Service, Uow
+from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
 from api.http.idempotency import Once
 from api.http.openapi import refusals
 from api.http.schema_checks import refuse_unusable_schema
-from api.http.shapes import After, Body, EndedListing, Limit, Listing, Part, clamped, ends
+from api.http.shapes import After, Body, EndedListing, Limit, Listing, Measured, clamped, ends
 from api.resources.graders import refuse
-from api.resources.integrations import Integrations, stored
+from api.resources.integrations import Integrations, to_rows
 from core.database.engine import Work
 from core.database.tables import Checkpoint, Event, Job, Project
 from core.errors import InvalidParameter, InvalidRequest
 from core.jobs import budgets, events, fairness, integrations, lifecycle, usage
 from core.jobs.budgets import Price
 from core.jobs.devices import device_of
-from core.jobs.hyperparameters import NO_SAMPLER_OF_ITS_OWN, Hyperparameters
+from core.jobs.hyperparameters import NO_SAMPLER_OF_ITS_OWN, Hyperparameters, shown_advanced
 from core.registry import BaseModelEntry, SamplerName, sampler_of
 from core.response_format import ResponseFormat
 from core.results import evals, tuned_models
 from core.settings import Settings
 from core.storage import files
+from core.strict import StrictModel
 from core.tenancy import tenants
 from graders.build import reads_tools
 from graders.spec import GIVE_STEPS, GraderSpec, dump, hide_secrets, parse_grader
@@ -85,7 +86,7 @@ def _empty_for_null(value: Any) -> Any:
     return {} if value is None else value
 
 
-class Reinforcement(Part):
+class Reinforcement(StrictModel):
     grader: Annotated[GraderSpec, Checked]
     hyperparameters: Annotated[Hyperparameters, BeforeValidator(_empty_for_null)] = Hyperparameters()
     response_format: ResponseFormat | None = None
@@ -105,7 +106,7 @@ class Reinforcement(Part):
 UNSUPPORTED_METHODS = ("supervised", "dpo")
 
 
-class Method(Part):
+class Method(StrictModel):
     type: Literal["reinforcement"]
     reinforcement: Reinforcement
 
@@ -122,7 +123,7 @@ class Method(Part):
 Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
 
 
-class Budget(Part):
+class Budget(StrictModel):
     """A cap on a job's usage: {"gpu_seconds"}, or {"amount", "currency"} at the service's price."""
 
     gpu_seconds: Positive | None = None
@@ -137,8 +138,8 @@ class Budget(Part):
             raise ValueError("amount and currency must be given together")
         return self
 
-    def stored(self, price: Price) -> dict[str, Any]:
-        return budgets.stored(self.model_dump(exclude_none=True), price)
+    def to_row(self, price: Price) -> dict[str, Any]:
+        return budgets.to_row(self.model_dump(exclude_none=True), price)
 
 
 class BudgetChange(Body):
@@ -210,7 +211,7 @@ class JobCreate(Body):
         return {
             "grader": dump(asked.grader),
             "hyperparameters": asked.hyperparameters.model_dump(mode="json"),
-            "response_format": asked.response_format.stored() if asked.response_format else None,
+            "response_format": asked.response_format.to_row() if asked.response_format else None,
         }
 
 
@@ -271,12 +272,12 @@ class JobOut(BaseModel):
     verdict: VerdictOut | None  # null: the job has not ended, or there was nothing to compare
 
     @classmethod
-    def of(cls, job: Job, price: Price, place: fairness.Place | None) -> "JobOut":
-        """From the row and its place in the queue only: `shown` fetches the places of a hundred jobs with one query."""
+    def of(cls, job: Job, price: Price, place: fairness.QueuePosition | None) -> "JobOut":
+        """From the row and its place in the queue only. `render` reads the places of a hundred jobs with one query."""
         asked = integrations.of_method(job)
         shown = {
             "grader": hide_secrets(asked["grader"]),
-            "hyperparameters": shown_hyperparameters(asked["hyperparameters"], job.resolved),
+            "hyperparameters": render_hyperparameters(asked["hyperparameters"], job.resolved),
         }
         return cls(
             id=job.id,
@@ -297,15 +298,15 @@ class JobOut(BaseModel):
                 "type": "reinforcement",
                 "reinforcement": asked | shown,
             },
-            integrations=integrations.shown(job),
+            integrations=integrations.render(job),
             metadata=job.metadata_,
             user_provided_suffix=job.suffix,
-            usage_metrics=usage.shown(job, price),
+            usage_metrics=usage.render(job, price),
             queue=None if place is None else QueueOut(position=place.position, reason=place.reason),
             eval_id=evals.eval_id(job.id),
-            budget=budgets.shown(job),
+            budget=budgets.render(job),
             verdict=None if job.verdict is None else VerdictOut(**job.verdict),
-            estimate=None if job.status in lifecycle.FINAL else usage.shown_estimate(job, price),
+            estimate=None if job.status in lifecycle.FINAL else usage.render_estimate(job, price),
         )
 
 
@@ -316,7 +317,7 @@ class EventOut(BaseModel):
     level: str
     message: str
     type: str
-    data: dict[str, Any]
+    data: Measured | dict[str, Any]  # of the type `metrics`: the step's
 
     @classmethod
     def of(cls, event: Event) -> "EventOut":
@@ -353,7 +354,7 @@ class CheckpointOut(BaseModel):
         )
 
 
-def shown(session: Session, service: Service, *some: Job) -> list[JobOut]:
+def render(session: Session, service: Service, *some: Job) -> list[JobOut]:
     """The jobs as the API shows them; one query for all of them."""
     places = fairness.places(session, some, service.settings.default_limits)
     price = Price.of(service.settings)
@@ -362,7 +363,7 @@ def shown(session: Session, service: Service, *some: Job) -> list[JobOut]:
 
 @router.post("", response_model=JobOut, responses=refusals(404))
 async def create_job(
-    body: JobCreate, project: CurrentProject, service: Parts, once: Once
+    body: JobCreate, project: CurrentProject, service: ServiceDep, once: Once
 ) -> JobOut | JSONResponse:
     """Create a reinforcement fine-tuning job."""
     await refuse_unusable(body, service, project)
@@ -383,14 +384,14 @@ def _created(body: JobCreate, project: Project, service: Service, once: Once) ->
             suffix=body.suffix,
             seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
             metadata=body.metadata,
-            reinforcement=integrations.kept(body.reinforcement(), accepted.integrations),
+            reinforcement=integrations.pin(body.reinforcement(), accepted.integrations),
             gpu_class=accepted.model.gpu_class or service.settings.gpu_class,
             budget=accepted.budget,
             warnings=body.method.reinforcement.hyperparameters.warnings,
         )
         limits = tenants.limits(project, service.settings.default_limits)
         tenants.refuse_job_beyond(work.session, project.id, limits)
-        return shown(work.session, service, job)[0]
+        return render(work.session, service, job)[0]
 
     return once(create)
 
@@ -400,7 +401,7 @@ def list_jobs(
     request: Request,
     project: CurrentProject,
     session: ReadSession,
-    service: Parts,
+    service: ServiceDep,
     after: After = None,
     limit: Limit = 20,
 ) -> Listing[JobOut]:
@@ -414,54 +415,54 @@ def list_jobs(
         metadata={key[9:-1]: value for key, value in query.items() if re.fullmatch(r"metadata\[.+\]", key)},
         without_metadata=query.get("metadata") == "null",
     )
-    return Listing(data=shown(session, service, *page.items), has_more=page.has_more)
+    return Listing(data=render(session, service, *page.items), has_more=page.has_more)
 
 
 @router.get("/{job_id}")
-def retrieve_job(job_id: str, project: CurrentProject, session: ReadSession, service: Parts) -> JobOut:
+def retrieve_job(job_id: str, project: CurrentProject, session: ReadSession, service: ServiceDep) -> JobOut:
     """Retrieve a job."""
-    return shown(session, service, lifecycle.get(session, project.id, job_id))[0]
+    return render(session, service, lifecycle.get(session, project.id, job_id))[0]
 
 
 @router.post("/{job_id}/cancel", responses=refusals(400))
-def cancel_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
+def cancel_job(job_id: str, project: CurrentProject, service: ServiceDep, uow: UnitOfWork) -> JobOut:
     """Cancel a job permanently."""
     with uow() as work:
         job = lifecycle.get(work.session, project.id, job_id)
         lifecycle.cancel(work, job)
-        return shown(work.session, service, job)[0]
+        return render(work.session, service, job)[0]
 
 
 @router.post("/{job_id}/pause", responses=refusals(400))
-def pause_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
+def pause_job(job_id: str, project: CurrentProject, service: ServiceDep, uow: UnitOfWork) -> JobOut:
     """Pause a job at its next checkpoint."""
     with uow() as work:
         job = lifecycle.get(work.session, project.id, job_id)
         lifecycle.pause(work, job)
-        return shown(work.session, service, job)[0]
+        return render(work.session, service, job)[0]
 
 
 @router.post("/{job_id}/resume", responses=refusals(400))
-def resume_job(job_id: str, project: CurrentProject, service: Parts, uow: Uow) -> JobOut:
+def resume_job(job_id: str, project: CurrentProject, service: ServiceDep, uow: UnitOfWork) -> JobOut:
     """Resume a paused job from its last checkpoint."""
     with uow() as work:
         job = lifecycle.get(work.session, project.id, job_id)
         lifecycle.resume(work, job)
         limits = tenants.limits(project, service.settings.default_limits)
         tenants.refuse_job_beyond(work.session, project.id, limits)
-        return shown(work.session, service, job)[0]
+        return render(work.session, service, job)[0]
 
 
 @router.post("/{job_id}/budget")
 def change_budget(
-    job_id: str, body: BudgetChange, project: CurrentProject, service: Parts, uow: Uow
+    job_id: str, body: BudgetChange, project: CurrentProject, service: ServiceDep, uow: UnitOfWork
 ) -> JobOut:
     """Change or remove the budget of an unfinished job. A job that paused at its old budget must be resumed."""
-    budget = body.budget.stored(Price.of(service.settings)) if body.budget else None
+    budget = body.budget.to_row(Price.of(service.settings)) if body.budget else None
     with uow() as work:
         job = lifecycle.get(work.session, project.id, job_id)
         lifecycle.set_budget(work, job, budget)
-        return shown(work.session, service, job)[0]
+        return render(work.session, service, job)[0]
 
 
 @router.get("/{job_id}/events")
@@ -479,7 +480,7 @@ def list_checkpoints(
     job_id: str,
     project: CurrentProject,
     session: ReadSession,
-    service: Parts,
+    service: ServiceDep,
     after: After = None,
     limit: Limit = 10,
 ) -> EndedListing[CheckpointOut]:
@@ -525,8 +526,8 @@ def accept(body: JobCreate, service: Service) -> Accepted:
     return Accepted(
         base_model=service.registry.resolve(body.model),
         model=usable_model(body, service),
-        budget=body.budget.stored(Price.of(service.settings)) if body.budget else None,
-        integrations=stored(body.integrations, service.settings.enabled_integrations),
+        budget=body.budget.to_row(Price.of(service.settings)) if body.budget else None,
+        integrations=to_rows(body.integrations, service.settings.enabled_integrations),
     )
 
 
@@ -539,8 +540,8 @@ def usable_model(body: JobCreate, service: Service) -> BaseModelEntry:
         )
         raise InvalidRequest(message, param=where, code="unsupported_parameter")
     advanced = body.method.reinforcement.hyperparameters.advanced
-    if advanced.off_policy_steps and _known_sampler(model, service.settings) == "transformers":
-        where = "method.reinforcement.hyperparameters.advanced.off_policy_steps"
+    if advanced.schedule.type == "off_policy" and _known_sampler(model, service.settings) == "transformers":
+        where = f"method.reinforcement.hyperparameters.advanced.{advanced.path('off_policy_steps')}"
         raise InvalidRequest(NO_SAMPLER_OF_ITS_OWN, param=where)
     return model
 
@@ -552,14 +553,14 @@ def _known_sampler(model: BaseModelEntry, settings: Settings) -> SamplerName | N
     return sampler_of(model, choice, device_of(settings, gpu_class), vllm_installed=None)
 
 
-def shown_hyperparameters(asked: dict[str, Any], resolved: dict[str, Any] | None) -> dict[str, Any]:
+def render_hyperparameters(asked: dict[str, Any], resolved: dict[str, Any] | None) -> dict[str, Any]:
     """The requested hyperparameters, "auto" included, and their resolved values once a run has resolved them."""
     if resolved is None:
         return asked
     # OpenAI's own names stay at the top level, where its users expect them.
     known = {name: value for name, value in resolved.items() if name in asked}
     ours = {name: value for name, value in resolved.items() if name not in asked}
-    return asked | known | {"advanced": asked["advanced"] | ours}
+    return asked | known | {"advanced": shown_advanced(asked["advanced"], ours)}
 
 
 def checkpoint_metrics(checkpoint: Checkpoint) -> dict[str, int | float]:

@@ -5,7 +5,7 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from api.http.deps import CurrentProject, Parts, ReadSession, Uow
+from api.http.deps import CurrentProject, ReadSession, ServiceDep, UnitOfWork
 from api.http.openapi import refusals
 from api.http.shapes import Deleted, Listing
 from core.database.tables import Project, TunedModel
@@ -45,7 +45,7 @@ class ModelOut(BaseModel):
 
 
 @router.get("")
-def list_models(project: CurrentProject, session: ReadSession, service: Parts) -> Listing[ModelOut]:
+def list_models(project: CurrentProject, session: ReadSession, service: ServiceDep) -> Listing[ModelOut]:
     """List the base models and their aliases, then the project's tuned models, newest first."""
     base = [ModelOut.base(name, service.registry) for name in service.registry.names]
     made = [ModelOut.tuned(model, project) for model in tuned_models.models(session, project.id)]
@@ -53,7 +53,9 @@ def list_models(project: CurrentProject, session: ReadSession, service: Parts) -
 
 
 @router.get("/{model:path}")
-def retrieve_model(model: str, project: CurrentProject, session: ReadSession, service: Parts) -> ModelOut:
+def retrieve_model(
+    model: str, project: CurrentProject, session: ReadSession, service: ServiceDep
+) -> ModelOut:
     """Retrieve a model."""
     if model in service.registry.names:
         return ModelOut.base(model, service.registry)
@@ -65,7 +67,7 @@ def retrieve_model(model: str, project: CurrentProject, session: ReadSession, se
 
 
 @router.delete("/{model:path}", responses=refusals(400))
-def delete_model(model: str, project: CurrentProject, service: Parts, uow: Uow) -> Deleted:
+def delete_model(model: str, project: CurrentProject, service: ServiceDep, uow: UnitOfWork) -> Deleted:
     """Delete the name of a tuned model. Its job and checkpoints are kept."""
     if model in service.registry.names:
         raise InvalidRequest(f"'{model}' is a base model; only tuned models can be deleted.", param="model")

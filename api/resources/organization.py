@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
-from api.http.deps import AdminProject, OwnProject, Parts, ReadSession, Uow
+from api.http.deps import AdminProject, OwnProject, ReadSession, ServiceDep, UnitOfWork
 from api.http.openapi import refusals
 from api.http.shapes import After, Body, Deleted, EndedListing, Limit, Listing, clamped, ends
 from core.database.tables import ApiKey, AuditEntry, now
@@ -114,7 +114,7 @@ def list_audit_logs(
 
 
 @router.get("/projects/{project_id}/limits")
-def retrieve_limits(project: OwnProject, service: Parts) -> LimitsOut:
+def retrieve_limits(project: OwnProject, service: ServiceDep) -> LimitsOut:
     """Retrieve the effective limits of the project."""
     return LimitsOut(**tenants.limits(project, service.settings.default_limits).given())
 
@@ -132,7 +132,7 @@ def list_keys(project: OwnProject, session: ReadSession) -> Listing[KeyOut]:
 
 
 @router.post(KEYS)
-def create_key(body: KeyCreate, project: OwnProject, uow: Uow) -> NewKeyOut:
+def create_key(body: KeyCreate, project: OwnProject, uow: UnitOfWork) -> NewKeyOut:
     """Create an API key. Its value is shown only in this response."""
     expires_at = None if body.expires_in_days is None else now() + body.expires_in_days * tenants.DAY
     with uow() as work:
@@ -149,7 +149,7 @@ def retrieve_key(key_id: str, project: OwnProject, session: ReadSession) -> KeyO
 
 
 @router.post(KEYS + "/{key_id}/rotate")
-def rotate_key(key_id: str, project: OwnProject, uow: Uow, body: KeyRotate = KeyRotate()) -> NewKeyOut:
+def rotate_key(key_id: str, project: OwnProject, uow: UnitOfWork, body: KeyRotate = KeyRotate()) -> NewKeyOut:
     """Replace an API key. The old key is revoked at once or after `grace_hours`."""
     with uow() as work:
         made = keys.rotate(work, keys.get(work.session, key_id, project.id), grace_hours=body.grace_hours)
@@ -157,7 +157,7 @@ def rotate_key(key_id: str, project: OwnProject, uow: Uow, body: KeyRotate = Key
 
 
 @router.delete(KEYS + "/{key_id}")
-def revoke_key(key_id: str, project: OwnProject, uow: Uow) -> Deleted:
+def revoke_key(key_id: str, project: OwnProject, uow: UnitOfWork) -> Deleted:
     """Revoke an API key."""
     with uow() as work:
         keys.revoke(work, keys.get(work.session, key_id, project.id))

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from sqlalchemy.orm import Session
 
-from api.http.deps import AdminProject, CurrentProject, ReadSession, Uow
+from api.http.deps import AdminProject, CurrentProject, ReadSession, UnitOfWork
 from api.http.openapi import refusals
 from api.http.shapes import After, Body, Deleted, EndedListing, Limit, clamped, ends
 from core.database.pages import Page
@@ -35,7 +35,7 @@ class PermissionOut(BaseModel):
 
 @router.post("", responses=refusals(404))
 def create_permissions(
-    checkpoint: str, body: PermissionCreate, project: AdminProject, uow: Uow
+    checkpoint: str, body: PermissionCreate, project: AdminProject, uow: UnitOfWork
 ) -> EndedListing[PermissionOut]:
     """Allow other projects of the organization to use and retrieve the model. Its owner does not change."""
     with uow() as work:
@@ -66,7 +66,7 @@ def list_permissions(
 
 
 @router.delete("/{permission_id}")
-def delete_permission(checkpoint: str, permission_id: str, project: AdminProject, uow: Uow) -> Deleted:
+def delete_permission(checkpoint: str, permission_id: str, project: AdminProject, uow: UnitOfWork) -> Deleted:
     """Revoke a permission; later requests of that project for the model return 404."""
     with uow() as work:
         tuned_models.unshare(work, _own(work.session, project, checkpoint), permission_id)

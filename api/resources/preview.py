@@ -13,8 +13,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, ValidationError, model_validator
 
-from api.http.admission import Place
-from api.http.deps import CurrentProject, Parts, Service
+from api.http.admission import AdmittedRequest
+from api.http.deps import CurrentProject, Service, ServiceDep
 from api.http.openapi import refusals
 from api.resources import estimates as sizes
 from api.resources.chat import Inference, Upstream, whole
@@ -49,9 +49,8 @@ from graders.types import Grade, Sample, TokenUsage, summed
 
 router = APIRouter(prefix="/regraft/preview", tags=["regraft"])
 
-MOST_ANSWERS = 512
+MAX_ANSWERS = 512
 REQUESTS_AT_ONCE = 64
-LONGEST_S = 540.0  # OpenAI's client gives up after 600
 
 T = TypeVar("T")
 
@@ -64,8 +63,8 @@ class PreviewCreate(JobCreate):
 
     @model_validator(mode="after")
     def _bounded(self) -> "PreviewCreate":
-        if self.rows * self.samples > MOST_ANSWERS:
-            raise ValueError(f"rows x samples may be at most {MOST_ANSWERS}")
+        if self.rows * self.samples > MAX_ANSWERS:
+            raise ValueError(f"rows x samples may be at most {MAX_ANSWERS}")
         return self
 
 
@@ -84,6 +83,7 @@ class PreviewOut(Size):
     prompt_tokens: Spread
     completion_tokens: Spread
     cut_off: int
+    cut_thoughts: int
     grading: Grading
     sampling: Sampling
     verdict: Verdict
@@ -107,6 +107,12 @@ class Completion:
     cut_off: bool
     prompt_tokens: int
     tokens: int
+    reasoning: str = ""
+
+    @property
+    def cut_thought(self) -> bool:
+        """Whether the answer ended within its thought."""
+        return bool(self.reasoning) and not self.text and self.cut_off
 
 
 class Slot:
@@ -115,7 +121,7 @@ class Slot:
     That thread continues after a disconnect or a timeout. Otherwise repeated requests could occupy all threads.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: AdmittedRequest) -> None:
         self._place = place
         self._grading: asyncio.Task[Any] | None = None
 
@@ -147,7 +153,7 @@ async def preview_job(
     request: Request,
     body: PreviewCreate,
     project: CurrentProject,
-    service: Parts,
+    service: ServiceDep,
     upstream: Inference,
 ) -> PreviewOut | Response:
     """Sample a few rows with the base model and grade them as the job would. Nothing is created.
@@ -168,11 +174,12 @@ async def preview_job(
     except TooManyAtOnce:
         raise NotReady("Other previews are still running; try again.", retry_after=10) from None
     try:
-        async with asyncio.timeout(LONGEST_S):
+        async with asyncio.timeout(service.preview_seconds):
             made = await until_gone(request.receive, _previewed(prepared, service, upstream, slot))
     except TimeoutError:
         raise InvalidRequest(
-            f"The preview took longer than {LONGEST_S:.0f} s. Request fewer rows or samples, or shorter answers.",
+            f"The preview took longer than {service.preview_seconds:.0f} s. Request fewer rows or samples, "
+            "or shorter answers.",
             code="preview_too_slow",
         ) from None
     finally:
@@ -236,6 +243,8 @@ def _some_rows(blobs: BlobStore, file: File, count: int, seed: int) -> list[Exam
 
 def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[str, Any]:
     """The request for one answer, with the job's sampling parameters."""
+    hyperparameters = body.method.reinforcement.hyperparameters
+    effort = hyperparameters.reasoning_effort
     digest = hashlib.sha256(f"{body.seed or 0}/preview/{row.line}/{member}".encode()).digest()
     try:
         chat = Chat.model_validate(
@@ -250,6 +259,7 @@ def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[
                 "max_completion_tokens": asked.settings.max_completion_tokens,
                 "response_format": body.method.reinforcement.response_format,
                 "seed": int.from_bytes(digest[:8], "big") >> 2,
+                "reasoning_effort": None if effort == "default" else effort,
             }
         )
     except ValidationError as invalid:
@@ -258,8 +268,13 @@ def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[
         raise InvalidRequest(
             f"line {row.line} cannot be previewed: {where}: {first['msg']}", param="training_file"
         ) from None
-    template = body.method.reinforcement.hyperparameters.advanced.chat_template
-    served = Served(base_model=asked.name, chat_template=None if template == "auto" else template)
+    sampling = hyperparameters.advanced.sampling
+    served = Served(
+        base_model=asked.name,
+        chat_template=None if sampling.chat_template == "auto" else sampling.chat_template,
+        chat_template_kwargs=sampling.chat_template_kwargs or None,
+        thinking_budget=None if sampling.thinking_budget == "auto" else sampling.thinking_budget,
+    )
     return chat.model_dump(mode="json", by_alias=True, exclude_none=True) | {"regraft": served.to_wire()}
 
 
@@ -291,6 +306,7 @@ async def _complete(upstream: Upstream, chat: dict[str, Any], row: Example) -> C
         cut_off=choice["finish_reason"] == "length",
         prompt_tokens=said["usage"]["prompt_tokens"],
         tokens=said["usage"]["completion_tokens"],
+        reasoning=choice["message"].get("reasoning_content") or "",
     )
 
 
@@ -318,7 +334,15 @@ def _graded(
     parse_json = reinforcement.response_format is not None
     items = [row.item for row in prepared.rows for _ in range(prepared.body.samples)]
     pairs = [
-        (Sample.from_text(completion.text, "length" if completion.cut_off else "stop", parse_json), item)
+        (
+            Sample.from_text(
+                completion.text,
+                "length" if completion.cut_off else "stop",
+                parse_json,
+                reasoning=completion.reasoning,
+            ),
+            item,
+        )
         for completion, item in zip(completions, items, strict=True)
     ]
 
@@ -345,6 +369,7 @@ def _answer(completion: Completion, grade: Grade, by_steps: bool) -> Answer:
         text=completion.text,
         tokens=completion.tokens,
         cut_off=completion.cut_off,
+        cut_thought=completion.cut_thought,
         score=score,
         reason=reason,
         grading_seconds=grade.seconds,

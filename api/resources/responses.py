@@ -18,15 +18,13 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, model_validator
 
-from api.http.deps import CurrentCaller, CurrentProject, Parts
+from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
 from api.http.openapi import refusals
-from api.http.shapes import Part
 from api.resources.chat import ChatCreate as Chat
 from api.resources.chat import (
     Generation,
     Inference,
     PassedOn,
-    ReasoningEffort,
     Unsupported,
     Verbosity,
     create_chat_completion,
@@ -39,6 +37,7 @@ from core.chat import (
     AnyObject,
     ContentPart,
     MaxTokens,
+    ReasoningEffort,
     StreamOptions,
     Temperature,
     Text,
@@ -47,6 +46,7 @@ from core.chat import (
 )
 from core.errors import InvalidParameter, InvalidRequest, ResponseNotFound, ServiceError
 from core.response_format import JsonSchema
+from core.strict import StrictModel
 from graders.template import quoted
 
 router = APIRouter(prefix="/responses", tags=["Responses"])
@@ -80,7 +80,7 @@ class ResponseText(ContentPart):
     prompt_cache_breakpoint: Any = None
 
 
-class InputMessage(Part):
+class InputMessage(StrictModel):
     """A message of the conversation; an earlier answer is sent back unchanged from `output`."""
 
     type: Literal["message"] | None = None
@@ -116,7 +116,7 @@ class TextSchema(JsonSchema):
     type: Literal["json_schema"]
 
 
-class TextConfig(Part):
+class TextConfig(StrictModel):
     format: Annotated[Text | AnyObject | TextSchema, Field(discriminator="type")] | None = None
     verbosity: Verbosity = None
 
@@ -129,7 +129,7 @@ class TextConfig(Part):
             return sent
         return {"type": sent.pop("type"), "json_schema": sent}
 
-    def shown(self) -> dict[str, Any]:
+    def render(self) -> dict[str, Any]:
         format_ = self.format or Text(type="text")
         return {
             "format": format_.model_dump(mode="json", by_alias=True),
@@ -137,8 +137,8 @@ class TextConfig(Part):
         }
 
 
-class Reasoning(Part):
-    """Ignored: reasoning effort cannot be configured."""
+class Reasoning(StrictModel):
+    """The effort is that of chat completions; a summary is never written."""
 
     effort: ReasoningEffort = None
     summary: str | None = None
@@ -209,6 +209,7 @@ class ResponseCreate(Generation):
             "response_format": self.text and self.text.response_format(),
             "logprobs": self.wants_logprobs or None,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
             "stream": self.stream,
             "stream_options": {"include_usage": True} if self.stream else None,
         }
@@ -216,7 +217,7 @@ class ResponseCreate(Generation):
 
 
 @dataclass
-class Answer:
+class ResponseInProgress:
     """A response in progress: the parameters that it repeats, and one message."""
 
     request: ResponseCreate
@@ -272,7 +273,7 @@ class Answer:
             "service_tier": "default",
             "store": False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
-            "text": (request.text or TextConfig()).shown(),
+            "text": (request.text or TextConfig()).render(),
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": request.top_logprobs or 0,
@@ -306,7 +307,7 @@ class Described:
 
 
 async def _described(
-    body: ResponseCreate, project: CurrentProject, service: Parts, upstream: Inference
+    body: ResponseCreate, project: CurrentProject, service: ServiceDep, upstream: Inference
 ) -> Described:
     try:
         chat = await to_thread.run_sync(body.chat)
@@ -329,7 +330,7 @@ async def create_response(
 ) -> Response:
     """Create a response, in one piece or as typed server-sent events. Nothing is stored."""
     chat = await create_chat_completion(request, body.chat, upstream)
-    answer = Answer(body.request, body.chat["model"])
+    answer = ResponseInProgress(body.request, body.chat["model"])
     if isinstance(chat, PassedOn):
         return PassedOn(chat.answer, events(answer, chunks(chat.answer)))
     if chat.status_code != 200:
@@ -384,7 +385,9 @@ class _Failed(ServiceError):
         self.type = error["type"]
 
 
-async def events(answer: Answer, chunks: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
+async def events(
+    answer: ResponseInProgress, chunks: AsyncIterator[dict[str, Any]]
+) -> AsyncGenerator[bytes, None]:
     """The events of a response, as OpenAI's client parses them (openai.types.responses.ResponseStreamEvent)."""
     numbers = count()
 

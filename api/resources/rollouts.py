@@ -10,18 +10,18 @@ import pyarrow.parquet as pq
 from fastapi import APIRouter, Depends, Query
 from fastapi.responses import StreamingResponse
 
-from api.http.deps import CurrentProject, Parts, ReadSession, Service
-from api.http.shapes import After, Listing
+from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep
+from api.http.shapes import After, Listing, Measured
 from core.database.tables import RolloutPage
 from core.errors import InvalidRequest, NotFound
 from core.jobs import events, lifecycle
 from core.results import rollouts
-from core.results.rollouts import Place, Wanted
+from core.results.rollouts import SamplePosition, Wanted
 from core.storage.store import CHUNK_BYTES, BlobNotFound, BlobStore
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 
-MOST_AT_ONCE = 1000
+MAX_CONCURRENT = 1000
 AT_ONCE = 100
 
 Step = Annotated[int | None, Query(ge=0, le=999_999_999)]
@@ -47,7 +47,7 @@ def _wanted(
 def _pages(
     job_id: str,
     project: CurrentProject,
-    service: Parts,
+    service: ServiceDep,
     step: Step = None,
     step_from: Step = None,
     step_to: Step = None,
@@ -79,6 +79,10 @@ Pages = Annotated[Sequence[RolloutPage], Depends(_pages)]
 Filters = Annotated[Wanted, Depends(_wanted)]
 
 
+class StepListing(Listing[Measured]):
+    pass
+
+
 class RolloutListing(Listing[dict[str, Any]]):
     # Over the selected steps, regardless of the filters: the number of samples, and of those stored.
     total: int
@@ -88,23 +92,23 @@ class RolloutListing(Listing[dict[str, Any]]):
 @router.get("/{job_id}/rollouts")
 def list_rollouts(
     job_id: str,
-    service: Parts,
+    service: ServiceDep,
     pages: Pages,
     wanted: Filters,
     step: Step = None,
     after: After = None,
     limit: Annotated[
-        int | None, Query(description=f"Maximum number of samples, at most {MOST_AT_ONCE}.")
+        int | None, Query(description=f"Maximum number of samples, at most {MAX_CONCURRENT}.")
     ] = None,
     order: Literal["asc", "desc"] = "asc",
 ) -> RolloutListing:
     """List stored samples with their grades, by step. Those of one `step` come in one page unless `limit` is set."""
     place = None
-    if after is not None and (place := Place.parse(after)) is None:
+    if after is not None and (place := SamplePosition.parse(after)) is None:
         raise InvalidRequest(f"No item with id '{after}' in this list.", param="after")
     if limit is None and (step is None or after is not None):
         limit = AT_ONCE
-    most = None if limit is None else max(1, min(limit, MOST_AT_ONCE))
+    most = None if limit is None else max(1, min(limit, MAX_CONCURRENT))
     matches = rollouts.find(service.blobs, pages, wanted, after=place, descending=order == "desc")
     # One more than the limit, to determine has_more.
     rows = list(matches if most is None else islice(matches, most + 1))
@@ -118,7 +122,11 @@ def list_rollouts(
 
 @router.get("/{job_id}/rollouts/download", response_class=StreamingResponse)
 def download_rollouts(
-    job_id: str, service: Parts, pages: Pages, wanted: Filters, format: Literal["jsonl", "parquet"] = "jsonl"
+    job_id: str,
+    service: ServiceDep,
+    pages: Pages,
+    wanted: Filters,
+    format: Literal["jsonl", "parquet"] = "jsonl",
 ) -> StreamingResponse:
     """Download all matching samples in one file."""
     headers = {"content-disposition": f'attachment; filename="{job_id}-rollouts.{format}"'}
@@ -132,10 +140,10 @@ def download_rollouts(
 
 
 @router.get("/{job_id}/metrics")
-def list_metrics(job_id: str, project: CurrentProject, session: ReadSession) -> Listing[dict[str, Any]]:
+def list_metrics(job_id: str, project: CurrentProject, session: ReadSession) -> StepListing:
     """List the metrics of all finished steps; step 0 is the validation of the base model."""
     job = lifecycle.get(session, project.id, job_id)
-    return Listing(data=[{"step": row.step, **row.data} for row in events.steps(session, job.id)])
+    return StepListing(data=[{"step": row.step, **row.data} for row in events.steps(session, job.id)])
 
 
 def _lines(service: Service, pages: Sequence[RolloutPage], wanted: Wanted) -> Iterator[bytes]:
@@ -147,9 +155,10 @@ def _parquet(service: Service, pages: Sequence[RolloutPage], wanted: Wanted) -> 
     """The file, on disk and unnamed, so that closing deletes it. Written one row group at a time."""
     file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 - closed by the response
     try:
-        with pq.ParquetWriter(file, rollouts.SCHEMA, **rollouts.FORMAT) as writer:
+        schema = rollouts.with_earlier_names(rollouts.SCHEMA.empty_table()).schema
+        with pq.ParquetWriter(file, schema, **rollouts.FORMAT) as writer:
             for table in rollouts.found_tables(service.blobs, pages, wanted):
-                writer.write_table(table)
+                writer.write_table(rollouts.with_earlier_names(table))
     except BaseException:
         file.close()
         raise

@@ -19,8 +19,8 @@ from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from api.http.admission import Place
-from api.http.deps import CurrentProject, Parts
+from api.http.admission import AdmittedRequest
+from api.http.deps import CurrentProject, ServiceDep
 from api.http.shutdown import Shutdown
 from api.resources.jobs import EventOut
 from core.database.engine import Database
@@ -37,7 +37,7 @@ PAGE = 100  # events in memory per stream
 async def stream_events(
     job_id: str,
     project: CurrentProject,
-    service: Parts,
+    service: ServiceDep,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> StreamingResponse:
     """Stream the events of a job, past and future, until it ends."""
@@ -55,7 +55,7 @@ async def stream_events(
 class Following(StreamingResponse):
     """A streaming response that releases its place when it ends, even if the client left before the first event."""
 
-    def __init__(self, chunks: AsyncIterator[bytes], place: Place) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], place: AdmittedRequest) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # disables buffering in nginx
         super().__init__(chunks, media_type="text/event-stream", headers=headers)
         self._place = place

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from api.http.deps import CurrentActor, CurrentProject, Parts, Service, Uow
+from api.http.deps import CurrentActor, CurrentProject, Service, ServiceDep, UnitOfWork
 from api.http.idempotency import Once
 from api.http.multipart import FormPart, receive
 from api.http.shapes import Body
@@ -42,7 +42,7 @@ class UploadCreate(Body):
 
 
 class UploadComplete(Body):
-    part_ids: Annotated[list[str], Field(min_length=1, max_length=uploads.MOST_PARTS)]
+    part_ids: Annotated[list[str], Field(min_length=1, max_length=uploads.MAX_PARTS)]
     md5: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$")] | None = None
 
 
@@ -91,7 +91,7 @@ FORM = {
 
 @router.post("", response_model=UploadOut)
 def create_upload(
-    body: UploadCreate, project: CurrentProject, service: Parts, once: Once
+    body: UploadCreate, project: CurrentProject, service: ServiceDep, once: Once
 ) -> UploadOut | JSONResponse:
     """Create an upload. It expires after an hour."""
     most = service.settings.max_multipart_bytes
@@ -122,7 +122,7 @@ def create_upload(
     openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": FORM}}, "required": True}},
 )
 async def add_upload_part(
-    upload_id: str, request: Request, project: CurrentProject, service: Parts
+    upload_id: str, request: Request, project: CurrentProject, service: ServiceDep
 ) -> PartOut:
     """Add a part of at most 64 MB. Parts may be sent in any order and concurrently."""
     limits = tenants.limits(project, service.settings.default_limits)
@@ -132,11 +132,11 @@ async def add_upload_part(
         return uploads.PartWriter(service.database, service.blobs, project.id, upload_id, limits=limits)
 
     async with service.admission.uploads.admitted(project.id):
-        arriving = Arriving(await to_thread.run_sync(open_part, limiter=service.upload_threads))
+        arriving = ArrivingPart(await to_thread.run_sync(open_part, limiter=service.upload_threads))
         return await receive(request, arriving, arriving.finish, service.upload_threads)
 
 
-class Arriving:
+class ArrivingPart:
     """A form with only `data`, the part."""
 
     def __init__(self, part: uploads.PartWriter) -> None:
@@ -170,7 +170,7 @@ class Arriving:
 
 @router.post("/{upload_id}/complete")
 async def complete_upload(
-    upload_id: str, body: UploadComplete, project: CurrentProject, actor: CurrentActor, service: Parts
+    upload_id: str, body: UploadComplete, project: CurrentProject, actor: CurrentActor, service: ServiceDep
 ) -> UploadOut:
     """Complete an upload: join the parts in the order of `part_ids` into a file."""
     complete = partial(_complete, service, project, actor, upload_id, body)
@@ -179,7 +179,7 @@ async def complete_upload(
 
 
 @router.post("/{upload_id}/cancel")
-def cancel_upload(upload_id: str, project: CurrentProject, service: Parts, uow: Uow) -> UploadOut:
+def cancel_upload(upload_id: str, project: CurrentProject, service: ServiceDep, uow: UnitOfWork) -> UploadOut:
     """Cancel an upload and delete its parts."""
     with uow() as work:
         upload = uploads.cancel(work, project.id, upload_id)

@@ -7,13 +7,14 @@ from anyio import to_thread
 from fastapi import APIRouter
 from pydantic import AfterValidator, BaseModel, Field
 
-from api.http.deps import CurrentProject, Parts, ReadSession, Service, Uow
-from api.http.shapes import After, Body, Deleted, EndedListing, Limit, Part, clamped, ends
+from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
+from api.http.shapes import After, Body, Deleted, EndedListing, Limit, clamped, ends
 from core.database.ids import new_id
 from core.database.tables import Project, WebhookEndpoint, now
 from core.errors import InvalidRequest
 from core.outbound import webhooks
-from core.outbound.http import Outgoing, Refused, Unreachable
+from core.outbound.http import Outgoing, Unreachable, UrlNotAllowed
+from core.strict import StrictModel
 
 router = APIRouter(tags=["Webhooks"])
 
@@ -34,7 +35,7 @@ Name = Annotated[str, Field(min_length=1, max_length=128, pattern=NoNul)]
 Url = Annotated[str, Field(max_length=2048, pattern=NoNul)]
 
 
-class Thresholds(Part):
+class Thresholds(StrictModel):
     """Each threshold fires at most once per job, when a step reaches or passes it."""
 
     full_valid_mean_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
@@ -131,7 +132,7 @@ def _shown(endpoint: WebhookEndpoint) -> dict[str, Any]:
 
 @router.post("/webhook_endpoints")
 async def create_webhook_endpoint(
-    body: WebhookEndpointCreate, project: CurrentProject, service: Parts, uow: Uow
+    body: WebhookEndpointCreate, project: CurrentProject, service: ServiceDep, uow: UnitOfWork
 ) -> WebhookEndpointWithSecret:
     """Create a webhook endpoint. The signing secret is shown only in this response."""
     await _check_url(service, project, body.url)
@@ -173,7 +174,11 @@ def retrieve_webhook_endpoint(
 
 @router.post("/webhook_endpoints/{webhook_endpoint_id}")
 async def update_webhook_endpoint(
-    webhook_endpoint_id: str, body: WebhookEndpointUpdate, project: CurrentProject, service: Parts, uow: Uow
+    webhook_endpoint_id: str,
+    body: WebhookEndpointUpdate,
+    project: CurrentProject,
+    service: ServiceDep,
+    uow: UnitOfWork,
 ) -> WebhookEndpointOut:
     """Update a webhook endpoint."""
     if body.url is not None:
@@ -191,7 +196,7 @@ async def update_webhook_endpoint(
 
 
 @router.delete("/webhook_endpoints/{webhook_endpoint_id}")
-def delete_webhook_endpoint(webhook_endpoint_id: str, project: CurrentProject, uow: Uow) -> Deleted:
+def delete_webhook_endpoint(webhook_endpoint_id: str, project: CurrentProject, uow: UnitOfWork) -> Deleted:
     """Delete a webhook endpoint and its pending deliveries."""
     with uow() as work:
         webhooks.delete(work.session, webhooks.get(work.session, project.id, webhook_endpoint_id))
@@ -201,7 +206,7 @@ def delete_webhook_endpoint(webhook_endpoint_id: str, project: CurrentProject, u
 
 @router.post("/webhook_endpoints/{webhook_endpoint_id}/rotate_secret")
 def rotate_webhook_secret(
-    webhook_endpoint_id: str, project: CurrentProject, uow: Uow, body: RotateSecret | None = None
+    webhook_endpoint_id: str, project: CurrentProject, uow: UnitOfWork, body: RotateSecret | None = None
 ) -> WebhookEndpointWithSecret:
     """Rotate the signing secret, at once or with an overlap of a day."""
     keep_old = body is not None and body.keep_old_secret_active_for_24_hours
@@ -215,7 +220,7 @@ def rotate_webhook_secret(
 # async, because it waits for an external server and must not occupy a thread of the shared pool.
 @router.post("/webhook_endpoints/{webhook_endpoint_id}/test")
 async def test_webhook_endpoint(
-    webhook_endpoint_id: str, body: WebhookEndpointTest, project: CurrentProject, service: Parts
+    webhook_endpoint_id: str, body: WebhookEndpointTest, project: CurrentProject, service: ServiceDep
 ) -> WebhookEndpointTestOut:
     """Send one sample event now and return the endpoint's response."""
     endpoint = await to_thread.run_sync(partial(_endpoint, service, project.id, webhook_endpoint_id))
@@ -223,7 +228,7 @@ async def test_webhook_endpoint(
     headers = webhooks.headers(endpoint, new_id("wh_"), sample, now())
     try:
         status = await _outgoing(service).post(endpoint.url, sample.encode(), headers)
-    except (Refused, Unreachable) as problem:
+    except (UrlNotAllowed, Unreachable) as problem:
         message = f"The endpoint could not be reached: {problem}."
         # 400, not 502: OpenAI's client would retry a 502.
         raise InvalidRequest(message, code="webhook_endpoint_unreachable") from None

@@ -60,6 +60,8 @@ class Project(Table):
     last_turn: Mapped[int] = mapped_column(BigInteger, default=0)
     # The same for file validations.
     last_validation: Mapped[int] = mapped_column(BigInteger, default=0)
+    # The same for eval runs.
+    last_eval_run: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     archived_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
 
 
@@ -173,6 +175,8 @@ class Job(Table):
     __tablename__ = "jobs"
     __table_args__ = (
         Index(None, "project_id", "seq"),
+        # Evals of jobs and created evals are one list, ordered by time (core/evals/catalog.py).
+        Index(None, "project_id", "created_at", "seq"),
         # Index 1 and 2: all waiting or running jobs. All four columns: the oldest job of each project
         # (core/jobs/fairness.py).
         Index(None, "status", "gpu_class", "project_id", "seq"),
@@ -292,6 +296,92 @@ class RolloutPage(Table):
     # Of a validation: the summary of its eval run over all samples (core/results/evals.py).
     summary: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class Eval(Table):
+    """A created eval. A deleted one remains as a cursor of its list for a month."""
+
+    __tablename__ = "evals"
+    __table_args__ = (Index(None, "project_id", "created_at", "seq"), Index(None, "deleted_at"))
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("eval_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    updated_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    name: Mapped[str] = mapped_column(String(256))
+    metadata_: Mapped[dict[str, Any] | None] = mapped_column("metadata", default=None)
+    data_source_config: Mapped[dict[str, Any]]  # as requested: {"type": "custom", "item_schema": ...}
+    testing_criteria: Mapped[list[Any]]  # grader specs
+    deleted_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+
+
+class EvalRun(Table):
+    """A run of an eval. core/evals/lifecycle.py is the only writer of `status`, `epoch` and the lease."""
+
+    __tablename__ = "eval_runs"
+    __table_args__ = (
+        Index(None, "eval_id", "seq"),
+        Index(None, "status", "project_id", "seq"),
+        Index(None, "deleted_at"),
+    )
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("evalrun_"))
+    eval_id: Mapped[str] = mapped_column(String(64))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    name: Mapped[str] = mapped_column(String(256))
+    metadata_: Mapped[dict[str, Any] | None] = mapped_column("metadata", default=None)
+    model: Mapped[str | None] = mapped_column(String(512), default=None)  # None: nothing is sampled
+    # The request without the rows of `file_content`, which are in `content`.
+    data_source: Mapped[dict[str, Any]]
+    content: Mapped[list[Any] | None] = mapped_column(default=None, deferred=True)
+    content_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
+    file_id: Mapped[str | None] = mapped_column(String(64), default=None)
+    total: Mapped[int] = mapped_column(Integer)  # rows of the source
+    # Counts, scores and tokens of the finished items (core/evals/summary.py).
+    summary: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    budget: Mapped[dict[str, Any] | None] = mapped_column(
+        default=None
+    )  # caps by name (core/evals/budgets.py)
+
+    status: Mapped[str] = mapped_column(String(16), default="queued")
+    error: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    started_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    finished_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    deleted_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+
+    # As of a job.
+    epoch: Mapped[int] = mapped_column(Integer, default=0)
+    failures: Mapped[int] = mapped_column(Integer, default=0)  # in a row, without a new item
+    lease_owner: Mapped[str | None] = mapped_column(String(128), default=None)
+    lease_expires_at: Mapped[float | None] = mapped_column(Double, default=None)
+    next_run_at: Mapped[float] = mapped_column(Double, default=0.0)
+    dispatched_at: Mapped[float] = mapped_column(Double, default=0.0)
+
+
+class EvalPage(Table):
+    """The blob with the items of one block of rows of an eval run: Parquet (core/evals/items.py)."""
+
+    __tablename__ = "eval_pages"
+    run_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    number: Mapped[int] = mapped_column(Integer, primary_key=True)  # of the block, from 0
+    blob_key: Mapped[str] = mapped_column(String(512), index=True)
+    items: Mapped[int] = mapped_column(Integer)
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class EvalJournal(Table):
+    """An item whose block is not yet a page: its sample, its grades so far, or the finished item.
+
+    A worker that resumes the run repeats nothing that is here.
+    """
+
+    __tablename__ = "eval_journal"
+    run_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    line: Mapped[int] = mapped_column(Integer, primary_key=True)
+    data: Mapped[dict[str, Any]]
 
 
 class Checkpoint(Table):

@@ -44,7 +44,7 @@ class Price:
         return round(gpu_seconds * price, 6)  # six digits: a step of one second may cost less than a cent
 
 
-def stored(asked: dict[str, Any], price: Price) -> dict[str, Any]:
+def to_row(asked: dict[str, Any], price: Price) -> dict[str, Any]:
     """The value of Job.budget: the cap as requested ({"gpu_seconds"} or {"amount", "currency"}), and in GPU-seconds.
 
     Converts at the current price; later price changes do not affect the cap.
@@ -75,7 +75,7 @@ def stored(asked: dict[str, Any], price: Price) -> dict[str, Any]:
     return {"asked": asked, "gpu_seconds": gpu_seconds}
 
 
-def shown(job: Job) -> dict[str, Any] | None:
+def render(job: Job) -> dict[str, Any] | None:
     """The requested budget, the cap, the used and the remaining GPU-seconds; None without a budget."""
     if job.budget is None:
         return None

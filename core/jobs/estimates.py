@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from core.database.tables import Job, StepMetric
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
+from core.results.step_metrics import StepMetrics
 
 Range = dict[str, float]
 
@@ -47,13 +48,12 @@ class Pace:
     plain: list[float] = field(default_factory=list)
     validated: list[float] = field(default_factory=list)
 
-    def after(self, step: dict[str, Any]) -> "Pace":
-        seconds = step["timing"]["step"]["full_iteration"]
-        if step["step"] == 0:
-            return replace(self, base=seconds)
-        if "full_valid_mean_reward" in step:
-            return replace(self, validated=[*self.validated, seconds][-RECENT_STEPS:])
-        return replace(self, plain=[*self.plain, seconds][-RECENT_STEPS:])
+    def after(self, step: StepMetrics) -> "Pace":
+        if step.step == 0:
+            return replace(self, base=step.seconds)
+        if step.is_validated:
+            return replace(self, validated=[*self.validated, step.seconds][-RECENT_STEPS:])
+        return replace(self, plain=[*self.plain, step.seconds][-RECENT_STEPS:])
 
     def remaining(self, ahead: Ahead) -> Range | None:
         """Seconds of all remaining steps; None before the first training step.
@@ -91,7 +91,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class History:
+class PastJobs:
     """Recorded steps of earlier jobs of one model on one GPU class."""
 
     jobs: int
@@ -124,7 +124,7 @@ class History:
         return quantile(self.tokens_per_second, share)
 
 
-def history(session: Session, *, model: str, gpu_class: str) -> History | None:
+def history(session: Session, *, model: str, gpu_class: str) -> PastJobs | None:
     """Steps of the newest jobs of this model on this GPU class, in any project; None without any."""
     began = (Job.model == model) & (Job.gpu_class == gpu_class) & Job.started_at.is_not(None)
     newest = select(Job.id).where(began).order_by(Job.seq.desc()).limit(HISTORY_JOBS)
@@ -137,19 +137,18 @@ def history(session: Session, *, model: str, gpu_class: str) -> History | None:
     ).all()
     speeds, lengths, jobs = [], [], set()
     for job_id, data in steps:
-        timing = data["timing"]["step"]
-        seconds = timing["full_iteration"] - timing["eval"]
-        tokens = data.get("sampled_tokens", 0)
-        if tokens > 0 and seconds > 0:
-            speeds.append(tokens / seconds)
-            lengths.append(data["completion_tokens_mean"])
+        step = StepMetrics.load(data)
+        seconds = step.seconds - step.timing.step.eval
+        if step.sampled_tokens and step.completion_tokens_mean is not None and seconds > 0:
+            speeds.append(step.sampled_tokens / seconds)
+            lengths.append(step.completion_tokens_mean)
             jobs.add(job_id)
-    return History(len(jobs), speeds, lengths, gpus(steps[0].data)) if jobs else None
+    return PastJobs(len(jobs), speeds, lengths, StepMetrics.load(steps[0].data).gpu_count) if jobs else None
 
 
-def gpus(data: dict[str, Any]) -> int:
-    """Number of GPUs of a step or an estimate; stored only if there are several. A CPU counts as one."""
-    number: int = data.get("gpus", 1)
+def gpus(estimate: dict[str, Any]) -> int:
+    """Number of GPUs of an estimate. Estimates of older versions do not have it: one."""
+    number: int = estimate.get("gpus", 1)
     return number
 
 
@@ -158,7 +157,7 @@ def sizes(asked: Hyperparameters, *, rows: int, context: int) -> Resolved:
     return resolve(asked, rows=rows, parameters=1, context=context)
 
 
-def before_start(past: History, settings: Resolved, *, train_rows: int, valid_rows: int) -> dict[str, Any]:
+def before_start(past: PastJobs, settings: Resolved, *, train_rows: int, valid_rows: int) -> dict[str, Any]:
     """The estimate of a job before it starts, as Job.usage stores it."""
     seconds = past.seconds(settings, train_rows=train_rows, valid_rows=valid_rows)
     jobs = "1 earlier job" if past.jobs == 1 else f"{past.jobs} earlier jobs"
@@ -167,7 +166,7 @@ def before_start(past: History, settings: Resolved, *, train_rows: int, valid_ro
 
 
 def after_preview(
-    past: History | None,
+    past: PastJobs | None,
     settings: Resolved,
     *,
     lengths: Sequence[float],
@@ -186,7 +185,7 @@ def after_preview(
             replace(past, answer_tokens=list(lengths)), settings, train_rows=train_rows, valid_rows=valid_rows
         )
         return known | {"based_on": f"the preview's answers and {known['based_on']}"}
-    measured = History(0, [tokens_per_second], list(lengths))
+    measured = PastJobs(0, [tokens_per_second], list(lengths))
     sampling = measured.seconds(settings, train_rows=train_rows, valid_rows=valid_rows)
     seconds = {name: LEARNING[name] * value for name, value in sampling.items()}
     return {

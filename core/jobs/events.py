@@ -10,6 +10,7 @@ from core.database import pages
 from core.database.pages import Page
 from core.database.tables import Event, StepMetric, now
 from core.jobs.claim import Claim
+from core.results.step_metrics import StepMetrics
 from core.telemetry import logs
 
 
@@ -50,8 +51,7 @@ def onwards(session: Session, job_id: str, *, after: str | None = None, limit: i
 def record_step(
     session: Session,
     claim: Claim,
-    step: int,
-    data: dict[str, Any],
+    step: StepMetrics,
     valid_scores: Sequence[float | None] | None = None,
 ) -> None:
     """Store the metrics of a finished step. A step repeated after a crash replaces the row of the lost attempt.
@@ -61,10 +61,10 @@ def record_step(
     session.merge(
         StepMetric(
             job_id=claim.job_id,
-            step=step,
+            step=step.step,
             epoch=claim.epoch,
             created_at=now(),
-            data=data,
+            data=step.to_data(),
             valid_scores=None if valid_scores is None else list(valid_scores),
         )
     )
@@ -75,6 +75,11 @@ def steps(session: Session, job_id: str) -> Sequence[StepMetric]:
     return session.scalars(
         select(StepMetric).where(StepMetric.job_id == job_id).order_by(StepMetric.step)
     ).all()
+
+
+def metrics(session: Session, job_id: str) -> list[StepMetrics]:
+    """The metrics of all recorded steps, in order."""
+    return [StepMetrics.load(row.data, step=row.step) for row in steps(session, job_id)]
 
 
 def valid_scores(session: Session, job_id: str, step: int) -> list[float | None] | None:

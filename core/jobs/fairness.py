@@ -48,7 +48,7 @@ HELD, BACKS_OFF = -1, 2
 
 
 @dataclass(frozen=True)
-class Place:
+class QueuePosition:
     """Position of a job in its queue, from 1, and what blocks it."""
 
     position: int
@@ -172,7 +172,9 @@ def note_turn(session: Session, project_id: str, which: Literal["last_turn", "la
     )
 
 
-def places(session: Session, jobs: Sequence[Job], defaults: Limits = NO_LIMITS) -> Mapping[str, Place]:
+def places(
+    session: Session, jobs: Sequence[Job], defaults: Limits = NO_LIMITS
+) -> Mapping[str, QueuePosition]:
     """The positions of the waiting jobs by id, in one query.
 
     Each GPU class has a queue. Jobs before validation have a separate queue, which starts with those that are being
@@ -183,7 +185,7 @@ def places(session: Session, jobs: Sequence[Job], defaults: Limits = NO_LIMITS) 
         return {}
     lines = _lines(defaults)
     rows = session.execute(select(lines).where(lines.c.id.in_(waiting)))
-    return {row.id: Place(row.position, _reason(row)) for row in rows}
+    return {row.id: QueuePosition(row.position, _reason(row)) for row in rows}
 
 
 def _running() -> Subquery:

@@ -5,152 +5,131 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from core import chat_templates
-
-# The bounds apply to the number, not to the field: pydantic would also compare "auto" with them and raise TypeError.
-Auto = Literal["auto"]
-
-Loss = Literal["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
-Scale = Literal["group", "batch", "none"]
-Std = Literal["population", "sample"]
-Supervision = Literal["outcome", "process"]
-KlEstimator = Literal["k1", "k3"]
-Importance = Literal["truncate", "mask", "none"]
-Overlong = Literal["score", "mask", "soft"]
-Normalize = Literal["papers", "signal"]
-
-# The divisor of a group's centered rewards, per paper; losses that average over all tokens of a batch use one std for
-# the batch, so that all groups have the same divisor (and easy prompts are not amplified).
-_SCALES: dict[Loss, Scale] = {
-    "grpo": "group",
-    "dr_grpo": "none",
-    "bnpo": "batch",
-    "dapo": "batch",
-    "cispo": "batch",
-    "gspo": "group",
-}
-# (clip_low, clip_high). DeepSeekMath and Dr. GRPO: one epsilon; DAPO: clip-higher; GSPO section 5.1: its ratio is a
-# mean over the answer, with far less variance than that of a token. CISPO has a cap instead.
-_CLIPS: dict[Loss, tuple[float, float]] = {
-    "grpo": (0.2, 0.2),
-    "dr_grpo": (0.2, 0.2),
-    "bnpo": (0.2, 0.2),
-    "dapo": (0.2, 0.28),
-    "gspo": (3e-4, 4e-4),
-}
-
+from core.jobs import flat_hyperparameters as flat_names
+from core.jobs.flat_hyperparameters import FLAT, GROUPS
+from core.jobs.hyperparameter_groups import (
+    Auto,
+    Dapo,
+    Evaluation,
+    Importance,
+    ImportanceGroup,
+    Kl,
+    KlEstimator,
+    Lora,
+    LoraTargets,
+    Loss,
+    LossGroup,
+    Normalize,
+    OnPolicy,
+    Optimizer,
+    Overlong,
+    OverlongGroup,
+    Sampling,
+    Scale,
+    ScheduleGroup,
+    ScoreOverlong,
+    Std,
+    Stopping,
+    Supervision,
+    Truncate,
+    Value,
+)
 
 NO_SAMPLER_OF_ITS_OWN = (
-    "off_policy_steps needs a sampler with its own copy of the model, such as vLLM; this model is sampled with the "
+    "off-policy steps need a sampler with its own copy of the model, such as vLLM; this model is sampled with the "
     "trainer's own"
 )
 
 
-class Value(BaseModel):
-    # Strict: "8" is not coerced to 8, nor true to 1.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+_ALL_FLAT = frozenset(FLAT)
 
 
 class Advanced(Value):
-    """Hyperparameters beyond OpenAI's. The running job shows all of them."""
+    """Hyperparameters beyond OpenAI's, in groups. The flat names of earlier versions are accepted as well."""
 
-    loss: Loss = "dapo"
-    # Divisor of a group's centered rewards: the std of the group, of the batch, or none.
-    advantage_scale: Auto | Scale = "auto"
-    # Std over n or over n - 1: the choice scales the effective learning rate.
-    std: Auto | Std = "auto"
-    # The answers over which the loss and the std of the batch average: all graded ones, or those of groups with signal.
-    normalize: Normalize = "papers"
-    # One reward per answer, or one per step that the grader scores.
-    supervision: Supervision = "outcome"
-    group_size: Auto | Annotated[int, Field(ge=2, le=256)] = "auto"  # advantages need at least two samples
-    learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
-    lora_rank: int = Field(default=16, ge=1, le=256)
-    lora_alpha: int = Field(default=32, ge=1, le=1024)
-    temperature: float = Field(default=1.0, gt=0, le=2)
-    max_completion_tokens: Auto | Annotated[int, Field(ge=1, le=131072)] = "auto"
-    # Truncated answers: scored as usual, excluded from the loss, or penalized as they approach the limit.
-    overlong: Overlong = "score"
-    overlong_buffer: Auto | Annotated[int, Field(ge=1, le=131072)] = "auto"
-    # Prompts resampled per step in place of those with a zero-variance group (DAPO's dynamic sampling).
-    resample_prompts: int = Field(default=0, ge=0, le=1024)
-    # 1: the next step is sampled during the update of this one, with the policy before that update.
-    off_policy_steps: int = Field(default=0, ge=0, le=1)
-    # Criteria for early stopping; 0 is off. worker/record/stopping.py implements them.
-    stop_after_flat_evals: int = Field(default=0, ge=0)
-    stop_after_silent_steps: int = Field(default=0, ge=0)
-    stop_above_kl: float = Field(default=0.0, ge=0)  # nats per token
-    stop_below_entropy: float = Field(default=0.0, ge=0)  # nats per token
-    # The job fails if the share of groups with signal in its first step is lower.
-    fail_below_signal: float = Field(default=0.0, ge=0, le=1)
-    # The job fails unless its verdict is `improved` (core/jobs/verdict.py).
-    require_improvement: bool = False
-    updates_per_batch: int = Field(
-        default=1, ge=1, le=16
-    )  # passes over the same answers, with one optimizer step each
-    clip_low: Auto | Annotated[float, Field(gt=0, lt=1)] = "auto"
-    clip_high: Auto | Annotated[float, Field(gt=0, le=10)] = "auto"
-    # Absolute, not 1 + epsilon. Below 1 it would shrink the gradient of a policy that has not changed.
-    cispo_cap: Auto | Annotated[float, Field(ge=1, le=100)] = "auto"
-    # Whether gradients of groups are computed as soon as they are graded, while others are still sampled.
-    overlap: Auto | bool = "auto"
+    model_config = ConfigDict(json_schema_extra=flat_names.describe)
+
+    loss: LossGroup = Dapo()
+    # Null or absent: no penalty.
+    kl: Kl | None = None
     # Correction of the mismatch between the probabilities of sampler and trainer.
-    importance: Importance = "truncate"
-    importance_cap: Auto | Annotated[float, Field(gt=1, le=100)] = "auto"
-    kl: float = Field(default=0.0, ge=0, le=10)  # weight of the KL to the reference; 0 skips its computation
-    kl_estimator: Auto | KlEstimator = "auto"
-    reference_refresh_steps: int = Field(default=0, ge=0)  # 0: the reference stays the base model
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    # Chat template by a name of core/chat_templates.py; auto: that of the registry or the model.
-    chat_template: Auto | chat_templates.Name = "auto"
-    # Temperature of validation; 0 is greedy.
-    eval_temperature: Auto | Annotated[float, Field(ge=0, le=2)] = "auto"
+    importance: ImportanceGroup = Truncate()
+    # Truncated answers: scored as usual, excluded from the loss, or penalized as they approach the limit.
+    overlong: OverlongGroup = ScoreOverlong()
+    schedule: ScheduleGroup = OnPolicy()
+    sampling: Sampling = Sampling()
+    optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
+    stopping: Stopping = Stopping()
+    evaluation: Evaluation = Evaluation()
 
+    # The flat names of the request if it has groups too; otherwise all.
+    _flat: frozenset[str] = PrivateAttr(default=_ALL_FLAT)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _either_spelling(cls, sent: Any, handler: ModelWrapValidatorHandler["Advanced"]) -> "Advanced":
+        if not isinstance(sent, dict):
+            return handler(sent)
+        sent = {name: flat_names.as_sent(value) for name, value in sent.items()}
+        try:
+            advanced = handler(flat_names.to_groups(sent))
+        except ValidationError as invalid:
+            errors = [
+                spelled
+                for error in invalid.errors(include_url=False)
+                for spelled in flat_names.at_flat_names(error, sent)
+            ]
+            raise ValidationError.from_exception_data(invalid.title, errors) from None
+        advanced._flat = flat_names.names_in(sent) if flat_names.has_groups(sent) else _ALL_FLAT
+        return advanced
+
+    # After the validator above, so that messages have the names of the request.
     @model_validator(mode="after")
-    def nothing_is_ignored(self) -> "Advanced":
-        if self.loss == "cispo" and (self.clip_low != "auto" or self.clip_high != "auto"):
-            raise ValueError("clip_low and clip_high have no effect with loss 'cispo': use cispo_cap")
-        if self.loss != "cispo" and self.cispo_cap != "auto":
-            raise ValueError("cispo_cap is only for loss 'cispo': use clip_low and clip_high")
-        if self.std != "auto" and self.scale == "none":
-            raise ValueError("std has no effect with advantage_scale 'none', the default of loss 'dr_grpo'")
-        if self.importance == "none" and self.importance_cap != "auto":
-            raise ValueError("importance_cap has no effect with importance 'none'")
-        if self.off_policy_steps and self.importance == "none":
-            raise ValueError("off_policy_steps needs importance 'truncate' or 'mask'")
-        if self.off_policy_steps and self.resample_prompts:
-            raise ValueError("resample_prompts and off_policy_steps cannot be combined")
-        if self.off_policy_steps and self.overlap is True:
-            raise ValueError("overlap and off_policy_steps cannot be combined")
-        if self.overlap is True and self.kl > 0:
+    def _groups_that_fit(self) -> "Advanced":
+        if self.schedule.type == "off_policy" and self.importance.type == "none":
+            raise ValueError(f"{self.path('off_policy_steps')} needs importance 'truncate' or 'mask'")
+        if self.schedule.type == "on_policy" and self.schedule.overlap and self.kl is not None:
             raise ValueError(
-                "overlap needs kl 0: the reference of the penalty is the model without its adapter, which is busy "
-                "sampling"
+                f"{self.path('overlap')} needs kl 0: the reference of the penalty is the model without its adapter, "
+                "which is busy sampling"
             )
-        if self.kl == 0 and (self.kl_estimator != "auto" or self.reference_refresh_steps > 0):
-            raise ValueError("kl_estimator and reference_refresh_steps have no effect with kl 0")
+        if self.supervision == "process" and self.overlong.type == "soft":
+            raise ValueError("overlong 'soft' needs supervision 'outcome': use 'mask' with 'process'")
+        if self.overlong.type == "soft" and self.overlong.buffer != "auto":
+            most = self.sampling.max_completion_tokens
+            if most == "auto" or self.overlong.buffer > most:
+                raise ValueError(
+                    f"{self.path('overlong_buffer')} needs a {self.path('max_completion_tokens')} that is at least as "
+                    "large"
+                )
         return self
 
-    @model_validator(mode="after")
-    def rewards_that_fit(self) -> "Advanced":
-        if self.supervision == "process" and self.loss == "gspo":
-            raise ValueError("loss 'gspo' has one ratio per answer, so it needs supervision 'outcome'")
-        if self.supervision == "process" and self.overlong == "soft":
-            raise ValueError("overlong 'soft' needs supervision 'outcome': use 'mask' with 'process'")
-        if self.overlong_buffer == "auto":
-            return self
-        if self.overlong != "soft":
-            raise ValueError("overlong_buffer needs overlong 'soft'")
-        if self.max_completion_tokens == "auto" or self.overlong_buffer > self.max_completion_tokens:
-            raise ValueError("overlong_buffer needs a max_completion_tokens that is at least as large")
-        return self
+    def path(self, name: str) -> str:
+        """The path below `advanced` at which the request has, or may have, the hyperparameter with this flat name."""
+        return name if name in self._flat else ".".join(FLAT[name].place)
 
     @property
-    def scale(self) -> Scale:
-        return _SCALES[self.loss] if self.advantage_scale == "auto" else self.advantage_scale
+    def supervision(self) -> Supervision:
+        return "outcome" if self.loss.type == "gspo" else self.loss.supervision
+
+    @model_serializer(mode="wrap")
+    def _as_requested(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """As a job stores and shows it: in groups if the request had one, else with flat names."""
+        groups: dict[str, Any] = handler(self)
+        return flat_names.to_flat(self, requested=True) if self._flat == _ALL_FLAT else groups
 
 
 class Hyperparameters(Value):
@@ -173,18 +152,20 @@ class Hyperparameters(Value):
 
     @model_validator(mode="after")
     def combinations_that_work(self) -> "Hyperparameters":
-        samples, temperature = self.eval_samples, self.advanced.eval_temperature
-        if temperature == 0 and samples != "auto" and samples > 1:
+        samples, advanced = self.eval_samples, self.advanced
+        if advanced.evaluation.temperature == 0 and samples != "auto" and samples > 1:
             raise ValueError(
-                "eval_samples above 1 needs eval_temperature above 0: greedy answers are identical"
+                f"eval_samples above 1 needs {advanced.path('eval_temperature')} above 0: greedy answers are identical"
             )
-        if self.advanced.learning_rate != "auto" and self.learning_rate_multiplier != "auto":
+        if advanced.optimizer.learning_rate != "auto" and self.learning_rate_multiplier != "auto":
             raise ValueError(
-                "learning_rate_multiplier scales the automatic learning rate: give only one of it and learning_rate"
+                "learning_rate_multiplier scales the automatic learning rate: give only one of it and "
+                f"{advanced.path('learning_rate')}"
             )
-        if self.advanced.group_size != "auto" and self.compute_multiplier != "auto":
+        if advanced.sampling.group_size != "auto" and self.compute_multiplier != "auto":
             raise ValueError(
-                "compute_multiplier scales the automatic group size: give only one of it and group_size"
+                "compute_multiplier scales the automatic group size: give only one of it and "
+                f"{advanced.path('group_size')}"
             )
         return self
 
@@ -194,13 +175,18 @@ class Hyperparameters(Value):
         if self.reasoning_effort == "default":
             return []
         return [
-            f"reasoning_effort '{self.reasoning_effort}' has no effect in this version: the model uses its default "
-            "effort. To limit the length of answers, set hyperparameters.advanced.max_completion_tokens."
+            f"reasoning_effort '{self.reasoning_effort}' has no effect on a model that does not reason. A model that "
+            "does uses its chat template's own switch, or else limits its thoughts: see "
+            f"hyperparameters.advanced.{self.advanced.path('thinking_budget')}."
         ]
 
 
 class Resolved(Value):
-    """Hyperparameters with every "auto" resolved, as the run uses them. None: not used."""
+    """Hyperparameters with every "auto" resolved, as the run uses them. None: not used.
+
+    Flat, unlike the request: the loop reads single numbers, and the rows of jobs, the exporters and the model card have
+    these names.
+    """
 
     batch_size: int
     learning_rate: float
@@ -242,6 +228,9 @@ class Resolved(Value):
     max_grad_norm: float
     warmup_steps: int
     chat_template: chat_templates.Name | None
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    thinking_budget: int | None = None
+    lora_targets: LoraTargets = "all-linear"
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -253,7 +242,7 @@ class Resolved(Value):
 
 
 # Names of the same hyperparameters in TRL, verl and OpenRLHF, for hints in error messages.
-_ELSEWHERE = {
+ELSEWHERE = {
     "num_generations": "group_size",
     "rollout_n": "group_size",
     "n_samples_per_prompt": "group_size",
@@ -280,6 +269,8 @@ _ELSEWHERE = {
     "vllm_importance_sampling_cap": "importance_cap",
     "r": "lora_rank",
     "lora_r": "lora_rank",
+    "target_modules": "lora_targets",
+    "lora_target_modules": "lora_targets",
     "lr": "learning_rate",
     "epochs": "n_epochs",
     "num_epochs": "n_epochs",
@@ -291,19 +282,24 @@ _ELSEWHERE = {
 
 
 def meant(param: str) -> str | None:
-    """The hyperparameter that an unknown dotted path probably means; None without a similar one."""
-    *path, name = param.split(".")
-    if path[-1:] == ["advanced"]:
-        path.pop()
-    if path[-1:] != ["hyperparameters"]:
+    """The hyperparameter that an unknown dotted path probably means; None without a similar one.
+
+    Inside a group this is a field of a group, elsewhere a flat name.
+    """
+    _, found, below = f".{param}".partition(".hyperparameters.")
+    *path, name = below.removeprefix("advanced.").split(".")
+    if not found or len(path) > 1 or not {*path} <= {*GROUPS}:
         return None
-    known = [*Hyperparameters.model_fields, *Advanced.model_fields]
-    name = _ELSEWHERE.get(name, name)
-    close = [name] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    if not close:
-        return None
-    group = "hyperparameters.advanced" if close[0] in Advanced.model_fields else "hyperparameters"
-    return f"{group}.{close[0]}"
+    places = {name: f"hyperparameters.advanced.{name}" for name in GROUPS}
+    for flat_name, flat in FLAT.items():
+        group, field = flat.place
+        place = f"hyperparameters.advanced.{group}.{field}"
+        places |= {flat_name: place if path else f"hyperparameters.advanced.{flat_name}"}
+        places |= {field: place} if path == [group] else {}
+    places |= {name: f"hyperparameters.{name}" for name in Hyperparameters.model_fields}
+    name = ELSEWHERE.get(name, name)
+    close = [name] if name in places else difflib.get_close_matches(name, places, n=1, cutoff=0.75)
+    return places[close[0]] if close and not f".{param}".endswith(f".{places[close[0]]}") else None
 
 
 def base_learning_rate(parameters: int) -> float:
@@ -319,70 +315,50 @@ def base_learning_rate(parameters: int) -> float:
     return 2e-5
 
 
-def resolve(asked: Hyperparameters, *, rows: int, parameters: int, context: int) -> Resolved:
-    """Resolve every "auto". `rows` of training data, `parameters` of the base model, `context` in tokens."""
+def resolve(
+    asked: Hyperparameters, *, rows: int, parameters: int, context: int, reasons: bool = False
+) -> Resolved:
+    """Resolve every "auto". `rows` of training data, `parameters` of the base model, `context` in tokens.
+
+    `reasons`: the model is known to write thoughts, which need room.
+    """
     advanced = asked.advanced
     batch_size = min(_or(asked.batch_size, 8), rows)
     # A policy hardly changes in fewer than twenty steps, so small files are repeated.
     n_epochs = _or(asked.n_epochs, max(1, min(10, math.ceil(20 * batch_size / rows))))
     total_steps = math.ceil(rows * n_epochs / batch_size)
     eval_samples = _or(asked.eval_samples, 1)
-    learning_rate = base_learning_rate(parameters) * _or(asked.learning_rate_multiplier, 1.0)
-    max_completion_tokens = _or(advanced.max_completion_tokens, min(512, context // 2))
-    low, high = _CLIPS.get(advanced.loss, (None, None))
+    room = max(2048, context // 4) if reasons else 512
+    max_completion_tokens = _or(advanced.sampling.max_completion_tokens, min(room, context // 2))
+    automatic = {
+        "std": None if advanced.loss.advantage_scale == "none" else "population",
+        "group_size": max(2, round(8 * _or(asked.compute_multiplier, 1.0))),
+        "learning_rate": base_learning_rate(parameters) * _or(asked.learning_rate_multiplier, 1.0),
+        "max_completion_tokens": max_completion_tokens,
+        "overlong_buffer": max(1, round(0.2 * max_completion_tokens)),
+        "chat_template": None,
+        "thinking_budget": None,
+        "lora_targets": "all-linear",
+        "eval_temperature": 0.0 if eval_samples == 1 else advanced.sampling.temperature,
+    }
+    requested = flat_names.to_flat(advanced, requested=False)
     return Resolved(
         batch_size=batch_size,
-        learning_rate=_or(advanced.learning_rate, learning_rate),
         n_epochs=n_epochs,
         total_steps=total_steps,
         eval_interval=_or(asked.eval_interval, max(1, math.ceil(total_steps / 10))),
         eval_samples=eval_samples,
-        eval_temperature=_or(advanced.eval_temperature, 0.0 if eval_samples == 1 else advanced.temperature),
-        loss=advanced.loss,
-        advantage_scale=advanced.scale,
-        std=None if advanced.scale == "none" else _or(advanced.std, "population"),
-        normalize=advanced.normalize,
-        supervision=advanced.supervision,
-        group_size=_or(advanced.group_size, max(2, round(8 * _or(asked.compute_multiplier, 1.0)))),
-        lora_rank=advanced.lora_rank,
-        lora_alpha=advanced.lora_alpha,
-        temperature=advanced.temperature,
-        max_completion_tokens=max_completion_tokens,
-        overlong=advanced.overlong,
-        overlong_buffer=(
-            _or(advanced.overlong_buffer, max(1, round(0.2 * max_completion_tokens)))
-            if advanced.overlong == "soft"
-            else None
-        ),
-        updates_per_batch=advanced.updates_per_batch,
-        # On a CPU both compete for cores: a step takes a third longer (bench/overlap.py). Not measured on a GPU, where
-        # both
-        # compete for multiprocessors.
-        overlap=_or(advanced.overlap, False),
-        resample_prompts=advanced.resample_prompts,
-        off_policy_steps=advanced.off_policy_steps,
-        stop_after_flat_evals=advanced.stop_after_flat_evals,
-        stop_after_silent_steps=advanced.stop_after_silent_steps,
-        stop_above_kl=advanced.stop_above_kl,
-        stop_below_entropy=advanced.stop_below_entropy,
-        fail_below_signal=advanced.fail_below_signal,
-        require_improvement=advanced.require_improvement,
-        clip_low=_or(advanced.clip_low, low),
-        clip_high=_or(advanced.clip_high, high),
-        cispo_cap=_or(advanced.cispo_cap, 5.0) if advanced.loss == "cispo" else None,
-        importance=advanced.importance,
-        importance_cap=None if advanced.importance == "none" else _or(advanced.importance_cap, 2.0),
-        kl=advanced.kl,
-        kl_estimator=_or(advanced.kl_estimator, "k3") if advanced.kl > 0 else None,
-        reference_refresh_steps=advanced.reference_refresh_steps,
-        max_grad_norm=advanced.max_grad_norm,
-        warmup_steps=advanced.warmup_steps,
-        chat_template=None if advanced.chat_template == "auto" else advanced.chat_template,
+        **{name: automatic[name] if value == "auto" else value for name, value in requested.items()},
     )
 
 
 # The behavior of versions without a hyperparameter, where it differs from the current "auto".
-_BEFORE: dict[str, Any] = {"normalize": "signal"}
+_BEFORE: dict[str, Any] = {
+    "normalize": "signal",
+    "chat_template_kwargs": {},
+    "thinking_budget": None,
+    "lora_targets": "all-linear",
+}
 
 
 def kept(resolved: Resolved, first: Mapping[str, Any] | None) -> Resolved:
@@ -396,6 +372,16 @@ def kept(resolved: Resolved, first: Mapping[str, Any] | None) -> Resolved:
         return resolved
     known = {name: value for name, value in first.items() if name in Resolved.model_fields}
     return Resolved.model_validate(resolved.model_dump() | _BEFORE | known)
+
+
+def shown_advanced(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored `advanced` of a job with its resolved values, in the spelling of the request."""
+    if not flat_names.has_groups(asked):
+        return {**asked, **resolved}
+    known = {name: value for name, value in resolved.items() if name in FLAT and value is not None}
+    others = {name: value for name, value in resolved.items() if name not in FLAT}
+    chosen = flat_names.to_groups(known)
+    return {**asked, **{group: (asked[group] or {}) | values for group, values in chosen.items()}, **others}
 
 
 def _or(value: Any, automatic: Any) -> Any:

@@ -15,7 +15,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _KEY = "integrations"
 
 
-def kept(reinforcement: dict[str, Any], integrations: list[dict[str, Any]]) -> dict[str, Any]:
+def pin(reinforcement: dict[str, Any], integrations: list[dict[str, Any]]) -> dict[str, Any]:
     """`Job.reinforcement` of a job that was created with these integrations."""
     return reinforcement | {_KEY: integrations} if integrations else reinforcement
 
@@ -31,7 +31,7 @@ def of_method(job: Job) -> dict[str, Any]:
     return {name: value for name, value in job.reinforcement.items() if name != _KEY}
 
 
-def shown(job: Job) -> list[dict[str, Any]]:
+def render(job: Job) -> list[dict[str, Any]]:
     """The job's integrations as the API shows them. W&B's has the id of its run, as at OpenAI."""
     return [
         integration | {"wandb": integration["wandb"] | {"run_id": job.id}}

@@ -49,7 +49,7 @@ HELD = frozenset({"validating_files", "running", "pausing"})
 
 STARTED, RESUMED = "Fine-tuning job started", "Fine-tuning job resumed"
 RESUMING = "Resuming fine-tuning job, moving job to queued state"
-LONGEST_BACK_OFF = 60.0
+MAX_BACK_OFF = 60.0
 # Limit for the event of a crashed run and the error of a job; the run's log has the rest.
 MAX_CRASH_MESSAGE = 200
 
@@ -338,7 +338,7 @@ def crashed(session: Session, job: Job, *, reason: str, max_failures: int, outco
         fail(session, job, code="internal_error", message=message)
         return
     _put_back(job)
-    job.next_run_at = _db_time(session) + min(2**job.failures, LONGEST_BACK_OFF)
+    job.next_run_at = _db_time(session) + min(2**job.failures, MAX_BACK_OFF)
     message = _fitted("Fine-tuning job interrupted: ", reason, log)
     events.append(session, job.id, message, level="warn", data={"failures": job.failures})
 
@@ -359,7 +359,7 @@ def put_off(session: Session, job: Job, *, reason: str) -> None:
     message = f"Fine-tuning job waits: {reason}"
     _end_attempt(session, job, "put_off", reason)
     _put_back(job)
-    job.next_run_at = _db_time(session) + LONGEST_BACK_OFF
+    job.next_run_at = _db_time(session) + MAX_BACK_OFF
     if not events.has_message(session, job.id, message):
         events.append(session, job.id, message, level="warn")
 
@@ -399,7 +399,7 @@ def give_time(session: Session, lease_seconds: float, message: str) -> int:
     for job in held:
         job.lease_expires_at = _db_time(session) + lease_seconds
         events.append(session, job.id, message, level="warn")
-    latest = db_now() + LONGEST_BACK_OFF
+    latest = db_now() + MAX_BACK_OFF
     for column, bound in ((Job.next_run_at, latest), (Job.dispatched_at, db_now())):
         late = update(Job).where(column > bound).values({column: bound})
         session.execute(late.execution_options(synchronize_session=False))

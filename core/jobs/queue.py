@@ -16,6 +16,7 @@ from core.database.engine import Send
 
 VALIDATE = "regraft.validate_next"
 RUN = "regraft.run_next"
+EVAL = "regraft.eval_next"
 DEFAULT_QUEUE = "default"
 
 log = logging.getLogger(__name__)

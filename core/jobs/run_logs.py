@@ -6,11 +6,11 @@ from core.database.tables import Attempt
 from core.storage.store import BlobNotFound, BlobStore
 
 # Per attempt; the end is kept, which has the cause of a failure.
-MOST_BYTES = 256 * 1024
+MAX_BYTES = 256 * 1024
 # Interval between uploads of the log of a running attempt, if it has grown.
 EVERY_SECONDS = 30.0
 # Per job, in one response.
-MOST_ATTEMPTS = 50
+MAX_ATTEMPTS = 50
 
 
 def key(project_id: str, job_id: str, epoch: int) -> str:
@@ -21,7 +21,7 @@ def key(project_id: str, job_id: str, epoch: int) -> str:
 def read(blobs: BlobStore, project_id: str, attempts: Sequence[Attempt]) -> Iterator[bytes]:
     """Yield the logs of a job's runs, oldest first, each after a line that names the attempt."""
     runs = [(number, one) for number, one in enumerate(attempts, start=1) if one.kind == "run"]
-    for number, attempt in runs[-MOST_ATTEMPTS:]:
+    for number, attempt in runs[-MAX_ATTEMPTS:]:
         ended = attempt.outcome or f"running; its log is up to {EVERY_SECONDS:g} s behind"
         yield f"--- attempt {number}: {ended}\n".encode()
         try:

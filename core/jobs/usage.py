@@ -17,6 +17,7 @@ from core.database.tables import Checkpoint, Job, ProjectUsage, StepMetric
 from core.jobs import estimates, events
 from core.jobs.budgets import Price
 from core.jobs.estimates import Ahead, Pace, Range
+from core.results.step_metrics import StepMetrics
 
 SECONDS_A_DAY = 86400
 
@@ -24,14 +25,14 @@ SECONDS_A_DAY = 86400
 _BESIDE = frozenset({"pace", "estimate", "next_step_gpu_seconds"})
 
 
-def shown(job: Job, price: Price) -> dict[str, Any] | None:
+def render(job: Job, price: Price) -> dict[str, Any] | None:
     """The sums in the shape of `usage_metrics`, with their cost if there is a price; None before the first step."""
     sums = _sums(job)
     cost = price.amount(job.gpu_seconds) if sums else None
     return sums | {"cost": cost} if sums and cost else sums
 
 
-def shown_estimate(job: Job, price: Price) -> dict[str, Any] | None:
+def render_estimate(job: Job, price: Price) -> dict[str, Any] | None:
     """The remaining duration and the total usage as ranges; None if unknown."""
     estimate = (job.usage or {}).get("estimate")
     return None if estimate is None else with_cost(estimate, job.gpu_seconds, price)
@@ -45,28 +46,28 @@ def with_cost(estimate: dict[str, Any], used: float, price: Price) -> dict[str, 
     return shown | {"total_gpu_seconds": in_all, "cost": price.range(in_all)}
 
 
-def record(session: Session, job: Job, step: dict[str, Any], ahead: Ahead) -> None:
+def record(session: Session, job: Job, step: StepMetrics, ahead: Ahead) -> None:
     """Count a recorded step and update the estimate for the steps `ahead`. Call it inside `fenced`."""
     used = with_step(job.usage or {}, step)
     pace = Pace(**used["pace"])
     remaining = pace.remaining(ahead)
     if remaining is not None:
-        about = {"based_on": "this job's steps", "gpus": estimates.gpus(step)}
+        about = {"based_on": "this job's steps", "gpus": step.gpu_count}
         used["estimate"] = {"remaining_seconds": remaining} | about
     elif "estimate" in used:
-        used["estimate"] = estimates.less(used["estimate"], step["timing"]["step"]["full_iteration"])
-    used["next_step_gpu_seconds"] = estimates.gpus(step) * pace.next_step(ahead)
+        used["estimate"] = estimates.less(used["estimate"], step.seconds)
+    used["next_step_gpu_seconds"] = step.gpu_count * pace.next_step(ahead)
     job.usage, job.gpu_seconds = used, used["gpu_seconds"]
     job.estimated_finish = None
     if "estimate" in used:
         job.estimated_finish = round(time.time() + used["estimate"]["remaining_seconds"]["expected"])
-    add_usage(session, job.project_id, gpu_seconds=gpu_seconds(step), grader_tokens=_grader_tokens(step))
+    add_usage(session, job.project_id, gpu_seconds=step.gpu_seconds, grader_tokens=_grader_tokens(step))
 
 
 def recount(session: Session, job: Job) -> None:
     """Recompute the sums after steps were discarded."""
     kept = {name: job.usage[name] for name in _BESIDE - {"pace"} if job.usage and name in job.usage}
-    used = total([row.data for row in events.steps(session, job.id)])
+    used = total(events.metrics(session, job.id))
     job.usage = (kept | used) or None
     job.gpu_seconds = used.get("gpu_seconds", 0.0)
 
@@ -78,33 +79,29 @@ def settle(session: Session, job: Job) -> None:
     job.trained_tokens = (job.usage or {}).get("trained_tokens", 0)
 
 
-def total(steps: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def total(steps: Iterable[StepMetrics]) -> dict[str, Any]:
     """The sums over some steps' metrics, in order; empty for none."""
     return reduce(with_step, steps, {})
 
 
-def with_step(used: dict[str, Any], step: dict[str, Any]) -> dict[str, Any]:
+def with_step(used: dict[str, Any], step: StepMetrics) -> dict[str, Any]:
     """`used` and one more step, as a new value."""
     return used | {
-        "training_seconds": used.get("training_seconds", 0.0) + step["timing"]["step"]["full_iteration"],
-        "gpu_seconds": used.get("gpu_seconds", 0.0) + gpu_seconds(step),
-        "sampled_tokens": used.get("sampled_tokens", 0) + step.get("sampled_tokens", 0),
-        "trained_tokens": used.get("trained_tokens", 0) + step.get("trained_tokens", 0),
+        "training_seconds": used.get("training_seconds", 0.0) + step.seconds,
+        "gpu_seconds": used.get("gpu_seconds", 0.0) + step.gpu_seconds,
+        "sampled_tokens": used.get("sampled_tokens", 0) + (step.sampled_tokens or 0),
+        "trained_tokens": used.get("trained_tokens", 0) + (step.trained_tokens or 0),
         "model_grader_tokens": _with_judges(used.get("model_grader_tokens", {}), step),
         "pace": asdict(Pace(**used.get("pace", {})).after(step)),
     }
-
-
-def gpu_seconds(step: dict[str, Any]) -> float:
-    seconds: float = step["timing"]["step"]["full_iteration"]
-    return estimates.gpus(step) * seconds
 
 
 def captured_gpu_seconds(session: Session, job: Job) -> float:
     """GPU-seconds of the steps up to the newest checkpoint; later ones are lost on resume."""
     newest = select(func.max(Checkpoint.step)).where(Checkpoint.job_id == job.id).scalar_subquery()
     kept = (StepMetric.job_id == job.id) & (StepMetric.step <= func.coalesce(newest, 0))
-    return sum(gpu_seconds(step) for step in session.scalars(select(StepMetric.data).where(kept)))
+    steps = session.scalars(select(StepMetric.data).where(kept))
+    return sum(StepMetrics.load(data).gpu_seconds for data in steps)
 
 
 def add_usage(session: Session, project_id: str, *, gpu_seconds: float, grader_tokens: int) -> None:
@@ -130,17 +127,17 @@ def _sums(job: Job) -> dict[str, Any] | None:
     return {name: value for name, value in (job.usage or {}).items() if name not in _BESIDE} or None
 
 
-def _with_judges(sums: dict[str, dict[str, int]], step: dict[str, Any]) -> dict[str, dict[str, int]]:
+def _with_judges(sums: dict[str, dict[str, int]], step: StepMetrics) -> dict[str, dict[str, int]]:
     """Add the tokens of judges by model; train_prompt_tokens and eval_prompt_tokens are one sum here."""
     models = {model: dict(counts) for model, counts in sums.items()}
-    for model, counts in step.get("model_graders_token_usage", {}).items():
+    for model, counts in step.model_graders_token_usage.items():
         mine = models.setdefault(model, {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0})
         for name, count in counts.items():
             mine[name.split("_", 1)[1]] += count
     return models
 
 
-def _grader_tokens(step: dict[str, Any]) -> int:
+def _grader_tokens(step: StepMetrics) -> int:
     """Prompt and completion tokens; cached ones are part of the prompt."""
     by_model = _with_judges({}, step).values()
     return sum(counts["prompt_tokens"] + counts["completion_tokens"] for counts in by_model)

@@ -41,7 +41,7 @@ class Verdict:
             **{"ground": None} | {name: stored[name] for name in cls.__dataclass_fields__ if name in stored}
         )
 
-    def stored(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         return asdict(self)
 
     @property

@@ -69,11 +69,11 @@ _IPV4_IN_IPV6 = (ipaddress.IPv6Network("::ffff:0:0/96"), ipaddress.IPv6Network("
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 
 
-class Refused(Exception):
+class UrlNotAllowed(Exception):
     """A disallowed URL; the message is for its author."""
 
 
-class NoAddress(Refused):
+class NoAddress(UrlNotAllowed):
     """The name does not resolve now; it may later."""
 
 
@@ -176,12 +176,12 @@ class Outgoing:
         if special(address, _METADATA) is not None:
             if is_address(host) and host in self.private_hosts:
                 return
-            raise Refused(
+            raise UrlNotAllowed(
                 f"'{host}' resolves to a link-local or cloud-metadata address. {self.setting} accepts such a host as a "
                 "literal IP address only."
             )
         if not is_public(address) and not matches(host, self.private_hosts):
-            raise Refused(
+            raise UrlNotAllowed(
                 f"the host '{host}' is not on the public internet. The operator of this service can allow it in "
                 f"{self.setting}"
             )
@@ -231,13 +231,13 @@ def parse(url: str) -> httpx.URL:
         # httpx decodes A-labels ("xn--…") on sending, and fails there on invalid ones.
         host, port = parsed.host, parsed.port
     except (httpx.InvalidURL, ValueError) as invalid:  # UnicodeError is a ValueError
-        raise Refused(f"it is not a URL: {invalid}") from None
+        raise UrlNotAllowed(f"it is not a URL: {invalid}") from None
     if parsed.scheme not in ("https", "http") or not host:
-        raise Refused("expected a URL that starts with https:// or http://")
+        raise UrlNotAllowed("expected a URL that starts with https:// or http://")
     if port is not None and not 0 < port < 65536:
-        raise Refused(f"it is not a URL: {port} is not a port")
+        raise UrlNotAllowed(f"it is not a URL: {port} is not a port")
     if parsed.userinfo:
-        raise Refused("it must not contain a user name or password")
+        raise UrlNotAllowed("it must not contain a user name or password")
     return parsed
 
 

@@ -6,21 +6,23 @@ worker/supervise/deliveries.py sends the rows.
 
 import base64
 import hashlib
-import hmac
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session, object_session
+from standardwebhooks import Webhook
 
 from core.database import pages
 from core.database.ids import new_id
 from core.database.pages import Page
-from core.database.tables import Job, Project, WebhookDelivery, WebhookEndpoint, now
+from core.database.tables import EvalRun, Job, Project, WebhookDelivery, WebhookEndpoint, now
 from core.errors import InvalidRequest, WebhookEndpointNotFound
-from core.outbound.http import Outgoing, Refused
+from core.outbound.http import Outgoing, UrlNotAllowed
+from core.results.step_metrics import StepMetrics
 
 _STATUS_EVENTS = {
     status: f"fine_tuning.job.{status}" for status in ("succeeded", "failed", "cancelled", "paused")
@@ -29,9 +31,14 @@ _STATUS_EVENTS = {
 _WITH_VERDICT = frozenset({_STATUS_EVENTS["succeeded"], _STATUS_EVENTS["failed"]})
 RESUMED = "fine_tuning.job.resumed"
 THRESHOLD_REACHED = "fine_tuning.job.threshold_reached"
-EVENT_TYPES = (*_STATUS_EVENTS.values(), RESUMED, THRESHOLD_REACHED)
+_EVAL_RUN_EVENTS = {
+    "completed": "eval.run.succeeded",
+    "failed": "eval.run.failed",
+    "canceled": "eval.run.canceled",
+}
+EVENT_TYPES = (*_STATUS_EVENTS.values(), RESUMED, THRESHOLD_REACHED, *_EVAL_RUN_EVENTS.values())
 
-MOST_ENDPOINTS = 20
+MAX_ENDPOINTS = 20
 OLD_SECRET_SECONDS = 24 * 3600
 USER_AGENT = "regraft/1.0 (webhooks)"
 
@@ -52,9 +59,9 @@ def create(
     # Locked, so that concurrent requests cannot exceed the maximum.
     session.scalars(select(Project.id).where(Project.id == project.id).with_for_update()).one()
     count = select(func.count()).select_from(WebhookEndpoint).where(WebhookEndpoint.project_id == project.id)
-    if session.scalars(count).one() >= MOST_ENDPOINTS:
+    if session.scalars(count).one() >= MAX_ENDPOINTS:
         raise InvalidRequest(
-            f"A project has at most {MOST_ENDPOINTS} webhook endpoints. Delete one first.",
+            f"A project has at most {MAX_ENDPOINTS} webhook endpoints. Delete one first.",
             code="too_many_webhook_endpoints",
         )
     endpoint = WebhookEndpoint(
@@ -119,7 +126,7 @@ def check_url(outgoing: Outgoing, url: str) -> None:
     """Raise InvalidRequest unless deliveries may go there. Slow (see `Outgoing.check`): not in a transaction."""
     try:
         outgoing.check(url)
-    except Refused as refused:
+    except UrlNotAllowed as refused:
         raise InvalidRequest(f"Invalid value for 'url': {refused}.", param="url") from None
 
 
@@ -153,15 +160,23 @@ def emit(job: Job, type: str) -> None:
         session.add(WebhookDelivery(endpoint_id=endpoint.id, job_id=job.id, type=type, body=body))
 
 
-def emit_thresholds(job: Job, step: Mapping[str, Any]) -> None:
+def eval_run_ended(run: EvalRun) -> None:
+    """Add one delivery per endpoint that is subscribed to this final status."""
+    session, type = _session_of(run), _EVAL_RUN_EVENTS[run.status]
+    body = event_body(type, {"id": run.id})
+    for endpoint in _listeners(session, run, type):
+        session.add(WebhookDelivery(endpoint_id=endpoint.id, job_id=run.id, type=type, body=body))
+
+
+def emit_thresholds(job: Job, step: StepMetrics) -> None:
     """Emit an event for each threshold that this step reaches, at most once per job and threshold.
 
     Call it inside `jobs.fenced`, whose lock serializes concurrent attempts.
     """
     session = _session_of(job)
     values = {
-        "full_valid_mean_reward": step.get("full_valid_mean_reward"),
-        "share_of_steps": step["step"] / step["total_steps"],
+        "full_valid_mean_reward": step.full_valid_mean_reward,
+        "share_of_steps": step.step / step.total_steps,
         "gpu_seconds": job.gpu_seconds,
     }
     for endpoint in _listeners(session, job, THRESHOLD_REACHED):
@@ -173,7 +188,7 @@ def emit_thresholds(job: Job, step: Mapping[str, Any]) -> None:
             delivery_id = f"{endpoint.id} {job.id} {name} {threshold}"
             webhook_id = f"wh_{hashlib.sha256(delivery_id.encode()).hexdigest()[:32]}"
             if session.scalar(select(WebhookDelivery.seq).where(WebhookDelivery.id == webhook_id)) is None:
-                data = {"id": job.id, "threshold": name, "value": value, "step": step["step"]}
+                data = {"id": job.id, "threshold": name, "value": value, "step": step.step}
                 session.add(
                     WebhookDelivery(
                         id=webhook_id,
@@ -192,20 +207,20 @@ def event_body(type: str, data: Mapping[str, Any]) -> str:
 
 
 def sample_body(type: str) -> str:
-    """A sample event of this type about a job that does not exist."""
-    data: dict[str, Any] = {"id": "ftjob-sample"}
+    """A sample event of this type about a job or eval run that does not exist."""
+    data: dict[str, Any] = {"id": "evalrun_sample" if type.startswith("eval.") else "ftjob-sample"}
     if type == THRESHOLD_REACHED:
         data |= {"threshold": "full_valid_mean_reward", "value": 0.8, "step": 10}
     return event_body(type, data)
 
 
-def _session_of(job: Job) -> Session:
-    session = object_session(job)
-    assert session is not None, "a job is only changed inside a session"
+def _session_of(row: Job | EvalRun) -> Session:
+    session = object_session(row)
+    assert session is not None, "a row is only changed inside a session"
     return session
 
 
-def _listeners(session: Session, job: Job, type: str) -> list[WebhookEndpoint]:
+def _listeners(session: Session, job: Job | EvalRun, type: str) -> list[WebhookEndpoint]:
     endpoints = session.scalars(select(WebhookEndpoint).where(WebhookEndpoint.project_id == job.project_id))
     return [endpoint for endpoint in endpoints if type in endpoint.event_types]
 
@@ -218,15 +233,11 @@ def headers(endpoint: WebhookEndpoint, webhook_id: str, body: str, at: int) -> d
     keys = [endpoint.secret]
     if endpoint.old_secret is not None and at < (endpoint.old_secret_until or 0):
         keys.append(endpoint.old_secret)
+    time = datetime.fromtimestamp(at, UTC)  # `sign` takes any other time zone for UTC
     return {
         "content-type": "application/json",
         "user-agent": USER_AGENT,
         "webhook-id": webhook_id,
         "webhook-timestamp": str(at),
-        "webhook-signature": " ".join(_signature(key, f"{webhook_id}.{at}.{body}") for key in keys),
+        "webhook-signature": " ".join(Webhook(key).sign(webhook_id, time, body) for key in keys),
     }
-
-
-def _signature(secret: str, text: str) -> str:
-    key = base64.b64decode(secret.removeprefix("whsec_"))
-    return "v1," + base64.b64encode(hmac.digest(key, text.encode(), hashlib.sha256)).decode()

@@ -16,7 +16,7 @@ from core.database.pages import Page
 from core.database.tables import Checkpoint, Job, RolloutPage, TunedModel
 from core.errors import EvalNotFound, InvalidRequest, JobNotFound
 from core.jobs.lifecycle import get as get_job
-from core.results.rollouts import Place, Row
+from core.results.rollouts import Row, SamplePosition
 
 _JOB, _EVAL, _RUN, _ITEM = "ftjob-", "eval_", "evalrun_", "outputitem_"
 _RUN_ID = re.compile(r"evalrun_(.+)_(\d{1,9})")
@@ -33,16 +33,16 @@ def run_id(job_id: str, step: int) -> str:
     return f"{_RUN}{job_id.removeprefix(_JOB)}_{step}"
 
 
-def item_id(job_id: str, place: Place) -> str:
+def item_id(job_id: str, place: SamplePosition) -> str:
     return f"{_ITEM}{job_id.removeprefix(_JOB)}_{place.step}_{place.group}_{place.member}"
 
 
-def place_of(item_id: str, job_id: str, step: int) -> Place | None:
+def place_of(item_id: str, job_id: str, step: int) -> SamplePosition | None:
     """The place encoded in an output item's id; None if it is not one of this run."""
     match = _ITEM_ID.fullmatch(item_id)
     if match is None or match[1] != job_id.removeprefix(_JOB) or int(match[2]) != step:
         return None
-    return Place(step, "valid", int(match[3]), int(match[4]))
+    return SamplePosition(step, "valid", int(match[3]), int(match[4]))
 
 
 def job_of(session: Session, project_id: str, eval_id: str) -> Job:
@@ -89,6 +89,19 @@ def run_of(session: Session, job: Job, run_id: str) -> RolloutPage:
         if run is not None:
             return run
     raise EvalNotFound("run", run_id)
+
+
+def eval_of(session: Session, project_id: str, run_id: str) -> str | None:
+    """The id of the eval whose validation this run is; None: no job of the project has it."""
+    match = _RUN_ID.fullmatch(run_id)
+    if match is None:
+        return None
+    try:
+        job = get_job(session, project_id, _JOB + match[1])
+        run_of(session, job, run_id)
+    except (JobNotFound, EvalNotFound):
+        return None
+    return eval_id(job.id)
 
 
 def runs(

@@ -20,6 +20,7 @@ from core.jobs import events
 from core.jobs.verdict import Verdict
 from core.registry import Registry
 from core.results import tuned_models
+from core.results.step_metrics import StepMetrics
 from core.storage import manifests
 from core.storage.manifests import Damaged
 from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
@@ -180,14 +181,12 @@ def gather(
     with database.read() as session:
         job = session.scalars(select(Job).where(Job.id == checkpoint.job_id)).one()
         recipe = _recipe(session, registry, job, checkpoint, files, hide_secrets)
-        rewards = [
-            (row.step, row.data) for row in events.steps(session, job.id) if row.step <= checkpoint.step
-        ]
+        steps = [step for step in events.metrics(session, job.id) if step.step <= checkpoint.step]
         name = tuned_models.names(session, [checkpoint]).get(
             checkpoint.id, f"{job.id} at step {checkpoint.step}"
         )
     texts = {
-        "README.md": model_card(name, recipe, rewards).encode(),
+        "README.md": model_card(name, recipe, steps).encode(),
         "reproduce.json": (json.dumps(recipe, indent=2, ensure_ascii=False) + "\n").encode(),
     }
     return TakeHome(f"{job.id}-step-{checkpoint.step}", files, texts)
@@ -276,7 +275,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics]) -> str:
     """README.md with the front matter of the Hugging Face Hub."""
     base = recipe["base_model"]
     known = base.get("hub") or base["name"]
@@ -300,11 +299,11 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[tuple[int, 
         "## Rewards\n\nMean reward on the validation file with its standard error; step 0 is the base model.\n\n"
     )
     card.write("| step | validation | standard error | training |\n|---|---|---|---|\n")
-    for step, metrics in steps:
-        if metrics.get("full_valid_mean_reward") is not None:
+    for step in steps:
+        if step.full_valid_mean_reward is not None:
             card.write(
-                f"| {step} | {_number(metrics['full_valid_mean_reward'])} "
-                f"| {_number(metrics.get('full_valid_stderr'))} | {_number(metrics.get('train_mean_reward'))} |\n"
+                f"| {step.step} | {_number(step.full_valid_mean_reward)} "
+                f"| {_number(step.full_valid_stderr)} | {_number(step.train_mean_reward)} |\n"
             )
     card.write("\n## Data and grader\n\n| | sha256 |\n|---|---|\n")
     for role, file in data.items():

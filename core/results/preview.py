@@ -40,6 +40,7 @@ class Answer:
     reason: str = ""
     grading_seconds: float = 0.0
     taught: tuple[float, ...] = ()
+    cut_thought: bool = False  # cut off before the thought of a reasoning model ended
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Report:
     prompt_tokens: Spread
     completion_tokens: Spread
     cut_off: int
+    cut_thoughts: int  # of these, within the thought
     grading: Grading
     sampling: Sampling
     verdict: Verdict
@@ -147,6 +149,7 @@ def report(
         prompt_tokens=spread([prompt.tokens for prompt in prompts]),
         completion_tokens=spread([answer.tokens for answer in answers]),
         cut_off=sum(answer.cut_off for answer in answers),
+        cut_thoughts=sum(answer.cut_thought for answer in answers),
         grading=Grading(
             failed=reasons.total(),
             reasons=[reason for reason, _ in reasons.most_common(REASONS)],
@@ -183,7 +186,8 @@ def advise(made: Report, group_size: int, longest: int, room: int) -> tuple[Verd
     verdict, advice = _by_signal(made, own)
     notes = []
     if made.cut_off > OFTEN_CUT_OFF * made.answers:
-        notes.append(f"{made.cut_off} answers are cut off at {longest} tokens.")
+        thoughts = f", {made.cut_thoughts} of them within their thought" if made.cut_thoughts else ""
+        notes.append(f"{made.cut_off} answers are cut off at {longest} tokens{thoughts}.")
     if failed:
         notes.append(f"{failed} answers could not be graded: {made.grading.reasons[0]}")
     share = f"{_percent(own.share['expected'])} of the groups of {group_size}"

@@ -40,9 +40,12 @@ SCHEMA = pa.schema(
         ("line", pa.int32()),  # of the dataset file, from 1
         ("messages", pa.string()),  # JSON: the prompt
         ("item", pa.string()),  # JSON: the other fields of the dataset row
-        ("output_text", pa.string()),
+        ("output_text", pa.string()),  # the final answer
+        ("output_reasoning", pa.string()),  # what a reasoning model wrote before it
         ("prompt_tokens", pa.int32()),
         ("completion_tokens", pa.int32()),
+        ("reasoning_tokens", pa.int32()),  # of these
+        ("grammar_start", pa.int32()),  # the index of the final answer's first token
         ("finish_reason", pa.string()),
         ("score", pa.float64()),  # null: could not be graded; see reason and error
         ("reason", pa.string()),
@@ -52,7 +55,7 @@ SCHEMA = pa.schema(
         ("sub_reasons", _TEXTS),
         ("sub_errors", _TEXTS),
         ("sub_outputs", _TEXTS),
-        ("centred_reward", pa.float64()),  # the score minus the mean of its group
+        ("centered_reward", pa.float64()),  # the score minus the mean of its group
         ("advantage", pa.float64()),  # as used in training; null: the sample was not trained on
         ("trained", pa.bool_()),
         ("replacement", pa.bool_()),  # resampled in place of a prompt without signal
@@ -62,6 +65,8 @@ SCHEMA = pa.schema(
         ),
     ]
 )
+# Earlier names of columns, by the name now. Pages of earlier versions have them, and responses do until version 0.2.
+EARLIER_NAMES = {"centered_reward": "centred_reward"}
 _MAPS = ("sub_scores", "sub_reasons", "sub_errors", "sub_outputs")
 _JSON = ("messages", "item")
 # The columns for filters and for sorting.
@@ -71,7 +76,7 @@ _ID = re.compile(r"rollout_(\d{1,9})_([tv])_(\d{1,9})_(\d{1,9})")
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class SamplePosition:
     """The position of a sample in its job. Lists sort by it: by step, "train" before "valid"."""
 
     step: int
@@ -80,11 +85,11 @@ class Place:
     member: int
 
     @classmethod
-    def of(cls, row: Row) -> "Place":
+    def of(cls, row: Row) -> "SamplePosition":
         return cls(row["step"], row["split"], row["group"], row["member"])
 
     @classmethod
-    def parse(cls, sample_id: str) -> "Place | None":
+    def parse(cls, sample_id: str) -> "SamplePosition | None":
         """Parse the id of a sample; None if it is invalid."""
         match = _ID.fullmatch(sample_id)
         if match is None:
@@ -218,7 +223,7 @@ def find(
     pages: Sequence[RolloutPage],
     wanted: Wanted,
     *,
-    after: Place | None = None,
+    after: SamplePosition | None = None,
     descending: bool = False,
 ) -> Iterator[Row]:
     """Yield the matching samples of these pages after `after`, as the API shows them. Lazy."""
@@ -226,7 +231,7 @@ def find(
         yield from records(table)
 
 
-def at(blobs: BlobStore, page: RolloutPage, place: Place) -> Row | None:
+def at(blobs: BlobStore, page: RolloutPage, place: SamplePosition) -> Row | None:
     """One sample of a page; None if it is not stored."""
 
     def keep(row: Row) -> bool:
@@ -243,7 +248,7 @@ def found_tables(
     pages: Sequence[RolloutPage],
     wanted: Wanted,
     *,
-    after: Place | None = None,
+    after: SamplePosition | None = None,
     descending: bool = False,
 ) -> Iterator[pa.Table]:
     """As `find`, in batches of at most ROWS_AT_ONCE. A page whose blob was just deleted by retention is empty."""
@@ -265,7 +270,7 @@ def found_tables(
 Keep = Callable[[Row], bool]
 
 
-def _behind(after: Place, descending: bool, wanted: Wanted) -> Keep:
+def _behind(after: SamplePosition, descending: bool, wanted: Wanted) -> Keep:
     """A predicate for the page of the cursor: matching samples after it."""
 
     def keep(row: Row) -> bool:
@@ -301,9 +306,19 @@ def records(table: pa.Table) -> list[Row]:
     """The rows as the API shows them: with their id, and with parsed JSON columns."""
     rows: list[Row] = table.to_pylist(maps_as_pydicts="strict")
     return [
-        {"id": Place.of(row).id} | row | {key: json.loads(row[key]) if row[key] else None for key in _JSON}
+        {"id": SamplePosition.of(row).id}
+        | row
+        | {key: json.loads(row[key]) if row[key] else None for key in _JSON}
+        | {earlier: row[name] for name, earlier in EARLIER_NAMES.items()}
         for row in rows
     ]
+
+
+def with_earlier_names(table: pa.Table) -> pa.Table:
+    """The table of a downloaded file, with the renamed columns under both names."""
+    for name, earlier in EARLIER_NAMES.items():
+        table = table.append_column(SCHEMA.field(name).with_name(earlier), table.column(name))
+    return table
 
 
 def _parquet(path: Path, keep: Keep | None, descending: bool) -> Iterator[pa.Table]:
@@ -311,12 +326,25 @@ def _parquet(path: Path, keep: Keep | None, descending: bool) -> Iterator[pa.Tab
         numbers = range(file.num_row_groups)
         for number in reversed(numbers) if descending else numbers:
             if keep is None:
-                yield file.read_row_group(number)
+                yield _current(file.read_row_group(number))
                 continue
             looked_at = file.read_row_group(number, columns=_FILTERED).to_pylist(maps_as_pydicts="strict")
             places = [place for place, row in enumerate(looked_at) if keep(row)]
             if places:  # otherwise the texts of this row group are not read
-                yield file.read_row_group(number).take(places)
+                yield _current(file.read_row_group(number).take(places))
+
+
+def _current(table: pa.Table) -> pa.Table:
+    """The table with all columns of SCHEMA under their names of today.
+
+    Pages of earlier versions lack some, which are null, and have earlier names of others.
+    """
+    now = {earlier: name for name, earlier in EARLIER_NAMES.items()}
+    table = table.rename_columns([now.get(name, name) for name in table.column_names])
+    for field in SCHEMA:
+        if field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    return table.select(SCHEMA.names)
 
 
 def _older(path: Path, page: RolloutPage, keep: Keep | None) -> Iterator[pa.Table]:

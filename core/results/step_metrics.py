@@ -1,120 +1,242 @@
-"""The metrics of a step: their names, units and descriptions, written here only.
+"""The metrics of a step: their names, types, units and descriptions, written here only.
 
-The event `metrics` of a step, `GET /v1/regraft/jobs/{id}/metrics`, the result CSV, the exporters and the reference page
-use these names. Metrics by grader are in sections of the event (SECTIONS) and in CSV columns such as
-`scores/graders/string_check/exact/train_reward_mean`.
+The event `metrics` of a step, `GET /v1/regraft/jobs/{id}/metrics`, the schema of both in the OpenAPI document, the
+result CSV, the exporters and the reference page are made from `StepMetrics`. Metrics by grader are in sections of the
+event (SECTIONS) and in CSV columns such as `scores/graders/string_check/exact/train_reward_mean`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-SECTIONS = {
-    "scores": "Mean reward by split and grader.",
-    "errors": "Number and share of the grades that failed, by category, split and grader.",
-    "timing": "Seconds by phase of the step, and mean seconds per grade by split and grader.",
-    "model_graders_token_usage": "Tokens read and written by judge models, by model.",
-    "usage": "Tokens read and written by judge models, by grader.",
-}
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
+
+GraderMetrics = dict[str, Any]
+"""One grader's metrics: its `name`, `type` and `model`, and a number by split (`train_...`, `valid_...`)."""
+
+
+def metric(description: str, unit: str = "", *, csv: bool | str = False, default: Any = None) -> Any:
+    """Declare a metric. `csv`: whether it has a column in the result file, or the name of the column."""
+    extra: JsonDict = {"x-unit": unit} if unit else {}
+    return Field(default, description=description, json_schema_extra=extra | ({"x-csv": csv} if csv else {}))
+
+
+def _phase(description: str, column: str) -> Any:
+    return metric(description, "s", csv=f"{column}_duration", default=0.0)
+
+
+class _Part(BaseModel):
+    # A row that a later version wrote may have metrics that this one does not know.
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class PhaseSeconds(_Part):
+    sampling: float = _phase("Seconds of the phase sampling.", "sampling")
+    grading: float = _phase("Seconds of the phase grading, beyond sampling.", "grading")
+    training: float = _phase("Seconds of the phase training.", "training")
+    eval: float = _phase("Seconds of the validation.", "eval")
+    full_iteration: float = _phase("Seconds of the whole step.", "total")
+
+
+class ByGrader(_Part):
+    graders: list[GraderMetrics] = []
+
+
+class Scores(ByGrader):
+    train_reward_mean: float | None = None
+    valid_reward_mean: float | None = None
+
+
+class Timing(ByGrader):
+    step: PhaseSeconds = PhaseSeconds()
+
+
+class StepMetrics(_Part):
+    """The metrics of one step. What a step did not measure is None here, and absent or null in its event."""
+
+    # A misspelled metric is an error where a step is measured; `load` leaves out what it does not know.
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"additionalProperties": True})
+
+    step: int = metric(
+        "Number of the step. Step 0 is the validation of the base model.", csv=True, default=...
+    )
+    total_steps: int = metric("Number of steps of the job.", default=0)
+    gpus: int | None = metric("GPUs of the run, if more than one.")
+
+    train_mean_reward: float | None = metric("Mean reward of the graded answers.", csv=True)
+    train_reward_mean: float | None = metric("The same, by OpenAI's second name.")
+    train_reward_std: float | None = metric("Standard deviation of the rewards over all answers.")
+
+    full_valid_mean_reward: float | None = metric("Mean reward of the graded validation answers.", csv=True)
+    valid_reward_mean: float | None = metric("The same, by OpenAI's second name.")
+    full_valid_stderr: float | None = metric("Standard error of the validation reward over rows.", csv=True)
+    full_valid_difference: float | None = metric(
+        "Validation reward less the base model's, paired by row.", csv=True
+    )
+    full_valid_difference_low: float | None = metric("Lower end of its 95 % interval.", csv=True)
+    full_valid_difference_high: float | None = metric("Upper end of its 95 % interval.", csv=True)
+    full_valid_mean_parse_error: float | None = metric(
+        "Share of the validation answers that could not be parsed.", csv=True
+    )
+    valid_completion_tokens_mean: float | None = metric("Mean length of the validation answers.", "tokens")
+    valid_truncated_share: float | None = metric(
+        "Share of the validation answers that reached the token limit."
+    )
+    valid_unresponsive_rewards: float | None = metric(
+        "Share of the validation answers that could not be graded."
+    )
+
+    completion_tokens_mean: float | None = metric("Mean length of the answers.", "tokens", csv=True)
+    completion_tokens_max: int | None = metric("Length of the longest answer.", "tokens")
+    mean_unresponsive_rewards: float | None = metric(
+        "Share of the answers that could not be graded.", csv=True
+    )
+    truncated_share: float | None = metric("Share of the answers that reached the token limit.", csv=True)
+    reasoning_tokens_mean: float | None = metric(
+        "Mean length of the thoughts, of a reasoning model.", "tokens", csv=True
+    )
+    answer_tokens_mean: float | None = metric(
+        "Mean length of the final answers, of a reasoning model.", "tokens", csv=True
+    )
+    cut_thoughts_share: float | None = metric(
+        "Share of the answers that ended within their thought.", csv=True
+    )
+
+    groups_mixed_share: float | None = metric(
+        "Share of the groups with signal: their rewards differ.", csv=True
+    )
+    groups_all_zero_share: float | None = metric("Share of the groups in which all rewards are 0.", csv=True)
+    groups_all_one_share: float | None = metric("Share of the groups in which all rewards are 1.", csv=True)
+    groups_equal_share: float | None = metric(
+        "Share of the groups in which all rewards are another equal number."
+    )
+    groups_ungraded_share: float | None = metric("Share of the groups with fewer than two graded answers.")
+
+    loss: float | None = metric("Loss of the update, mean over the trained tokens.", csv=True)
+    kl: float | None = metric(
+        "KL divergence to the reference per token (k3), on one pack a step unless `kl` is set.",
+        "nats",
+        csv=True,
+    )
+    entropy: float | None = metric("Mean entropy of the policy per trained token.", "nats", csv=True)
+    sampling_entropy: float | None = metric(
+        "Mean of -log p over all sampled tokens, groups without signal included.", "nats", csv=True
+    )
+    clip_fraction: float | None = metric("Share of the trained tokens whose ratio was clipped.", csv=True)
+    grad_norm: float | None = metric("Norm of the gradient before clipping.", csv=True)
+    logprob_gap: float | None = metric(
+        "Mean |log p of the sampler - log p of the trainer| per token.", "nats", csv=True
+    )
+    logprob_gap_max: float | None = metric("The largest such difference.", "nats", csv=True)
+    logprob_gap_k1: float | None = metric("KL(sampler || trainer) by the estimator k1.", "nats", csv=True)
+    logprob_gap_k3: float | None = metric("KL(sampler || trainer) by the estimator k3.", "nats", csv=True)
+    logprob_gap_ess: float | None = metric(
+        "Effective share of the sample under the weights pi_trainer / pi_sampler.", csv=True
+    )
+    skipped_updates: int | None = metric("1 if a gradient was not finite and the step was not taken, else 0.")
+    trained_sequences: int | None = metric("Answers that were trained on.")
+    trained_tokens: int | None = metric("Tokens that were trained on, once for each update.", "tokens")
+    dropped_sequences: int | None = metric("Answers without signal, which were not computed.")
+
+    resampled_prompts: int | None = metric("Prompts sampled in addition, for groups without signal.")
+    discarded_groups: int | None = metric("Groups without signal, if prompts were resampled.")
+    discarded_tokens: int | None = metric("Tokens of those groups.", "tokens")
+    discarded_seconds: float | None = metric("Their part of the sampling time, by tokens.", "s")
+
+    sampled_tokens: int | None = metric("Tokens of all answers of the step.", "tokens")
+    sampling_tokens_per_second: float | None = metric(
+        "Sampled tokens per second of the phase sampling.", "tokens/s"
+    )
+    training_tokens_per_second: float | None = metric(
+        "Trained tokens per second of the phase training.", "tokens/s"
+    )
+
+    scores: Scores = Field(default=Scores(), description="Mean reward by split and grader.")
+    errors: ByGrader = Field(
+        default=ByGrader(),
+        description="Number and share of the grades that failed, by category, split and grader.",
+    )
+    timing: Timing = Field(
+        default=Timing(),
+        description="Seconds by phase of the step, and mean seconds per grade by split and grader.",
+    )
+    model_graders_token_usage: dict[str, dict[str, int]] = Field(
+        default={}, description="Tokens read and written by judge models, by model."
+    )
+    usage: ByGrader = Field(
+        default=ByGrader(), description="Tokens read and written by judge models, by grader."
+    )
+
+    @classmethod
+    def load(cls, data: Mapping[str, Any], *, step: int = 0) -> Self:
+        """The metrics of a recorded step, by any version of the service. `step` is for a record without its number."""
+        known = {name: value for name, value in data.items() if name in cls.model_fields}
+        return cls.model_validate({"step": step} | known)
+
+    def to_data(self) -> dict[str, Any]:
+        """The `data` of the step's event: what was measured. A metric without a number in this step is null."""
+        return self.model_dump(exclude_unset=True)
+
+    def without_sections(self) -> Self:
+        """The metrics of the step without those by grader, which are several kilobytes."""
+        return self.model_copy(update={name: type(self).model_fields[name].default for name in SECTIONS})
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the step had a validation, even if none of its answers could be graded."""
+        return "full_valid_mean_reward" in self.model_fields_set
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the step."""
+        return self.timing.step.full_iteration
+
+    @property
+    def gpu_count(self) -> int:
+        """Number of GPUs of the run. A CPU counts as one."""
+        return self.gpus or 1
+
+    @property
+    def gpu_seconds(self) -> float:
+        return self.gpu_count * self.seconds
 
 
 @dataclass(frozen=True)
 class Metric:
+    """A metric by its name in the result file."""
+
     name: str
     unit: str  # "" for a ratio or a reward
     description: str
-    in_csv: bool = False
-    path: tuple[str, ...] = ()  # in the event, if the metric is inside a section
+    in_csv: bool
+    path: tuple[str, ...]  # of the attributes of StepMetrics; one name, unless the metric is inside a section
 
-    def value(self, data: Mapping[str, Any]) -> Any:
+    def value(self, step: StepMetrics) -> Any:
         """Return the metric of a step; None if it was not measured."""
-        found: Any = data
-        for key in self.path or (self.name,):
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
+        part: Any = step
+        for name in self.path:
+            part = getattr(part, name) if name in part.model_fields_set else None
+            if part is None:
+                return None
+        return part
 
 
-def _phase(name: str, description: str) -> Metric:
-    key = "full_iteration" if name == "total" else name
-    return Metric(f"{name}_duration", "s", description, in_csv=True, path=("timing", "step", key))
+def _metrics_of(part: type[BaseModel], *path: str) -> Iterator[Metric]:
+    for name, field in part.model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, dict):
+            column = extra.get("x-csv", False)
+            shown = column if isinstance(column, str) else name
+            yield Metric(
+                shown, str(extra.get("x-unit", "")), field.description or "", bool(column), (*path, name)
+            )
 
 
-METRICS = (
-    Metric("step", "", "Number of the step. Step 0 is the validation of the base model.", in_csv=True),
-    Metric("total_steps", "", "Number of steps of the job."),
-    Metric("gpus", "", "GPUs of the run, if more than one."),
-    Metric("train_mean_reward", "", "Mean reward of the graded answers.", in_csv=True),
-    Metric("train_reward_mean", "", "The same, by OpenAI's second name."),
-    Metric("train_reward_std", "", "Standard deviation of the rewards over all answers."),
-    Metric("full_valid_mean_reward", "", "Mean reward of the graded validation answers.", in_csv=True),
-    Metric("valid_reward_mean", "", "The same, by OpenAI's second name."),
-    Metric("full_valid_stderr", "", "Standard error of the validation reward over rows.", in_csv=True),
-    Metric(
-        "full_valid_difference", "", "Validation reward less the base model's, paired by row.", in_csv=True
-    ),
-    Metric("full_valid_difference_low", "", "Lower end of its 95 % interval.", in_csv=True),
-    Metric("full_valid_difference_high", "", "Upper end of its 95 % interval.", in_csv=True),
-    Metric(
-        "full_valid_mean_parse_error",
-        "",
-        "Share of the validation answers that could not be parsed.",
-        in_csv=True,
-    ),
-    Metric("valid_completion_tokens_mean", "tokens", "Mean length of the validation answers."),
-    Metric("valid_truncated_share", "", "Share of the validation answers that reached the token limit."),
-    Metric("valid_unresponsive_rewards", "", "Share of the validation answers that could not be graded."),
-    Metric("completion_tokens_mean", "tokens", "Mean length of the answers.", in_csv=True),
-    Metric("completion_tokens_max", "tokens", "Length of the longest answer."),
-    Metric("mean_unresponsive_rewards", "", "Share of the answers that could not be graded.", in_csv=True),
-    Metric("truncated_share", "", "Share of the answers that reached the token limit.", in_csv=True),
-    Metric("groups_mixed_share", "", "Share of the groups with signal: their rewards differ.", in_csv=True),
-    Metric("groups_all_zero_share", "", "Share of the groups in which all rewards are 0.", in_csv=True),
-    Metric("groups_all_one_share", "", "Share of the groups in which all rewards are 1.", in_csv=True),
-    Metric("groups_equal_share", "", "Share of the groups in which all rewards are another equal number."),
-    Metric("groups_ungraded_share", "", "Share of the groups with fewer than two graded answers."),
-    Metric("loss", "", "Loss of the update, mean over the trained tokens.", in_csv=True),
-    Metric(
-        "kl",
-        "nats",
-        "KL divergence to the reference per token (k3), on one pack a step unless `kl` is set.",
-        in_csv=True,
-    ),
-    Metric("entropy", "nats", "Mean entropy of the policy per trained token.", in_csv=True),
-    Metric(
-        "sampling_entropy",
-        "nats",
-        "Mean of -log p over all sampled tokens, groups without signal included.",
-        in_csv=True,
-    ),
-    Metric("clip_fraction", "", "Share of the trained tokens whose ratio was clipped.", in_csv=True),
-    Metric("grad_norm", "", "Norm of the gradient before clipping.", in_csv=True),
-    Metric(
-        "logprob_gap", "nats", "Mean |log p of the sampler - log p of the trainer| per token.", in_csv=True
-    ),
-    Metric("logprob_gap_max", "nats", "The largest such difference.", in_csv=True),
-    Metric("logprob_gap_k1", "nats", "KL(sampler || trainer) by the estimator k1.", in_csv=True),
-    Metric("logprob_gap_k3", "nats", "KL(sampler || trainer) by the estimator k3.", in_csv=True),
-    Metric(
-        "logprob_gap_ess",
-        "",
-        "Effective share of the sample under the weights pi_trainer / pi_sampler.",
-        in_csv=True,
-    ),
-    Metric("skipped_updates", "", "1 if a gradient was not finite and the step was not taken, else 0."),
-    Metric("trained_sequences", "", "Answers that were trained on."),
-    Metric("trained_tokens", "tokens", "Tokens that were trained on, once for each update."),
-    Metric("dropped_sequences", "", "Answers without signal, which were not computed."),
-    Metric("resampled_prompts", "", "Prompts sampled in addition, for groups without signal."),
-    Metric("discarded_groups", "", "Groups without signal, if prompts were resampled."),
-    Metric("discarded_tokens", "tokens", "Tokens of those groups."),
-    Metric("discarded_seconds", "s", "Their part of the sampling time, by tokens."),
-    Metric("sampled_tokens", "tokens", "Tokens of all answers of the step."),
-    Metric("sampling_tokens_per_second", "tokens/s", "Sampled tokens per second of the phase sampling."),
-    Metric("training_tokens_per_second", "tokens/s", "Trained tokens per second of the phase training."),
-    _phase("sampling", "Seconds of the phase sampling."),
-    _phase("grading", "Seconds of the phase grading, beyond sampling."),
-    _phase("training", "Seconds of the phase training."),
-    _phase("eval", "Seconds of the validation."),
-    _phase("total", "Seconds of the whole step."),
-)
+METRICS = (*_metrics_of(StepMetrics), *_metrics_of(PhaseSeconds, "timing", "step"))
 COLUMNS = tuple(metric for metric in METRICS if metric.in_csv)
+SECTIONS = {
+    name: field.description or ""
+    for name, field in StepMetrics.model_fields.items()
+    if field.json_schema_extra is None
+}

@@ -19,6 +19,7 @@ from typing import Any
 MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS = 50_000, 1_000
 MAX_REPORTED = 20
 MAX_LINE_BYTES = 4 << 20  # a prompt is kilobytes; a longer "line" means a file without line ends
+MAX_DEPTH = 100
 MAX_DIGITS = 400  # more than any float has; Python's own limit is 4300
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -124,15 +125,26 @@ def _good_rows(
             yield row
 
 
-def read_rows(chunks: Iterable[bytes]) -> Iterator[Example | LineError]:
+def read_rows(chunks: Iterable[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Example | LineError]:
     """Yield, in file order, an Example for each valid line and one or more LineErrors for each invalid one.
 
-    Holds one line at a time, and never one longer than MAX_LINE_BYTES. The boundaries of the chunks do not matter.
+    Holds one line at a time, and never one longer than `max_line_bytes`. The boundaries of the chunks do not matter.
     Blank
     lines are allowed at the end of the file only.
     """
+    for row in read_objects(chunks, max_line_bytes):
+        if isinstance(row, LineError):
+            yield row
+        else:
+            yield from _example(*row)
+
+
+def read_objects(
+    chunks: Iterable[bytes], max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[tuple[int, dict[str, Any]] | LineError]:
+    """Yield the number and the object of each line, or its LineErrors. As `read_rows`, for rows of any keys."""
     blank = 0
-    for number, line in _lines(chunks):
+    for number, line in _lines(chunks, max_line_bytes):
         if line is not None and not line.strip():
             blank += 1
             continue
@@ -140,9 +152,9 @@ def read_rows(chunks: Iterable[bytes]) -> Iterator[Example | LineError]:
             yield LineError(earlier, "is blank; remove it")
         blank = 0
         if line is None:
-            yield LineError(number, f"is longer than {MAX_LINE_BYTES} bytes")
+            yield LineError(number, f"is longer than {max_line_bytes} bytes")
         else:
-            yield from _row(number, line)
+            yield _object(number, line)
 
 
 class _Problems:
@@ -174,18 +186,18 @@ def _too_few(rows: int, min_rows: int) -> str:
     return f"the file has {rows} example(s), but must have at least {min_rows} examples"
 
 
-def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
+def _lines(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     """Numbered lines without their newline, the first also without its byte order mark.
 
     A line that is too long is None; its bytes are discarded.
     """
-    numbered = _numbered(chunks)
+    numbered = _numbered(chunks, max_line_bytes)
     number, first = next(numbered)
     yield number, None if first is None else first.removeprefix(codecs.BOM_UTF8)
     yield from numbered
 
 
-def _numbered(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
+def _numbered(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     number = 1
     line: bytearray | None = bytearray()
     for chunk in chunks:
@@ -193,28 +205,45 @@ def _numbered(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
             if index > 0:  # a newline precedes this piece
                 yield number, None if line is None else bytes(line)
                 number, line = number + 1, bytearray()
-            if line is not None and len(line) + len(piece) <= MAX_LINE_BYTES:
+            if line is not None and len(line) + len(piece) <= max_line_bytes:
                 line += piece
             else:
                 line = None
     yield number, None if line is None else bytes(line)
 
 
-def _row(number: int, line: bytes) -> Iterator[Example | LineError]:
+def _object(number: int, line: bytes) -> tuple[int, dict[str, Any]] | LineError:
     try:
         row = _parse(line)
     except ValueError as error:
-        yield LineError(number, str(error))
-        return
+        return LineError(number, str(error))
     if not isinstance(row, dict):
-        yield LineError(number, f"must be a JSON object, not {_kind(row)}")
-        return
+        return LineError(number, f"must be a JSON object, not {_kind(row)}")
+    return number, row
+
+
+def _example(number: int, row: dict[str, Any]) -> Iterator[Example | LineError]:
     good = True
     for path, problem in _row_problems(row):
         good = False
         yield LineError(number, problem, path)
     if good:
         yield Example(number, [_stated(message) for message in row["messages"]], row)
+
+
+def is_nested_too_deeply(row: Any) -> bool:
+    """Whether a JSON value has more than MAX_DEPTH levels, beyond which a response cannot be written."""
+    level: list[Any] = [row]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _parse(line: bytes) -> Any:
@@ -231,6 +260,8 @@ def _parse(line: bytes) -> Any:
         raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+    if is_nested_too_deeply(row):
+        raise ValueError("is nested too deeply")
     if broken:
         raise ValueError("contains a lone surrogate (such as \\ud83d), which is not a character")
     return row

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from core.database import pages
 from core.database.engine import Work
 from core.database.pages import Page
-from core.database.tables import File, Job, now
+from core.database.tables import EvalRun, File, Job, now
 from core.errors import FileNotFound, InvalidRequest
 from core.jobs.lifecycle import FINAL
 from core.storage import datasets
@@ -195,9 +195,11 @@ def delete(work: Work, project_id: str, file_id: str) -> None:
 
 
 def in_use() -> ColumnElement[bool]:
-    """True for a row of `files` that an unfinished job reads."""
+    """True for a row of `files` that an unfinished job or eval run reads."""
     reads = (Job.training_file == File.id) | (Job.validation_file == File.id)
-    return select(Job.seq).where(Job.status.not_in(FINAL), reads).exists()
+    by_job = select(Job.seq).where(Job.status.not_in(FINAL), reads).exists()
+    unfinished = EvalRun.status.in_(("queued", "in_progress"))
+    return by_job | select(EvalRun.seq).where(unfinished, EvalRun.file_id == File.id).exists()
 
 
 def _readable(project_id: str) -> ColumnElement[bool]:

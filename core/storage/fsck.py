@@ -8,7 +8,7 @@ from typing import Literal
 from sqlalchemy import or_, select
 
 from core.database.engine import Database
-from core.database.tables import Checkpoint, File, RolloutPage, UploadPart, now
+from core.database.tables import Checkpoint, EvalPage, File, RolloutPage, UploadPart, now
 from core.storage import manifests, orphans
 from core.storage.manifests import Damaged
 from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore, check_not_empty, is_bad_sector
@@ -17,8 +17,8 @@ Problem = Literal["missing", "damaged", "orphaned"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """`owner` is the id of the file, checkpoint or upload part, or the job and step of a page; "" for an orphan."""
+class StorageProblem:
+    """`owner` is the id of the file, checkpoint or upload part, or the job or eval run of a page; "" for an orphan."""
 
     problem: Problem
     owner: str
@@ -35,7 +35,7 @@ class _Expected:
     sha256: str | None = None
 
 
-def check(database: Database, blobs: BlobStore, *, orphans_older_than: float) -> Iterator[Finding]:
+def check(database: Database, blobs: BlobStore, *, orphans_older_than: float) -> Iterator[StorageProblem]:
     """Yield every finding after reading all blobs. Safe while the service runs: rows deleted meanwhile are ignored.
 
     Args:
@@ -44,10 +44,10 @@ def check(database: Database, blobs: BlobStore, *, orphans_older_than: float) ->
     yield from damaged(database, blobs)
     for batch in orphans.find(database, blobs, older_than=orphans_older_than):
         for entry in batch:
-            yield Finding("orphaned", "", entry.key)
+            yield StorageProblem("orphaned", "", entry.key)
 
 
-def damaged(database: Database, blobs: BlobStore) -> Iterator[Finding]:
+def damaged(database: Database, blobs: BlobStore) -> Iterator[StorageProblem]:
     """Yield the blobs of rows that are missing or do not match their hash.
 
     Raises:
@@ -64,27 +64,27 @@ def damaged(database: Database, blobs: BlobStore) -> Iterator[Finding]:
     # Rows are read again after all blobs, to ignore those deleted meanwhile.
     if of_rows:
         still = set(_of_rows(database))
-        yield from (Finding(problem, row.owner, row.key) for row, problem in of_rows if row in still)
+        yield from (StorageProblem(problem, row.owner, row.key) for row, problem in of_rows if row in still)
     if of_checkpoints:
         with database.read() as session:
             present = set(session.scalars(select(Checkpoint.seq)))
         yield from (found for seq, found in of_checkpoints if seq in present)
 
 
-def of_file(blobs: BlobStore, file: File) -> Iterator[Finding | None]:
+def of_file(blobs: BlobStore, file: File) -> Iterator[StorageProblem | None]:
     """Verify the content of a file. Yields None after each chunk, so that the caller can pause."""
     problem = yield from _compare(blobs, _contents(file))
     if problem is not None:
-        yield Finding(problem, file.id, file.blob_key)
+        yield StorageProblem(problem, file.id, file.blob_key)
 
 
-def of_checkpoint(blobs: BlobStore, checkpoint: Checkpoint) -> Iterator[Finding | None]:
+def of_checkpoint(blobs: BlobStore, checkpoint: Checkpoint) -> Iterator[StorageProblem | None]:
     """Verify the objects of a checkpoint. Yields None after each chunk, so that the caller can pause."""
     prefix = checkpoint.blob_prefix
     try:
         manifest = manifests.read(blobs, prefix)
     except Damaged as damage:
-        yield Finding(
+        yield StorageProblem(
             "missing" if damage.problem == "missing" else "damaged", checkpoint.id, f"{prefix}/{damage.file}"
         )
         return
@@ -92,7 +92,7 @@ def of_checkpoint(blobs: BlobStore, checkpoint: Checkpoint) -> Iterator[Finding 
         expected = _Expected(checkpoint.id, f"{prefix}/{file.name}", file.bytes, file.sha256)
         problem = yield from _compare(blobs, expected)
         if problem is not None:
-            yield Finding(problem, checkpoint.id, expected.key)
+            yield StorageProblem(problem, checkpoint.id, expected.key)
 
 
 def _of_rows(database: Database) -> list[_Expected]:
@@ -106,6 +106,9 @@ def _of_rows(database: Database) -> list[_Expected]:
         for page in session.scalars(select(RolloutPage)):
             owner = f"{page.job_id} step {page.step} {page.split}"
             expected.append(_Expected(owner, page.blob_key, page.bytes))
+        for part in session.scalars(select(EvalPage)):
+            owner = f"{part.run_id} page {part.number}"
+            expected.append(_Expected(owner, part.blob_key, part.bytes, part.sha256))
     return expected
 
 

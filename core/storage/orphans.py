@@ -11,13 +11,12 @@ from sqlalchemy import Select, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from core.database.engine import Database
-from core.database.tables import Attempt, Checkpoint, File, Job, RolloutPage, UploadPart
+from core.database.tables import Attempt, Checkpoint, EvalPage, File, Job, RolloutPage, UploadPart
 from core.jobs.lifecycle import HELD
 from core.storage.store import BlobEntry, BlobStore, batched
 
 ROOT = "projects/"
-# Blobs per comparison with the rows.
-BATCH = 500
+BATCH_SIZE = 500
 
 _OF_FILE = re.compile(r"projects/[^/]+/files/(?P<id>[^/]+)")
 _OF_PART = re.compile(r"projects/[^/]+/uploads/[^/]+/(?P<id>[^/]+)")
@@ -25,14 +24,18 @@ _OF_LOG = re.compile(r"projects/[^/]+/jobs/(?P<job>[^/]+)/attempts/(?P<epoch>\d+
 _OF_ATTEMPT = re.compile(r"projects/[^/]+/jobs/(?P<attempt>(?P<job>[^/]+)/attempts/\d+)/")
 
 
-def find(database: Database, blobs: BlobStore, *, older_than: float) -> Iterator[list[BlobEntry]]:
+def find(
+    database: Database, blobs: BlobStore, *, older_than: float, batch_size: int = BATCH_SIZE
+) -> Iterator[list[BlobEntry]]:
     """Yield batches (possibly empty) of the orphans last written before this Unix time.
+
+    `batch_size`: blobs per comparison with the rows.
 
     Rows are read after the listing of the blobs, so a blob whose row was added in between is excluded. So is the
     attempt that now holds its job, regardless of age: its rows may still be written.
     """
     old = (entry for entry in blobs.entries(ROOT) if entry.modified < older_than)
-    for batch in batched(old, BATCH):
+    for batch in batched(old, batch_size):
         yield _without_row(database, batch)
 
 
@@ -44,7 +47,13 @@ def _without_row(database: Database, batch: Sequence[BlobEntry]) -> list[BlobEnt
         # a
         # blob with a row is never an orphan, whatever its key.
         names = {name for entry in left for name in _names(entry.key)}
-        columns = (File.blob_key, UploadPart.blob_key, RolloutPage.blob_key, Checkpoint.blob_prefix)
+        columns = (
+            File.blob_key,
+            UploadPart.blob_key,
+            RolloutPage.blob_key,
+            Checkpoint.blob_prefix,
+            EvalPage.blob_key,
+        )
         named = {key for column in columns if names for key in session.scalars(_among(column, names))}
     return [entry for entry in left if not _names(entry.key) & named]
 

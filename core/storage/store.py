@@ -234,7 +234,7 @@ class FolderBlobs(BlobStore):
             return os.fstat(file.fileno()).st_size
 
     def list(self, prefix: str) -> Iterator[str]:
-        _check_prefix(prefix)
+        check_prefix(prefix)
         folder = prefix[: prefix.rfind("/") + 1]
         return (key for key in _walk(self._objects / folder, folder) if key.startswith(prefix))
 
@@ -264,7 +264,7 @@ class FolderBlobs(BlobStore):
         return len(stale)
 
     def _path(self, key: str) -> Path:
-        _check_key(key)
+        check_key(key)
         return self._objects / key
 
     def _opened(self, key: str) -> BinaryIO:
@@ -302,7 +302,7 @@ class S3Blobs(BlobStore):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if prefix:
-            _check_key(prefix)
+            check_key(prefix)
         self._client = client
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
@@ -329,7 +329,7 @@ class S3Blobs(BlobStore):
             return int(self._client.head_object(**self._where(key))["ContentLength"])
 
     def entries(self, prefix: str) -> Iterator[BlobEntry]:
-        _check_prefix(prefix)
+        check_prefix(prefix)
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=self._prefix + prefix
         )
@@ -473,7 +473,7 @@ class S3Blobs(BlobStore):
         return {"ChecksumSHA256": base64.b64encode(hashlib.sha256(body).digest()).decode()}
 
     def _where(self, key: str) -> dict[str, str]:
-        _check_key(key)
+        check_key(key)
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
     @contextmanager
@@ -696,7 +696,7 @@ class _Taken(Exception):
     """The target of an exclusive publish exists."""
 
 
-def _check_key(key: str) -> None:
+def check_key(key: str) -> None:
     # Unprintable characters are invalid in S3's XML listings and unsafe in logs.
     if not key.isprintable() or any(segment in ("", ".", "..") for segment in key.split("/")):
         raise ValueError(
@@ -704,16 +704,16 @@ def _check_key(key: str) -> None:
         )
 
 
-def _check_prefix(prefix: str) -> None:
+def check_prefix(prefix: str) -> None:
     if prefix:
-        _check_key(prefix.removesuffix("/"))
+        check_key(prefix.removesuffix("/"))
 
 
 def _check_folder(prefix: str) -> None:
     # Without the slash, deleting `jobs/1` would also delete `jobs/10`, and "" everything.
     if not prefix.endswith("/"):
         raise ValueError(f"{prefix!r} must end in '/' to say where the deletion stops")
-    _check_prefix(prefix)
+    check_prefix(prefix)
 
 
 def _file_chunks(file: BinaryIO, size: int) -> Iterator[bytes]:

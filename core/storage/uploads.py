@@ -29,9 +29,9 @@ from core.tenancy.limits import NO_LIMITS, Limits
 LIFETIME = 3600
 # Completing a large upload takes a while; it must not expire meanwhile.
 COMPLETION_SECONDS = 1800
-MOST_PART_BYTES = 64 << 20
-MOST_PARTS = 10_000
-MOST_PENDING = 100  # per project
+MAX_PART_BYTES = 64 << 20
+MAX_PARTS = 10_000
+MAX_PENDING = 100  # per project
 
 
 def create(
@@ -44,7 +44,7 @@ def create(
     size: int,
     file_expires_after: int | None,
     limits: Limits = NO_LIMITS,
-    most_pending: int = MOST_PENDING,
+    most_pending: int = MAX_PENDING,
 ) -> Upload:
     """Create a pending upload of `size` bytes; its file expires after `file_expires_after` seconds.
 
@@ -91,11 +91,14 @@ class PartWriter:
         upload_id: str,
         *,
         limits: Limits = NO_LIMITS,
+        most_bytes: int = MAX_PART_BYTES,
+        most_parts: int = MAX_PARTS,
     ) -> None:
         with database.read() as session:  # before receiving up to 64 MB
             upload = get(session, project_id, upload_id)
             check_open(upload)
         self._database, self._blobs, self._limits = database, blobs, limits
+        self._most_bytes, self._most_parts = most_bytes, most_parts
         self._project_id, self._upload_id, self._announced = project_id, upload_id, upload.bytes
         self._id = new_id("part_")
         self._blob_key = f"projects/{project_id}/uploads/{upload_id}/{self._id}"
@@ -107,12 +110,12 @@ class PartWriter:
         """Append.
 
         Raises:
-            PayloadTooLarge: the part exceeds MOST_PART_BYTES.
+            PayloadTooLarge: the part exceeds `most_bytes`.
             InvalidRequest: the part exceeds the announced size of the upload.
         """
         self._received += len(data)
-        if self._received > MOST_PART_BYTES:
-            message = f"The data is larger than the maximum of {MOST_PART_BYTES} bytes."
+        if self._received > self._most_bytes:
+            message = f"The data is larger than the maximum of {self._most_bytes} bytes."
             raise PayloadTooLarge(message, param="data")
         if self._received > self._announced:
             message = f"The upload was announced with {self._announced} bytes, and this part has more."
@@ -133,7 +136,7 @@ class PartWriter:
             # The upload may have ended meanwhile.
             upload = _locked(session, self._project_id, self._upload_id)
             check_open(upload)
-            beyond = _beyond_announced(session, upload, size)
+            beyond = _beyond_announced(session, upload, size, self._most_parts)
             if beyond:
                 tenants.refuse_file_beyond(session, self._project_id, self._limits, beyond)
             part = UploadPart(id=self._id, upload_id=upload.id, bytes=size, blob_key=self._blob_key)
@@ -289,15 +292,15 @@ def _file(session: Session, upload: Upload) -> File | None:
     return session.scalar(select(File).where(File.id == upload.file_id, File.deleted_at.is_(None)))
 
 
-def _beyond_announced(session: Session, upload: Upload, size: int) -> int:
+def _beyond_announced(session: Session, upload: Upload, size: int, most_parts: int) -> int:
     """Bytes by which a part increases the excess over the announced size.
 
     A part that is sent again after a lost response is stored twice, so up to twice the announced size is accepted.
     """
     sums = select(func.count(), func.coalesce(func.sum(UploadPart.bytes), 0))
     count, total = session.execute(sums.where(UploadPart.upload_id == upload.id)).one()
-    if count >= MOST_PARTS:
-        raise InvalidRequest(f"The upload already has {MOST_PARTS} parts. Use larger ones.", param="data")
+    if count >= most_parts:
+        raise InvalidRequest(f"The upload already has {most_parts} parts. Use larger ones.", param="data")
     total = int(total)
     if total + size > 2 * upload.bytes:
         raise InvalidRequest(

@@ -45,7 +45,7 @@ def extra(**fields: Any) -> dict[str, Any]:
     return {"fields": fields}
 
 
-class Text(logging.Formatter):
+class TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
@@ -72,7 +72,7 @@ class Json(logging.Formatter):
 def handler(format: Format, stream: IO[str] | None = None) -> logging.Handler:
     """A handler for standard error, or for the given stream."""
     writes = logging.StreamHandler(stream)
-    writes.setFormatter(Json() if format == "json" else Text())
+    writes.setFormatter(Json() if format == "json" else TextFormatter())
     return writes
 
 

@@ -27,14 +27,14 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double 
 COUNTED = CollectorRegistry()
 
 
-class Collector(Protocol):
+class MetricsCollector(Protocol):
     """Computes its metrics at each scrape."""
 
     def collect(self) -> Iterable[Metric]: ...
 
 
 @contextmanager
-def served(host: str, port: int, collectors: Iterable[Collector] = ()) -> Iterator[None]:
+def served(host: str, port: int, collectors: Iterable[MetricsCollector] = ()) -> Iterator[None]:
     """Serve `GET /metrics` on a separate port, because it is unauthenticated. 0: off."""
     if not port:
         yield

@@ -1,4 +1,4 @@
-"""Service-wide metrics from the database, for Prometheus: jobs, queues, attempts and webhooks.
+"""Service-wide metrics from the database, for Prometheus: jobs, queues, attempts, eval runs and webhooks.
 
 Every process returns the same values, so aggregate over processes with max, not sum.
 """
@@ -16,7 +16,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database, db_now
-from core.database.tables import Attempt, Event, Job, WebhookDelivery
+from core.database.tables import Attempt, EvalRun, Event, Job, WebhookDelivery
+from core.evals import lifecycle as eval_runs
 from core.jobs import fairness
 from core.jobs.lifecycle import RESUMING
 from core.tenancy.limits import NO_LIMITS, Limits
@@ -81,6 +82,7 @@ class ServiceFigures:
                     _jobs(session),
                     *_queues(session, self.defaults),
                     _attempts(session),
+                    *_eval_runs(session, self.defaults),
                     *_webhooks(session),
                 ]
         except SQLAlchemyError as cause:
@@ -144,6 +146,27 @@ def _attempts(session: Session) -> Metric:
     for (kind, outcome), number in attempts.items():
         family.add_metric([kind, str(outcome)], number)
     return family
+
+
+def _eval_runs(session: Session, defaults: Limits) -> Iterator[Metric]:
+    runs = GaugeMetricFamily("regraft_eval_runs", "Number of eval runs.", labels=["status"])
+    count = select(EvalRun.status, func.count()).where(EvalRun.deleted_at.is_(None))
+    for status, number in session.execute(count.group_by(EvalRun.status)):
+        runs.add_metric([status], number)
+    yield runs
+    waiting = eval_runs.startable(defaults).subquery()
+    [since] = waiting.c
+    length, seconds = session.execute(
+        select(func.count(), db_now() - func.min(since)).select_from(waiting)
+    ).one()
+    yield GaugeMetricFamily(
+        "regraft_eval_queue_length", "Number of eval runs that a free worker would start.", value=length
+    )
+    yield GaugeMetricFamily(
+        "regraft_eval_queue_oldest_seconds",
+        "Waiting time of the longest-waiting of these runs.",
+        value=max(0.0, seconds or 0.0),
+    )
 
 
 def _webhooks(session: Session) -> Iterator[Metric]:

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from core.database.tables import IdempotentRequest, now
 from core.errors import InvalidRequest
 
-KEPT_SECONDS = 24 * 3600
+RETENTION_SECONDS = 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Keyed:
 
 
 @dataclass(frozen=True)
-class Answer:
+class StoredResponse:
     status_code: int
     body: dict[str, Any]
 
@@ -40,7 +40,7 @@ def fingerprint(method: str, path: str, sent: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def take(session: Session, request: Keyed) -> Answer | None:
+def take(session: Session, request: Keyed) -> StoredResponse | None:
     """Take the key in this transaction, or return the stored response if it was used.
 
     Raises:
@@ -65,10 +65,10 @@ def take(session: Session, request: Keyed) -> Answer | None:
             f"The Idempotency-Key '{request.key}' was used for another request; use a new key for a new request.",
             code="idempotency_key_reused",
         )
-    return Answer(earlier.status_code, earlier.answer)
+    return StoredResponse(earlier.status_code, earlier.answer)
 
 
-def keep(session: Session, request: Keyed, answer: Answer) -> None:
+def keep(session: Session, request: Keyed, answer: StoredResponse) -> None:
     """Store the response for repetitions. Call it in the transaction that took the key."""
     place = session.get_one(IdempotentRequest, (request.project_id, request.key))
     place.status_code, place.answer = answer.status_code, answer.body
@@ -76,4 +76,4 @@ def keep(session: Session, request: Keyed, answer: Answer) -> None:
 
 def forget(session: Session) -> None:
     """Delete expired responses; their keys may be reused."""
-    session.execute(delete(IdempotentRequest).where(IdempotentRequest.created_at < now() - KEPT_SECONDS))
+    session.execute(delete(IdempotentRequest).where(IdempotentRequest.created_at < now() - RETENTION_SECONDS))

@@ -15,6 +15,8 @@ class Limits(BaseModel):
 
     running_jobs: int | None = Field(default=None, ge=0, le=_INTEGER)
     queued_jobs: int | None = Field(default=None, ge=0, le=_INTEGER)  # includes those being validated
+    running_eval_runs: int | None = Field(default=None, ge=0, le=_INTEGER)
+    queued_eval_runs: int | None = Field(default=None, ge=0, le=_INTEGER)
     storage_bytes: int | None = Field(default=None, ge=0, le=_EXACT)
     gpu_seconds_per_30_days: float | None = Field(default=None, ge=0, le=_EXACT)
     grader_tokens_per_30_days: int | None = Field(default=None, ge=0, le=_EXACT)

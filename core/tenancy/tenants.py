@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, case, func, select
+from sqlalchemy import ColumnElement, Text, case, cast, func, select
 from sqlalchemy.orm import Session
 
 from core.database.engine import Work
 from core.database.tables import (
+    EvalJournal,
+    EvalPage,
+    EvalRun,
     File,
     Job,
     Organization,
@@ -23,6 +26,7 @@ from core.database.tables import (
     now,
 )
 from core.errors import InvalidRequest, OrganizationNotFound, ProjectNotFound, QuotaExceeded
+from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle
 from core.jobs.fairness import RUNNING, WAITING
 from core.tenancy.limits import Limits
@@ -98,13 +102,19 @@ def rename_project(work: Work, project: Project, name: str) -> None:
 
 
 def archive_project(work: Work, project: Project) -> None:
-    """Revoke access to the project and cancel its jobs, which no key could stop otherwise. Rows and files are kept."""
+    """Revoke access to the project and cancel its jobs and eval runs, which no key could stop otherwise.
+
+    Rows and files are kept.
+    """
     if project.archived_at is not None:
         return
     # Jobs first, in the lock order of workers: a claim locks the job and then the project.
     unfinished = select(Job).where(Job.project_id == project.id, Job.status.not_in(lifecycle.FINAL))
     for job in work.session.scalars(unfinished.order_by(Job.seq)).all():
         lifecycle.cancel(work, job)
+    runs = select(EvalRun).where(EvalRun.project_id == project.id, EvalRun.status.not_in(eval_runs.FINAL))
+    for run in work.session.scalars(runs.order_by(EvalRun.seq)).all():
+        eval_runs.cancel(work, run)
     project.archived_at = now()
     work.record("project.archived", project.id)
 
@@ -152,6 +162,25 @@ def refuse_job_beyond(session: Session, project_id: str, limits: Limits) -> None
         raise beyond
 
 
+def refuse_eval_run_beyond(session: Session, project_id: str, limits: Limits) -> None:
+    """Check the limits after adding an eval run to the queue, in the same transaction, which the error rolls back.
+
+    Raises:
+        QuotaExceeded: too many runs are queued, or storage, GPU time or grader tokens are used up.
+    """
+    if limits.queued_eval_runs is not None:
+        _lock(session, project_id)
+        before = _eval_runs(session, project_id, eval_runs.WAITING) - 1
+        if before >= limits.queued_eval_runs:
+            hint = "wait until one of them has started, or cancel one"
+            raise QuotaExceeded("queued_eval_runs", used=before, maximum=limits.queued_eval_runs, hint=hint)
+    if limits.storage_bytes is not None:
+        _lock(session, project_id)
+        free_storage(session, project_id, limits, needed=0)  # the rows of the run are counted already
+    if (beyond := used_up(session, project_id, limits)) is not None:
+        raise beyond
+
+
 def used_up(session: Session, project_id: str, limits: Limits) -> QuotaExceeded | None:
     """The limit on GPU time or grader tokens that the project has reached; None if there is none."""
     if limits.gpu_seconds_per_30_days is None and limits.grader_tokens_per_30_days is None:
@@ -165,6 +194,14 @@ def used_up(session: Session, project_id: str, limits: Limits) -> QuotaExceeded 
             hint = "usage older than 30 days is freed daily; the operator can raise the limit"
             return QuotaExceeded(name, used=round(amount, 1), maximum=most, hint=hint)
     return None
+
+
+def storage_used_up(session: Session, project_id: str, limits: Limits) -> QuotaExceeded | None:
+    """The limit on stored bytes if the project has reached it."""
+    if limits.storage_bytes is None or (used := stored_bytes(session, project_id)) < limits.storage_bytes:
+        return None
+    hint = "delete files or eval runs; the operator can raise the limit"
+    return QuotaExceeded("storage_bytes", used=used, maximum=limits.storage_bytes, hint=hint)
 
 
 def free_storage(session: Session, project_id: str, limits: Limits, *, needed: int = 1) -> int | None:
@@ -224,6 +261,8 @@ def in_use(session: Session, project_id: str) -> dict[str, Any]:
     return {
         "running_jobs": _jobs(session, project_id, RUNNING),
         "queued_jobs": _jobs(session, project_id, WAITING),
+        "running_eval_runs": _eval_runs(session, project_id, eval_runs.RUNNING),
+        "queued_eval_runs": _eval_runs(session, project_id, eval_runs.WAITING),
         "storage_bytes": stored_bytes(session, project_id),
         "gpu_seconds_per_30_days": round(used.gpu_seconds, 1),
         "grader_tokens_per_30_days": used.grader_tokens,
@@ -231,7 +270,7 @@ def in_use(session: Session, project_id: str) -> dict[str, Any]:
 
 
 def stored_bytes(session: Session, project_id: str) -> int:
-    """Bytes of all files that are not deleted, including results, and of multipart uploads.
+    """Bytes of all files that are not deleted, including results, of multipart uploads, and of eval runs.
 
     A pending upload counts as its announced size, or as its received bytes if those are more. Cancelled and expired
     uploads count their received bytes until deleted.
@@ -247,7 +286,17 @@ def stored_bytes(session: Session, project_id: str) -> int:
         .where(open_ | select(UploadPart.seq).where(UploadPart.upload_id == Upload.id).exists())
         .subquery()
     )
-    return sum(int(session.scalar(one) or 0) for one in (files, select(func.sum(uploads.c.bytes))))
+    mine = EvalRun.project_id == project_id, EvalRun.deleted_at.is_(None)
+    rows = select(func.sum(EvalRun.content_bytes)).where(*mine)
+    items = select(func.sum(EvalPage.bytes)).join(EvalRun, EvalRun.id == EvalPage.run_id).where(*mine)
+    # Its entries are JSON in ASCII, so a character is a byte.
+    journal = (
+        select(func.sum(func.length(cast(EvalJournal.data, Text))))
+        .join(EvalRun, EvalRun.id == EvalJournal.run_id)
+        .where(*mine)
+    )
+    counted = (files, select(func.sum(uploads.c.bytes)), rows, items, journal)
+    return sum(int(session.scalar(one) or 0) for one in counted)
 
 
 def _pending(project_id: str) -> tuple[ColumnElement[bool], ...]:
@@ -257,6 +306,11 @@ def _pending(project_id: str) -> tuple[ColumnElement[bool], ...]:
 def _jobs(session: Session, project_id: str, statuses: Sequence[str]) -> int:
     these = Job.project_id == project_id, Job.status.in_(statuses)
     return session.scalars(select(func.count()).select_from(Job).where(*these)).one()
+
+
+def _eval_runs(session: Session, project_id: str, status: str) -> int:
+    these = EvalRun.project_id == project_id, EvalRun.status == status
+    return session.scalars(select(func.count()).select_from(EvalRun).where(*these)).one()
 
 
 def _lock(session: Session, project_id: str) -> None:

@@ -131,7 +131,7 @@ def _parsed(answer: str) -> list[Any]:
     import math_verify.parser  # takes three seconds, once per process of the pool
 
     text = answer.replace("$", "").strip()
-    plain = _plain_number(text)
+    plain = plain_number(text)
     if plain is not None:
         return [plain]
     math_verify.parser.TIMEOUT_WARNING_SHOWN = True
@@ -139,7 +139,7 @@ def _parsed(answer: str) -> list[Any]:
     return list(math_verify.parse(f"${text}$", kinds, fallback_mode="no_fallback", parsing_timeout=None))
 
 
-def _plain_number(text: str) -> Any:
+def plain_number(text: str) -> Any:
     """Convert an integer, a fraction of integers or a decimal to a SymPy number. Returns None for any other text."""
     import sympy
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,12 +27,29 @@ from graders.environments.catalog import (
     pins,
 )
 
+Install = Callable[[Path, list[str]], None]
+
 
 class BuildFailed(RuntimeError):
     """The installer failed. The message contains the end of its output."""
 
 
-def build(folder: Path, tag: str = DEFAULT, corpora: Path | None = None) -> tuple[Environment, bool]:
+def install_packages(target: Path, what: list[str]) -> None:
+    """Install packages into `target` and compile their bytecode, which graders cannot write."""
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if uv is not None:
+        command = [uv, "pip", "install", "--python", sys.executable, "--compile-bytecode"]
+    else:
+        command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    command += ["--quiet", "--no-deps", "--target", str(target), *what]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise BuildFailed(f"{' '.join(command)} failed:\n{done.stdout[-4000:]}")
+
+
+def build(
+    folder: Path, tag: str = DEFAULT, corpora: Path | None = None, *, install: Install = install_packages
+) -> tuple[Environment, bool]:
     """Build the environment in `folder` for this process's Python, if needed.
 
     Skips an environment that is up to date. Builds in a temporary folder that is renamed at the end, so an interrupted
@@ -42,6 +59,7 @@ def build(folder: Path, tag: str = DEFAULT, corpora: Path | None = None) -> tupl
         folder: Folder of all environments, with a subfolder for each tag.
         tag: The environment to build.
         corpora: A folder of NLTK data to add, with subfolders such as `corpora/` and `tokenizers/`. Forces a rebuild.
+        install: Installs packages into a folder.
 
     Returns:
         The environment, and whether it was built by this call.
@@ -61,8 +79,8 @@ def build(folder: Path, tag: str = DEFAULT, corpora: Path | None = None) -> tupl
         under_way = folder / f".{tag}.building"
         shutil.rmtree(under_way, ignore_errors=True)
         under_way.mkdir()
-        _install(under_way / PACKAGES, ["-r", str(pins(tag))])
-        _lay_out_corpora(under_way, tag, corpora)
+        install(under_way / PACKAGES, ["-r", str(pins(tag))])
+        _lay_out_corpora(under_way, tag, corpora, install)
         (under_way / MARKER).write_text(json.dumps(_marker(tag), indent=2))
         _put_in_place(under_way, folder / tag)
         return find(folder, tag), True
@@ -88,23 +106,10 @@ def _marker(tag: str) -> dict[str, object]:
     }
 
 
-def _install(target: Path, what: list[str]) -> None:
-    """Install packages into `target` and compile their bytecode, which graders cannot write."""
-    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if uv is not None:
-        command = [uv, "pip", "install", "--python", sys.executable, "--compile-bytecode"]
-    else:
-        command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
-    command += ["--quiet", "--no-deps", "--target", str(target), *what]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode != 0:
-        raise BuildFailed(f"{' '.join(command)} failed:\n{done.stdout[-4000:]}")
-
-
-def _lay_out_corpora(under_way: Path, tag: str, more: Path | None) -> None:
+def _lay_out_corpora(under_way: Path, tag: str, more: Path | None, install: Install) -> None:
     requirement, inside = corpora_source(tag)
     shipped = under_way / "shipped"
-    _install(shipped, [requirement])
+    install(shipped, [requirement])
     # The package contains each archive unpacked as well.
     shutil.copytree(shipped / inside, under_way / CORPORA, ignore=shutil.ignore_patterns("*.zip", ".*"))
     shutil.rmtree(shipped)

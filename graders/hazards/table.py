@@ -46,3 +46,9 @@ SIMILARITY = Hazard(
     batch=8,
     warm_up=tuple((metric, "a b", "a c") for metric in ("bleu", "gleu", "meteor", "rouge_l")),
 )
+
+# JSON schemas of evals' items, and the items themselves: a `pattern` may backtrack for long.
+ITEM_SCHEMA = Hazard("item_schema", "core.evals.schemas:schema_problem", warm_up=(('{"type": "object"}',),))
+ITEMS = Hazard(
+    "items", "core.evals.schemas:item_problems", cpu_s=5.0, batch=8, warm_up=(('{"type": "object"}', "[{}]"),)
+)

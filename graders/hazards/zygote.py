@@ -49,7 +49,7 @@ def main() -> None:
     zygote.serve()
 
 
-class Batch:
+class CallBatch:
     """Calls that one fork runs in sequence, until a call exceeds a limit or the turn is over."""
 
     def __init__(self, number: int, calls: list[list[Any]]) -> None:
@@ -77,7 +77,7 @@ class HazardZygote:
             self.function(*arguments)
         self._lock_down()
         self.filter = self._filter()
-        self.batches: dict[int, Batch] = {}  # by file descriptor of the results pipe
+        self.batches: dict[int, CallBatch] = {}  # by file descriptor of the results pipe
         self.poll = select.poll()
         gc.collect()
         gc.freeze()  # otherwise the first collection in each child would copy every page that it visits
@@ -94,7 +94,7 @@ class HazardZygote:
                 if body is None:
                     return  # the children exit with this process
                 request = json.loads(body)
-                self._fork(Batch(request["batch"], request["calls"]))
+                self._fork(CallBatch(request["batch"], request["calls"]))
             now = time.monotonic()
             for batch in [batch for batch in self.batches.values() if batch.deadline <= now]:
                 os.kill(batch.child, signal.SIGKILL)
@@ -106,7 +106,7 @@ class HazardZygote:
         first = min(batch.deadline for batch in self.batches.values())
         return max(0.0, first - time.monotonic()) * 1000 + 1
 
-    def _fork(self, batch: Batch) -> None:
+    def _fork(self, batch: CallBatch) -> None:
         results, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -117,7 +117,7 @@ class HazardZygote:
         self.batches[results] = batch
         self.poll.register(results, select.POLLIN)
 
-    def _read(self, batch: Batch) -> None:
+    def _read(self, batch: CallBatch) -> None:
         data = os.read(batch.results, 1 << 16)
         if not data:
             self._reap(batch, b"")
@@ -126,12 +126,12 @@ class HazardZygote:
         if newline:
             self._answer(batch, lines + newline)
 
-    def _answer(self, batch: Batch, lines: bytes) -> None:
+    def _answer(self, batch: CallBatch, lines: bytes) -> None:
         batch.done += lines.count(b"\n")
         batch.deadline = time.monotonic() + self.config["wall_s"]
         write_body(1, b"%d\n" % batch.number + lines)
 
-    def _reap(self, batch: Batch, verdict: bytes) -> None:
+    def _reap(self, batch: CallBatch, verdict: bytes) -> None:
         """Reap a fork and drop its batch. `verdict` is the outcome of a killed fork, and b"" if the fork exited."""
         self.poll.unregister(batch.results)
         os.close(batch.results)
@@ -142,7 +142,7 @@ class HazardZygote:
             over = code == TURN_OVER and batch.done > 0
             self._answer(batch, verdict or (_OVER if over else _ended(code)))
 
-    def _child(self, batch: Batch, results: int) -> None:
+    def _child(self, batch: CallBatch, results: int) -> None:
         try:
             end = time.monotonic() + self.config["turn_s"]
             self._hold(results)

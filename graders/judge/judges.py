@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import httpx
 
 from core.outbound.http import trusted_client
-from graders.calls import NoAnswer, Pace, Patience, post
+from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post
 from graders.template import quoted
 from graders.types import ErrorKind, TokenUsage
 
@@ -89,19 +89,19 @@ class HttpJudges:
         config: Mapping[str, JudgeModel],
         *,
         remember: int = 4096,
-        patience: Patience | None = None,
+        patience: CallRetryPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         client: httpx.AsyncClient | None = None,
     ) -> None:
         """Open no connections yet, so that reading `models` is cheap."""
         self.config = dict(config)
         self.ledger: dict[str, TokenUsage] = {}
-        self._patience = patience or Patience()
+        self._patience = patience or CallRetryPolicy()
         self._given = client
         self._made: httpx.AsyncClient | None = None
         self._slots = {name: asyncio.Semaphore(model.max_concurrency) for name, model in config.items()}
         self._paces = {
-            name: Pace(model.requests_per_second, self._patience.sleep, clock)
+            name: RateLimit(model.requests_per_second, self._patience.sleep, clock)
             for name, model in config.items()
         }
         self._remember, self._replies = remember, OrderedDict[str, JudgeReply]()

@@ -24,7 +24,7 @@ _STEPS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class TemplatePart:
     """One part of a message: a template, and the format of the rendered text in the request."""
 
     template: Template
@@ -32,10 +32,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptTemplate:
     """A list of messages that contain templates."""
 
-    messages: tuple[tuple[str, tuple[Part, ...]], ...]
+    messages: tuple[tuple[str, tuple[TemplatePart, ...]], ...]
 
     def render(self, sample: Sample, item: Item) -> list[Message]:
         """Render the messages. Raises RenderError if a referenced value is missing."""
@@ -56,7 +56,7 @@ class ScoreModel:
     name: str
     judge: Judge
     model: str
-    prompt: Prompt
+    prompt: PromptTemplate
     sampling: Mapping[str, Any]
     low: float = 0.0
     high: float = 1.0
@@ -82,7 +82,7 @@ class LabelModel:
     name: str
     judge: Judge
     model: str
-    prompt: Prompt
+    prompt: PromptTemplate
     sampling: Mapping[str, Any]
     labels: Sequence[str]
     passing: frozenset[str]

@@ -79,7 +79,7 @@ class SandboxFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """Resource limits of one grade.
 
     With a private root, the scratch folder is a mount in memory that limits its size. Otherwise it is a folder of the
@@ -95,7 +95,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GradeOutcome:
     """The outcome of one grade. `score` is finite if `kind` is "ok", else None; then `reason` describes the failure."""
 
     kind: Kind
@@ -105,13 +105,13 @@ class Outcome:
     steps: tuple[StepScore, ...] = ()
 
 
-class Zygote:
+class ZygoteProcess:
     """A process that runs the grades of one source. Not thread-safe, except for `kill`."""
 
     def __init__(
         self,
         source: str,
-        limits: Limits,
+        limits: SandboxLimits,
         environment: Environment,
         insecure: bool = False,
         without: Iterable[str] = (),
@@ -197,10 +197,10 @@ class Zygote:
                 self._answer(_BOOT_S)  # the process has imported the source's modules
         return self._compile_error
 
-    def grade(self, sample: Mapping[str, Any], item: Mapping[str, Any]) -> Outcome:
+    def grade(self, sample: Mapping[str, Any], item: Mapping[str, Any]) -> GradeOutcome:
         """Run the source once. Raises SandboxFailed, after which this zygote cannot be used."""
         if error := self.compile():
-            return Outcome("user_error", reason=error)
+            return GradeOutcome("user_error", reason=error)
         answer = self._ask({"sample": sample, "item": item}, self.limits.wall_s + _GRACE_S)
         self.served += 1
         self.retired = self.retired or bool(answer.get("retire")) or self.served >= _FORKS
@@ -291,16 +291,16 @@ class Load:
     processes: int
 
 
-class Call(Future[T]):
+class PoolCall(Future[T]):
     """The future result of a call to a process of the pool. Cancelling a running call kills its process."""
 
     def __init__(
-        self, source: str, environment: Environment | None, owner: str, work: Callable[[Zygote], T]
+        self, source: str, environment: Environment | None, owner: str, work: Callable[[ZygoteProcess], T]
     ) -> None:
         super().__init__()
         self.source, self.environment, self.owner, self.work = source, environment, owner, work
         self._abandoned = False
-        self._zygote: Zygote | None = None
+        self._zygote: ZygoteProcess | None = None
         self._with_zygote = threading.Lock()
 
     def cancel(self) -> bool:
@@ -316,13 +316,13 @@ class Call(Future[T]):
     def forget_its_input(self) -> None:
         """Free the input of a finished call, which may stay in its owner's queue for a while."""
 
-        def nothing(zygote: Zygote) -> T:
+        def nothing(zygote: ZygoteProcess) -> T:
             raise AssertionError("a call that is done is not made")
 
         self.source, self.work = "", nothing
 
     @contextmanager
-    def uses(self, zygote: Zygote) -> Iterator[None]:
+    def uses(self, zygote: ZygoteProcess) -> Iterator[None]:
         """Kill this process if the call is cancelled while the block runs."""
         with self._with_zygote:
             if self._abandoned:
@@ -338,7 +338,7 @@ class Call(Future[T]):
 @dataclass(frozen=True)
 class _Idle:
     key: str
-    zygote: Zygote
+    zygote: ZygoteProcess
     since: float
 
 
@@ -355,7 +355,7 @@ class Pool:
 
     def __init__(
         self,
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
         size: int | None = None,
         insecure: bool = False,
         without: Iterable[str] = (),
@@ -364,7 +364,7 @@ class Pool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         here = sizes.here()
-        self.limits = limits or Limits(memory=here.memory, scratch_bytes=here.scratch_bytes)
+        self.limits = limits or SandboxLimits(memory=here.memory, scratch_bytes=here.scratch_bytes)
         self.insecure, self.without = insecure, tuple(without)
         self.size = size or here.slots
         self.idle_s, self.clock = idle_s, clock
@@ -374,7 +374,7 @@ class Pool:
         self._turns: Turns[Callable[[], None]] = Turns(most=max(1, self.size - 1))
         self._waiting: set[Future[Any]] = set()
         self._idle: list[_Idle] = []  # longest idle first
-        self._all: set[Zygote] = set()
+        self._all: set[ZygoteProcess] = set()
         self._known: OrderedDict[str, str] = OrderedDict()  # compile errors by key; "" if there is none
         self._folder: folders.Folder | None = None
         self._users = itertools.cycle(users.available())
@@ -390,7 +390,7 @@ class Pool:
         item: Mapping[str, Any],
         environment: Environment | None = None,
         owner: str = "",
-    ) -> Future[Outcome]:
+    ) -> Future[GradeOutcome]:
         """Queue a grade and return its future, which raises SandboxUnavailable or SandboxFailed.
 
         An error of the grader is an Outcome and not an exception. Cancelling the future also stops a running grade.
@@ -400,14 +400,14 @@ class Pool:
             owner: The project. Owners do not share processes, and share the cores fairly.
         """
 
-        def grade(zygote: Zygote) -> Outcome:
+        def grade(zygote: ZygoteProcess) -> GradeOutcome:
             return zygote.grade(sample, item)
 
         if error := self._known_error(_key(source, environment, owner)):
-            refused: Future[Outcome] = Future()
-            refused.set_result(Outcome("user_error", reason=error))
+            refused: Future[GradeOutcome] = Future()
+            refused.set_result(GradeOutcome("user_error", reason=error))
             return refused
-        return self._submit(Call(source, environment, owner, grade))
+        return self._submit(PoolCall(source, environment, owner, grade))
 
     def compile_error(
         self, source: str, environment: Environment | None = None, owner: str = ""
@@ -421,11 +421,23 @@ class Pool:
             answer: Future[str] = Future()
             answer.set_result(known)
             return answer
-        return self._submit(Call(source, environment, owner, Zygote.compile))
+        return self._submit(PoolCall(source, environment, owner, ZygoteProcess.compile))
 
     def _known_error(self, key: str) -> str | None:
         with self._lock:
             return self._known.get(key)
+
+    @property
+    def zygotes(self) -> list[ZygoteProcess]:
+        """All running processes."""
+        with self._lock:
+            return list(self._all)
+
+    @property
+    def idle(self) -> list[ZygoteProcess]:
+        """The processes that wait for a grade, longest idle first."""
+        with self._lock:
+            return [idle.zygote for idle in self._idle]
 
     def load(self) -> Load:
         """Return the current load."""
@@ -467,7 +479,7 @@ class Pool:
         if self._folder is not None:
             self._folder.remove()
 
-    def _submit(self, call: Call[T]) -> Future[T]:
+    def _submit(self, call: PoolCall[T]) -> Future[T]:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
@@ -498,7 +510,7 @@ class Pool:
                 with self._lock:
                     self._turns.end(owner)
 
-    def _run(self, call: Call[T]) -> None:
+    def _run(self, call: PoolCall[T]) -> None:
         if not call.set_running_or_notify_cancel():
             return
         with self._lock:
@@ -510,7 +522,7 @@ class Pool:
         else:
             call.set_result(result)
 
-    def _worked(self, call: Call[T]) -> T:
+    def _worked(self, call: PoolCall[T]) -> T:
         environment = call.environment
         if environment is None:
             try:
@@ -533,7 +545,7 @@ class Pool:
             if len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
 
-    def _take(self, key: str) -> Zygote | None:
+    def _take(self, key: str) -> ZygoteProcess | None:
         dead = []
         try:
             with self._lock:
@@ -549,7 +561,7 @@ class Pool:
             for zygote in dead:
                 zygote.close()
 
-    def _give(self, key: str, zygote: Zygote) -> None:
+    def _give(self, key: str, zygote: ZygoteProcess) -> None:
         with self._lock:
             spent = [zygote] if zygote.retired or self._closed else []
             if not spent:
@@ -570,7 +582,7 @@ class Pool:
         self._timer.daemon = True
         self._timer.start()
 
-    def _start(self, source: str, environment: Environment) -> Zygote:
+    def _start(self, source: str, environment: Environment) -> ZygoteProcess:
         zygote = self._launched(source, environment, self.insecure)
         with self._lock:
             if not self._closed:
@@ -579,7 +591,7 @@ class Pool:
         zygote.close()
         raise SandboxFailed("the pool is closed")
 
-    def _launched(self, source: str, environment: Environment, insecure: bool) -> Zygote:
+    def _launched(self, source: str, environment: Environment, insecure: bool) -> ZygoteProcess:
         with self._lock:
             try:
                 self._folder = self._folder or folders.Folder.claim()
@@ -590,7 +602,9 @@ class Pool:
             taken = {zygote.user for zygote in self._all}
             candidates = itertools.islice(self._users, len(taken) + 1)
             user = next((user for user in candidates if user not in taken), NOBODY)
-        return Zygote(source, self.limits, environment, insecure, self.without, self._folder.path, user)
+        return ZygoteProcess(
+            source, self.limits, environment, insecure, self.without, self._folder.path, user
+        )
 
     def _probe(self) -> dict[str, str]:
         zygote = self._launched("", bare(), insecure=True)
@@ -661,54 +675,56 @@ def missing_layers(layers: Mapping[str, str]) -> list[str]:
     return missing
 
 
-def _outcome(answer: Mapping[str, Any], limits: Limits, length: int) -> Outcome:
+def _outcome(answer: Mapping[str, Any], limits: SandboxLimits, length: int) -> GradeOutcome:
     status, output = answer["status"], str(answer["output"])
     match status:
         case "timeout":
-            return Outcome("timeout", reason=f"no grade within {limits.wall_s:g} s", output=output)
+            return GradeOutcome("timeout", reason=f"no grade within {limits.wall_s:g} s", output=output)
         case "output_limit":
-            return Outcome("output_limit", reason="it wrote too much output", output=output)
+            return GradeOutcome("output_limit", reason="it wrote too much output", output=output)
         case "scratch_limit":
             most = f"{limits.scratch_bytes >> 20} MiB in {scratch.MAX_ENTRIES} files"
-            return Outcome("scratch_limit", reason=f"it wrote more than {most}", output=output)
+            return GradeOutcome("scratch_limit", reason=f"it wrote more than {most}", output=output)
         case "thread_limit":
             reason = f"it started more than {limits.threads} threads"
-            return Outcome("thread_limit", reason=reason, output=output)
+            return GradeOutcome("thread_limit", reason=reason, output=output)
         case "cpu_limit":
-            return Outcome("timeout", reason="it used too much processor time", output=output)
+            return GradeOutcome("timeout", reason="it used too much processor time", output=output)
         case "memory":
-            return Outcome("memory", reason="killed by the system, most likely for its memory", output=output)
+            return GradeOutcome(
+                "memory", reason="killed by the system, most likely for its memory", output=output
+            )
         case "crash":
-            return Outcome("crash", reason=_exit(int(answer["exit"])), output=output)
+            return GradeOutcome("crash", reason=_exit(int(answer["exit"])), output=output)
         case "ended":
             return _result(answer["result"], output, length)
     raise ValueError(f"unknown status {status!r}")
 
 
-def _result(text: str, output: str, length: int) -> Outcome:
+def _result(text: str, output: str, length: int) -> GradeOutcome:
     """Parse the child's result, which is untrusted input because the grader can forge it.
 
     `length` is the length of the sample's text, which bounds the ends of the steps.
     """
     if not text:
-        return Outcome("crash", reason="it ended without a grade", output=output)
+        return GradeOutcome("crash", reason="it ended without a grade", output=output)
     try:
         result = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         result = None
     match result:
         case {"score": float(score), **rest} if not rest and math.isfinite(score):
-            return Outcome("ok", score, output=output)
+            return GradeOutcome("ok", score, output=output)
         case {"score": float(score), "steps": raw, **rest} if not rest and math.isfinite(score):
             with suppress(ValueError):
-                return Outcome("ok", score, output=output, steps=steps_of(raw, length))
+                return GradeOutcome("ok", score, output=output, steps=steps_of(raw, length))
         case {"error": "memory", **rest} if not rest:
-            return Outcome("memory", reason="out of memory", output=output)
+            return GradeOutcome("memory", reason="out of memory", output=output)
         case {"error": "value", "text": str(why), **rest} if not rest:
-            return Outcome("bad_result", reason=why, output=output)
+            return GradeOutcome("bad_result", reason=why, output=output)
         case {"error": "user", "text": str(why), **rest} if not rest:
-            return Outcome("user_error", reason=why, output=output)
-    return Outcome("bad_result", reason="its result is not one that grade() can give", output=output)
+            return GradeOutcome("user_error", reason=why, output=output)
+    return GradeOutcome("bad_result", reason="its result is not one that grade() can give", output=output)
 
 
 def _exit(code: int) -> str:
@@ -740,11 +756,13 @@ def visible_to(environment: Environment) -> Visible:
     """Return the standard library, the environment's packages and data, and C libraries, but no other packages."""
     standard, libraries = environment.interpreter.standard, environment.interpreter.libraries
     # Packages of the interpreter itself are inside the folder of its standard library, or next to it on Debian.
-    parts = [entry for folder in standard for entry in _entries(folder, ("site-packages", "dist-packages"))]
+    parts = [
+        entry for folder in standard for entry in entries_without(folder, ("site-packages", "dist-packages"))
+    ]
     parts += [
         entry
         for folder in ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
-        for entry in _entries(folder, ("python",))
+        for entry in entries_without(folder, ("python",))
     ]
     own = [folder for folder in (environment.packages, environment.corpora) if folder is not None]
     others = ["/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/null"]
@@ -756,7 +774,7 @@ def visible_to(environment: Environment) -> Visible:
     )
 
 
-def _entries(folder: str, hidden: tuple[str, ...]) -> list[str]:
+def entries_without(folder: str, hidden: tuple[str, ...]) -> list[str]:
     """List a folder without names that start with `hidden`. A link, or a file, is returned unchanged."""
     if Path(folder).is_symlink() or not Path(folder).is_dir():
         return [folder]

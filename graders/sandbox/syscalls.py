@@ -42,7 +42,7 @@ _AARCH64 = {
 }  # fmt: skip
 
 
-class Table(NamedTuple):
+class SyscallTable(NamedTuple):
     """The system calls of one architecture.
 
     Attributes:
@@ -59,8 +59,8 @@ class Table(NamedTuple):
 
 
 TABLES = {
-    "x86_64": Table(0xC000003E, _X86_64, clone=56, ioctl=16, fcntl=72),
-    "aarch64": Table(0xC00000B7, _AARCH64, clone=220, ioctl=29, fcntl=25),
+    "x86_64": SyscallTable(0xC000003E, _X86_64, clone=56, ioctl=16, fcntl=72),
+    "aarch64": SyscallTable(0xC00000B7, _AARCH64, clone=220, ioctl=29, fcntl=25),
 }
 
 _CLONE3 = 435  # takes its flags by pointer, which a filter cannot dereference; glibc falls back to clone

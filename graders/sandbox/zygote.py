@@ -286,7 +286,7 @@ class Zygote:
     def _run(self, request: dict[str, Any]) -> bytes:
         assert self.code is not None
         # New streams, because those from before the fork have cached the state of their descriptors.
-        stream = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        stream = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115 - open until exit
         sys.stdout = sys.stderr = stream
         module = types.ModuleType("grader")
         sys.modules["grader"] = module
@@ -427,7 +427,7 @@ class Watch:
             for fd in (self.result, self.output, ended):
                 os.close(fd)
         return {
-            "status": verdict or self._status(status, used.ru_utime + used.ru_stime),
+            "status": verdict or self.why_killed(status, used.ru_utime + used.ru_stime),
             "exit": os.waitstatus_to_exitcode(status),
             "result": self.kept[self.result].decode("latin-1"),
             "output": self._shown_output(),
@@ -466,7 +466,7 @@ class Watch:
         self.next_scan = now + SCRATCH_S
         return scratch.is_over(self.scratch, self.scratch_bytes)
 
-    def _status(self, status: int, cpu_s: float) -> str:
+    def why_killed(self, status: int, cpu_s: float) -> str:
         code = os.waitstatus_to_exitcode(status)
         if code in (
             -signal.SIGKILL,

@@ -14,6 +14,7 @@ from regraft.datasets import Split, Summary
 from regraft.errors import NotARegraftServer, NotSupportedByServer, foreign, named, refuse_foreign
 from regraft.requests import Source
 from regraft.resources.checkpoints import AsyncCheckpoints, Checkpoints
+from regraft.resources.evals import AsyncEvals, Evals
 from regraft.resources.graders import AsyncGraders, Graders
 from regraft.resources.jobs import AsyncJobs, Jobs
 from regraft.resources.rollouts import AsyncRollouts, Rollouts
@@ -34,7 +35,7 @@ class Datasets:
 
 class Regraft(openai.OpenAI):
     """OpenAI's client for a regraft server, with all of its resources and `jobs`, `rollouts`, `checkpoints`, `graders`,
-    `datasets`, `estimate` and `preview`.
+    `evals`, `datasets`, `estimate` and `preview`.
 
     Server and key are the arguments, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else the login saved by `regraft
     login`.
@@ -67,6 +68,10 @@ class Regraft(openai.OpenAI):
     @cached_property
     def graders(self) -> Graders:
         return Graders(self)
+
+    @cached_property
+    def evals(self) -> Evals:
+        return Evals(self)
 
     @cached_property
     def datasets(self) -> Datasets:
@@ -140,6 +145,10 @@ class AsyncRegraft(openai.AsyncOpenAI):
     @cached_property
     def graders(self) -> AsyncGraders:
         return AsyncGraders(self)
+
+    @cached_property
+    def evals(self) -> AsyncEvals:
+        return AsyncEvals(self)
 
     @cached_property
     def datasets(self) -> Datasets:

@@ -11,7 +11,7 @@ from regraft._rules.template import MissingPath, Template, TemplateSyntaxError, 
 from regraft.requests import Source, read_grader
 
 # The limits of OpenAI and of the server.
-MOST_ROWS: Mapping[str, int] = {"train": 50_000, "valid": 1_000}
+MAX_ROWS: Mapping[str, int] = {"train": 50_000, "valid": 1_000}
 Split = Literal["train", "valid"]
 
 
@@ -43,7 +43,7 @@ def validate(file: str | Path, *, grader: Source | None = None, split: Split = "
                 yield f"the grader reads {{{{{dotted('item', wanted)}}}}}, which this row does not have"
 
     common: set[str] | None = None
-    examples = rules.read_examples(_chunks(path), check=lacks if paths else None, max_rows=MOST_ROWS[split])
+    examples = rules.read_examples(_chunks(path), check=lacks if paths else None, max_rows=MAX_ROWS[split])
     for example in examples:
         common = set(example.item) if common is None else common & set(example.item)
     return Summary(path, len(examples), tuple(sorted((common or set()) - {"messages"})))

@@ -117,7 +117,7 @@ def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[s
     hyperparameters = inside.get("hyperparameters") or {}
     effort = hyperparameters.get("reasoning_effort")
     if effort not in (None, "default"):
-        yield f"hyperparameters.reasoning_effort: {effort} is accepted and has no effect in this version."
+        yield f"hyperparameters.reasoning_effort: {effort} has an effect on models that reason only."
     automatic = [
         f"{name} is {meaning}"
         for name, meaning in _AUTO.items()

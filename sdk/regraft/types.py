@@ -105,10 +105,13 @@ class Rollout(BaseModel):
     line: int  # line of the file
     messages: list[dict[str, Any]]
     item: dict[str, Any] | None = None  # the other fields of the dataset row
-    output_text: str
+    output_text: str  # the final answer
+    output_reasoning: str | None = None  # what a reasoning model wrote before it
     finish_reason: str
     prompt_tokens: int | None = None  # None: written by a version that did not count them
     completion_tokens: int
+    reasoning_tokens: int | None = None  # of these; None: written by a version that did not count them
+    grammar_start: int | None = None  # index of the final answer's first token
     score: float | None = None  # None: could not be graded; see `reason`
     reason: str | None = None
     error: str | None = None  # kind of the grading error
@@ -117,7 +120,8 @@ class Rollout(BaseModel):
     sub_reasons: dict[str, str] | None = None
     sub_errors: dict[str, str] | None = None
     sub_outputs: dict[str, str] | None = None
-    centred_reward: float | None = None  # the score minus the mean of its group
+    centered_reward: float | None = None  # the score minus the mean of its group
+    centred_reward: float | None = None  # the same: its earlier name, until version 0.2
     advantage: float | None = None  # as used in training; None: the answer was not trained on
     trained: bool | None = None
     replacement: bool | None = None  # resampled in place of a prompt without signal
@@ -201,6 +205,7 @@ class Preview(Estimate):
     prompt_tokens: Spread
     completion_tokens: Spread
     cut_off: int  # answers that reached the token limit
+    cut_thoughts: int = 0  # of these, within the thought of a reasoning model
     grading: Grading
     sampling: Sampling
     verdict: str  # "good", "too_hard", ...; see docs/howto/preview.md
@@ -220,3 +225,30 @@ class GraderTest(BaseModel):
     output: str = ""  # printed by python graders
     execution_time: float | None = None  # seconds
     sub_rewards: dict[str, float] = {}
+
+
+class EvalDifference(BaseModel):
+    """The second run minus the first, over the rows that both graded, with a 95 % interval."""
+
+    compared: int
+    ungraded: int
+    first: float | None = None
+    second: float | None = None
+    difference: float | None = None
+    standard_error: float | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    wins: int
+    losses: int
+    ties: int
+
+
+class EvalComparison(BaseModel):
+    """Two runs of an eval: the pass rate, and the mean score of each criterion."""
+
+    eval_id: str
+    runs: list[str]
+    rows: int
+    unpaired: int
+    passed: EvalDifference
+    criteria: dict[str, EvalDifference]

@@ -15,12 +15,12 @@ from core.database.engine import Database, Work
 from core.database.tables import Organization, Project
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
-from core.storage.store import BlobStore, FolderBlobs
 from core.tenancy import keys, tenants
 from core.tenancy.audit import operator_of
 from core.tenancy.keys import Scope
 from core.tenancy.limits import Limits
 from graders.backends import Backends
+from tests.watched_blobs import WatchedBlobs
 
 MODELS = {
     "tiny": BaseModelEntry(hub="regraft/tiny"),
@@ -46,7 +46,7 @@ class House:
     app: FastAPI
     portal: BlockingPortal
     database: Database
-    blobs: BlobStore
+    blobs: WatchedBlobs
     project: Project
     key: str
     other_key: str
@@ -81,7 +81,7 @@ class House:
 def open_house(database: Database, folder: Path) -> Iterator[House]:
     """Put it together around an empty, migrated database."""
     settings = Settings(data_dir=folder, max_upload_bytes=1 << 20)
-    blobs = FolderBlobs(folder / "blobs")
+    blobs = WatchedBlobs(folder / "blobs")
     sent: list[tuple[str, str]] = []
     with database.write() as session:
         key = keys.bootstrap(session)

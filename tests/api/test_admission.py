@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from api.http.admission import Place, Share
+from api.http.admission import AdmittedRequest, ConcurrencyLimit
 from core.errors import TooManyAtOnce
 
 
-def share(*, places: int = 2, per_project: int = 2, waiting: int = 10) -> Share:
-    return Share("grader runs", places=places, per_project=per_project, waiting=waiting)
+def share(*, places: int = 2, per_project: int = 2, waiting: int = 10) -> ConcurrencyLimit:
+    return ConcurrencyLimit("grader runs", places=places, per_project=per_project, waiting=waiting)
 
 
 class Line:
     """Requests that ask for a place one after the other, and who got one."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: ConcurrencyLimit) -> None:
         self.share = share
         self.served: list[str] = []
-        self.places: list[Place] = []
+        self.places: list[AdmittedRequest] = []
         self.asking: list[asyncio.Task[None]] = []
 
     async def ask(self, *names: str) -> None:
@@ -156,7 +156,7 @@ def test_a_project_that_has_nothing_here_is_forgotten():
             await places.enter("b")
         place.leave()
 
-        assert places._projects == {}
+        assert not places.known_projects
 
     in_a_loop(scene)
 
@@ -184,7 +184,7 @@ def test_a_thread_keeps_its_place_until_it_has_ended_even_if_nobody_waits_for_it
 
         def call() -> None:
             begun.set()
-            go.wait(10)
+            go.wait(30)
 
         asking = asyncio.create_task(places.in_thread("a", call))
         assert await asyncio.to_thread(begun.wait, 10)

@@ -13,6 +13,7 @@ from core.database.tables import Checkpoint, File, Job
 from core.jobs import lifecycle, usage
 from core.jobs.estimates import Ahead
 from core.registry import Registry
+from core.results.step_metrics import StepMetrics
 from core.storage.datasets import MAX_LINE_BYTES
 from graders.backends import Backends
 from graders.spec import parse_grader
@@ -32,7 +33,7 @@ def priced(house):
     )
     registry = Registry(models=MODELS)
     house.app = create_app(
-        settings, house.database, house.blobs, registry, Backends.none(), lambda *wake: None
+        settings, house.database, house.blobs, registry, Backends.none(), lambda *wake: True
     )
     return house.client(house.key)
 
@@ -47,7 +48,7 @@ def run_steps(house):
             job.status, job.started_at = status, 1
             for number in range(1, count + 1):
                 step = factories.step(session, job, number, seconds=10.0, tokens=80)
-                usage.record(session, job, step.data, Ahead(ahead, 0, False))
+                usage.record(session, job, StepMetrics.load(step.data), Ahead(ahead, 0, False))
 
     return run_steps
 

@@ -112,7 +112,7 @@ def test_one_beyond_its_places_waits_for_the_next_instead_of_being_refused(house
     first = house.portal.call(checks.enter, house.project.id)
 
     async def ended_when_it_waits() -> None:
-        while not checks._projects[house.project.id].waiting:
+        while not checks.queued(house.project.id):
             await asyncio.sleep(0)
         first.leave()
 

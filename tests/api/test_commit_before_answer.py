@@ -59,18 +59,18 @@ def test_the_answer_waits_for_a_slow_commit(house, api, job_request):
 
     def linger() -> None:
         reached.set()
-        go_on.wait(10)
+        go_on.wait(30)
 
     before_commit(house, linger)
     caller = threading.Thread(target=lambda: answers.append(api.post(JOBS, json=request)))
     caller.start()
 
-    assert reached.wait(10)
+    assert reached.wait(30)
     assert answers == []
     assert house.sent == []
 
     go_on.set()
-    caller.join(10)
+    caller.join(30)
     assert [answer.status_code for answer in answers] == [200]
     assert len(house.sent) == 1
 

@@ -14,15 +14,8 @@ def house(tmp_path, sqlite_database):
         yield house
 
 
-@pytest.fixture
-def site(house, tmp_path):
-    """A client without a key of a service with a built site."""
-    folder = tmp_path / "site"
-    (folder / "howto").mkdir(parents=True)
-    (folder / "index.html").write_text("<h1>regraft</h1>")
-    (folder / "howto" / "index.html").write_text("<h1>Guides</h1>")
-    (folder / "search.json").write_text("{}")
-    (tmp_path / "secret.txt").write_text("secret")
+def client_of(house, tmp_path, folder):
+    """A client without a key of a service that looks for the site in `folder`."""
     service = house.app.state.service
     house.app = create_app(
         Settings(data_dir=tmp_path, docs_site=folder),
@@ -33,6 +26,18 @@ def site(house, tmp_path):
         service.send,
     )
     return house.client()
+
+
+@pytest.fixture
+def site(house, tmp_path):
+    """A client of a service with a built site."""
+    folder = tmp_path / "site"
+    (folder / "howto").mkdir(parents=True)
+    (folder / "index.html").write_text("<h1>regraft</h1>")
+    (folder / "howto" / "index.html").write_text("<h1>Guides</h1>")
+    (folder / "search.json").write_text("{}")
+    (tmp_path / "secret.txt").write_text("secret")
+    return client_of(house, tmp_path, folder)
 
 
 def test_pages_need_no_key(site):
@@ -93,5 +98,5 @@ def test_pages_cannot_be_posted_to(site):
     assert site.post("/docs/index.html").status_code == 405
 
 
-def test_without_a_built_site_there_is_no_page(house):
-    assert house.client().get("/docs/index.html").status_code == 404
+def test_without_a_built_site_there_is_no_page(house, tmp_path):
+    assert client_of(house, tmp_path, tmp_path / "site").get("/docs/index.html").status_code == 404

@@ -9,7 +9,7 @@ from botocore.exceptions import ClientError
 from fastapi import APIRouter
 from sqlalchemy.exc import OperationalError
 
-from api.http.app import MOST_JSON_BYTES
+from api.http.app import MAX_JSON_BYTES
 from core.database.engine import Database
 from core.storage import disk
 from core.storage.store import FolderBlobs
@@ -77,9 +77,7 @@ def test_a_body_that_no_json_parser_should_take(api, body):
 
 
 def test_a_body_too_large_to_hold(api):
-    answer = api.post(
-        JOBS, content=b" " * (MOST_JSON_BYTES + 1), headers={"content-type": "application/json"}
-    )
+    answer = api.post(JOBS, content=b" " * (MAX_JSON_BYTES + 1), headers={"content-type": "application/json"})
 
     assert envelope(answer, 413)["code"] == "payload_too_large"
 
@@ -87,7 +85,7 @@ def test_a_body_too_large_to_hold(api):
 @pytest.mark.both_databases
 def test_a_crash_tells_the_request_id_and_nothing_else(house, caplog):
     house.app.include_router(broken_routes())
-    caplog.handler.setFormatter(logs.Text())
+    caplog.handler.setFormatter(logs.TextFormatter())
     answer = house.client(house.key).get("/v1/broken")
 
     error = envelope(answer, 500)
@@ -184,17 +182,23 @@ def test_a_database_that_is_away_is_a_503_that_clients_ask_again(house, api):
     assert "database" in answer.json()["error"]["message"]
 
 
+def refusals() -> float:
+    return next(iter(disk.REFUSALS.collect())).samples[0].value
+
+
 class FullFolder(FolderBlobs):
     """Has room for the beginning of a blob."""
 
     def writer(self, key, *, if_absent=False):
-        writer = super().writer(key)
+        return FullWriter(super().writer(key))
 
-        def write(data):
-            raise OSError(errno.ENOSPC, "No space left on device")
 
-        writer.write = write
-        return writer
+class FullWriter:
+    def __init__(self, writer):
+        self.commit, self.abort = writer.commit, writer.abort
+
+    def write(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def answers_of(error: Exception):
@@ -219,14 +223,14 @@ FULL = {
 
 @pytest.mark.parametrize("full", FULL.values(), ids=FULL.keys())
 def test_a_store_without_room_is_507_whichever_it_is(house, api, full):
-    counted = disk.REFUSALS._value.get()
+    counted = refusals()
     house.app.state.service = replace(house.app.state.service, database=answers_of(full))
 
     answer = api.get(JOBS)
 
     assert envelope(answer, 507)["code"] == "insufficient_storage"
     assert answer.headers["x-should-retry"] == "false"
-    assert disk.REFUSALS._value.get() == counted + 1
+    assert refusals() == counted + 1
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_what_is_not_there_is_not_found(client, job, run):
         lambda: find.runs.output_items.list(nothing, **theirs),
         lambda: find.runs.output_items.retrieve("outputitem_x", run_id=run.id, **theirs),
         lambda: find.runs.output_items.retrieve(
-            evals.item_id(job["id"], rollouts.Place(2, "valid", 99, 0)), run_id=run.id, **theirs
+            evals.item_id(job["id"], rollouts.SamplePosition(2, "valid", 99, 0)), run_id=run.id, **theirs
         ),
     ):
         with pytest.raises(openai.NotFoundError, match="No such"):
@@ -296,15 +296,13 @@ def test_an_unknown_cursor_is_refused(client, job, run):
         assert refused.value.param == "after"
 
 
-def test_evals_are_made_by_jobs_only(client, job, run):
+def test_the_eval_of_a_job_is_read_only(client, job, run):
     eval_id = job["eval_id"]
-    config = {"type": "custom", "item_schema": {}}
     for ask in (
-        lambda: client.evals.create(data_source_config=config, testing_criteria=[]),
         lambda: client.evals.update(eval_id, name="mine"),
         lambda: client.evals.delete(eval_id),
         lambda: client.evals.runs.create(
-            eval_id, data_source={"type": "jsonl", "source": {"type": "file_id"}}
+            eval_id, data_source={"type": "jsonl", "source": {"type": "file_id", "id": "file-x"}}
         ),
         lambda: client.evals.runs.cancel(run.id, eval_id=eval_id),
         lambda: client.evals.runs.delete(run.id, eval_id=eval_id),
@@ -312,13 +310,13 @@ def test_evals_are_made_by_jobs_only(client, job, run):
         with pytest.raises(openai.APIStatusError) as refused:
             ask()
         assert (refused.value.status_code, refused.value.code) == (405, "method_not_supported")
-        assert "each fine-tuning job creates one" in refused.value.message
+        assert "shows the validations of a fine-tuning job" in refused.value.message
 
 
 @pytest.mark.both_databases
 def test_another_projects_eval_does_not_exist(house, job, run):
     theirs = house.client(house.other_key)
-    item = evals.item_id(job["id"], rollouts.Place(2, "valid", 0, 0))
+    item = evals.item_id(job["id"], rollouts.SamplePosition(2, "valid", 0, 0))
     base = f"/v1/evals/{job['eval_id']}"
     urls = [base, f"{base}/runs", f"{base}/runs/{run.id}", f"{base}/runs/{run.id}/output_items"]
     urls.append(f"{urls[-1]}/{item}")

@@ -192,7 +192,9 @@ def test_after_a_day_a_key_may_be_used_anew(house, api, job_request):
     api.post(JOBS, json=request, headers=keyed("another"))
     with house.database.write() as session:
         old = update(IdempotentRequest).where(IdempotentRequest.key == "a-key")
-        session.execute(old.values(created_at=IdempotentRequest.created_at - idempotency.KEPT_SECONDS - 1))
+        session.execute(
+            old.values(created_at=IdempotentRequest.created_at - idempotency.RETENTION_SECONDS - 1)
+        )
 
     with house.database.write() as session:
         idempotency.forget(session)

@@ -5,7 +5,8 @@ import pytest
 from sqlalchemy import select, update
 
 from core.database.tables import Checkpoint, File, Job, StepMetric, TunedModel
-from core.jobs import devices, events, queue
+from core.jobs import events, queue
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.settings import GpuClass
 from graders.backends import Backends
 from graders.endpoint import Endpoints
@@ -104,6 +105,45 @@ def test_once_resolved_the_numbers_take_the_place_of_auto(api, house, create_job
     assert (shown["batch_size"], shown["n_epochs"], shown["learning_rate_multiplier"]) == (8, 4, 2.0)
     assert (shown["advanced"]["total_steps"], shown["advanced"]["learning_rate"]) == (20, 2e-3)
     assert "total_steps" not in shown
+
+
+GROUPS = {"loss": {"type": "cispo", "cap": 3.0}, "sampling": {"group_size": 4}, "lora_rank": 8}
+
+
+def test_hyperparameters_in_groups_are_shown_in_groups(create_job):
+    asked = {"hyperparameters": {"advanced": GROUPS}}
+    shown = create_job(reinforcement=asked)["method"]["reinforcement"]["hyperparameters"]["advanced"]
+
+    assert shown["loss"].items() >= GROUPS["loss"].items()
+    assert shown["sampling"] == {
+        "group_size": 4,
+        "temperature": 1.0,
+        "max_completion_tokens": "auto",
+        "chat_template": "auto",
+        "chat_template_kwargs": {},
+        "thinking_budget": "auto",
+    }
+    assert (shown["lora"], shown["kl"]) == ({"rank": 8, "alpha": 32, "targets": "auto"}, None)
+    assert "lora_rank" not in shown
+
+
+@pytest.mark.both_databases
+def test_groups_show_the_resolved_numbers_where_they_had_auto(api, house, create_job):
+    job = create_job(reinforcement={"hyperparameters": {"advanced": GROUPS}})
+    asked = Hyperparameters.model_validate({"advanced": GROUPS})
+    run = resolve(asked, rows=100, parameters=500_000_000, context=4096)
+    change(house, resolved=run.model_dump(mode="json"))
+
+    shown = api.get(f"{JOBS}/{job['id']}").json()["method"]["reinforcement"]["hyperparameters"]
+    request = api.get(f"/v1/regraft/jobs/{job['id']}/request").json()
+
+    assert shown["advanced"]["loss"]["std"] == "population"
+    assert shown["advanced"]["sampling"]["max_completion_tokens"] == 512
+    assert shown["advanced"]["optimizer"]["learning_rate"] == run.learning_rate
+    assert (shown["batch_size"], shown["advanced"]["total_steps"]) == (run.batch_size, run.total_steps)
+    advanced = request["method"]["reinforcement"]["hyperparameters"]["advanced"]
+    assert advanced["sampling"]["max_completion_tokens"] == "auto"
+    assert api.post(JOBS, json=request).status_code == 200
 
 
 def test_a_job_without_a_seed_gets_one(create_job):
@@ -274,6 +314,41 @@ REFUSED_INSIDE = {
         "hyperparameters.advanced",
         "invalid_value",
     ),
+    "an unknown loss in a group": (
+        hyperparameters(advanced={"loss": {"type": "ppo"}}),
+        "hyperparameters.advanced.loss.type",
+        "invalid_value",
+    ),
+    "a loss without a type": (
+        hyperparameters(advanced={"loss": {"cap": 5.0}}),
+        "hyperparameters.advanced.loss.type",
+        "missing_required_parameter",
+    ),
+    "a field of another loss": (
+        hyperparameters(advanced={"loss": {"type": "dapo", "cap": 5.0}}),
+        "hyperparameters.advanced.loss.cap",
+        "unknown_parameter",
+    ),
+    "a bound in a group": (
+        hyperparameters(advanced={"lora": {"rank": 0}}),
+        "hyperparameters.advanced.lora.rank",
+        "integer_below_min_value",
+    ),
+    "a bound of a flat name that is auto": (
+        hyperparameters(advanced={"eval_temperature": 9.0, "temperature": 1.0}),
+        "hyperparameters.advanced.eval_temperature",
+        "number_above_max_value",
+    ),
+    "a bound of a flat name that is a number in its group": (
+        hyperparameters(advanced={"clip_low": 0}),
+        "hyperparameters.advanced.clip_low",
+        "number_below_min_value",
+    ),
+    "both names of one": (
+        hyperparameters(advanced={"lora": {"rank": 8}, "lora_rank": 8}),
+        "hyperparameters.advanced",
+        "invalid_value",
+    ),
     "tools": ({"tools": [{"name": "search"}]}, "tools", "unsupported_parameter"),
     "episodes of several steps": ({"max_episode_steps": 10}, "max_episode_steps", "unsupported_parameter"),
     "a grader that is text": ({"grader": "string_check"}, "grader", "invalid_type"),
@@ -331,6 +406,8 @@ def test_a_value_that_fits_neither_auto_nor_a_number_gets_one_sentence(api, job_
         ({"num_train_epochs": 1}, "hyperparameters.n_epochs"),
         ({"advanced": {"batch_size": 4}}, "hyperparameters.batch_size"),
         ({"advanced": {"num_generations": 4}}, "hyperparameters.advanced.group_size"),
+        ({"advanced": {"lora": {"r": 4}}}, "hyperparameters.advanced.lora.rank"),
+        ({"lora": {"rank": 4}}, "hyperparameters.advanced.lora"),
     ],
     ids=str,
 )
@@ -417,7 +494,9 @@ def test_a_reasoning_effort_is_echoed_and_one_event_says_that_it_has_no_effect(a
     assert job["method"]["reinforcement"]["hyperparameters"]["reasoning_effort"] == "medium"
     listed = api.get(f"{JOBS}/{job['id']}/events").json()["data"]
     (warning,) = [event for event in listed if event["level"] == "warn"]
-    assert warning["message"].startswith("reasoning_effort 'medium' has no effect in this version")
+    assert warning["message"].startswith(
+        "reasoning_effort 'medium' has no effect on a model that does not reason"
+    )
 
 
 def test_the_default_effort_is_no_event(api, create_job):
@@ -699,8 +778,10 @@ def test_the_metrics_of_all_steps_come_in_order(api, house, create_job):
     assert listed["data"] == [{"step": 0, "train_mean_reward": 0.0}, {"step": 1, "train_mean_reward": 0.5}]
 
 
-def test_sampling_a_step_ahead_needs_a_sampler_of_its_own(api, job_request, monkeypatch):
-    monkeypatch.setattr(devices, "GPU_FILES", ())  # the machine of this test may have a GPU
+def test_sampling_a_step_ahead_needs_a_sampler_of_its_own(api, house, job_request):
+    service = house.app.state.service
+    without_gpu = service.settings.model_copy(update={"gpu_classes": {"cpu": GpuClass(gpu_memory_gib=0)}})
+    house.app.state.service = replace(service, settings=without_gpu)  # this machine may have a GPU
     ahead = {"hyperparameters": {"advanced": {"off_policy_steps": 1}}}
 
     answer = api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=ahead))

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from api.http.admission import Admission, Share
+from api.http.admission import Admission, ConcurrencyLimit
 from api.http.app import SMALL_JSON_BYTES
-from api.http.large_bodies import LargeBodies, Refused, body_is_read
+from api.http.large_bodies import BodyRejected, LargeBodies, body_is_read
 from core.database.engine import Database
 from core.errors import InvalidApiKey
 from core.settings import Settings
@@ -150,13 +150,13 @@ async def ignored(message: Any) -> None:
     pass
 
 
-def limited(endpoint: Endpoint, arriving: Share, parsed: Share) -> LargeBodies:
+def limited(endpoint: Endpoint, arriving: ConcurrencyLimit, parsed: ConcurrencyLimit) -> LargeBodies:
     streamed = re.compile("/v1/files")
     return LargeBodies(endpoint, small=100, streamed=streamed, owner=owner, arriving=arriving, parsed=parsed)
 
 
-def share(places: int) -> Share:
-    return Share("large request bodies", places=places, per_project=places, waiting=10)
+def share(places: int) -> ConcurrencyLimit:
+    return ConcurrencyLimit("large request bodies", places=places, per_project=places, waiting=10)
 
 
 def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -186,7 +186,7 @@ def test_nothing_is_read_beyond_what_a_small_body_has_without_a_key(announced, r
 
     async def scene() -> None:
         client = Client(*[b"x" * 40] * 50, key="", announced=announced)
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(BodyRejected) as refused:
             await limited(Endpoint(), share(1), share(1))(client.scope, client.receive, ignored)
 
         assert isinstance(refused.value.cause, InvalidApiKey)

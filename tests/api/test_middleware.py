@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from starlette.responses import PlainTextResponse
 
-from api.http.middleware import BodyLimit, Pace, TooSlow
+from api.http.middleware import BodyLimit, MinimumRate, TooSlow
 
 SCOPE = {
     "type": "http",
@@ -71,7 +71,7 @@ class Drip:
 
 def kept_pace(client: Drip, pieces: int, pause: float = 0.0) -> int:
     """How many pieces were taken before the client was found too slow."""
-    pace = Pace(100, 30.0, client.clock)
+    pace = MinimumRate(100, 30.0, client.clock)
 
     async def read() -> int:
         for number in range(pieces):

@@ -3,6 +3,7 @@ from urllib.parse import quote
 import pytest
 
 from core.database.tables import TunedModel
+from core.model_checks import ModelCheck, ModelChecks, source_of
 
 NAME = "ft:org/large:default:mine:abcd1234:ckpt-step-5"
 
@@ -73,3 +74,34 @@ def test_a_base_model_cannot_be_deleted(api):
     answer = api.delete("/v1/models/org/large")
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+
+
+def test_what_is_known_of_a_base_model_is_null_until_a_worker_has_tried_it(api, house):
+    listed = api.get("/v1/regraft/models").json()
+
+    assert listed["object"] == "list"
+    assert {model["id"] for model in listed["data"]} == set(house.app.state.service.registry.models)
+    for model in listed["data"]:
+        assert (model["object"], model["context"] > 0) == ("regraft.model", True)
+        assert model["forward"] is model["checked_at"] is model["adapted_share"] is None
+
+
+def test_what_a_worker_has_found_is_shown(api, house):
+    [(name, entry), *_] = house.app.state.service.registry.models.items()
+    found = {
+        "forward": "rows",
+        "decode": "forked",
+        "largest_difference": 1e-6,
+        "adapted_modules": 12,
+        "adapted_share": 0.5,
+        "adapted_by_kind": {"attention": {"modules": 12, "share": 0.5}},
+        "checked_at": 1_700_000_000,
+    }
+    same = {"source": source_of(entry), "dtype": entry.dtype, "context": entry.context, "verdict": {}}
+    checks = ModelChecks(house.app.state.service.settings.model_cache)
+    checks.keep(ModelCheck(key="new", **same, **found))
+    checks.keep(ModelCheck(key="old", **same, **found | {"forward": "packed", "checked_at": 1}))
+
+    shown = next(model for model in api.get("/v1/regraft/models").json()["data"] if model["id"] == name)
+
+    assert {field: shown[field] for field in found} == found

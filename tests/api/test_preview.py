@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import socket
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -14,9 +15,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from api.http import admission
 from api.http.app import create_app
-from api.resources import preview as endpoint
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
 from core.tenancy import tenants
@@ -115,7 +114,16 @@ def inference(model: Model) -> Iterator[str]:
     yield from served(model.app())
 
 
-def opened(house, url: str, backends: Backends | None = None, **settings: Any) -> Iterator[httpx.Client]:
+def opened(
+    house,
+    url: str,
+    backends: Backends | None = None,
+    *,
+    places: int | None = None,
+    seconds: float | None = None,
+    **settings: Any,
+) -> Iterator[httpx.Client]:
+    """`places`: previews at once; `seconds`: how long one may take."""
     settings = {
         "data_dir": house.folder,
         "inference_url": url and f"{url}/v1",
@@ -127,8 +135,12 @@ def opened(house, url: str, backends: Backends | None = None, **settings: Any) -
         house.blobs,
         Registry(models={"tiny": BaseModelEntry(hub="regraft/tiny", context=128)}),
         backends or Backends.none(),
-        lambda *wake: None,
+        lambda *wake: True,
     )
+    if places is not None:
+        app.state.service.admission.previews.places = places
+    if seconds is not None:
+        app.state.service = replace(app.state.service, preview_seconds=seconds)
     for address in served(app):
         headers = {"Authorization": f"Bearer {house.key}"}
         with httpx.Client(base_url=f"{address}/v1", headers=headers, timeout=30) as client:
@@ -380,23 +392,25 @@ def test_an_inference_server_that_is_not_there_is_503(house, body):
 def test_a_client_that_leaves_ends_the_sampling(house, inference, model, body):
     model.hangs = True
     for web in opened(house, inference):
-        with pytest.raises(httpx.ReadTimeout):
-            web.post(PREVIEW, json=body(), timeout=0.5)
-        assert model.left.wait(10)
+        request = web.build_request("POST", PREVIEW, json=body())
+        head = [f"POST {request.url.path} HTTP/1.1", *(": ".join(pair) for pair in request.headers.items())]
+        with socket.create_connection((request.url.host, request.url.port)) as client:
+            client.sendall("\r\n".join([*head, "", ""]).encode() + request.content)
+            assert model.begun.wait(30)
+        assert model.left.wait(30)
 
 
-def test_no_more_than_a_few_run_at_once(house, inference, model, body, monkeypatch):
-    monkeypatch.setattr(admission, "PREVIEWS", 1)
+def test_no_more_than_a_few_run_at_once(house, inference, model, body):
     model.go.clear()
     asked, answers = body() | {"rows": 1}, []
 
     def ask(web: httpx.Client) -> None:
         answers.append(web.post(PREVIEW, json=asked))
 
-    for web in opened(house, inference):
+    for web in opened(house, inference, places=1):
         first = threading.Thread(target=ask, args=[web])
         first.start()
-        assert model.begun.wait(10)
+        assert model.begun.wait(30)
         refused = web.post(PREVIEW, json=asked)
         model.go.set()
         first.join()
@@ -407,28 +421,24 @@ def test_no_more_than_a_few_run_at_once(house, inference, model, body, monkeypat
     assert [answer.status_code for answer in answers] == [200, 200]
 
 
-def test_one_that_takes_too_long_is_refused_in_a_way_that_no_client_repeats(web, model, body, monkeypatch):
-    monkeypatch.setattr(endpoint, "LONGEST_S", 0.2)
+def test_one_that_takes_too_long_is_refused_in_a_way_that_no_client_repeats(house, inference, model, body):
     model.go.clear()
-
-    refused = error(web.post(PREVIEW, json=body()), 400)
+    for web in opened(house, inference, seconds=0.2):
+        refused = error(web.post(PREVIEW, json=body()), 400)
 
     model.go.set()
     assert refused["code"] == "preview_too_slow"
     assert "fewer rows or samples" in refused["message"]
 
 
-def test_a_preview_that_nobody_waits_for_keeps_its_place_until_its_grader_has_ended(
-    house, inference, body, monkeypatch
-):
+def test_a_preview_that_nobody_waits_for_keeps_its_place_until_its_grader_has_ended(house, inference, body):
     """A thread cannot be stopped: let go, its place would be taken again and again, until there is no thread left."""
-    monkeypatch.setattr(admission, "PREVIEWS", 1)
-    monkeypatch.setattr(endpoint, "LONGEST_S", 1.0)
     go = threading.Event()
     judge = {"type": "score_model", "name": "j", "model": "judge"}
     judge |= {"input": [{"role": "user", "content": "{{sample.output_text}}"}]}
-    with serving(lambda path, asked: (200, verdict(float(go.wait(10))).body)) as url:
-        for web in opened(house, inference, Backends({"judge": JudgeModel(f"{url}/v1")})):
+    with serving(lambda path, asked: (200, verdict(float(go.wait(30))).body)) as url:
+        backends = Backends({"judge": JudgeModel(f"{url}/v1")})
+        for web in opened(house, inference, backends, places=1, seconds=1.0):
             asked = body(grader=judge) | {"rows": 1, "samples": 2}
             slow, meanwhile = web.post(PREVIEW, json=asked), web.post(PREVIEW, json=asked)
             go.set()

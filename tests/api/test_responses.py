@@ -236,10 +236,11 @@ def test_an_answer_that_is_cut_is_incomplete(create, inference):
     assert (answer.output[0].status, answer.output_text, answer.completed_at) == ("incomplete", "ab", None)
 
 
-def test_reasoning_and_verbosity_have_no_effect(create, inference):
+def test_the_effort_reaches_the_model_and_verbosity_has_no_effect(create, inference):
     create(reasoning={"effort": "xhigh", "summary": "auto"}, text={"verbosity": "low"})
 
-    assert inference.asked[0].keys() == {"model", "messages", "regraft"}
+    assert inference.asked[0].keys() == {"model", "messages", "reasoning_effort", "regraft"}
+    assert inference.asked[0]["reasoning_effort"] == "xhigh"
 
 
 def test_a_schema_reaches_the_inference_server_in_chats_spelling(create, inference):
@@ -372,7 +373,7 @@ def test_a_client_that_leaves_a_stream_ends_it_upstream(create, inference):
     next(stream)
     stream.close()
 
-    assert inference.left.wait(10)
+    assert inference.left.wait(30)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def row(step, split, group, member, **fields):
         "sub_reasons": {"close": "near"},
         "sub_errors": {},
         "sub_outputs": {},
-        "centred_reward": 0.0,
+        "centered_reward": 0.25,
         "advantage": None if cut else member / 10 - 0.1,
         "trained": not cut,
         "replacement": False,
@@ -122,7 +122,27 @@ def test_a_sample_shows_what_it_was_asked_said_and_was_worth(listed):
         "id": "rollout_3_t_0_2",
         "messages": [{"role": "user", "content": "2+2?"}],
         "item": {"answer": "4"},
+        "centred_reward": 0.25,  # the earlier name
+        "output_reasoning": None,
+        "reasoning_tokens": None,
+        "grammar_start": None,
     }
+
+
+def test_a_page_with_an_earlier_name_of_a_column_is_read_under_both(house, api, listed, job_id):
+    with house.database.read() as session:
+        [page] = rollouts.pages(session, job_id, first_step=2, last_step=2)
+    today = pq.read_table(io.BytesIO(house.blobs.read(page.blob_key)))
+    earlier = io.BytesIO()
+    pq.write_table(today.rename_columns({"centered_reward": "centred_reward"}), earlier)
+    house.blobs.put_bytes(page.blob_key, earlier.getvalue())
+
+    for params in ({}, {"graded": "true"}):
+        rows = listed(step=2, **params)["data"]
+        assert {(one["centered_reward"], one["centred_reward"]) for one in rows} == {(0.25, 0.25)}
+    answer = api.get(f"/v1/regraft/jobs/{job_id}/rollouts/download", params={"format": "parquet"})
+    table = pq.read_table(io.BytesIO(answer.content))
+    assert table["centered_reward"].to_pylist() == table["centred_reward"].to_pylist() == [0.25] * 32
 
 
 def test_without_a_step_all_come_in_order(listed):
@@ -280,7 +300,7 @@ def test_a_parquet_download_is_one_file_of_all_pages(house, api, job_id):
     )
 
     table = pq.read_table(io.BytesIO(answer.content))
-    assert table.schema == rollouts.SCHEMA
+    assert table.schema.names == [*rollouts.SCHEMA.names, *rollouts.EARLIER_NAMES.values()]
     assert table["step"].to_pylist() == [1] * 8 + [2] * 8 + [3] * 8 + [7] * 3
     assert int(answer.headers["content-length"]) == len(answer.content)
 
@@ -299,14 +319,10 @@ def test_a_job_without_samples_has_an_empty_list(api, create_job):
     assert answer.json() == {"object": "list", "data": [], "has_more": False, "total": 0, "stored": 0}
 
 
-def test_only_the_pages_that_are_needed_are_fetched(house, api, listed, job_id, monkeypatch):
-    fetched = []
-    download = house.blobs.download
-    monkeypatch.setattr(house.blobs, "download", lambda key, path: (fetched.append(key), download(key, path)))
-
+def test_only_the_pages_that_are_needed_are_fetched(house, listed, job_id):
     listed(limit=3, split="train")
 
-    assert [key.rsplit("/", 1)[1] for key in fetched] == ["train-000001.parquet"]
+    assert [key.rsplit("/", 1)[1] for key in house.blobs.downloaded] == ["train-000001.parquet"]
 
 
 @pytest.mark.both_databases

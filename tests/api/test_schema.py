@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from api.http.app import MOST_JSON_BYTES, create_app
+from api.http.app import MAX_JSON_BYTES, create_app
 from api.http.openapi import refusals_of
 from core.registry import Registry
 from core.settings import Settings
@@ -128,7 +128,7 @@ def test_every_refusal_that_all_such_routes_document_is_real(house, known, metho
             query = {p["name"]: "\0" for p in operation.get("parameters", ()) if p["in"] == "query"}
             answer = house.client(house.key).request(method, url, params=query, json=[])
         else:
-            answer = house.client(house.key).request(method, url, content=b" " * (MOST_JSON_BYTES + 1))
+            answer = house.client(house.key).request(method, url, content=b" " * (MAX_JSON_BYTES + 1))
 
         assert answer.status_code == status
 

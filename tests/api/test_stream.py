@@ -284,7 +284,7 @@ def test_an_open_stream_does_not_keep_the_server(house, create_job):
         told = [next(lines) for _ in range(9)]
         server.should_exit = True
         rest = list(lines)
-    thread.join(20)
+    thread.join(60)
 
     assert "event: status" in told
     assert "data: [DONE]" not in rest

@@ -21,6 +21,8 @@ BODIES = {
     "/v1/uploads/{upload_id}/complete": {"part_ids": ["part_1"]},
     "/v1/fine_tuning/jobs/{job_id}/budget": {"budget": None},
     "/v1/fine_tuning/checkpoints/{checkpoint}/permissions": {"project_ids": ["proj_1"]},
+    "/v1/evals/{eval_id}": {"name": "b"},
+    "/v1/evals/{eval_id}/runs": {"data_source": {"type": "jsonl", "source": {"type": "file_id", "id": "f"}}},
     "/v1/webhook_endpoints/{webhook_endpoint_id}": {"name": "b"},
     "/v1/webhook_endpoints/{webhook_endpoint_id}/test": {"event_type": "fine_tuning.job.succeeded"},
 }
@@ -79,7 +81,8 @@ def routes_with_an_id(house) -> list[tuple[str, str]]:
 
 
 def fill(path: str, rows: dict[str, str]) -> str:
-    return path.format(**rows) + ("?step=1" if path.endswith("rollouts") else "")
+    queries = {"rollouts": "?step=1", "compare": "?runs={run_id},{run_id}"}
+    return (path + queries.get(path.rpartition("/")[2], "")).format(**rows)
 
 
 def test_what_belongs_to_another_does_not_exist(house, rows):

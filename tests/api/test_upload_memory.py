@@ -61,7 +61,7 @@ def serve(tmp_path: Path):
     yield serve
     for server in started:
         server.terminate()
-        server.wait(10)
+        server.wait(30)
         assert server.stdout is not None
         server.stdout.close()
 
@@ -133,5 +133,5 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(serve, tmp_path):
     assert len(client.get("/files").json()["data"]) == 1
     client.close()
     server.terminate()  # which waits for what is under way
-    server.wait(10)
+    server.wait(30)
     assert len([path for path in (tmp_path / "blobs").rglob("*") if path.is_file()]) == 1

@@ -44,7 +44,7 @@ def serving(app) -> Iterator[str]:
 def address(house):
     settings = Settings(data_dir=house.folder, webhook_private_hosts="127.0.0.1, *.internal")
     parts = settings, house.database, house.blobs, Registry(models={}), Backends.none()
-    with serving(create_app(*parts, lambda *wake: None)) as address:
+    with serving(create_app(*parts, lambda *wake: True)) as address:
         yield address
 
 
@@ -175,10 +175,13 @@ def test_the_event_types_are_those_that_are_sent(client):
         "fine_tuning.job.paused",
         "fine_tuning.job.resumed",
         "fine_tuning.job.threshold_reached",
+        "eval.run.succeeded",
+        "eval.run.failed",
+        "eval.run.canceled",
     ]
 
 
-@pytest.mark.parametrize("event_type", ["eval.run.succeeded", "response.completed", "nonsense"])
+@pytest.mark.parametrize("event_type", ["batch.completed", "response.completed", "nonsense"])
 def test_an_event_that_is_never_sent_is_refused_with_those_that_are(client, event_type):
     error = refused(create, client, event_types=[SUCCEEDED, event_type])
 

@@ -28,7 +28,7 @@ from core.tenancy import keys
 from core.tenancy.audit import operator_of
 from core.tenancy.keys import Scope
 from tests.e2e.conftest import ROOT, Server, wait_until_ready
-from tests.servers import free_port
+from tests.servers import reserve_port
 
 # The server may map so much more than it has mapped when it is ready.
 ADDRESS_SPACE_TO_SPARE = 3 << 29
@@ -204,7 +204,7 @@ class Fortress:
             self.attacked.server.process.wait()
 
     def _start(self) -> "Attacked":
-        port = free_port()
+        port = reserve_port()
         with (self.disk / "server.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "worker.cli", "api"],

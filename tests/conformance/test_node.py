@@ -17,6 +17,7 @@ from tests.conformance.helpers import (
     JOB,
     MODEL,
     NEW_JOB,
+    NUMBER,
     RESPONSE,
     UPLOAD,
     assert_documented,
@@ -95,3 +96,67 @@ def test_responses_and_their_stream(run, inference):
     assert (answers["events"][0], answers["events"][-1]) == ("response.created", "response.completed")
     assert_documented(answers["final"], RESPONSE)
     assert answers["refused"] == {"status": 400, "code": "unsupported_parameter", "param": "tools"}
+
+
+@pytest.mark.slow
+def test_the_whole_surface_of_evals(run):
+    answers = run("evals.mjs")
+
+    made, done = answers["created"], answers["done"]
+    documented = {
+        "id": starts("eval_"),
+        "object": "eval",
+        "name": str,
+        "created_at": int,
+        "data_source_config": {"type": "custom", "schema": dict},
+        "testing_criteria": [{"type": "string_check", "name": "exact"}],
+        "metadata": dict,
+    }
+    assert_documented(made, documented | {"name": "colors", "metadata": {"from": "node"}})
+    assert answers["retrieved"] == made
+    assert_documented(answers["updated"], documented | {"name": "colours", "metadata": {"from": "js"}})
+    assert_documented(answers["evals"], [{"id": starts("eval_"), "object": "eval", "created_at": int}])
+    assert answers["evals"][0]["id"] == made["id"]
+    run_shape = {
+        "id": starts("evalrun_"),
+        "object": "eval.run",
+        "eval_id": made["id"],
+        "created_at": int,
+        "report_url": starts("http"),
+        "error": None,
+    }
+    assert_documented(
+        answers["run"], run_shape | {"status": "queued", "name": "first", "metadata": {"n": "1"}}
+    )
+    assert_documented(
+        done,
+        run_shape
+        | {
+            "status": "completed",
+            "result_counts": {"total": 3, "errored": 0, "failed": 2, "passed": 1},
+            "per_testing_criteria_results": [{"testing_criteria": "exact", "passed": 1, "failed": 2}],
+            "per_model_usage": [],
+        },
+    )
+    assert_documented(answers["canceled"], run_shape | {"status": "canceled"})
+    assert answers["runs"] == [done["id"], answers["canceled"]["id"]]
+    assert answers["completed"] == [done["id"]]
+    item = {
+        "id": starts("outputitem_"),
+        "object": "eval.run.output_item",
+        "run_id": done["id"],
+        "eval_id": made["id"],
+        "created_at": int,
+        "status": str,
+        "datasource_item_id": int,
+        "datasource_item": {"answer": "red"},
+        "results": [{"name": "exact", "passed": bool, "score": NUMBER}],
+        "sample": {"output": [{"role": "assistant", "content": str}]},
+    }
+    assert_documented(answers["items"], [item])
+    assert [one["status"] for one in answers["items"]] == ["pass", "fail", "fail"]
+    assert answers["failed"] == 2
+    assert answers["item"] == answers["items"][0]
+    assert answers["deletedRun"] == {"object": "eval.run.deleted", "deleted": True, "run_id": done["id"]}
+    assert answers["deleted"] == {"object": "eval.deleted", "deleted": True, "eval_id": made["id"]}
+    assert answers["gone"] == {"class": "NotFoundError", "status": 404}

@@ -110,7 +110,7 @@ def test_every_refusal_is_in_the_envelope(service, method, path, body, status):
 def test_a_call_in_the_wrong_state_is_not_tried_again():
     client = OpenAI()
     files = [
-        client.files.create(file=(name, b'{"messages": [{"role": "user", "content": "x"}], "reference_answer": "x"}'), purpose="fine-tune").id  # noqa: E501
+        client.files.create(file=(name, b'{"messages": [{"role": "user", "content": "x"}], "reference_answer": "x"}'), purpose="fine-tune").id  # noqa: E501 - one call, as it is documented
         for name in ("a", "b")
     ]  # fmt: skip
     job = client.fine_tuning.jobs.create(

@@ -103,7 +103,7 @@ REQUEST = """{
       }
     }
   }
-}"""  # noqa: E501
+}"""  # noqa: E501 - quoted as the guide has it
 
 
 @pytest.fixture(scope="module")

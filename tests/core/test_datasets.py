@@ -4,13 +4,11 @@ import pickle
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.storage import datasets
 from core.storage.datasets import (
     MAX_LINE_BYTES,
     MAX_REPORTED,
@@ -254,8 +252,11 @@ def test_each_blank_line_in_the_middle_is_an_error() -> None:
 
 
 def test_a_line_of_exactly_the_limit_is_fine_and_one_byte_more_is_not() -> None:
-    with patch.object(datasets, "MAX_LINE_BYTES", len(row())):
-        assert problems(row(), row() + b" ", row()) == [f"line 2: is longer than {len(row())} bytes"]
+    lines = file(row(), row() + b" ", row())
+
+    _, wrong, _ = read_rows(lines, max_line_bytes=len(row()))
+
+    assert str(wrong) == f"line 2: is longer than {len(row())} bytes"
 
 
 def test_an_endless_line_does_not_fill_the_memory() -> None:
@@ -286,8 +287,7 @@ def test_how_a_file_is_cut_into_chunks_makes_no_difference(whole: bytes, data: s
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)))))
     chunks = [whole[start:end] for start, end in itertools.pairwise([0, *cuts, len(whole)])]
 
-    with patch.object(datasets, "MAX_LINE_BYTES", 200):
-        assert list(read_rows(chunks)) == list(read_rows([whole]))
+    assert list(read_rows(chunks, 200)) == list(read_rows([whole], 200))
 
 
 @given(st.binary())

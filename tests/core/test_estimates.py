@@ -3,16 +3,17 @@
 import pytest
 
 from core.jobs import estimates, hyperparameters
-from core.jobs.estimates import Ahead, History, Pace
+from core.jobs.estimates import Ahead, Pace, PastJobs
 from core.jobs.hyperparameters import Hyperparameters
+from core.results.step_metrics import StepMetrics
 from tests import factories
 
 pytestmark = pytest.mark.both_databases
 
 
 def step(number, seconds, *, validated=False):
-    data = {"step": number, "timing": {"step": {"full_iteration": seconds, "eval": 0.0}}}
-    return data | ({"full_valid_mean_reward": 0.5} if validated else {})
+    timing = {"step": {"full_iteration": seconds, "eval": 0.0}}
+    return StepMetrics(step=number, timing=timing, **({"full_valid_mean_reward": 0.5} if validated else {}))
 
 
 def pace(*steps):
@@ -80,7 +81,7 @@ class TestBeforeTheStart:
         sizes = estimates.sizes(
             asked(advanced={"group_size": 4, "max_completion_tokens": 100}), rows=8, context=512
         )
-        past = History(jobs=1, tokens_per_second=[10.0], answer_tokens=[20.0])
+        past = PastJobs(jobs=1, tokens_per_second=[10.0], answer_tokens=[20.0])
 
         seconds = past.seconds(sizes, train_rows=8, valid_rows=5)
 
@@ -91,7 +92,7 @@ class TestBeforeTheStart:
         sizes = estimates.sizes(
             asked(advanced={"group_size": 4, "max_completion_tokens": 10}), rows=8, context=512
         )
-        past = History(jobs=1, tokens_per_second=[10.0], answer_tokens=[500.0])
+        past = PastJobs(jobs=1, tokens_per_second=[10.0], answer_tokens=[500.0])
 
         seconds = past.seconds(sizes, train_rows=8, valid_rows=0)
 
@@ -101,7 +102,7 @@ class TestBeforeTheStart:
         sizes = estimates.sizes(
             asked(advanced={"group_size": 4, "max_completion_tokens": 10}), rows=8, context=512
         )
-        past = History(jobs=3, tokens_per_second=[float(n) for n in range(11)], answer_tokens=[10.0])
+        past = PastJobs(jobs=3, tokens_per_second=[float(n) for n in range(11)], answer_tokens=[10.0])
 
         seconds = past.seconds(sizes, train_rows=8, valid_rows=0)
 
@@ -132,7 +133,7 @@ class TestHistory:
         return record
 
     def test_speed_is_that_of_a_step_without_its_validation(self, past):
-        assert past() == History(jobs=1, tokens_per_second=[10.0], answer_tokens=[5.0])
+        assert past() == PastJobs(jobs=1, tokens_per_second=[10.0], answer_tokens=[5.0])
 
     def test_jobs_of_other_models_and_machines_say_nothing(self, past):
         past(model="other")

@@ -3,6 +3,7 @@ import pytest
 from core.errors import InvalidRequest
 from core.jobs import events
 from core.jobs.claim import Claim
+from core.results.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.both_databases
 
@@ -64,26 +65,26 @@ def test_a_message_that_the_database_cannot_hold_is_kept_as_far_as_possible(data
 
 def test_steps_are_read_in_order(session):
     for step in (2, 10, 1):
-        events.record_step(session, FIRST, step, {"step": step})
+        events.record_step(session, FIRST, StepMetrics(step=step))
 
     assert [row.data for row in events.steps(session, "ftjob-1")] == [{"step": 1}, {"step": 2}, {"step": 10}]
 
 
 def test_a_step_that_is_replayed_replaces_the_row_of_the_lost_attempt(database):
     with database.write() as session:
-        events.record_step(session, FIRST, 1, {"reward": 0.1})
+        events.record_step(session, FIRST, StepMetrics(step=1, train_mean_reward=0.1))
     with database.write() as session:
-        events.record_step(session, SECOND, 1, {"reward": 0.2})
+        events.record_step(session, SECOND, StepMetrics(step=1, train_mean_reward=0.2))
 
     with database.read() as session:
         [row] = events.steps(session, "ftjob-1")
-    assert (row.epoch, row.data) == (2, {"reward": 0.2})
+    assert (row.epoch, row.data) == (2, {"step": 1, "train_mean_reward": 0.2})
 
 
 def test_steps_beyond_a_checkpoint_can_be_forgotten(session):
     for step in range(4):
-        events.record_step(session, FIRST, step, {})
-    events.record_step(session, Claim("ftjob-2", 1, "other"), 3, {})
+        events.record_step(session, FIRST, StepMetrics(step=step))
+    events.record_step(session, Claim("ftjob-2", 1, "other"), StepMetrics(step=3))
 
     events.discard_steps_after(session, "ftjob-1", 1)
 

@@ -188,9 +188,9 @@ def test_the_next_job_waits_for_a_worker_and_the_others_for_those_ahead(session)
     first, second, third = (factories.job(session, project, gpu_class="h200") for _ in range(3))
     factories.job(session, project, gpu_class="cpu")  # another line
 
-    assert place(session, first) == fairness.Place(1, "waiting for a free worker of class h200")
+    assert place(session, first) == fairness.QueuePosition(1, "waiting for a free worker of class h200")
     assert place(session, second).reason == "waiting for a free worker of class h200, 1 job is ahead"
-    assert place(session, third) == fairness.Place(
+    assert place(session, third) == fairness.QueuePosition(
         3, "waiting for a free worker of class h200, 2 jobs are ahead"
     )
 
@@ -233,7 +233,7 @@ def test_a_job_waits_for_its_files_before_it_waits_for_a_worker(session):
     next_one = factories.job(session, project, **free)
 
     reason = "waiting for its files to be validated, 1 job is ahead"
-    assert place(session, next_one) == fairness.Place(2, reason)
+    assert place(session, next_one) == fairness.QueuePosition(2, reason)
 
 
 def test_files_are_validated_in_turns_that_go_round_the_projects_as_they_were_told(session):
@@ -260,7 +260,7 @@ def test_files_are_validated_in_turns_that_go_round_the_projects_as_they_were_to
 def test_a_job_whose_files_are_being_validated_says_so(session):
     job = factories.job(session, factories.project(session), status="validating_files")
 
-    assert place(session, job) == fairness.Place(1, "its files are being validated")
+    assert place(session, job) == fairness.QueuePosition(1, "its files are being validated")
 
 
 @pytest.mark.parametrize("status", sorted(lifecycle.EDGES.keys() - set(fairness.WAITING)))

@@ -10,13 +10,13 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from core.database.engine import Work
-from core.database.tables import Attempt, WebhookDelivery
+from core.database.tables import Attempt, EvalRun, WebhookDelivery
 from core.jobs import events, lifecycle
 from core.telemetry.metrics import served
 from core.telemetry.service_metrics import FRESH_SECONDS, ServiceFigures
 from core.tenancy.limits import Limits
 from tests import factories
-from tests.servers import free_port
+from tests.servers import reserve_port
 
 pytestmark = pytest.mark.both_databases
 
@@ -123,6 +123,51 @@ def test_lost_workers_are_counted_for_good(database, project):
     assert figures["regraft_attempts_total", "validation", "validated"] == 1
 
 
+def eval_run(session, project, **fields):
+    run = EvalRun(**{"eval_id": "eval_1", "name": "", "data_source": {}, "total": 1} | fields)
+    run.project_id = project.id
+    session.add(run)
+    session.flush()
+    return run
+
+
+def test_eval_runs_are_counted_by_status_without_deleted_ones(database, project):
+    with database.write() as session:
+        for status in ("in_progress", "completed", "completed"):
+            eval_run(session, project, status=status)
+        eval_run(session, project, status="completed", deleted_at=1)
+
+    figures = read(patient(database))
+
+    assert figures["regraft_eval_runs", "in_progress"] == 1
+    assert figures["regraft_eval_runs", "completed"] == 2
+    assert (figures["regraft_eval_queue_length",], figures["regraft_eval_queue_oldest_seconds",]) == (0, 0)
+
+
+def test_the_queue_of_eval_runs_is_as_old_as_the_run_that_waits_longest(database, project):
+    at = int(time.time())
+    with database.write() as session:
+        eval_run(session, project, created_at=at - 20)
+        eval_run(session, project, created_at=at - 9000, next_run_at=at - 300)  # was put back then
+        eval_run(session, project, created_at=at - 9000, next_run_at=at + 30)  # backs off
+
+    figures = read(patient(database))
+
+    assert figures["regraft_eval_queue_length",] == 2
+    assert figures["regraft_eval_queue_oldest_seconds",] == pytest.approx(300, abs=5)
+
+
+def test_an_eval_run_that_its_own_project_holds_back_is_nobodys_delay(database, project):
+    with database.write() as session:
+        eval_run(session, project, status="in_progress")
+        eval_run(session, project, created_at=1)
+
+    figures = read(patient(database, defaults=Limits(running_eval_runs=1)))
+
+    assert figures["regraft_eval_queue_length",] == 0
+    assert figures["regraft_eval_runs", "queued"] == 1
+
+
 def test_webhooks_that_do_not_arrive_are_told_from_those_that_wait(database, project):
     sent = {"endpoint_id": "whep_1", "job_id": "ftjob-1", "type": "t", "body": "{}"}
     with database.write() as session:
@@ -163,7 +208,7 @@ def test_a_database_that_says_nothing_does_not_keep_prometheus_waiting():
         @contextmanager
         def read(self):
             asked.append(1)
-            speaks.wait(10)
+            speaks.wait(30)
             raise OperationalError("", None, Exception("too late"))
             yield
 
@@ -177,7 +222,7 @@ def test_a_database_that_says_nothing_does_not_keep_prometheus_waiting():
 
 
 def test_prometheus_reads_them_at_a_port_of_their_own(sqlite_database):
-    port = free_port()
+    port = reserve_port()
     address, figures = f"http://127.0.0.1:{port}/metrics", [patient(sqlite_database)]
     with served("127.0.0.1", port, figures), urllib.request.urlopen(address) as answer:
         text = answer.read().decode()

@@ -8,7 +8,7 @@ from sqlalchemy import event
 
 from core.database.tables import Checkpoint, File
 from core.storage import fsck
-from core.storage.fsck import Finding
+from core.storage.fsck import StorageProblem
 from core.storage.store import FolderBlobs, StoreEmpty
 from tests import factories
 
@@ -42,9 +42,9 @@ def test_each_problem_is_named_with_its_owner(database, store):
     store.put_bytes(key + "c", b"left over")
 
     assert findings(database, store) == [
-        Finding("damaged", "a", key + "a"),
-        Finding("missing", "b", key + "b"),
-        Finding("orphaned", "", key + "c"),
+        StorageProblem("damaged", "a", key + "a"),
+        StorageProblem("missing", "b", key + "b"),
+        StorageProblem("orphaned", "", key + "c"),
     ]
 
 
@@ -58,10 +58,10 @@ def test_every_file_of_a_checkpoint_is_read(database, store):
     assert findings(database, store) == []
 
     store.put_bytes("projects/p/ck/w", b"abd")
-    assert findings(database, store) == [Finding("damaged", "ftckpt_1", "projects/p/ck/w")]
+    assert findings(database, store) == [StorageProblem("damaged", "ftckpt_1", "projects/p/ck/w")]
 
     store.put_bytes("projects/p/ck/manifest.json", b"{")
-    assert findings(database, store) == [Finding("damaged", "ftckpt_1", "projects/p/ck/manifest.json")]
+    assert findings(database, store) == [StorageProblem("damaged", "ftckpt_1", "projects/p/ck/manifest.json")]
 
 
 class DeletesOnRead(FolderBlobs):
@@ -124,5 +124,5 @@ def test_a_manifest_that_the_disk_cannot_read_is_damaged(database, store, tmp_pa
         session.add(Checkpoint(id="ftckpt_1", job_id=job.id, step=1, epoch=1, blob_prefix="projects/p/ck"))
 
     assert findings(database, BadSector(tmp_path / "blobs")) == [
-        Finding("damaged", "ftckpt_1", "projects/p/ck/manifest.json")
+        StorageProblem("damaged", "ftckpt_1", "projects/p/ck/manifest.json")
     ]

@@ -258,7 +258,7 @@ class Jobs(RuleBasedStateMachine):
         assert job.failures <= seen.failures + 1
         if job.failures > seen.failures and job.status in ("queued", "validating_files"):
             assert job.failures <= MAX_FAILURES
-        assert job.next_run_at <= now + lifecycle.LONGEST_BACK_OFF
+        assert job.next_run_at <= now + lifecycle.MAX_BACK_OFF
         assert job.dispatched_at <= now
 
     def outcome(self, job: Job) -> tuple:

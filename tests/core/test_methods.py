@@ -1,13 +1,18 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from core.jobs import hyperparameter_groups as groups
+from core.jobs.flat_hyperparameters import FLAT, GROUPS, VARIANTS, to_groups
 from core.jobs.hyperparameters import (
-    _ELSEWHERE,
+    ELSEWHERE,
     Advanced,
     Hyperparameters,
     base_learning_rate,
     meant,
     resolve,
+    shown_advanced,
 )
 
 
@@ -362,12 +367,321 @@ def test_what_a_step_is_a_mean_over_is_asked_for_and_shown(rule):
 
 
 def test_every_advanced_name_is_recognised_one_level_too_high():
-    for name in Advanced.model_fields:
+    for name in [*FLAT, *Advanced.model_fields]:
         assert meant(f"method.reinforcement.hyperparameters.{name}") == f"hyperparameters.advanced.{name}"
 
 
 def test_every_name_of_another_trainer_means_one_that_exists():
-    known = Hyperparameters.model_fields.keys() | Advanced.model_fields.keys()
+    known = Hyperparameters.model_fields.keys() | FLAT.keys()
 
-    assert set(_ELSEWHERE.values()) <= known
-    assert not _ELSEWHERE.keys() & known
+    assert set(ELSEWHERE.values()) <= known
+    assert not ELSEWHERE.keys() & known
+
+
+# The groups, and the flat names of the same fields.
+
+# A value for each flat name that is not its default.
+OTHER_VALUES = {
+    "loss": "dapo",
+    "advantage_scale": "group",
+    "std": "sample",
+    "normalize": "signal",
+    "supervision": "process",
+    "group_size": 4,
+    "learning_rate": 0.01,
+    "lora_rank": 4,
+    "lora_alpha": 8,
+    "lora_targets": ["q_proj", "v_proj"],
+    "temperature": 0.5,
+    "max_completion_tokens": 200,
+    "overlong": "mask",
+    "overlong_buffer": 20,
+    "resample_prompts": 3,
+    "off_policy_steps": 1,
+    "stop_after_flat_evals": 1,
+    "stop_after_silent_steps": 2,
+    "stop_above_kl": 0.5,
+    "stop_below_entropy": 0.1,
+    "fail_below_signal": 0.2,
+    "require_improvement": True,
+    "updates_per_batch": 2,
+    "clip_low": 0.1,
+    "clip_high": 0.5,
+    "cispo_cap": 3.0,
+    "overlap": True,
+    "importance": "mask",
+    "importance_cap": 1.5,
+    "kl": 0.1,
+    "kl_estimator": "k1",
+    "reference_refresh_steps": 5,
+    "max_grad_norm": 2.0,
+    "warmup_steps": 3,
+    "chat_template": "plain",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "thinking_budget": 64,
+    "eval_temperature": 0.7,
+}
+# What a name needs beside it.
+NEEDS = {
+    "overlong_buffer": {"overlong": "soft", "max_completion_tokens": 200},
+    "cispo_cap": {"loss": "cispo"},
+    "kl_estimator": {"kl": 0.1},
+    "reference_refresh_steps": {"kl": 0.1},
+}
+
+choices = {
+    "loss": st.sampled_from(["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]),
+    "overlong": st.sampled_from(["score", "mask", "soft"]),
+    "importance": st.sampled_from(["truncate", "mask", "none"]),
+    "kl": st.sampled_from([0.0, 0.1]),
+    "off_policy_steps": st.sampled_from([0, 1]),
+}
+flat_requests = st.fixed_dictionaries(
+    {},
+    optional={
+        name: choices.get(name, st.sampled_from([value, FLAT[name].default]))
+        for name, value in OTHER_VALUES.items()
+    },
+)
+
+
+def accepted(advanced):
+    try:
+        return ask(advanced)
+    except ValidationError:
+        return None
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_each_flat_name_is_the_field_of_a_group(name):
+    flat = NEEDS.get(name, {}) | {name: OTHER_VALUES[name]}
+    nested = to_groups(flat)
+    group, field = FLAT[name].place
+
+    assert nested[group][field] == OTHER_VALUES[name]
+    assert resolved(nested) == resolved(flat)
+    assert name == "loss" or resolved(flat) != resolved(NEEDS.get(name))
+
+
+@given(flat=flat_requests)
+def test_both_spellings_resolve_to_the_same_and_are_shown_as_they_were_sent(flat):
+    asked = accepted(flat)
+    if asked is None:
+        return
+    shown = asked.model_dump(mode="json")["advanced"]
+    in_groups = ask(to_groups(flat) or {"lora": {}})
+    shown_in_groups = in_groups.model_dump(mode="json")["advanced"]
+
+    run = resolve(asked, rows=100, parameters=500_000_000, context=4096)
+    assert resolve(in_groups, rows=100, parameters=500_000_000, context=4096) == run
+    assert list(shown) == list(FLAT)
+    assert {name: shown[name] for name in flat if not (name == "overlap" and not flat[name])} == {
+        name: value for name, value in flat.items() if not (name == "overlap" and not value)
+    }
+    assert list(shown_in_groups) == list(Advanced.model_fields)
+    assert ask(shown) == asked
+    assert ask(shown_in_groups) == in_groups
+
+
+@given(flat=flat_requests)
+def test_what_a_run_resolved_is_accepted_again_in_groups(flat):
+    asked = accepted(flat)
+    if asked is None:
+        return
+    run = resolve(asked, rows=100, parameters=500_000_000, context=4096)
+    shown = shown_advanced(ask({"lora": {}} | to_groups(flat)).model_dump(mode="json")["advanced"], dict(run))
+    again = ask({name: shown[name] for name in GROUPS})
+
+    assert resolve(again, rows=100, parameters=500_000_000, context=4096).model_dump(
+        include=set(FLAT)
+    ) == run.model_dump(include=set(FLAT))
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{group: {"type": name}} for group, variants in VARIANTS.items() for name in variants],
+    ids=str,
+)
+def test_each_variant_of_a_group_is_chosen_by_its_type(chosen):
+    [(group, variant)] = chosen.items()
+    asked = ask(chosen)
+
+    assert asked.model_dump(mode="json")["advanced"][group]["type"] == variant["type"]
+    assert resolve(asked, rows=100, parameters=500_000_000, context=4096)
+
+
+def test_a_loss_has_only_the_fields_that_it_reads():
+    for loss in ({"type": "cispo", "clip_low": 0.1}, {"type": "dapo", "cap": 5.0}):
+        with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+            ask({"loss": loss})
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        ask({"loss": {"type": "gspo", "supervision": "process"}})
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        ask({"schedule": {"type": "off_policy", "overlap": True}})
+
+
+@pytest.mark.parametrize("name", [name for name in FLAT if name not in GROUPS])
+def test_a_hyperparameter_under_both_of_its_names_is_refused(name):
+    flat = NEEDS.get(name, {}) | {name: OTHER_VALUES[name]}
+    nested = to_groups(flat)
+    group, _ = FLAT[name].place
+
+    with pytest.raises(ValidationError, match=rf"{name} and {group}\.\w+ are the same hyperparameter"):
+        ask({group: nested[group], name: OTHER_VALUES[name]})
+
+
+def test_a_clone_of_a_shown_job_may_set_a_field_in_the_other_spelling():
+    shown = ask({}).model_dump(mode="json")["advanced"]
+    in_groups = ask({"loss": {"type": "cispo", "cap": 5.0}}).model_dump(mode="json")["advanced"]
+
+    assert resolved(shown | {"lora": {"rank": 8}}).lora_rank == 8
+    assert resolved(in_groups | {"lora_rank": 8}).lora_rank == 8
+
+
+def test_flat_names_complete_a_group():
+    run = resolved(
+        {"loss": {"type": "cispo", "cap": 3.0}, "std": "sample", "lora": {"rank": 4}, "lora_alpha": 8}
+    )
+
+    assert (run.loss, run.cispo_cap, run.std) == ("cispo", 3.0, "sample")
+    assert (run.lora_rank, run.lora_alpha) == (4, 8)
+
+
+def test_a_group_and_the_autos_of_a_shown_job_are_no_contradiction():
+    shown = Hyperparameters().model_dump(mode="json")["advanced"]
+
+    assert resolved(shown | {"loss": {"type": "cispo", "cap": 3.0}}).cispo_cap == 3.0
+
+
+def test_python_code_may_build_the_groups():
+    asked = Hyperparameters(advanced=Advanced(loss=groups.Cispo(cap=3.0), lora=groups.Lora(rank=4)))
+
+    assert asked == ask({"loss": {"type": "cispo", "cap": 3.0}, "lora": {"rank": 4}})
+
+
+@pytest.mark.parametrize(
+    ("advanced", "place"),
+    [
+        ({"lora_rank": 0}, ("lora_rank",)),
+        ({"lora": {"rank": 0}}, ("lora", "rank")),
+        ({"temperature": 1.0, "eval_temperature": 9.0}, ("eval_temperature",)),
+        ({"evaluation": {"temperature": 9.0}}, ("evaluation", "temperature")),
+        ({"loss": "ppo"}, ("loss",)),
+        ({"loss": {"type": "ppo"}}, ("loss", "type")),
+        ({"loss": {"cap": 5.0}}, ("loss", "type")),
+        ({"loss": {"type": "cispo", "cap": 0.5}}, ("loss", "cap")),
+        ({"kl": -1.0}, ("kl",)),
+        ({"kl": {"weight": 0}}, ("kl", "weight")),
+        ({"kl": {}}, ("kl", "weight")),
+        ({"off_policy_steps": 2}, ("off_policy_steps",)),
+        ({"schedule": {"type": "off_policy", "steps": 2}}, ("schedule", "steps")),
+        ({"lora": 5, "lora_rank": 4}, ("lora",)),
+        ({"loss": "dr_grpo", "std": "sample"}, ()),
+        ({"loss": {"type": "dr_grpo", "std": "sample"}}, ("loss",)),
+    ],
+    ids=str,
+)
+def test_an_error_is_at_the_path_that_was_sent(advanced, place):
+    with pytest.raises(ValidationError) as refused:
+        ask(advanced)
+
+    loc = refused.value.errors()[0]["loc"]
+    assert [step for step in loc if "auto" not in step] == ["advanced", *place]
+
+
+@pytest.mark.parametrize("value", [0, -0.5, "high", None])
+def test_a_flat_number_may_always_be_auto(value):
+    with pytest.raises(ValidationError) as refused:
+        ask({"clip_low": value})
+
+    assert {error["loc"][:2] for error in refused.value.errors()} == {("advanced", "clip_low")}
+    assert refused.value.errors()[0]["msg"] == "Input should be 'auto'"
+
+
+@pytest.mark.parametrize(
+    ("advanced", "says"),
+    [
+        ({"off_policy_steps": 1, "importance": "none"}, "off_policy_steps needs importance"),
+        (
+            {"schedule": {"type": "off_policy"}, "importance": {"type": "none"}},
+            r"schedule\.steps needs importance",
+        ),
+        ({"overlap": True, "kl": 0.1}, "overlap needs kl 0"),
+        (
+            {"schedule": {"type": "on_policy", "overlap": True}, "kl": {"weight": 0.1}},
+            r"schedule\.overlap needs kl 0",
+        ),
+        ({"overlong": "soft", "overlong_buffer": 9}, "overlong_buffer needs a max_completion_tokens"),
+        (
+            {"overlong": {"type": "soft", "buffer": 9}},
+            r"overlong\.buffer needs a sampling\.max_completion_tokens",
+        ),
+    ],
+)
+def test_a_rule_between_groups_has_the_names_of_the_request(advanced, says):
+    with pytest.raises(ValidationError, match=f"{says}"):
+        ask(advanced)
+
+
+@pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("lora.r", "lora.rank"),
+        ("lora.rnak", "lora.rank"),
+        ("kl.beta", "kl.weight"),
+        ("loss.epsilon", "loss.clip_low"),
+        ("stopping.stop_above_kl", "stopping.above_kl"),
+        ("sampling.max_new_tokens", "sampling.max_completion_tokens"),
+        ("loss.clip_low", None),  # it exists, and this loss does not have it
+        ("colours.rank", None),
+    ],
+)
+def test_an_unknown_name_in_a_group_means_a_field_of_a_group(written, hint):
+    path = f"method.reinforcement.hyperparameters.advanced.{written}"
+
+    assert meant(path) == (hint and f"hyperparameters.advanced.{hint}")
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2)
+    | st.floats()
+    | st.sampled_from(["auto", "none", "dapo", "soft"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["type", "cap", "steps", "weight", "rank", "std"]), inner, max_size=3
+        )
+    ),
+    max_leaves=5,
+)
+
+
+@given(advanced=st.dictionaries(st.sampled_from([*FLAT, *GROUPS, "colour"]), json_values, max_size=6))
+def test_any_json_is_accepted_or_refused_inside_of_advanced(advanced):
+    try:
+        asked = ask(advanced)
+    except ValidationError as refused:
+        assert all(error["loc"][0] == "advanced" for error in refused.errors())
+    else:
+        assert ask(asked.model_dump(mode="json")["advanced"]) == asked
+
+
+def test_a_row_of_the_version_before_the_groups_is_read_and_shown_as_it_was():
+    stored = {name: flat.default for name, flat in FLAT.items()} | {
+        "loss": "cispo", "cispo_cap": 3.0, "overlap": False, "kl": 0.1, "kl_estimator": "k1", "clip_low": "auto",
+        "overlong": "soft", "overlong_buffer": 10, "max_completion_tokens": 40, "importance_cap": 1.5,
+    }  # fmt: skip
+    asked = ask(stored, n_epochs=2)
+
+    assert asked.model_dump(mode="json")["advanced"] == stored
+    run = resolve(asked, rows=100, parameters=500_000_000, context=4096)
+    assert (run.loss, run.cispo_cap, run.kl, run.kl_estimator, run.clip_low) == (
+        "cispo",
+        3.0,
+        0.1,
+        "k1",
+        None,
+    )
+    assert (run.overlong, run.overlong_buffer, run.importance_cap) == ("soft", 10, 1.5)

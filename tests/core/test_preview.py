@@ -6,7 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from core.jobs.estimates import History, after_preview, before_start, sizes
+from core.jobs.estimates import PastJobs, after_preview, before_start, sizes
+from core.jobs.hyperparameter_groups import Sampling
 from core.jobs.hyperparameters import Advanced, Hyperparameters
 from core.results.preview import Answer, Prompt, interval, report, signal, with_signal
 
@@ -115,6 +116,7 @@ class TestIntervals:
     def test_one_prompt_says_next_to_nothing(self):
         assert interval([4], [8])["high"] - interval([4], [8])["low"] > 0.9
 
+    @pytest.mark.slow  # starts a process
     def test_importing_it_does_not_import_scipy(self):
         """The API imports this module when it starts."""
         code = "import sys, core.results.preview; print('scipy' in sys.modules)"
@@ -186,7 +188,9 @@ class TestReport:
 
 class TestEstimate:
     SETTINGS = sizes(
-        Hyperparameters(n_epochs=1, batch_size=4, eval_interval=1, advanced=Advanced(group_size=2)),
+        Hyperparameters(
+            n_epochs=1, batch_size=4, eval_interval=1, advanced=Advanced(sampling=Sampling(group_size=2))
+        ),
         rows=4,
         context=200,
     )
@@ -201,7 +205,7 @@ class TestEstimate:
         assert "no job of this model has run here yet" in known["based_on"]
 
     def test_with_history_its_speed_counts_and_the_previews_lengths(self):
-        past = History(1, [5.0, 5.0], [90.0, 90.0])
+        past = PastJobs(1, [5.0, 5.0], [90.0, 90.0])
         rows = {"train_rows": 4, "valid_rows": 4}
         known = after_preview(past, self.SETTINGS, lengths=[10.0] * 4, tokens_per_second=20.0, **rows)
 

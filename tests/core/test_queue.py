@@ -38,7 +38,7 @@ class Broker:
 
     def __call__(self, task: str, queue: str) -> bool:
         self.asked.release()
-        assert self.let.acquire(timeout=10)
+        assert self.let.acquire(timeout=30)
         self.got.append((task, queue))
         if task == "last":
             self.all.set()
@@ -50,14 +50,14 @@ def test_nobody_waits_for_a_broker_and_what_waits_twice_is_sent_once():
     wake_up = WakeUps(broker)
 
     wake_up("run", "gpu.cpu")
-    assert broker.asked.acquire(timeout=10)  # the first is on its way, and the broker does not take it
+    assert broker.asked.acquire(timeout=30)  # the first is on its way, and the broker does not take it
     for task in ("validate", "validate", "run", "validate", "last"):
         wake_up(task, "default")
     assert broker.got == []
 
     for _ in range(4):
         broker.let.release()
-    assert broker.all.wait(10)
+    assert broker.all.wait(30)
     assert broker.got == [("run", "gpu.cpu"), *((task, "default") for task in ("validate", "run", "last"))]
 
 
@@ -76,5 +76,5 @@ def test_a_broker_that_accepts_no_connection_delays_nobody():
 
         WakeUps(watched)("run", "gpu.cpu")
 
-        assert sending.wait(10)
+        assert sending.wait(30)
         assert not returned.is_set()

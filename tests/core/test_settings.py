@@ -177,12 +177,12 @@ def test_what_is_set_for_a_gpu_class_holds_for_it_alone(environment):
     ],
 )
 def test_the_device_of_a_class_is_stated_or_that_of_an_embedded_service(
-    environment, monkeypatch, tmp_path, classes, broker, has_gpu, device
+    environment, tmp_path, classes, broker, has_gpu, device
 ):
     environment(GPU_CLASSES=classes, BROKER_URL=broker)
-    monkeypatch.setattr(devices, "GPU_FILES", (tmp_path if has_gpu else tmp_path / "none",))
+    gpu_file = tmp_path if has_gpu else tmp_path / "none"
 
-    assert devices.device_of(Settings(), "cpu") == device
+    assert devices.device_of(Settings(), "cpu", [gpu_file]) == device
 
 
 def test_a_key_that_is_refused_is_not_shown(monkeypatch):

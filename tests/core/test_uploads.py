@@ -10,7 +10,7 @@ from sqlalchemy import select, update
 
 from core.database.engine import Work
 from core.database.tables import File, Upload, UploadPart
-from core.errors import InvalidRequest, QuotaExceeded, UploadNotFound
+from core.errors import InvalidRequest, PayloadTooLarge, QuotaExceeded, UploadNotFound
 from core.storage import uploads
 from core.storage.store import FolderBlobs
 from core.tenancy import tenants
@@ -21,18 +21,13 @@ pytestmark = pytest.mark.both_databases
 
 
 @pytest.fixture
-def blobs(tmp_path):
-    return FolderBlobs(tmp_path / "blobs")
-
-
-@pytest.fixture
-def house(database, blobs):
-    return House(database, blobs)
+def house(database, tmp_path):
+    return House(database, tmp_path / "blobs")
 
 
 class House:
-    def __init__(self, database, blobs):
-        self.database, self.blobs = database, blobs
+    def __init__(self, database, folder):
+        self.database, self.folder, self.blobs = database, folder, FolderBlobs(folder)
         with database.write() as session:
             self.project = factories.project(session)
 
@@ -75,8 +70,8 @@ class House:
 class Interrupting(FolderBlobs):
     """Does something else in the middle of every put."""
 
-    def __init__(self, blobs, meanwhile):
-        self._objects, self._temp = blobs._objects, blobs._temp
+    def __init__(self, root, meanwhile):
+        super().__init__(root)
         self.meanwhile = meanwhile
 
     def put_stream(self, key, chunks, *, if_absent=False):
@@ -150,7 +145,7 @@ def test_of_many_who_complete_at_once_all_get_the_same_file(house):
 
     def complete(_):
         # All have read the parts before anybody is done.
-        return house.complete(upload_id, part, blobs=Interrupting(house.blobs, together.wait))[1].id
+        return house.complete(upload_id, part, blobs=Interrupting(house.folder, together.wait))[1].id
 
     with ThreadPoolExecutor(4) as threads:
         ids = set(threads.map(complete, range(4)))
@@ -170,7 +165,7 @@ def test_who_is_late_because_the_parts_are_gone_gets_the_file_of_the_first(house
             uploads.discard_parts(house.database, house.blobs)
             return super().open(key, **more)
 
-    slow = Overtaken(house.blobs._objects.parent)
+    slow = Overtaken(house.folder)
     _, file = house.complete(upload_id, part, blobs=slow)
 
     assert [file.id] == [one.id for one in house.rows(File)]
@@ -226,7 +221,7 @@ def test_an_upload_that_is_cancelled_while_it_is_put_together_makes_no_file(hous
     part = house.add(upload_id, b"a")
 
     with pytest.raises(InvalidRequest, match="cancelled"):
-        house.complete(upload_id, part, blobs=Interrupting(house.blobs, lambda: house.cancel(upload_id)))
+        house.complete(upload_id, part, blobs=Interrupting(house.folder, lambda: house.cancel(upload_id)))
     assert (house.keys(), house.rows(File)) == ([], [])
 
 
@@ -242,7 +237,7 @@ def test_an_upload_does_not_expire_while_it_is_put_together(house):
             # It was given more than the five seconds that it had left.
             seen.append(uploads.get(session, house.project.id, upload_id).expires_at > time.time() + 600)
 
-    house.complete(upload_id, part, blobs=Interrupting(house.blobs, expire))
+    house.complete(upload_id, part, blobs=Interrupting(house.folder, expire))
 
     assert seen == [0, True]
 
@@ -267,7 +262,7 @@ def test_a_crash_before_the_commit_leaves_the_upload_as_it_was(house):
         raise Dies
 
     with pytest.raises(Dies):
-        house.complete(upload_id, part, blobs=Interrupting(house.blobs, die))
+        house.complete(upload_id, part, blobs=Interrupting(house.folder, die))
 
     assert house.rows(File) == []
     assert house.complete(upload_id, part)[1].bytes == 1
@@ -311,16 +306,24 @@ def test_an_upload_has_an_hour_and_its_file_the_time_that_was_asked_for(house):
     assert row.created_at + uploads.LIFETIME <= row.expires_at
 
 
-def test_every_part_may_be_sent_twice_and_then_there_is_an_end(house, monkeypatch):
+def test_every_part_may_be_sent_twice_and_then_there_is_an_end(house):
     upload_id = house.begin(4)
     for piece in (b"ab", b"ab", b"cd", b"cd"):
         house.add(upload_id, piece)
 
     with pytest.raises(InvalidRequest, match="announced with 4 bytes, and has received 8"):
         house.add(upload_id, b"e")
-    monkeypatch.setattr(uploads, "MOST_PARTS", 4)
     with pytest.raises(InvalidRequest, match="already has 4 parts"):
-        house.add(upload_id, b"e")
+        house.add(upload_id, b"e", most_parts=4)
+
+
+def test_a_part_larger_than_any_part_may_be_is_refused_while_it_arrives(house):
+    upload_id = house.begin(100)
+
+    with pytest.raises(PayloadTooLarge, match="larger than the maximum of 3 bytes"):
+        house.add(upload_id, b"abc", b"d", most_bytes=3)
+
+    assert house.keys("uploads") == []
 
 
 def test_a_part_larger_than_the_upload_was_announced_is_refused_while_it_arrives(house):

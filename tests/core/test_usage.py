@@ -9,6 +9,7 @@ from core.errors import BudgetReached, InvalidJobState, InvalidRequest
 from core.jobs import budgets, lifecycle, usage
 from core.jobs.budgets import Price
 from core.jobs.estimates import Ahead
+from core.results.step_metrics import StepMetrics
 from tests import factories
 
 pytestmark = pytest.mark.both_databases
@@ -29,20 +30,21 @@ def job(session):
 
 
 def record(session, job, number, seconds=10.0, ahead=MANY, **more):
-    usage.record(session, job, factories.step(session, job, number, seconds=seconds, **more).data, ahead)
+    row = factories.step(session, job, number, seconds=seconds, **more)
+    usage.record(session, job, StepMetrics.load(row.data), ahead)
 
 
 class TestCounting:
     def test_a_job_without_a_step_has_used_nothing_worth_showing(self, job):
-        assert usage.shown(job, PAID) is None
-        assert usage.shown_estimate(job, PAID) is None
+        assert usage.render(job, PAID) is None
+        assert usage.render_estimate(job, PAID) is None
 
     def test_steps_are_summed_as_they_are_recorded(self, session, job):
         judged = {"train_prompt_tokens": 5, "train_cached_tokens": 3, "train_completion_tokens": 1}
         record(session, job, 1, tokens=40, model_graders_token_usage={"wise": judged})
         record(session, job, 2, tokens=60, model_graders_token_usage={"wise": judged})
 
-        assert usage.shown(job, FREE) == {
+        assert usage.render(job, FREE) == {
             "training_seconds": 20.0,
             "gpu_seconds": 20.0,
             "sampled_tokens": 100,
@@ -56,19 +58,19 @@ class TestCounting:
     def test_with_a_price_usage_and_estimate_have_a_cost(self, session, job):
         record(session, job, 1)
 
-        assert usage.shown(job, PAID)["cost"] == {"amount": 0.1, "currency": "EUR"}
-        estimate = usage.shown_estimate(job, PAID)
+        assert usage.render(job, PAID)["cost"] == {"amount": 0.1, "currency": "EUR"}
+        estimate = usage.render_estimate(job, PAID)
         assert estimate["remaining_seconds"] == {"low": 50.0, "expected": 100.0, "high": 150.0}
         assert estimate["total_gpu_seconds"] == {"low": 60.0, "expected": 110.0, "high": 160.0}
         assert estimate["cost"] == {"low": 0.6, "expected": 1.1, "high": 1.6, "currency": "EUR"}
-        assert usage.shown_estimate(job, FREE)["cost"] is None
+        assert usage.render_estimate(job, FREE)["cost"] is None
 
     def test_a_second_on_several_gpus_is_several_gpu_seconds(self, session, job):
         record(session, job, 1, gpus=4)
 
-        assert usage.shown(job, FREE)["training_seconds"] == 10.0
-        assert usage.shown(job, PAID)["cost"]["amount"] == 0.4
-        estimate = usage.shown_estimate(job, FREE)
+        assert usage.render(job, FREE)["training_seconds"] == 10.0
+        assert usage.render(job, PAID)["cost"]["amount"] == 0.4
+        estimate = usage.render_estimate(job, FREE)
         assert estimate["remaining_seconds"]["expected"] == 100.0
         assert estimate["total_gpu_seconds"]["expected"] == 440.0
         assert "gpus" not in estimate
@@ -86,7 +88,7 @@ class TestCounting:
         job.usage = {"estimate": {"remaining_seconds": {"low": 5.0, "expected": 50.0, "high": 99.0}}}
         record(session, job, 0, seconds=10.0)
 
-        estimate = usage.shown_estimate(job, FREE)
+        estimate = usage.render_estimate(job, FREE)
         assert estimate["remaining_seconds"] == {"low": 0.0, "expected": 40.0, "high": 89.0}
         assert estimate["total_gpu_seconds"]["expected"] == 50.0
         assert job.estimated_finish is not None
@@ -95,7 +97,7 @@ class TestCounting:
         record(session, job, 1, tokens=40)
         usage.settle(session, job)
 
-        assert set(job.usage) == set(usage.shown(job, FREE))
+        assert set(job.usage) == set(usage.render(job, FREE))
         assert job.trained_tokens == 40
 
 
@@ -116,24 +118,24 @@ class TestOfAProject:
 
 class TestCap:
     def test_seconds_are_kept_as_they_are_and_money_is_turned_into_them(self):
-        assert budgets.stored({"gpu_seconds": 60.0}, FREE) == {
+        assert budgets.to_row({"gpu_seconds": 60.0}, FREE) == {
             "asked": {"gpu_seconds": 60.0},
             "gpu_seconds": 60.0,
         }
         money = {"amount": 12.5, "currency": "EUR"}
-        assert budgets.stored(money, PAID) == {"asked": money, "gpu_seconds": 1250.0}
+        assert budgets.to_row(money, PAID) == {"asked": money, "gpu_seconds": 1250.0}
 
     def test_money_needs_a_price_and_its_currency(self):
         with pytest.raises(InvalidRequest, match="REGRAFT_PRICE_PER_GPU_SECOND") as no_price:
-            budgets.stored({"amount": 1.0, "currency": "USD"}, FREE)
+            budgets.to_row({"amount": 1.0, "currency": "USD"}, FREE)
         with pytest.raises(InvalidRequest, match="REGRAFT_CURRENCY") as other:
-            budgets.stored({"amount": 1.0, "currency": "USD"}, PAID)
+            budgets.to_row({"amount": 1.0, "currency": "USD"}, PAID)
 
         assert (no_price.value.param, other.value.param) == ("budget.amount", "budget.currency")
 
     def test_an_amount_without_end_is_refused(self):
         with pytest.raises(InvalidRequest, match="too large"):
-            budgets.stored({"amount": 1e12, "currency": "EUR"}, Price(1e-300, "EUR"))
+            budgets.to_row({"amount": 1e12, "currency": "EUR"}, Price(1e-300, "EUR"))
 
     @pytest.mark.parametrize(
         ("cap", "reached"), [(19.9, True), (20.0, True), (29.9, True), (30.0, False), (100.0, False)]
@@ -141,7 +143,7 @@ class TestCap:
     def test_it_is_reached_when_the_next_step_would_pass_it(self, session, job, cap, reached):
         record(session, job, 1)
         record(session, job, 2)
-        job.budget = budgets.stored({"gpu_seconds": cap}, FREE)
+        job.budget = budgets.to_row({"gpu_seconds": cap}, FREE)
 
         assert (budgets.reached(job, job.gpu_seconds) is not None) == reached
 
@@ -149,13 +151,13 @@ class TestCap:
         record(session, job, 1, seconds=1e9)
 
         assert budgets.reached(job, job.gpu_seconds) is None
-        assert budgets.shown(job) is None
+        assert budgets.render(job) is None
 
     def test_a_job_shows_what_it_may_what_it_has_used_and_what_remains(self, session, job):
         record(session, job, 1)
-        job.budget = budgets.stored({"amount": 1.0, "currency": "EUR"}, PAID)
+        job.budget = budgets.to_row({"amount": 1.0, "currency": "EUR"}, PAID)
 
-        assert budgets.shown(job) == {
+        assert budgets.render(job) == {
             "asked": {"amount": 1.0, "currency": "EUR"},
             "gpu_seconds": 100.0,
             "used_gpu_seconds": 10.0,
@@ -179,7 +181,7 @@ class TestPausingAtTheCap:
         for number in (1, 2, 3):
             record(session, job, number, seconds=18.0)
         session.add(Checkpoint(job_id=job.id, step=3, epoch=1, blob_prefix="p"))
-        job.budget, job.status = budgets.stored({"gpu_seconds": 60.0}, FREE), "paused"
+        job.budget, job.status = budgets.to_row({"gpu_seconds": 60.0}, FREE), "paused"
         return job
 
     def test_a_job_at_its_cap_is_not_resumed(self, session, paused):
@@ -191,7 +193,7 @@ class TestPausingAtTheCap:
         assert paused.status == "paused"
 
     def test_with_a_higher_cap_or_none_it_is(self, session, paused):
-        lifecycle.set_budget(Work(session), paused, budgets.stored({"gpu_seconds": 90.0}, FREE))
+        lifecycle.set_budget(Work(session), paused, budgets.to_row({"gpu_seconds": 90.0}, FREE))
         lifecycle.resume(Work(session), paused)
         assert paused.status == "queued"
 

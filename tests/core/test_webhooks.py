@@ -12,6 +12,7 @@ from core.errors import InvalidRequest, WebhookEndpointNotFound
 from core.jobs import lifecycle
 from core.jobs.claim import Claim
 from core.outbound import webhooks
+from core.results.step_metrics import StepMetrics
 from tests import factories
 
 
@@ -193,7 +194,7 @@ def reached(session):
 
 
 def step(number, reward=None):
-    return {"step": number, "total_steps": 10, "full_valid_mean_reward": reward}
+    return StepMetrics(step=number, total_steps=10, full_valid_mean_reward=reward)
 
 
 @pytest.mark.both_databases

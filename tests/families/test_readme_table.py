@@ -1,6 +1,35 @@
-from tests.families.table import in_docs, table
+import re
+from pathlib import Path
+
+import torch
+
+from tests.families.table import in_docs
+from tests.families.zoo import FAMILIES
+from worker.model import memory
+
+README = Path(__file__).parents[2] / "README.md"
 
 
-def test_the_page_says_of_each_family_what_the_checks_at_load_say(load):
-    """If it differs, `python -m tests.families.table` writes the table anew."""
-    assert in_docs() == table(lambda family: load(family)[1])
+def test_memory_is_planned_for_the_forward_of_the_page():
+    """From the config alone. Where it is another, the sampler takes more waves, or the plan asks for more."""
+    forwards = {
+        cells[1].strip(): cells[3].strip() for row in in_docs().splitlines()[2:] if (cells := row.split("|"))
+    }
+    known = [one for one in FAMILIES if one.title != "Mistral 4"]  # whose class only a saved config names
+    configs = {one.title: one.config() for one in known if not forwards[one.title].startswith("refused")}
+
+    wrong = {
+        title
+        for title, config in configs.items()
+        if memory.expects_rows(config) != (forwards[title] == "rows")
+    }
+
+    assert wrong == {"StableLM", "BioGPT", "RecurrentGemma", "DeepSeek V4"}
+    assert all(memory.shape_of(config, torch.float32).own_token_bytes > 0 for config in configs.values())
+
+
+def test_the_readme_counts_the_families_of_the_page():
+    rows = in_docs().splitlines()[2:]
+    supported = [row for row in rows if "| refused" not in row]
+
+    assert re.findall(r"(\d+) of (\d+) tried", README.read_text()) == [(str(len(supported)), str(len(rows)))]

@@ -1,13 +1,14 @@
 """Model families as tiny random models: the architectures of real ones with two layers and seventy words."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM, PreTrainedModel
 
+from tests.families.more import MORE
 from tests.tiny import WORDS, tiny_tokenizer
 
 CONTEXT = 128
@@ -58,20 +59,16 @@ class Family:
     model_type: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def within_its_window(self) -> "Family | None":
-        """The same with windows that no sequence of CONTEXT tokens exceeds; None: it has none."""
-        wide = {name: CONTEXT for name in ("sliding_window", "attention_chunk_size") if name in self.options}
-        return replace(self, title=f"{self.title}, short", options={**self.options, **wide}) if wide else None
-
     def config(self) -> Any:
         return AutoConfig.for_model(self.model_type, **{**SHAPE, **self.options})
 
     def model(self, seed: int = 0) -> PreTrainedModel:
         """With larger weights than usual, so that what is computed wrongly shows."""
-        model = AutoModelForCausalLM.from_config(
-            self.config(), dtype=torch.float32, attn_implementation="eager"
-        )
+        config = self.config()
+        if self.model_type == "mistral4":  # known to the automatic class as a multimodal model only
+            model = Mistral4ForCausalLM(config).float()
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -88,7 +85,7 @@ class Family:
         return folder
 
 
-FAMILIES = (
+FAMILIES: tuple[Family, ...] = (
     Family("Llama 2, 3", "llama"),
     Family("Qwen 2, 2.5", "qwen2"),
     Family("Qwen 2 with windows", "qwen2", {**WINDOWED, "use_sliding_window": True, "max_window_layers": 1}),
@@ -234,5 +231,7 @@ FAMILIES = (
     Family("BLOOM", "bloom"),
     Family("Mamba 2", "mamba2", {**SMALL_HEADS, "num_heads": 8, "state_size": 16, "n_groups": 1}),
 )
-# Each architecture as it is, and those with windows on sequences that their windows do not cut.
-SHORT = {family: short for family in FAMILIES if (short := family.within_its_window) is not None}
+FAMILIES += tuple(
+    Family(title, model_type, {"num_hidden_layers": 4, **options})
+    for (title, model_type), options in MORE.items()
+)

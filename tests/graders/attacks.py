@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from graders.sandbox import lockdown
-from graders.sandbox.pool import Limits, Outcome, Pool, SandboxFailed
+from graders.sandbox.pool import GradeOutcome, Pool, SandboxFailed, SandboxLimits
 from tests.graders import packages
 
 ROOT = Path(__file__).parents[2]
 SECRET = "hunter2-of-the-service"
-LIMITS = Limits(wall_s=20, memory=192 << 20, file_bytes=1 << 20, threads=64, scratch_bytes=4 << 20)
+LIMITS = SandboxLimits(wall_s=20, memory=192 << 20, file_bytes=1 << 20, threads=64, scratch_bytes=4 << 20)
 
 DENIED = "Operation not permitted|Permission denied"
 UNSEEN = f"{DENIED}|No such file|Not a directory"
@@ -336,7 +336,7 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-def run(pools: Pools, attack: Attack, database: str) -> tuple[Outcome, Outcome]:
+def run(pools: Pools, attack: Attack, database: str) -> tuple[GradeOutcome, GradeOutcome]:
     """How the attack ended, and how the honest grade after it did, by the same source."""
     sample = {"output_text": "42"}
     row = {"attack": True, "database": database}
@@ -393,4 +393,4 @@ def unprivileged(folder: str) -> Iterator[tuple[str, list[dict[str, object]]]]:
 
 if __name__ == "__main__":
     os.environ["REGRAFT_SECRET"] = SECRET
-    print(json.dumps(dict(unprivileged(sys.argv[1]))))  # noqa: T201
+    print(json.dumps(dict(unprivileged(sys.argv[1]))))  # noqa: T201 - a script: the test reads what it prints

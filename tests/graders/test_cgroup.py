@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from graders.sandbox import cgroup
-from graders.sandbox.pool import Limits, Pool
+from graders.sandbox.pool import Pool, SandboxLimits
 
 ONE = "def grade(sample, item): return 1"
 
@@ -77,12 +77,12 @@ def test_a_group_of_a_service_above_which_systemd_delegated_nothing_is_left_alon
 
 
 def test_graders_are_in_the_group_of_this_host():
-    pool = Pool(Limits(wall_s=60), size=1)
+    pool = Pool(SandboxLimits(wall_s=60), size=1)
     try:
         if why := pool.layers()["cgroup"]:
             pytest.skip(f"no control group can be made here: {why}")
         pool.submit(ONE, {}, {}).result()
-        (zygote,) = pool._all
+        (zygote,) = pool.zygotes
 
         assert f"/{cgroup.NAME}\n" in Path(f"/proc/{zygote.process.pid}/cgroup").read_text()
     finally:

@@ -13,7 +13,6 @@ from starlette.testclient import TestClient
 
 from api.http.app import create_app
 from core.database.engine import Database
-from core.database.migrate import upgrade
 from core.registry import Registry
 from core.settings import Settings
 from core.storage.store import FolderBlobs
@@ -57,12 +56,12 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def client(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+def client(address: str, tmp_path_factory: pytest.TempPathFactory, migrated_sqlite: Path) -> Iterator[OpenAI]:
     folder = tmp_path_factory.mktemp("service")
     judges = "".join(f'[judges.{name}]\nbase_url = "{address}/v1"\n' for name in JUDGES)
     (folder / "graders.toml").write_text(f'{judges}[endpoints]\nhosts = ["127.0.0.1"]\n')
     settings = Settings(data_dir=folder)
-    upgrade(settings.database)
+    shutil.copy(migrated_sqlite, folder / "regraft.db")
     database = Database(settings.database)
     with database.write() as session:
         key = keys.bootstrap(session)
@@ -173,12 +172,12 @@ def raw_errors(report: GraderRunResponse) -> dict[str, Any]:
 
 
 def test_a_sandbox_that_breaks_is_the_servers_fault(client, monkeypatch):
-    from graders.sandbox.pool import Zygote
+    from graders.sandbox.pool import ZygoteProcess
 
-    def broken(self: Zygote, sample: Any, item: Any) -> None:
+    def broken(self: ZygoteProcess, sample: Any, item: Any) -> None:
         raise SandboxFailed("it went away")
 
-    monkeypatch.setattr(Zygote, "grade", broken)
+    monkeypatch.setattr(ZygoteProcess, "grade", broken)
 
     errors = run(client, python("def grade(sample, item):\n    return 1.0")).metadata.errors
 

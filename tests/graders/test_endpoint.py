@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from graders.build import NotConfigured, build
-from graders.calls import Patience
+from graders.calls import CallRetryPolicy
 from graders.endpoint import Endpoints
 from graders.run import grade_all
 from graders.spec import InvalidGrader, dump, parse_grader
@@ -21,7 +21,7 @@ RAW = {
 class Asked:
     def __init__(self, *replies: Reply, samples=("hi",), **changes: object) -> None:
         self.server, self.time = ScriptedServer(replies), Time()
-        patience = Patience(sleep=self.time.sleep, jitter=lambda: 0.5, first_wait_s=1.0)
+        patience = CallRetryPolicy(sleep=self.time.sleep, jitter=lambda: 0.5, first_wait_s=1.0)
         endpoints = Endpoints(
             ("127.0.0.1", "*.example.com"), patience, new_trace_id=lambda: "trace_1", clock=self.time.clock
         )

@@ -28,7 +28,7 @@ from graders.environments.catalog import (
 )
 from graders.report import run_report
 from graders.sandbox import scratch
-from graders.sandbox.pool import Limits, Outcome, Pool
+from graders.sandbox.pool import GradeOutcome, Pool, SandboxLimits
 from graders.sandbox.source import named_modules
 from graders.spec import InvalidGrader, parse_grader
 from graders.types import Sample
@@ -68,7 +68,7 @@ def pool():
     with_one.close()
 
 
-def graded(pool: Pool, body: str, **item: object) -> Outcome:
+def graded(pool: Pool, body: str, **item: object) -> GradeOutcome:
     """What a grader with this body came to."""
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     return pool.submit(f"def grade(sample, item):\n{lines}", {}, item).result()
@@ -126,9 +126,9 @@ def test_packages_in_the_pythons_own_library_are_no_part_of_it(tmp_path):
     (library / "json").mkdir()
     (library / "os.py").touch()
 
-    from graders.sandbox.pool import _entries
+    from graders.sandbox.pool import entries_without
 
-    assert sorted(_entries(str(library), ("site-packages",))) == [
+    assert sorted(entries_without(str(library), ("site-packages",))) == [
         str(library / "json"),
         str(library / "os.py"),
     ]
@@ -200,7 +200,7 @@ def test_a_folder_is_emptied_however_deep_it_is(tmp_path):
 
 def test_each_pool_removes_its_folders(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    pool = Pool(Limits(), size=1)
+    pool = Pool(SandboxLimits(), size=1)
     pool.submit(PYTHON["source"], {}, {}).result()
     [folder] = tmp_path.iterdir()
     # With a private root, scratch is in memory.
@@ -285,15 +285,13 @@ class Installer:
 
 
 @pytest.fixture
-def installer(monkeypatch):
-    installer = Installer()
-    monkeypatch.setattr(building, "_install", installer)
-    return installer
+def installer():
+    return Installer()
 
 
 def test_a_build_is_found_and_not_done_twice(tmp_path, installer):
-    environment, built = building.build(tmp_path)
-    again, built_again = building.build(tmp_path)
+    environment, built = building.build(tmp_path, install=installer)
+    again, built_again = building.build(tmp_path, install=installer)
 
     assert (built, built_again) == (True, False)
     assert environment == again == find(tmp_path)
@@ -304,20 +302,20 @@ def test_a_build_is_found_and_not_done_twice(tmp_path, installer):
 def test_an_interrupted_build_is_no_environment_and_the_next_one_ends_it(tmp_path, installer):
     installer.fails_at = 2
     with pytest.raises(BuildFailed):
-        building.build(tmp_path)
+        building.build(tmp_path, install=installer)
     with pytest.raises(EnvironmentNotBuilt):
         find(tmp_path)
 
-    assert building.build(tmp_path)[1]
+    assert building.build(tmp_path, install=installer)[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", DEFAULT]
 
 
 def test_a_failed_build_leaves_the_environment_that_there_was(tmp_path, installer):
-    environment, _ = building.build(tmp_path)
+    environment, _ = building.build(tmp_path, install=installer)
     installer.fails_at = 3
 
     with pytest.raises(BuildFailed):
-        building.build(tmp_path, corpora=tmp_path)
+        building.build(tmp_path, corpora=tmp_path, install=installer)
 
     assert find(tmp_path) == environment
 
@@ -327,7 +325,7 @@ def test_data_for_nltk_can_be_added(tmp_path, installer):
     names.mkdir(parents=True)
     (names / "female.txt").write_text("Ada\n")
 
-    environment, built = building.build(tmp_path / "built", corpora=tmp_path / "mine")
+    environment, built = building.build(tmp_path / "built", corpora=tmp_path / "mine", install=installer)
 
     assert built
     assert sorted(path.name for path in Path(environment.corpora, "corpora").iterdir()) == [

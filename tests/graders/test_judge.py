@@ -4,7 +4,7 @@ import json
 import pytest
 
 from graders.build import NotConfigured, build
-from graders.calls import Patience
+from graders.calls import CallRetryPolicy
 from graders.judge.judges import HttpJudges, JudgeModel
 from graders.report import run_report
 from graders.run import grade_all
@@ -43,7 +43,7 @@ class Asked:
     ) -> None:
         self.server, self.time = ScriptedServer(replies, hold), Time()
         self.spec = parse_grader(raw)
-        patience = Patience(
+        patience = CallRetryPolicy(
             sleep=self.time.sleep, jitter=lambda: 0.5, first_wait_s=1.0, wall_clock=self.time.clock
         )
 

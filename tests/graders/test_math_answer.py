@@ -86,6 +86,7 @@ BOMBS = (
 )
 
 
+@pytest.mark.slow
 def test_an_answer_or_a_reference_that_takes_for_ever_costs_its_own_grade_alone():
     limited = replace(table.MATH, cpu_s=0.25, batch=64)
     pool = HazardPool(size=2)
@@ -148,7 +149,7 @@ def plain_texts() -> list[str]:
 def test_a_plain_number_is_read_without_math_verify_and_as_it_does():
     math_verify.parser.TIMEOUT_WARNING_SHOWN = True
     kinds = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]
-    read = [(text, math_answer._plain_number(text)) for text in plain_texts()]
+    read = [(text, math_answer.plain_number(text)) for text in plain_texts()]
     plain = [(text, number) for text, number in read if number is not None]
 
     assert len(plain) > 150

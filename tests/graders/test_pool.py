@@ -12,7 +12,7 @@ import pytest
 
 from graders.builtin.python import PythonGrader
 from graders.sandbox import folders, users
-from graders.sandbox.pool import Limits, Pool, SandboxFailed
+from graders.sandbox.pool import Pool, SandboxFailed, SandboxLimits
 from graders.sandbox.turns import Turns
 from graders.types import Sample
 
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is 
 
 @pytest.fixture
 def pool():
-    pool = Pool(Limits(wall_s=60), size=1)
+    pool = Pool(SandboxLimits(wall_s=60), size=1)
     yield pool
     pool.close()
 
 
 def begun(pool: Pool) -> None:
     """Wait until a grade is under way."""
-    while not any(zygote.served or zygote.layers for zygote in list(pool._all)):
+    while not any(zygote.served or zygote.layers for zygote in pool.zygotes):
         os.sched_yield()
 
 
@@ -83,7 +83,7 @@ def test_the_next_item_is_of_the_owner_with_the_fewest_under_way():
 
 
 def test_a_grade_of_another_project_does_not_wait_for_all_of_the_first():
-    pool = Pool(Limits(wall_s=60), size=1)
+    pool = Pool(SandboxLimits(wall_s=60), size=1)
     ended: list[str] = []
     try:
         calls = [pool.submit(ONE, {}, {}, owner=owner) for owner in ("first",) * 6 + ("second",)]
@@ -101,7 +101,7 @@ def test_a_grade_that_was_cancelled_in_line_keeps_nothing_of_its_input_in_memory
     class Item(dict[str, str]):
         """Can be referred to weakly, as a dict cannot."""
 
-    pool = Pool(Limits(wall_s=60), size=1)
+    pool = Pool(SandboxLimits(wall_s=60), size=1)
     try:
         running = pool.submit(SPINS, {}, {}, owner="a")
         begun(pool)
@@ -151,7 +151,7 @@ def test_a_grade_that_waits_is_cancelled_without_a_process(pool):
 def test_its_processes_are_the_first_to_be_killed_when_memory_runs_out(pool):
     pool.submit(ONE, {}, {}).result()
 
-    [zygote] = pool._all
+    [zygote] = pool.zygotes
     assert Path(f"/proc/{zygote.process.pid}/oom_score_adj").read_text().strip() == "1000"
 
 
@@ -242,14 +242,14 @@ def test_the_next_grade_finds_nothing_of_the_one_before_in_memory(pool):
 
 CROWDED = """
 import json, os, sys, threading
-from graders.sandbox.pool import Limits, Pool
+from graders.sandbox.pool import SandboxLimits, Pool
 from tests.graders.attacks import drop_rights
 if os.geteuid() == 0 and sys.argv[1] == "unprivileged":
     drop_rights("/usr/lib")
 wait = threading.Event()
 for _ in range(300):
     threading.Thread(target=wait.wait, daemon=True).start()
-pool = Pool(Limits(wall_s=60), size=1)
+pool = Pool(SandboxLimits(wall_s=60), size=1)
 numpy = "import numpy as np\\ndef grade(s, i):\\n    return float((np.ones((400, 400)) @ np.ones((400, 400)))[0, 0])"
 threads = ("from concurrent.futures import ThreadPoolExecutor\\ndef grade(s, i):\\n"
     "    with ThreadPoolExecutor(8) as some:\\n        return sum(some.map(float, range(5)))")

@@ -13,7 +13,7 @@ import pytest
 from graders.build import build, missing_item_paths
 from graders.builtin.python import PythonGrader
 from graders.run import grade_all
-from graders.sandbox.pool import Limits, Pool, SandboxUnavailable, missing_layers, probe
+from graders.sandbox.pool import Pool, SandboxLimits, SandboxUnavailable, missing_layers, probe
 from graders.sandbox.sizes import cores
 from graders.sandbox.source import TOO_DEEP, compiled
 from graders.sandbox.syscalls import TABLES, grader_filter
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is 
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = Pool(Limits(wall_s=5), size=2)
+    pool = Pool(SandboxLimits(wall_s=30), size=2)
     yield pool
     pool.close()
 
@@ -162,7 +162,7 @@ def test_an_exception_becomes_a_reason_with_the_authors_own_lines(grade):
 
 
 def test_a_grader_out_of_time_is_its_authors_to_mend():
-    pool = Pool(Limits(wall_s=0.2), size=1)
+    pool = Pool(SandboxLimits(wall_s=0.2), size=1)
     try:
         result = asyncio.run(
             PythonGrader("py", "def grade(s, i):\n    while 1: pass", pool).grade(Sample(""), {})
@@ -411,13 +411,13 @@ def test_a_machine_without_a_table_has_no_filter():
 def test_why_the_kernel_ended_a_grade_shows_in_the_processor_time_it_used(used_s, status):
     watch = Watch(0, 0, 0, {"output": 1, "wall_s": 5})
 
-    assert watch._status(signal.SIGKILL, used_s) == status
+    assert watch.why_killed(signal.SIGKILL, used_s) == status
 
 
 def test_a_zygote_killed_from_outside_is_replaced(pool):
     source = returns("1") + "# killed\n"
     pool.submit(source, {}, {}).result()
-    victim = pool._idle[-1].zygote
+    victim = pool.idle[-1]
     assert victim.served == 1
     os.kill(victim.process.pid, signal.SIGKILL)
     victim.process.wait()
@@ -428,7 +428,7 @@ def test_a_zygote_killed_from_outside_is_replaced(pool):
 def test_closing_ends_all_processes_and_refuses_further_work():
     pool = Pool(size=1)
     pool.submit(EXACT, {"output_text": ""}, {"answer": ""}).result()
-    [zygote] = pool._all
+    [zygote] = pool.zygotes
     pool.close()
 
     assert zygote.process.returncode == -signal.SIGKILL
@@ -441,7 +441,7 @@ def test_old_zygotes_make_room_for_new_sources():
     try:
         for n in range(4):
             pool.submit(returns(str(n)), {}, {}).result()
-        assert len(pool._all) == len(pool._idle) == 2
+        assert len(pool.zygotes) == len(pool.idle) == 2
     finally:
         pool.close()
 
@@ -450,11 +450,11 @@ def test_zygotes_die_with_the_service():
     program = (
         "import os, signal\nfrom graders.sandbox.pool import Pool\npool = Pool(size=1)\n"
         "pool.submit('def grade(s, i): return 1', {}, {}).result()\n"
-        "print(next(iter(pool._all)).process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+        "print(next(iter(pool.zygotes)).process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
 
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while _lives(int(done.stdout)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not _lives(int(done.stdout))

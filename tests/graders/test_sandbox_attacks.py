@@ -116,11 +116,13 @@ def test_a_file_left_in_scratch_is_gone_for_the_next_grade(pool):
 
 def test_two_sources_and_two_projects_never_share_a_process(pool):
     def serve(source: str, owner: str = "") -> set[int]:
-        before = {zygote.process.pid: zygote.served for zygote in pool._all}
+        before = {zygote.process.pid: zygote.served for zygote in pool.zygotes}
         for _ in range(2):
             assert pool.submit(source, {}, {}, owner=owner).result().score == 1
         return {
-            zygote.process.pid for zygote in pool._all if zygote.served != before.get(zygote.process.pid, 0)
+            zygote.process.pid
+            for zygote in pool.zygotes
+            if zygote.served != before.get(zygote.process.pid, 0)
         }
 
     source = "def grade(sample, item):\n    return 1"

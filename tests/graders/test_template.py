@@ -239,10 +239,10 @@ def test_references_up_to_the_limit_are_parsed():
 
 
 def test_large_templates_are_not_kept_in_memory():
-    before = template._kept.cache_info().misses
+    before = template.parse_and_keep.cache_info().misses
 
     Template.parse("x" * (MAX_KEPT + 1))
-    assert template._kept.cache_info().misses == before
+    assert template.parse_and_keep.cache_info().misses == before
 
     Template.parse("y" * MAX_KEPT)
-    assert template._kept.cache_info().misses == before + 1
+    assert template.parse_and_keep.cache_info().misses == before + 1

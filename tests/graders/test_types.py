@@ -33,6 +33,7 @@ def test_the_namespace_has_the_fields_and_shapes_of_the_api():
         "output_text": "hi",
         "output_json": None,
         "output_tools": [],
+        "output_reasoning": "",
         "output_reasoning_summary": None,
         "output_audio": None,
     }

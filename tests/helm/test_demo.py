@@ -16,7 +16,7 @@ from tests.e2e.conftest import Server
 from tests.e2e.test_openai_client import until
 from tests.helm.charts import of_kind, pods, profile, render
 from tests.helm.kubelet import Kubelet
-from tests.servers import SeaweedFS, free_ports
+from tests.servers import SeaweedFS, reserve_ports
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def demo(tmp_path_factory, postgres, bin):
     manifests = render(profile("cpu-demo", settings={"torch_threads": 1, "reconcile_seconds": 3600}))
     [config], [secret] = of_kind(manifests, "ConfigMap"), of_kind(manifests, "Secret")
     names = ("api", "inference", "valkey", "seaweedfs", *WEED)
-    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    ports = dict(zip(names, reserve_ports(len(names)), strict=True))
     made = secret["stringData"]
     url = postgres.new_database().replace("+psycopg", "")
     weed = [

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
-from tests.servers import free_port
+from tests.servers import reserve_port
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker"
@@ -159,9 +159,9 @@ def test_a_worker_installs_starts_and_ends_by_the_commands_of_its_image(tmp_path
 
         check_words[0] = str(prefix / "bin" / check_words[0])
         check_words[-1] = check_words[-1].replace("'/data/", f"'{tmp_path}/data/")
-        nobody = f"redis://127.0.0.1:{free_port()}/0"
+        unreachable = f"redis://127.0.0.1:{reserve_port()}/0"
         words = json.loads(command.removeprefix("CMD "))
-        worker = started(words, prefix, tmp_path, REGRAFT_BROKER_URL=nobody)
+        worker = started(words, prefix, tmp_path, REGRAFT_BROKER_URL=unreachable)
         try:
             deadline = time.monotonic() + 60
             while subprocess.run(check_words, stderr=subprocess.DEVNULL).returncode != 0:

@@ -19,7 +19,7 @@ from graders.backends import Backends, Inference
 from helm.generate import OWN, settings_schema
 from tests import factories
 from tests.helm.charts import CHART, ROOT, VARIATIONS, of_kind, pods, profile, render
-from worker import cli
+from worker.cli.parser import build
 from worker.supervise import liveness
 
 
@@ -84,28 +84,12 @@ def test_every_setting_can_be_given_and_arrives(monkeypatch):
     assert known.keys() | OWN == Settings.model_fields.keys()
 
 
-@pytest.fixture
-def parse(monkeypatch):
+def parse(words: list[str]) -> argparse.Namespace:
     """A command line as the program's own parser reads it, which ends the process when it does not know it."""
-
-    class Parsed(Exception):
-        pass
-
-    def stop(self, *rest):
-        raise Parsed(real(self, *rest))
-
-    def parse(words):
-        monkeypatch.setattr("sys.argv", words)
-        with pytest.raises(Parsed) as parsed:
-            cli.main()
-        return parsed.value.args[0]
-
-    real = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-    return parse
+    return build().parse_args(words[1:])
 
 
-def test_every_command_is_one_of_the_service(ours, parse):
+def test_every_command_is_one_of_the_service(ours):
     for pod in ours:
         words = pod.containers[0]["command"]
 
@@ -114,7 +98,7 @@ def test_every_command_is_one_of_the_service(ours, parse):
 
 
 @pytest.mark.parametrize("file", ["helm/regraft/templates/NOTES.txt", "docs/howto/kubernetes.md"])
-def test_what_operators_are_told_to_type_are_commands_of_the_service(file, parse):
+def test_what_operators_are_told_to_type_are_commands_of_the_service(file):
     lines = re.findall(r"-- (regraft-server .*)", (ROOT / file).read_text())
 
     assert lines

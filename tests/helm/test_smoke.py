@@ -15,7 +15,7 @@ from tests.e2e.test_openai_client import create, method, wait
 from tests.e2e.test_production_size import redis_url as redis_url
 from tests.helm.charts import of_kind, pods, profile, render
 from tests.helm.kubelet import Kubelet
-from tests.servers import SeaweedFS, free_ports
+from tests.servers import SeaweedFS, reserve_ports
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def installed(tmp_path_factory, postgres, redis_url, seaweed):
     values["models"] = {"tiny": {"path": str(model), "dtype": "float32", "context": 128}}
     manifests = render(values)
     [config] = of_kind(manifests, "ConfigMap")
-    ports = dict(zip(("api", "inference"), free_ports(2), strict=True))
+    ports = dict(zip(("api", "inference"), reserve_ports(2), strict=True))
     kubelet = Kubelet(
         folder,
         {

@@ -94,7 +94,8 @@ def test_a_wheel_has_every_file_of_its_packages_and_no_other(built, wheel, folde
     """Migrations, the registry, graders' data and py.typed among them; a linked file is there with its contents."""
     expected = sources(folder, packages)
 
-    got = {name: data for name, data in contents(built[wheel]).items() if ".dist-info/" not in name}
+    besides = (".dist-info/", ".data/data/share/regraft/docs/")
+    got = {name: data for name, data in contents(built[wheel]).items() if not any(b in name for b in besides)}
 
     assert len(expected) > 20
     assert got.keys() == expected.keys()
@@ -114,6 +115,14 @@ def test_the_wheels_have_what_is_read_at_run_time(built):
     for name, files in (("regraft_server", server), ("regraft", client)):
         assert f"\nVersion: {VERSION}\n" in files[f"{name}-{VERSION}.dist-info/METADATA"].decode()
         assert f"{name}-{VERSION}.dist-info/licenses/LICENSE" in files
+
+
+def test_the_servers_wheel_has_the_documentation_site_where_the_api_looks_for_it(built):
+    inside = f"regraft_server-{VERSION}.data/data/share/regraft/docs/"
+    site = {name.removeprefix(inside) for name in contents(built["server_wheel"]) if name.startswith(inside)}
+
+    assert {"index.html", "search.json", "reference/settings.html"} <= site
+    assert not {name for name in site if name.endswith((".py", ".md"))}
 
 
 @pytest.mark.parametrize("sdist", ["server_sdist", "client_sdist"])

@@ -19,7 +19,6 @@ from regraft import AsyncRegraft, Regraft
 from api.http.app import create_app
 from api.resources.chat import Upstream
 from core.database.engine import Database, Work
-from core.database.migrate import upgrade
 from core.database.tables import Checkpoint, Job, Project, RolloutPage, StepMetric
 from core.jobs import events, lifecycle
 from core.registry import BaseModelEntry, Registry
@@ -108,16 +107,9 @@ class House:
             return row.id
 
 
-@pytest.fixture(scope="session")
-def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("database") / "regraft.db"
-    upgrade(f"sqlite:///{file}")
-    return file
-
-
 @pytest.fixture
-def house(migrated: Path, tmp_path: Path) -> Iterator[House]:
-    shutil.copy(migrated, tmp_path / "regraft.db")
+def house(migrated_sqlite: Path, tmp_path: Path) -> Iterator[House]:
+    shutil.copy(migrated_sqlite, tmp_path / "regraft.db")
     settings = Settings(data_dir=tmp_path, inference_key="between us")
     database, blobs = Database(settings.database), FolderBlobs(tmp_path / "blobs")
     with database.write() as session:
@@ -126,7 +118,7 @@ def house(migrated: Path, tmp_path: Path) -> Iterator[House]:
         project = session.query(Project).one()
     models = {"tiny": BaseModelEntry(hub="regraft/tiny")}
     registry = Registry(models=models, aliases={"o4-mini-2025-04-16": "tiny"})
-    app = create_app(settings, database, blobs, registry, Backends.none(), lambda *wake: None)
+    app = create_app(settings, database, blobs, registry, Backends.none(), lambda *wake: True)
     house = House(database, blobs, project, key, app.state.upstream)
     with serving(app) as house.port:
         yield house

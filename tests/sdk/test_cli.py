@@ -159,6 +159,7 @@ def test_yes_creates_the_job_after_the_preview(regraft, in_json, job_file, model
     assert [job["id"] for job in in_json("jobs", "list")] == [found["job"]["id"], out.strip()]
 
 
+@pytest.mark.slow  # each starts a process, in a second; so do the others in this file that have this mark
 @pytest.mark.parametrize(("said", "code", "created"), [(b"y\n", 0, 1), (b"\n", 0, 0), (b"\x04", 130, 0)])
 def test_in_a_terminal_a_preview_asks(house, client, job_file, model, said, code, created):
     primary, secondary = pty.openpty()
@@ -194,7 +195,7 @@ def test_a_preview_without_an_inference_server_says_what_is_missing(regraft, job
 
 
 def test_what_is_known_of_time_and_cost_is_a_range():
-    from regraft.cli.commands import _estimate
+    from regraft.cli.commands import estimate_text
 
     size = {"training_rows": 1, "validation_rows": 1, "total_steps": 2, "n_epochs": 1, "batch_size": 1}
     known = {
@@ -203,7 +204,7 @@ def test_what_is_known_of_time_and_cost_is_a_range():
         "cost": {"low": 0.5, "expected": 1.0, "high": 20.0, "currency": "USD"},
     }
 
-    assert _estimate(size | {"group_size": 8, "estimate": known}).splitlines()[2:] == [
+    assert estimate_text(size | {"group_size": 8, "estimate": known}).splitlines()[2:] == [
         "1 min 30 s, between 50 s and 2 h 01 min, based on 20 steps of 1 earlier job",
         "1.00, between 0.50 and 20.00 USD",
     ]
@@ -554,7 +555,7 @@ class Speaker(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def speaker(regraft, monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Speaker)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     monkeypatch.setenv("REGRAFT_BASE_URL", f"http://127.0.0.1:{server.server_port}/v1")
     Speaker.heard = []
@@ -591,6 +592,7 @@ def command(house, *argv: str, **options):
     return subprocess.Popen([sys.executable, "-m", "regraft", *argv], env=environment, **options)
 
 
+@pytest.mark.slow
 def test_in_a_terminal_there_is_a_live_line(house, learned):
     primary, secondary = pty.openpty()
     process = command(house, "jobs", "watch", learned, stdout=secondary, stderr=secondary, stdin=secondary)
@@ -612,6 +614,7 @@ def test_in_a_terminal_there_is_a_live_line(house, learned):
     ]
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error(house, learned):
     process = command(house, "jobs", "watch", learned, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()

@@ -100,7 +100,7 @@ def test_a_good_file_is_summed_up(write):
 
 
 def test_the_limits_are_the_servers():
-    assert dict(datasets.MOST_ROWS) == {
+    assert dict(datasets.MAX_ROWS) == {
         "train": validation.MAX_TRAINING_ROWS,
         "valid": validation.MAX_VALIDATION_ROWS,
     }

@@ -2,11 +2,11 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
 from core.database.engine import Database
-from core.database.migrate import upgrade
 from core.errors import InvalidApiKey
 from core.jobs import usage
 from core.settings import Settings
@@ -18,9 +18,9 @@ from worker.cli.parser import build
 
 
 @pytest.fixture
-def settings(tmp_path):
+def settings(tmp_path, migrated_sqlite):
     settings = Settings(data_dir=tmp_path, default_limits=Limits(queued_jobs=10))
-    upgrade(settings.database)
+    shutil.copy(migrated_sqlite, tmp_path / "regraft.db")
     return settings
 
 

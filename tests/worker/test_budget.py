@@ -12,9 +12,11 @@ from core.errors import BudgetReached
 from core.jobs import budgets, events, lifecycle, usage
 from core.jobs.budgets import Price
 from core.results import tuned_models
+from core.results.step_metrics import StepMetrics
 from core.settings import Settings
 from graders.backends import Backends
-from worker.run import Outcome
+from tests.fakes import WatchedRun, crash_at
+from worker.run import RunOutcome
 from worker.supervise.validation import validate_next
 
 PRICE = Price(None, "USD")
@@ -24,19 +26,15 @@ PRICE = Price(None, "USD")
 def timed(bench):
     """A run of eight steps of which each takes ten seconds of the GPU, and those with a validation five more."""
 
-    def make(**settings):
-        run = bench.run(**{"n_epochs": 2} | settings)
-        measure = run.measure
-
-        def ten_seconds(step, *args):
-            data = measure(step, *args)
-            data["timing"]["step"]["full_iteration"] = (
-                5.0 if step == 0 else 15.0 if run.is_measured(step) else 10.0
+    class TenSeconds(WatchedRun):
+        def measure(self, step, *args):
+            seconds = 5.0 if step == 0 else 15.0 if self.is_measured(step) else 10.0
+            return StepMetrics.load(
+                super().measure(step, *args).to_data() | {"timing": {"step": {"full_iteration": seconds}}}
             )
-            return data
 
-        run.measure = ten_seconds
-        return run
+    def make(**settings):
+        return bench.run(kind=TenSeconds, **{"n_epochs": 2} | settings)
 
     return make
 
@@ -47,7 +45,7 @@ def change(bench, **columns):
 
 
 def cap(bench, gpu_seconds):
-    change(bench, budget=budgets.stored({"gpu_seconds": gpu_seconds}, PRICE))
+    change(bench, budget=budgets.to_row({"gpu_seconds": gpu_seconds}, PRICE))
 
 
 def train(run):
@@ -83,7 +81,7 @@ def callable_steps(bench):
 def test_a_job_pauses_before_the_step_that_would_pass_its_cap(bench, timed):
     cap(bench, 44.0)  # steps 0, 1 and 2 take 5 + 10 + 15; a third ten more, a fourth fifteen more
 
-    assert train(timed()) is Outcome.INTERRUPTED
+    assert train(timed()) is RunOutcome.INTERRUPTED
     pause(bench)
 
     job = bench.job()
@@ -127,7 +125,7 @@ def test_at_its_cap_it_is_not_resumed_and_with_a_higher_one_it_ends_as_if_it_had
     cap(bench, 1000.0)
     resume(bench)
     resumed = timed()
-    assert train(resumed) is Outcome.DONE
+    assert train(resumed) is RunOutcome.DONE
 
     job = bench.job()
     assert (job.status, job.gpu_seconds) == ("succeeded", 5.0 + 4 * 10.0 + 4 * 15.0)
@@ -147,7 +145,7 @@ def test_a_pause_changes_nothing_of_what_is_learned(bench, timed):
             session.query(Checkpoint).delete()
             session.query(TunedModel).delete()
             events.discard_steps_after(session, bench.claim.job_id, -1)
-        if train(timed()) is Outcome.INTERRUPTED:
+        if train(timed()) is RunOutcome.INTERRUPTED:
             pause(bench)
             cap(bench, 1000.0)
             resume(bench)
@@ -184,7 +182,7 @@ def test_a_drain_leaves_no_model_behind(bench, timed):
     run = timed()
     run.stop_requested = lambda: run.trainer.updates == 3
 
-    assert train(run) is Outcome.INTERRUPTED
+    assert train(run) is RunOutcome.INTERRUPTED
 
     assert bench.checkpoints()[-1].step == 3
     assert callable_steps(bench) == [2]
@@ -192,16 +190,14 @@ def test_a_drain_leaves_no_model_behind(bench, timed):
 
 def test_the_model_of_a_users_own_pause_can_be_called_too(bench, timed):
     run = timed()
-    step = run.step
 
-    async def paused_during_three(number):
+    def paused_during_three(number):
         if number == 3:
             with bench.database.write() as session:
                 lifecycle.pause(Work(session), session.get_one(Job, bench.job().seq))
-        return await step(number)
 
-    run.step = paused_during_three
-    assert train(run) is Outcome.INTERRUPTED
+    run.before_step = paused_during_three
+    assert train(run) is RunOutcome.INTERRUPTED
 
     assert callable_steps(bench) == [2, 3]
 
@@ -210,20 +206,20 @@ def test_a_cap_below_the_first_validation_pauses_before_anything_is_learned(benc
     cap(bench, 4.0)
     run = timed()
 
-    assert train(run) is Outcome.INTERRUPTED
+    assert train(run) is RunOutcome.INTERRUPTED
     pause(bench)
 
     assert (bench.job().status, run.trainer.updates, bench.checkpoints()) == ("paused", 0, [])
     change(bench, budget=None)
     resume(bench)
-    assert train(timed()) is Outcome.DONE
+    assert train(timed()) is RunOutcome.DONE
     assert [step["step"] for step in bench.steps()] == list(range(9))
 
 
 def test_a_cap_that_the_last_step_reaches_pauses_nothing(bench, timed):
     cap(bench, 105.0)
 
-    assert train(timed()) is Outcome.DONE
+    assert train(timed()) is RunOutcome.DONE
 
     assert (bench.job().status, bench.job().gpu_seconds) == ("succeeded", 105.0)
     assert not bench.events("warn")
@@ -231,14 +227,7 @@ def test_a_cap_that_the_last_step_reaches_pauses_nothing(bench, timed):
 
 def test_steps_that_a_crash_lost_count_once_for_the_job_and_twice_for_the_project(bench, timed):
     run = timed()
-    step = run.step
-
-    async def crash_at_four(number):
-        if number == 4:
-            raise RuntimeError("out of memory")
-        return await step(number)
-
-    run.step = crash_at_four
+    run.before_step = crash_at(4)
     with pytest.raises(RuntimeError):
         train(run)
     assert bench.job().gpu_seconds == 40.0
@@ -262,10 +251,10 @@ def test_usage_and_estimate_live_on_the_row_while_the_job_runs(bench, timed):
     run.stop_requested = lambda: run.trainer.updates == 4
     train(run)
 
-    shown = usage.shown(bench.job(), Price(0.5, "EUR"))
+    shown = usage.render(bench.job(), Price(0.5, "EUR"))
     assert (shown["gpu_seconds"], shown["sampled_tokens"]) == (55.0, 4 * 2 * 8)
     assert shown["cost"] == {"amount": 27.5, "currency": "EUR"}
-    estimate = usage.shown_estimate(bench.job(), PRICE)
+    estimate = usage.render_estimate(bench.job(), PRICE)
     assert estimate["remaining_seconds"] == {"low": 37.5, "expected": 50.0, "high": 62.5}
     assert estimate["total_gpu_seconds"]["expected"] == 105.0
     assert estimate["based_on"] == "this job's steps"
@@ -331,7 +320,7 @@ class TestBeforeTheStart:
     def test_a_validated_job_has_the_estimate_that_earlier_jobs_give(self, validate):
         job = validate(after_another=True)
 
-        estimate = usage.shown_estimate(job, PRICE)
+        estimate = usage.render_estimate(job, PRICE)
         assert job.status == "queued"
         assert estimate["based_on"] == "8 steps of 1 earlier job"
         ranges = estimate["remaining_seconds"]
@@ -339,7 +328,7 @@ class TestBeforeTheStart:
         answers = 8 * 10 * 8 + 11 * 2
         assert answers * 2 / 1.6 <= ranges["low"] <= ranges["expected"] <= ranges["high"]
         assert ranges["high"] <= answers * 64 / 1.0
-        assert usage.shown(job, PRICE) is None
+        assert usage.render(job, PRICE) is None
 
     def test_where_no_job_has_run_there_is_none(self, validate):
         job = validate(after_another=False)
@@ -352,7 +341,7 @@ def test_a_job_pauses_when_its_project_has_used_what_it_may(bench, timed):
         project = session.get_one(Project, bench.project.id)
         project.limits = {"gpu_seconds_per_30_days": 40}
 
-    assert asyncio.run(timed().train()) is Outcome.INTERRUPTED
+    assert asyncio.run(timed().train()) is RunOutcome.INTERRUPTED
 
     assert bench.job().status == "pausing"
     assert [step["step"] for step in bench.steps()] == [0, 1, 2, 3]  # 5 + 10 + 15 + 10 seconds

@@ -10,7 +10,7 @@ from core.settings import GpuClass, Settings
 from tests.worker.test_memory import QWEN3_4B, QWEN3_14B
 from worker.model import capacity
 from worker.model.sizing import GIB
-from worker.serve.engines import Refused
+from worker.serve.engines import EngineRefused
 from worker.serve.vllm_engine import VllmBuilder
 
 
@@ -92,7 +92,7 @@ class TestServing:
         return builder
 
     def cache(self, made, one, others, free=78 * GIB):
-        shape, need = made._need(one)
+        shape, need = made.need(one)
         return made.cache_bytes(shape, need, one.context, free, others)
 
     def test_two_models_that_fit_beside_each_other_leave_room_for_each_other(self, folder, builder):
@@ -101,7 +101,7 @@ class TestServing:
 
         first = self.cache(made, large, [small])
 
-        taken = made._need(large)[1].without_cache + first
+        taken = made.need(large)[1].without_cache + first
         second = self.cache(made, small, [], free=78 * GIB - taken)
         assert 78 * GIB - taken >= made.bytes_needed(small)
         assert abs(first - second) < 0.2 * GIB
@@ -120,7 +120,7 @@ class TestServing:
 
     def test_a_number_that_holds_no_sequence_is_refused_before_anything_is_unloaded(self, folder, builder):
         with pytest.raises(
-            Refused, match=r"a KV cache of 1\.27 GiB, and REGRAFT_INFERENCE_KV_CACHE_GIB is 1:"
+            EngineRefused, match=r"a KV cache of 1\.27 GiB, and REGRAFT_INFERENCE_KV_CACHE_GIB is 1:"
         ) as no:
             builder(inference_kv_cache_gib=1).bytes_needed(entry(folder))
 

@@ -61,7 +61,7 @@ def test_what_is_no_template_is_refused_when_the_registry_is_read(tmp_path, text
 def test_a_job_names_one_and_brings_none_of_its_own():
     asked = Hyperparameters.model_validate({"advanced": {"chat_template": "r1_zero"}})
 
-    assert asked.advanced.chat_template == "r1_zero"
+    assert asked.advanced.sampling.chat_template == "r1_zero"
     for other in ("{{ messages }}", "/etc/passwd"):
         with pytest.raises(ValidationError, match="chat_template"):
             Hyperparameters.model_validate({"advanced": {"chat_template": other}})

@@ -12,7 +12,7 @@ from core.registry import BaseModelEntry
 from core.response_format import SchemaTooLarge, held_to
 from tests.tiny import make_byte_model
 from worker.model.policy import load_base
-from worker.serve.continuous import ContinuousEngine, Lora, sample
+from worker.serve.continuous import ContinuousEngine, ServedModel, sample
 from worker.serve.engine import Ask
 
 # Of which llguidance cannot follow all: each of the branches is open when an answer begins.
@@ -169,70 +169,91 @@ def test_a_schema_that_allows_too_much_at_once_ends_its_own_answer_alone(make_en
     assert asyncio.run(beside())[-1].last
 
 
-def test_a_failure_reaches_those_it_concerns_and_the_next_is_answered(make_engine, monkeypatch):
-    engine = make_engine()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.model, "write", lambda *given: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            answer(engine, ask())
+class Failing(ServedModel):
+    """Fails to write with each of `failures` once, after the model has checked itself."""
+
+    failures = ()
+
+    def __init__(self, base):
+        super().__init__(base)
+        self.failures = [ZeroDivisionError()]
+
+    def write(self, *given):
+        if self.failures:
+            raise self.failures.pop()
+        return super().write(*given)
+
+
+class Gated(ServedModel):
+    """Holds the first reading until `go`, and remembers the lengths of the prompts of each reading after that.
+
+    The model reads before that, to check itself.
+    """
+
+    checked = False
+
+    def __init__(self, base):
+        self.begun, self.go, self.readings = threading.Event(), threading.Event(), []
+        super().__init__(base)
+        self.checked = True
+
+    def read(self, prompts, loras):
+        if not self.checked:
+            return super().read(prompts, loras)
+        if not self.go.is_set():
+            self.begun.set()
+            assert self.go.wait(10)
+        else:
+            self.readings.append([len(prompt) for prompt in prompts])
+        return super().read(prompts, loras)
+
+
+class GatedFailing(Gated, Failing):
+    pass
+
+
+def test_a_failure_reaches_those_it_concerns_and_the_next_is_answered(make_engine):
+    engine = make_engine(served=Failing)
+    with pytest.raises(ZeroDivisionError):
+        answer(engine, ask())
 
     assert answer(engine, ask())[0][-1].last
 
 
-def together(engine, monkeypatch, *asks):
-    """Their answers when they arrive while another prompt is read; and the prompts of each reading after that."""
-    read, begun, go, readings = engine.model.read, threading.Event(), threading.Event(), []
-
-    def waiting(prompts, loras):
-        if not go.is_set():
-            begun.set()
-            assert go.wait(10)
-        else:
-            readings.append([len(prompt) for prompt in prompts])
-        return read(prompts, loras)
+def together(engine, *asks):
+    """Their answers, when they arrive while another prompt is read. The engine's model is `Gated`."""
 
     async def everyone():
         first = asyncio.create_task(collect(engine, ask(2, max_tokens=1)))
-        assert await asyncio.to_thread(begun.wait, 10)
+        assert await asyncio.to_thread(engine.model.begun.wait, 10)
         answering = [asyncio.create_task(collect(engine, one)) for one in asks]
-        while engine._arrivals.qsize() < len(asks):
+        while engine.arriving < len(asks):
             await asyncio.sleep(0)
-        go.set()
+        engine.model.go.set()
         await first
         return await asyncio.gather(*answering, return_exceptions=True)
 
-    monkeypatch.setattr(engine.model, "read", waiting)
-    return asyncio.run(everyone()), readings
+    return asyncio.run(everyone())
 
 
 async def collect(engine, ask):
     return [token async for token in engine.generate(ask)]
 
 
-def test_a_long_prompt_and_short_ones_are_not_read_as_if_all_were_long(make_engine, monkeypatch):
+def test_a_long_prompt_and_short_ones_are_not_read_as_if_all_were_long(make_engine):
     """They are padded to the longest; an n of 4 is four rows of one prompt."""
-    monkeypatch.setattr("worker.serve.continuous.MOST_PROMPT_TOKENS", 40)
     asks = [ask(30), *(ask(length, seed=seed) for length in (3, 4, 5) for seed in range(4))]
-    answers, readings = together(make_engine(), monkeypatch, *asks)
+    engine = make_engine(served=Gated, most_prompt_tokens=40)
 
-    assert all(tokens[-1].last for tokens in answers)
-    assert readings == [[30], [3, 4, 5]]
+    assert all(tokens[-1].last for tokens in together(engine, *asks))
+    assert engine.model.readings == [[30], [3, 4, 5]]
 
 
-def test_a_failure_leaves_those_alone_that_wait_for_their_turn(make_engine, monkeypatch):
-    engine = make_engine(most_rows=1)
-    write, failures = engine.model.write, [ZeroDivisionError()]
+def test_a_failure_leaves_those_alone_that_wait_for_their_turn(make_engine):
+    failed, answered = together(make_engine(served=GatedFailing, most_rows=1), ask(3), ask(4))
 
-    def fails_once(*given):
-        if failures:
-            raise failures.pop()
-        return write(*given)
-
-    monkeypatch.setattr(engine.model, "write", fails_once)
-    answers, _ = together(engine, monkeypatch, ask(3), ask(4))
-
-    assert isinstance(answers[0], ZeroDivisionError)
-    assert answers[1][-1].last
+    assert isinstance(failed, ZeroDivisionError)
+    assert answered[-1].last
 
 
 def test_an_adapter_under_a_new_name_is_read_anew(make_engine, make_policy, tmp_path):
@@ -248,21 +269,28 @@ def test_an_adapter_under_a_new_name_is_read_anew(make_engine, make_policy, tmp_
     assert [t.logprob for t in after[1]] == pytest.approx([t.logprob for t in before[0]], abs=1e-4)
 
 
-def test_an_adapter_that_many_ask_for_at_once_is_read_once(make_engine, adapters, monkeypatch):
+class Reading(ServedModel):
+    """Remembers which adapters it has read; a second reading frees the first, or 0.3 s do."""
+
+    def __init__(self, base):
+        super().__init__(base)
+        self.folders, self.second = [], threading.Event()
+
+    def lora(self, folder):
+        self.folders.append(folder)
+        if len(self.folders) > 1:
+            self.second.set()
+        self.second.wait(0.3)
+        return super().lora(folder)
+
+
+def test_an_adapter_that_many_ask_for_at_once_is_read_once(make_engine, adapters):
     """Two copies of it would be two adapters to the batch, and what is forgotten must not be what another reads."""
-    engine, read, second, load = make_engine(), [], threading.Event(), Lora.load
+    engine = make_engine(served=Reading)
 
-    def watched(folder, device):
-        read.append(folder)
-        if len(read) > 1:
-            second.set()
-        second.wait(0.3)
-        return load(folder, device)
-
-    monkeypatch.setattr(Lora, "load", watched)
     answer(engine, *(ask(9, next(iter(adapters)), seed=seed) for seed in range(4)))
 
-    assert len(read) == 1
+    assert len(engine.model.folders) == 1
 
 
 def test_closing_an_engine_ends_its_thread_and_frees_its_weights(make_engine):

@@ -44,15 +44,15 @@ def test_a_run_that_resumes_in_the_middle_finds_the_same_batches():
 
 def test_an_epoch_is_shuffled_once_and_only_the_last_two_are_kept():
     stream = PromptStream(prompts(1000), batch_size=7, seed=1)
-    first = stream._order(0)
+    first = stream.order(0)
 
     for step in range(1, 144):  # the last one straddles two epochs
         stream.batch(step)
-    assert stream._order(0) is first
+    assert stream.order(0) is first
 
     for step in range(144, 1000):
         stream.batch(step)
-    assert sorted(stream._orders) == [5, 6], "memory does not grow with the epochs"
+    assert stream.kept_epochs == [5, 6], "memory does not grow with the epochs"
 
 
 def test_stand_ins_are_all_prompts_outside_the_batch_in_an_order_of_the_step():

@@ -13,13 +13,23 @@ from core.database.tables import Event, File, Project, StepMetric, TunedModel, W
 from core.jobs import events, lifecycle
 from core.jobs.thresholds import Thresholds
 from core.outbound import webhooks
+from core.results.step_metrics import StepMetrics
 from graders.types import Grade
-from tests.fakes import ExactGrader, IdleTrainer, NeverGrades, RuiningTrainer, SameForAll, Skill
+from tests.fakes import (
+    ExactGrader,
+    IdleTrainer,
+    NeverGrades,
+    RuiningTrainer,
+    SameForAll,
+    Skill,
+    WatchedRun,
+    crash_at,
+)
 from worker.clock import Clock
 from worker.record.metrics import no_signal
-from worker.record.recorder import Quota
+from worker.record.recorder import Quota, Recorder
 from worker.refusals import UserMistake
-from worker.run import Outcome
+from worker.run import RunOutcome
 
 
 def trained(bench, *, trainer=None, grader=None, chance=0.3, **settings):
@@ -181,7 +191,7 @@ def test_a_run_that_resumes_comes_to_the_same_verdict_and_warns_once(bench):
 
     first = run()
     first.stop_requested = lambda: first.trainer.updates == 5
-    assert asyncio.run(first.train()) is Outcome.INTERRUPTED
+    assert asyncio.run(first.train()) is RunOutcome.INTERRUPTED
     bench.again()
     asyncio.run(run().train())
 
@@ -192,14 +202,7 @@ def test_a_run_that_resumes_comes_to_the_same_verdict_and_warns_once(bench):
 
 def test_a_warning_of_a_step_that_is_done_again_is_told_again_and_listed_once(bench):
     run = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2, eval_interval=4)
-    step = run.step
-
-    async def crash_at_three(number):
-        if number == 3:
-            raise RuntimeError("out of memory")
-        return await step(number)
-
-    run.step = crash_at_three
+    run.before_step = crash_at(3)
     with pytest.raises(RuntimeError):
         asyncio.run(run.train())
     assert [data["rule"] for _, data in told(bench, "warn") if "rule" in data] == ["collapse"]
@@ -212,16 +215,16 @@ def test_a_warning_of_a_step_that_is_done_again_is_told_again_and_listed_once(be
 
 
 def test_a_crash_between_the_verdict_and_the_end_tells_the_verdict_once(bench):
-    run = trained(bench, n_epochs=6)
+    class Killed(Recorder):
+        def succeed(self, best):
+            raise RuntimeError("killed")
 
-    def crash(best):
-        raise RuntimeError("killed")
-
-    run.recorder.succeed = crash
+    run = trained(bench, n_epochs=2)
+    run.recorder = Killed(bench.attempt())
     with pytest.raises(RuntimeError):
         asyncio.run(run.train())
     bench.again()
-    asyncio.run(trained(bench, n_epochs=6).train())
+    asyncio.run(trained(bench, n_epochs=2).train())
 
     assert bench.job().status == "succeeded"
     assert len([message for message in bench.events() if message.startswith("Compared with")]) == 1
@@ -251,7 +254,7 @@ def test_thresholds_can_be_changed_and_switched_off(bench):
 
 
 def test_validations_have_a_standard_error_and_a_difference_to_the_base(bench):
-    asyncio.run(trained(bench, n_epochs=6, eval_samples=2).train())
+    asyncio.run(trained(bench, n_epochs=2, eval_samples=2).train())
 
     base, later = bench.steps()[0], bench.steps()[-1]
     assert 0 < base["full_valid_stderr"] < 0.2
@@ -270,7 +273,7 @@ def test_a_webhook_of_a_job_that_ended_has_the_verdict(bench):
             event_types=["fine_tuning.job.succeeded"],
             thresholds=None,
         )
-    asyncio.run(trained(bench, n_epochs=6).train())
+    asyncio.run(trained(bench, n_epochs=2).train())
 
     with bench.database.read() as session:
         [delivery] = session.query(WebhookDelivery).all()
@@ -300,7 +303,7 @@ def test_the_no_signal_text_blames_the_task_where_the_model_never_was_better(ben
     run = trained(bench, grader=SameForAll(0.0))
     groups_P, _ = asyncio.run(run.collector.collect(1, Clock()))
 
-    silence = no_signal(groups_P, "outcome", [{"step": 0, "full_valid_mean_reward": 0.0}])
+    silence = no_signal(groups_P, "outcome", [StepMetrics(step=0, full_valid_mean_reward=0.0)])
 
     assert silence is not None
     assert "all answers scored 0: the task is too hard" in silence.message
@@ -311,8 +314,8 @@ def test_full_scores_after_steps_with_signal_are_no_reason_for_a_warning(bench, 
     run = trained(bench, grader=SameForAll(1.0))
     groups_P, _ = asyncio.run(run.collector.collect(1, Clock()))
     steps = [
-        {"step": 0, "full_valid_mean_reward": 0.4},
-        {"step": 1, "train_mean_reward": 0.5, "groups_mixed_share": earlier_share},
+        StepMetrics(step=0, full_valid_mean_reward=0.4),
+        StepMetrics(step=1, train_mean_reward=0.5, groups_mixed_share=earlier_share),
     ]
 
     silence = no_signal(groups_P, "outcome", steps)
@@ -330,19 +333,18 @@ def test_a_step_reads_no_metrics_of_earlier_steps(bench):
     def note(connection, cursor, statement, *rest):
         statements.append(statement)
 
-    run = trained(bench, n_epochs=2)
-    step = run.step
     counts = []
 
-    async def counted(number):
-        statements.clear()
-        ended = await step(number)
-        counts.append(len(statements))
-        assert not [one for one in statements if one.startswith("SELECT") and "FROM step_metrics" in one
-                    and "step_metrics.step = " not in one]  # fmt: skip
-        return ended
+    class Counted(WatchedRun):
+        async def step(self, step):
+            statements.clear()
+            ended = await super().step(step)
+            counts.append(len(statements))
+            assert not [one for one in statements if one.startswith("SELECT") and "FROM step_metrics" in one
+                        and "step_metrics.step = " not in one]  # fmt: skip
+            return ended
 
-    run.step = counted
+    run = trained(bench, kind=Counted, n_epochs=2)
     event.listen(bench.database.engine, "before_cursor_execute", note)
     try:
         asyncio.run(run.train())

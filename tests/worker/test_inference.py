@@ -13,6 +13,8 @@ import pytest
 
 from worker.serve.launcher import InferenceServer
 
+pytestmark = pytest.mark.slow  # each test starts a server that loads torch and a model
+
 ROOT = Path(__file__).parents[2]
 KEY = "key"
 BAR = "Loading weights"

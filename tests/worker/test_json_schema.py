@@ -15,7 +15,7 @@ from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy, load_base
 from worker.rollout.samplers import Sampling, grouped
 from worker.rollout.samplers.transformers import TransformersSampler
-from worker.types import Group, Pack, Prompt, Sequence
+from worker.types import Group, Pack, Prompt, TrainingSequence
 
 SCORE = {
     "type": "object",
@@ -86,7 +86,8 @@ def test_the_trainer_has_the_samplers_probabilities_over_what_the_schema_allows(
     rollouts = sample(sampler, SCORE, tokens=24, temperature=temperature)
     one = Prompt(1, tuple(sampler.policy.render([{"role": "user", "content": "?"}])), {})
     answers = tuple(
-        Sequence(r.output_ids_T, r.logprobs_T, (1.0,) * len(r.output_ids_T), 1.0) for r in rollouts[:4]
+        TrainingSequence(r.output_ids_T, r.logprobs_T, (1.0,) * len(r.output_ids_T), 1.0)
+        for r in rollouts[:4]
     )
     sampled = torch.tensor([logprob for r in rollouts[:4] for logprob in r.logprobs_T])
     settings = asked({"temperature": temperature})
@@ -94,7 +95,7 @@ def test_the_trainer_has_the_samplers_probabilities_over_what_the_schema_allows(
     gaps = []
     for schema in (held_to(SCORE), ""):
         trainer = PeftTrainer(sampler.policy, settings, token_budget=4096, held_to=schema)
-        logp, entropy = trainer.own.logprobs(trainer.own._tensors([Pack(one.ids, answers)]))
+        logp, entropy = trainer.own.logprobs(trainer.own.tensors([Pack(one.ids, answers)]))
         gaps.append((logp - sampled).abs().max().item())
         assert entropy.isfinite().all()
 

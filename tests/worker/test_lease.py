@@ -98,9 +98,9 @@ class TestKeeper:
 
     def test_its_thread_ends_with_it(self, bench):
         with LeaseKeeper(bench.database, bench.claim, 3600) as keeper:
-            assert keeper._thread.is_alive()
+            assert keeper.is_running
 
-        assert not keeper._thread.is_alive()
+        assert not keeper.is_running
 
 
 class With:

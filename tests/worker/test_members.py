@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from core.registry import BaseModelEntry
 from core.settings import Settings
 from tests.fakes import learn
-from tests.servers import free_port
+from tests.servers import reserve_port
 from tests.worker.test_ranks import like_the_policy, sampled
 from tests.worker.test_training import relative_difference
 from worker.learn import members
@@ -47,7 +47,7 @@ KEY = b"a key of the group"
 
 @pytest.fixture(scope="module")
 def port():
-    return free_port()
+    return reserve_port()
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def member(port, tmp_path_factory):
     )
     yield process
     process.terminate()
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
 
 
 def coming(port, count=1, patience=60.0):
@@ -152,7 +152,7 @@ def test_a_member_is_there_for_the_next_run_with_a_process_of_its_own(port):
         processes.append(helper.receive())
         helper.close()
     seat.stop()
-    seat.thread.join(10)
+    seat.thread.join(30)
 
     assert len(set(processes)) == 2
     assert not seat.thread.is_alive()
@@ -205,7 +205,7 @@ def test_a_member_does_not_join_a_leader_that_only_repeats_what_it_hears(connect
     ours.sendall(b"n" * members.NONCE)
     with ThreadPoolExecutor() as pool:
         joined = pool.submit(join, theirs, KEY)
-        heard = members._read(ours, members.NONCE + members.SEAL)
+        heard = members.read_exactly(ours, members.NONCE + members.SEAL)
         ours.sendall(heard[-members.SEAL :])
 
         with pytest.raises(Stranger, match="leader's REGRAFT_RANKS_KEY or version differs"):
@@ -227,7 +227,7 @@ def test_nothing_of_a_stranger_is_unpickled(tmp_path, port, caplog):
     pickle.loads(pickle.dumps(Touches(trace)))
     assert trace.exists(), "it would leave a trace"
     trace.unlink()
-    gathering = coming(port, patience=0.3)
+    gathering = coming(port, patience=5)  # long enough to reject the stranger
     gathering.listen()
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         Line(stranger).send(Touches(trace))
@@ -253,9 +253,9 @@ def test_a_message_that_was_not_sent_by_the_other_side_is_not_unpickled(
         reader = leader
     else:
         recorded = Recorded(theirs)
-        member._end = recorded
+        member.end = recorded
         member.send(Touches(trace))
-        member._end = theirs
+        member.end = theirs
         reader = leader if change == "repeated" else member
         if change == "repeated":
             leader.receive()
@@ -286,7 +286,7 @@ def test_what_is_read_ahead_stays_as_it_was_sent(greeted):
     for number in (1.0, 2.0, 3.0):
         leader.send(np.full(4, number, dtype=np.float32))
     leader.close()
-    assert ended.wait(5), "the end of the run is noticed although nobody asks for it"
+    assert ended.wait(30), "the end of the run is noticed although nobody asks for it"
 
     assert [ahead.receive().tolist() for _ in range(3)] == [[n] * 4 for n in (1.0, 2.0, 3.0)]
 
@@ -299,7 +299,7 @@ def test_a_machine_that_vanishes_is_noticed_within_a_minute(port):
         joined = pool.submit(members.wait_for_run, f"127.0.0.1:{port}", KEY)
         [helper] = gathering.gather(1)
         joined.result().close()
-    tcp, end = socket.IPPROTO_TCP, helper._line._end
+    tcp, end = socket.IPPROTO_TCP, helper.line.end
     idle, interval, count = (
         end.getsockopt(tcp, option)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
@@ -350,7 +350,7 @@ def test_each_rank_has_a_gpu_of_its_own_machine(monkeypatch, tiny_model):
     """The leader numbers its own; a member goes by the number of its process there."""
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(Model, "load", lambda model, device: chosen.append(device))
+    monkeypatch.setattr(Model, "load_checked", lambda model, device: chosen.append(device))
     with socket.socket() as end:
         told = Member(5, Line(end), "gpu-2:1").own("cuda")
     start(Start(the_model(tiny_model, like_the_policy({})), told, 0, 64, ""), gpu=1)

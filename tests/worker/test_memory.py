@@ -16,9 +16,11 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from graders.types import Grade
 from tests.fakes import learn
+from tests.families.zoo import FAMILIES
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling
 from worker.learn import batch
 from worker.learn.gradient import OwnGradient
@@ -26,7 +28,7 @@ from worker.learn.trainer import PeftTrainer
 from worker.model import attention, memory, sizing
 from worker.model.policy import Base, Policy
 from worker.model.sizing import GIB, DoesNotFit, Machine, workload
-from worker.types import Group, Pack, Sequence
+from worker.types import Group, Pack, TrainingSequence
 
 # Shapes of published models, from their config.json.
 QWEN3_4B = {
@@ -52,6 +54,16 @@ def estimated(shape=LARGE, machine=H100, **changes):
 
 
 class TestEstimate:
+    @pytest.mark.parametrize("title", ["Gemma 2", "gpt-oss"])
+    def test_soft_caps_and_sinks_keep_the_scores_of_each_head(self, title):
+        [family] = [one for one in FAMILIES if one.title == title]
+        shape = memory.shape_of(family.config(), torch.float32)
+
+        assert shape.keeps_scores
+        fused = estimated(replace(shape, keeps_scores=False), token_budget=1000).attention
+        scores = 2 * 4 * 1000**2 * shape.heads * shape.layers
+        assert estimated(shape, token_budget=1000).attention == fused + scores
+
     def test_the_parts_are_those_of_the_formulas(self):
         plain = estimated()
 
@@ -107,8 +119,11 @@ class TestEstimate:
 
     @pytest.mark.parametrize(
         ("dtype", "layers", "checkpointed"),
-        [(torch.bfloat16, 36, False), (torch.bfloat16, 36, True), (torch.float32, 8, False)],
-        ids=["bfloat16", "bfloat16, checkpointed", "float32"],
+        [
+            pytest.param(torch.bfloat16, 36, False, id="bfloat16", marks=pytest.mark.slow),
+            pytest.param(torch.bfloat16, 36, True, id="bfloat16, checkpointed", marks=pytest.mark.slow),
+            pytest.param(torch.float32, 8, False, id="float32"),
+        ],
     )
     def test_it_is_at_most_a_third_above_what_the_real_code_keeps(
         self, monkeypatch, dtype, layers, checkpointed
@@ -241,6 +256,59 @@ class TestPlan:
         assert made.cache_bytes == LARGE.token_cache_bytes * 131_072
 
 
+class TestRows:
+    """With the transformers sampler in rows mode, each answer has a copy of its prompt in the cache."""
+
+    HOW = {
+        "rank": 16,
+        "prompt": 900,
+        "completion": 100,
+        "batch": 4,
+        "group": 8,
+        "valid_rows": 6,
+        "eval_samples": 2,
+    }
+
+    def test_each_answer_counts_its_prompt(self):
+        rows, packed = (workload(**self.HOW, copied=copied) for copied in (True, False))
+
+        assert rows.in_flight == 4 * 8 * (900 + 100)
+        assert packed.in_flight == max(4 * (900 + 8 * 100), 6 * (900 + 2 * 100))
+        assert rows.longest == packed.longest == 1000
+        made = sizing.plan("m", LARGE, rows, Machine("cuda", 139 * GIB, "transformers"))
+        assert made.cache_bytes == LARGE.own_token_bytes * 32_000
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    def test_what_fits_one_answer_at_a_time_is_not_refused(self, device):
+        work = workload(**self.HOW, copied=True)
+        shape = sizing.shape_of_config(QWEN3_4B, 2)
+
+        def planned(gib):
+            return sizing.plan("m", shape, work, Machine(device, gib * GIB, "transformers"))
+
+        roomy = planned(100)
+        tight = next(found for gib in range(1, 60) if (found := fitting(planned, gib)) is not None)
+        assert shape.own_token_bytes * 1000 <= tight.cache_bytes < roomy.cache_bytes
+        for gib in (20, 24, 40):
+            made = fitting(planned, gib)
+            assert made is None or made.estimate.total <= gib * GIB
+
+    def test_recurrent_layers_have_no_keys_in_the_cache_of_the_transformers_sampler(self):
+        """Of Qwen 3.5, three layers of four."""
+        hybrid = replace(LARGE, recurrent_layers=27)
+
+        assert hybrid.own_token_bytes == LARGE.own_token_bytes // 4
+        assert hybrid.token_cache_bytes == LARGE.token_cache_bytes  # vLLM has pages for every layer
+        assert replace(LARGE, recurrent_layers=36).own_token_bytes > 0
+
+
+def fitting(planned, gib):
+    try:
+        return planned(gib)
+    except DoesNotFit:
+        return None
+
+
 class TestWidths:
     def test_they_are_multiples_of_128_with_at_most_an_eighth_of_padding(self):
         for tokens in range(1, 32_769, 61):
@@ -343,7 +411,7 @@ class TestLongMicroBatches:
     def test_nothing_with_the_square_of_the_tokens_is_made_on_the_cpu_for_another_device(self, sizes):
         with sizes:
             tensors = batch.tensors_of([pack_of(tokens=8000)], "meta")
-            mask = tensors.mask
+            mask = mask_of(tensors, torch.bfloat16)
 
         assert 0 < sizes.largest <= 8192
         assert tensors.input_ids.shape == (1, sizing.bucket(8000))
@@ -352,26 +420,19 @@ class TestLongMicroBatches:
 
     def test_on_the_cpu_it_would_be_seen(self, sizes):
         with sizes:
-            batch.tensors_of([pack_of(tokens=1000)], "cpu").mask  # noqa: B018
+            mask_of(batch.tensors_of([pack_of(tokens=1000)], "cpu"), None)
 
         assert sizes.largest == 1000**2
 
     def test_cudnn_builds_no_plan_for_each_width(self):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
 
-    def test_the_mask_is_made_once_for_each_micro_batch(self):
-        tensors = batch.tensors_of([pack_of(tokens=300)])
+    def test_the_bias_of_another_device_allows_what_the_mask_of_the_cpu_does(self):
+        packs = [pack_of(tokens=1300), pack_of(tokens=1210, answers=3)]  # more than BIAS_ROWS
+        tensors = batch.tensors_of(packs)
 
-        assert tensors.mask is tensors.mask
+        bias, mask = mask_of(tensors, torch.bfloat16), mask_of(tensors, None)
 
-    def test_the_bias_of_another_device_allows_what_the_mask_of_the_cpu_does(self, monkeypatch):
-        monkeypatch.setattr(batch, "BIAS_ROWS", 64)
-        packs = [pack_of(tokens=300), pack_of(tokens=210, answers=3)]
-        segment = batch.tensors_of(packs).segment
-
-        bias = batch.group_bias(segment, torch.bfloat16)
-
-        mask = batch.group_mask(segment)
         assert bias.dtype == torch.bfloat16
         assert torch.equal(bias == 0, mask)
         assert torch.equal(bias == float("-inf"), ~mask)
@@ -385,6 +446,15 @@ class TestLongMicroBatches:
         assert all(len(one) * sizing.bucket(max(part.tokens for part in one)) <= 512 for one in rows)
 
 
+def mask_of(tensors, bias_dtype):
+    """As transformers asks for it, for layers with full attention."""
+    layout = attention.Layout.of_rows(tensors.position_ids, tensors.segment, bias_dtype)
+    make = AttentionMaskInterface()[attention.NAME]
+    rows, width = tensors.input_ids.shape
+    with attention.laid_out(layout):
+        return make(rows, width, width, mask_function=causal_mask_function)
+
+
 def pack_of(*, tokens, prompt=100, answers=8):
     """One that is `tokens` wide, or a little less."""
     each = (tokens - prompt) // answers
@@ -392,7 +462,7 @@ def pack_of(*, tokens, prompt=100, answers=8):
     lengths = [each + 1 + (n < rest) for n in range(answers)]
     return Pack(
         (5,) * prompt,
-        tuple(Sequence((5,) * n, (0.0,) * n, (1.0,) * n, 1.0) for n in lengths),
+        tuple(TrainingSequence((5,) * n, (0.0,) * n, (1.0,) * n, 1.0) for n in lengths),
     )
 
 
@@ -432,7 +502,7 @@ def saved_bytes(gradient, policy, packs):
         return tensor
 
     weights = {parameter.untyped_storage()._cdata for parameter in policy.model.parameters()}
-    tensors = gradient._tensors(packs)
+    tensors = gradient.tensors(packs)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         gradient.logprobs(tensors)[0].sum().backward()
     found = sum(storage.nbytes() for key, storage in storages.items() if key not in weights)
@@ -478,7 +548,7 @@ def test_checkpointed_layers_give_the_same_gradients_and_the_same_samples(make_p
     found = []
     for checkpointed in (False, True):
         policy = make_policy(moved=True)
-        layers = policy._decoder.layers
+        layers = policy.layers
         calls = []
         layers[0].input_layernorm.register_forward_hook(
             lambda *args, calls=calls: calls.append(torch.is_grad_enabled())

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from core.jobs.thresholds import Thresholds
-from worker.record.history import History, reduced
+from core.results.step_metrics import StepMetrics
+from tests.worker.test_verdict import compared
+from worker.record.history import History
 from worker.record.monitors import RULES, check, damage, likely_cause
-from worker.record.verdict import compare
 
 RECORDED = Path(__file__).parent / "recorded"
 HEALTHY = {
@@ -25,7 +26,7 @@ def run(*steps, base=0.5):
     """A validated base, and the steps with what is healthy where they say nothing."""
     start = {"step": 0, "full_valid_mean_reward": base, "full_valid_stderr": 0.05}
     later = ({"step": number, **HEALTHY, **step} for number, step in enumerate(steps, start=1))
-    return [reduced(step) for step in (start, *later)]
+    return [StepMetrics(**step) for step in (start, *later)]
 
 
 def raised(*steps, thresholds=None, **options):
@@ -144,13 +145,13 @@ def test_every_rule_has_a_threshold_and_every_threshold_a_rule():
 
 @pytest.mark.parametrize("measured", [{}, {"step": 1, "train_mean_reward": None, "kl": None}])
 def test_what_was_not_measured_raises_nothing(measured):
-    history = History.of([{"step": 0}, {"step": 1, **measured}])
+    history = History.of([StepMetrics(step=0), StepMetrics(**{"step": 1, **measured})])
 
     assert check(history.steps, Thresholds()) == []
 
 
 class TestLikelyCause:
-    verdict = compare([0.6] * 8, [0.1] * 8).verdict(4)
+    verdict = compared([0.6] * 8, [0.1] * 8).verdict(4)
 
     def cause(self, *steps, thresholds=None):
         return likely_cause(run(*steps), self.verdict, thresholds or Thresholds())
@@ -216,7 +217,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("delivered", [1, 2])
     def test_needs_two_steps_and_names_all_of_its_evidence(self, delivered):
-        steps = History.of(RUINED).steps
+        steps = list(map(StepMetrics.load, RUINED))
 
         assert damage(steps, delivered, Thresholds()) == (
             "kl_jump",
@@ -229,7 +230,7 @@ class TestDamage:
         [("valid_truncated_share", "truncation"), ("valid_completion_tokens_mean", "length_inflation")],
     )
     def test_shows_in_the_validation_of_a_job_of_one_step(self, kept, rule):
-        start, end = ({"step": step, kept: RUINED[2 * step][kept]} for step in (0, 1))
+        start, end = (StepMetrics.load({kept: RUINED[2 * step][kept]}, step=step) for step in (0, 1))
 
         assert damage([start, end], 1, Thresholds())[0] == rule
 
@@ -259,8 +260,10 @@ class TestDamage:
     def test_does_not_depend_on_which_warnings_are_wanted(self):
         off = Thresholds(**dict.fromkeys(Thresholds.model_fields))
 
-        assert damage(RUINED, 2, off) == damage(RUINED, 2, Thresholds())
-        assert damage(RUINED, 2, Thresholds(kl_jump=10.0))[0] == "truncation"
+        steps = list(map(StepMetrics.load, RUINED))
+
+        assert damage(steps, 2, off) == damage(steps, 2, Thresholds())
+        assert damage(steps, 2, Thresholds(kl_jump=10.0))[0] == "truncation"
 
 
 @pytest.mark.parametrize(
@@ -272,13 +275,13 @@ class TestDamage:
     ],
 )
 def test_a_ruined_run_is_worse_though_its_rows_are_too_few_to_show_it(base, tuned):
-    steps = History.of(RUINED).steps
-    compared = compare(base, tuned)
+    steps = list(map(StepMetrics.load, RUINED))
+    comparison = compared(base, tuned)
     rule, evidence = damage(steps, 2, Thresholds())
 
-    verdict = compared.verdict(2, rule)
+    verdict = comparison.verdict(2, rule)
 
-    assert compared.verdict(2).outcome == "no_difference"
+    assert comparison.verdict(2).outcome == "no_difference"
     assert (verdict.outcome, verdict.ground) == ("worse", "kl_jump")
     assert likely_cause(steps, verdict, Thresholds()) == (rule, evidence)
 
@@ -290,7 +293,7 @@ LEARNED = sorted(file.stem for file in RECORDED.glob("*.json") if file.stem != C
 
 
 def run_of_the_demo(name):
-    return json.loads((RECORDED / f"{name}.json").read_text())
+    return list(map(StepMetrics.load, json.loads((RECORDED / f"{name}.json").read_text())))
 
 
 def warnings_by_step(steps):
@@ -298,12 +301,12 @@ def warnings_by_step(steps):
     warned = []
     for end in range(1, len(steps) + 1):
         findings = check(steps[:end], Thresholds(), {rule for rule, _ in warned})
-        warned += [(finding.rule, steps[end - 1]["step"]) for finding in findings]
+        warned += [(finding.rule, steps[end - 1].step) for finding in findings]
     return warned
 
 
 def test_nine_of_ten_recorded_runs_of_the_demo_are_healthy():
-    rewards = [[step.get("full_valid_mean_reward") for step in run_of_the_demo(name)] for name in LEARNED]
+    rewards = [[step.full_valid_mean_reward for step in run_of_the_demo(name)] for name in LEARNED]
 
     assert len(LEARNED) == 9
     assert all(run[-1] - run[0] > 0.2 for run in rewards)
@@ -312,10 +315,10 @@ def test_nine_of_ten_recorded_runs_of_the_demo_are_healthy():
 @pytest.mark.parametrize("name", LEARNED)
 def test_a_recorded_healthy_run_of_the_demo_raises_nothing(name):
     steps = run_of_the_demo(name)
-    best = max(steps, key=lambda step: step.get("full_valid_mean_reward", 0.0))
+    best = max(steps, key=lambda step: step.full_valid_mean_reward or 0.0)
 
     assert warnings_by_step(steps) == []
-    assert damage(steps, best["step"], Thresholds()) is None
+    assert damage(steps, best.step, Thresholds()) is None
 
 
 def test_the_recorded_run_of_the_demo_that_collapsed_warned_at_once():

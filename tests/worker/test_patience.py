@@ -178,4 +178,4 @@ def test_a_full_disk_is_waited_for_and_leaves_no_half_checkpoint(bench, patience
     assert bench.job().status == "succeeded"
     again = bench.run()
     for checkpoint in bench.checkpoints():
-        again.checkpoints._download(checkpoint.blob_prefix, bench.tmp_path)  # verifies every hash
+        again.checkpoints.download(checkpoint.blob_prefix, bench.tmp_path)  # verifies every hash

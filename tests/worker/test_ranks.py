@@ -29,7 +29,7 @@ from worker.refusals import SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers.transformers import TransformersSampler
 from worker.supervise.supervisor import Supervisor
-from worker.types import Group, Pack, Sequence
+from worker.types import Group, Pack, TrainingSequence
 
 pytestmark = pytest.mark.slow
 
@@ -202,7 +202,9 @@ def test_a_helper_that_has_nothing_to_compute_is_not_asked(trainers):
 
 
 def test_packs_are_dealt_by_their_tokens():
-    packs = [Pack((1,) * length, (Sequence((2,), (0.0,), (1.0,), 1.0),)) for length in (10, 70, 20, 40, 30)]
+    packs = [
+        Pack((1,) * length, (TrainingSequence((2,), (0.0,), (1.0,), 1.0),)) for length in (10, 70, 20, 40, 30)
+    ]
 
     hands = deal(packs, 2)
 

@@ -10,7 +10,7 @@ from core.database.engine import Work
 from core.database.tables import File, IdempotentRequest, Job, now
 from core.jobs import lifecycle
 from core.settings import Settings
-from core.tenancy.idempotency import KEPT_SECONDS
+from core.tenancy.idempotency import RETENTION_SECONDS
 from worker.supervise.reconciler import BROKER_AWAY, BROKER_BACK, Reconciler
 
 
@@ -90,7 +90,7 @@ def test_an_expired_file_goes_and_one_that_is_kept_stays(bench, reconciler):
 
 def test_an_idempotency_key_is_forgotten_after_a_day(bench, reconciler):
     with bench.database.write() as session:
-        for key, age in (("old", KEPT_SECONDS + 10), ("young", KEPT_SECONDS - 1000)):
+        for key, age in (("old", RETENTION_SECONDS + 10), ("young", RETENTION_SECONDS - 1000)):
             row = {"fingerprint": "", "status_code": 200, "answer": {}, "created_at": now() - age}
             session.add(IdempotentRequest(project_id=bench.project.id, key=key, **row))
 
@@ -104,11 +104,16 @@ def test_a_pass_that_fails_does_not_stop_the_others(bench, reconciler, sent):
     with lifecycle.fenced(bench.database, bench.claim) as (session, job):
         lifecycle.release(session, job)
 
-    def broken():
-        raise RuntimeError("no such table")
+    class Broken(Reconciler):
+        def expired_leases(self):
+            raise RuntimeError("no such table")
 
-    reconciler.expired_leases = broken
-    reconciler.run_once()
+    Broken(
+        Settings(data_dir=bench.tmp_path),
+        bench.database,
+        bench.blobs,
+        lambda *wake: sent.append(wake) is None,
+    ).run_once()
 
     assert sent == [("regraft.run_next", "gpu.cpu")]
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from core.database.tables import File, Job
 from core.jobs import lifecycle, run_logs
 from core.settings import Settings
-from core.storage.store import BlobNotFound
-from tests.families.zoo import FAMILIES
-from tests.tiny import make_tiny_model, tiny_tokenizer
+from core.storage.store import BlobNotFound, FolderBlobs
+from tests.families.zoo import FAMILIES, Family
+from tests.tiny import tiny_tokenizer
 from worker.assemble import assemble
 from worker.child import run_attempt
 from worker.model.policy import load_base
@@ -45,8 +46,9 @@ ROWS = [
 
 
 @pytest.fixture
-def model(tmp_path):
-    return make_tiny_model(tmp_path / "model")
+def model(tiny_model, tmp_path):
+    """A copy, for a test to damage."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
 @pytest.fixture
@@ -128,23 +130,23 @@ class TestOfAModel:
         assert "one message only" in error.message
 
     def test_an_architecture_that_the_config_shows_to_be_unsupported(self, refused, tmp_path):
-        [gemma] = [family for family in FAMILIES if family.title == "Gemma 2"]
-        gemma.save(tmp_path / "gemma")
-        (tmp_path / "gemma" / "model.safetensors").unlink()  # it does not come to the weights
+        rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        short = Family("Llama", "llama", {"max_position_embeddings": 64, "rope_parameters": rope})
+        short.save(tmp_path / "short")
+        (tmp_path / "short" / "model.safetensors").unlink()  # it does not come to the weights
 
-        error = refused(path=tmp_path / "gemma")
+        error = refused(path=tmp_path / "short")
 
         assert (error.code, error.param) == ("unsupported_model", "model")
-        assert "sliding_window = 16" in error.message
+        assert "its rotary embedding (dynamic) changes" in error.message
 
     def test_one_that_only_its_numbers_show_is_refused_before_any_step(self, bench, refused, tmp_path):
-        [granite] = [family for family in FAMILIES if family.title == "Granite 3"]
+        [decoder] = [family for family in FAMILIES if family.title == "ModernBERT decoder"]
 
-        error = refused(path=granite.save(tmp_path / "granite"))
+        error = refused(path=decoder.save(tmp_path / "decoder"))
 
         assert error.code == "unsupported_model"
-        assert "training's forward pass differ" in error.message
-        assert "logits_scaling = 2.0" in error.message
+        assert "its logits are not the output of its head" in error.message
         assert bench.steps() == []
 
     def test_one_that_transformers_does_not_know(self, refused, model):
@@ -258,16 +260,16 @@ class TestOfTheFiles:
     )
     def test_a_missing_or_damaged_file_is_named(self, bench, refused, model, change):
         """Its job fails once: another attempt would find the same."""
-        original = bench.blobs.put_bytes
 
-        def damaging(key, data, **options):
-            info = original(key, data, **options)
-            if key == "files/rows":
-                original("files/other", b"")  # a store with no blobs at all is waited for
-                bench.blobs.delete(key) if change is None else original(key, change(data))
-            return info
+        class Damaging(FolderBlobs):
+            def put_bytes(self, key, data, **options):
+                info = super().put_bytes(key, data, **options)
+                if key == "files/rows":
+                    super().put_bytes("files/other", b"")  # a store with no blobs at all is waited for
+                    self.delete(key) if change is None else super().put_bytes(key, change(data))
+                return info
 
-        bench.blobs.put_bytes = damaging
+        bench.blobs = Damaging(bench.tmp_path / "blobs")
         error = refused(path=model)
 
         assert (error.code, error.param) == ("invalid_training_file", "training_file")
@@ -283,6 +285,7 @@ def test_every_refusal_has_a_code_of_its_own_and_is_the_jobs_error(kind):
     assert [other.code for other in Refusal.__subclasses__()].count(kind.code) == 1
 
 
+@pytest.mark.slow  # its child process loads torch; all refusals themselves are tested above, in this process
 def test_a_job_that_cannot_succeed_has_one_attempt_and_no_traceback(bench, queued, model, monkeypatch):
     """The whole of it: supervisor, child process, job."""
     queued(path=without_template(model))

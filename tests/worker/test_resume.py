@@ -4,15 +4,17 @@ import asyncio
 import csv
 import io
 import json
-from dataclasses import replace
+import shutil
+from dataclasses import dataclass, replace
 
 import pytest
 
-from core.database.engine import Work
+from core.database.engine import Database, Work
 from core.database.tables import Attempt, File, Job, RolloutPage
 from core.jobs import events, lifecycle
 from core.jobs.claim import LeaseLost
 from graders.types import Grade
+from tests.worker.conftest import claimed_job
 from worker.learn.trainer import PeftTrainer
 from worker.record.checkpoints import MANIFEST
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -174,62 +176,72 @@ def listed(bench):
         return [event.message for event in events.page(session, bench.claim.job_id, limit=100).items]
 
 
-@pytest.fixture(scope="module")
-def undisturbed():
+@dataclass
+class Undisturbed:
     """What the job leaves when nothing happens to it, and every moment at which something could have."""
-    return {}
+
+    left: dict
+    moments: list
 
 
-def measured(bench, make_policy, undisturbed):
+@pytest.fixture(scope="module")
+def undisturbed(migrated_sqlite, tmp_path_factory, make_policy):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    shutil.copy(migrated_sqlite, folder / "regraft.db")
+    database = Database(f"sqlite:///{folder}/regraft.db")
+    result = measured(claimed_job(database, folder), make_policy)
+    database.close()
+    return result
+
+
+def measured(bench, make_policy):
     fate = Fate()
     asyncio.run(mortal(bench, make_policy, fate).train())
-    undisturbed.update(left=left_by(bench), moments=fate.moments)
+    return Undisturbed(left_by(bench), fate.moments)
 
 
 def moment(undisturbed, kind, number):
-    places = [place for place, name in enumerate(undisturbed["moments"]) if name == kind]
+    places = [place for place, name in enumerate(undisturbed.moments) if name == kind]
     return places[number % len(places)]
 
 
 def test_two_undisturbed_runs_are_equal(bench, make_policy, undisturbed):
     """The control. The adapters also have to have moved, or all others would hold of anything."""
-    measured(bench, make_policy, undisturbed)
+    left = measured(bench, make_policy).left
 
-    left = undisturbed["left"]
+    assert left == undisturbed.left
     assert left["status"] == "succeeded"
     assert left["adapters"][2] != left["adapters"][4]
     assert any(json.loads(step)["grad_norm"] for step in left["metrics"] if "grad_norm" in json.loads(step))
 
 
+# Of the moments four are enough after each change: one of each kind of place. Each takes a second.
+MOMENTS = [("sampling", 5), ("before the update", 2), ("before put_file", 1), ("after a transaction", 5)]
+MORE_MOMENTS = [
+    ("sampling", -20),
+    ("grading", 40),
+    ("after the update", 1),
+    ("after the update", -1),
+    ("before put_bytes", 3),
+    ("after put_bytes", -3),
+    ("after put_file", -1),
+    ("before a transaction", 4),
+    ("after a transaction", -2),
+    ("before a transaction", -1),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "number"),
-    [
-        ("sampling", 5),
-        ("sampling", -20),
-        ("grading", 40),
-        ("before the update", 2),
-        ("after the update", 1),
-        ("after the update", -1),
-        ("before put_bytes", 3),
-        ("after put_bytes", -3),
-        ("before put_file", 1),
-        ("after put_file", -1),
-        ("before a transaction", 4),
-        ("after a transaction", 5),
-        ("after a transaction", -2),
-        ("before a transaction", -1),
-    ],
+    ("kind", "number"), [*MOMENTS, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE_MOMENTS)]
 )
 def test_a_run_that_is_killed_and_resumed_leaves_the_same(bench, make_policy, undisturbed, kind, number):
-    if not undisturbed:
-        pytest.skip("needs the undisturbed run before it")
     die(mortal(bench, make_policy, Fate(moment(undisturbed, kind, number))))
     crash(bench)
 
     asyncio.run(mortal(bench, make_policy, Fate()).train())
 
     left = left_by(bench)
-    for what, value in undisturbed["left"].items():
+    for what, value in undisturbed.left.items():
         assert left[what] == value, what
 
 
@@ -250,15 +262,13 @@ def killed(error):
 
 
 def test_a_run_that_dies_again_and_again_leaves_the_same(bench, make_policy, undisturbed):
-    if not undisturbed:
-        pytest.skip("needs the undisturbed run before it")
     for at in (30, 60, 20, 75):
         die(mortal(bench, make_policy, Fate(at)))
         crash(bench)
 
     asyncio.run(mortal(bench, make_policy, Fate()).train())
 
-    assert left_by(bench) == undisturbed["left"]
+    assert left_by(bench) == undisturbed.left
     with bench.database.read() as session:
         attempts = lifecycle.attempts(session, bench.claim.job_id)
     assert [one.outcome for one in attempts] == ["crashed"] * 4 + ["succeeded"]
@@ -268,8 +278,6 @@ def test_a_run_that_dies_again_and_again_leaves_the_same(bench, make_policy, und
 
 def test_a_pause_and_a_resume_leave_the_same_adapter(bench, make_policy, undisturbed):
     """A pause adds a checkpoint, and nothing else."""
-    if not undisturbed:
-        pytest.skip("needs the undisturbed run before it")
     run = mortal(bench, make_policy, Fate())
     run.stop_requested = lambda: True  # at the first boundary
 
@@ -277,7 +285,7 @@ def test_a_pause_and_a_resume_leave_the_same_adapter(bench, make_policy, undistu
     bench.again()
     asyncio.run(mortal(bench, make_policy, Fate()).train())
 
-    left, expected = left_by(bench), undisturbed["left"]
+    left, expected = left_by(bench), undisturbed.left
     assert left["adapters"][4] == expected["adapters"][4]
     assert left["metrics"] == expected["metrics"]
     assert left["rollouts"] == expected["rollouts"]

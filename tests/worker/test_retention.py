@@ -145,12 +145,12 @@ def test_only_what_has_a_policy_goes(bench, keep):
     assert len(keys(bench)) == 3
 
 
-def test_many_pages_go_in_several_turns_and_then_there_is_a_pause(bench, keep, monkeypatch):
-    monkeypatch.setattr("worker.supervise.retention.PAGES_AT_ONCE", 3)
+def test_many_pages_go_in_several_turns_and_then_there_is_a_pause(bench, keep):
     for step in range(4):
         add_page(bench, step)
     finish(bench, days_ago=2)
     retention = keep(keep_rollouts_days=1)
+    retention.pages_at_once = 3
 
     lefts = []
     for _ in range(2):

@@ -53,7 +53,7 @@ def test_every_sample_of_a_step_is_stored_with_all_that_is_known_of_it(bench):
 
     [page], rows = stored(bench, 1, "train")
     assert len(rows) == page.samples == page.total == 8
-    assert rows[0].keys() == {"id", *rollouts.SCHEMA.names}
+    assert rows[0].keys() == {"id", *rollouts.SCHEMA.names, *rollouts.EARLIER_NAMES.values()}
     assert [(row["group"], row["member"]) for row in rows] == [(g, m) for g in (0, 1) for m in range(4)]
     assert rows[0]["item"].keys() == {"answer"}
     assert rows[0]["finish_reason"] == "stop"
@@ -69,6 +69,37 @@ def test_a_page_is_a_parquet_file_that_other_tools_read(bench):
     assert table.schema == rollouts.SCHEMA
     assert (table.num_rows, page.bytes) == (4, len(data))
     assert pq.read_metadata(io.BytesIO(data)).metadata[b"total"] == b"4"
+
+
+def test_a_page_of_a_version_without_reasoning_is_still_read(bench):
+    bench.train()
+    [page], _ = stored(bench, 1, "train")
+    table = pq.read_table(io.BytesIO(bench.blobs.read(page.blob_key)))
+    older = io.BytesIO()
+    pq.write_table(table.drop(["output_reasoning", "reasoning_tokens", "grammar_start"]), older)
+    bench.blobs.put_bytes(page.blob_key, older.getvalue())
+
+    [page], rows = stored(bench, 1, "train")
+    assert len(rows) == 8
+    assert {row["output_reasoning"] for row in rows} == {None}
+
+
+def test_the_thought_of_an_answer_is_stored_apart(bench):
+    rollout = Rollout(
+        (5, 6, 7), (-0.1,) * 3, "4", "stop", reasoning="2+2", reasoning_tokens=2, grammar_start=2
+    )
+    prompt = Prompt(1, (1, 2), {"messages": []})
+    [row] = columns(
+        [Group(prompt, (rollout,), (Grade(1.0),))],
+        settings(),
+        "output_text",
+        "output_reasoning",
+        "completion_tokens",
+        "reasoning_tokens",
+        "grammar_start",
+    )
+
+    assert row == ("4", "2+2", 3, 2, 2)
 
 
 def test_a_sample_that_could_not_be_graded_says_why_and_was_not_learned_from(bench):
@@ -262,8 +293,8 @@ def test_what_a_validation_comes_to_is_counted_before_anything_is_left_out(bench
     assert json.dumps(page.summary)
 
 
-def test_centred_rewards_are_the_graders(bench):
+def test_centered_rewards_are_the_graders(bench):
     rewards = (1.0, 0.0, None, 0.5)
     one = group(*(Grade(r) if r is not None else Grade(None, "no", ErrorKind.other_error) for r in rewards))
 
-    assert [value for (value,) in columns([one], settings(), "centred_reward")] == grpo.centred(rewards)
+    assert [value for (value,) in columns([one], settings(), "centered_reward")] == grpo.centred(rewards)

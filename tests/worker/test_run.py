@@ -14,12 +14,24 @@ from core.jobs import lifecycle
 from core.jobs.claim import LeaseLost
 from core.response_format import SchemaTooLarge
 from graders.types import Grade, StepScore
-from tests.fakes import EveryFourthFails, ExactGrader, GuessingSampler, Halves, NeverGrades, SameForAll, Skill
+from tests.fakes import (
+    EveryFourthFails,
+    ExactGrader,
+    GuessingSampler,
+    Halves,
+    MeasuredTrainer,
+    NeverGrades,
+    SameForAll,
+    Skill,
+    SkillTrainer,
+    WatchedRun,
+    crash_at,
+)
 from worker.child import trained
 from worker.clock import Clock
 from worker.refusals import UserMistake
 from worker.rollout.prompts import PromptStream
-from worker.run import Outcome
+from worker.run import RunOutcome
 from worker.types import UpdateMetrics
 
 
@@ -114,16 +126,14 @@ def test_answers_are_graded_while_others_are_still_sampled(bench):
             graded.set()
             return await super().grade(sample, item)
 
-    run = bench.run(Watched(), batch_size=4)
-    sample = run.sampler.sample
+    class WaitingForEachGrade(GuessingSampler):
+        async def sample(self, prompts_P, sampling):
+            async for answer in super().sample(prompts_P, sampling):
+                yield answer
+                await graded.wait()
+                graded.clear()
 
-    async def wait_for_each_grade(prompts_P, sampling):
-        async for answer in sample(prompts_P, sampling):
-            yield answer
-            await graded.wait()
-            graded.clear()
-
-    run.sampler.sample = wait_for_each_grade
+    run = bench.run(Watched(), sampler=WaitingForEachGrade(Skill()), batch_size=4)
     asyncio.run(asyncio.wait_for(run.train(), 30))
 
     assert bench.job().status == "succeeded"
@@ -145,15 +155,14 @@ def test_the_best_three_checkpoints_are_kept_and_the_last(bench):
             return Grade(self.score)
 
     grader = BestInTheMiddle()
-    run = bench.run(grader, n_epochs=3)
-    validate = run.validate
 
-    async def next_validation(step):
-        grader.score = next(grader.scores)
-        return await validate(step)
+    class NextScoreInEachValidation(WatchedRun):
+        async def validate(self, clock):
+            grader.score = next(grader.scores)
+            return await super().validate(clock)
 
     grader.score = 0.5
-    run.validate = next_validation
+    run = bench.run(grader, kind=NextScoreInEachValidation, n_epochs=3)
     asyncio.run(run.train())
 
     kept = bench.checkpoints()
@@ -184,7 +193,7 @@ def test_the_blobs_of_a_retired_checkpoint_are_gone_and_those_of_a_kept_one_veri
 def test_an_interrupted_run_goes_on_from_its_checkpoint_and_ends_the_same(bench, tmp_path):
     run = bench.run(n_epochs=2)
     run.stop_requested = lambda: run.trainer.updates == 3
-    assert asyncio.run(run.train()) is Outcome.INTERRUPTED
+    assert asyncio.run(run.train()) is RunOutcome.INTERRUPTED
     bench.again()
 
     resumed = bench.run(n_epochs=2)
@@ -200,14 +209,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint_and_ends_the_same(bench,
 def test_steps_after_the_last_checkpoint_are_done_again_once(bench):
     """A crash between checkpoints loses their steps, and their rows with them."""
     run = bench.run(n_epochs=2)
-    step = run.step
-
-    async def crash_at_four(number):
-        if number == 4:
-            raise RuntimeError("out of memory")
-        return await step(number)
-
-    run.step = crash_at_four
+    run.before_step = crash_at(4)
     with pytest.raises(RuntimeError):
         asyncio.run(run.train())
     bench.again()
@@ -223,15 +225,13 @@ def test_steps_after_the_last_checkpoint_are_done_again_once(bench):
 
 def test_a_cancelled_run_writes_nothing_more(bench):
     run = bench.run(n_epochs=2)
-    step = run.step
 
-    async def cancelled_during_three(number):
+    def cancelled_during_three(number):
         if number == 3:
             with bench.database.write() as session:
                 lifecycle.cancel(Work(session), session.get(type(bench.job()), bench.job().seq))
-        return await step(number)
 
-    run.step = cancelled_during_three
+    run.before_step = cancelled_during_three
     with pytest.raises(LeaseLost):
         asyncio.run(run.train())
 
@@ -242,16 +242,14 @@ def test_a_cancelled_run_writes_nothing_more(bench):
 
 def test_a_pause_stops_at_the_next_step_with_a_checkpoint(bench):
     run = bench.run(n_epochs=2)
-    step = run.step
 
-    async def paused_during_three(number):
+    def paused_during_three(number):
         if number == 3:
             with bench.database.write() as session:
                 lifecycle.pause(Work(session), session.get(type(bench.job()), bench.job().seq))
-        return await step(number)
 
-    run.step = paused_during_three
-    assert asyncio.run(run.train()) is Outcome.INTERRUPTED
+    run.before_step = paused_during_three
+    assert asyncio.run(run.train()) is RunOutcome.INTERRUPTED
 
     assert [s["step"] for s in bench.steps()] == [0, 1, 2, 3]
     assert bench.checkpoints()[-1].step == 3
@@ -294,9 +292,8 @@ def test_with_process_supervision_equal_scores_with_unequal_steps_are_signal(ben
 
 
 def test_how_far_sampler_and_trainer_are_apart_is_in_the_events_and_the_result_file(bench):
-    run = bench.run()
     measured = UpdateMetrics(0.0, 8, 16, 0, 1.0, 0.0, 0.0, 1.0, 0.01, 0.2, 0.003, 0.004, 0.95)
-    run.trainer.step = lambda: measured
+    run = bench.run(trainer=MeasuredTrainer(Skill(), measured))
     asyncio.run(run.train())
 
     with bench.database.read() as session:
@@ -328,9 +325,8 @@ def test_every_epoch_sees_every_row_once_in_an_order_of_its_own(bench):
 
 def test_numbers_that_are_none_are_stored_as_null(bench):
     """A skipped update has a loss that is not a number; JSON has no word for it and PostgreSQL refuses it."""
-    run = bench.run()
     broken = UpdateMetrics(math.nan, 8, 16, 0, None, 0.0, math.inf, math.nan, 0.0, skipped=True)
-    run.trainer.step = lambda: broken
+    run = bench.run(trainer=MeasuredTrainer(Skill(), broken))
 
     asyncio.run(run.train())
 
@@ -339,25 +335,26 @@ def test_numbers_that_are_none_are_stored_as_null(bench):
 
 
 def test_groups_reach_the_trainer_while_the_rest_is_still_sampled(bench):
-    run = bench.run(advanced={"group_size": 4, "overlap": True})
     sampled, seen = [], []
-    plain, add = run.sampler.sample, run.trainer.add
 
-    async def sample(prompts_P, sampling):
-        async for answer in plain(prompts_P, sampling):
-            yield answer
-            sampled.append(answer)
-            if answer.member == 0 and answer.prompt == 0 and sampling.step:
-                while not any(
-                    step == sampling.step for step, _ in seen
-                ):  # the last group waits for the first
-                    await asyncio.sleep(0)
+    class Waiting(GuessingSampler):
+        async def sample(self, prompts_P, sampling):
+            async for answer in super().sample(prompts_P, sampling):
+                yield answer
+                sampled.append(answer)
+                if answer.member == 0 and answer.prompt == 0 and sampling.step:
+                    while not any(
+                        step == sampling.step for step, _ in seen
+                    ):  # the last group waits for the first
+                        await asyncio.sleep(0)
 
-    def watched(group):
-        seen.append((run.sampler.calls[-1].step, len(sampled)))
-        add(group)
+    class Watched(SkillTrainer):
+        def add(self, group):
+            seen.append((run.sampler.calls[-1].step, len(sampled)))
+            super().add(group)
 
-    run.sampler.sample, run.trainer.add = sample, watched
+    waiting, watched = Waiting(Skill()), Watched(Skill())
+    run = bench.run(sampler=waiting, trainer=watched, advanced={"group_size": 4, "overlap": True})
     asyncio.run(run.train())
 
     assert bench.job().status == "succeeded"
@@ -387,7 +384,7 @@ class TestResampling:
             )
             groups_P, others_P = asyncio.run(run.collector.collect(1, Clock()))
             data = run.measure(1, Clock(), groups_P, others_P, None, None)
-            rewards.append(data["train_mean_reward"])
+            rewards.append(data.train_mean_reward)
             assert bool(others_P) == bool(resample)
 
         assert rewards[0] == rewards[1]
@@ -494,19 +491,20 @@ class TestStoppingEarly:
 
 class TestOneStepOffPolicy:
     def test_the_next_step_is_sampled_before_this_one_is_learned(self, bench):
-        run = bench.run(advanced={"group_size": 4, "off_policy_steps": 1})
         order = []
-        plain, step = run.sampler.sample, run.trainer.step
 
-        def sample(prompts_P, sampling):
-            order.append(("sample", sampling.step, run.trainer.updates))
-            return plain(prompts_P, sampling)
+        class Sampling(GuessingSampler):
+            def sample(self, prompts_P, sampling):
+                order.append(("sample", sampling.step, trainer.updates))
+                return super().sample(prompts_P, sampling)
 
-        def learn():
-            order.append(("learn", run.trainer.updates + 1, run.trainer.updates))
-            return step()
+        class Learning(SkillTrainer):
+            def step(self):
+                order.append(("learn", self.updates + 1, self.updates))
+                return super().step()
 
-        run.sampler.sample, run.trainer.step = sample, learn
+        trainer, off_policy = Learning(Skill()), {"group_size": 4, "off_policy_steps": 1}
+        run = bench.run(sampler=Sampling(Skill()), trainer=trainer, advanced=off_policy)
         asyncio.run(run.train())
 
         training = [entry for entry in order if entry[0] == "learn" or entry[1] > 0]
@@ -518,20 +516,20 @@ class TestOneStepOffPolicy:
         assert [s["step"] for s in bench.steps()] == [0, 1, 2, 3, 4]
 
     def test_validation_waits_for_the_sampler(self, bench):
-        run = bench.run(eval_interval=1, advanced={"group_size": 4, "off_policy_steps": 1})
         sampling_now, most = 0, 0
-        plain = run.sampler.sample
 
-        async def sample(prompts_P, sampling):
-            nonlocal sampling_now, most
-            sampling_now += 1
-            most = max(most, sampling_now)
-            async for answer in plain(prompts_P, sampling):
-                await asyncio.sleep(0)
-                yield answer
-            sampling_now -= 1
+        class Counting(GuessingSampler):
+            async def sample(self, prompts_P, sampling):
+                nonlocal sampling_now, most
+                sampling_now += 1
+                most = max(most, sampling_now)
+                async for answer in super().sample(prompts_P, sampling):
+                    await asyncio.sleep(0)
+                    yield answer
+                sampling_now -= 1
 
-        run.sampler.sample = sample
+        off_policy = {"group_size": 4, "off_policy_steps": 1}
+        run = bench.run(sampler=Counting(Skill()), eval_interval=1, advanced=off_policy)
         asyncio.run(run.train())
 
         assert most == 1

@@ -6,12 +6,7 @@ import pytest
 
 from core.registry import BaseModelEntry
 from core.settings import Settings
-from worker.rollout.samplers import choice, vllm
-
-
-@pytest.fixture
-def vllm_installed(monkeypatch):
-    monkeypatch.setattr(vllm, "installed", lambda: "0.32.0")
+from worker.rollout.samplers import choice
 
 
 @pytest.mark.parametrize(
@@ -23,11 +18,11 @@ def vllm_installed(monkeypatch):
         ("vllm", "transformers", "transformers"),
     ],
 )
-def test_the_setting_overrides_the_models_entry(vllm_installed, of_model, setting, chosen):
+def test_the_setting_overrides_the_models_entry(of_model, setting, chosen):
     entry = BaseModelEntry(path=Path("x"), sampler=of_model)
 
     for device in ("cpu", "cuda"):
-        assert choice.choose(entry, Settings(sampler=setting), device)[0] == chosen
+        assert choice.choose(entry, Settings(sampler=setting), device, lambda: "0.32.0")[0] == chosen
 
 
 @pytest.mark.parametrize(
@@ -39,14 +34,12 @@ def test_the_setting_overrides_the_models_entry(vllm_installed, of_model, settin
         ("cpu", None, "transformers"),
     ],
 )
-def test_where_nobody_names_one_a_gpu_gets_vllm_if_it_is_installed(monkeypatch, device, installed, chosen):
-    monkeypatch.setattr(vllm, "installed", lambda: installed)
+def test_where_nobody_names_one_a_gpu_gets_vllm_if_it_is_installed(device, installed, chosen):
+    entry = BaseModelEntry(path=Path("x"))
 
-    assert choice.choose(BaseModelEntry(path=Path("x")), Settings(), device)[0] == chosen
+    assert choice.choose(entry, Settings(), device, lambda: installed)[0] == chosen
 
 
-def test_a_model_whose_sampler_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setattr(vllm, "installed", lambda: None)
-
+def test_a_model_whose_sampler_is_not_installed_is_refused():
     with pytest.raises(choice.SamplerMissing, match="vLLM, which is not installed on the worker"):
-        choice.choose(BaseModelEntry(path=Path("x"), sampler="vllm"), Settings(), "cpu")
+        choice.choose(BaseModelEntry(path=Path("x"), sampler="vllm"), Settings(), "cpu", lambda: None)

@@ -1,6 +1,5 @@
 """Chat completions as the inference server answers them: what the API and judges ask of it."""
 
-import asyncio
 import json
 import threading
 from hashlib import sha256
@@ -24,11 +23,12 @@ from core.response_format import SchemaTooLarge
 from core.settings import Settings
 from core.storage.store import FolderBlobs
 from core.telemetry.metrics import COUNTED
+from tests.engines import ScriptedEngine
+from tests.thinking import thinking_tokenizer
 from tests.tiny import make_byte_model
 from worker.refusals import ModelUnavailable
 from worker.serve.adapters import AdapterFolders
-from worker.serve.engine import Token
-from worker.serve.engines import DOWNLOADS_AT_ONCE, Engines, Refused
+from worker.serve.engines import DOWNLOADS_AT_ONCE, EngineRefused, Engines
 from worker.serve.server import create_app
 from worker.serve.transformers_engine import TransformersBuilder
 from worker.serve.vllm_engine import VllmBuilder
@@ -36,36 +36,22 @@ from worker.serve.vllm_engine import VllmBuilder
 pytestmark = pytest.mark.slow
 
 USER = [{"role": "user", "content": "hello"}]
-END = 1
 
 
-class Scripted:
-    """An engine that says `script`, a byte a token, and remembers what it was asked."""
+class Broken:
+    """A tokenizer of which one method fails, by its name."""
 
-    context, stop_ids = 50, frozenset({END})
+    def __init__(self, tokenizer, **causes):
+        self.tokenizer, self.causes = tokenizer, causes
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.script = "hi"
-        self.asked, self.ended, self.lost = [], 0, False
-        self.failure = None
+    def __getattr__(self, name):
+        if name not in self.causes:
+            return getattr(self.tokenizer, name)
 
-    async def generate(self, ask):
-        self.asked.append(ask)
-        try:
-            ids = [*self.tokenizer.encode(self.script, add_special_tokens=False), END][: ask.max_tokens]
-            for place, id in enumerate(ids):
-                if self.failure:
-                    raise self.failure
-                last = place == len(ids) - 1
-                top = ((id, -0.5),) * (ask.top_logprobs or 0)
-                yield Token(id, last, None if ask.top_logprobs is None else -0.5, top)
-                await asyncio.sleep(0)
-        finally:
-            self.ended += 1
+        def fails(*given, **options):
+            raise self.causes[name]
 
-    async def close(self):
-        self.lost = True
+        return fails
 
 
 class ScriptedBuilder:
@@ -75,16 +61,19 @@ class ScriptedBuilder:
         self.tokenizer, self.room, self.built = tokenizer, room, []
         self.go = threading.Event()
         self.go.set()
+        self.failure: Exception | None = None
 
     def bytes_needed(self, entry):
-        assert self.go.wait(10)
+        assert self.go.wait(30)
         return 1
 
     def bytes_free(self):
         return self.room - sum(not engine.lost for engine in self.built)
 
     async def build(self, name, entry, others):
-        self.built.append(Scripted(self.tokenizer))
+        if self.failure:
+            raise self.failure
+        self.built.append(ScriptedEngine(self.tokenizer))
         return self.built[-1]
 
 
@@ -237,10 +226,7 @@ def test_a_model_that_fails_answers_500_and_goes_on(client, builder):
 
 
 def test_a_model_that_cannot_be_loaded_answers_500_with_the_reason(client, builder, caplog):
-    async def build(name, entry, others):
-        raise OSError("no such file: model.safetensors")
-
-    builder.build = build
+    builder.failure = OSError("no such file: model.safetensors")
     with pytest.raises(InternalServerError, match=r"cannot be loaded: no such file: model\.safetensors"):
         say(client)
 
@@ -248,10 +234,7 @@ def test_a_model_that_cannot_be_loaded_answers_500_with_the_reason(client, build
 
 
 def test_a_model_that_cannot_be_fetched_now_is_to_be_asked_for_again(client, builder):
-    async def build(name, entry, others):
-        raise ModelUnavailable("The weights of the model 'a/b' could not be fetched from the hub")
-
-    builder.build = build
+    builder.failure = ModelUnavailable("The weights of the model 'a/b' could not be fetched from the hub")
     with pytest.raises(InternalServerError, match="could not be fetched from the hub") as refused:
         say(client)
 
@@ -264,15 +247,9 @@ def test_a_model_that_cannot_be_fetched_now_is_to_be_asked_for_again(client, bui
     ("cause", "status"),
     [(TemplateError("roles must alternate"), 400), (TypeError("no"), 400), (OSError("disk I/O"), 500)],
 )
-def test_only_what_a_template_says_of_the_messages_is_the_askers_mistake(
-    client, builder, monkeypatch, cause, status
-):
+def test_only_what_a_template_says_of_the_messages_is_the_askers_mistake(client, builder, cause, status):
     engine = loaded(client, builder, "hi")
-
-    def apply(*given, **options):
-        raise cause
-
-    monkeypatch.setattr(engine.tokenizer, "apply_chat_template", apply)
+    engine.tokenizer = Broken(engine.tokenizer, apply_chat_template=cause)
     with pytest.raises(APIStatusError, match=f"chat template .*: {cause}") as refused:
         say(client)
 
@@ -282,7 +259,7 @@ def test_only_what_a_template_says_of_the_messages_is_the_askers_mistake(
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_an_engine_refuses_is_no_failure_of_it(client, builder, stream):
     """As vLLM's does when it has read that an adapter's rank is too high."""
-    loaded(client, builder, "hi").failure = Refused("The adapter's rank is 128")
+    loaded(client, builder, "hi").failure = EngineRefused("The adapter's rank is 128")
     before = counted("requests_total", result="refused")
     with pytest.raises(openai.APIError, match="The adapter's rank is 128") as refused:
         list(say(client, stream=stream))
@@ -380,7 +357,7 @@ class SlowBlobs(FolderBlobs):
     def open(self, key, **options):
         if key.startswith("slow/"):
             self.begun += 1
-            self.gave_up = not self.go.wait(10) or self.gave_up
+            self.gave_up = not self.go.wait(30) or self.gave_up
         return super().open(key, **options)
 
 
@@ -477,13 +454,12 @@ def test_an_adapter_that_is_gone_is_404(client):
         say(client, "ft:a", extra_body={"regraft": {"base_model": "a", "adapter": adapter}})
 
 
-def test_what_fails_while_tokens_are_read_is_no_client_that_left(client, builder, monkeypatch):
+def test_what_fails_while_tokens_are_read_is_no_client_that_left(client, builder):
     engine = loaded(client, builder, "hi")
+    engine.tokenizer = Broken(engine.tokenizer, decode=ZeroDivisionError("division by zero"))
     before = counted("requests_total", result="failed")
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.tokenizer, "decode", lambda *given, **options: 1 / 0)
-        with pytest.raises(InternalServerError, match="division by zero"):
-            say(client)
+    with pytest.raises(InternalServerError, match="division by zero"):
+        say(client)
 
     assert counted("requests_total", result="failed") == before + 1
 
@@ -524,3 +500,44 @@ def test_tokens_are_counted_by_the_base_model_and_the_first_one_is_timed(client)
         1,
         1,
     ]
+
+
+@pytest.fixture
+def thinker(tmp_path):
+    """A client of a model that thinks, and its builder."""
+    builder = ScriptedBuilder(thinking_tokenizer())
+    registry = Registry(models={"a": BaseModelEntry(hub="a")})
+    folders = AdapterFolders(FolderBlobs(tmp_path / "blobs"), tmp_path / "adapters")
+    engines = Engines(Settings(), registry, {"transformers": builder}, folders)
+    with TestClient(create_app(engines, "key")) as web:
+        api = OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0)
+        loaded(api, builder, "<think>ab</think>\n\n42")
+        yield api, builder.built[-1]
+
+
+def test_a_thought_is_separate_from_the_content_and_counted(thinker):
+    client, _ = thinker
+    reply = say(client)
+
+    assert reply.choices[0].message.content == "42"
+    assert reply.choices[0].message.reasoning_content == "ab"
+    assert reply.usage.completion_tokens_details.reasoning_tokens == 4
+    assert reply.usage.completion_tokens == 9
+
+
+def test_a_thought_is_streamed_in_deltas_of_its_own(thinker):
+    client, _ = thinker
+    deltas = [chunk.choices[0].delta for chunk in say(client, stream=True)]
+
+    assert "".join(getattr(delta, "reasoning_content", "") or "" for delta in deltas) == "ab"
+    assert "".join(delta.content or "" for delta in deltas) == "42"
+
+
+def test_an_effort_uses_the_templates_switch_or_a_budget(thinker):
+    client, engine = thinker
+    for effort in ("none", "low", "high"):
+        say(client, reasoning_effort=effort, max_completion_tokens=20)
+
+    off, low, high = engine.asked[-3:]
+    assert len(off.prompt_ids) > len(low.prompt_ids) == len(high.prompt_ids)
+    assert (off.thinking_budget, low.thinking_budget, high.thinking_budget) == (None, 5, None)

@@ -8,6 +8,7 @@ import pytest
 
 from core.database.tables import Job
 from core.jobs.hyperparameters import Hyperparameters, resolve
+from core.results.step_metrics import StepMetrics
 from core.settings import Settings
 from tests.fakes import Notebook
 from worker.child import closed_at_the_end
@@ -17,15 +18,15 @@ from worker.record.exporters.feed import Feed, Feeds, flat
 from worker.refusals import UserMistake
 
 CARD = Card("ftjob-1", "colours", "ftjob-1", None, (), {"model": "tiny"})
-DATA = {
-    "step": 2,
-    "total_steps": 4,
-    "train_mean_reward": 0.5,
-    "kl": None,
-    "grad_norm": float("inf"),
-    "scores": {"graders": [{"name": "exact", "type": "string_check", "train_reward_mean": 0.25}]},
-    "timing": {"step": {"sampling": 1.5}},
-}
+STEP = StepMetrics(
+    step=2,
+    total_steps=4,
+    train_mean_reward=0.5,
+    kl=None,
+    grad_norm=float("inf"),
+    scores={"graders": [{"name": "exact", "type": "string_check", "train_reward_mean": 0.25}]},
+    timing={"step": {"sampling": 1.5}},
+)
 
 
 def feeds_for(sink, told=None, close_seconds=30.0) -> Feeds:
@@ -35,7 +36,7 @@ def feeds_for(sink, told=None, close_seconds=30.0) -> Feeds:
 
 
 def steps(*numbers):
-    return [{"step": number} for number in numbers]
+    return [StepMetrics(step=number) for number in numbers]
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,7 @@ def test_metrics_have_the_names_of_the_listing_and_of_the_result_file(bench):
     train(run)
 
     recorded = bench.steps()[2]
-    columns = results.row(recorded)
+    columns = results.row(StepMetrics.load(recorded))
     assert book.metrics[2]["train_mean_reward"] == recorded["train_mean_reward"]
     assert book.metrics[2]["sampling_duration"] == columns["sampling_duration"]
     assert set(book.metrics[2]) == {
@@ -73,7 +74,7 @@ def test_metrics_have_the_names_of_the_listing_and_of_the_result_file(bench):
 
 
 def test_what_was_not_measured_or_is_no_number_is_left_out():
-    assert flat(DATA) == {
+    assert flat(STEP) == {
         "step": 2,
         "total_steps": 4,
         "train_mean_reward": 0.5,
@@ -88,7 +89,7 @@ def test_a_run_that_resumes_sends_what_is_missing_and_nothing_twice():
     feeds = feeds_for(book)
 
     feeds.start(steps(0, 1, 2, 3))
-    feeds.put({"step": 4})
+    feeds.put(StepMetrics(step=4))
     feeds.close("succeeded")
 
     assert [page for page in book.pages if page[0] == "step"] == [("step", 3), ("step", 4)]
@@ -172,10 +173,9 @@ def test_one_that_fails_to_the_end_is_given_up():
     assert len(told) == 1
 
 
-def test_what_waits_is_bounded(monkeypatch):
-    monkeypatch.setattr(feed, "MOST_WAITING", 2)
+def test_what_waits_is_bounded():
     book = Notebook(last=0)
-    feeds = feeds_for(book)
+    feeds = Feeds([Feed(book, CARD, lambda what: None, first_pause=0.0, most_waiting=2)])
 
     for data in steps(1, 2, 3):
         feeds.put(data)
@@ -262,7 +262,7 @@ def test_a_failure_is_a_warning_that_names_the_service_and_keeps_its_secrets(mon
         job(WANDB), RESOLVED, ON, lambda message, data: said.append(message), lambda *_: Notebook()
     ).feeds
 
-    only._tell("Refused: https://me:pw@host/x with 0123456789abcdef\nTraceback")
+    only.tell("Refused: https://me:pw@host/x with 0123456789abcdef\nTraceback")
 
     assert said[0].startswith("Weights & Biases rejects this job's metrics. The export is retried")
     assert said[0].endswith("Refused: https://***@host/x with ***")

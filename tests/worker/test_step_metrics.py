@@ -2,7 +2,10 @@
 
 from dataclasses import fields
 
-from core.results.step_metrics import COLUMNS, METRICS, SECTIONS
+import pytest
+from pydantic import ValidationError
+
+from core.results.step_metrics import COLUMNS, METRICS, SECTIONS, StepMetrics
 from tests.fakes import Skill
 from worker.record.results import row
 from worker.types import UpdateMetrics
@@ -21,17 +24,48 @@ def test_every_metric_of_the_table_is_recorded_by_some_run(bench):
     bench.train(skill=Skill(0.3), advanced={"group_size": 4, "resample_prompts": 2})
 
     steps = bench.steps()
-    in_a_section = {metric.name for metric in METRICS if metric.path and metric.value(steps[1]) is not None}
+    first = StepMetrics.load(steps[1])
+    in_a_section = {metric.name for metric in METRICS if metric.path[1:] and metric.value(first) is not None}
     of_an_update = {field.name for field in fields(UpdateMetrics)}
-    assert NAMES - set().union(*steps) - in_a_section - of_an_update == {"gpus"}
+    of_reasoning = {"reasoning_tokens_mean", "answer_tokens_mean", "cut_thoughts_share"}
+    assert NAMES - set().union(*steps) - in_a_section - of_an_update == {"gpus", *of_reasoning}
 
 
 def test_a_row_of_the_result_file_begins_with_the_columns_of_the_table(bench):
     bench.train()
 
-    assert list(row(bench.steps()[1]))[: len(COLUMNS)] == [metric.name for metric in COLUMNS]
+    assert list(row(StepMetrics.load(bench.steps()[1])))[: len(COLUMNS)] == [
+        metric.name for metric in COLUMNS
+    ]
 
 
 def test_names_are_unique_and_every_metric_is_described():
     assert len(NAMES) == len(METRICS)
     assert all(metric.description.endswith(".") for metric in METRICS)
+
+
+def test_a_recorded_step_is_loaded_and_written_without_a_change(bench):
+    """What was not measured stays absent, and a metric without a number stays null."""
+    bench.train(skill=Skill(0.3), advanced={"group_size": 4, "resample_prompts": 2})
+
+    assert bench.steps()[1]["logprob_gap_k1"] is None
+    assert "gpus" not in bench.steps()[1]
+    assert [StepMetrics.load(step).to_data() for step in bench.steps()] == bench.steps()
+
+
+def test_a_step_of_another_version_is_loaded_by_what_this_one_knows():
+    other = {
+        "entropy": 1,
+        "of_a_later_version": 2.0,
+        "timing": {"step": {"full_iteration": 3, "waiting": 1.0}},
+    }
+
+    step = StepMetrics.load(other, step=7)
+
+    assert (step.step, step.entropy, step.seconds) == (7, 1.0, 3.0)
+    assert step.timing.step.model_fields_set == {"full_iteration"}
+
+
+def test_a_misspelled_metric_is_an_error_where_it_is_measured():
+    with pytest.raises(ValidationError):
+        StepMetrics(step=1, entropi=0.5)

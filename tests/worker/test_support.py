@@ -1,38 +1,47 @@
 """The check of a model at load: what it compares, what it leaves alone, and what it says of a model that differs."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3NextConfig
+from transformers.masking_utils import causal_mask_function
 
 from core.registry import BaseModelEntry
+from tests.families.zoo import CONTEXT, FAMILIES
 from tests.tiny import make_tiny_model
-from worker.learn.gradient import OwnGradient
+from worker.learn.batch import tensors_of
+from worker.learn.gradient import logprobs
 from worker.model import attention, support
-from worker.model.policy import Policy, load_base
+from worker.model.architecture import refuse_beyond_full_attention
+from worker.model.policy import Policy, Route, load_base
 from worker.refusals import NotEnoughMemory, UnsupportedModel
-from worker.rollout.samplers.transformers import TransformersSampler
 from worker.serve.continuous import ContinuousEngine
+from worker.types import Pack, TrainingSequence
 
 
 class TestByConfig:
     def test_a_plain_model_passes(self):
         support.refuse_by_config(LlamaConfig(), 128_000)
 
-    def test_a_window_shorter_than_the_context_is_refused_with_what_to_change(self):
+    def test_windows_and_recurrent_layers_are_trained(self):
+        support.refuse_by_config(MistralConfig(sliding_window=4096), 4097)
+        support.refuse_by_config(Qwen3NextConfig(), 64)
+
+    def test_the_own_engine_serves_a_window_within_the_context_only(self):
         config = MistralConfig(sliding_window=4096)
 
-        support.refuse_by_config(config, 4096)  # no sequence exceeds it
+        refuse_beyond_full_attention(config, 4096)  # no sequence exceeds it
         with pytest.raises(UnsupportedModel, match=r"sliding_window = 4096.*set context = 4096 or less"):
-            support.refuse_by_config(config, 4097)
+            refuse_beyond_full_attention(config, 4097)
 
     def test_a_window_that_the_config_switches_off_is_none(self):
-        support.refuse_by_config(Qwen2Config(sliding_window=4096, use_sliding_window=False), 32_768)
+        refuse_beyond_full_attention(Qwen2Config(sliding_window=4096, use_sliding_window=False), 32_768)
 
     def test_recurrent_layers_are_named(self):
         with pytest.raises(UnsupportedModel, match="linear_attention"):
-            support.refuse_by_config(Qwen3NextConfig(), 64)
+            refuse_beyond_full_attention(Qwen3NextConfig(), 64)
 
     def test_a_rotary_embedding_that_changes_with_the_length_is_refused_beyond_it(self):
         factors = [1.0] * 48
@@ -85,13 +94,14 @@ def policy(make_policy):
 
 class TestProbe:
     def test_it_compares_training_and_sampling(self, policy):
-        training, sampling = support.probe(policy, sampled=True)
+        verdict = support.probe(policy, sampled=True)
 
-        assert training.largest < 1e-5
-        assert sampling.largest < 1e-5
+        assert verdict.route == policy.route == Route("packed", "shared")
+        assert [gap.part for gap in verdict.gaps] == ["training's forward pass", "sampling with a cache"]
+        assert max(gap.largest for gap in verdict.gaps) < 1e-5
 
     def test_with_another_sampler_the_cached_decode_does_not_matter(self, policy):
-        assert len(support.probe(policy, sampled=False)) == 1
+        assert len(support.probe(policy, sampled=False).gaps) == 1
 
     def test_it_leaves_the_model_as_it_was(self, policy):
         before = [parameter.detach().clone() for parameter in policy.model.parameters()]
@@ -107,34 +117,79 @@ class TestProbe:
         policy = bfloat16(tiny_model)
         before = [(parameter.dtype, parameter.data_ptr()) for parameter in policy.model.parameters()]
 
-        gaps = support.probe(policy, sampled=True)
+        verdict = support.probe(policy, sampled=True)
 
-        assert max(gap.largest for gap in gaps) < 1e-5
+        assert max(gap.largest for gap in verdict.gaps) < 1e-5
         assert before == [(parameter.dtype, parameter.data_ptr()) for parameter in policy.model.parameters()]
 
-    def test_it_runs_the_code_that_trains_and_the_code_that_samples(self, policy, monkeypatch):
-        """A fault put into either is seen, and the message says which of the two it is."""
-        update = attention.GroupCache.to_rows
-        with monkeypatch.context() as patch:
-            patch.setattr(attention.GroupCache, "to_rows", lambda *args: 0.9 * update(*args))
-            with pytest.raises(UnsupportedModel, match="sampling with a cache differ"):
-                support.probe(policy, sampled=True)
-            support.probe(policy, sampled=False)
-        with monkeypatch.context() as patch:
-            patch.setattr("worker.learn.batch.group_mask", seen_by_siblings)
-            with pytest.raises(UnsupportedModel, match="training's forward pass differ"):
-                support.probe(policy, sampled=False)
-        assert isinstance(OwnGradient, type) and issubclass(support.Replay, TransformersSampler)
+    @pytest.mark.parametrize(
+        ("family", "fault"),
+        [("Llama 2, 3", "siblings"), ("Gemma 3", "windows"), ("Gemma 2", "caps"), ("gpt-oss", "sinks")],
+    )
+    def test_a_fault_in_the_packed_forward_is_seen_and_rows_are_used(self, family, fault, tmp_path):
+        policy = FaultyPolicy(base_of(family, tmp_path), fault)
+
+        verdict = support.probe(policy, sampled=True)
+
+        assert verdict.route.forward == "rows"
+        assert "training's forward pass differ" in verdict.instead
+
+    @pytest.mark.parametrize("family", ["Llama 2, 3", "Gemma 3", "Gemma 2", "gpt-oss"])
+    def test_without_the_fault_the_same_models_are_packed(self, family, tmp_path):
+        verdict = support.probe(FaultyPolicy(base_of(family, tmp_path), "none"), sampled=True)
+
+        assert verdict.route == Route("packed", "shared")
+
+    @pytest.mark.parametrize("family", ["Llama 2, 3", "Gemma 3", "Gemma 2", "gpt-oss", "Llama 4"])
+    def test_attention_in_blocks_computes_the_same_as_with_a_dense_mask(self, family, tmp_path):
+        """As on a GPU, but not compiled: windows, chunks, soft caps, sinks and grouped heads."""
+        policy = Policy(base_of(family, tmp_path), rank=4, alpha=8, seed=0)
+        prompt, answer = (
+            tuple(range(3, 43)),
+            TrainingSequence((5, 6, 7, 8, 9, 2), (0.0,) * 6, (1.0,) * 6, 1.0),
+        )
+        other = TrainingSequence((9, 8, 7), (0.0,) * 3, (1.0,) * 3, 1.0)
+        packs = [Pack(prompt, (answer, other)), Pack(prompt[:30], (other,))]
+        found = {}
+        for blocks in (False, True):
+            policy.use(Route("packed", blocks=blocks))
+            with torch.no_grad():
+                found[blocks], _ = logprobs(policy, tensors_of(packs), 1.0)
+
+        assert (found[True] - found[False]).abs().max() < 1e-5
+
+    def test_a_fault_in_the_shared_decode_is_seen_and_another_is_used(self, tmp_path):
+        verdict = support.probe(FaultyPolicy(base_of("Llama 2, 3", tmp_path), "decode"), sampled=True)
+
+        assert verdict.route == Route("packed", "joined")
+        assert "sampling with a cache differ" in verdict.instead
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_logits_that_the_model_caps_are_seen_in_any_precision(self, policy, tiny_model, dtype):
+    def test_a_cap_of_the_logits_is_applied_in_any_precision(self, tiny_model, dtype):
         """A cap of 50 moves the logits by less than a bfloat16 number can tell."""
-        policy = policy if dtype == "float32" else bfloat16(tiny_model)
-        causal = policy.model.get_base_model()
-        causal.forward = softcapped(causal.forward, 50.0)
+        entry = BaseModelEntry(path=tiny_model, dtype=dtype, context=128)
+        base = load_base("tiny", entry, tiny_model, "cpu")
+        base.model.forward = softcapped(base.model.forward, 50.0)
+        policy = Policy(base, rank=4, alpha=8, seed=0)
 
-        with pytest.raises(UnsupportedModel, match="LlamaForCausalLM is not supported: log-probabilities"):
-            support.probe(policy, sampled=True)
+        verdict = support.probe(policy, sampled=True)
+
+        assert base.parts.logits.cap == pytest.approx(50.0, rel=1e-3)
+        assert verdict.route == Route("packed", "shared")
+
+    def test_logits_that_are_not_a_function_of_the_head_are_refused(self, tiny_model):
+        base = load_base(
+            "tiny", BaseModelEntry(path=tiny_model, dtype="float32", context=128), tiny_model, "cpu"
+        )
+        forward = base.model.forward
+
+        def shifted(*args, **kwargs):
+            return SimpleNamespace(logits=forward(*args, **kwargs).logits.roll(1, -1))
+
+        base.model.forward = shifted
+
+        with pytest.raises(UnsupportedModel, match="its logits are not the output of its head"):
+            Policy(base, rank=4, alpha=8, seed=0)
 
     def test_an_adapter_that_is_computed_wrongly_is_seen(self, policy):
         """Although a fresh one is zero."""
@@ -169,37 +224,106 @@ def bfloat16(folder):
     return Policy(load_base("tiny", entry, folder, "cpu"), rank=4, alpha=8, seed=0)
 
 
-def seen_by_siblings(segment):
-    """Plain causal attention over the pack: the second answer sees the first."""
-    width = segment.shape[1]
-    return torch.ones(width, width, dtype=torch.bool).tril()[None, None].expand(len(segment), 1, -1, -1)
+def base_of(title, folder):
+    family = next(one for one in FAMILIES if one.title == title)
+    return load_base(
+        title, BaseModelEntry(path=family.save(folder), dtype="float32", context=CONTEXT), folder, "cpu"
+    )
+
+
+class FaultyPolicy(Policy):
+    """With a mistake put into its packed forward, or into its shared decode."""
+
+    def __init__(self, base, fault):
+        super().__init__(base, rank=4, alpha=8, seed=0)
+        self.fault = fault
+        self.causal = base.model
+        self.decoder = base.parts.decoder
+
+    def hidden(self, input_ids, position_ids, segment):
+        if self.route.forward == "rows":
+            return super().hidden(input_ids, position_ids, segment)
+        if self.fault == "siblings":
+            return super().hidden(input_ids, position_ids, segment.clamp(max=1))
+        if self.fault == "windows":
+            layout = attention.Layout.of_rows(position_ids, segment)
+            mask = attention.visible(layout, causal_mask_function)  # 4-D: transformers adds no rule to it
+            return self.decoder(
+                input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False
+            ).last_hidden_state
+        with changed(self.causal, self.fault):
+            return super().hidden(input_ids, position_ids, segment)
+
+    def decoding(self, prompts_P, size):
+        decoding = super().decoding(prompts_P, size)
+        if self.fault == "decode" and self.route.decode == "shared":
+            decoding.cache = WrongCache(decoding.cache.lengths_P)
+        return decoding
+
+
+class WrongCache(attention.GroupCache):
+    def to_rows(self, groups, share):
+        return 0.9 * super().to_rows(groups, share)
+
+
+@contextmanager
+def changed(causal, fault):
+    """Without the sinks, or without the soft cap of the scores, that the model's layers have."""
+    before = []
+    for module in causal.modules():
+        if fault == "sinks" and getattr(module, "sinks", None) is not None:
+            before.append((module.sinks, module.sinks.data))
+            module.sinks.data = torch.full_like(module.sinks.data, float("-inf"))
+        if fault == "caps" and getattr(module, "attn_logit_softcapping", None) is not None:
+            before.append((module, module.attn_logit_softcapping))
+            module.attn_logit_softcapping = None
+    yield
+    for owner, value in before:
+        if fault == "sinks":
+            owner.data = value
+        else:
+            owner.attn_logit_softcapping = value
 
 
 def softcapped(forward, cap):
     def capped(*args, **kwargs):
         output = forward(*args, **kwargs)
-        return SimpleNamespace(logits=cap * torch.tanh(output.logits / cap))
+        output.logits = cap * torch.tanh(output.logits / cap)
+        return output
 
     return capped
 
 
 def test_a_few_tokens_of_a_mixture_may_go_to_another_expert():
-    flipped = support.Gap.between("x", torch.tensor([0.0] * 19 + [0.05]), torch.zeros(20))
-    wrong = support.Gap.between("x", torch.tensor([0.0] * 10 + [0.05] * 10), torch.zeros(20))
+    flipped = gap_of([0.0] * 19 + [0.05])
+    wrong = gap_of([0.0] * 10 + [0.05] * 10)
     mixture = SimpleNamespace(num_experts=4, model_type="m", architectures=["M"])
     mixture.get_text_config = lambda: mixture
 
-    support._judge(flipped, mixture, 40)
-    with pytest.raises(UnsupportedModel):
-        support._judge(wrong, mixture, 40)
-    with pytest.raises(UnsupportedModel):
-        support._judge(flipped, LlamaConfig(), 40)
+    assert support.problem_of([flipped], mixture) == ""
+    assert "differ from transformers' own" in support.problem_of([wrong], mixture)
+    assert "differ from transformers' own" in support.problem_of([flipped], LlamaConfig())
+
+
+def gap_of(differences):
+    ours = torch.tensor(differences)
+    return support.Gap.between("x", ours, torch.zeros_like(ours), 40)
 
 
 def test_no_number_is_a_difference():
-    gap = support.Gap.between("x", torch.tensor([float("nan")]), torch.zeros(1))
+    gap = gap_of([float("nan")])
 
     assert gap.largest == float("inf")
+
+
+def test_a_backward_pass_in_blocks_that_fails_leaves_no_gradient_behind(tmp_path):
+    """A CPU has no kernels for it."""
+    folder = make_tiny_model(tmp_path)
+    entry = BaseModelEntry(path=folder, dtype="float32", context=CONTEXT)
+    policy = Policy(load_base("tiny", entry, folder, "cpu"), rank=2, alpha=2, seed=0)
+
+    assert not support.has_backward_in_blocks(policy)
+    assert all(parameter.grad is None for parameter in policy.trainable)
 
 
 def test_the_engine_that_answers_compares_with_transformers_too(tmp_path, monkeypatch):

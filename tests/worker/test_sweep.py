@@ -9,7 +9,6 @@ import pytest
 from core.database.tables import File, RolloutPage, Upload, UploadPart
 from core.jobs import lifecycle, run_logs
 from core.settings import Settings
-from core.storage import orphans
 from core.storage.store import FolderBlobs, S3Blobs
 from worker.cli import main, service
 from worker.supervise.reconciler import Reconciler
@@ -177,11 +176,10 @@ def test_a_dry_run_only_tells(bench, base):
     assert list(bench.blobs.list("")) == [key]
 
 
-def test_many_are_compared_in_batches(bench, base, monkeypatch):
-    monkeypatch.setattr(orphans, "BATCH", 3)
+def test_many_are_compared_in_batches(bench, base):
     lost = [put(bench, f"{base}/files/file-{number}") for number in range(10)]
 
-    batches = list(sweep(bench.database, bench.blobs, older_than=time.time() - HOUR))
+    batches = list(sweep(bench.database, bench.blobs, older_than=time.time() - HOUR, batch_size=3))
 
     assert [len(batch) for batch in batches] == [3, 3, 3, 1]
     assert sorted(entry.key for batch in batches for entry in batch) == sorted(lost)
@@ -244,8 +242,8 @@ def test_the_reconciler_sweeps_once_an_hour(bench, base, retention, clock):
     assert lefts == [1, 1, 0, 1, 1, 0]
 
 
-def test_a_long_sweep_goes_on_from_pass_to_pass(bench, base, retention, clock, monkeypatch):
-    monkeypatch.setattr(orphans, "BATCH", 1)
+def test_a_long_sweep_goes_on_from_pass_to_pass(bench, base, retention, clock):
+    retention.sweep_batch = 1
     for number in range(3):
         put(bench, f"{base}/files/file-{number}")
     clock.now = HOUR + 1

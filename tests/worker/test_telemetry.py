@@ -172,7 +172,8 @@ def test_the_gpus_are_told_of_as_nvidia_smi_sees_them():
     assert figures == {
         ("regraft_gpu_memory_used_bytes", "0"): 20480 * 2**20,
         ("regraft_gpu_memory_total_bytes", "0"): 143771 * 2**20,
-        ("regraft_gpu_utilisation_ratio", "0"): pytest.approx(0.87),
+        ("regraft_gpu_utilization_ratio", "0"): pytest.approx(0.87),
+        ("regraft_gpu_utilisation_ratio", "0"): pytest.approx(0.87),  # the earlier name
         ("regraft_gpu_memory_used_bytes", "1"): 0,
         ("regraft_gpu_memory_total_bytes", "1"): 143771 * 2**20,
     }

@@ -5,16 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.masking_utils import causal_mask_function
 
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from graders.types import Grade
-from tests.fakes import learn
+from tests.fakes import RecordingTrainer, learn
 from tests.tiny import WORDS
 from worker.learn import batch, grpo
 from worker.learn.trainer import PeftTrainer
+from worker.model import attention
+from worker.model.policy import Route
 from worker.rollout.samplers import Sampling, grouped
-from worker.rollout.samplers.transformers import TransformersSampler, choose
-from worker.types import Group, Pack, Prompt, Sequence
+from worker.rollout.samplers.transformers import TransformersSampler, Wave, choose, waves
+from worker.types import Group, Pack, Prompt, TrainingSequence
 
 SETTINGS = resolve(
     Hyperparameters.model_validate({"advanced": {"learning_rate": 0.01, "max_completion_tokens": 12}}),
@@ -92,9 +95,31 @@ class TestSampler:
 
     def test_waves_give_what_one_batch_gives(self, policy, prompts):
         one_batch = drawn(policy, prompts, sampling())
-        waves = drawn(policy, prompts, sampling(), max_tokens_in_flight=1)
+        single = drawn(policy, prompts, sampling(), max_tokens_in_flight=1)
 
-        assert [[r.text for r in g] for g in waves] == [[r.text for r in g] for g in one_batch]
+        assert [[r.text for r in g] for g in single] == [[r.text for r in g] for g in one_batch]
+
+    def test_more_prompts_fit_where_the_copies_of_a_group_share_one(self):
+        asked = [Prompt(line, (1,) * 100, {}) for line in range(8)]
+        how = sampling(group_size=4, max_completion_tokens=25)
+
+        def prompts_of_the_first(route, **options):
+            return len(next(waves(asked, how, route, 800, **options)).prompts)
+
+        assert prompts_of_the_first(Route("packed")) == 4
+        assert prompts_of_the_first(Route("rows", "forked")) == 1
+        assert prompts_of_the_first(Route("rows", "alone")) == 1
+
+    def test_a_group_that_does_not_fit_is_sampled_in_parts(self):
+        asked = [Prompt(line, (1,) * 100, {}) for line in range(2)]
+        how = sampling(group_size=4, max_completion_tokens=25)
+        parts = [Wave(range(at, at + 1), range(n, n + 2)) for at in (0, 1) for n in (0, 2)]
+
+        assert list(waves(asked, how, Route("rows", "forked"), 2 * 125)) == parts
+        assert list(waves(asked, how, Route("packed"), 100 + 2 * 25)) == parts
+        assert list(waves(asked, how, Route("rows", "forked"), 2 * 125 + 60, row_tokens=30)) == parts
+        one_each = list(waves(asked, how, Route("rows", "forked"), 1))
+        assert [len(wave.members) for wave in one_each] == [1] * 8
 
     def test_members_of_a_group_differ_and_the_same_seed_repeats_them(self, policy, prompts):
         first, again = (drawn(policy, prompts, sampling()) for _ in range(2))
@@ -145,7 +170,10 @@ class TestPacking:
     def test_an_answer_sees_the_prompt_and_itself_only(self):
         segment = torch.tensor([[0, 0, 1, 1, 2, -1]])
 
-        mask = batch.group_mask(segment)[0, 0].int().tolist()
+        positions = torch.tensor([[0, 1, 2, 3, 2, 0]])
+
+        layout = attention.Layout.of_rows(positions, segment)
+        mask = attention.visible(layout, causal_mask_function)[0, 0].int().tolist()
 
         assert mask == [
             [1, 0, 0, 0, 0, 0],
@@ -194,7 +222,7 @@ class TestPacking:
         assert {weight for _, weight in kept} == {1 / tokens}
 
     def test_a_pack_over_the_budget_is_split_between_answers(self):
-        answer = Sequence((1, 2, 3, 4, 5), (0.0,) * 5, (1.0,) * 5, 1.0)
+        answer = TrainingSequence((1, 2, 3, 4, 5), (0.0,) * 5, (1.0,) * 5, 1.0)
         pack = Pack((9,) * 10, (answer,) * 6)
 
         parts = [part for one in batch.micro_batches([pack], 20) for part in one]
@@ -203,7 +231,7 @@ class TestPacking:
         assert all(part.tokens <= 20 for part in parts)
 
     def test_a_micro_batch_keeps_to_its_budget_with_the_padding(self):
-        answer = Sequence((1, 2, 3), (0.0,) * 3, (1.0,) * 3, 1.0)
+        answer = TrainingSequence((1, 2, 3), (0.0,) * 3, (1.0,) * 3, 1.0)
         packs = [Pack((9,) * n, (answer,)) for n in (3, 18, 5, 8, 4)]
 
         batches = list(batch.micro_batches(packs, 20))
@@ -407,11 +435,9 @@ def packs_of(groups, settings, decode):
 
 
 def packed_gradients(policy, groups, settings, budget):
-    trainer = PeftTrainer(policy, settings, token_budget=budget)
-    taken = {}
-    trainer._step = lambda: taken.update(enumerate(p.grad.clone() for p in policy.trainable))
+    trainer = RecordingTrainer(policy, settings, token_budget=budget)
     learn(trainer, groups)
-    return list(taken.values())
+    return trainer.gradients[-1]
 
 
 def plain_gradients(policy, groups, settings, began=None):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graders.types import Grade
-from tests.fakes import learn
+from tests.fakes import RecordingTrainer, learn
 from tests.worker.test_training import (
     asked,
     drawn,
@@ -22,6 +22,7 @@ from tests.worker.test_training import (
 )
 from worker.learn import batch
 from worker.learn.trainer import PeftTrainer
+from worker.refusals import UnsupportedModel
 from worker.types import Group
 
 LOSSES = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
@@ -190,16 +191,16 @@ class TestPasses:
             for g in groups
             for r in g.rollouts_G
         }
-        trainer = PeftTrainer(policy, settings, token_budget=24)
-        seen = []
 
-        def step():
-            seen.append([p.grad.clone() for p in policy.trainable])
-            with torch.no_grad():
-                for p in policy.trainable:
-                    p.add_(0.02 * p.grad.sign())
+        class SignDescent(RecordingTrainer):
+            def _step(self):
+                super()._step()
+                with torch.no_grad():
+                    for p in policy.trainable:
+                        p.add_(0.02 * p.grad.sign())
 
-        trainer._step = step
+        trainer = SignDescent(policy, settings, token_budget=24)
+        seen = trainer.gradients
         start = weights_of(policy)
         learn(trainer, groups)
         with torch.no_grad():
@@ -370,19 +371,17 @@ class TestOverlap:
         groups = sampled(policy, MIXED)
         settings = asked({"overlap": True})
         expected = packed_gradients(policy, groups, settings, 4096)
-        trainer = PeftTrainer(policy, settings, token_budget=1)
+        trainer = RecordingTrainer(policy, settings, token_budget=1)
 
         trainer.add(groups[0])
         early = sum(p.grad.abs().sum().item() for p in policy.trainable if p.grad is not None)
         again = drawn(policy, [group.prompt for group in groups], sampling())
         trainer.add(groups[1])
-        taken = {}
-        trainer._step = lambda: taken.update(enumerate(p.grad.clone() for p in policy.trainable))
         trainer.step()
 
         assert early > 0
         assert [g.rollouts_G for g in groups] == [tuple(rollouts) for rollouts in again]  # undisturbed
-        assert relative_difference(list(taken.values()), expected) < 1e-5
+        assert relative_difference(trainer.gradients[-1], expected) < 1e-5
 
     def test_a_step_leaves_nothing_to_the_next(self, policy, groups):
         trainer = PeftTrainer(policy, asked({"learning_rate": 1e-12}), token_budget=1)
@@ -391,3 +390,32 @@ class TestOverlap:
 
         assert first.trained_tokens == second.trained_tokens
         assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-4)
+
+
+class TestLeavingOut:
+    def test_layers_that_the_sampler_does_not_adapt_stay_as_they_are_and_all_others_learn(self, make_policy):
+        policy = make_policy()
+        names = sorted({name.rpartition(".lora_")[0] for name in policy.adapter()})
+        down = [name for name in names if name.endswith("down_proj")]
+        policy.leave_out(down)
+
+        learn(PeftTrainer(policy, asked({"learning_rate": 0.01}), token_budget=4096), sampled(policy, MIXED))
+
+        learned = {
+            name.rpartition(".lora_")[0]
+            for name, tensor in policy.adapter().items()
+            if ".lora_B" in name and tensor.any()
+        }
+        assert learned == set(names) - set(down)
+
+    def test_a_layer_that_was_trained_elsewhere_cannot_be_left_out(self, policy):
+        [name, *_] = sorted({name.rpartition(".lora_")[0] for name in policy.adapter()})
+
+        with pytest.raises(UnsupportedModel, match="the sampler that it was trained with"):
+            policy.leave_out([name])
+
+    def test_a_sampler_that_adapts_no_layer_is_refused(self, make_policy):
+        policy = make_policy()
+
+        with pytest.raises(UnsupportedModel, match="puts no adapter on any of its layers"):
+            policy.leave_out(sorted({name.rpartition(".lora_")[0] for name in policy.adapter()}))

@@ -105,7 +105,14 @@ RESOLVED = {
     "warmup_steps": 0,
 }
 # And what is known of it in words that are newer.
-THEN = RESOLVED | {"normalize": "signal", "require_improvement": False, "chat_template": None}
+THEN = RESOLVED | {
+    "normalize": "signal",
+    "require_improvement": False,
+    "chat_template": None,
+    "chat_template_kwargs": {},
+    "thinking_budget": None,
+    "lora_targets": "all-linear",
+}
 
 
 def rng():

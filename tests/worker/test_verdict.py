@@ -2,17 +2,32 @@
 
 import random
 import statistics
+from collections.abc import Sequence
 
 import pytest
 
 from core.jobs.verdict import Verdict
 from graders.types import ErrorKind, Grade
-from worker.record.verdict import MIN_ROWS, bootstrap_interval, compare, row_scores, standard_error
+from worker.record.verdict import (
+    MIN_ROWS,
+    Comparison,
+    bootstrap_interval,
+    compare,
+    row_scores,
+    standard_error,
+)
 from worker.types import Group, Prompt, Rollout
 
 
+def compared(base: Sequence[float | None], tuned: Sequence[float | None]) -> Comparison:
+    """The comparison of scores of which both sides have some."""
+    comparison = compare(base, tuned)
+    assert comparison is not None
+    return comparison
+
+
 def test_wins_losses_ties_and_means_are_of_pairs():
-    found = compare([0.0, 0.5, 1.0, 0.25, 0.25, 0.25], [1.0, 0.5, 0.5, 0.25, 0.25, 0.25])
+    found = compared([0.0, 0.5, 1.0, 0.25, 0.25, 0.25], [1.0, 0.5, 0.5, 0.25, 0.25, 0.25])
 
     assert (found.wins, found.losses, found.ties, found.ungraded) == (1, 1, 4, 0)
     assert found.base_reward == pytest.approx(2.25 / 6)
@@ -23,7 +38,7 @@ def test_wins_losses_ties_and_means_are_of_pairs():
 
 
 def test_a_row_that_either_side_could_not_grade_is_left_out_of_both_means():
-    found = compare([0.0, None, 1.0, 0.0], [0.5, 1.0, None, 0.5])
+    found = compared([0.0, None, 1.0, 0.0], [0.5, 1.0, None, 0.5])
 
     assert (found.ungraded, found.wins, found.base_reward, found.tuned_reward) == (2, 2, 0.0, 0.5)
 
@@ -31,12 +46,12 @@ def test_a_row_that_either_side_could_not_grade_is_left_out_of_both_means():
 def test_a_model_that_lost_every_row_is_worse_and_one_that_won_every_row_is_improved():
     good, bad = [0.6] * MIN_ROWS, [0.0] * MIN_ROWS
 
-    assert compare(good, bad).verdict(2).outcome == "worse"
-    assert compare(bad, good).verdict(2).outcome == "improved"
+    assert compared(good, bad).verdict(2).outcome == "worse"
+    assert compared(bad, good).verdict(2).outcome == "improved"
 
 
 def test_identical_scores_are_no_difference_with_an_interval_of_zero_width():
-    found = compare([0.3] * 9, [0.3] * 9)
+    found = compared([0.3] * 9, [0.3] * 9)
 
     assert (found.outcome, found.difference, found.low, found.high, found.ties) == (
         "no_difference",
@@ -49,11 +64,11 @@ def test_identical_scores_are_no_difference_with_an_interval_of_zero_width():
 
 @pytest.mark.parametrize("rows", range(1, MIN_ROWS))
 def test_too_few_rows_have_no_interval_and_decide_nothing(rows):
-    verdict = compare([0.0] * rows, [1.0] * rows).verdict(1)
+    verdict = compared([0.0] * rows, [1.0] * rows).verdict(1)
 
     assert (verdict.ci_low, verdict.ci_high, verdict.outcome) == (None, None, "no_difference")
     assert "too few rows for a 95 % interval" in verdict.sentence()
-    assert "nan" not in str(verdict.stored()).lower()
+    assert "nan" not in str(verdict.to_row()).lower()
 
 
 def test_without_a_row_that_both_could_grade_there_is_no_comparison():
@@ -61,7 +76,7 @@ def test_without_a_row_that_both_could_grade_there_is_no_comparison():
 
 
 def test_scores_that_differ_by_rounding_are_ties():
-    found = compare([0.1 + 0.2] * 6, [0.3] * 6)
+    found = compared([0.1 + 0.2] * 6, [0.3] * 6)
 
     assert (found.ties, found.difference, found.outcome) == (6, 0.0, "no_difference")
 
@@ -75,7 +90,7 @@ def test_the_same_validations_give_the_same_interval():
     base = [random.Random(0).random() for _ in range(40)]
     tuned = [random.Random(1).random() for _ in range(40)]
 
-    assert compare(base, tuned) == compare(base, tuned)
+    assert compared(base, tuned) == compared(base, tuned)
 
 
 def test_the_interval_is_that_of_the_t_distribution_where_the_differences_are_normal():
@@ -130,50 +145,50 @@ def test_the_sentence_has_every_number():
         "Compared with the base model on 42 validation rows (1 more could not be graded): 0.62 -> 0.77, difference "
         "+0.15 (95 % interval 0.04 to 0.25), 5 wins, 0 losses, 37 ties: improved."
     )
-    assert Verdict.read(verdict.stored()) == verdict
+    assert Verdict.read(verdict.to_row()) == verdict
 
 
 class TestADamagedModel:
     def test_is_worse_with_an_interval_that_stays_honest(self):
-        verdict = compare([0.7] * 3 + [0.476] * 5, [0.0] * 3 + [0.476] * 5).verdict(2, "truncation")
+        verdict = compared([0.7] * 3 + [0.476] * 5, [0.0] * 3 + [0.476] * 5).verdict(2, "truncation")
 
         assert (verdict.outcome, verdict.ground, verdict.ci_high) == ("worse", "truncation", 0.0)
         assert verdict.ci_low == pytest.approx(-0.52, abs=0.02)
         assert verdict.sentence().endswith(
             "0 wins, 3 losses, 5 ties: worse, for it is below the base and the run shows damage (truncation)."
         )
-        assert Verdict.read(verdict.stored()) == verdict
+        assert Verdict.read(verdict.to_row()) == verdict
 
     def test_is_not_worse_for_a_small_drop_or_more_wins_than_losses(self):
         base = [0.0, 1.0] * 15
 
-        assert compare(base, [0.0, 1.0] * 14 + [0.0, 0.0]).verdict(2, "kl_jump").outcome == "no_difference"
-        assert compare([0.2] * 6 + [1.0], [0.3] * 6 + [0.0]).verdict(2, "kl_jump").outcome == "no_difference"
+        assert compared(base, [0.0, 1.0] * 14 + [0.0, 0.0]).verdict(2, "kl_jump").outcome == "no_difference"
+        assert compared([0.2] * 6 + [1.0], [0.3] * 6 + [0.0]).verdict(2, "kl_jump").outcome == "no_difference"
 
     def test_that_scores_higher_is_what_its_interval_says(self):
-        assert compare([0.0] * 6, [1.0] * 6).verdict(2, "kl_jump").outcome == "improved"
-        assert compare([0.5] * 6, [0.5] * 6).verdict(2, "kl_jump").outcome == "no_difference"
+        assert compared([0.0] * 6, [1.0] * 6).verdict(2, "kl_jump").outcome == "improved"
+        assert compared([0.5] * 6, [0.5] * 6).verdict(2, "kl_jump").outcome == "no_difference"
 
     def test_is_judged_on_the_scale_of_its_grader(self):
-        small = compare([0.0, 10.0] * 10, [0.0, 10.0] * 9 + [0.0, 9.0]).verdict(2, "kl_jump")
+        small = compared([0.0, 10.0] * 10, [0.0, 10.0] * 9 + [0.0, 9.0]).verdict(2, "kl_jump")
 
         assert (small.difference, small.outcome) == (pytest.approx(-0.05), "no_difference")
 
     def test_has_no_other_ground_where_the_interval_decides(self):
-        verdict = compare([0.6] * 8, [0.1] * 8).verdict(2, "collapse")
+        verdict = compared([0.6] * 8, [0.1] * 8).verdict(2, "collapse")
 
         assert (verdict.outcome, verdict.ground) == ("worse", None)
 
 
 def test_a_lower_mean_without_damage_is_not_significantly_different():
-    few, many = compare([0.51] * 3, [0.5, 0.5, 0.49]), compare([0.5] * 9, [0.5] * 8 + [0.4])
+    few, many = compared([0.51] * 3, [0.5, 0.5, 0.49]), compared([0.5] * 9, [0.5] * 8 + [0.4])
 
     assert many.verdict(2).sentence().endswith(": not significantly different.")
     assert few.verdict(2).sentence().endswith(": too few rows to tell.")
 
 
 def test_a_verdict_of_a_version_without_grounds_can_be_read():
-    stored = compare([0.6] * 8, [0.1] * 8).verdict(2).stored()
+    stored = compared([0.6] * 8, [0.1] * 8).verdict(2).to_row()
     del stored["ground"]
 
     assert Verdict.read(stored).ground is None

@@ -27,10 +27,12 @@ from worker.learn.batch import tensors_of
 from worker.learn.trainer import PeftTrainer
 from worker.model import memory, sizing
 from worker.model.policy import Policy, load_base
+from worker.refusals import SamplerUnusable
 from worker.rollout.samplers import Sampling, choice, grouped
 from worker.rollout.samplers.transformers import TransformersSampler
-from worker.rollout.samplers.vllm import EngineUnusable, VllmSampler, installed
-from worker.types import Pack, Prompt, Sequence
+from worker.rollout.samplers.vllm import EngineLost, EngineProcess, VllmSampler, installed
+from worker.rollout.samplers.wire import AdapterBytes, EngineConfig, SampleBatch
+from worker.types import Pack, Prompt, TrainingSequence
 
 pytestmark = [
     pytest.mark.slow,
@@ -112,7 +114,8 @@ def gaps(policy, prompts, groups, temperature=1.0, under=contextlib.nullcontext)
         Pack(
             one.ids,
             tuple(
-                Sequence(r.output_ids_T, r.logprobs_T, (1.0,) * len(r.output_ids_T), 1.0) for r in rollouts
+                TrainingSequence(r.output_ids_T, r.logprobs_T, (1.0,) * len(r.output_ids_T), 1.0)
+                for r in rollouts
             ),
         )
         for one, rollouts in zip(prompts, groups, strict=True)
@@ -120,6 +123,20 @@ def gaps(policy, prompts, groups, temperature=1.0, under=contextlib.nullcontext)
     batch = tensors_of(packs, policy.device)
     with torch.no_grad(), under():
         return (trainer.own.logprobs(batch)[0] - batch.sampled_logp_M).abs()
+
+
+def test_an_adapter_on_some_layers_is_the_same_in_the_engine(sampler, policy, prompts, monkeypatch):
+    entry = BaseModelEntry(path=policy.source, dtype="float32", context=512)
+    base = load_base("tiny", entry, policy.source, "cpu")
+    attention = Policy(base, rank=4, alpha=8, seed=0, targets="attention")
+    move(attention, 1)
+    monkeypatch.setattr(sampler, "policy", attention)
+
+    groups = drawn(sampler, prompts, sampling())
+
+    assert attention.coverage.modules == 8
+    assert gaps(attention, prompts, groups).max() < 1e-4
+    assert gaps(attention, prompts, groups, under=attention.as_base).max() > 1e-2
 
 
 SCHEMA = {
@@ -150,10 +167,11 @@ def test_answers_are_held_to_the_schema_and_the_trainer_has_the_same_probabiliti
     trainer = PeftTrainer(policy, resolve(Hyperparameters(), rows=8, parameters=1000, context=256),
                           token_budget=4096, held_to=how.held_to)  # fmt: skip
     answers = [
-        [Sequence(r.output_ids_T, r.logprobs_T, (1.0,) * len(r.output_ids_T), 1.0) for r in g] for g in groups
+        [TrainingSequence(r.output_ids_T, r.logprobs_T, (1.0,) * len(r.output_ids_T), 1.0) for r in g]
+        for g in groups
     ]
     packs = [Pack(one.ids, tuple(group)) for one, group in zip(prompts, answers, strict=True)]
-    batch = trainer.own._tensors(packs)
+    batch = trainer.own.tensors(packs)
     with torch.no_grad():
         gap = (trainer.own.logprobs(batch)[0] - batch.sampled_logp_M).abs()
 
@@ -331,11 +349,12 @@ class TestLostEngine:
 
     def test_an_engine_that_cannot_start_says_why(self, policy, prompts, monkeypatch, tmp_path):
         monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-        monkeypatch.setattr(policy, "source", tmp_path / "gone")
+        (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["Unknown"]}')
+        monkeypatch.setattr(policy, "source", tmp_path)
         restarts = []
         sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES, on_restart=restarts.append)
 
-        with pytest.raises(EngineUnusable, match=r"engine failed: .*gone"):
+        with pytest.raises(SamplerUnusable, match=r"does not compute this model.*Unknown"):
             drawn(sampler, prompts, sampling())
         sampler.close()
         assert restarts == []  # it would not start the next time either
@@ -378,7 +397,7 @@ class TestCache:
         monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         sampler = VllmSampler(deep, kv_cache_bytes=1 << 30, threads=1)
 
-        with pytest.raises(EngineUnusable, match=r"1\.12 GiB KV cache is needed"):
+        with pytest.raises(SamplerUnusable, match=r"1\.12 GiB KV cache is needed"):
             drawn(sampler, [prompt(deep, "say yes", 1)], sampling())
         sampler.close()
 
@@ -417,6 +436,16 @@ os._exit(1)
         while is_running(int(run.stdout)):
             assert time.monotonic() < deadline, "the engine outlives the run"
             time.sleep(0.05)
+
+    def test_an_engine_that_hangs_during_a_large_message_is_lost(self):
+        """A stopped process reads nothing, and the adapter does not fit into the socket's buffer."""
+        engine = EngineProcess(EngineConfig("", "float32", "cpu", 16, 8, 1, 1), 1)
+        os.kill(engine.child.pid, signal.SIGSTOP)
+
+        with pytest.raises(EngineLost, match="sent no heartbeat for 1 s"):
+            engine.run(SampleBatch(AdapterBytes("1", bytes(8 << 20), 8, 1.0, ()), ()))
+
+        engine.kill()
 
 
 def is_running(pid):

@@ -101,6 +101,18 @@ def _environments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _models(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True)
+    check = actions.add_parser("check", help="load models of the registry and compare them with transformers")
+    check.add_argument("names", nargs="*", help="models (default: all)")
+    check.add_argument("--json", action="store_true", help="print one JSON object a model")
+    add = actions.add_parser("add", help="try a model and append it to REGRAFT_MODELS_FILE")
+    add.add_argument("source", help="folder with the model's files, or its hub id")
+    add.add_argument("--name", help="its name here (default: the last part of the source)")
+    add.add_argument("--context", type=int, default=4096, help="tokens of prompt and answer (default: 4096)")
+    add.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+
+
 def _sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--older-than-hours", type=float, help="minimum age; at least 1 (default: REGRAFT_ORPHAN_HOURS)"
@@ -225,6 +237,12 @@ COMMANDS = (
         "install the packages of python graders (docs/howto/graders.md)",
         "worker.cli.environments:main",
         _environments,
+    ),
+    Command(
+        "models",
+        "try a model as a job would load it; add it to the registry",
+        "worker.cli.models:main",
+        _models,
     ),
     Command(
         "fsck",

@@ -32,7 +32,7 @@ from core.storage import fsck
 from core.storage.disk import Disks
 from core.storage.store import BlobStore, StoreEmpty, blobs_of
 from core.telemetry import logs, metrics, tracing
-from core.telemetry.metrics import Collector
+from core.telemetry.metrics import MetricsCollector
 from core.telemetry.service_metrics import ServiceFigures
 from core.tenancy import keys
 from graders.backends import Backends, InvalidBackends
@@ -300,7 +300,7 @@ def inference_on_demand(listening: socket.socket | None) -> Iterator[None]:
         server.stop()
 
 
-def measured(settings: Settings, *figures: Collector) -> AbstractContextManager[None]:
+def measured(settings: Settings, *figures: MetricsCollector) -> AbstractContextManager[None]:
     """Serve metrics to Prometheus during the context, if REGRAFT_METRICS_PORT is set."""
     collectors = [*figures, Disks(settings), Sandbox("regraft_sandbox"), SandboxLayers()]
     return metrics.served(settings.host, settings.metrics_port, collectors)

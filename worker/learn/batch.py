@@ -10,7 +10,6 @@ A prompt of 256 tokens with eight answers of 16 is 376 tokens this way and 2,168
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -21,7 +20,7 @@ from worker.learn import grpo
 from worker.model.sizing import bucket
 from worker.rollout.steps import token_ends
 from worker.types import Group, Pack, Rollout
-from worker.types import Sequence as Answer
+from worker.types import TrainingSequence as Answer
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -63,12 +62,14 @@ def share_of(group: Group, settings: Resolved, decode: Decode) -> Share:
             rollout.output_ids_T,
             rollout.logprobs_T,
             advantages_T,
-            grpo.token_weight(len(rollout.output_ids_T), settings.loss),
+            grpo.token_weight(rollout.sampled_tokens, settings.loss),
+            rollout.grammar_start,
+            rollout.forced,
         )
         for rollout, advantages_T in counted
         if keep_all or any(advantages_T)
     )
-    lengths = tuple(len(rollout.output_ids_T) for rollout, _ in counted)
+    lengths = tuple(rollout.sampled_tokens for rollout, _ in counted)
     return Share(line, Pack(group.prompt.ids, answers) if answers else None, lengths, rewards_N)
 
 
@@ -176,8 +177,13 @@ def _lessons(
 
 
 def _counts(rollout: Rollout, reward: float | None, settings: Resolved) -> bool:
-    """Return whether an answer is in the loss; `overlong` excludes some that are in their group's baseline."""
-    return reward is not None and not (settings.overlong == "mask" and rollout.finish_reason == "length")
+    """Return whether an answer is in the loss; `overlong` excludes some that are in their group's baseline.
+
+    An answer of which a spent thinking budget forced every token was not sampled at all.
+    """
+    if reward is None or rollout.sampled_tokens == 0:
+        return False
+    return not (settings.overlong == "mask" and rollout.finish_reason == "length")
 
 
 def _advantages(
@@ -231,16 +237,18 @@ def deal(packs: Sequence[Pack], ranks: int) -> list[list[Pack]]:
 
 
 def micro_batches(
-    packs: Sequence[Pack], token_budget: int, device: torch.device | str = "cpu"
+    packs: Sequence[Pack], token_budget: int, device: torch.device | str = "cpu", *, rows: bool = False
 ) -> Iterator[list[Pack]]:
     """Yield batches of packs of similar length, each of at most `token_budget` tokens including padding.
 
     A pack above the budget is split between answers (its prompt is then computed once per part); a single answer
     above the budget still gets its own batch.
+
+    Args:
+        rows: split every pack, so that each row has one answer.
     """
-    parts = sorted(
-        (part for pack in packs for part in _split(pack, token_budget)), key=lambda part: part.tokens
-    )
+    room = 0 if rows else token_budget
+    parts = sorted((part for pack in packs for part in split(pack, room)), key=lambda part: part.tokens)
     batch: list[Pack] = []
     for part in parts:
         # The newest part is the longest, so it sets the width of the whole batch.
@@ -252,7 +260,8 @@ def micro_batches(
         yield batch
 
 
-def _split(pack: Pack, token_budget: int) -> Iterator[Pack]:
+def split(pack: Pack, token_budget: int) -> Iterator[Pack]:
+    """Yield parts of a pack with at least one answer each, of at most `token_budget` tokens otherwise."""
     room = token_budget - len(pack.prompt_ids)
     answers: list[Answer] = []
     used = 0
@@ -281,18 +290,6 @@ class Tensors:
     advantage_M: Tensor  # float32 [M]
     weight_M: Tensor  # float32 [M]
     allowed_M: Tensor | None = None  # int32 [M, V / 32]: bits of the tokens that the sampler could have drawn
-    mask_dtype: torch.dtype = torch.float32  # of the bias that `mask` returns on devices other than a CPU
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """The attention mask [B, 1, T, T], computed once, on the device of `segment`.
-
-        On a CPU `group_mask`, elsewhere `group_bias`: SDPA converts a bool mask to such a bias in every layer, and
-        autograd keeps each copy (16 GiB at 16k tokens and 32 layers).
-        """
-        if self.segment.device.type == "cpu":
-            return group_mask(self.segment)
-        return group_bias(self.segment, self.mask_dtype)
 
 
 def row_width(tokens: int, device: torch.device | str) -> int:
@@ -300,12 +297,10 @@ def row_width(tokens: int, device: torch.device | str) -> int:
     return tokens if torch.device(device).type == "cpu" else bucket(tokens)
 
 
-def tensors_of(
-    packs: Sequence[Pack], device: torch.device | str = "cpu", mask_dtype: torch.dtype = torch.float32
-) -> Tensors:
+def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Tensors:
     """Lay the packs out as rows, padded on the right to `row_width` of the longest.
 
-    Tensors here have only a few numbers per token; `Tensors.mask` builds the T^2 mask on the device.
+    Tensors here have only a few numbers per token; worker/model/attention.py makes the T^2 masks on the device.
     """
     width = row_width(max(pack.tokens for pack in packs), device)
     input_ids = torch.zeros(len(packs), width, dtype=torch.int64)
@@ -349,36 +344,4 @@ def tensors_of(
         sampled_logp_M=torch.tensor(sampled_logp, dtype=torch.float32, device=device),
         advantage_M=torch.tensor(advantage, dtype=torch.float32, device=device),
         weight_M=torch.tensor(weight, dtype=torch.float32, device=device),
-        mask_dtype=mask_dtype,
     )
-
-
-def group_mask(segment: Tensor) -> Tensor:
-    """[B, T] segment numbers -> bool [B, 1, T, T]: attend to earlier tokens of the prompt (0) and of the same segment.
-
-    Padding (-1) attends to itself: a fully masked query would be NaN, which spreads through the batch.
-    """
-    width = segment.shape[1]
-    causal = torch.ones(width, width, dtype=torch.bool, device=segment.device).tril()
-    query, key = segment[:, :, None], segment[:, None, :]
-    visible = ((key == 0) & (query >= 0)) | ((key == query) & (query >= 0))
-    itself = torch.eye(width, dtype=torch.bool, device=segment.device)
-    return ((causal & visible) | itself)[:, None]
-
-
-BIAS_ROWS = 1024  # queries per chunk of the bias, to keep temporary tensors small
-
-
-def group_bias(segment: Tensor, dtype: torch.dtype) -> Tensor:
-    """`group_mask` as SDPA adds it to the scores: [B, 1, T, T], 0 where a query may look, -inf elsewhere."""
-    rows, width = segment.shape
-    bias = torch.full((rows, 1, width, width), float("-inf"), dtype=dtype, device=segment.device)
-    place = torch.arange(width, device=segment.device)
-    for first in range(0, width, BIAS_ROWS):
-        query, at = segment[:, first : first + BIAS_ROWS, None], place[first : first + BIAS_ROWS, None]
-        key = segment[:, None, :]
-        visible = (key == query) | (key == 0)
-        visible &= (query >= 0) & (place <= at)
-        visible |= place == at
-        bias[:, 0, first : first + BIAS_ROWS].masked_fill_(visible, 0.0)
-    return bias

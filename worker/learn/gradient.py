@@ -4,9 +4,9 @@ The results are sums over tokens: the trainer divides them once the whole step i
 process; `SharedGradient` also distributes packs to the other ranks of the run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -20,8 +20,10 @@ from core.jobs.hyperparameters import Resolved
 from worker.learn import grpo
 from worker.learn.batch import Tensors, deal, micro_batches, tensors_of
 from worker.learn.ranks import Add, Again, Collect, End, Helper, Part, Reference, Weights
+from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.model.sizing import HEAD_CHUNK
+from worker.rollout.samplers import steering
 from worker.rollout.samplers.json_schema import masked
 from worker.types import Pack
 
@@ -42,7 +44,7 @@ class Gradient(Protocol):
         """Add all packs of the step again, under the current policy."""
         ...
 
-    def collect(self) -> "Totals":
+    def collect(self) -> Totals:
         """Write the gradient of all packs added since the last call to `grad` of the policy's weights."""
         ...
 
@@ -65,25 +67,29 @@ class OwnGradient:
         self._totals = Totals()
 
     def add(self, packs: Sequence[Pack], std: float) -> None:
-        for part in micro_batches(packs, self.capacity, self.policy.device):
+        for part in self._micro_batches(packs):
             batch = Batch(part)
             self._batches.append(batch)
             self._totals += self._backward(batch, std)
+
+    def _micro_batches(self, packs: Sequence[Pack]) -> Iterator[list[Pack]]:
+        rows = self.policy.route.forward == "rows"
+        return micro_batches(packs, self.capacity, self.policy.device, rows=rows)
 
     def again(self, std: float) -> None:
         for batch in self._batches:
             self._totals += self._backward(batch, std)
 
-    def collect(self) -> "Totals":
+    def collect(self) -> Totals:
         totals, self._totals = self._totals, Totals()
         return totals
 
     def end(self) -> None:
         self._batches = []
 
-    def _backward(self, batch: "Batch", std: float) -> "Totals":
+    def _backward(self, batch: "Batch", std: float) -> Totals:
         settings = self.settings
-        tensors = self._tensors(batch.packs)
+        tensors = self.tensors(batch.packs)
         if settings.kl > 0 and batch.ref_logp is None:
             batch.ref_logp = self._reference_logprobs(tensors)
         logp_M, entropy_M = self.logprobs(tensors)
@@ -134,7 +140,7 @@ class OwnGradient:
         Not during sampling, because the reference is the same model with its adapter disabled.
         """
         batch = self._batches[0]
-        ref_logp = self._reference_logprobs(self._tensors(batch.packs[:1]))
+        ref_logp = self._reference_logprobs(self.tensors(batch.packs[:1]))
         assert batch.old_logp is not None
         return grpo.kl_k3(batch.old_logp[: len(ref_logp)], ref_logp).mean().item()
 
@@ -147,13 +153,13 @@ class OwnGradient:
     def _as_reference(self) -> AbstractContextManager[None]:
         return self.policy.as_base() if self.reference is None else self.policy.wearing(self.reference)
 
-    def _tensors(self, packs: Sequence[Pack]) -> Tensors:
-        tensors = tensors_of(packs, self.policy.device, self.policy.model.dtype)
-        if not self.held_to:
-            return tensors
+    def tensors(self, packs: Sequence[Pack]) -> Tensors:
+        tensors = tensors_of(packs, self.policy.device)
         answers = [answer for pack in packs for answer in pack.sequences]
-        allowed = [self.policy.vocabulary.allowed(self.held_to, one.output_ids_T) for one in answers]
-        return replace(tensors, allowed_M=torch.cat(allowed).to(self.policy.device))
+        if self.held_to:
+            allowed = [steering.allowed(self.policy, self.held_to, one) for one in answers]
+            tensors = replace(tensors, allowed_M=torch.cat(allowed).to(self.policy.device))
+        return steering.without_forced(tensors, answers)
 
     def logprobs(self, batch: Tensors) -> tuple[Tensor, Tensor]:
         return logprobs(self.policy, batch, self.settings.temperature)
@@ -165,7 +171,7 @@ def logprobs(policy: Policy, batch: Tensors, temperature: float) -> tuple[Tensor
     Only positions that predict an answer's token pass through the head, in chunks that are recomputed in the backward
     pass, so no [tokens x vocabulary] tensor is ever materialized.
     """
-    hidden = policy.hidden(batch.input_ids, batch.position_ids, batch.mask)[batch.row_M, batch.column_M]
+    hidden = policy.hidden(batch.input_ids, batch.position_ids, batch.segment)[batch.row_M, batch.column_M]
     head: Callable[..., tuple[Tensor, Tensor]] = partial(_head_chunk, policy, temperature)
     targets = torch.split(batch.target_M, HEAD_CHUNK)
     allowed: Sequence[Tensor | None] = [None] * len(targets)
@@ -198,34 +204,6 @@ class Batch:
     packs: Sequence[Pack]
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums over the tokens of a step (and one maximum), added up micro-batch by micro-batch."""
-
-    loss: float = 0.0
-    tokens: int = 0
-    clipped: float = 0.0
-    entropy: float = 0.0
-    kl: float = 0.0
-    gap: float = 0.0
-    gap_max: float = 0.0
-    gap_k1: float = 0.0
-    gap_k3: float = 0.0
-    ratio: float = 0.0
-    ratio_squared: float = 0.0
-
-    @property
-    def effective_sample_size(self) -> float:
-        """Return (sum of weights)^2 / (n x sum of squares): 1 if all are equal, 1 / n if one dominates."""
-        if self.ratio_squared == 0.0:  # underflow in float64
-            return 0.0
-        return self.ratio * (self.ratio / self.ratio_squared) / self.tokens
-
-    def __add__(self, other: "Totals") -> "Totals":
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        return Totals(**sums | {"gap_max": max(self.gap_max, other.gap_max)})
 
 
 class SharedGradient:
@@ -269,7 +247,7 @@ class SharedGradient:
                 self._weights = flat(self.own.policy.trainable)
             helper.send(Weights(self._weights))
 
-    def collect(self) -> "Totals":
+    def collect(self) -> Totals:
         for helper in self._at_work:
             helper.send(Collect())
         totals = self.own.collect()

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from core.jobs.hyperparameters import Importance, KlEstimator, Loss, Normalize, Scale, Std
+from core.jobs.hyperparameter_groups import Importance, KlEstimator, Loss, Normalize, Scale, Std
 
 # Rewards this close are equal: the std of a group that agrees must not be its rounding error.
 _EQUAL = 1e-8

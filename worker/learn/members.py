@@ -75,7 +75,7 @@ def admit(end: socket.socket, key: bytes) -> Signed:
     """Do the leader's side of the handshake. Raises Stranger, EOFError or OSError; the caller must then close `end`."""
     ours = secrets.token_bytes(NONCE)
     end.sendall(ours)
-    greeting = _read(end, NONCE + SEAL, HANDSHAKE_SECONDS)
+    greeting = read_exactly(end, NONCE + SEAL, HANDSHAKE_SECONDS)
     theirs, proof = greeting[:NONCE], greeting[NONCE:]
     both = ours + theirs
     if not hmac.compare_digest(proof, _proof(key, b"member", both)):
@@ -86,10 +86,10 @@ def admit(end: socket.socket, key: bytes) -> Signed:
 
 def join(end: socket.socket, key: bytes) -> Signed:
     """Do the member's side. Waits while the leader still reads its files. Raises as `admit`."""
-    theirs, ours = _read(end, NONCE), secrets.token_bytes(NONCE)
+    theirs, ours = read_exactly(end, NONCE), secrets.token_bytes(NONCE)
     both = theirs + ours
     end.sendall(ours + _proof(key, b"member", both))
-    if not hmac.compare_digest(_read(end, SEAL, HANDSHAKE_SECONDS), _proof(key, b"leader", both)):
+    if not hmac.compare_digest(read_exactly(end, SEAL, HANDSHAKE_SECONDS), _proof(key, b"leader", both)):
         raise Stranger("the leader's REGRAFT_RANKS_KEY or version differs")
     return Signed(end, _proof(key, b"messages", both), sends=b"member", receives=b"leader")
 
@@ -98,7 +98,7 @@ def _proof(key: bytes, word: bytes, nonces: bytes) -> bytes:
     return hmac.digest(key, b"regraft %s %s " % (VERSION, word) + nonces, "sha256")
 
 
-def _read(end: socket.socket, size: int, seconds: float | None = None) -> bytes:
+def read_exactly(end: socket.socket, size: int, seconds: float | None = None) -> bytes:
     """Receive all bytes within the deadline, so that a slow peer cannot block others."""
     deadline = None if seconds is None else time.monotonic() + seconds
     read = b""
@@ -221,13 +221,13 @@ class ReadAhead:
     """
 
     def __init__(self, line: Line, gone: Callable[[BaseException], None]) -> None:
-        self._line = line
+        self.line = line
         self._gone = gone
         self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="line", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        self._line.send(message)
+        self.line.send(message)
 
     def receive(self) -> Any:
         return self._said.get()
@@ -235,7 +235,7 @@ class ReadAhead:
     def _read(self) -> None:
         try:
             while True:
-                self._said.put(self._line.receive())
+                self._said.put(self.line.receive())
         except BaseException as cause:
             self._gone(cause)
 

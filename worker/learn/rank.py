@@ -62,7 +62,7 @@ def start(told: Start, gpu: int) -> OwnGradient:
     device = f"cuda:{gpu}" if told.device == "cuda" else told.device
     if device != "cpu":
         torch.cuda.set_device(device)
-    policy = told.model.load(device)
+    policy = told.model.load_checked(device)
     return OwnGradient(policy, told.model.settings, token_budget=told.token_budget, held_to=told.held_to)
 
 

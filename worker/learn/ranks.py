@@ -18,18 +18,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.jobs.hyperparameters import Resolved
 from core.registry import BaseModelEntry
+from worker.learn.totals import Totals
 from worker.types import Pack
 
 if TYPE_CHECKING:
-    from worker.learn.gradient import Totals
-    from worker.learn.members import Members
     from worker.model.policy import Policy
 
 
@@ -47,10 +46,35 @@ class Model:
     def load(self, device: str) -> "Policy":
         from worker.model.policy import Policy, load_base
 
-        base = load_base(self.name, self.entry, self.cache, device, self.settings.chat_template)
-        policy = Policy(base, rank=self.settings.lora_rank, alpha=self.settings.lora_alpha, seed=self.seed)
+        base = load_base(
+            self.name,
+            self.entry,
+            self.cache,
+            device,
+            self.settings.chat_template,
+            self.settings.chat_template_kwargs,
+        )
+        policy = Policy(
+            base,
+            rank=self.settings.lora_rank,
+            alpha=self.settings.lora_alpha,
+            seed=self.seed,
+            targets=self.settings.lora_targets,
+        )
         if self.checkpointed:
             policy.checkpoint_layers()
+        return policy
+
+    def load_checked(self, device: str) -> "Policy":
+        """Load it, and choose the forward pass as rank 0 does.
+
+        Raises:
+            UnsupportedModel: none is right.
+        """
+        from worker.model import verdicts
+
+        policy = self.load(device)
+        verdicts.probed(policy, self.entry, self.cache, sampled=False, targets=self.settings.lora_targets)
         return policy
 
 
@@ -114,7 +138,7 @@ class Part:
     """The summed gradient and totals of all packs since the last Collect."""
 
     gradient: NDArray[np.float32]
-    totals: "Totals"
+    totals: Totals
 
 
 class Line:
@@ -127,7 +151,7 @@ class Line:
     SEAL = 0  # bytes of HMAC before each pickle; none for a private socket pair
 
     def __init__(self, end: socket.socket) -> None:
-        self._end = end
+        self.end = end
         self._arrays: list[bytearray] = []  # buffers of the last message
 
     def send(self, message: Any) -> None:
@@ -137,9 +161,9 @@ class Line:
         parts = [memoryview(pickled), *(array.raw() for array in arrays)]
         sizes = [part.nbytes for part in parts]
         head = struct.pack(f"<Q{len(sizes)}Q", len(sizes), *sizes)
-        self._end.sendall(head + self._seal(head + pickled))
+        self.end.sendall(head + self._seal(head + pickled))
         for part in parts:
-            self._end.sendall(part)
+            self.end.sendall(part)
 
     def receive(self) -> Any:
         """Receive a message. Its arrays are valid until the next message with arrays.
@@ -173,14 +197,14 @@ class Line:
     def _read(self, into: bytearray) -> bytearray:
         left = memoryview(into)
         while left:
-            read = self._end.recv_into(left)
+            read = self.end.recv_into(left)
             if read == 0:
                 raise EOFError
             left = left[read:]
         return into
 
     def close(self) -> None:
-        self._end.close()
+        self.end.close()
 
 
 class RankLost(Exception):
@@ -196,7 +220,7 @@ class Helper(ABC):
 
     def __init__(self, rank: int, line: Line) -> None:
         self.rank = rank
-        self._line = line
+        self.line = line
 
     def own(self, device: str) -> str:
         """Which of those of a kind it is to use."""
@@ -205,14 +229,14 @@ class Helper(ABC):
     def send(self, message: Message) -> None:
         """Raises RankLost."""
         try:
-            self._line.send(message)
+            self.line.send(message)
         except OSError as cause:
             raise self._lost() from cause
 
     def receive(self) -> Any:
         """Wait for the reply. Raises RankLost."""
         try:
-            return self._line.receive()
+            return self.line.receive()
         except (EOFError, OSError) as cause:
             raise self._lost() from cause
 
@@ -222,7 +246,7 @@ class Helper(ABC):
 
     def close(self) -> None:
         """End the rank, even during a computation."""
-        self._line.close()
+        self.line.close()
 
 
 class Child(Helper):
@@ -253,10 +277,23 @@ class Child(Helper):
         self.process.wait()
 
 
+class RemoteRanks(Protocol):
+    """The ranks of this run on other machines: Members of worker/learn/members.py."""
+
+    @property
+    def count(self) -> int: ...
+
+    def listen(self) -> None: ...
+
+    def gather(self, first: int) -> Sequence[Helper]: ...
+
+    def close(self) -> None: ...
+
+
 class Ranks:
     """The ranks of one run, including this process, for the duration of the context."""
 
-    def __init__(self, count: int, members: "Members | None" = None) -> None:
+    def __init__(self, count: int, members: RemoteRanks | None = None) -> None:
         """`count` ranks on this machine, and `members` on others."""
         self.count = count
         self.total = count + (members.count if members else 0)

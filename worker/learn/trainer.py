@@ -10,8 +10,9 @@ import torch
 
 from core.jobs.hyperparameters import Resolved
 from worker.learn.batch import Share, batch_of, divisors, share_of
-from worker.learn.gradient import Gradient, OwnGradient, SharedGradient, Totals
+from worker.learn.gradient import Gradient, OwnGradient, SharedGradient
 from worker.learn.ranks import Helper
+from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.refusals import InvalidModel, SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
@@ -99,6 +100,7 @@ class PeftTrainer:
             if number > 0:
                 self.gradient.again(std)
                 passes.append(self.gradient.collect())
+            self.policy.drop_left_out()
             for parameter in self.policy.trainable:
                 if parameter.grad is not None:
                     parameter.grad.div_(whole * std)

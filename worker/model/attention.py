@@ -1,37 +1,189 @@
-"""Attention for a group of answers that share a prompt: the prompt's keys are stored and read once.
+"""Attention under a model's own mask rules, for answers that are packed behind their prompt and for cached decoding.
 
-transformers calls `_attend` for every layer (it is registered under NAME). Without a GroupCache it is PyTorch's
-scaled_dot_product_attention under the mask we pass. With one, it first fills the cache with the prompts, then
-decodes one token a row: each row attends to its group's prompt and to its own tail, in one softmax.
+transformers calls `_mask` for each type of layer (full, sliding window, chunks) and `_attend` for each layer; both are
+registered under NAME. `_mask` evaluates the rule of that type of layer on the positions of tokens instead of on their
+places, and lets an answer see its prompt and itself only. So one row can hold a prompt and its answers, and a decoded
+token sees what it would see if its answer stood alone, whatever the rules of the model are.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from worker.refusals import UnsupportedModel
 
 NAME = "regraft"
+PROMPT, PADDING = 0, -1  # segments; the answers of a row are 1, 2, ...
 
 # With a mask, PyTorch prefers cuDNN's attention on an H100 (torch 2.13, cuDNN above 9.15). It builds a plan for each
 # new shape, and nearly every micro-batch has one: 0.4 s forward and 0.5 s backward on a B200 (FunASR #3704), where the
 # arithmetic takes 0.1 to 0.25 s. The memory-efficient kernel, which comes next, needs none.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-# Arguments without effect here: worker/model/support.py checks windows, and the rest does not concern attention.
+# Arguments without effect here: `_mask` implements windows, and the rest does not concern attention.
 HARMLESS = frozenset(
     {"sliding_window", "position_ids", "use_cache", "is_causal", "output_attentions", "output_router_logits"}
 )
 # Arguments that would change the result, with the name of the feature.
-FEATURES = {
-    "s_aux": "attention sinks",
-    "softcap": "soft-capped attention scores",
-    "indices": "sparse attention",
-}
+FEATURES = {"indices": "sparse attention", "position_bias": "relative positions"}
+
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (batch, head, query, key) -> bool, broadcast
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Positions and segments of the queries and keys of a forward pass: int64 [B, Tq] and [B, Tk]."""
+
+    query_position: Tensor
+    query_segment: Tensor
+    key_position: Tensor
+    key_segment: Tensor
+    # Of the bias that stands for the mask on devices other than a CPU; None: a bool mask.
+    bias_dtype: torch.dtype | None = None
+    blocks: bool = False  # masks for FlexAttention, without a tensor of T^2 elements
+
+    @staticmethod
+    def of_rows(
+        position: Tensor, segment: Tensor, bias_dtype: torch.dtype | None = None, blocks: bool = False
+    ) -> "Layout":
+        """Every token of these rows is a query and a key."""
+        return Layout(position, segment, position, segment, bias_dtype, blocks)
+
+
+_LAYOUT: ContextVar[Layout | None] = ContextVar("layout", default=None)
+_DECODING: ContextVar["GroupCache | None"] = ContextVar("decoding", default=None)
+
+
+@contextmanager
+def laid_out(layout: Layout, cache: "GroupCache | None" = None) -> Iterator[None]:
+    """Have the masks of the forward pass inside made for this layout. `cache`: the one that the pass fills or reads."""
+    # A model may drop keyword arguments on the way to its attention (stablelm, nemotron), so these travel beside it.
+    layouts, caches = _LAYOUT.set(layout), _DECODING.set(cache)
+    try:
+        yield
+    finally:
+        _LAYOUT.reset(layouts)
+        _DECODING.reset(caches)
+
+
+BIAS_ROWS = 1024  # queries whose masks are evaluated at once, to keep temporary tensors small
+BLOCK = 128  # tokens on a side of FlexAttention's blocks
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: MaskRule = causal_mask_function,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Tensor | BlockMask | None:
+    """The mask [B, 1, Tq, Tk] of one type of layer, for scaled_dot_product_attention or FlexAttention.
+
+    A bool mask on a CPU. Elsewhere a bias of 0 and -inf: SDPA converts a bool mask to such a bias in every layer, and
+    autograd keeps each copy (16 GiB at 16k tokens and 32 layers).
+
+    Raises:
+        UnsupportedModel: the model has a rule that reads the places of tokens (blocks of image tokens).
+    """
+    layout = _LAYOUT.get()
+    if layout is None:  # a plain forward pass of the model, as outside this service
+        plain: Tensor | None = sdpa_mask(
+            batch_size, q_length, kv_length, mask_function=mask_function, use_vmap=use_vmap, **kwargs
+        )
+        return plain
+    if use_vmap:
+        raise UnsupportedModel(
+            "The model is not supported: its attention mask depends on the places of tokens."
+        )
+    if layout.blocks:
+        return block_mask(layout, mask_function)
+    if layout.bias_dtype is None:
+        return visible(layout, mask_function)
+    (rows, queries), keys = layout.query_position.shape, layout.key_position.shape[1]
+    bias = torch.full(
+        (rows, 1, queries, keys), float("-inf"), dtype=layout.bias_dtype, device=layout.query_position.device
+    )
+    for first in range(0, queries, BIAS_ROWS):
+        seen = visible(layout, mask_function, slice(first, first + BIAS_ROWS))
+        bias[:, :, first : first + BIAS_ROWS].masked_fill_(seen, 0.0)
+    return bias
+
+
+def visible(layout: Layout, rule: MaskRule, queries: slice = slice(None)) -> Tensor:
+    """bool [B, 1, Tq, Tk]: the model's own rule on positions, and the rule of segments.
+
+    Padding attends to itself: a fully masked query would be NaN, which spreads through the batch.
+    """
+    query_position = layout.query_position[:, None, queries, None]
+    query_segment = layout.query_segment[:, None, queries, None]
+    key_position = layout.key_position[:, None, None, :]
+    key_segment = layout.key_segment[:, None, None, :]
+    rows, device = len(query_position), query_position.device
+    batch = torch.arange(rows, device=device).view(-1, 1, 1, 1)
+    own = rule(batch, torch.zeros_like(batch[:1]), query_position, key_position)
+    related = ((key_segment == PROMPT) & (query_segment != PADDING)) | (key_segment == query_segment)
+    seen = own & related & (key_segment != PADDING)
+    if layout.query_position is layout.key_position:
+        place = torch.arange(layout.key_position.shape[1], device=device)
+        seen = seen | (place[queries, None] == place)
+    return seen
+
+
+def block_mask(layout: Layout, rule: MaskRule) -> BlockMask:
+    """`visible` as FlexAttention takes it: blocks of BLOCK x BLOCK in which nothing is seen are skipped.
+
+    It equals what torch's create_block_mask makes of `seen`. That evaluates all pairs of tokens at once; here BIAS_ROWS
+    queries are evaluated at a time.
+    """
+    query_position, key_position = layout.query_position, layout.key_position
+    query_segment, key_segment = layout.query_segment, layout.key_segment
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = rule(batch, head, query_position[batch, query], key_position[batch, key])
+        of_query, of_key = query_segment[batch, query], key_segment[batch, key]
+        related = ((of_key == PROMPT) & (of_query != PADDING)) | (of_key == of_query)
+        # Padding attends to itself: the softmax of nothing is 0/0.
+        return (own & related & (of_key != PADDING)) | (query == key)
+
+    queries, keys = query_position.shape[1], key_position.shape[1]
+    stripes = [
+        _pairs_in_blocks(visible(layout, rule, slice(first, first + BIAS_ROWS)))
+        for first in range(0, queries, BIAS_ROWS)
+    ]
+    pairs = torch.cat(stripes, dim=2)  # [B, 1, query blocks, key blocks]
+    return BlockMask.from_kv_blocks(
+        *_ordered((pairs > 0) & (pairs < BLOCK**2)),
+        *_ordered(pairs == BLOCK**2),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen,
+        seq_lengths=(queries, keys),
+    )
+
+
+def _pairs_in_blocks(seen: Tensor) -> Tensor:
+    """How many of the pairs of each block of BLOCK queries and BLOCK keys are True in `seen` [B, 1, Tq, Tk]."""
+    queries, keys = -seen.shape[2] % BLOCK, -seen.shape[3] % BLOCK
+    padded = torch.nn.functional.pad(seen, (0, keys, 0, queries))
+    rows, heads, queries, keys = padded.shape
+    blocks = padded.view(rows, heads, queries // BLOCK, BLOCK, keys // BLOCK, BLOCK)
+    return blocks.sum((3, 5), dtype=torch.int32)
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks each query block has, and the key blocks in ascending order, those that it has first."""
+    numbers = blocks.sum(-1, dtype=torch.int32)
+    return numbers, blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
 
 
 class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for us
@@ -41,20 +193,32 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
     finished rows with `keep`, so that they are not computed.
     """
 
-    def __init__(self, prompt_lengths_P: Tensor) -> None:
-        self.prompt_mask_P = _lengths_to_mask(prompt_lengths_P)  # bool [P, Lp]
+    def __init__(self, prompt_lengths_P: Tensor, *, joined: bool = False) -> None:
+        """`joined`: give the model prompt and tail in one tensor per row.
+
+        Models whose attention changes keys after they were cached (latent attention keeps a compressed vector) need
+        that. The others read the prompt once for all rows of its group.
+        """
+        self.joined = joined
+        self.lengths_P = prompt_lengths_P
         self.prompt_keys: dict[int, Tensor] = {}  # by layer: [P, Hkv, Lp, d]
         self.prompt_values: dict[int, Tensor] = {}
         self._keys: dict[int, Tensor] = {}  # by layer: [R, Hkv, capacity, d]
         self._values: dict[int, Tensor] = {}
+        self.layers: list[Any] = []  # transformers' own storage, unused
         self.length = 0  # tokens in every row's tail, the one being computed included
         self.group_R: Tensor | None = None
         self.slot_R: Tensor | None = None
         self.slots = 0
+        self._width = int(prompt_lengths_P.max())
 
     @property
     def decoding(self) -> bool:
         return self.group_R is not None
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return []
 
     def expand(self, group_R: Tensor) -> None:
         """Start decoding R rows; row r answers prompt group_R[r]. Rows of a group must be adjacent."""
@@ -77,10 +241,24 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         self.slot_R = torch.arange(len(self.group_R), device=self.group_R.device) - first
         self.slots = int(self.slot_R.max()) + 1 if len(self.group_R) else 0
 
+    def layout(self) -> Layout:
+        """Of the next forward pass: over the prompts, or of one token a row after `start_token`."""
+        place = torch.arange(self._width, device=self.lengths_P.device)
+        padding = place >= self.lengths_P[:, None]
+        if self.group_R is None:
+            position = place.expand(len(self.lengths_P), -1)
+            return Layout.of_rows(position, torch.where(padding, PADDING, PROMPT))
+        length_R = self.lengths_P[self.group_R][:, None]
+        tail = torch.arange(self.length, device=place.device)
+        position = torch.cat([place.expand(len(length_R), -1), length_R + tail], dim=1)
+        own = torch.ones_like(length_R).expand(-1, self.length)
+        segment = torch.cat([torch.where(padding, PADDING, PROMPT)[self.group_R], own], dim=1)
+        return Layout(length_R + self.length - 1, torch.ones_like(length_R), position, segment)
+
     def to_groups(self, rows: Tensor) -> Tensor:
         """[R, Hkv, share, n] -> [P, Hkv, slots * share, n]: the queries of each group in one block."""
         assert self.group_R is not None
-        prompts, (count, heads, share, n) = len(self.prompt_mask_P), rows.shape
+        prompts, (count, heads, share, n) = len(self.lengths_P), rows.shape
         if count == prompts * self.slots:  # no row was removed, so the layout is already right
             block = rows.view(prompts, self.slots, heads, share, n)
         else:
@@ -104,11 +282,18 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by the model. Returns the keys and values so far: of the prompts, or of the rows' tails."""
-        if not self.decoding:
+        """Called by the model. Returns the keys and values of the prompts; of tails; or of both, joined."""
+        if self.group_R is None:
             self.prompt_keys[layer_idx], self.prompt_values[layer_idx] = key, value
             return key, value
-        return self._append(self._keys, layer_idx, key), self._append(self._values, layer_idx, value)
+        tail = self._append(self._keys, layer_idx, key), self._append(self._values, layer_idx, value)
+        if not self.joined:
+            return tail
+        prompt = self.prompt_keys[layer_idx], self.prompt_values[layer_idx]
+        keys, values = (
+            torch.cat([shared[self.group_R], own], dim=2) for shared, own in zip(prompt, tail, strict=True)
+        )
+        return keys, values
 
     def _append(self, tails: dict[int, Tensor], layer: int, new: Tensor) -> Tensor:
         tail = tails.get(layer)
@@ -122,7 +307,10 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         return tail[:, :, : self.length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.prompt_mask_P.shape[1] + self.length if self.decoding else 0
+        return self._width + self.length - 1 if self.decoding else 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length(layer_idx)
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return -1
@@ -131,27 +319,23 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         return self.get_seq_length() + query_length, 0
 
 
-def no_mask(input_ids: Tensor) -> Tensor:
-    """Return an empty mask for decoding, which needs none: a 4-D mask keeps transformers from creating one."""
-    return torch.ones(input_ids.shape[0], 1, 1, 1, dtype=torch.bool, device=input_ids.device)
-
-
-def _lengths_to_mask(lengths: Tensor) -> Tensor:
-    return torch.arange(int(lengths.max()), device=lengths.device)[None] < lengths[:, None]
-
-
 def _attend(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | BlockMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    group_cache: GroupCache | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The signature transformers calls: query [B, Hq, T, d], key and value [B, Hkv, S, d] -> [B, T, Hq, d].
+
+    Args:
+        softcap: scores become softcap * tanh(score / softcap) before the mask (Gemma 2).
+        s_aux: one logit per head [Hq] that takes part in the softmax and has no value: an attention sink (gpt-oss).
 
     Raises:
         UnsupportedModel: the model passes an argument that changes the result and that is not implemented.
@@ -162,8 +346,14 @@ def _attend(
         )
         raise UnsupportedModel(f"The model is not supported: {features} cannot be computed here.")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if group_cache is not None and group_cache.decoding:
-        return _decode(group_cache, module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]
+    if isinstance(attention_mask, BlockMask):
+        return _in_blocks(query, key, value, attention_mask, scale, softcap, s_aux), None
+    cache = _DECODING.get()
+    if cache is not None and cache.decoding and not cache.joined:
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        return _decode(cache, layer, query, key, value, attention_mask, scale, softcap, s_aux), None
+    if softcap is not None or s_aux is not None:
+        return _explicit(query, key, value, attention_mask, scale, softcap, s_aux), None
     output = torch.nn.functional.scaled_dot_product_attention(
         query,
         _repeat_heads(key, query.shape[1]),
@@ -175,14 +365,101 @@ def _attend(
     return output.transpose(1, 2), None
 
 
+def _in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """FlexAttention: [B, Hq, T, d] -> [B, T, Hq, dv]. Key heads are not repeated in memory.
+
+    A sink is one more term in the softmax's denominator: with the logarithm of the denominator without it, `lse`, each
+    output is multiplied by exp(lse) / (exp(lse) + exp(sink)).
+    """
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    attend = _compiled() if query.is_cuda else flex_attention
+    output, rest = attend(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else capped,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if sinks is not None:
+        # In float32: the share of a sink is rounded away in bfloat16.
+        share = torch.sigmoid(rest.lse.float() - sinks.float().view(1, -1, 1))
+        output = (output.float() * share[..., None]).to(output.dtype)
+    by_token: Tensor = output.transpose(1, 2)
+    return by_token
+
+
+@cache
+def _compiled() -> Any:
+    """FlexAttention as a kernel: uncompiled, it computes T^2 scores. One kernel for each width of a micro-batch."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(flex_attention, dynamic=False)
+
+
 def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
     return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
-def _decode(
-    cache: GroupCache, layer: int, query: Tensor, tail_key: Tensor, tail_value: Tensor, scale: float
+def _explicit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """One token a row: query [R, Hq, 1, d], tails [R, Hkv, t, d] -> [R, 1, Hq, d]. One softmax over both parts.
+    """Attention with soft-capped scores or sinks, which SDPA does not have: [B, Hq, T, d] -> [B, T, Hq, dv]."""
+    heads = query.shape[1]
+    scores = (query * scale) @ _repeat_heads(key, heads).transpose(-1, -2)
+    weights = _weights(scores, mask, softcap, None if sinks is None else sinks.view(1, heads, 1, 1))
+    output: Tensor = weights @ _repeat_heads(value, heads)
+    return output.transpose(1, 2)
+
+
+def _weights(scores: Tensor, mask: Tensor | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """The softmax over keys, in float32, of scores [..., T, S] in the dtype that they have.
+
+    Args:
+        mask: bool or bias, broadcast to the scores.
+        sinks: broadcast to [..., T, 1].
+    """
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+    with_sink = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+    return with_sink.softmax(-1, dtype=torch.float32)[..., :-1].to(scores.dtype)
+
+
+def _decode(
+    cache: GroupCache,
+    layer: int,
+    query: Tensor,
+    tail_key: Tensor,
+    tail_value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One token a row: query [R, Hq, 1, d], tails [R, Hkv, t, d] -> [R, 1, Hq, dv]. One softmax over both parts.
 
     A group's queries are stacked into one block, [P, Hkv, slots * Hq/Hkv, d], so its prompt is read once for
     all of them; heads that share a key head (grouped-query attention) are stacked the same way.
@@ -194,19 +471,19 @@ def _decode(
     prompt_length = prompt_key.shape[2]
 
     query = query.reshape(rows, heads, share, size) * scale
-    scores = cache.to_groups(query) @ prompt_key.transpose(-1, -2)
-    scores = scores.masked_fill(~cache.prompt_mask_P[:, None, None], float("-inf"))
-    own = query @ tail_key.transpose(-1, -2)
-    weights = (
-        torch.cat([cache.to_rows(scores, share), own], dim=-1)
-        .softmax(-1, dtype=torch.float32)
-        .to(query.dtype)
+    shared_scores = cache.to_rows(cache.to_groups(query) @ prompt_key.transpose(-1, -2), share)
+    own_scores = query @ tail_key.transpose(-1, -2)
+    weights = _weights(
+        torch.cat([shared_scores, own_scores], dim=-1),
+        mask,  # [R, 1, 1, Lp + t]
+        softcap,
+        None if sinks is None else sinks.view(1, heads, share, 1),
     )
 
     shared = cache.to_groups(weights[..., :prompt_length]) @ prompt_value
     output = cache.to_rows(shared, share) + weights[..., prompt_length:] @ tail_value
-    return output.reshape(rows, 1, query_heads, size)
+    return output.reshape(rows, 1, query_heads, -1)
 
 
 AttentionInterface.register(NAME, _attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, _mask)

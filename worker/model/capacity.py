@@ -55,7 +55,7 @@ def problems(settings: Settings, registry: Registry) -> Iterator[str]:
     """Yield a sentence for each model whose full context does not fit on a GPU of its class."""
     for name, entry in registry.models.items():
         half = entry.context // 2
-        work = Workload(16, half, entry.context - half, entry.context, entry.context)
+        work = Workload(16, half, entry.context - half, entry.context)
         shape = shape_of(entry)
         if shape is not None and (problem := _problem(settings, name, entry, shape, work, None)) is not None:
             yield f"{problem} Jobs with shorter prompts and answers may fit."
@@ -82,6 +82,7 @@ def job_problem(
     resolved = hyperparameters.resolve(asked, rows=rows, parameters=shape.parameters, context=entry.context)
     work = sizing.workload(
         rank=resolved.lora_rank,
+        targets=resolved.lora_targets,
         prompt=1,
         completion=resolved.max_completion_tokens,
         batch=resolved.batch_size,

@@ -43,12 +43,13 @@ def merge(entry: BaseModelEntry, cache: Path, adapter: Path, folder: Path) -> No
     """Write a whole model: base + scale * BA, added in float32 and rounded once to the base's own precision."""
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    from worker.model.policy import DTYPES, source_of
+    from worker.model.architecture import class_of
+    from worker.model.policy import DTYPES, read_config, source_of
 
     source = source_of(entry, cache)
-    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    base = class_of(read_config(source)).from_pretrained(source, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, adapter).merge_and_unload()
     model.to(DTYPES[entry.dtype]).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)

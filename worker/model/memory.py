@@ -3,38 +3,74 @@
 worker/model/sizing.py computes a model's memory requirements, without torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
+from worker.model.adapters import adaptable_layers
+from worker.model.architecture import without_weights
 from worker.model.sizing import Shape
 
 
 def shape_of(config: Any, dtype: torch.dtype) -> Shape:
     """Return the shape of a model from its transformers config, without weights."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = without_weights(config)
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    linear = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    head = model.get_output_embeddings()
+    # A model without attention (state spaces) has no heads: one of the width of its hidden states stands for its mixer.
+    heads = getattr(text, "num_attention_heads", None) or 1
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    widest = max((module.out_features for module in linear if module is not head), default=text.hidden_size)
+    intermediate = getattr(text, "intermediate_size", None)
     return Shape(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        linear_parameters=linear,
+        linear_parameters=sum(module.weight.numel() for module in linear),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        queries=head_dim * text.num_attention_heads,
-        heads=text.num_attention_heads,
-        intermediate=text.intermediate_size,
-        key_values=2 * head_dim * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
+        queries=head_dim * heads,
+        heads=heads,
+        intermediate=intermediate if isinstance(intermediate, int) else widest,
+        key_values=2 * head_dim * (getattr(text, "num_key_value_heads", None) or heads),
         vocabulary=text.vocab_size,
         bytes_each=torch.finfo(dtype).bits // 8,
+        adaptable=tuple(adaptable_layers(model)),
+        recurrent_layers=recurrent_layers_of(config),
+        keeps_scores=bool(getattr(text, "attn_logit_softcapping", None))
+        or any("sinks" in name for name, _ in model.named_parameters()),
     )
+
+
+def recurrent_layers_of(config: Any) -> int:
+    """How many layers keep a state instead of the keys and values of each token."""
+    kinds = DynamicCache(config=config.get_text_config()).layers
+    return sum(
+        isinstance(kind, LinearAttentionCacheLayerMixin) and not isinstance(kind, DynamicLayer)
+        for kind in kinds
+    )
+
+
+def expects_rows(config: Any) -> bool:
+    """Whether the model will probably be computed in rows; worker/model/support.py finds out with its weights.
+
+    Recurrent states and indexes of keys cannot be shared in a pack, nor can a class that does not ask for attention.
+    """
+    model = without_weights(
+        config
+    )  # first: the module of some models registers their kinds of cache (DeepSeek V4)
+    kinds = DynamicCache(config=config.get_text_config()).layers
+    mixed = any(isinstance(kind, LinearAttentionCacheLayerMixin | DynamicIndexedLayer) for kind in kinds)
+    return mixed or not type(model)._supports_attention_backend
 
 
 def available(
@@ -54,7 +90,7 @@ def available(
     return free
 
 
-def checkpoint_layers(layers: nn.ModuleList) -> None:
+def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
     """Recompute the activations of each layer in the backward pass, and keep only its input.
 
     Applies to calls with gradients enabled, a per-thread state, so sampling in another thread is not affected.

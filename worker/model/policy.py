@@ -1,4 +1,4 @@
-"""The policy: frozen base weights, a LoRA adapter on all linear layers, a tokenizer.
+"""The policy: frozen base weights, a LoRA adapter on linear layers, a tokenizer.
 
 Sampler and trainer read the same weights in the same process, so a step's update is what the next step samples
 from, with nothing copied and nothing rounded. This file and worker/model/attention.py are where transformers' own
@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jinja2 import TemplateError
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora.layer import LoraLayer
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
@@ -30,9 +31,23 @@ from transformers import (
 )
 
 from core import chat_templates
+from core.jobs.hyperparameter_groups import LoraTargets
 from core.registry import BaseModelEntry
-from worker.model import attention, lora, memory
+from worker.model import attention, lora, memory, reasoning
+from worker.model.adapters import adaptable_layers, adapter_targets
+from worker.model.architecture import class_of, refusing
+from worker.model.decoding import (
+    Decode,
+    Decoding,
+    GroupDecoding,
+    RecomputedDecoding,
+    RowDecoding,
+    row_bytes,
+)
+from worker.model.parts import Parts, parts_of
+from worker.model.reasoning import Reasoning, TemplateArguments
 from worker.model.sizing import Shape
+from worker.model.targets import KINDS, Kind
 from worker.refusals import (
     ChatTemplateFailed,
     InvalidModel,
@@ -41,10 +56,61 @@ from worker.refusals import (
     NotEnoughMemory,
     Refusal,
     UnsupportedModel,
+    first_line,
 )
 from worker.rollout.samplers.json_schema import Vocabulary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+# packed: a prompt and its answers in one row under a mask of ours; rows: one answer a row, as transformers computes it.
+Forward = Literal["packed", "rows"]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The computation of a model in training and in the transformers sampler."""
+
+    forward: Forward = "packed"
+    decode: Decode = "shared"
+    blocks: bool = False  # packed with FlexAttention, which skips what no token sees; on GPUs
+    eager: bool = False  # rows under transformers' plainest attention: SDPA leaves out soft caps (Gemma 2)
+
+
+@dataclass(frozen=True)
+class KindCoverage:
+    """The layers of one kind that have an adapter."""
+
+    kind: Kind
+    modules: int
+    share: float  # of the base model's parameters
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The layers of the model that have an adapter, by kind."""
+
+    kinds: Sequence[KindCoverage]
+
+    @property
+    def modules(self) -> int:
+        return sum(one.modules for one in self.kinds)
+
+    @property
+    def share(self) -> float:
+        """Of the base model's parameters."""
+        return sum(one.share for one in self.kinds)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{one.kind} {one.modules} layers, {one.share:.0%}" for one in self.kinds)
+        return f"{self.modules} linear layers with {self.share:.0%} of the parameters ({kinds})"
+
+    def as_data(self) -> dict[str, Any]:
+        return {
+            "adapted_modules": self.modules,
+            "adapted_share": self.share,
+            "adapted_by_kind": {one.kind: {"modules": one.modules, "share": one.share} for one in self.kinds},
+        }
 
 
 @dataclass(frozen=True)
@@ -59,18 +125,30 @@ class Base:
     tokenizer: PreTrainedTokenizerBase
     context: int  # tokens of prompt and answer together
 
+    @cached_property
+    def parts(self) -> Parts:
+        """Raises UnsupportedModel where its parts are not found."""
+        with refusing(self.model.config):
+            return parts_of(self.model)
+
     @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
 def load_base(
-    name: str, entry: BaseModelEntry, cache: Path, device: str, chat_template: str | None = None
+    name: str,
+    entry: BaseModelEntry,
+    cache: Path,
+    device: str,
+    chat_template: str | None = None,
+    template_arguments: TemplateArguments | None = None,
 ) -> Base:
     """Load a base model by its registry entry; a GGUF file is converted into `cache` the first time.
 
     Args:
         chat_template: a name of core/chat_templates.py, in place of the entry's own template.
+        template_arguments: new defaults of the template's arguments.
 
     Raises:
         UnsupportedModel: transformers, or our attention, does not know the architecture.
@@ -80,8 +158,8 @@ def load_base(
     """
     source = source_of(entry, cache)
     with _reading(source, "weights"):
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            source, dtype=DTYPES[entry.dtype], attn_implementation=attention.NAME, output_loading_info=True
+        model, loading = class_of(read_config(source)).from_pretrained(
+            source, dtype=DTYPES[entry.dtype], output_loading_info=True
         )
     # transformers only warns, and draws them at random.
     if missing := sorted(loading["missing_keys"]):
@@ -89,7 +167,7 @@ def load_base(
             f"The model's files lack {len(missing)} weights, the first is {missing[0]}: the folder is "
             "incomplete, or its config.json belongs to another model."
         )
-    tokenizer = read_tokenizer(entry, source, chat_template)
+    tokenizer = read_tokenizer(entry, source, chat_template, template_arguments)
     model.requires_grad_(False)
     with _reading(source, "weights"):
         model = model.to(device)
@@ -126,7 +204,10 @@ def read_shape(entry: BaseModelEntry, cache: Path) -> Shape:
 
 
 def read_tokenizer(
-    entry: BaseModelEntry, source: Path | str, chat_template: str | None = None
+    entry: BaseModelEntry,
+    source: Path | str,
+    chat_template: str | None = None,
+    template_arguments: TemplateArguments | None = None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer with the chat template of the job or else of the registry's entry. Raises as `load_base` does."""
     with _reading(source, "tokenizer"):
@@ -134,6 +215,9 @@ def read_tokenizer(
     template = chat_templates.text_of(chat_template) if chat_template else entry.template_text
     if template is not None:
         tokenizer.chat_template = template
+    if template_arguments and tokenizer.chat_template is not None:
+        # In the template, so that the exported adapter and the inference server render prompts as the job does.
+        tokenizer.chat_template = reasoning.with_defaults(tokenizer.get_chat_template(), template_arguments)
     return tokenizer
 
 
@@ -190,12 +274,6 @@ def _is_unknown(cause: BaseException) -> bool:
     return type(cause.__cause__).__name__ in ("RepositoryNotFoundError", "EntryNotFoundError")
 
 
-def first_line(cause: BaseException) -> str:
-    """An exception for a message: its type and its first line, shortened."""
-    lines = str(cause).strip().splitlines()
-    return f"{type(cause).__name__}: {lines[0][:300]}" if lines else type(cause).__name__
-
-
 def convert_gguf(source: Path, cache: Path) -> Path:
     """The GGUF file's weights, dequantised once, as a folder that loads in a second. Safe to race.
 
@@ -223,74 +301,27 @@ def convert_gguf(source: Path, cache: Path) -> Path:
     return target
 
 
-# By the last part of a module's name: what sends tokens to experts, or chooses which keys are looked at. vLLM puts no
-# adapter there, and what they choose has no gradient.
-ROUTERS = frozenset(
-    {"gate", "router", "wg", "classifier", "shared_expert_gate", "wq_b", "weights_proj", "index_qk_proj"}
-)
-
-
-def adapter_targets(model: PreTrainedModel) -> str | list[str]:
-    """The layers that get an adapter: every plain linear layer but the head and what routes.
-
-    PEFT's own "all-linear" is that for a dense model. For a mixture of experts it may add the experts' fused weights
-    and the router, or the attention alone, by the model's type; there the layers are listed by name.
-
-    Raises:
-        UnsupportedModel: there are none.
-    """
-    head = model.get_output_embeddings()
-    linear = {
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-    }
-    plain = sorted(
-        name
-        for name in linear
-        if type(model.get_submodule(name)) is nn.Linear and name.rsplit(".", 1)[-1] not in ROUTERS
-    )
-    if not plain:
-        raise UnsupportedModel(
-            f"{type(model).__name__} is not supported: it has no plain linear layers for an adapter."
-        )
-    if len(plain) == len(linear) and not has_experts(model.config):
-        return "all-linear"
-    return plain
-
-
-def has_experts(config: Any) -> bool:
-    """Whether the model is a mixture of experts."""
-    text = config.get_text_config()
-    fields = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any(getattr(text, field, None) for field in fields)
-
-
-def decoder_of(causal: PreTrainedModel) -> Any:
-    """The part of a causal model that gives hidden states. Raises UnsupportedModel where it is not as we know it."""
-    decoder = getattr(causal, causal.base_model_prefix, None)
-    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-        raise UnsupportedModel(
-            f"{type(causal).__name__} is not supported: its decoder and layers are not at the attributes of "
-            "current transformers models."
-        )
-    return decoder
-
-
 class Policy:
     """The base model with a trainable adapter, and the two halves of its forward pass."""
 
-    def __init__(self, base: Base, *, rank: int, alpha: int, seed: int) -> None:
+    def __init__(
+        self, base: Base, *, rank: int, alpha: int, seed: int, targets: LoraTargets = "all-linear"
+    ) -> None:
         """A fresh adapter: its B is zero, so the policy starts as the base model exactly.
 
         Raises:
+            InvalidTargets: `targets` names layers that do not exist, or that cannot have an adapter.
             UnsupportedModel: the model has no layers for an adapter, or is not built as we know it. Whether it is
                 computed rightly is for `worker.model.support.probe` to say.
         """
+        self._parts = base.parts
+        self._kinds = {layer.name: layer.kind for layer in adaptable_layers(base.model)}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = LoraConfig(
                 r=rank,
                 lora_alpha=alpha,
-                target_modules=adapter_targets(base.model),
+                target_modules=adapter_targets(base.model, targets),
                 task_type="CAUSAL_LM",
             )
             try:
@@ -309,10 +340,12 @@ class Policy:
         self.tokenizer = base.tokenizer
         self.context = base.context
         causal = self.model.get_base_model()
-        self._decoder = decoder_of(causal)
-        self._head = causal.get_output_embeddings()
+        self._head = base.parts.head
         self._frozen_head = lora.FrozenLinear(self._head)
+        self._own_attention: str = causal.config._attn_implementation
+        self.use(Route())
         self.stop_ids = stop_ids(causal, base.tokenizer)
+        self.left_out: list[str] = []
 
     @property
     def device(self) -> torch.device:
@@ -325,41 +358,120 @@ class Policy:
         return Vocabulary(self.tokenizer, int(self._head.weight.shape[0]), self.stop_ids)
 
     @property
-    def layers(self) -> torch.nn.ModuleList:
-        layers: torch.nn.ModuleList = self._decoder.layers
-        return layers
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder's layers; none where they are not in one list."""
+        return list(self._parts.layers or [])
+
+    @property
+    def coverage(self) -> Coverage:
+        frozen = sum(
+            parameter.numel() for parameter in self.model.parameters() if not parameter.requires_grad
+        )
+        weights: dict[Kind, list[int]] = {kind: [] for kind in KINDS}
+        for name, module in self.model.get_base_model().named_modules():
+            if isinstance(module, LoraLayer):
+                weights[self._kinds[name]].append(module.get_base_layer().weight.numel())
+        kinds = [
+            KindCoverage(kind, len(found), sum(found) / frozen) for kind, found in weights.items() if found
+        ]
+        return Coverage(kinds)
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def hidden(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        mask: Tensor | None,
-        cache: attention.GroupCache | None = None,
-    ) -> Tensor:
-        """Hidden states [B, T, h] before the head. `mask` is bool [B, 1, T, T], or None when `cache` decodes."""
-        # use_cache=False matters: with it on, transformers makes a cache and may take its own view of the mask
-        # (measured by others: logits off by 36 when packed answers see each other).
-        output = self._decoder(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=mask if mask is not None else attention.no_mask(input_ids),
-            past_key_values=cache,
-            use_cache=cache is not None,
-            group_cache=cache,
-        )
+    def leave_out(self, modules: Sequence[str]) -> None:
+        """Do not train the adapter of these layers: their gradients are dropped, so that it stays zero.
+
+        `modules`: names of `adapter()` up to `.lora_`.
+
+        Raises:
+            UnsupportedModel: one of them has been trained already, or there are no others.
+        """
+        own = self.adapter()
+        adapted = {name.rpartition(".lora_")[0] for name in own}
+        if adapted <= set(modules):
+            raise UnsupportedModel(
+                "The model is not supported: the sampler puts no adapter on any of its layers."
+            )
+        for name in modules:
+            if own[f"{name}.lora_B.weight"].any():
+                raise UnsupportedModel(
+                    f"The adapter cannot be sampled: it changes {name}, and this sampler puts no adapter there. Use "
+                    "the sampler that it was trained with."
+                )
+        self.left_out = sorted(modules)
+
+    def drop_left_out(self) -> None:
+        """Drop the gradients of the layers that are left out."""
+        for name in self.left_out:
+            layer = self.model.get_submodule(name)
+            for parameter in layer.parameters():
+                parameter.grad = None
+
+    def use(self, route: Route) -> None:
+        """Compute from now on as `worker.model.support.probe` found to be right."""
+        causal = self.model.get_base_model()
+        own = "eager" if route.eager else self._own_attention
+        causal.set_attn_implementation(attention.NAME if route.forward == "packed" else own)
+        self.route = route
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, segment: Tensor) -> Tensor:
+        """Hidden states [B, T, h] before the head, of rows as `worker.learn.batch.Tensors` lays them out.
+
+        Args:
+            segment: int64 [B, T], 0 for the prompt, 1.. for its answers, -1 for padding. With the forward "rows" there
+                is one answer in a row, and the model computes it under its own rules: padding on the right is never
+                seen.
+        """
+        if self.route.forward == "rows":
+            output = self._parts.decoder(input_ids=input_ids, use_cache=False)
+        else:
+            bias = None if self.device.type == "cpu" else self.model.dtype
+            with attention.laid_out(attention.Layout.of_rows(position_ids, segment, bias, self.route.blocks)):
+                # A 2-D mask: without one, transformers takes jumps of the positions for borders of documents; a 4-D
+                # mask would replace the model's own rules, so windows would be lost. use_cache=False: a cache would
+                # take its own view of the mask.
+                output = self._parts.decoder(
+                    input_ids=input_ids,
+                    position_ids=position_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    use_cache=False,
+                )
         last: Tensor = output.last_hidden_state
         return last
 
+    def decoding(self, prompts_P: Sequence[Sequence[int]], size: int) -> Decoding:
+        """Begin `size` answers to each prompt. With the decode "alone", one prompt at a time."""
+        decoder = self._parts.decoder
+        match self.route.decode:
+            case "shared" | "joined" as kind:
+                return GroupDecoding(decoder, prompts_P, size, self.device, kind == "joined")
+            case "forked" | "padded" | "alone" as kind:
+                return RowDecoding(decoder, prompts_P, size, self.device, kind == "forked")
+            case "recomputed":
+                return RecomputedDecoding(decoder, prompts_P, size, self.device)
+
+    def row_bytes(self) -> tuple[int, int]:
+        """With the forward "rows": the bytes of a row in the cache, of each token and beside its tokens."""
+        has_cache = self.route.decode != "recomputed"
+        return row_bytes(self._parts.decoder, self.device) if has_cache else (0, 0)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., h] -> logits [..., V] in float32, whatever the precision of the weights."""
-        return self._frozen_head(hidden).float()
+        return self._parts.logits(self._frozen_head(hidden).float())
 
     def checkpoint_layers(self) -> None:
-        """Enable activation checkpointing."""
+        """Enable activation checkpointing.
+
+        Raises:
+            UnsupportedModel: the layers are not in one list.
+        """
+        if not self.layers:
+            raise UnsupportedModel(
+                f"{type(self.model.get_base_model()).__name__} does not fit: its activations cannot be computed twice "
+                "to save memory, because its layers are not in one list."
+            )
         memory.checkpoint_layers(self.layers)
 
     @contextmanager
@@ -383,7 +495,15 @@ class Policy:
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return render(self.tokenizer, messages)
 
+    @cached_property
+    def reasoning(self) -> Reasoning | None:
+        """The model's format of reasoning; None if it does not reason."""
+        return reasoning.detect(self.tokenizer)
+
     def text(self, output_ids_T: Sequence[int]) -> str:
+        """The text of the final answer."""
+        if self.reasoning is not None:
+            return self.reasoning.split(output_ids_T).text
         return str(self.tokenizer.decode(list(output_ids_T), skip_special_tokens=True))
 
     def adapter(self) -> dict[str, Tensor]:

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from core.jobs.hyperparameter_groups import LoraTargets
 from core.registry import Device, SamplerName
 from core.settings import Settings
+from worker.model.targets import LinearLayer, chosen
 
 GIB = 2**30
 
@@ -57,11 +59,19 @@ class Shape:
     key_values: int  # of one token in one layer: keys and values of all heads
     vocabulary: int
     bytes_each: int  # of a weight
+    adaptable: tuple[LinearLayer, ...]  # the layers that can have an adapter
+    recurrent_layers: int = 0  # whose states do not grow with the tokens
+    keeps_scores: bool = False  # attention with sinks or soft caps, which no fused kernel of PyTorch has
 
     @property
     def token_cache_bytes(self) -> int:
-        """Keys and values of one token."""
+        """Keys and values of one token, if all layers have them. vLLM gives recurrent layers pages of the same size."""
         return self.layers * self.key_values * self.bytes_each
+
+    @property
+    def own_token_bytes(self) -> int:
+        """Keys and values of one token in the cache of the transformers sampler."""
+        return max(1, self.layers - self.recurrent_layers) * self.key_values * self.bytes_each
 
     @property
     def weight_bytes(self) -> int:
@@ -74,13 +84,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes of a job in tokens, and the rank of its adapter."""
+    """Sizes of a job in tokens, and its adapter."""
 
     rank: int
     prompt: int  # the longest
     completion: int  # max_completion_tokens
-    group: int  # the longest prompt with all of its answers
     in_flight: int  # prompts and answers of a whole step, or of a whole validation, whichever has more
+    targets: LoraTargets = "all-linear"
 
     @property
     def longest(self) -> int:
@@ -89,14 +99,27 @@ class Workload:
 
 
 def workload(
-    *, rank: int, prompt: int, completion: int, batch: int, group: int, valid_rows: int, eval_samples: int
+    *,
+    rank: int,
+    prompt: int,
+    completion: int,
+    batch: int,
+    group: int,
+    valid_rows: int,
+    eval_samples: int,
+    targets: LoraTargets = "all-linear",
+    copied: bool = False,
 ) -> Workload:
-    """Of a job with `batch` prompts a step, `group` answers each; `eval_samples` answers to each validation row."""
-    training = batch * (prompt + group * completion)
-    validating = valid_rows * (prompt + eval_samples * completion)
-    return Workload(
-        rank, prompt, completion, prompt + max(group, eval_samples) * completion, max(training, validating)
+    """Of a job with `batch` prompts a step, `group` answers each; `eval_samples` answers to each validation row.
+
+    Args:
+        copied: each answer has a copy of its prompt in the cache (the transformers sampler in rows mode).
+    """
+    training, validating = (
+        prompts * ((answers if copied else 1) * prompt + answers * completion)
+        for prompts, answers in ((batch, group), (valid_rows, eval_samples))
     )
+    return Workload(rank, prompt, completion, max(training, validating), targets)
 
 
 @dataclass(frozen=True)
@@ -193,7 +216,14 @@ def saved_bytes_per_token(shape: Shape, rank: int) -> int:
 
 
 def estimate(
-    shape: Shape, *, rank: int, token_budget: int, cache: int, checkpointed: bool, machine: Machine
+    shape: Shape,
+    *,
+    rank: int,
+    token_budget: int,
+    cache: int,
+    checkpointed: bool,
+    machine: Machine,
+    targets: LoraTargets = "all-linear",
 ) -> Estimate:
     """The peak of a run that samples and trains.
 
@@ -211,11 +241,15 @@ def estimate(
     else:
         # The bool mask, and the bias that SDPA makes of it in each layer and autograd keeps.
         masks = square * (1 + 4 * (1 if checkpointed else shape.layers))
+    if shape.keeps_scores:  # before and after the softmax, in float32: measured on tiny Gemma 2 and gpt-oss
+        masks += 2 * 4 * square * shape.heads * (1 if checkpointed else shape.layers)
     weights = shape.weight_bytes + (2 * shape.linear_parameters * shape.bytes_each if machine.packed else 0)
     found = Estimate(
         copies=machine.copies,
         weights=weights,
-        adapter=adapter_parameters(shape, rank) * 4 * 4,  # weight, gradient and two moments, in float32
+        adapter=adapter_parameters(shape, rank, targets)
+        * 4
+        * 4,  # weight, gradient and two moments, in float32
         activations=token_budget * (kept + ends + gradients),
         attention=masks,
         head=HEAD_CHUNK * shape.vocabulary * 4 * 4,  # logits, their log-softmax, its exponential, a gradient
@@ -234,11 +268,9 @@ def _margin(found: Estimate, machine: Machine) -> int:
     return (found.total - found.margin) // 5 + GIB // 2
 
 
-def adapter_parameters(shape: Shape, rank: int) -> int:
-    """Of an adapter on all seven linear layers of a block: a rank's row and column for each."""
-    attention = 2 * (shape.hidden + shape.queries) + 2 * shape.hidden + shape.key_values  # q, o; k and v
-    feed_forward = 3 * (shape.hidden + shape.intermediate)
-    return shape.layers * rank * (attention + feed_forward)
+def adapter_parameters(shape: Shape, rank: int, targets: LoraTargets = "all-linear") -> int:
+    """Of an adapter on the chosen layers: a rank's row and column for each."""
+    return rank * sum(layer.width for layer in chosen(shape.adaptable, targets))
 
 
 @dataclass(frozen=True)
@@ -252,7 +284,8 @@ class Plan:
 
     def described(self, shape: Shape, work: Workload) -> str:
         """For the job's owner: what was chosen, with numbers."""
-        sequences = self.cache_bytes // (shape.token_cache_bytes * work.longest)
+        each = shape.own_token_bytes if self.estimate.copies == 1 else shape.token_cache_bytes
+        sequences = self.cache_bytes // (each * work.longest)
         kept = "Activations are computed twice, to save memory. " if self.checkpointed else ""
         return (
             f"{kept}Micro-batches have up to {self.token_budget} tokens, and the KV cache holds {sequences} "
@@ -291,6 +324,7 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> Plan:
         return estimate(
             shape,
             rank=work.rank,
+            targets=work.targets,
             token_budget=budget,
             cache=cache,
             checkpointed=checkpointed,
@@ -313,7 +347,9 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> Plan:
         found = made(budget, cache, checkpointed)
         if found.total > machine.available:
             continue
-        cache = min(wanted, cache + machine.available - found.total)
+        room = machine.available - found.total
+        # On a CPU the margin grows with the rest, by a fifth.
+        cache = min(wanted, cache + (room if machine.device == "cuda" else room * 5 // 6))
         if machine.token_budget is None and machine.device == "cuda" and cache == wanted:
             budget = max(
                 larger
@@ -335,7 +371,7 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> Plan:
 def wanted_cache(shape: Shape, work: Workload, machine: Machine) -> int:
     """The largest KV cache that the job can fill."""
     if machine.sampler == "transformers":
-        return shape.token_cache_bytes * min(MAX_TOKENS_IN_FLIGHT, work.in_flight)
+        return shape.own_token_bytes * min(MAX_TOKENS_IN_FLIGHT, max(work.longest, work.in_flight))
     one = shape.cache_bytes(work.longest)
     full = max(one, min(work.in_flight * shape.token_cache_bytes, MAX_SEQUENCES * one))
     return max(one, min(full, CPU_CACHE_BYTES)) if machine.device == "cpu" else full
@@ -343,12 +379,10 @@ def wanted_cache(shape: Shape, work: Workload, machine: Machine) -> int:
 
 def least_cache(shape: Shape, work: Workload, machine: Machine) -> int:
     """Without which nothing can be sampled."""
-    if machine.device == "cpu":
-        return wanted_cache(shape, work, machine)
-    # The transformers sampler decodes all answers to a prompt together.
+    # The transformers sampler takes the answers to a prompt in turns where they do not fit together.
     if machine.sampler == "transformers":
-        return shape.token_cache_bytes * work.group
-    return shape.cache_bytes(work.longest)
+        return shape.own_token_bytes * work.longest
+    return wanted_cache(shape, work, machine) if machine.device == "cpu" else shape.cache_bytes(work.longest)
 
 
 def bucket(tokens: int) -> int:
@@ -384,7 +418,7 @@ def least(
 ) -> Estimate:
     """The least that training with prompt and answer of `tokens` together needs: one sequence at a time."""
     there = Machine(device, 0, sampler)
-    work = Workload(rank, 0, tokens, tokens, tokens)
+    work = Workload(rank, 0, tokens, tokens)
     return estimate(
         shape,
         rank=rank,
@@ -484,4 +518,24 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
         key_values=2 * keys,
         vocabulary=vocabulary,
         bytes_each=bytes_each,
+        adaptable=_adaptable(layers, hidden, queries, keys, intermediate),
+    )
+
+
+def _adaptable(
+    layers: int, hidden: int, queries: int, keys: int, intermediate: int
+) -> tuple[LinearLayer, ...]:
+    """The seven linear layers of each Llama block. For a mixture: with a block as wide as the experts of a token."""
+    attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+    feed_forward = {"gate_proj": intermediate, "up_proj": intermediate, "down_proj": intermediate}
+    in_each = [
+        LinearLayer(f"self_attn.{name}", "attention", hidden + other) for name, other in attention.items()
+    ]
+    in_each += [
+        LinearLayer(f"mlp.{name}", "feed-forward", hidden + other) for name, other in feed_forward.items()
+    ]
+    return tuple(
+        replace(layer, name=f"model.layers.{number}.{layer.name}")
+        for number in range(layers)
+        for layer in in_each
     )

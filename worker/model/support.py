@@ -1,16 +1,18 @@
-"""Check that our forward passes agree with transformers: by the config before the weights are loaded, and numerically
-before the first step.
+"""Find the forward pass that is exact for a model, by comparing log-probabilities with those of transformers.
 
 Two things differ from transformers' own forward: training packs the answers of a group into one row under a mask, and
-the transformers sampler decodes with the prompt's keys stored once for its group. `probe` runs exactly these two paths
+the transformers sampler decodes with the prompt's keys stored once for its group. `probe` runs exactly these paths
 on random tokens and compares the log-probabilities with `attn_implementation="eager"` on the same weights, one plain
-sequence at a time. A model that differs is refused, so it is never trained on a wrong likelihood.
+sequence at a time. Where a packed row is not exact (recurrent layers), the model is trained with one answer in a row
+under its own mask and cache. A model that differs in this too is refused, so none is trained on a wrong likelihood.
 """
 
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +20,26 @@ from peft import set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from worker.learn.batch import tensors_of
+from worker.learn.batch import split, tensors_of
 from worker.learn.gradient import logprobs
-from worker.model import attention, lora
-from worker.model.policy import Policy, first_line, has_experts
-from worker.refusals import NotEnoughMemory, Refusal, UnsupportedModel
+from worker.model import lora
+from worker.model.architecture import (
+    architecture,
+    has_experts,
+    refusing,
+    rope_limits,
+    suspects,
+    windows,
+)
+from worker.model.decoding import Decode
+from worker.model.policy import Coverage, Forward, Policy, Route
+from worker.refusals import Refusal, UnsupportedModel, first_line
 from worker.rollout.samplers import Sampling
 from worker.rollout.samplers.transformers import TransformersSampler
 from worker.types import Pack, Prompt
-from worker.types import Sequence as Answer
+from worker.types import TrainingSequence as Answer
+
+log = logging.getLogger(__name__)
 
 # Both sides are computed in float32 (see `in_float32`), so only the order of additions differs: at most 3e-6 on the
 # families of tests/families. What is wrong there differs by 0.13 and more at its worst token.
@@ -34,94 +47,31 @@ TOLERANCE = 1e-3
 # A mixture of experts may route a token to another expert because of a rounding error; this share of tokens may differ.
 FLIPPED_SHARE = 0.1
 
-# Config fields by which layers limit what a token attends to: (q - k) < n, or the same chunk of n tokens.
-WINDOWS = (
-    "sliding_window",
-    "attention_chunk_size",
-    "sliding_window_size",
-    "local_attention",
-    "window_size",
-    "attention_window_size",
-)
-# Values of `layer_types` and its like that are attention over all earlier tokens, or over a window of them.
-ATTENTION = frozenset({"full_attention", "attention", "sliding_attention", "chunked_attention"})
-# Rotary embeddings whose frequencies depend on the length of what is computed together.
-LENGTH_DEPENDENT_ROPE = frozenset({"longrope", "dynamic"})
 # Per prompt, the lengths of the two answers to it. The last token of an answer is a stop token, so that rows leave.
 LENGTHS = ((5, 14), (9, 12))
 LONGEST = max(map(max, LENGTHS))
+# The quickest first.
+FORWARDS = (Route("packed"), Route("rows"), Route("rows", eager=True))
+DECODES: Mapping[Forward, tuple[Decode, ...]] = {
+    "packed": ("shared", "joined"),
+    "rows": ("forked", "padded", "alone", "recomputed"),
+}
 SHORT_PROMPT = 40
 
 
 def refuse_by_config(config: Any, context: int) -> None:
     """Refuse what the config alone shows to be unsupported, before the weights are loaded.
 
-    A window that no sequence of `context` tokens (prompt and answer together) exceeds changes nothing.
-
     Raises:
         UnsupportedModel: with the field and its value.
     """
-    name = _architecture(config)
-    text = config.get_text_config()
-    if recurrent := _recurrent_layers(text):
-        raise UnsupportedModel(
-            f"{name} is not supported: it has layers of type {', '.join(recurrent)}, in which the answers of a group "
-            "would change each other when they are computed side by side."
-        )
-    for field, tokens in windows(config).items():
+    for rope, tokens in rope_limits(config.get_text_config()).items():
         if tokens < context:
             raise UnsupportedModel(
-                f"{name} is not supported with a context of {context} tokens: its layers attend to a window "
-                f"({field} = {tokens}), which is not implemented. It can be trained on shorter sequences: set "
-                f"context = {tokens} or less in its entry of the model registry."
+                f"{architecture(config)} is not supported with a context of {context} tokens: its rotary embedding "
+                f"({rope}) changes for all tokens of a sequence longer than {tokens}. Set context = {tokens} or less "
+                "in its entry of the model registry."
             )
-    for rope, tokens in _rope_limits(text).items():
-        if tokens < context:
-            raise UnsupportedModel(
-                f"{name} is not supported with a context of {context} tokens: its rotary embedding ({rope}) changes "
-                f"for all tokens of a sequence longer than {tokens}. Set context = {tokens} or less in its entry of "
-                "the model registry."
-            )
-
-
-def windows(config: Any) -> dict[str, int]:
-    """The attention windows and chunks that layers of the model use, in tokens, by the config's field."""
-    text = config.get_text_config()
-    kinds = _layer_kinds(text)
-    if kinds and not any("sliding" in kind or "chunk" in kind for kind in kinds):
-        return {}
-    found = {field: getattr(text, field, None) for field in WINDOWS}
-    return {field: value for field, value in found.items() if isinstance(value, int) and value > 0}
-
-
-def _rope_limits(text: Any) -> dict[str, int]:
-    """By the type of the rotary embedding, the length beyond which it changes."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]  # one for each type of layer
-    limits: dict[str, int] = {}
-    for one in nested or [rope]:
-        kind = one.get("rope_type")
-        if kind in LENGTH_DEPENDENT_ROPE:
-            # Which of the two counts differs between the kinds, and between versions of transformers.
-            original = one.get("original_max_position_embeddings") or text.max_position_embeddings
-            limits[kind] = min(original, text.max_position_embeddings)
-    return limits
-
-
-def _layer_kinds(text: Any) -> list[str]:
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    return [str(kind) for kind in kinds]
-
-
-def _recurrent_layers(text: Any) -> list[str]:
-    feed_forward = {"mlp", "moe"}
-    return sorted(set(_layer_kinds(text)) - ATTENTION - feed_forward)
-
-
-def _architecture(config: Any) -> str:
-    """The class's name where the config has it, otherwise its model type."""
-    names = getattr(config, "architectures", None) or [config.model_type]
-    return str(names[0])
 
 
 @dataclass(frozen=True)
@@ -132,41 +82,143 @@ class Gap:
     largest: float
     mean: float
     share: float  # of tokens beyond TOLERANCE
+    prompt: int  # tokens of the longest prompt
 
     @staticmethod
-    def between(part: str, ours_N: Tensor, reference_N: Tensor) -> "Gap":
+    def between(part: str, ours_N: Tensor, reference_N: Tensor, prompt: int) -> "Gap":
         difference = (ours_N.double() - reference_N.double()).abs().nan_to_num(float("inf"))
         beyond = (difference > TOLERANCE).double().mean().item()
-        return Gap(part, difference.max().item(), difference.mean().item(), beyond)
+        return Gap(part, difference.max().item(), difference.mean().item(), beyond, prompt)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Prompts, and two answers to each."""
+
+    prompts_P: Sequence[tuple[int, ...]]
+    answers_PG: Sequence[Sequence[tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The route that a model is computed on, and its distance from the reference."""
+
+    route: Route
+    gaps: Sequence[Gap]
+    instead: str = ""  # why it is not the quickest route
+    checked_at: int = 0  # in seconds since 1970; 0: now
+
+    @property
+    def largest(self) -> float:
+        return max(gap.largest for gap in self.gaps)
+
+    def described(self, coverage: Coverage) -> str:
+        """For an event of the job."""
+        how = (
+            "Training packs the answers of a group behind their prompt"
+            if self.route.forward == "packed"
+            else "Training computes each answer in a separate row"
+        )
+        return (
+            f"The model's log-probabilities are those of transformers (largest difference {self.largest:.1g} nats). "
+            f"{how}. The adapter is on {coverage}."
+        )
+
+    def as_data(self, coverage: Coverage) -> dict[str, Any]:
+        return {
+            "forward": self.route.forward,
+            "decode": self.route.decode,
+            "largest_difference": self.largest,
+            **coverage.as_data(),
+            "reason": self.instead or None,
+            "checked_at": self.checked_at or None,
+        }
 
 
 @torch.no_grad()
-def probe(policy: Policy, *, sampled: bool) -> list[Gap]:
-    """Compare training's forward pass, and with `sampled` the cached decode of the transformers sampler, with eager.
+def probe(policy: Policy, *, sampled: bool) -> Verdict:
+    """Choose the quickest forward, and with `sampled` the quickest decode, whose log-probabilities are right.
 
     On random tokens, in float32, with random weights in the adapter (its B is 0 at first, which would hide a wrong
     adapter). Two prompts of unequal length with two answers of unequal length each; and, where a window or a rotary
     embedding changes what later tokens see, sequences beyond the longest of these that `policy.context` lets a job
-    reach. A longer one matters to no job.
+    reach. A longer one matters to no job. The policy uses the chosen route afterwards.
 
-    Cost: a few short forward passes and 14 decode steps, 0.02 to 0.2 s for the models of tests/families. A window would
-    add sequences of its length with attention scores of heads x length^2; `refuse_by_config` turns those models away.
+    Cost: some short forward passes and 14 decode steps for each route that is tried, 0.05 to 0.5 s for the models of
+    tests/families. A window adds sequences of its length with attention scores of heads x length^2.
 
     Raises:
-        UnsupportedModel: they differ, or a part fails.
+        UnsupportedModel: no route is right.
         NotEnoughMemory: the machine has no room for it.
     """
     config = policy.model.get_base_model().config
-    gaps: list[Gap] = []
+    blocks = policy.device.type == "cuda" and has_backward_in_blocks(policy)
     with refusing(config), _random_adapter(policy), in_float32(policy.model, list(policy.layers)):
-        for lengths in prompt_lengths(config, policy.context):
-            for gap in _compare(policy, _draw(policy, lengths), sampled):
-                gaps.append(gap)
-                _judge(gap, config, lengths[0])
+        texts = [_draw(policy, lengths) for lengths in prompt_lengths(config, policy.context)]
+        references = [_references(policy, text) for text in texts]
+        _refuse_if_later_tokens_matter(policy, texts[0], references[0])
+        verdict = _choose(policy, texts, references, sampled, blocks=blocks)
         _refuse_lossy_adapter(policy, config)
     if policy.device.type == "cuda":
         torch.cuda.empty_cache()  # another engine measures what is free
-    return gaps
+    return verdict
+
+
+def _choose(
+    policy: Policy,
+    texts: Sequence[Probe],
+    references: Sequence[Tensor],
+    sampled: bool,
+    *,
+    blocks: bool,
+) -> Verdict:
+    config = policy.model.get_base_model().config
+    reasons: list[str] = []
+    for route in (Route("packed", blocks=True), *FORWARDS) if blocks else FORWARDS:
+        compare = partial(_compare, policy, texts, references, reasons)
+        gaps = compare(route, "training's forward pass", _trained)
+        if gaps is None:
+            continue
+        if not sampled:
+            return Verdict(route, gaps, "".join(reasons[:1]))
+        for decode in DECODES[route.forward]:
+            found = compare(replace(route, decode=decode), "sampling with a cache", _sampled)
+            if found is not None:
+                return Verdict(policy.route, [*gaps, *found], "".join(reasons[:1]))
+    raise UnsupportedModel(
+        f"{architecture(config)} is not supported: {reasons[-1]} Likely because of: {suspects(config)}."
+    )
+
+
+def _compare(
+    policy: Policy,
+    texts: Sequence[Probe],
+    references: Sequence[Tensor],
+    reasons: list[str],
+    route: Route,
+    part: str,
+    logprobs_of: Callable[[Policy, Probe], Tensor],
+) -> list[Gap] | None:
+    """The gaps of one part on a route; None, and a sentence more in `reasons`, if it fails or is wrong."""
+    config = policy.model.get_base_model().config
+    try:
+        policy.use(route)
+        gaps = [
+            Gap.between(part, logprobs_of(policy, text), reference, len(text.prompts_P[0]))
+            for text, reference in zip(texts, references, strict=True)
+        ]
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Refusal as cause:
+        problem = str(cause)
+    except Exception as cause:  # whatever an architecture raises that is not built for this
+        problem = f"{part.capitalize()} fails with {first_line(cause)}."
+    else:
+        problem = problem_of(gaps, config)
+    if not problem:
+        return gaps
+    reasons.append(problem)
+    return None
 
 
 def prompt_lengths(config: Any, context: int) -> list[tuple[int, ...]]:
@@ -177,18 +229,10 @@ def prompt_lengths(config: Any, context: int) -> list[tuple[int, ...]]:
     window = max((tokens for tokens in windows(config).values() if tokens < context), default=0)
     if window:
         chosen.append((min(room, window + max(24, window // 8)),))
-    for limit in _rope_limits(config.get_text_config()).values():
+    for limit in rope_limits(config.get_text_config()).values():
         if limit < context:  # one answer ends below the limit, the other beyond it
             chosen.append((max(2, limit - LENGTHS[0][0] - 2),))
     return [one for n, one in enumerate(chosen) if n == 0 or max(one) > short]
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Prompts, and two answers to each."""
-
-    prompts_P: Sequence[tuple[int, ...]]
-    answers_PG: Sequence[Sequence[tuple[int, ...]]]
 
 
 def _draw(policy: Policy, lengths: Sequence[int]) -> Probe:
@@ -207,21 +251,66 @@ def _draw(policy: Policy, lengths: Sequence[int]) -> Probe:
     return Probe(prompts, [[answer(length) for length in LENGTHS[n]] for n in range(len(lengths))])
 
 
-def _compare(policy: Policy, tokens: Probe, sampled: bool) -> Iterator[Gap]:
-    answers = [
+def _answers(text: Probe) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [
         (prompt, answer)
-        for prompt, answers_G in zip(tokens.prompts_P, tokens.answers_PG, strict=True)
+        for prompt, answers_G in zip(text.prompts_P, text.answers_PG, strict=True)
         for answer in answers_G
     ]
-    reference = torch.cat([reference_logprobs(policy, prompt, answer) for prompt, answer in answers])
+
+
+def _references(policy: Policy, text: Probe) -> Tensor:
+    return torch.cat([reference_logprobs(policy, prompt, answer) for prompt, answer in _answers(text)])
+
+
+def _trained(policy: Policy, text: Probe) -> Tensor:
     packs = [
         Pack(prompt, tuple(_as_trained(answer) for answer in answers_G))
-        for prompt, answers_G in zip(tokens.prompts_P, tokens.answers_PG, strict=True)
+        for prompt, answers_G in zip(text.prompts_P, text.answers_PG, strict=True)
     ]
-    trained, _ = logprobs(policy, tensors_of(packs, policy.device), 1.0)
-    yield Gap.between("training's forward pass", trained, reference)
-    if sampled:
-        yield Gap.between("sampling with a cache", Replay(policy, tokens).logprobs(), reference)
+    if policy.route.forward == "rows":
+        packs = [part for pack in packs for part in split(pack, 0)]
+    return logprobs(policy, tensors_of(packs, policy.device), 1.0)[0]
+
+
+def has_backward_in_blocks(policy: Policy) -> bool:
+    """Return whether a step with FlexAttention runs: its backward kernels are compiled apart from the forward ones.
+
+    In the precision of the weights: `in_float32` narrows a layer as soon as its forward pass is over.
+    """
+    text = _draw(policy, (SHORT_PROMPT,))
+    try:
+        policy.use(Route("packed", blocks=True))
+        with torch.enable_grad():
+            _trained(policy, text).sum().backward()  # type: ignore[no-untyped-call]
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as cause:
+        log.warning("FlexAttention is not used for this model: %s", first_line(cause))
+        return False
+    finally:
+        for parameter in policy.trainable:
+            parameter.grad = None
+    return True
+
+
+def _sampled(policy: Policy, text: Probe) -> Tensor:
+    return Replay(policy, text).logprobs()
+
+
+def _refuse_if_later_tokens_matter(policy: Policy, text: Probe, reference: Tensor) -> None:
+    """The likelihood of an answer must not depend on what follows it, as it does with some rotary embeddings."""
+    config = policy.model.get_base_model().config
+    later = torch.cat(
+        [
+            reference_logprobs(policy, prompt, (*answer, *[answer[0]] * 19))[: len(answer)]
+            for prompt, answer in _answers(text)
+        ]
+    )
+    if problem := problem_of([Gap.between("a prefix", later, reference, len(text.prompts_P[0]))], config):
+        raise UnsupportedModel(
+            f"{architecture(config)} is not supported: its log-probabilities change when tokens follow. {problem}"
+        )
 
 
 def reference_logprobs(policy: Policy, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
@@ -235,11 +324,12 @@ def reference_logprobs(policy: Policy, prompt: Sequence[int], answer: Sequence[i
 @contextmanager
 def eager(causal: PreTrainedModel) -> Iterator[None]:
     """With transformers' own attention, on the same weights."""
+    before = causal.config._attn_implementation
     causal.set_attn_implementation("eager")
     try:
         yield
     finally:
-        causal.set_attn_implementation(attention.NAME)
+        causal.set_attn_implementation(before)
 
 
 def _taken(logits_TV: Tensor, tokens_T: Sequence[int]) -> Tensor:
@@ -285,15 +375,17 @@ class Replay(TransformersSampler):
         return torch.cat(kept).to(self.policy.device)
 
 
-def _judge(gap: Gap, config: Any, tokens: int) -> None:
-    flipped = has_experts(config) and gap.share <= FLIPPED_SHARE and math.isfinite(gap.largest)
-    right = gap.largest <= TOLERANCE or flipped
-    if not right:
-        raise UnsupportedModel(
-            f"{_architecture(config)} is not supported: log-probabilities of {gap.part} differ from transformers' own "
-            f"by {gap.mean:.2g} nats a token on average and {gap.largest:.2g} at most (allowed: {TOLERANCE:g}), after "
-            f"a prompt of {tokens} tokens. Likely because of: {suspects(config)}."
-        )
+def problem_of(gaps: Sequence[Gap], config: Any) -> str:
+    """Return the problem as a sentence; empty if there is none."""
+    for gap in gaps:
+        flipped = has_experts(config) and gap.share <= FLIPPED_SHARE and math.isfinite(gap.largest)
+        if gap.largest > TOLERANCE and not flipped:
+            return (
+                f"Log-probabilities of {gap.part} differ from transformers' own by {gap.mean:.2g} nats a token on "
+                f"average and {gap.largest:.2g} at most (allowed: {TOLERANCE:g}), after a prompt of {gap.prompt} "
+                "tokens."
+            )
+    return ""
 
 
 def _refuse_lossy_adapter(policy: Policy, config: Any) -> None:
@@ -307,49 +399,9 @@ def _refuse_lossy_adapter(policy: Policy, config: Any) -> None:
     lost = [name for name, tensor in policy.adapter().items() if not torch.equal(tensor, saved[name])]
     if lost:
         raise UnsupportedModel(
-            f"{_architecture(config)} is not supported: PEFT loses {len(lost)} of the adapter's {len(saved)} tensors "
+            f"{architecture(config)} is not supported: PEFT loses {len(lost)} of the adapter's {len(saved)} tensors "
             f"when it loads them, the first being {lost[0]}."
         )
-
-
-def suspects(config: Any) -> str:
-    """List features of the config that this service does not implement, for a message."""
-    text = config.get_text_config()
-    reasons = [f"layers of type {kind}" for kind in _recurrent_layers(text)]
-    reasons += [f"a window of {tokens} tokens ({field})" for field, tokens in windows(config).items()]
-    reasons += [f"a rotary embedding of type {kind}" for kind in _rope_limits(text)]
-    if getattr(text, "kv_lora_rank", None):
-        reasons.append(f"latent attention (kv_lora_rank = {text.kv_lora_rank})")
-    reasons += [
-        f"{field} = {getattr(text, field)}"
-        for field in (
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-            "logits_scaling",
-            "logit_scale",
-            "lm_head_multiplier",
-        )
-        if getattr(text, field, None) not in (None, 1, 1.0)
-    ]
-    return "; ".join(reasons) or "a part of the architecture that is not in its config"
-
-
-@contextmanager
-def refusing(config: Any) -> Iterator[None]:
-    """Convert errors inside the context to refusals of the model."""
-    try:
-        yield
-    except Refusal:
-        raise
-    except (MemoryError, torch.OutOfMemoryError) as cause:
-        raise NotEnoughMemory(
-            f"Not enough memory to check {_architecture(config)} on this machine: {first_line(cause)}"
-        ) from cause
-    except Exception as cause:
-        raise UnsupportedModel(
-            f"{_architecture(config)} is not supported: it fails with {first_line(cause)}. Likely "
-            f"because of: {suspects(config)}."
-        ) from cause
 
 
 @contextmanager

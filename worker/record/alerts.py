@@ -1,9 +1,9 @@
 """Warnings about a step as soon as it is recorded, and the steps after which the job fails."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from core.jobs.hyperparameters import Resolved
+from core.results.step_metrics import StepMetrics
 from worker.record import metrics, stopping
 from worker.record.history import History
 from worker.record.recorder import Recorder
@@ -30,10 +30,10 @@ def report(
     Raises:
         UserMistake: that happened.
     """
-    step, earlier = history.steps[-1]["step"], history.steps[:-1]
+    step, earlier = history.steps[-1].step, history.steps[:-1]
     if (failures := metrics.ungraded(groups_P)) is not None:
         recorder.warn(failures.message, {"step": step, "reasons": failures.reasons})
-        failed = stopping.in_a_row(history.steps, lambda one: one.get("mean_unresponsive_rewards", 0.0) > 0.5)
+        failed = stopping.in_a_row(history.steps, lambda one: (one.mean_unresponsive_rewards or 0.0) > 0.5)
         if failed >= failing_steps:
             message = f"In {failed} steps in a row most answers could not be graded. {failures.message}"
             raise UserMistake("grader_failed", message, "method.reinforcement.grader")
@@ -41,20 +41,20 @@ def report(
         groups_P, settings.supervision, earlier, cause_known="collapse" in history.warned
     )
     if silence is not None:
-        silent = stopping.in_a_row(history.steps, lambda one: one.get("groups_mixed_share") == 0.0)
+        silent = stopping.in_a_row(history.steps, lambda one: one.groups_mixed_share == 0.0)
         if silent in SILENT_STEPS:
             emit = recorder.inform if silence.is_success else recorder.warn
             emit(silence.message, {"step": step, "steps_in_a_row": silent})
 
 
-def require_signal(data: Mapping[str, Any], settings: Resolved) -> None:
+def require_signal(step: StepMetrics, settings: Resolved) -> None:
     """Fail the job after its first step if fewer groups had signal than `fail_below_signal` requires.
 
     Raises:
         UserMistake: with the code `no_signal`.
     """
-    share, bound = data["groups_mixed_share"], settings.fail_below_signal
-    if data["step"] == 1 and share < bound:
+    share, bound = step.groups_mixed_share, settings.fail_below_signal
+    if step.step == 1 and share is not None and share < bound:
         raise UserMistake(
             "no_signal",
             f"In the first step {share:.0%} of the groups had signal, less than fail_below_signal ({bound:.0%}). A "

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 # Format of the manifest and its files, including trainer.pt. Raise it when older versions cannot resume from a new
 # checkpoint, and only after a release that reads both: both versions run side by side during a rollout.
 FORMAT = 1
-KEPT_BEST = 3
+KEEP_BEST = 3
 # Key in the metrics that marks the checkpoint of a pause, which users may be serving.
 _FOR_PAUSE = "made_for_pause"
 
@@ -89,7 +89,7 @@ class Checkpoints:
         """Download all files of a checkpoint. Raises Damaged if one fails verification."""
         prefix = checkpoint.blob_prefix
         try:
-            self.attempt.retry(partial(self._download, prefix, folder))
+            self.attempt.retry(partial(self.download, prefix, folder))
         except OSError as cause:
             if not is_bad_sector(cause):
                 raise
@@ -203,7 +203,7 @@ class Checkpoints:
             if self.blobs.read(key) != content:
                 raise
 
-    def _download(self, prefix: str, folder: Path) -> None:
+    def download(self, prefix: str, folder: Path) -> None:
         try:
             self._download_all(prefix, folder)
         except Damaged as damage:
@@ -285,7 +285,7 @@ def _retire(session: Session, job: Job) -> list[str]:
     present: Sequence[Checkpoint] = session.scalars(_of_job(job.id)).all()
     newest = max(present, key=lambda one: one.step)
     measured = [one for one in present if one.valid_reward is not None]
-    best = sorted(measured, key=lambda one: (-(one.valid_reward or 0.0), one.step))[:KEPT_BEST]
+    best = sorted(measured, key=lambda one: (-(one.valid_reward or 0.0), one.step))[:KEEP_BEST]
     named = set(session.scalars(select(TunedModel.checkpoint_id).where(TunedModel.job_id == job.id)))
     paused = [one for one in present if _FOR_PAUSE in one.metrics and one.id in named]
     retired = [one for one in present if one is not newest and one not in best and one not in paused]

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from core.jobs.hyperparameters import Supervision
+from core.jobs.hyperparameter_groups import Supervision
+from core.results.step_metrics import StepMetrics
 from graders.spec import GraderSpec, LabelModelSpec, MultiSpec, ScoreModelSpec
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.learn import grpo
@@ -44,8 +45,8 @@ def of_step(
     seconds: Mapping[str, float],
     gpus: int = 1,
     base_scores: RowScores | None = None,
-) -> dict[str, Any]:
-    """The `data` of the step's metrics event. Step 0 is the validation of the base and has no training part.
+) -> StepMetrics:
+    """The metrics of a step. Step 0 is the validation of the base and has no training part.
 
     `base_scores` are the row scores of step 0, with which a later validation is compared.
     """
@@ -85,19 +86,19 @@ def of_step(
         data["model_graders_token_usage"] = _by_model(used)
         rows = _per_grader(spec, splits, _usage_fields)
         data["usage"] = {"graders": [row for row in rows if "model" in row]}
-    return data
+    return StepMetrics(**data)
 
 
-def message(data: Mapping[str, Any]) -> str:
+def message(step: StepMetrics) -> str:
     """The event's text, word for word as OpenAI wrote it (the space before the first comma included)."""
-    parts = [f"Step {data['step']}/{data['total_steps']} "]
-    for label, key in (
-        ("train mean reward", "train_mean_reward"),
-        ("full validation mean reward", "full_valid_mean_reward"),
-        ("full validation mean parse error", "full_valid_mean_parse_error"),
+    parts = [f"Step {step.step}/{step.total_steps} "]
+    for label, value in (
+        ("train mean reward", step.train_mean_reward),
+        ("full validation mean reward", step.full_valid_mean_reward),
+        ("full validation mean parse error", step.full_valid_mean_parse_error),
     ):
-        if data.get(key) is not None:
-            parts.append(f" {label}={data[key]:.2f}")
+        if value is not None:
+            parts.append(f" {label}={value:.2f}")
     return ",".join(parts)
 
 
@@ -158,7 +159,7 @@ def no_signal(
             f"{silence} The model has collapsed: its mean reward is {reward:.2f}, and {split} reward at step {step} "
             f"was {best:.2f}. Lower the learning rate."
         )
-    if kind == "all_one" and any(step.get("groups_mixed_share") for step in steps):
+    if kind == "all_one" and any(step.groups_mixed_share for step in steps):
         return Silence(
             f"{silence} Mostly all answers scored 1: the model has learned the prompts of this step.",
             is_success=True,
@@ -201,6 +202,7 @@ def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
         "completion_tokens_max": max(lengths),
         "sampling_entropy": _sampling_entropy(rollouts),
         "truncated_share": truncated,
+        **_reasoning(rollouts),
         "mean_unresponsive_rewards": len(failed) / len(grades),
     }
 
@@ -217,13 +219,26 @@ def _against_base(base_scores: RowScores, valid_P: Sequence[Group]) -> dict[str,
     }
 
 
+def _reasoning(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The lengths of thoughts and final answers; empty if there is no thought."""
+    thoughts = [rollout.reasoning_tokens for rollout in rollouts]
+    if not any(thoughts):
+        return {}
+    answers = [len(rollout.output_ids_T) - rollout.reasoning_tokens for rollout in rollouts]
+    return {
+        "reasoning_tokens_mean": statistics.fmean(thoughts),
+        "answer_tokens_mean": statistics.fmean(answers),
+        "cut_thoughts_share": sum(rollout.cut_thought for rollout in rollouts) / len(rollouts),
+    }
+
+
 def _sampling_entropy(rollouts: Sequence[Rollout]) -> float | None:
     """Nats a token, estimated as the mean of -log p over all sampled tokens.
 
     `entropy` is exact and covers only the trained tokens. This one covers every answer, so it is there in the steps
     that matter for a diagnosis: those in which no group had signal and nothing was trained.
     """
-    return _mean(-logprob for rollout in rollouts for logprob in rollout.logprobs_T)
+    return _mean(-logprob for rollout in rollouts for logprob in rollout.sampled_logprobs)
 
 
 def _signal(groups_P: Sequence[Group], supervision: Supervision) -> dict[str, float]:

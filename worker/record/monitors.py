@@ -39,8 +39,7 @@ class Finding:
 
 
 def check(steps: Steps, thresholds: Thresholds, warned: Collection[str] = ()) -> list[Finding]:
-    """The rules that hold after the last of `steps` (as worker.history.reduced makes them), without those that have
-    `warned` before."""
+    """The rules that hold after the last of `steps`, without those that have `warned` before."""
     findings = []
     for name, (rule, threshold) in _RULES.items():
         bound = getattr(thresholds, threshold)
@@ -69,7 +68,7 @@ def likely_cause(steps: Steps, verdict: Verdict, thresholds: Thresholds) -> tupl
     if (shifted := _shifted(steps, whole, highest_kl=True)) is not None:
         return shifted
     start = first(steps, "train_mean_reward")
-    later = [] if start is None else [step for step in steps if step["step"] > start[0]]
+    later = [] if start is None else [step for step in steps if step.step > start[0]]
     recent = last(later, "train_mean_reward", WINDOW)
     if start is not None and recent:
         training = f"training reward {start[1]:.2f} (step {start[0]}) -> {statistics.fmean(recent):.2f}"
@@ -88,8 +87,8 @@ def damage(steps: Steps, delivered: int, thresholds: Thresholds) -> tuple[str, s
     earlier or started later do not count, nor does truncation from the start, nor overfitting.
     """
     whole = _whole(thresholds)
-    until = [step for step in steps if step["step"] <= delivered + 1]
-    for end in (step for step in until if step["step"] >= max(delivered, 1)):
+    until = [step for step in steps if step.step <= delivered + 1]
+    for end in (step for step in until if step.step >= max(delivered, 1)):
         found = {finding.rule: finding for finding in check(until[: until.index(end) + 1], whole)}
         for rule in ("collapse", "kl_jump", "length_inflation"):
             if rule in found:
@@ -110,14 +109,11 @@ def _shifted(steps: Steps, thresholds: Thresholds, *, highest_kl: bool) -> tuple
 
 
 def _shifts(steps: Steps, thresholds: Thresholds, *, highest_kl: bool) -> Iterator[tuple[str, str]]:
-    measured = [step for step in steps if step.get("kl") is not None]
+    measured = [(step.kl, step.step) for step in steps if step.kl is not None]
     if measured and thresholds.kl_jump is not None:
-        high = max(measured, key=lambda step: step["kl"]) if highest_kl else measured[-1]
-        if high["kl"] > thresholds.kl_jump:
-            yield (
-                "kl_jump",
-                f"the policy is {high['kl']:.3g} nats a token from its reference in step {high['step']}",
-            )
+        kl, step = max(measured, key=lambda one: one[0]) if highest_kl else measured[-1]
+        if kl > thresholds.kl_jump:
+            yield "kl_jump", f"the policy is {kl:.3g} nats a token from its reference in step {step}"
     change = _change(steps, "valid_truncated_share")
     if change is not None and change[1] - change[0] >= CUT_OFF:
         yield "truncation", f"{change[0]:.0%} -> {change[1]:.0%} of the validation answers are cut off"
@@ -164,13 +160,12 @@ def _collapse(steps: Steps, share: float) -> Found | None:
     `groups_mixed_share` of the last step, `train_mean_reward` of the last WINDOW, and step 1.
     """
     now, start, entropy = steps[-1], first(steps, "train_mean_reward"), first(steps, "sampling_entropy")
-    if start is None or "train_mean_reward" not in now or now["step"] == start[0]:
+    if start is None or now.train_mean_reward is None or now.step == start[0]:
         return None
-    reward = statistics.fmean(last(steps, "train_mean_reward", min(WINDOW, now["step"] - start[0])))
-    left = (
-        now["sampling_entropy"] / entropy[1] if entropy and entropy[1] and "sampling_entropy" in now else 1.0
-    )
-    silent = now.get("groups_mixed_share") == 0.0
+    reward = statistics.fmean(last(steps, "train_mean_reward", min(WINDOW, now.step - start[0])))
+    now_entropy = now.sampling_entropy
+    left = now_entropy / entropy[1] if entropy and entropy[1] and now_entropy is not None else 1.0
+    silent = now.groups_mixed_share == 0.0
     lost, halved = reward < start[1] - LOST * abs(start[1]), reward < start[1] / 2
     if not (lost and left < share) and not (halved and (silent or left < 0.5)):
         return None
@@ -178,21 +173,24 @@ def _collapse(steps: Steps, share: float) -> Found | None:
     message = f"Collapse: training reward fell from {start[1]:.2f} (step {start[0]}) to {reward:.2f}"
     if silent:
         message += ", no group has answers that differ in score"
-    if entropy is not None and "sampling_entropy" in now:
-        message += f", entropy went from {entropy[1]:.3g} to {now['sampling_entropy']:.3g} nats a token"
-        data |= {"sampling_entropy": now["sampling_entropy"], "first_sampling_entropy": entropy[1]}
+    if entropy is not None and now_entropy is not None:
+        message += f", entropy went from {entropy[1]:.3g} to {now_entropy:.3g} nats a token"
+        data |= {"sampling_entropy": now_entropy, "first_sampling_entropy": entropy[1]}
     return f"{message}. Lower the learning rate.", data
 
 
 def _below_base(steps: Steps, margin: float) -> Found | None:
     """Validation is below the base model's by more than chance. Reads the last step's paired difference."""
     now, base = steps[-1], first(steps, "full_valid_mean_reward")
-    high = now.get("full_valid_difference_high")
-    if high is None or base is None or high >= -margin:
+    high, low, difference = (
+        now.full_valid_difference_high,
+        now.full_valid_difference_low,
+        now.full_valid_difference,
+    )
+    if high is None or low is None or difference is None or base is None or high >= -margin:
         return None
-    low, difference = now["full_valid_difference_low"], now["full_valid_difference"]
     return (
-        f"Validation is below the base model: {base[1]:.2f} -> {now['full_valid_mean_reward']:.2f}, paired difference "
+        f"Validation is below the base model: {base[1]:.2f} -> {now.full_valid_mean_reward:.2f}, paired difference "
         f"{difference:+.2f} (95 % interval {low:.2f} to {high:.2f}).",
         {"difference": difference, "low": low, "high": high},
     )
@@ -205,7 +203,7 @@ def _overfitting(steps: Steps, bound: float) -> Found | None:
     training prompts may have been easier from the start.
     """
     now, recent = steps[-1], last(steps, "train_mean_reward", WINDOW)
-    valid, stderr = now.get("full_valid_mean_reward"), now.get("full_valid_stderr")
+    valid, stderr = now.full_valid_mean_reward, now.full_valid_stderr
     base, start = first(steps, "full_valid_mean_reward"), first(steps, "train_mean_reward")
     if valid is None or stderr is None or len(recent) < WINDOW or base is None or start is None:
         return None
@@ -227,7 +225,7 @@ def _kl_jump(steps: Steps, bound: float) -> Found | None:
     """
     measured = last(steps, "kl", KL_HIGH + KL_BEFORE)
     now, before = measured[:KL_HIGH], measured[KL_HIGH:]
-    if "kl" not in steps[-1] or not before or min(now) - statistics.median(before) <= bound:
+    if steps[-1].kl is None or not before or min(now) - statistics.median(before) <= bound:
         return None
     rewards = last(steps, "train_mean_reward", KL_HIGH + KL_BEFORE)
     if len(rewards) > KL_HIGH:
@@ -245,7 +243,7 @@ def _kl_jump(steps: Steps, bound: float) -> Found | None:
 def _truncation(steps: Steps, bound: float) -> Found | None:
     """Many answers are cut off in every step. Reads `truncated_share` of the last TRUNCATED training steps."""
     recent = last(steps, "truncated_share", TRUNCATED)
-    if "truncated_share" not in steps[-1] or len(recent) < TRUNCATED or min(recent) <= bound:
+    if steps[-1].truncated_share is None or len(recent) < TRUNCATED or min(recent) <= bound:
         return None
     share = statistics.fmean(recent)
     return (
@@ -258,7 +256,7 @@ def _truncation(steps: Steps, bound: float) -> Found | None:
 def _length_inflation(steps: Steps, factor: float) -> Found | None:
     """Answers grow. Reads `completion_tokens_mean` of the last WINDOW training steps and of the first."""
     start, recent = first(steps, "completion_tokens_mean"), last(steps, "completion_tokens_mean", WINDOW)
-    if start is None or len(recent) < WINDOW or "completion_tokens_mean" not in steps[-1]:
+    if start is None or len(recent) < WINDOW or steps[-1].completion_tokens_mean is None:
         return None
     length = statistics.fmean(recent)
     if length <= factor * start[1]:

@@ -17,6 +17,7 @@ from core.jobs.verdict import Verdict
 from core.outbound import webhooks
 from core.results import evals, rollouts
 from core.results.rollouts import Row
+from core.results.step_metrics import StepMetrics
 from core.tenancy import tenants
 from core.tenancy.limits import NO_LIMITS, Limits
 from worker import instruments
@@ -57,11 +58,11 @@ class Recorder:
 
         self.attempt.write(write)
 
-    def recorded(self) -> tuple[list[dict[str, Any]], History]:
+    def recorded(self) -> tuple[list[StepMetrics], History]:
         """The metrics of all recorded steps, in order, and what rules read of them. Once for each attempt."""
 
-        def read(session: Session) -> tuple[list[dict[str, Any]], History]:
-            steps = [row.data for row in events.steps(session, self.job.id)]
+        def read(session: Session) -> tuple[list[StepMetrics], History]:
+            steps = events.metrics(session, self.job.id)
             base_scores = events.valid_scores(session, self.job.id, 0)
             return steps, History.of(steps, base_scores, events.warned(session, self.job.id))
 
@@ -73,7 +74,7 @@ class Recorder:
 
     def step(
         self,
-        data: dict[str, Any],
+        measured: StepMetrics,
         stored: Sequence[GradedStep],
         *,
         ahead: Ahead,
@@ -88,7 +89,7 @@ class Recorder:
         Raises:
             LeaseLost: the job was cancelled or another worker has claimed it; nothing was recorded.
         """
-        step = data["step"]
+        step = measured.step
         pages = self._write_pages(step, stored, ahead)
 
         def write(session: Session, job: Job) -> bool:
@@ -97,20 +98,21 @@ class Recorder:
             if not again:  # else it was committed, and the connection broke before we heard of it
                 for page in pages:
                     session.merge(page)
-                events.record_step(session, self.attempt.claim, step, data, valid_scores)
-                events.append(session, job.id, metrics.message(data), type="metrics", data=data, step=step)
+                events.record_step(session, self.attempt.claim, measured, valid_scores)
+                message, data = metrics.message(measured), measured.to_data()
+                events.append(session, job.id, message, type="metrics", data=data, step=step)
                 for finding in findings:
                     told = finding.event_data(step)
                     events.append(session, job.id, finding.message, level="warn", data=told, step=step)
-                usage.record(session, job, data, ahead)
-                webhooks.emit_thresholds(job, data)
+                usage.record(session, job, measured, ahead)
+                webhooks.emit_thresholds(job, measured)
                 if ahead.steps:
                     self._pause_at_a_cap(session, job)
             return job.status == "pausing"
 
         pause = self.attempt.write(write)
-        instruments.recorded(data)
-        log.info("%s", metrics.message(data))
+        instruments.recorded(measured)
+        log.info("%s", metrics.message(measured))
         return pause
 
     def _pause_at_a_cap(self, session: Session, job: Job) -> None:
@@ -132,7 +134,7 @@ class Recorder:
 
     def judged(self, verdict: Verdict, message: str, *, level: str, data: dict[str, Any]) -> None:
         """Store the verdict with its event, once: a run that ended here before finds it stored."""
-        stored = verdict.stored()
+        stored = verdict.to_row()
 
         def write(session: Session, job: Job) -> None:
             if job.verdict != stored:

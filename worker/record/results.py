@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import select
@@ -13,11 +13,11 @@ from core.database.engine import Database
 from core.database.ids import new_id
 from core.database.tables import File, Job
 from core.jobs import events, usage
-from core.results.step_metrics import COLUMNS
+from core.results.step_metrics import COLUMNS, StepMetrics
 from core.storage.store import BlobStore
 
 
-def to_csv(steps: list[dict[str, Any]], verdict: Mapping[str, Any] | None = None) -> bytes:
+def to_csv(steps: Sequence[StepMetrics], verdict: Mapping[str, Any] | None = None) -> bytes:
     """Metrics of the steps, in order, as CSV with a header. Metrics that a step did not measure are blank.
 
     The columns `verdict/...` have the job's verdict in the row of the delivered step, and are blank in all others.
@@ -32,19 +32,20 @@ def to_csv(steps: list[dict[str, Any]], verdict: Mapping[str, Any] | None = None
     return buffer.getvalue().encode()
 
 
-def row(data: Mapping[str, Any]) -> dict[str, Any]:
+def row(step: StepMetrics) -> dict[str, Any]:
     """The step as a row of the file: column -> value, None for what was not measured."""
-    row = {metric.name: metric.value(data) for metric in COLUMNS}
-    for section in ("scores", "errors", "usage", "timing"):
-        for grader in data.get(section, {}).get("graders", []):
+    row = {metric.name: metric.value(step) for metric in COLUMNS}
+    sections = {"scores": step.scores, "errors": step.errors, "usage": step.usage, "timing": step.timing}
+    for section, measured in sections.items():
+        for grader in measured.graders:
             for field, value in grader.items():
                 if field not in ("name", "type", "model"):
                     row[f"{section}/graders/{grader['type']}/{grader['name']}/{field}"] = value
     return row
 
 
-def _verdict(step: Mapping[str, Any], verdict: Mapping[str, Any] | None) -> dict[str, Any]:
-    if verdict is None or verdict["step"] != step["step"]:
+def _verdict(step: StepMetrics, verdict: Mapping[str, Any] | None) -> dict[str, Any]:
+    if verdict is None or verdict["step"] != step.step:
         return {}
     return {f"verdict/{name}": value for name, value in verdict.items() if name != "step"}
 
@@ -52,7 +53,7 @@ def _verdict(step: Mapping[str, Any], verdict: Mapping[str, Any] | None) -> dict
 def prepare(database: Database, blobs: BlobStore, job: Job) -> File | None:
     """Write the CSV of the job's steps to the blob store; None if no step was finished. Add its row with `attach`."""
     with database.read() as session:
-        steps = [row.data for row in events.steps(session, job.id)]
+        steps = events.metrics(session, job.id)
         verdict = session.scalars(select(Job.verdict).where(Job.id == job.id)).one()
     if not steps:
         return None

@@ -7,6 +7,7 @@ from typing import Any
 
 from core.jobs.hyperparameters import Resolved
 from core.results.rollouts import Row, Split
+from core.text import storable
 from graders.types import Grade
 from worker.learn import grpo
 from worker.learn.batch import Lesson, lessons
@@ -56,7 +57,7 @@ def _group(group: Group, learned_G: list[Lesson] | None, where: Mapping[str, Any
             **shared,
             "member": member,
             **_answer(rollout, grade),
-            "centred_reward": centred_G[member],
+            "centered_reward": centred_G[member],
             **_lesson(grade, None if learned_G is None else learned_G[member]),
         }
         for member, (rollout, grade) in enumerate(zip(group.rollouts_G, group.grades_G, strict=True))
@@ -66,17 +67,20 @@ def _group(group: Group, learned_G: list[Lesson] | None, where: Mapping[str, Any
 def _answer(rollout: Rollout, grade: Grade) -> dict[str, Any]:
     subs = grade.sub_grades
     return {
-        "output_text": _storable(rollout.text),
+        "output_text": storable(rollout.text),
+        "output_reasoning": storable(rollout.reasoning) or None,
         "completion_tokens": len(rollout.output_ids_T),
+        "reasoning_tokens": rollout.reasoning_tokens,
+        "grammar_start": rollout.grammar_start,
         "finish_reason": rollout.finish_reason,
         "score": grade.score,
-        "reason": _storable(grade.reason),
+        "reason": storable(grade.reason),
         "error": None if grade.error is None else grade.error.value,
-        "output": _storable(grade.output),
+        "output": storable(grade.output),
         "sub_scores": {name: sub.score for name, sub in subs.items()},
-        "sub_reasons": {name: _storable(sub.reason) for name, sub in subs.items() if sub.reason},
+        "sub_reasons": {name: storable(sub.reason) for name, sub in subs.items() if sub.reason},
         "sub_errors": {name: sub.error.value for name, sub in subs.items() if sub.error is not None},
-        "sub_outputs": {name: _storable(sub.output) for name, sub in subs.items() if sub.output},
+        "sub_outputs": {name: storable(sub.output) for name, sub in subs.items() if sub.output},
     }
 
 
@@ -90,8 +94,3 @@ def _lesson(grade: Grade, learned: Lesson | None) -> dict[str, Any]:
             for step, advantage in zip(grade.steps, advantages_J, strict=True)
         ],
     }
-
-
-def _storable(text: str) -> str:
-    """Replace lone surrogates, which graders may emit and UTF-8 cannot encode."""
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from core.jobs.hyperparameters import Resolved
+from core.results.step_metrics import StepMetrics
 from worker.record.history import Steps, last
 
 
@@ -20,7 +21,7 @@ class Stop:
     evidence: Mapping[str, Any]
 
 
-def in_a_row(steps: Steps, holds: Callable[[Mapping[str, Any]], bool]) -> int:
+def in_a_row(steps: Steps, holds: Callable[[StepMetrics], bool]) -> int:
     """Return the number of consecutive last steps for which it holds."""
     return sum(1 for _ in takewhile(holds, reversed(steps)))
 
@@ -41,12 +42,10 @@ def reason_to_stop(steps: Steps, settings: Resolved) -> Stop | None:
 
 def _plateau(steps: Steps, evals: int) -> Stop | None:
     """Stop if no validation among the last `evals` improved on the best before them. Reads all validations."""
-    if steps[-1].get("full_valid_mean_reward") is None:
+    if steps[-1].full_valid_mean_reward is None:
         return None
     rewards = [
-        (step["step"], step["full_valid_mean_reward"])
-        for step in steps
-        if step.get("full_valid_mean_reward") is not None
+        (step.step, step.full_valid_mean_reward) for step in steps if step.full_valid_mean_reward is not None
     ]
     if len(rewards) <= evals:
         return None
@@ -68,12 +67,12 @@ def _no_signal(steps: Steps, most: int) -> Stop | None:
     return Stop(
         f"Stopped early: no group of the last {most} steps had answers that differed in score, so there is nothing "
         "left to learn from these prompts and this grader.",
-        {"steps_without_signal": most, "train_mean_reward": steps[-1].get("train_mean_reward")},
+        {"steps_without_signal": most, "train_mean_reward": steps[-1].train_mean_reward},
     )
 
 
 def _kl(steps: Steps, bound: float) -> Stop | None:
-    kl = steps[-1].get("kl")
+    kl = steps[-1].kl
     if kl is None or kl <= bound:
         return None
     return Stop(
@@ -83,7 +82,7 @@ def _kl(steps: Steps, bound: float) -> Stop | None:
 
 
 def _entropy(steps: Steps, bound: float) -> Stop | None:
-    entropy = steps[-1].get("entropy")
+    entropy = steps[-1].entropy
     if entropy is None or entropy >= bound:
         return None
     return Stop(

@@ -112,4 +112,5 @@ class Collector:
             job_seed=self.seed,
             step=step,
             held_to=self.held_to,
+            thinking_budget=settings.thinking_budget,
         )

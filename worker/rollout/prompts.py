@@ -21,7 +21,7 @@ class PromptStream:
         self.prompts = prompts
         self.batch_size = batch_size
         self.seed = seed
-        self._orders: dict[int, array[int]] = {}  # by epoch; see `_order`
+        self._orders: dict[int, array[int]] = {}  # by epoch; see `order`
 
     def batch(self, step: int) -> list[Prompt]:
         """The prompts of step 1, 2, ...; a batch may straddle the end of an epoch."""
@@ -40,9 +40,14 @@ class PromptStream:
 
     def _at(self, place: int) -> Prompt:
         epoch, index = divmod(place, len(self.prompts))
-        return self.prompts[self._order(epoch)[index]]
+        return self.prompts[self.order(epoch)[index]]
 
-    def _order(self, epoch: int) -> "array[int]":
+    @property
+    def kept_epochs(self) -> list[int]:
+        """The epochs whose permutation is in memory."""
+        return sorted(self._orders)
+
+    def order(self, epoch: int) -> "array[int]":
         """The permutation of an epoch. At most two are kept, 8 bytes a prompt: a batch may straddle two epochs."""
         order = self._orders.get(epoch)
         if order is None:

@@ -72,5 +72,7 @@ class Rewards:
 
     async def _grade(self, slots: asyncio.Semaphore, prompt: Prompt, rollout: Rollout) -> Grade:
         async with slots:
-            sample = Sample.from_text(rollout.text, rollout.finish_reason, self.parse_json)
+            sample = Sample.from_text(
+                rollout.text, rollout.finish_reason, self.parse_json, reasoning=rollout.reasoning
+            )
             return await grade_one(self.grader, sample, prompt.item)

@@ -24,18 +24,21 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.cache_utils import Cache
 
-from worker.model import policy, support
+from worker.model import attention, policy, support
+from worker.model.architecture import refuse_beyond_full_attention, refusing, suspects
+from worker.model.decoding import right_padded
 from worker.model.lora import FrozenLinear
 from worker.model.policy import Base
 from worker.refusals import UnsupportedModel
-from worker.rollout.samplers.json_schema import Held, Vocabulary
+from worker.rollout.samplers.json_schema import Vocabulary
+from worker.rollout.samplers.steering import Served, Steering
 from worker.serve.engine import Ask, Token
 
 log = logging.getLogger(__name__)
 
-MOST_ROWS = 64
-MOST_CACHED_TOKENS = 131_072  # rows times the longest of them: bounds the cache
-MOST_PROMPT_TOKENS = (
+MAX_ROWS = 64
+MAX_CACHED_TOKENS = 131_072  # rows times the longest of them: bounds the cache
+MAX_PROMPT_TOKENS = (
     8192  # read at once, padding included, so that the rows which are being written do not wait for long
 )
 ADAPTERS_IN_MEMORY = 32
@@ -161,7 +164,8 @@ class ServedModel:
         for name, module in base.model.named_modules():
             if isinstance(module, nn.Linear) and module is not head:
                 module.forward = self._forward_of(name, module)  # type: ignore[method-assign,assignment]
-        self._decoder = getattr(base.model, base.model.base_model_prefix)
+        self._decoder, self._of_head = base.parts.decoder, base.parts.logits
+        base.model.set_attn_implementation(attention.NAME)
         self._head = FrozenLinear(head, trained=False)
         self.device: torch.device = head.weight.device
         self.stop_ids = policy.stop_ids(base.model, base.tokenizer)
@@ -176,8 +180,9 @@ class ServedModel:
         """
         config, ids = base.model.config, [i % 67 + 3 for i in range(24)]
         support.refuse_by_config(config, self.context)
-        layers = list(policy.decoder_of(base.model).layers)
-        with support.refusing(config), support.in_float32(base.model, layers):
+        refuse_beyond_full_attention(config, self.context)
+        layers = list(base.parts.layers or [])
+        with refusing(config), support.in_float32(base.model, layers):
             with support.eager(base.model):
                 whole = torch.tensor([ids], device=self.device)
                 reference = base.model(input_ids=whole, use_cache=False).logits[0, -2:]
@@ -188,7 +193,7 @@ class ServedModel:
         if not gap <= support.TOLERANCE:
             raise UnsupportedModel(
                 f"{type(base.model).__name__} is not supported: its log-probabilities differ from transformers' own by "
-                f"{gap:.3g}. Likely because of: {support.suspects(config)}."
+                f"{gap:.3g}. Likely because of: {suspects(config)}."
             )
 
     @cached_property
@@ -210,20 +215,17 @@ class ServedModel:
         return forward
 
     @torch.inference_mode()
+    def lora(self, folder: Path) -> Lora:
+        return Lora.load(folder, self.device)
+
     def read(self, prompts: Sequence[Sequence[int]], loras: Sequence[Lora | None]) -> tuple[RowCache, Tensor]:
         """The prompts' keys and values, and the logits [P, V] of each first token. Equal adapters are neighbours."""
-        lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
-        width = int(lengths.max())
-        input_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-        for row, ids in enumerate(prompts):
-            input_ids[row, : len(ids)] = torch.tensor(ids)
-        # Padding stands on the right: causal attention alone keeps it out of every real token's sight.
+        input_ids, lengths = right_padded(prompts, self.device)
+        width = input_ids.shape[1]
         mask = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
         positions = torch.arange(width, device=self.device)[None].expand(len(prompts), -1)
         cache = RowCache(lengths)
-        hidden = self._hidden(
-            input_ids.to(self.device), positions, mask.expand(len(prompts), 1, -1, -1), cache, loras
-        )
+        hidden = self._hidden(input_ids, positions, mask.expand(len(prompts), 1, -1, -1), cache, loras)
         cache.reading = False
         return cache, self._logits(hidden[torch.arange(len(prompts), device=self.device), lengths - 1])
 
@@ -255,7 +257,7 @@ class ServedModel:
         return last
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden).float()
+        return self._of_head(self._head(hidden).float())
 
 
 def _spans(loras: Sequence[Lora | None]) -> list[Span]:
@@ -270,6 +272,10 @@ def _spans(loras: Sequence[Lora | None]) -> list[Span]:
     return spans
 
 
+def is_steered(ask: Ask) -> bool:
+    return bool(ask.held_to) or ask.thinking_budget is not None
+
+
 @dataclass(eq=False)
 class Row:
     """One answer on its way."""
@@ -281,7 +287,7 @@ class Row:
     left: bool = False  # abandoned: its tokens are no longer read
     written: int = 0
     newest: int = 0
-    held: Held | None = None
+    steering: Steering | None = None
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.ask.seed)
@@ -300,14 +306,21 @@ class Row:
 class ContinuousEngine:
     """Implements worker.serve.engine.Engine with transformers. Its own thread computes whenever there is a row."""
 
-    def __init__(self, base: Base, *, most_rows: int = MOST_ROWS) -> None:
-        self.model = ServedModel(base)
+    def __init__(
+        self,
+        base: Base,
+        *,
+        most_rows: int = MAX_ROWS,
+        most_prompt_tokens: int = MAX_PROMPT_TOKENS,
+        served: Callable[[Base], ServedModel] = ServedModel,
+    ) -> None:
+        self.model = served(base)
         self.context, self.tokenizer, self.stop_ids = (
             self.model.context,
             self.model.tokenizer,
             self.model.stop_ids,
         )
-        self.most_rows = most_rows
+        self.most_rows, self.most_prompt_tokens = most_rows, most_prompt_tokens
         self.steps = 0  # forward passes that wrote a token
         self._loras: OrderedDict[Path, Lora] = OrderedDict()
         self._reading = threading.Lock()  # of adapters: each request asks for its own in a thread
@@ -320,7 +333,7 @@ class ContinuousEngine:
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Token, None]:
         lora = None if ask.adapter is None else await asyncio.to_thread(self._lora, ask.adapter)
-        if ask.held_to:
+        if is_steered(ask):
             await asyncio.to_thread(lambda: self.model.vocabulary)
         row = Row(ask, lora, asyncio.get_running_loop())
         self._arrivals.put(row)
@@ -336,6 +349,11 @@ class ContinuousEngine:
             row.left = True
 
     @property
+    def arriving(self) -> int:
+        """Requests that no step has looked at yet."""
+        return self._arrivals.qsize()
+
+    @property
     def lost(self) -> bool:
         return not self._thread.is_alive()
 
@@ -348,7 +366,7 @@ class ContinuousEngine:
         with self._reading:
             lora = self._loras.get(folder)
             if lora is None:
-                lora = self._loras[folder] = Lora.load(folder, self.model.device)
+                lora = self._loras[folder] = self.model.lora(folder)
             self._loras.move_to_end(folder)
             while len(self._loras) > ADAPTERS_IN_MEMORY:
                 self._loras.popitem(last=False)
@@ -394,10 +412,10 @@ class ContinuousEngine:
         for row in self._waiting:
             longest = max(longest, row.most)
             count = len(self._rows) + len(chosen) + 1
-            if count > 1 and (count > self.most_rows or count * longest > MOST_CACHED_TOKENS):
+            if count > 1 and (count > self.most_rows or count * longest > MAX_CACHED_TOKENS):
                 break
             width = max(width, len(row.ask.prompt_ids))
-            if chosen and (len(prompts) + (row.prompt not in prompts)) * width > MOST_PROMPT_TOKENS:
+            if chosen and (len(prompts) + (row.prompt not in prompts)) * width > self.most_prompt_tokens:
                 break
             prompts.add(row.prompt)
             chosen.append(row)
@@ -414,9 +432,9 @@ class ContinuousEngine:
         prompt_of = [places[row.prompt] for row in chosen]
         read.take(prompt_of)
         for row in chosen:
-            if row.ask.held_to:
+            if is_steered(row.ask):
                 with self._own_fault(row):
-                    row.held = Held(self.model.vocabulary, row.ask.held_to, 1)
+                    row.steering = Steering.of(Served(self.model.vocabulary, row.ask.reasoning), row.ask, 1)
         if cache is None:
             cache = read
         else:
@@ -440,19 +458,19 @@ class ContinuousEngine:
     def _next(self, rows: Sequence[Row], logits_RV: Tensor) -> None:
         """Choose a token for each of these rows, hand it on, and let those go that have ended."""
         free = logits_RV
-        if any(row.held for row in rows):
+        if any(row.steering for row in rows):
             logits_RV = logits_RV.clone()
             for at, row in enumerate(rows):
-                if row.held is not None:
+                if row.steering is not None:
                     with self._own_fault(row):
-                        logits_RV[at] = row.held.masked(logits_RV[at : at + 1], [0])[0]
+                        logits_RV[at] = row.steering.masked(logits_RV[at : at + 1], [0])[0]
         chosen = sample(logits_RV, [row.ask for row in rows], [_draw(row.dice) for row in rows])
         found = logprobs(free, [row.ask for row in rows], chosen)
         news: dict[asyncio.AbstractEventLoop, list[tuple[Row, Token]]] = {}
         for row, token_id, (logprob, top) in zip(rows, chosen.tolist(), found, strict=True):
-            if row.held is not None and not row.left:
+            if row.steering is not None and not row.left:
                 with self._own_fault(row):
-                    row.held.take([0], [token_id])
+                    row.steering.take([0], [token_id])
             row.newest, row.written = token_id, row.written + 1
             last = token_id in self.stop_ids or row.written == row.ask.max_tokens
             row.left = row.left or last

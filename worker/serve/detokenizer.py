@@ -18,10 +18,11 @@ class Piece:
 
     text: str
     logprobs: list[dict[str, Any]]
+    reasoning: str = ""  # text of the thought
 
 
 @dataclass
-class Answer:
+class Detokenizer:
     """Incremental detokenizer of one answer."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -29,6 +30,8 @@ class Answer:
     stops: Sequence[str] = ()
     finish_reason: Literal["stop", "length"] | None = None
     tokens: int = 0
+    reasoning_tokens: int = 0  # of these: none without a thought
+    special: bool = False  # whether the text includes special tokens
     _ids: list[int] = field(default_factory=list)
     _from: int = 0  # decode from this token, because the text of a token depends on those before it
     _read: int = 0  # the text of the tokens before this one is in `_text`
@@ -66,7 +69,7 @@ class Answer:
             self._from, self._read = self._read, len(self._ids)
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True)) if ids else ""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=not self.special)) if ids else ""
 
     def _unsearched(self, stop: str) -> int:
         return max(0, self._shown - len(stop))

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from worker.model.reasoning import Reasoning
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -20,6 +22,8 @@ class Ask:
     max_tokens: int
     held_to: str  # a schema (core/response_format.py), or ""
     top_logprobs: int | None  # None: no log-probabilities at all
+    reasoning: Reasoning | None = None  # how the model reasons with the request's template
+    thinking_budget: int | None = None  # tokens after which a thought is closed
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ ADAPTER_PATIENCE = 20.0
 DOWNLOADS_AT_ONCE = 8  # of adapters, each in a thread
 
 
-class Refused(Exception):
+class EngineRefused(Exception):
     """The request cannot be served; has the reason and the HTTP status."""
 
     def __init__(
@@ -126,14 +126,14 @@ class Engines:
         try:
             return await asyncio.wait_for(asyncio.shield(task), patience)
         except TimeoutError:
-            raise Refused(
+            raise EngineRefused(
                 f"{what} is still loading; retry later.", 503, code="loading", retry_after=5
             ) from None
         except AdapterGone as gone:
-            raise Refused(f"The model cannot be loaded: {gone}.", 404, code="model_not_found") from gone
+            raise EngineRefused(f"The model cannot be loaded: {gone}.", 404, code="model_not_found") from gone
         except AdapterDamaged as damaged:
             message = f"The model's checkpoint is damaged: {damaged}. Use another checkpoint of its job."
-            raise Refused(message, 410, code="checkpoint_damaged") from damaged
+            raise EngineRefused(message, 410, code="checkpoint_damaged") from damaged
 
     def _task(self, name: str) -> "asyncio.Task[Loaded]":
         if name not in self._loading:
@@ -154,7 +154,7 @@ class Engines:
     async def _load(self, name: str) -> Engine:
         entry = self.registry.models.get(name)
         if entry is None:
-            raise Refused(f"The model '{name}' does not exist.", 404, code="model_not_found")
+            raise EngineRefused(f"The model '{name}' does not exist.", 404, code="model_not_found")
         builder = self._builder(entry)
         try:
             needed = await asyncio.to_thread(builder.bytes_needed, entry)
@@ -164,15 +164,15 @@ class Engines:
             with loading("model"):
                 return await builder.build(name, entry, [self.registry.models[other] for other in absent])
         except Refusal as refusal:
-            raise Refused(str(refusal), code=refusal.code) from refusal
+            raise EngineRefused(str(refusal), code=refusal.code) from refusal
         except ModelUnavailable as silence:
-            raise Refused(str(silence), 503, code="model_unavailable", retry_after=10) from silence
+            raise EngineRefused(str(silence), 503, code="model_unavailable", retry_after=10) from silence
 
     def _builder(self, entry: BaseModelEntry) -> Builder:
         name = sampler_of(entry, self.settings.sampler, self.device, vllm_installed="vllm" in self.builders)
         assert name is not None, "device and installation are known here"
         if name not in self.builders:
-            raise Refused(
+            raise EngineRefused(
                 "The model is served with vLLM, which is not installed here.", 503, code="engine_unavailable"
             )
         return self.builders[name]
@@ -183,8 +183,10 @@ class Engines:
             if idle is None:
                 gib = f"{name} needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
                 if self._loaded:
-                    raise Refused(f"{gib} while other models answer.", 503, code="loading", retry_after=10)
-                raise Refused(f"{gib}.", 503, code="not_enough_memory")
+                    raise EngineRefused(
+                        f"{gib} while other models answer.", 503, code="loading", retry_after=10
+                    )
+                raise EngineRefused(f"{gib}.", 503, code="not_enough_memory")
             log.info("unloading %s to make room for %s", idle, name)
             await self._loaded.pop(idle).engine.close()
             gc.collect()

@@ -23,6 +23,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
 
 from core import chat_templates
 from core.chat import InternalChat, envelope
@@ -33,12 +34,14 @@ from core.settings import Settings
 from core.storage.store import blobs_of
 from core.telemetry import tracing
 from worker import process
+from worker.model.reasoning import Reasoning, detect, plan_effort, with_defaults
 from worker.refusals import Refusal
 from worker.serve import serving_metrics
 from worker.serve.adapters import CHAT_TEMPLATE, AdapterFolders
-from worker.serve.detokenizer import Answer, Piece
+from worker.serve.channels import ReasoningAnswer
+from worker.serve.detokenizer import Detokenizer, Piece
 from worker.serve.engine import Ask, Engine, Token
-from worker.serve.engines import Builder, Engines, Refused
+from worker.serve.engines import Builder, EngineRefused, Engines
 from worker.serve.serving_metrics import Result, Tally
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ log = logging.getLogger(__name__)
 DRAIN_SECONDS = 30
 # Limit of answers in flight: 16 times the batch of the transformers engine (64), and 4 times that of vLLM (256).
 # One request has up to 128 answers (core/chat.py).
-MOST_ANSWERS = 1024
+MAX_ANSWERS = 1024
 OVERLOADED_RETRY_AFTER = 5  # seconds
 ROUTE = "/v1/chat/completions"
 
@@ -61,7 +64,7 @@ class Places:
     def take(self, answers: int) -> Iterator[None]:
         """Reserve `count` answers. Raises Refused if the queue is full, to bound the waiting time."""
         if self._taken + answers > self.most:
-            raise Refused(
+            raise EngineRefused(
                 f"{self._taken} answers are in flight, and this server accepts {self.most} at once; retry later.",
                 503,
                 code="overloaded",
@@ -75,13 +78,13 @@ class Places:
 
 
 @dataclass
-class Completion:
+class ChatInProgress:
     """The answers to one request, on a model that stays loaded until `close`."""
 
     request: InternalChat
     engine: Engine
     asks: Sequence[Ask]
-    answers: Sequence[Answer]
+    answers: Sequence[Detokenizer | ReasoningAnswer]
     tally: Tally
     held_open: AsyncExitStack
     result: Result | None = None  # None: determined by the answers
@@ -100,7 +103,7 @@ class Completion:
                 async for token in tokens:
                     arrived.put_nowait((number, token))
             except SchemaTooLarge as cause:
-                arrived.put_nowait((number, Refused(f"response_format: {cause}")))
+                arrived.put_nowait((number, EngineRefused(f"response_format: {cause}")))
             except Exception as cause:
                 arrived.put_nowait((number, cause))
             finally:
@@ -122,7 +125,7 @@ class Completion:
                     unfinished -= 1
                     writing[number].cancel()
         except Exception as cause:
-            self.result = "refused" if isinstance(cause, Refused) else "failed"
+            self.result = "refused" if isinstance(cause, EngineRefused) else "failed"
             raise
         finally:
             for task in writing:
@@ -143,7 +146,7 @@ class Completion:
             "total_tokens": read + written,
             "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
             "completion_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": sum(answer.reasoning_tokens for answer in self.answers),
                 "audio_tokens": 0,
                 "accepted_prediction_tokens": 0,
                 "rejected_prediction_tokens": 0,
@@ -151,7 +154,7 @@ class Completion:
         }
 
 
-async def begin(request: InternalChat, engines: Engines, places: Places) -> Completion:
+async def begin(request: InternalChat, engines: Engines, places: Places) -> ChatInProgress:
     """Load the model and parse the request. Raises Refused if the request cannot be served."""
     from worker.model.policy import render
 
@@ -162,18 +165,21 @@ async def begin(request: InternalChat, engines: Engines, places: Places) -> Comp
         messages = [message.model_dump(exclude={"name", "refusal"}) for message in request.messages]
         template = _template_of(request, adapter)
         try:
+            template, reasoning = await asyncio.to_thread(_reasoning, request, engine.tokenizer, template)
             prompt_ids = tuple(await asyncio.to_thread(render, engine.tokenizer, messages, template))
         except Refusal as cause:
-            raise Refused(str(cause), code=cause.code) from cause
+            raise EngineRefused(str(cause), code=cause.code) from cause
         except Exception as cause:
             log.exception("the chat template of %s failed", request.served.base_model)
-            raise Refused(f"the model's chat template failed: {cause}", 500) from cause
+            raise EngineRefused(f"the model's chat template failed: {cause}", 500) from cause
         room = engine.context - len(prompt_ids)
         if room < 1:
-            raise Refused(
+            raise EngineRefused(
                 f"the messages have {len(prompt_ids)} tokens; {request.model} takes {engine.context}",
                 code="context_length_exceeded",
             )
+        longest = min(room, request.most_tokens or room)
+        budget = _budget(request, reasoning, longest)
         asks = [
             Ask(
                 prompt_ids=prompt_ids,
@@ -181,15 +187,20 @@ async def begin(request: InternalChat, engines: Engines, places: Places) -> Comp
                 temperature=1.0 if request.temperature is None else request.temperature,
                 top_p=1.0 if request.top_p is None else request.top_p,
                 seed=_seed(request.seed, number),
-                max_tokens=min(room, request.most_tokens or room),
+                max_tokens=longest,
                 held_to=request.held_to,
                 top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+                reasoning=reasoning,
+                thinking_budget=budget,
             )
             for number in range(request.n or 1)
         ]
-        answers = [Answer(engine.tokenizer, engine.stop_ids, request.stops) for _ in asks]
+        written = engine.tokenizer, engine.stop_ids, request.stops
+        answers = [
+            Detokenizer(*written) if reasoning is None else ReasoningAnswer(*written, reasoning) for _ in asks
+        ]
         tally = Tally(arrived, request.served.base_model, len(prompt_ids), len(asks))
-        return Completion(request, engine, asks, answers, tally, stack.pop_all())
+        return ChatInProgress(request, engine, asks, answers, tally, stack.pop_all())
 
 
 def _template_of(request: InternalChat, adapter: Path | None) -> str | None:
@@ -200,24 +211,52 @@ def _template_of(request: InternalChat, adapter: Path | None) -> str | None:
     return file.read_text() if file is not None and file.exists() else None
 
 
+def _reasoning(
+    request: InternalChat, tokenizer: PreTrainedTokenizerBase, template: str | None
+) -> tuple[str | None, Reasoning | None]:
+    """Return the template with the request's arguments as its defaults, and how the model reasons with it."""
+    arguments = dict(request.served.chat_template_kwargs or {})
+    reasoning = detect(tokenizer, template)
+    if reasoning is not None:
+        # A budget does not depend on the template, so its length does not matter here.
+        arguments = {**plan_effort(reasoning, request.reasoning_effort, 0).arguments, **arguments}
+    if not arguments or (template is None and tokenizer.chat_template is None):
+        return template, reasoning
+    template = with_defaults(template or tokenizer.get_chat_template(), arguments)
+    return template, detect(tokenizer, template)
+
+
+def _budget(request: InternalChat, reasoning: Reasoning | None, longest: int) -> int | None:
+    """Return the tokens after which a thought is closed; None: unlimited, or no room for an answer after it."""
+    if reasoning is None:
+        return None
+    budget = request.served.thinking_budget
+    if budget is None:
+        budget = plan_effort(reasoning, request.reasoning_effort, longest).budget
+    return budget if budget is not None and budget + len(reasoning.closing_ids) < longest else None
+
+
 def _seed(asked: int | None, number: int) -> int:
     if asked is None:
         return secrets.randbits(62)
     return int.from_bytes(sha256(f"{asked}/{number}".encode()).digest()[:8], "big") >> 2
 
 
-async def whole(completion: Completion, frame: dict[str, Any]) -> dict[str, Any]:
+async def whole(completion: ChatInProgress, frame: dict[str, Any]) -> dict[str, Any]:
     """Build the response without streaming."""
     texts = ["" for _ in completion.answers]
+    thoughts = ["" for _ in completion.answers]
     logprobs: list[list[dict[str, Any]]] = [[] for _ in completion.answers]
     async with aclosing(completion.pieces()) as pieces:
         async for number, piece in pieces:
             texts[number] += piece.text
+            thoughts[number] += piece.reasoning
             logprobs[number] += piece.logprobs
     choices: list[dict[str, Any]] = [
         {
             "index": number,
-            "message": {"role": "assistant", "content": texts[number], "refusal": None, "annotations": []},
+            "message": {"role": "assistant", "content": texts[number], "refusal": None, "annotations": []}
+            | ({"reasoning_content": thoughts[number]} if thoughts[number] else {}),
             "finish_reason": answer.finish_reason,
             "logprobs": {"content": logprobs[number], "refusal": None}
             if completion.request.logprobs
@@ -228,7 +267,7 @@ async def whole(completion: Completion, frame: dict[str, Any]) -> dict[str, Any]
     return frame | {"object": "chat.completion", "choices": choices, "usage": completion.usage}
 
 
-async def streamed(completion: Completion, frame: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+async def streamed(completion: ChatInProgress, frame: dict[str, Any]) -> AsyncGenerator[bytes, None]:
     """Stream the response as server-sent events."""
     request = completion.request
     wants_usage = bool(request.stream_options and request.stream_options.include_usage)
@@ -246,6 +285,8 @@ async def streamed(completion: Completion, frame: dict[str, Any]) -> AsyncGenera
             yield chunk(number, {"role": "assistant", "content": "", "refusal": None})
         async with aclosing(completion.pieces()) as pieces:
             async for number, piece in pieces:
+                if piece.reasoning:
+                    yield chunk(number, {"reasoning_content": piece.reasoning})
                 if piece.text or piece.logprobs:
                     logprobs = {"content": piece.logprobs, "refusal": None} if request.logprobs else None
                     yield chunk(number, {"content": piece.text}, logprobs=logprobs)
@@ -254,7 +295,7 @@ async def streamed(completion: Completion, frame: dict[str, Any]) -> AsyncGenera
         if wants_usage:
             yield event(frame | {"choices": [], "usage": completion.usage})
         yield b"data: [DONE]\n\n"
-    except Refused as cause:
+    except EngineRefused as cause:
         yield event(envelope(cause.status, str(cause), cause.code))
     except Exception as cause:  # the status has been sent
         log.exception("an answer failed")
@@ -264,7 +305,7 @@ async def streamed(completion: Completion, frame: dict[str, Any]) -> AsyncGenera
 class Stream(StreamingResponse):
     """Server-sent events that stop when the client disconnects, even before the first event."""
 
-    def __init__(self, completion: Completion, frame: dict[str, Any]) -> None:
+    def __init__(self, completion: ChatInProgress, frame: dict[str, Any]) -> None:
         self.completion = completion
         self.events = streamed(completion, frame)
         super().__init__(self.events, media_type="text/event-stream")
@@ -278,7 +319,7 @@ class Stream(StreamingResponse):
             scope["app"].state.last_use = time.monotonic()
 
 
-def create_app(engines: Engines, key: str, *, most_answers: int = MOST_ANSWERS) -> FastAPI:
+def create_app(engines: Engines, key: str, *, most_answers: int = MAX_ANSWERS) -> FastAPI:
     """Create the app. /healthz is public; all other routes need the key."""
 
     @asynccontextmanager
@@ -310,7 +351,7 @@ def create_app(engines: Engines, key: str, *, most_answers: int = MOST_ANSWERS) 
         with tracing.request("POST", request.headers):
             try:
                 answer = await answered(body, request)
-            except Refused as error:
+            except EngineRefused as error:
                 headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
                 answer = JSONResponse(envelope(error.status, str(error), error.code), error.status, headers)
             tracing.answered("POST", ROUTE, answer.status_code)
@@ -320,13 +361,13 @@ def create_app(engines: Engines, key: str, *, most_answers: int = MOST_ANSWERS) 
         app.state.last_use = time.monotonic()
         try:
             completion = await until_gone(request.receive, begin(body, engines, places))
-        except Refused as cause:
+        except EngineRefused as cause:
             serving_metrics.refused(cause.status)
             raise
         except Exception as cause:
             log.exception("%s cannot be loaded", body.served.base_model)
             serving_metrics.refused(500)
-            raise Refused(f"the model cannot be loaded: {cause}", 500) from cause
+            raise EngineRefused(f"the model cannot be loaded: {cause}", 500) from cause
         if completion is None:
             serving_metrics.left()
             return Response(status_code=499)
@@ -340,11 +381,11 @@ def create_app(engines: Engines, key: str, *, most_answers: int = MOST_ANSWERS) 
             return Stream(completion, frame)
         try:
             answer = await until_gone(request.receive, whole(completion, frame))
-        except Refused:
+        except EngineRefused:
             raise
         except Exception as cause:
             log.exception("an answer failed")
-            raise Refused(f"the model failed: {cause}", 500) from cause
+            raise EngineRefused(f"the model failed: {cause}", 500) from cause
         finally:
             await completion.close()
             app.state.last_use = time.monotonic()

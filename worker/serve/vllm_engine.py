@@ -18,17 +18,19 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from core.registry import BaseModelEntry, Device, Registry
 from core.settings import Settings
 from worker.model import capacity, memory, sizing
+from worker.model.architecture import without_weights
 from worker.model.policy import read_config, read_shape, source_of, stop_ids_of
 from worker.model.sizing import GIB, Serving, Shape
 from worker.rollout.samplers.engine import RANKS, engine_options
+from worker.rollout.samplers.steering import UnsupportedTags, grammar_of
 from worker.rollout.samplers.wire import EngineConfig
 from worker.serve.engine import Ask, Engine, Token
-from worker.serve.engines import Refused
+from worker.serve.engines import EngineRefused
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ class VllmBuilder:
             os.environ["OMP_NUM_THREADS"] = str(settings.torch_threads)
 
     def bytes_needed(self, entry: BaseModelEntry) -> int:
-        shape, need = self._need(entry)
+        shape, need = self.need(entry)
         return need.without_cache + self.least_cache(shape, need)
 
     def bytes_free(self) -> int:
@@ -78,7 +80,7 @@ class VllmBuilder:
             on_cpu = self.device == "cpu"
             return max(need.least_cache, sizing.CPU_CACHE_BYTES) if on_cpu else need.least_cache
         if self.cache * GIB < need.least_cache:
-            raise Refused(
+            raise EngineRefused(
                 f"A sequence of the model's whole context needs a KV cache of {need.least_cache / GIB:.2f} GiB, and "
                 f"REGRAFT_INFERENCE_KV_CACHE_GIB is {self.cache:g}: the operator must raise or unset it.",
                 503,
@@ -111,7 +113,7 @@ class VllmBuilder:
             if shape is not None and (need := self._serving(shape, entry.context)).least > total:
                 yield f"{name} at {entry.context} tokens needs {need}; this GPU has {total / GIB:.1f} GiB."
 
-    def _need(self, entry: BaseModelEntry) -> tuple[Shape, Serving]:
+    def need(self, entry: BaseModelEntry) -> tuple[Shape, Serving]:
         shape = read_shape(entry, self.settings.model_cache)
         return shape, self._serving(shape, entry.context)
 
@@ -121,7 +123,7 @@ class VllmBuilder:
 
     async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> Engine:
         source = await asyncio.to_thread(source_of, entry, self.settings.model_cache)
-        shape, need = await asyncio.to_thread(self._need, entry)
+        shape, need = await asyncio.to_thread(self.need, entry)
         config = EngineConfig(
             source=str(source),
             dtype=entry.dtype,
@@ -178,7 +180,7 @@ class VllmEngine:
             logprobs=ask.top_logprobs,
             detokenize=False,
             output_kind=self._deltas,
-            structured_outputs=self._held_to(json=ask.held_to) if ask.held_to else None,
+            structured_outputs=self._structured(ask),
             watermarking=False,
         )
         prompt = {"type": "token", "prompt_token_ids": list(ask.prompt_ids)}
@@ -194,6 +196,15 @@ class VllmEngine:
                     yield _token(token_id, last, logprobs, ask.top_logprobs or 0)
         finally:
             await outputs.aclose()  # has vLLM forget the request, if it has not ended
+
+    def _structured(self, ask: Ask) -> Any:
+        try:
+            grammar = grammar_of(ask.reasoning, ask)
+        except UnsupportedTags as cause:
+            raise EngineRefused(str(cause)) from cause
+        if grammar:
+            return self._held_to(grammar=grammar)
+        return self._held_to(json=ask.held_to) if ask.held_to else None
 
     @property
     def lost(self) -> bool:
@@ -213,7 +224,7 @@ class VllmEngine:
         if folder.name not in self._requests:
             rank = LoraConfig.from_pretrained(str(folder)).r
             if rank > self.most_rank:
-                raise Refused(
+                raise EngineRefused(
                     f"The adapter's rank is {rank}, and this server takes {self.most_rank} at most: its operator sets "
                     "REGRAFT_INFERENCE_MAX_LORA_RANK."
                 )
@@ -232,8 +243,7 @@ def _token(id: int, last: bool, logprobs: Any, top: int) -> Token:
 
 def write_nothing(source: str, folder: Path) -> None:
     """An adapter of one layer whose matrices are 0."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_config_of(source))
+    model = without_weights(_config_of(source))
     head = model.get_output_embeddings()
     name, layer = next(
         (name, module)

@@ -1,4 +1,4 @@
-"""The Celery app of the worker: two thin tasks, and a thread-pool worker that runs them.
+"""The Celery app of the worker: three thin tasks, and a thread-pool worker that runs them.
 
 The same worker runs inside `regraft-server up` on memory:// and alone as `regraft-server worker` on Redis. It
 uses threads because its tasks only watch child processes or read files (docs/adr/0002).
@@ -11,12 +11,13 @@ from collections.abc import Callable
 from celery.worker import state
 
 from core.database.engine import Database, Send
-from core.jobs.queue import DEFAULT_QUEUE, RUN, VALIDATE, gpu_queue, open_celery, sender
+from core.jobs.queue import DEFAULT_QUEUE, EVAL, RUN, VALIDATE, gpu_queue, open_celery, sender
 from core.outbound.http import Outgoing
 from core.settings import Settings
 from core.storage.store import BlobStore
-from core.telemetry.metrics import Collector
+from core.telemetry.metrics import MetricsCollector
 from graders.backends import Backends
+from worker.evals.runner import EvalRunner
 from worker.model import capacity
 from worker.supervise import liveness
 from worker.supervise.deliveries import Deliveries
@@ -39,9 +40,10 @@ class WorkerService:
         self.celery = open_celery(settings.broker_url, settings.gpu_class)
         self.send: Send = sender(self.celery)
         self.supervisor = Supervisor(settings, database, blobs)
+        self.evals = EvalRunner(settings, database, blobs, backends, self.supervisor.owner)
         self.reconciler = Reconciler(settings, database, blobs, self.send)
         self.deliveries = Deliveries(database, Outgoing(settings.private_hosts))
-        self.figures: tuple[Collector, ...] = (self.supervisor.runs, Gpus())
+        self.figures: tuple[MetricsCollector, ...] = (self.supervisor.runs, Gpus())
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._consumer = None
@@ -63,6 +65,7 @@ class WorkerService:
 
         self.celery.task(name=RUN)(run_next)
         self.celery.task(name=VALIDATE)(validate_files)
+        self.celery.task(name=EVAL)(self.evals.wake)
 
     def start(self) -> None:
         capacity.warn(self.settings)
@@ -93,6 +96,7 @@ class WorkerService:
         """Drain: the run in progress writes a checkpoint and its job is queued again. Blocks until all threads exit."""
         self._stopping.set()
         self.supervisor.stop()
+        self.evals.stop()
         # Celery checks this flag every second while it reconnects to the broker; `stop` has no effect then.
         state.should_stop = 0
         try:

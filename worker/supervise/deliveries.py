@@ -19,7 +19,7 @@ from core.database.engine import Database, db_now
 from core.database.tables import Job, WebhookDelivery, WebhookEndpoint
 from core.jobs.lifecycle import FINAL
 from core.outbound import webhooks
-from core.outbound.http import Outgoing, Refused, Unreachable
+from core.outbound.http import Outgoing, Unreachable, UrlNotAllowed
 from worker.supervise.telemetry import WEBHOOK_ATTEMPTS
 
 log = logging.getLogger(__name__)
@@ -28,14 +28,14 @@ AT_ONCE = 4
 POLL_SECONDS = 1.0
 # An attempt takes at most 10 seconds, unless a name server does not respond.
 LEASE_SECONDS = 120.0
-FIRST_RETRY, LONGEST_RETRY = 5.0, 4 * 3600.0
+FIRST_RETRY, MAX_RETRY = 5.0, 4 * 3600.0
 GIVE_UP_AFTER = 72 * 3600.0
-KEPT_SECONDS = 30 * 86400.0
+RETENTION_SECONDS = 30 * 86400.0
 
 
 def back_off(attempts: int) -> float:
     """Return the seconds to wait after `attempts` failures: 5, 10, 20, ... up to four hours."""
-    return min(FIRST_RETRY * 2.0 ** min(attempts - 1, 20), LONGEST_RETRY)
+    return min(FIRST_RETRY * 2.0 ** min(attempts - 1, 20), MAX_RETRY)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Claimed:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DeliveryResult:
     """The response status, or the error."""
 
     status: int | None = None
@@ -69,11 +69,13 @@ class Deliveries:
         *,
         clock: Callable[[], ColumnElement[float] | float] = db_now,
         jitter: Callable[[], float] = lambda: random.uniform(0.75, 1.25),
+        poll_seconds: float = POLL_SECONDS,
     ) -> None:
         self.database = database
         self.outgoing = outgoing
         self.clock = clock
         self.jitter = jitter
+        self.poll_seconds = poll_seconds
 
     def run_until(self, stop: threading.Event) -> None:
         """Send due deliveries, `AT_ONCE` at a time and one per endpoint, so that a slow endpoint delays no other."""
@@ -86,8 +88,8 @@ class Deliveries:
                 except Exception:
                     log.exception("could not query due webhook deliveries; retrying")
                 if not busy:
-                    stop.wait(POLL_SECONDS)
-                for done in wait(busy, POLL_SECONDS, FIRST_COMPLETED).done:
+                    stop.wait(self.poll_seconds)
+                for done in wait(busy, self.poll_seconds, FIRST_COMPLETED).done:
                     del busy[done]
                     if cause := done.exception():
                         log.error("a webhook delivery failed; retrying", exc_info=cause)
@@ -127,22 +129,22 @@ class Deliveries:
         """Make one attempt and record its outcome."""
         self.settle(claimed, self.send(claimed))
 
-    def send(self, claimed: Claimed) -> Outcome:
+    def send(self, claimed: Claimed) -> DeliveryResult:
         """Send one attempt. The body and id are the same each time; the signature has the current time."""
         if claimed.endpoint is None:
-            return Outcome(error="the endpoint was deleted")
+            return DeliveryResult(error="the endpoint was deleted")
         delivery = claimed.delivery
         headers = webhooks.headers(claimed.endpoint, delivery.id, delivery.body, int(claimed.at))
         try:
             status = asyncio.run(self.outgoing.post(claimed.endpoint.url, delivery.body.encode(), headers))
-        except (Refused, Unreachable) as problem:
-            return Outcome(error=str(problem))
+        except (UrlNotAllowed, Unreachable) as problem:
+            return DeliveryResult(error=str(problem))
         except Exception as surprise:  # without an outcome it would be retried forever
             log.exception("sending webhook %s failed", delivery.id)
-            return Outcome(error=repr(surprise))
-        return Outcome(status)
+            return DeliveryResult(error=repr(surprise))
+        return DeliveryResult(status)
 
-    def settle(self, claimed: Claimed, outcome: Outcome) -> None:
+    def settle(self, claimed: Claimed, outcome: DeliveryResult) -> None:
         """Mark the delivery as done, or schedule the next attempt, up to 72 hours after the event."""
         delivery = claimed.delivery
         error = outcome.error
@@ -172,14 +174,15 @@ class Deliveries:
 
 def remove_old(database: Database, clock: Callable[[], ColumnElement[float] | float] = db_now) -> None:
     """Delete deliveries settled 30 days ago, except of unfinished jobs, whose thresholds fire only once."""
-    finished = select(Job.seq).where(Job.id == WebhookDelivery.job_id, Job.status.in_(FINAL)).exists()
+    unfinished = select(Job.seq).where(Job.id == WebhookDelivery.job_id, Job.status.not_in(FINAL)).exists()
     old = (
         select(WebhookDelivery.seq)
         .where(
             WebhookDelivery.settled.is_(True),
-            WebhookDelivery.next_attempt_at < clock() - KEPT_SECONDS,  # indexed
-            WebhookDelivery.created_at < clock() - KEPT_SECONDS,  # deleted deliveries were never attempted
-            finished,
+            WebhookDelivery.next_attempt_at < clock() - RETENTION_SECONDS,  # indexed
+            WebhookDelivery.created_at
+            < clock() - RETENTION_SECONDS,  # deleted deliveries were never attempted
+            ~unfinished,
         )
         .limit(1000)
     )

@@ -1,4 +1,4 @@
-"""Renew the lease of a claim while this process does its work: for validation, which has no supervisor."""
+"""Renew the lease of a claim while this process does its work: validation and eval runs have no supervisor."""
 
 import logging
 import threading
@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from core.database.engine import Database
 from core.jobs import lifecycle
@@ -34,7 +35,9 @@ class LeaseKeeper:
         *,
         stall_seconds: float = STALL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        heartbeat: Callable[[Session, Claim, float], bool] = lifecycle.heartbeat,
     ) -> None:
+        self._heartbeat = heartbeat
         self.database, self.claim, self.lease_seconds = database, claim, lease_seconds
         self.stall_seconds = stall_seconds
         self._clock = clock
@@ -43,6 +46,10 @@ class LeaseKeeper:
         self._ended = threading.Event()
         self._on_loss: Callable[[], object] = lambda: None
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
 
     def moved(self) -> None:
         """The work got somewhere. Cheap: call it for every row and every grade."""
@@ -70,7 +77,7 @@ class LeaseKeeper:
             return
         try:
             with self.database.write() as session:
-                ours = lifecycle.heartbeat(session, self.claim, self.lease_seconds)
+                ours = self._heartbeat(session, self.claim, self.lease_seconds)
         except SQLAlchemyError as cause:
             log.warning("the database did not answer: %s", cause)
             return

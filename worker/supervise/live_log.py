@@ -45,7 +45,7 @@ class LiveLog:
 
 
 def end_of(file: int) -> str:
-    """The last MOST_BYTES of an open file, without terminal codes. Uses pread, because the writer shares its offset."""
+    """The last MAX_BYTES of an open file, without terminal codes. Uses pread, because the writer shares its offset."""
     size = os.fstat(file).st_size
-    end = os.pread(file, run_logs.MOST_BYTES, max(0, size - run_logs.MOST_BYTES))
+    end = os.pread(file, run_logs.MAX_BYTES, max(0, size - run_logs.MAX_BYTES))
     return logs.cleaned(end.decode(errors="replace"))

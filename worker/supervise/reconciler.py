@@ -12,6 +12,8 @@ from sqlalchemy.orm import Session
 from core.database import pages
 from core.database.engine import Database, Send, db_now
 from core.database.tables import File, Job, StepMetric, now
+from core.evals import catalog
+from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle
 from core.jobs.lifecycle import FINAL
 from core.settings import Settings
@@ -93,8 +95,10 @@ class Reconciler:
             with self.database.write() as session:
                 if (excuse := self._excuse(session)) is not None:
                     lifecycle.give_time(session, self.settings.lease_seconds, excuse)
+                    eval_runs.give_time(session, self.settings.lease_seconds)
                     log.warning("%s", excuse)
                 lifecycle.expire_leases(session, max_failures=self.settings.max_failures)
+                eval_runs.expire_leases(session, max_failures=self.settings.max_failures)
         except SQLAlchemyError:
             self._database_was_away = True
             raise
@@ -116,7 +120,10 @@ class Reconciler:
     def stale_wake_ups(self) -> None:
         """Notify workers of queued work that no worker has claimed."""
         with self.database.write() as session:
-            waiting = lifecycle.to_wake(session, older_than=STALE_WAKE_SECONDS)
+            waiting = [
+                *lifecycle.to_wake(session, older_than=STALE_WAKE_SECONDS),
+                *eval_runs.to_wake(session, older_than=STALE_WAKE_SECONDS),
+            ]
         sent = [self.send(task, queue) for task, queue in waiting]
         if sent and self._broker_is_away == all(sent):
             self._broker_is_away = not all(sent)
@@ -155,3 +162,4 @@ class Reconciler:
         with self.database.write() as session:
             idempotency.forget(session)
             pages.forget_past_cursors(session)
+            catalog.forget_deleted(session)

@@ -8,11 +8,22 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from sqlalchemy import ColumnElement, select, update
+from sqlalchemy import ColumnElement, delete, select, update
 
 from core.database import pages
 from core.database.engine import Database
-from core.database.tables import Checkpoint, File, Job, RolloutPage, TunedModel, now
+from core.database.tables import (
+    Checkpoint,
+    EvalJournal,
+    EvalPage,
+    EvalRun,
+    File,
+    Job,
+    RolloutPage,
+    TunedModel,
+    now,
+)
+from core.evals import lifecycle as eval_runs
 from core.jobs.lifecycle import FINAL
 from core.settings import Settings
 from core.storage import files, orphans, uploads
@@ -36,10 +47,14 @@ class Retention:
         database: Database,
         blobs: BlobStore,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        pages_at_once: int = PAGES_AT_ONCE,
+        sweep_batch: int = orphans.BATCH_SIZE,
     ) -> None:
         self.settings = settings
         self.database = database
         self.blobs = blobs
+        self.pages_at_once, self.sweep_batch = pages_at_once, sweep_batch
         self._clock = clock
         self._next_policy = clock()
         # Delayed, because a worker that starts has jobs to run.
@@ -60,7 +75,7 @@ class Retention:
         """Delete data past its retention period, once a minute, or continuously while more is due."""
         if self._clock() < self._next_policy:
             return
-        more = [self._old_rollouts(), self._old_checkpoints(), self._old_files()]
+        more = [self._old_rollouts(), self._old_eval_items(), self._old_checkpoints(), self._old_files()]
         if not any(more):
             self._next_policy = self._clock() + MINUTE
 
@@ -72,7 +87,9 @@ class Retention:
             self._next_sweep = self._clock() + HOUR
             older_than = time.time() - self.settings.orphan_hours * HOUR
             self.blobs.abort_stale_uploads(older_than)
-            self._sweeping = sweep(self.database, self.blobs, older_than=older_than)
+            self._sweeping = sweep(
+                self.database, self.blobs, older_than=older_than, batch_size=self.sweep_batch
+            )
         until = self._clock() + SWEEP_SECONDS
         for removed in self._sweeping:
             for entry in removed:
@@ -88,12 +105,36 @@ class Retention:
         with self.database.write() as session:
             ended = select(Job.id).where(_ended(self.settings.keep_rollouts_days))
             old = session.scalars(
-                select(RolloutPage).where(RolloutPage.job_id.in_(ended)).limit(PAGES_AT_ONCE)
+                select(RolloutPage).where(RolloutPage.job_id.in_(ended)).limit(self.pages_at_once)
             ).all()
             for page in old:
                 session.delete(page)
         self.blobs.delete_many([page.blob_key for page in old])
-        return len(old) == PAGES_AT_ONCE
+        return len(old) == self.pages_at_once
+
+    def _old_eval_items(self) -> bool:
+        """Delete the items and inline rows of eval runs past the retention of rollouts; their counts remain.
+
+        Returns whether there may be more.
+        """
+        if self.settings.keep_rollouts_days is None:
+            return False
+        over = time.time() - self.settings.keep_rollouts_days * DAY
+        with self.database.write() as session:
+            ended = EvalRun.status.in_(eval_runs.FINAL) & (EvalRun.finished_at < over)
+            runs = select(EvalRun.id).where(ended)
+            old = session.scalars(
+                select(EvalPage).where(EvalPage.run_id.in_(runs)).limit(self.pages_at_once)
+            ).all()
+            for page in old:
+                session.delete(page)
+            session.execute(delete(EvalJournal).where(EvalJournal.run_id.in_(runs)))
+            rows = update(EvalRun).where(ended, EvalRun.content_bytes > 0)
+            session.execute(
+                rows.values(content=None, content_bytes=0).execution_options(synchronize_session=False)
+            )
+        self.blobs.delete_many([page.blob_key for page in old])
+        return len(old) == self.pages_at_once
 
     def _old_checkpoints(self) -> bool:
         """Delete checkpoints of jobs past their retention, except for those with a model name."""
@@ -127,13 +168,18 @@ class Retention:
 
 
 def sweep(
-    database: Database, blobs: BlobStore, *, older_than: float, dry_run: bool = False
+    database: Database,
+    blobs: BlobStore,
+    *,
+    older_than: float,
+    dry_run: bool = False,
+    batch_size: int = orphans.BATCH_SIZE,
 ) -> Iterator[list[BlobEntry]]:
     """Delete orphaned blobs that were last written before this Unix time.
 
     Advances as it is iterated, and yields the removed blobs (with `dry_run`, those it would remove).
     """
-    for batch in orphans.find(database, blobs, older_than=older_than):
+    for batch in orphans.find(database, blobs, older_than=older_than, batch_size=batch_size):
         if batch and not dry_run:
             blobs.delete_many([entry.key for entry in batch])
         yield batch

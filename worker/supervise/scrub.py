@@ -18,7 +18,7 @@ from core.database.engine import Database
 from core.database.ids import new_id
 from core.database.tables import Checkpoint, File, ScrubRound
 from core.storage import fsck
-from core.storage.fsck import Finding
+from core.storage.fsck import StorageProblem
 from core.storage.store import BlobStore, check_not_empty
 from core.storage.store import is_away as store_is_away
 from worker.supervise.telemetry import SCRUBBED
@@ -169,11 +169,11 @@ class Scrub:
             turn.started_at, turn.file_seq, turn.checkpoint_seq = now, 0, 0
         return None
 
-    def _begun(self, owner: File | Checkpoint, findings: Iterator[Finding | None]) -> _Reading:
+    def _begun(self, owner: File | Checkpoint, findings: Iterator[StorageProblem | None]) -> _Reading:
         return _Reading(owner, self._read(owner, findings))
 
-    def _read(self, owner: File | Checkpoint, findings: Iterator[Finding | None]) -> Iterator[None]:
-        found: list[Finding] = []
+    def _read(self, owner: File | Checkpoint, findings: Iterator[StorageProblem | None]) -> Iterator[None]:
+        found: list[StorageProblem] = []
         for finding in findings:
             if finding is not None:
                 found.append(finding)

@@ -60,7 +60,7 @@ class Supervisor:
         self.log_seconds = run_logs.EVERY_SECONDS
         self._slot = threading.Lock()
         self._stopping = threading.Event()
-        self._spare: Child | None = None
+        self._spare: RunProcess | None = None
         self._spare_lock = threading.Lock()
 
     def stop(self) -> None:
@@ -76,9 +76,13 @@ class Supervisor:
         """
         with self._spare_lock:
             if self._spare is None and not self._slot.locked() and not self._stopping.is_set():
-                self._spare = Child(self.command)
+                self._spare = RunProcess(self.command)
 
-    def _take_spare(self) -> "Child | None":
+    @property
+    def has_spare(self) -> bool:
+        return self._spare is not None
+
+    def _take_spare(self) -> "RunProcess | None":
         with self._spare_lock:
             spare, self._spare = self._spare, None
             return spare
@@ -119,7 +123,7 @@ class Supervisor:
         if child is not None and not child.is_alive():  # for example, by the kernel's out-of-memory killer
             child.end()
             child = None
-        child = child or Child(self.command)
+        child = child or RunProcess(self.command)
         kills = self.memory.kills()
         peak = Peak(partial(self.memory.peak_of, child.process.pid))
         live = LiveLog(child.words, lambda said: self._keep(claim, said), self.log_seconds)
@@ -226,12 +230,12 @@ class Supervisor:
         return f"the run {how}: {cause}" if cause else f"the run {how}"
 
 
-class Child:
+class RunProcess:
     """A process of worker/child.py, which imports its libraries and then reads its job from stdin."""
 
     def __init__(self, command: Command) -> None:
         self.words = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes both
-        self._progress = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        self._progress = tempfile.NamedTemporaryFile()  # noqa: SIM115 - as above
         # Own process group: Ctrl-C in a terminal does not signal it, and a kill includes the child's children.
         self.process = subprocess.Popen(
             command(Path(self._progress.name)),

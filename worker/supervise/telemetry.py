@@ -42,6 +42,19 @@ PASS_FAILURES = prometheus.Counter(
     registry=COUNTED,
 )
 
+EVAL_ITEMS = _results(
+    "regraft_eval_items",
+    "Finished items of eval runs, by result: pass, fail, or error.",
+    ("pass", "fail", "error"),
+)
+EVAL_SECONDS = prometheus.Histogram(
+    "regraft_eval_item_seconds",
+    "Seconds of an item of an eval run, by phase: sampling (with the wait for a place at the server) or grading.",
+    ("phase",),
+    buckets=(0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
+    registry=COUNTED,
+)
+
 # Keys: the name of a sample and its labels.
 Counts = Counter[tuple[str, tuple[tuple[str, str], ...]]]
 
@@ -166,12 +179,16 @@ class Gpus:
         return ""
 
     def _families(self, said: str) -> list[Metric]:
-        used, total, busy = (
+        used, total, busy, busy_earlier = (
             GaugeMetricFamily(f"regraft_gpu_{name}", help, labels=["gpu"])
             for name, help in (
                 ("memory_used_bytes", "GPU memory in use by all processes, in bytes."),
                 ("memory_total_bytes", "Total GPU memory in bytes."),
-                ("utilisation_ratio", "GPU utilization of the last sample period, from 0 to 1."),
+                ("utilization_ratio", "GPU utilization of the last sample period, from 0 to 1."),
+                (
+                    "utilisation_ratio",
+                    "The earlier name of regraft_gpu_utilization_ratio, until version 0.2.",
+                ),
             )
         )
         mebibyte = 1 << 20
@@ -182,4 +199,6 @@ class Gpus:
             ):
                 with suppress(ValueError):  # "[N/A]": a MIG slice has no utilization
                     family.add_metric([gpu], float(value) * unit)
-        return [used, total, busy]
+        for sample in busy.samples:
+            busy_earlier.add_metric([sample.labels["gpu"]], sample.value)
+        return [used, total, busy, busy_earlier]

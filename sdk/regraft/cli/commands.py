@@ -19,6 +19,7 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
 from regraft import config
 from regraft._rules.datasets import InvalidDataset
+from regraft.cli.evals import evals_compare, evals_export, evals_gate, evals_import, evals_run
 from regraft.cli.output import duration, plain, print_json, print_json_line, say, shortened, table, when
 from regraft.client import Regraft
 from regraft.config import NotConfigured
@@ -30,6 +31,7 @@ from regraft.migrate import migrate as migrated
 from regraft.progress import Marks, axis_of, marks_for, sparkline
 from regraft.requests import FILES, InvalidRequestFile, read_grader, read_job, read_table
 from regraft.resources.checkpoints import best
+from regraft.resources.evals import InvalidGate
 from regraft.resources.jobs import VALIDATE, validate_local, validation
 from regraft.resources.rollouts import Filters
 from regraft.saving import chunks, whole
@@ -78,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     except config.NotConfigured as missing:
         _complain(as_json, str(missing), "not_configured")
         return AUTH
-    except (InvalidRequestFile, Refused, OSError, httpx2.InvalidURL) as wrong:
+    except (InvalidRequestFile, InvalidGate, Refused, OSError, httpx2.InvalidURL) as wrong:
         if isinstance(wrong, BrokenPipeError):  # `| head` has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return DONE
@@ -359,7 +361,7 @@ def jobs_create(arguments: argparse.Namespace) -> int:
     body = client.jobs.prepare(arguments.file, set=arguments.changes)
     if arguments.estimate:
         estimate = client.estimate(body)
-        return _answer(arguments, estimate, lambda: _estimate(plain(estimate)))
+        return _answer(arguments, estimate, lambda: estimate_text(plain(estimate)))
     if arguments.preview:
         return _previewed(arguments, client, body)
     return _created(arguments, client.jobs.submit(body))
@@ -500,7 +502,7 @@ def _course(values: list[float], marks: Marks, axis: tuple[float, float]) -> str
     return f"{values[0]:.2f} {sparkline(values, 40, marks.blocks, axis)} {values[-1]:.2f}"
 
 
-def _estimate(estimate: dict[str, Any]) -> str:
+def estimate_text(estimate: dict[str, Any]) -> str:
     lines = [
         f"{estimate['training_rows']} training rows, {estimate['validation_rows']} validation rows",
         f"{estimate['total_steps']} steps: {estimate['n_epochs']} epochs, {estimate['batch_size']} prompts per step, "
@@ -545,7 +547,7 @@ def _preview(preview: dict[str, Any]) -> str:
         f"{grading['failed']} could not be graded; a grade takes {grading['seconds']['mean']:.3f} s"
         + (f" and {grading['tokens']} tokens of judges were used" if grading["tokens"] else "")
     )
-    return "\n".join([*lines, "", _estimate(preview), "", preview["recommendation"]])
+    return "\n".join([*lines, "", estimate_text(preview), "", preview["recommendation"]])
 
 
 def _between(share: dict[str, float]) -> str:
@@ -729,6 +731,8 @@ def _spoken(messages: list[Any], options: dict[str, Any]) -> str:
 
 
 def migrate(arguments: argparse.Namespace) -> int:
+    if arguments.job == Path("evals"):
+        return evals_export(arguments, arguments.to)
     if arguments.to.exists():
         raise Refused(f"{arguments.to} already exists.")
     params = read_table(arguments.job)
@@ -794,5 +798,9 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         models_delete,
         chat,
         migrate,
+        evals_run,
+        evals_compare,
+        evals_gate,
+        evals_import,
     )
 }

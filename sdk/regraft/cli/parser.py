@@ -6,7 +6,7 @@ from typing import Any
 
 EXIT_CODES = """exit codes:
   0  done; a job that was waited for has succeeded or is paused
-  1  no: a job failed, was cancelled or is worse than its base; a file has bad rows; a grader's test did not pass
+  1  no: a job failed, was cancelled or is worse than its base; a file has bad rows; a grader's test did not pass; an eval run is not good enough
   2  the command, a file it names or the request is wrong
   3  there is no such job, file, model or checkpoint
   4  no server or key is configured, or the key is refused
@@ -64,7 +64,7 @@ def build() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=Version)
     _output(parser, default="text")
     top = Commands(parser)
-    for add in (_account, _data, _graders, _jobs, _results, _models, _others):
+    for add in (_account, _data, _graders, _jobs, _results, _evals, _models, _others):
         add(top)
     return parser
 
@@ -241,18 +241,75 @@ def _models(top: Commands) -> None:
     chat.add_argument("--max-tokens", type=int, metavar="N")
 
 
+def _evals(top: Commands) -> None:
+    evals = top.group("evals", "run evals, compare runs, and decide whether a model is good enough")
+    run = evals.add(
+        "run",
+        "run an eval from a configuration file, and wait for it",
+        "evals_run",
+        example="regraft evals run eval.json --model gpt-4o --model ft:SmolLM2-135M-Instruct:acme::1a2b3c4d",
+    )
+    run.add_argument("config", type=Path, metavar="FILE", help="a JSON, TOML or YAML file")
+    run.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        dest="models",
+        metavar="NAME",
+        help="the model to sample from; repeatable: each one is compared with the first",
+    )
+    run.add_argument("--name", metavar="NAME", help="name of the run; default: the model")
+    compare = evals.add("compare", "compare two runs of an eval, row by row", "evals_compare")
+    _id(compare, "eval_id")
+    compare.add_argument("first", metavar="FIRST")
+    compare.add_argument("second", metavar="SECOND")
+    gate = evals.add(
+        "gate",
+        "exit with 1 unless a run is good enough",
+        "evals_gate",
+        example="regraft evals gate eval_1a2b evalrun_3c4d --min-pass-rate 0.8 --baseline evalrun_5e6f",
+    )
+    _id(gate, "eval_id")
+    _id(gate, "run_id")
+    gate.add_argument("--min-pass-rate", type=float, metavar="RATE", help="lowest pass rate, from 0 to 1")
+    gate.add_argument(
+        "--baseline", metavar="RUN", help="fail if the run is worse than this one beyond chance"
+    )
+    gate.add_argument(
+        "--max-drop", type=float, metavar="RATE", help="with --baseline: largest allowed drop instead"
+    )
+    gate.add_argument(
+        "--allow-errors",
+        type=int,
+        default=0,
+        metavar="N",
+        help="items that may be without a grade (default: 0)",
+    )
+    imported = evals.add("import", "create the evals of an export, with their runs", "evals_import")
+    imported.add_argument("folder", type=Path, metavar="DIR")
+
+
 def _others(top: Commands) -> None:
     migrate = top.add(
         "migrate-from-openai",
-        "convert an OpenAI job to a job file and report differences",
+        "convert an OpenAI job to a job file and report differences, or download all evals",
         "migrate",
         example="regraft migrate-from-openai job.json -o job.toml --model Qwen3-0.6B",
     )
     migrate.add_argument(
-        "job", type=Path, metavar="FILE", help="the request that created the job, or the job"
+        "job",
+        type=Path,
+        metavar="FILE",
+        help="the request that created the job, or the job; `evals`: all evals of the key in OPENAI_API_KEY",
     )
     migrate.add_argument(
-        "-o", "--to", type=Path, required=True, metavar="JOB", help="the .toml file to write"
+        "-o",
+        "--to",
+        "--out",
+        type=Path,
+        required=True,
+        metavar="JOB",
+        help="the .toml file to write, or the folder of the evals",
     )
     migrate.add_argument("--model", metavar="NAME", help="base model to train")
     completion = top.add(

@@ -32,7 +32,7 @@ ENDS = FINAL | {"paused"}
 SPLITS: dict[str, datasets.Split] = {"training_file": "train", "validation_file": "valid"}
 # The server sends a keep-alive every 15 seconds; after a minute without one the connection is dead.
 SILENCE_SECONDS = 60.0
-MOST_FAILURES = 10  # in a row: about three minutes, longer than the start of a server
+MAX_FAILURES = 10  # in a row: about three minutes, longer than the start of a server
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Cursor:
         if error is not None and not _passes(error):
             raise error
         self.failures += 1
-        if self.failures > MOST_FAILURES:
+        if self.failures > MAX_FAILURES:
             raise error or openai.OpenAIError(f"The stream of {self.job_id} ended before the job.")
         # The first retry is immediate: most connections break because a proxy or a server was restarted.
         return 0.0 if self.failures == 1 else float(min(2 ** (self.failures - 2), 30))

@@ -9,28 +9,28 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from core.results.step_metrics import StepMetrics
 from worker.record.exporters.types import Card, Ended, Sink
 from worker.record.results import row
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Data = Mapping[str, Any]
 
-MOST_WAITING = 1000  # steps: hours of an outage, in a few megabytes
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+MAX_WAITING = 1000  # steps: hours of an outage, in a few megabytes
+FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0
 CLOSE_SECONDS = 10.0  # for all sinks together; well inside the half minute that a worker has to drain
 
 
-def flat(data: Data) -> dict[str, float]:
+def flat(step: StepMetrics) -> dict[str, float]:
     """A step's numbers by the names that /metrics and the result file have for them; what is nested in the first has
     the names of the second."""
-    named = {**data, **row(data)}
+    named = {**step.to_data(), **row(step)}
     return {
         name: value
         for name, value in named.items()
@@ -42,28 +42,35 @@ class Feed:
     """The thread that carries one run's steps to one sink."""
 
     def __init__(
-        self, sink: Sink, card: Card, tell: Callable[[str], None], *, first_pause: float = FIRST_PAUSE
+        self,
+        sink: Sink,
+        card: Card,
+        tell: Callable[[str], None],
+        *,
+        first_pause: float = FIRST_PAUSE,
+        most_waiting: int = MAX_WAITING,
     ) -> None:
         """`tell` hears once of a sink that fails, and may raise."""
         self.sink = sink
         self.card = card
         self.delivered = False  # everything, and the end as well
-        self._tell = tell
+        self.tell = tell
         self._told = False
         self._first_pause = first_pause
-        self._waiting: queue.Queue[Data | Ended] = queue.Queue(MOST_WAITING + 1)
+        self._waiting: queue.Queue[StepMetrics | Ended] = queue.Queue(most_waiting + 1)
+        self._most_waiting = most_waiting
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._carry, name="sink", daemon=True)
-        self._recorded: Sequence[Data] = ()
+        self._recorded: Sequence[StepMetrics] = ()
 
-    def start(self, recorded: Sequence[Data]) -> None:
+    def start(self, recorded: Sequence[StepMetrics]) -> None:
         """`recorded`: the steps of attempts before this one."""
         self._recorded = recorded
         self._thread.start()
 
-    def put(self, data: Data) -> None:
-        """Hand over a step. One that finds MOST_WAITING before it is left out; the job has it."""
-        if self._waiting.qsize() < MOST_WAITING:
+    def put(self, data: StepMetrics) -> None:
+        """Hand over a step. One that finds `most_waiting` before it is left out; the job has it."""
+        if self._waiting.qsize() < self._most_waiting:
             self._waiting.put_nowait(data)
 
     def close(self, ended: Ended) -> None:
@@ -80,17 +87,17 @@ class Feed:
         try:
             last = self._insist(lambda: self.sink.start(self.card))
             for data in chain(self._recorded, self._steps()):
-                if last is None or data["step"] > last:
+                if last is None or data.step > last:
                     self._insist(partial(self._send, data))
             self._insist(lambda: self.sink.finish(self._ended))
             self.delivered = True
         except _GivenUp:
             log.warning("metrics of %s were not all delivered", self.card.job_id)
 
-    def _send(self, data: Data) -> None:
-        self.sink.step(data["step"], flat(data))
+    def _send(self, data: StepMetrics) -> None:
+        self.sink.step(data.step, flat(data))
 
-    def _steps(self) -> Iterator[Data]:
+    def _steps(self) -> Iterator[StepMetrics]:
         while not isinstance(one := self._waiting.get(), str):
             yield one
         self._ended: Ended = one
@@ -106,7 +113,7 @@ class Feed:
             if closing:
                 raise _GivenUp
             self._closing.wait(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE)
 
     def _complain(self, cause: Exception) -> None:
         log.warning("a sink failed: %r", cause)
@@ -114,7 +121,7 @@ class Feed:
             return
         self._told = True
         try:
-            self._tell(f"{type(cause).__name__}: {cause}".removesuffix(": "))
+            self.tell(f"{type(cause).__name__}: {cause}".removesuffix(": "))
         except Exception as untold:  # this attempt lost the job's lease, or the database is unavailable
             log.warning("the warning event could not be written: %r", untold)
 
@@ -131,11 +138,11 @@ class Feeds:
         self.close_seconds = close_seconds
         self._closed = False
 
-    def start(self, recorded: Sequence[Data]) -> None:
+    def start(self, recorded: Sequence[StepMetrics]) -> None:
         for feed in self.feeds:
             feed.start(recorded)
 
-    def put(self, data: Data) -> None:
+    def put(self, data: StepMetrics) -> None:
         for feed in self.feeds:
             feed.put(data)
 

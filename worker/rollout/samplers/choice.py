@@ -1,11 +1,13 @@
 """Select the sampler of a job: from the model's entry or REGRAFT_SAMPLER, or else by the device."""
 
+import math
+from collections.abc import Callable
 from importlib.metadata import version
 
 from core.registry import BaseModelEntry, Device, SamplerName, sampler_of
 from core.settings import Settings
 from worker.model.policy import Policy
-from worker.model.sizing import Plan, Shape
+from worker.model.sizing import MAX_TOKENS_IN_FLIGHT, Plan, Shape
 from worker.record.recorder import Recorder
 from worker.rollout.samplers import Sampler, vllm
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -15,22 +17,29 @@ class SamplerMissing(Exception):
     """The configured sampler is not installed on this machine."""
 
 
-def choose(entry: BaseModelEntry, settings: Settings, device: Device) -> tuple[SamplerName, str]:
+def choose(
+    entry: BaseModelEntry,
+    settings: Settings,
+    device: Device,
+    installed: Callable[[], str | None] = vllm.installed,
+) -> tuple[SamplerName, str]:
     """Return the sampler's name and version. Automatic: vLLM on a GPU if it is installed, else transformers.
+
+    `installed` returns the version of vLLM, or None.
 
     Raises:
         SamplerMissing: the configured sampler is not installed.
     """
-    installed = vllm.installed()
-    name = sampler_of(entry, settings.sampler, device, vllm_installed=installed is not None)
+    version_of_vllm = installed()
+    name = sampler_of(entry, settings.sampler, device, vllm_installed=version_of_vllm is not None)
     if name == "transformers":
         return name, version("transformers")
-    if installed is None:
+    if version_of_vllm is None:
         raise SamplerMissing(
             "This model is sampled with vLLM, which is not installed on the worker. Install it there, or set "
             "REGRAFT_SAMPLER=transformers."
         )
-    return "vllm", installed
+    return "vllm", version_of_vllm
 
 
 def build(
@@ -45,8 +54,14 @@ def build(
 ) -> Sampler:
     """`longest`: tokens of the longest prompt and answer together."""
     if name == "transformers":
+        token, beside = shape.own_token_bytes, 0
+        if policy.route.forward == "rows" and policy.route.decode != "recomputed":
+            token, beside = (max(1, bytes_each) for bytes_each in policy.row_bytes())
         return TransformersSampler(
-            policy, max_tokens_in_flight=max(1, plan.cache_bytes // shape.token_cache_bytes)
+            policy,
+            # Without a cache the plan's bytes say nothing, and each step computes all tokens in flight again.
+            max_tokens_in_flight=min(MAX_TOKENS_IN_FLIGHT, max(1, plan.cache_bytes // token)),
+            row_tokens=math.ceil(beside / token),
         )
     return vllm.VllmSampler(
         policy,
@@ -54,4 +69,9 @@ def build(
         kv_cache_bytes=plan.cache_bytes,
         threads=settings.torch_threads,
         on_restart=lambda reason: recorder.warn(f"The sampler was restarted: {reason}", {"reason": reason}),
+        on_left_out=lambda modules: recorder.warn(
+            f"vLLM puts no adapter on {len(modules)} of the layers, so they are not trained: {', '.join(modules[:3])}"
+            f"{', ...' if len(modules) > 3 else ''}.",
+            {"modules": list(modules)},
+        ),
     )

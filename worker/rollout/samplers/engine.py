@@ -3,30 +3,41 @@
 vLLM's engine is one object here, driven step by step (VLLM_ENABLE_V1_MULTIPROCESSING=0): an adapter is then a plain
 call, and after every step a message goes to the run, which is how it tells an engine that works from one that hangs.
 
-The calls into what vLLM does not promise to keep are in `put_adapter`, `one_adapter_linear` and `Engine`;
-tests/worker/vllm_contract.py names each of them, so that a new version fails there first.
+The calls into what vLLM does not promise to keep are in `put_adapter`, `tensors_without_layer`, `one_adapter_linear`
+and `SamplingEngine`; tests/worker/vllm_contract.py names each of them, so that a new version fails there first.
 """
 
 import os
-import socket
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 from worker import process
 from worker.rollout.samplers.wire import (
     Abort,
-    Adapter,
-    Batch,
-    Channel,
+    AdapterBytes,
     EngineConfig,
+    EngineReady,
     Failed,
     Finished,
-    Ready,
+    NotApplied,
     Request,
+    SampleBatch,
     Stepped,
+    WhichApply,
 )
 
 ADAPTER_ID = 1
+# How vLLM says that it does not know a model, lacks a kernel for it here, or has too small a cache.
+LASTING = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    ImportError,
+    AssertionError,
+)
 # vLLM's LoRA buffers come in these heights; a rank between two of them is padded with zeros.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -107,7 +118,7 @@ def sampling_options(request: Request) -> dict[str, Any]:
     }
 
 
-class Engine:
+class SamplingEngine:
     """vLLM's engine with one adapter slot. Every request uses it: on a CPU a row without an adapter gets it anyway."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -131,7 +142,7 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.vllm.has_unfinished_requests())
 
-    def start(self, batch: Batch) -> None:
+    def start(self, batch: SampleBatch) -> None:
         if batch.adapter is not None:
             adapter = batch.adapter
             self.vllm.collective_rpc(lambda worker: put_adapter(worker, adapter))
@@ -142,10 +153,19 @@ class Engine:
             params = self._params(
                 **sampling_options(request),
                 output_kind=self._final_only,
-                structured_outputs=self._held_to(json=request.held_to) if request.held_to else None,
+                structured_outputs=self._structured(request),
             )
             prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
             self.vllm.add_request(request.id, prompt, params, lora_request=adapter_of_request)
+
+    def _structured(self, request: Request) -> Any:
+        if request.grammar:
+            return self._held_to(grammar=request.grammar)
+        return self._held_to(json=request.held_to) if request.held_to else None
+
+    def not_applied(self, asked: WhichApply) -> NotApplied:
+        [names] = self.vllm.collective_rpc(lambda worker: tensors_without_layer(worker, asked.tensors))
+        return NotApplied(tuple(names))
 
     def step(self) -> Stepped:
         return Stepped(tuple(_finished(output) for output in self.vllm.step() if output.finished))
@@ -159,7 +179,18 @@ def _finished(output: Any) -> Finished:
     return Finished(output.request_id, tuple(answer.token_ids), tuple(answer.logprobs.logprobs))
 
 
-def put_adapter(worker: Any, adapter: Adapter) -> None:
+def tensors_without_layer(worker: Any, tensors: tuple[str, ...]) -> list[str]:
+    """The adapter tensors for which vLLM's model has no layer. It would ignore them. Runs in vLLM's worker."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    manager = worker.model_runner.lora_manager._adapter_manager
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    mapper = mapper.get_rename_mapper() if mapper is not None else None
+    layers = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
+    return [name for name in tensors if parse_fine_tuned_lora_name(name, mapper)[0] not in layers]
+
+
+def put_adapter(worker: Any, adapter: AdapterBytes) -> None:
     """Write the adapter into its slot in place of the one before. Runs in vLLM's worker."""
     from safetensors.torch import load
     from vllm.lora.lora_model import LoRAModel
@@ -210,30 +241,37 @@ def one_adapter_linear(
         first += width
 
 
-def serve(channel: Channel, engine: Engine) -> None:
-    """Sample the requests of the run and report every step, until the run closes the channel."""
-    channel.send(Ready())
+def lasts(cause: Exception) -> bool:
+    """Whether another start would fail in the same way. Memory that another process holds is freed."""
+    return isinstance(cause, LASTING) and "Free memory on device" not in str(cause)
+
+
+def serve(run: Connection, engine: SamplingEngine) -> None:
+    """Sample the requests of the run and report every step, until the run closes the connection."""
+    run.send(EngineReady())
     while True:
-        if engine.busy and not channel.waiting():
-            channel.send(engine.step())
+        if engine.busy and not run.poll():
+            run.send(engine.step())
             continue
-        message = channel.receive()
-        if isinstance(message, Abort):
+        message = run.recv()
+        if isinstance(message, WhichApply):
+            run.send(engine.not_applied(message))
+        elif isinstance(message, Abort):
             engine.abort()
-            channel.send(Ready())
+            run.send(EngineReady())
         else:
             engine.start(message)
 
 
 def main(descriptor: int, parent: int) -> int:
     process.die_with_parent(parent)
-    channel = Channel(socket.socket(fileno=descriptor))
+    run = Connection(descriptor)
     try:
-        serve(channel, Engine(channel.receive()))
+        serve(run, SamplingEngine(run.recv()))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the run has closed its end
     except Exception as cause:
-        channel.send(Failed(f"{type(cause).__name__}: {cause}"))
+        run.send(Failed(f"{type(cause).__name__}: {cause}", lasts(cause)))
         raise
     return 0
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
-from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -34,44 +33,39 @@ class Vocabulary:
         """The place before the first token of an answer."""
         return LLMatcher(self.tokenizer, grammar(held_to))
 
+    def first(self, held_to: str) -> Tensor:
+        """Bits [1, words] of the tokens that may begin an answer."""
+        words = every_token(1, self.size)
+        fill(words, 0, self.start(held_to))
+        return words
+
     def allowed(self, held_to: str, ids_T: Sequence[int]) -> Tensor:
         """Bits [T, words] of the tokens that could have stood in place of each of these, 32 to a word (int32).
 
         Raises:
             SchemaTooLarge: as the sampler did, or should have.
         """
-        words = allocate_token_bitmask(len(ids_T), self.size)
+        words = every_token(len(ids_T), self.size)
         matcher = self.start(held_to)
         for t, token in enumerate(ids_T):
-            fill_next_token_bitmask(matcher, words, t)
-            _take(matcher, token)
+            fill(words, t, matcher)
+            take(matcher, token)
         return words
 
 
-class Held:
-    """The answers of one batch, each at its place in the grammar. Rows are numbered as the batch began."""
+# llguidance.torch has both of these, too. It compiles a kernel when it is imported, and to load torch's compiler for
+# that takes every worker process two seconds.
 
-    def __init__(self, vocabulary: Vocabulary, held_to: str, rows: int) -> None:
-        first = vocabulary.start(held_to)
-        self._matchers = [first, *(first.deep_copy() for _ in range(rows - 1))]
-        self._size = vocabulary.size
 
-    def masked(self, logits_RV: Tensor, row_R: Sequence[int]) -> Tensor:
-        """The logits of the live rows with every token that must not come next at -inf.
+def every_token(rows: int, size: int) -> Tensor:
+    """Bits [rows, ceil(size / 32)] that allow each of `size` tokens."""
+    return torch.full((rows, -(-size // 32)), -1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 
-        Raises:
-            SchemaTooLarge: for one of them, that cannot be said.
-        """
-        words = allocate_token_bitmask(len(row_R), self._size)
-        for at, row in enumerate(row_R):
-            fill_next_token_bitmask(self._matchers[row], words, at)
-            _check(self._matchers[row])
-        return masked(logits_RV, words.to(logits_RV.device))
 
-    def take(self, row_R: Sequence[int], token_R: Sequence[int]) -> None:
-        """Each row has gone on by a token that `masked` left it. Raises SchemaTooLarge."""
-        for row, token in zip(row_R, token_R, strict=True):
-            _take(self._matchers[row], token)
+def fill(words: Tensor, row: int, matcher: LLMatcher) -> None:
+    """Allow in one row what may come next."""
+    bits = words[row]
+    matcher.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * bits.element_size())
 
 
 def masked(logits: Tensor, words: Tensor) -> Tensor:
@@ -81,13 +75,15 @@ def masked(logits: Tensor, words: Tensor) -> Tensor:
     return logits.masked_fill(~allowed, float("-inf"))
 
 
-def _take(matcher: LLMatcher, token: int) -> None:
+def take(matcher: LLMatcher, token: int) -> None:
+    """Take a token that the mask allows. Raises SchemaTooLarge."""
     taken = matcher.consume_token(token)
-    _check(matcher)
+    check(matcher)
     assert taken, "a token that the mask does not allow"
 
 
-def _check(matcher: LLMatcher) -> None:
+def check(matcher: LLMatcher) -> None:
+    """Raises SchemaTooLarge if the schema exceeds a limit here."""
     if matcher.is_error():
         reason = matcher.get_error().strip().split("\n")[0]
         raise SchemaTooLarge(f"The schema is too complex at one position of an answer ({reason}).")

@@ -13,14 +13,18 @@ prefix cache either way.
 """
 
 import contextlib
+import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -28,21 +32,24 @@ from safetensors.torch import save
 from torch import Tensor
 
 from worker.model.policy import Policy
-from worker.rollout.samplers import Answer, Sampling, from_thread
+from worker.refusals import SamplerUnusable
+from worker.rollout.samplers import Answer, Sampling, from_thread, steering
 from worker.rollout.samplers.engine import environment
+from worker.rollout.samplers.steering import rollout_of
 from worker.rollout.samplers.wire import (
     Abort,
-    Adapter,
-    Batch,
-    Channel,
+    AdapterBytes,
     EngineConfig,
+    EngineReady,
     Failed,
     Finished,
-    Ready,
+    NotApplied,
     Request,
+    SampleBatch,
     Stepped,
+    WhichApply,
 )
-from worker.types import FinishReason, Prompt, Rollout
+from worker.types import Prompt
 
 # Loading a large model from a slow disk and capturing its graphs takes minutes without any message.
 START_PATIENCE = 1800.0
@@ -50,10 +57,6 @@ START_PATIENCE = 1800.0
 
 class EngineLost(Exception):
     """The engine died, hung or failed; the message says which."""
-
-
-class EngineUnusable(EngineLost):
-    """The engine failed to start with an error that a restart would repeat."""
 
 
 def installed() -> str | None:
@@ -64,6 +67,10 @@ def installed() -> str | None:
         except PackageNotFoundError:
             continue
     return None
+
+
+class EngineUnusable(EngineLost):
+    """The engine failed with an error of a kind that lasts: it does not compute the model, if it never has."""
 
 
 class VllmSampler:
@@ -79,6 +86,7 @@ class VllmSampler:
         patience: float = 300.0,
         max_restarts: int = 2,
         on_restart: Callable[[str], None] = lambda reason: None,
+        on_left_out: Callable[[Sequence[str]], None] = lambda modules: None,
     ) -> None:
         """Start the engine without waiting for it.
 
@@ -86,11 +94,14 @@ class VllmSampler:
         start if `kv_cache_bytes` does not hold one sequence of that length.
         An engine that sends no message for `patience` seconds has hung. A lost engine is restarted, at most
         `max_restarts` times in one `sample`, and `on_restart` receives the reason.
+        Before the first answer the engine says which layers it puts no adapter on, and `on_left_out` receives their
+        names. The policy does not train them: the answers would be those of another model.
         """
         self.policy = policy
         self.patience = patience
         self.max_restarts = max_restarts
         self.on_restart = on_restart
+        self.on_left_out = on_left_out
         self.config = EngineConfig(
             source=str(policy.source),
             dtype=str(policy.model.dtype).removeprefix("torch."),
@@ -103,6 +114,7 @@ class VllmSampler:
         # The kernel ends the engine when the *thread* that started it ends, so that thread has to live as long as we.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="vllm-starter")
         self._published = 0
+        self._has_answered = False
         self.engine: EngineProcess | None = self._start()
 
     def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
@@ -113,6 +125,7 @@ class VllmSampler:
 
         Raises:
             EngineLost: once more than `max_restarts` times.
+            SamplerUnusable: before its first answer the engine failed with an error that a restart would repeat.
         """
         # Read here and not in the iterator: the trainer may be changing the adapter by its first `next`.
         return self._answers(self.policy.adapter(), prompts_P, sampling)
@@ -131,10 +144,17 @@ class VllmSampler:
                 for finished in self._finished(adapter, tuple(waiting.values())):
                     place, member = map(int, finished.id.split("/"))
                     del waiting[place, member]
-                    yield Answer(place, member, self._rollout(finished))
+                    self._has_answered = True
+                    ids, logprobs = finished.output_ids_T, finished.logprobs_T
+                    yield Answer(place, member, rollout_of(self.policy, ids, logprobs, sampling))
             except EngineLost as lost:
                 self._stop()
-                if restarts == self.max_restarts or isinstance(lost, EngineUnusable):
+                if isinstance(lost, EngineUnusable) and not self._has_answered:
+                    raise SamplerUnusable(
+                        f"vLLM {installed()} does not compute this model on this worker: {lost}. "
+                        '`sampler = "transformers"` in the model\'s entry samples it instead.'
+                    ) from lost
+                if restarts == self.max_restarts:
                     raise
                 restarts += 1
                 self.on_restart(str(lost))
@@ -152,18 +172,25 @@ class VllmSampler:
         if self.engine is None:
             self.engine = self._start()
         engine = self.engine
-        engine.settle()
+        if engine.settle():
+            self._leave_out(engine.not_applied(tuple(tensors)))
         adapter = None
         if not _same(engine.tensors, tensors):
             self._published += 1
             adapter = self._adapter(tensors)
-        engine.run(Batch(adapter, requests))
+        engine.run(SampleBatch(adapter, requests))
         engine.tensors = tensors
         yield from engine.finished()
 
-    def _adapter(self, tensors: Mapping[str, Tensor]) -> Adapter:
+    def _leave_out(self, tensors: Sequence[str]) -> None:
+        modules = sorted({name.rpartition(".lora_")[0] for name in tensors})
+        if modules and modules != self.policy.left_out:
+            self.policy.leave_out(modules)
+            self.on_left_out(modules)
+
+    def _adapter(self, tensors: Mapping[str, Tensor]) -> AdapterBytes:
         config = self.policy.model.peft_config["default"]
-        return Adapter(
+        return AdapterBytes(
             namespace=self.namespace(self._published),
             tensors=save(dict(tensors)),
             rank=config.r,
@@ -180,12 +207,8 @@ class VllmSampler:
             max_tokens=sampling.max_completion_tokens,
             stop_ids=tuple(sorted(self.policy.stop_ids)),
             held_to=sampling.held_to,
+            grammar=steering.grammar_of(self.policy.reasoning, sampling),
         )
-
-    def _rollout(self, finished: Finished) -> Rollout:
-        ids = finished.output_ids_T
-        reason: FinishReason = "stop" if ids[-1] in self.policy.stop_ids else "length"
-        return Rollout(ids, finished.logprobs_T, self.policy.text(ids), reason)
 
     def _start(self) -> "EngineProcess":
         return self._starter.submit(EngineProcess, self.config, self.patience).result()
@@ -214,20 +237,32 @@ class EngineProcess:
                 str(os.getpid()),
             ]
             self.child = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment(config))
-        self._channel = Channel(ours)
-        self._channel.send(config)
+        # By default a Connection waits for its peer without a limit, and the run would hang with the engine.
+        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("@ll", math.ceil(patience), 0))
+        self._connection = Connection(ours.detach())
+        self._connection.send(config)
 
-    def settle(self) -> None:
-        """Wait for the start, and abort requests that an earlier reader abandoned."""
+    def settle(self) -> bool:
+        """Wait for the start, and abort requests that an earlier reader abandoned. Returns whether it has started."""
         if not self._ready:
             self._expect_ready(START_PATIENCE)
             self._ready = True
-        elif self._unfinished:
+            return True
+        if self._unfinished:
             self._send(Abort())
             self._expect_ready(self.patience)
             self._unfinished = 0
+        return False
 
-    def run(self, batch: Batch) -> None:
+    def not_applied(self, tensors: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of these adapter tensors that vLLM would ignore."""
+        self._send(WhichApply(tensors))
+        reply = self._receive(self.patience)
+        assert isinstance(reply, NotApplied)
+        return reply.tensors
+
+    def run(self, batch: SampleBatch) -> None:
         self._unfinished = len(batch.requests)
         self._send(batch)
 
@@ -242,30 +277,35 @@ class EngineProcess:
     def kill(self) -> None:
         self.child.kill()
         self.child.wait()
-        self._channel.end.close()
+        self._connection.close()
 
     def _expect_ready(self, patience: float) -> None:
-        while not isinstance(self._receive(patience), Ready):
+        while not isinstance(self._receive(patience), EngineReady):
             continue  # steps of abandoned requests
 
     def _send(self, message: object) -> None:
         try:
-            self._channel.send(message, self.patience)
+            self._connection.send(message)
         except (OSError, EOFError) as cause:
             raise self._lost(cause, self.patience) from cause
 
     def _receive(self, patience: float) -> Any:
         try:
-            message = self._channel.receive(patience)
+            if not self._connection.poll(patience):
+                raise TimeoutError
+            message = self._connection.recv()
         except (OSError, EOFError) as cause:
             raise self._lost(cause, patience) from cause
         if isinstance(message, Failed):
-            kind = EngineLost if self._ready else EngineUnusable
-            raise kind(f"the vLLM engine failed: {message.reason}")
+            reason = shorten(
+                message.reason, 400, placeholder=" ..."
+            )  # vLLM lists all architectures that it knows
+            kind = EngineUnusable if message.lasting else EngineLost
+            raise kind(f"the vLLM engine failed: {reason}")
         return message
 
     def _lost(self, cause: Exception, patience: float) -> EngineLost:
-        if isinstance(cause, TimeoutError):
+        if isinstance(cause, TimeoutError | BlockingIOError):  # the latter: the limit of the socket
             return EngineLost(f"the vLLM engine sent no heartbeat for {patience:.0f} s")
         # Its end of the socket is closed, so it has ended or is about to.
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -277,4 +317,6 @@ class EngineProcess:
 
 
 def _same(have: Mapping[str, Tensor] | None, want: Mapping[str, Tensor]) -> bool:
-    return have is not None and all(torch.equal(have[name], tensor) for name, tensor in want.items())
+    if have is None or have.keys() != want.keys():
+        return False
+    return all(torch.equal(have[name], tensor) for name, tensor in want.items())

@@ -1,13 +1,6 @@
-"""Messages between the run (vllm.py) and its vLLM engine (engine.py), and their transport."""
+"""Messages between the run (vllm.py) and its vLLM engine (engine.py), sent over a `multiprocessing.connection`."""
 
-import pickle
-import select
-import socket
-import struct
 from dataclasses import dataclass
-from typing import Any
-
-_HEADER = struct.Struct("!Q")
 
 
 @dataclass(frozen=True)
@@ -24,7 +17,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterBytes:
     """LoRA weights on their way to the engine: safetensors bytes under PEFT's names, and the PEFT config's scale."""
 
     namespace: (
@@ -47,14 +40,29 @@ class Request:
     max_tokens: int
     stop_ids: tuple[int, ...]
     held_to: str  # a JSON schema, or ""
+    grammar: str = ""  # llguidance's, of a whole answer with its thought, in place of `held_to`
 
 
 @dataclass(frozen=True)
-class Batch:
+class SampleBatch:
     """Answers to sample, all from this adapter; None: from the current one."""
 
-    adapter: Adapter | None
+    adapter: AdapterBytes | None
     requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class WhichApply:
+    """Ask which adapter tensors the engine's model applies; the engine replies NotApplied."""
+
+    tensors: tuple[str, ...]  # PEFT's names
+
+
+@dataclass(frozen=True)
+class NotApplied:
+    """Those of WhichApply that vLLM would ignore without an error."""
+
+    tensors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class Abort:
 
 
 @dataclass(frozen=True)
-class Ready:
+class EngineReady:
     """The engine is idle, after its start or after aborting its requests."""
 
 
@@ -88,38 +96,4 @@ class Failed:
     """The engine raised an error, and its process exits."""
 
     reason: str
-
-
-class Channel:
-    """Pickled messages over a socket pair, with a deadline for either direction.
-
-    Raises:
-        EOFError, OSError: the other side is gone.
-        TimeoutError: it did not read or send within the deadline.
-    """
-
-    def __init__(self, end: socket.socket) -> None:
-        self.end = end
-
-    def send(self, message: object, patience: float | None = None) -> None:
-        self.end.settimeout(patience)
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self.end.sendall(_HEADER.pack(len(data)) + data)
-
-    def receive(self, patience: float | None = None) -> Any:
-        self.end.settimeout(patience)
-        (size,) = _HEADER.unpack(self._exactly(_HEADER.size))
-        return pickle.loads(self._exactly(size))
-
-    def waiting(self) -> bool:
-        """Whether a message (or the end) is there to be received."""
-        return bool(select.select([self.end], [], [], 0)[0])
-
-    def _exactly(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            part = self.end.recv(min(size - len(data), 1 << 20))
-            if not part:
-                raise EOFError("the other side closed the connection")
-            data += part
-        return bytes(data)
+    lasting: bool = False  # of a kind that another start would repeat: not memory, a device or the network

@@ -1,6 +1,6 @@
 """Write docs/reference/ and docs/adr/index.md from the code.
 
-    python docs/generate.py
+    python .ci/reference.py
 
 `make docs` runs it; tests/test_docs_generated.py fails when a committed page is older than the code.
 """
@@ -14,21 +14,24 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, NoneType
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from fastapi import FastAPI  # noqa: E402
-from regraft.cli import parser as client_cli  # noqa: E402
+from fastapi import FastAPI
+from pydantic.fields import FieldInfo
+from regraft.cli import parser as client_cli
 
-from api.http import openapi  # noqa: E402
-from api.http.app import all_routes  # noqa: E402
-from core import errors, settings  # noqa: E402
-from core.jobs import hyperparameters  # noqa: E402
-from core.results import step_metrics  # noqa: E402
-from worker.cli import parser as server_cli  # noqa: E402
+from api.http import openapi
+from api.http.app import all_routes
+from core import errors, settings
+from core.jobs import flat_hyperparameters, hyperparameter_groups, hyperparameters
+from core.registry import SamplerName
+from core.results import step_metrics
+from worker.cli import parser as server_cli
+from worker.model import sizing
 
 # Where metrics are defined. Read and not imported: some of them import torch.
 METRIC_MODULES = {
@@ -63,17 +66,19 @@ def generated() -> dict[Path, str]:
         "reference/hyperparameters.md": hyperparameters_page(),
         "reference/metrics.md": metrics_page(),
         "reference/step-metrics.md": step_metrics_page(),
+        "reference/events.md": events_page(),
         "reference/errors.md": errors_page(),
         "reference/cli.md": cli_page(),
         "reference/api.md": api_page(),
         "reference/chart.md": chart_page(),
+        "reference/memory.md": memory_page(),
         "adr/index.md": decisions_page(),
     }
     return {ROOT / "docs" / name: "\n".join(lines).rstrip() + "\n" for name, lines in pages.items()}
 
 
 def head(title: str, *text: str) -> Page:
-    return ["<!-- Written by docs/generate.py; do not edit. -->", "", f"# {title}", "", *text, ""]
+    return ["<!-- Written by .ci/reference.py; do not edit. -->", "", f"# {title}", "", *text, ""]
 
 
 def cell(text: str) -> str:
@@ -119,12 +124,15 @@ def kind_of(node: ast.AnnAssign) -> str:
     bounds = ""
     if isinstance(node.value, ast.Call):
         bounds = _bounds(node.value)
-    text = re.sub(
+    return f"{_with_bounds(text)} {bounds}".strip().replace("Auto", "'auto'")
+
+
+def _with_bounds(annotation: str) -> str:
+    return re.sub(
         r"Annotated\[(\w+), (Field\(.*?\))\]",
         lambda part: f"{part[1]} {_bounds(ast.parse(part[2], mode='eval').body)}".strip(),
-        text,
+        annotation,
     )
-    return f"{text} {bounds}".strip().replace("Auto", "'auto'")
 
 
 def _bounds(call: ast.expr) -> str:
@@ -172,23 +180,163 @@ def hyperparameters_page() -> Page:
         "Hyperparameters",
         "Fields of `method.reinforcement.hyperparameters`. [Training](../howto/training.md) says when to change them.",
     )
-    for title, name, prefix in (("OpenAI's", "Hyperparameters", ""), ("advanced", "Advanced", "advanced.")):
-        lines += [f"## {title}", "", "| field | type | default | |", "|---|---|---|---|"]
-        for field, kind, default, comment in fields_of(hyperparameters, name):
-            if field != "advanced":
-                lines.append(f"| `{prefix}{field}` | {code(kind)} | {code(default)} | {cell(comment)} |")
-        lines.append("")
-    named = {
-        n: getattr(hyperparameters, n)
-        for n in ("Loss", "Scale", "Std", "Supervision", "KlEstimator", "Importance")
-    }
-    named |= {n: getattr(hyperparameters, n) for n in ("Overlong", "Normalize")}
+    lines += ["## OpenAI's", "", *_fields_table(hyperparameters, "Hyperparameters"), ""]
+    lines += [
+        "## advanced",
+        "",
+        "Groups of regraft's own fields, all optional. The `type` of a group selects its variant, which has only the "
+        "fields that it reads; it is required where the group is given.",
+        "",
+        "```json",
+        '{"advanced": {"loss": {"type": "cispo", "cap": 5.0}, "kl": {"weight": 0.01}, "lora": {"rank": 32}}}',
+        "```",
+        "",
+        "Each field also has a [flat name](#flat-names).",
+        "",
+    ]
+    for name, field in hyperparameters.Advanced.model_fields.items():
+        lines += _group_section(name, field)
     lines += ["## Choices", "", "| type | values |", "|---|---|"]
-    lines += [f"| `{n}` | {', '.join(f'`{v}`' for v in choice.__args__)} |" for n, choice in named.items()]
-    lines += ["", "## Refused combinations", ""]
-    for node in ast.walk(ast.parse(inspect.getsource(hyperparameters))):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            lines.append(f"- {said(node.exc.args[0])}")
+    for name in ("Scale", "Std", "Normalize", "Supervision", "KlEstimator"):
+        values = getattr(hyperparameter_groups, name).__args__
+        lines.append(f"| `{name}` | {', '.join(f'`{value}`' for value in values)} |")
+    return [*lines, "", *_flat_names_section(), *_refused_combinations()]
+
+
+def _fields_table(module: ModuleType, *names: str) -> Page:
+    """The fields of classes, without `type` and `advanced`. A later class replaces a field of an earlier one."""
+    rows: dict[str, tuple[str, str, str]] = {}
+    for name in names:
+        for field, kind, default, comment in fields_of(module, name):
+            rows[field] = (_bounded(module, kind), default, comment or rows.get(field, ("", "", ""))[2])
+    lines = ["| field | type | default | |", "|---|---|---|---|"]
+    for field, (kind, default, comment) in rows.items():
+        if field not in ("type", "advanced"):
+            lines.append(f"| `{field}` | {code(kind)} | {code(default)} | {cell(comment)} |")
+    return lines
+
+
+def _bounded(module: ModuleType, kind: str) -> str:
+    """The type, with the bounds of an alias such as `ClipLow`."""
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == kind:
+            alias = ast.unparse(node.value)
+            return _with_bounds(alias) if alias.startswith("Annotated[") else kind
+    return kind
+
+
+def _group_section(name: str, field: FieldInfo) -> Page:
+    """A group of `advanced`: a table for each of its variants."""
+    lines = [f"### advanced.{name}", ""]
+    [comment] = [row[3] for row in fields_of(hyperparameters, "Advanced") if row[0] == name]
+    lines += [comment, ""] if comment else []
+    variants = flat_hyperparameters.VARIANTS.get(name, {})
+    for variant in variants.values() or get_args(field.annotation) or [field.annotation]:
+        if variant is NoneType:
+            continue
+        kind = variant.model_fields["type"].default if variants else None
+        text = cell(variant.__doc__ or "")
+        default = ", the default" if kind is not None and kind == getattr(field.default, "type", None) else ""
+        lines += [f"`{kind}`{default}: {text}" if kind else text, ""]
+        classes = [
+            cls.__name__
+            for cls in reversed(variant.__mro__)
+            if cls.__module__ == hyperparameter_groups.__name__
+        ]
+        table = _fields_table(hyperparameter_groups, *classes)
+        lines += [*table, ""] if len(table) > 2 else []
+    return lines
+
+
+def _flat_names_section() -> Page:
+    lines = [
+        "## Flat names",
+        "",
+        "These names, directly under `advanced`, are those of versions before the groups. They still work, also beside "
+        "groups; one hyperparameter under both of its names is refused. A job is shown with flat names unless its "
+        "request had a group.",
+        "",
+        "| flat name | field | default |",
+        "|---|---|---|",
+    ]
+    for name, flat in flat_hyperparameters.FLAT.items():
+        lines.append(f"| `{name}` | `{'.'.join(flat.place)}` | `{flat.default!r}` |")
+    lines += [
+        "",
+        "`kl: 0` is no group `kl`, and `off_policy_steps: 1` is the `schedule` of type `off_policy`.",
+        "",
+    ]
+    return lines
+
+
+def _refused_combinations() -> Page:
+    """Messages of rules that groups do not make impossible; those of flat names follow."""
+    lines = ["## Refused combinations", ""]
+    for module in (hyperparameters, hyperparameter_groups):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if (
+                isinstance(node, ast.Raise)
+                and isinstance(node.exc, ast.Call)
+                and ast.unparse(node.exc.func) == "ValueError"
+            ):
+                lines.append(f"- {said(node.exc.args[0])}")
+    lines += ["", "Flat names are also refused where the chosen variant does not have the field:", ""]
+    refusals = (flat.refusal for flat in flat_hyperparameters.FLAT.values() if flat.refusal)
+    return [*lines, *(f"- {refusal}" for refusal in dict.fromkeys(refusals))]
+
+
+# Memory
+
+# Sizes of published models, written down from their model cards; the rest of each config is in `memory_page`.
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128}
+LLAMA = {"model_type": "llama", "vocab_size": 128_256, "num_key_value_heads": 8, "head_dim": 128}
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "tie_word_embeddings",
+)
+MODELS: dict[str, tuple[Mapping[str, Any], tuple[Any, ...]]] = {
+    "Qwen3-0.6B": (QWEN3, (28, 1024, 3072, 16, True)),
+    "Qwen3-1.7B": (QWEN3, (28, 2048, 6144, 16, True)),
+    "Llama-3.2-3B": (LLAMA, (28, 3072, 8192, 24, True)),
+    "Qwen3-4B": (QWEN3, (36, 2560, 9728, 32, True)),
+    "Llama-3.1-8B": (LLAMA, (32, 4096, 14_336, 32, False)),
+    "Qwen3-8B": (QWEN3, (36, 4096, 12_288, 32, False)),
+    "Qwen3-14B": (QWEN3, (40, 5120, 17_408, 40, False)),
+    "Qwen3-32B": (QWEN3, (64, 5120, 25_600, 64, False)),
+    "Llama-3.3-70B": (LLAMA, (80, 8192, 28_672, 64, False)),
+}
+CONTEXTS = (2048, 8192, 16_384, 32_768)
+SAMPLERS: Mapping[SamplerName, str] = {
+    "vllm": "The engine of vLLM has a second copy of the weights.",
+    "transformers": "Sampling uses the weights of the trainer.",
+}
+
+
+def memory_page() -> Page:
+    lines = head(
+        "Memory by size and context",
+        "The least memory in GiB that a job needs on one GPU, by tokens of prompt and answer together: bfloat16 "
+        "weights, an adapter of rank 16 on all linear layers, a KV cache for one sequence, activations of one "
+        "sequence computed twice, and a margin. Computed by the estimate that guards jobs "
+        "(`worker/model/sizing.py`); no part has been measured on a GPU, and no checkpoint was downloaded for it. More "
+        "memory makes a job faster: [memory planning](../howto/training.md#memory-planning).",
+        "",
+        "`regraft-server models check` prints the same for a model of your registry. Models of the same size and shape "
+        "need about as much. All experts of a mixture count.",
+    )
+    for sampler, text in SAMPLERS.items():
+        lines += [f"## Sampled with {'vLLM' if sampler == 'vllm' else sampler}", "", text, ""]
+        lines += ["| model | " + " | ".join(f"{tokens:,} tokens" for tokens in CONTEXTS) + " |"]
+        lines += ["|---" * (1 + len(CONTEXTS)) + "|"]
+        for name, (common, sizes) in MODELS.items():
+            shape = sizing.shape_of_config({**common, **dict(zip(SIZES, sizes, strict=True))}, bytes_each=2)
+            assert shape is not None
+            needs = [sizing.least(shape, tokens, sampler=sampler).total / sizing.GIB for tokens in CONTEXTS]
+            lines.append(f"| {name} | " + " | ".join(f"{need:.0f}" for need in needs) + " |")
+        lines.append("")
     return lines
 
 
@@ -210,7 +358,7 @@ def step_metrics_page() -> Page:
     )
     lines += ["| metric | unit | CSV | |", "|---|---|---|---|"]
     for metric in step_metrics.METRICS:
-        inside = f" In the event: `{'.'.join(metric.path)}`." if metric.path else ""
+        inside = f" In the event: `{'.'.join(metric.path)}`." if metric.path[1:] else ""
         csv = "yes" if metric.in_csv else ""
         lines.append(f"| `{metric.name}` | {metric.unit} | {csv} | {cell(metric.description)}{inside} |")
     lines += ["", "## Sections", "", "| section | |", "|---|---|"]
@@ -283,17 +431,123 @@ def completions(tree: ast.Module, call: ast.Call) -> Iterator[tuple[str, str]]:
                 yield str(first.value), str(second.value)
 
 
+# Events
+
+# Where events are written with a message of their own, and where the sentences of warnings and stops are made.
+EVENT_FOLDERS = ("core/jobs", "worker/record", "worker/supervise", "worker/rollout/samplers", "worker")
+SENTENCES = {
+    "Warnings of the monitors": ("worker/record/monitors.py", "warn", ("step", "rule", "threshold")),
+    "Early stops": ("worker/record/stopping.py", "info", ("step",)),
+}
+
+
+def events_page() -> Page:
+    lines = head(
+        "Events",
+        "`GET /v1/fine_tuning/jobs/{id}/events` lists a job's events. Each has "
+        "`type`, `level` (`info`, `warn` or `error`), `message` and `data`. Messages as the code has them; … stands "
+        "for what is filled in.",
+    )
+    lines += [
+        "## Type metrics",
+        "",
+        "Level `info`, one for each step. Message: `Step 3/10 , train mean reward=0.52`. ",
+    ]
+    lines += ["`data` has the [step metrics](step-metrics.md).", "", "## Type message", ""]
+    lines += ["| level | message | keys of `data` |", "|---|---|---|"]
+    rows = {
+        row for folder in EVENT_FOLDERS for file in (ROOT / folder).glob("*.py") for row in events_of(file)
+    }
+    lines += [
+        f"| {level} | {cell(text)} | {', '.join(f'`{k}`' for k in keys)} |"
+        for level, text, keys in sorted(rows)
+    ]
+    for title, (file, level, common) in SENTENCES.items():
+        lines += ["", f"## {title}", "", f"Level `{level}`.", "", "| message | keys of `data` |", "|---|---|"]
+        lines += [
+            f"| {cell(text)} | {', '.join(f'`{k}`' for k in (*common, *keys))} |"
+            for text, keys in sentences_of(ast.parse((ROOT / file).read_text()))
+        ]
+    return lines
+
+
+def events_of(file: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """(level, message, keys of the data) of each event that a module writes with a message of its own."""
+    module = ast.parse(file.read_text())
+    for function in ast.walk(module):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for call in ast.walk(function):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            name, given = call.func.attr, {k.arg: k.value for k in call.keywords}
+            if name == "append" and ast.unparse(call.func.value) == "events" and len(call.args) > 2:
+                level = (
+                    ast.literal_eval(given["level"])
+                    if isinstance(given.get("level"), ast.Constant)
+                    else "info"
+                )
+                message, data = call.args[2], given.get("data")
+            elif (
+                name in ("inform", "warn")
+                and "recorder" in ast.unparse(call.func.value)
+                and len(call.args) > 1
+            ):
+                level, message, data = "info" if name == "inform" else "warn", call.args[0], call.args[1]
+            else:
+                continue
+            for text in texts_of([*ast.walk(function), *module.body], message):
+                yield level, text, keys_of(data)
+
+
+def texts_of(scope: list[ast.AST], message: ast.expr) -> Iterator[str]:
+    """The texts that a message may be: written there, or assigned to its name in the function or the module."""
+    if text := said(message):
+        yield text
+    elif isinstance(message, ast.Name):
+        assigned_to = [
+            n for n in scope if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == message.id
+        ]
+        yield from filter(None, (said(node.value) for node in assigned_to))
+
+
+def sentences_of(tree: ast.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(sentence, keys of the data) of each `return sentence, {...}` and each `Stop(sentence, {...})`."""
+    for node in ast.walk(tree):
+        parts: list[ast.expr] = []
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+            parts = node.value.elts
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Stop":
+            parts = node.args
+        if len(parts) == 2 and isinstance(parts[1], ast.Dict) and (text := said(parts[0])):
+            yield text, keys_of(parts[1])
+
+
+def keys_of(data: ast.expr | None) -> tuple[str, ...]:
+    if not isinstance(data, ast.Dict):
+        return ()
+    return tuple(str(k.value) for k in data.keys if isinstance(k, ast.Constant))
+
+
 # Error codes
 
 
 def said(node: ast.expr) -> str:
-    """A message as the source has it, with … for what is filled in."""
+    """A message as the source has it, with the name of a hyperparameter and … for all else that is filled in."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values)
+        return "".join(map(said, node.values))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return said(node.left) + said(node.right)
+    if isinstance(node, ast.FormattedValue):
+        filled = node.value
+        is_path = (
+            isinstance(filled, ast.Call)
+            and isinstance(filled.func, ast.Attribute)
+            and filled.func.attr == "path"
+        )
+        return said(filled.args[0]) if is_path and isinstance(filled, ast.Call) else "…"
     return ""
 
 

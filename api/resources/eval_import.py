@@ -1,0 +1,373 @@
+"""/v1/regraft/evals/import: an eval of another service, with its finished runs (docs/howto/evals.md)."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from sqlalchemy.exc import IntegrityError
+
+from api.http.deps import CurrentProject, Service, ServiceDep
+from api.http.idempotency import Once
+from api.http.openapi import refusals
+from api.http.shapes import Body
+from api.resources.estimates import in_reader
+from api.resources.eval_requests import MAX_CRITERIA, Metadata, Name
+from api.resources.eval_shapes import EvalOut
+from core.database.engine import Work
+from core.database.ids import new_id
+from core.database.tables import Eval, EvalPage, EvalRun, File, Project, now
+from core.errors import ContentDamaged, FileNotFound, InvalidRequest
+from core.evals import catalog, lifecycle, summary
+from core.evals.items import BLOCK_ROWS, MAX_ROWS, Item, blob_key, encode
+from core.storage import files
+from core.storage.datasets import LineError, read_objects
+from core.strict import StrictModel
+from core.tenancy import tenants
+
+router = APIRouter(prefix="/regraft/evals/import", tags=["regraft"])
+
+MAX_RUNS = 1000
+_STATUSES = frozenset({"completed", "failed", "canceled"})
+
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Score = Annotated[float, Field(ge=-1e300, le=1e300)]
+
+
+class _Exported(BaseModel):
+    """An object of an export: what is read from it is checked, and all of it is kept and shown."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _Config(_Exported):
+    type: str
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    item_schema: dict[str, Any] | None = None
+
+
+class _Grader(_Exported):
+    """A criterion, or a part of a `multi` grader, which may have its name in the key."""
+
+    type: str
+    headers: dict[str, Any] = {}
+    graders: dict[str, "_Grader"] = {}
+
+
+class _Criterion(_Grader):
+    name: str
+
+
+class ImportedEval(StrictModel):
+    """An eval as it was exported; its id is kept where it is free."""
+
+    id: str = ""
+    name: Name | None = None
+    created_at: Count | None = None
+    metadata: Metadata = None
+    data_source_config: _Config
+    testing_criteria: Annotated[list[_Criterion], Field(max_length=MAX_CRITERIA)]
+
+
+class _Counts(_Exported):
+    __pydantic_extra__: dict[str, Count]
+    total: Count
+    passed: Count
+    failed: Count
+    errored: Count
+
+
+class _ModelUsage(_Exported):
+    model_name: str
+    invocation_count: Count = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+    cached_tokens: Count = 0
+    total_tokens: Count = 0
+
+
+class _CriterionResults(_Exported):
+    testing_criteria: str
+    passed: Count
+    failed: Count
+
+
+class _RowSource(_Exported):
+    type: str
+    id: str | None = None
+    content: Annotated[list[dict[str, Any]], Field(max_length=MAX_ROWS)] | None = None
+
+
+class _DataSource(_Exported):
+    type: str
+    source: _RowSource | None = None
+
+
+class _RunError(_Exported):
+    code: str | None = None
+    message: str | None = None
+
+
+class _Run(_Exported):
+    id: str = ""
+    name: str | None = None
+    created_at: Count | None = None
+    metadata: Metadata = None
+    status: str
+    model: str | None = None
+    data_source: _DataSource
+    error: _RunError | None = None
+    result_counts: _Counts | None = None
+    per_model_usage: list[_ModelUsage] | None = None
+    per_testing_criteria_results: list[_CriterionResults] | None = None
+
+    @field_validator("status")
+    @classmethod
+    def _is_final(cls, status: str) -> str:
+        if status not in _STATUSES:
+            raise ValueError("only finished runs can be imported")
+        return status
+
+
+class _Result(_Exported):
+    name: str
+    score: Score | None = None
+    passed: bool | None = None
+
+
+class _Item(_Exported):
+    """An output item, as a line of the file."""
+
+    id: Annotated[str, Field(max_length=256)] | None = None
+    created_at: Count | None = None
+    status: Annotated[str, Field(max_length=64)] | None = None
+    datasource_item_id: Annotated[int, Field(ge=-(2**53), le=2**53)] | None = None
+    datasource_item: dict[str, Any]
+    results: list[_Result]
+    sample: dict[str, Any] | None = None
+
+
+class ImportedRun(StrictModel):
+    """A run as it was exported, and the JSONL file of its output items."""
+
+    run: _Run
+    items_file: str
+
+
+class EvalImport(Body):
+    eval: ImportedEval
+    runs: Annotated[list[ImportedRun], Field(max_length=MAX_RUNS)] = []
+
+    @field_validator("runs")
+    @classmethod
+    def _are_distinct(cls, runs: list[ImportedRun]) -> list[ImportedRun]:
+        ids = [sent.run.id for sent in runs if sent.run.id]
+        if len(set(ids)) < len(ids):
+            raise ValueError("two runs have the same id")
+        return runs
+
+
+class Imported(BaseModel):
+    eval: EvalOut
+    runs: list[str]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The fields of a page whose blob is stored."""
+
+    number: int
+    blob_key: str
+    items: int
+    bytes: int
+    sha256: str
+
+
+@router.post("", status_code=201, response_model=Imported, responses=refusals(404))
+async def import_eval(
+    body: EvalImport, project: CurrentProject, service: ServiceDep, once: Once
+) -> Imported | JSONResponse:
+    """Create an eval with runs that another service has finished, readable as runs of this one.
+
+    Its criteria are checked when a new run is created.
+    """
+
+    def store() -> list[list[_Stored]]:
+        found = [
+            _file(service, project, sent.items_file, f"runs[{number}].items_file")
+            for number, sent in enumerate(body.runs)
+        ]
+        for number, file in enumerate(found):  # all of them, before anything is stored
+            for _ in _items(service, file, f"runs[{number}].items_file"):
+                pass
+        return [
+            _pages(service, project, _items(service, file, f"runs[{number}].items_file"))
+            for number, file in enumerate(found)
+        ]
+
+    stored = await in_reader(service, project, store)
+
+    def discard() -> None:
+        service.blobs.delete_many([page.blob_key for pages in stored for page in pages])
+
+    def create(work: Work) -> Imported:
+        try:
+            made = _create(work, body, project, stored)
+            limits = tenants.limits(project, service.settings.default_limits)
+            tenants.refuse_file_beyond(work.session, project.id, limits, 0)
+        except Exception:
+            discard()
+            raise
+        return made
+
+    def commit() -> Imported | JSONResponse:
+        made = once(create)
+        if isinstance(made, JSONResponse):  # an earlier request has created them
+            discard()
+        return made
+
+    return await in_reader(service, project, commit)
+
+
+def _create(work: Work, body: EvalImport, project: Project, stored: list[list[_Stored]]) -> Imported:
+    try:
+        with work.session.begin_nested():
+            return _rows(work, body, project, stored, keep_ids=True)
+    except IntegrityError:  # a concurrent import has taken one of the ids
+        return _rows(work, body, project, stored, keep_ids=False)
+
+
+def _rows(
+    work: Work, body: EvalImport, project: Project, stored: list[list[_Stored]], *, keep_ids: bool
+) -> Imported:
+    sent = body.eval
+    made = Eval(
+        id=catalog.free_eval_id(work.session, sent.id if keep_ids else ""),
+        project_id=project.id,
+        name=sent.name or "",
+        metadata_=sent.metadata,
+        data_source_config=_config(_kept(sent.data_source_config)),
+        testing_criteria=[_kept(spec) for spec in sent.testing_criteria],
+    )
+    made.created_at = made.updated_at = now() if sent.created_at is None else sent.created_at
+    catalog.create(work, made)
+    ids = []
+    for one, pages in zip(body.runs, stored, strict=True):
+        run = _run(one.run, project, sum(page.items for page in pages))
+        run.id = catalog.free_run_id(work.session, one.run.id if keep_ids else "")
+        run.eval_id = made.id
+        lifecycle.create(work, run)
+        work.session.add_all(EvalPage(run_id=run.id, **asdict(page)) for page in pages)
+        ids.append(run.id)
+    work.session.flush()
+    return Imported(eval=EvalOut.of(made), runs=ids)
+
+
+def _kept(checked: _Exported) -> dict[str, Any]:
+    """The object as it was sent."""
+    return checked.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+def _config(sent: dict[str, Any]) -> dict[str, Any]:
+    """The config with the schema of its items, by which the rows of new runs are checked."""
+    schema = sent.get("schema")
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    item = properties.get("item") if isinstance(properties, dict) else None
+    return sent | {"item_schema": item} if isinstance(item, dict) else sent
+
+
+def _pages(service: Service, project: Project, read: Iterator[Item]) -> list[_Stored]:
+    """Write the pages of a run to the blob store."""
+    folder = EvalRun(id=new_id("evalrun_"), project_id=project.id)  # the run's id is known in the transaction
+    pages: list[_Stored] = []
+    line = 0
+    while block := list(islice(read, BLOCK_ROWS)):
+        for item in block:
+            line += 1
+            item["line"] = line
+        page = encode(block)
+        key = blob_key(folder, len(pages), 0)
+        service.blobs.put_bytes(key, page.data)
+        pages.append(_Stored(len(pages), key, len(block), len(page.data), page.sha256))
+    return pages
+
+
+def _run(sent: _Run, project: Project, total: int) -> EvalRun:
+    plain = _kept(sent)
+    source = plain["data_source"]
+    content = None
+    if isinstance(inner := source.get("source"), dict) and "content" in inner:
+        content = inner.pop("content")
+    shown = {
+        name: plain[name]
+        for name in ("result_counts", "per_model_usage", "per_testing_criteria_results")
+        if plain.get(name)
+    }
+    return EvalRun(
+        project_id=project.id,
+        created_at=now() if sent.created_at is None else sent.created_at,
+        name=(sent.name or "")[:256],
+        metadata_=sent.metadata,
+        model=sent.model[:512] if sent.model else None,
+        data_source=source,
+        content=content,
+        content_bytes=0 if content is None else len(str(content)),
+        status=sent.status,
+        finished_at=now(),  # of the import: the retention of its items begins
+        error=plain.get("error"),
+        total=total,
+        summary=summary.empty([]) | {"imported": shown},
+    )
+
+
+def _file(service: Service, project: Project, file_id: str, param: str) -> File:
+    with service.database.read() as session:
+        try:
+            return files.get(session, project.id, file_id)
+        except FileNotFound as missing:
+            raise InvalidRequest(missing.message, param=param) from None
+
+
+def _items(service: Service, file: File, param: str) -> Iterator[Item]:
+    """The output items of a JSONL file.
+
+    Raises:
+        InvalidRequest: names the line that is none.
+    """
+    seen: set[str] = set()
+    try:
+        for row in read_objects(files.read_content(service.blobs, file)):
+            if isinstance(row, LineError):
+                raise InvalidRequest(f"Invalid items in '{param}': {row}", param=param, code="invalid_rows")
+            line, sent = row
+            if line > MAX_ROWS:
+                raise _invalid_item(param, line, f"a run has at most {MAX_ROWS} items")
+            try:
+                item = _Item.model_validate(sent)
+            except ValidationError as invalid:
+                first = invalid.errors()[0]
+                where = ".".join(map(str, first["loc"]))
+                raise _invalid_item(param, line, f"is not an output item: {where}: {first['msg']}") from None
+            if item.id is not None and item.id in seen:
+                raise _invalid_item(param, line, "has the id of an earlier item")
+            if item.id:
+                seen.add(item.id)
+            yield {
+                "id": item.id or new_id("outputitem_"),
+                "datasource_item_id": item.datasource_item_id,
+                "status": item.status or "error",
+                "created_at": now() if item.created_at is None else item.created_at,
+                "datasource_item": item.datasource_item,
+                "results": sent["results"],
+                "sample": item.sample or {},
+            }
+    except files.FileDamaged as damaged:
+        raise ContentDamaged(str(damaged)) from None
+
+
+def _invalid_item(param: str, line: int, why: str) -> InvalidRequest:
+    return InvalidRequest(f"Invalid items in '{param}': line {line}: {why}", param=param, code="invalid_rows")

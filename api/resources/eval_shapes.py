@@ -1,0 +1,281 @@
+"""Evals, runs and output items in OpenAI's shapes: of created evals, and of jobs' validations."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from core.database.tables import Eval, EvalRun, Job, RolloutPage
+from core.evals import budgets, lifecycle, summary
+from core.evals.items import Item
+from core.evals.summary import rate
+from core.results import evals
+from core.results.evals import Criterion
+from core.results.rollouts import Row, SamplePosition
+from graders.spec import hide_secrets
+
+# Free text, because an imported item may have another status.
+ItemStatus = Literal["pass", "fail", "error"]
+RunStatus = Literal["queued", "in_progress", "completed", "canceled", "failed"]
+
+# The variables of graders: `{{item.x}}` and `{{sample.output_text}}`. Rows may have other keys than their messages.
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "item": {"type": "object", "properties": {"messages": {"type": "array"}}, "required": ["messages"]},
+        "sample": {"type": "object", "properties": {"output_text": {"type": "string"}}},
+    },
+    "required": ["item", "sample"],
+}
+_SAMPLE = {
+    "type": "object",
+    "properties": {"model": {"type": "string"}, "output_text": {"type": "string"}, "output_json": {}},
+}
+
+
+class EvalOut(BaseModel):
+    id: str
+    object: Literal["eval"] = "eval"
+    created_at: int
+    name: str
+    data_source_config: dict[str, Any]
+    testing_criteria: list[dict[str, Any]]
+    metadata: dict[str, str] | None
+    updated_at: int = Field(description="Extension.")
+    job_id: str | None = Field(
+        default=None, description="Extension: the job whose validations this eval shows."
+    )
+
+    @classmethod
+    def of(cls, shown: Eval | Job) -> "EvalOut":
+        return cls.of_job(shown) if isinstance(shown, Job) else cls.of_eval(shown)
+
+    @classmethod
+    def of_eval(cls, made: Eval) -> "EvalOut":
+        return cls(
+            id=made.id,
+            created_at=made.created_at,
+            updated_at=made.updated_at,
+            name=made.name,
+            data_source_config=_config(made.data_source_config),
+            testing_criteria=[hide_secrets(spec) for spec in made.testing_criteria],
+            metadata=made.metadata_,
+        )
+
+    @classmethod
+    def of_job(cls, job: Job) -> "EvalOut":
+        return cls(
+            id=evals.eval_id(job.id),
+            created_at=job.created_at,
+            updated_at=job.created_at,
+            name=job.suffix or job.id,
+            data_source_config={"type": "custom", "schema": SCHEMA},
+            testing_criteria=[
+                hide_secrets(criterion.spec) | {"name": criterion.name, "pass_threshold": criterion.threshold}
+                for criterion in evals.criteria(job.reinforcement["grader"])
+            ],
+            metadata=job.metadata_,
+            job_id=job.id,
+        )
+
+
+def _config(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the schema of a whole row. An imported one has it already."""
+    if "schema" in stored or "item_schema" not in stored:
+        shown = {"schema": {"type": "object"}} | dict(stored)
+        return {name: value for name, value in shown.items() if name != "item_schema"}
+    properties = {"item": stored["item_schema"]}
+    if stored.get("include_sample_schema"):
+        properties["sample"] = _SAMPLE
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": stored["type"], "schema": schema}
+
+
+class RunOut(BaseModel):
+    id: str
+    object: Literal["eval.run"] = "eval.run"
+    created_at: int
+    eval_id: str
+    name: str
+    status: str
+    model: str
+    report_url: str
+    result_counts: dict[str, int]
+    per_model_usage: list[dict[str, Any]]
+    per_testing_criteria_results: list[dict[str, Any]]
+    data_source: dict[str, Any]
+    metadata: dict[str, str] | None = None
+    error: dict[str, Any] | None = None
+    # Extensions.
+    pass_rate: float | None = Field(description="Extension: the share of the graded items that passed.")
+    standard_error: float | None = Field(description="Extension: the standard error of pass_rate.")
+    progress: dict[str, int] = Field(description="Extension: finished items and the rows of the source.")
+    started_at: int | None = Field(default=None, description="Extension.")
+    finished_at: int | None = Field(default=None, description="Extension.")
+    estimated_finish: int | None = Field(default=None, description="Extension: Unix time.")
+    budget: dict[str, int] | None = Field(
+        default=None, description="Extension: each cap, and its used_ and remaining_ amounts."
+    )
+    step: int | None = Field(default=None, description="Extension: of a job's validation.")
+
+    @classmethod
+    def of_run(cls, run: EvalRun, content: list[Any] | None, *, report_url: str) -> "RunOut":
+        kept = run.summary or summary.empty([])
+        shown = kept.get("imported", {})
+        counts = shown.get("result_counts") or summary.result_counts(kept)
+        finished = summary.finished(kept)
+        source = dict(run.data_source)
+        rows = source.get("source") or {}
+        if content is not None or rows.get("type") == "file_content":  # whose rows are deleted after a while
+            source["source"] = rows | {"content": content or []}
+        return cls(
+            id=run.id,
+            created_at=run.created_at,
+            eval_id=run.eval_id,
+            name=run.name,
+            status=run.status,
+            model=run.model or "",
+            report_url=report_url,
+            result_counts=counts,
+            per_model_usage=shown.get("per_model_usage")
+            or [{"model_name": name, **tokens} for name, tokens in kept["models"].items()],
+            per_testing_criteria_results=shown.get("per_testing_criteria_results")
+            or summary.criteria_results(kept),
+            data_source=source,
+            metadata=run.metadata_,
+            error=run.error,
+            **summary.rate(counts["passed"], counts["passed"] + counts["failed"]),
+            progress={"finished": finished, "total": run.total},
+            started_at=run.started_at,
+            finished_at=None if "imported" in kept else run.finished_at,
+            estimated_finish=_estimated_finish(run, finished),
+            budget=budgets.render(run.budget, kept),
+        )
+
+    @classmethod
+    def of(
+        cls, job: Job, page: RolloutPage, *, model: str, summary: dict[str, Any], report_url: str
+    ) -> "RunOut":
+        counts, tokens = summary["counts"], summary["tokens"]
+        return cls(
+            id=evals.run_id(job.id, page.step),
+            created_at=page.created_at,
+            eval_id=evals.eval_id(job.id),
+            name=f"Step {page.step}",
+            status="completed",
+            model=model,
+            report_url=report_url,
+            result_counts={
+                "total": counts["total"],
+                "passed": counts["pass"],
+                "failed": counts["fail"],
+                "errored": counts["error"],
+            },
+            per_model_usage=[
+                {
+                    "model_name": model,
+                    "invocation_count": counts["total"],
+                    **tokens,
+                    "cached_tokens": 0,
+                    "total_tokens": sum(tokens.values()),
+                }
+            ],
+            per_testing_criteria_results=[
+                {"testing_criteria": name, **results, **rate(results["passed"], sum(results.values()))}
+                for name, results in summary["criteria"].items()
+            ],
+            data_source={"type": "jsonl", "source": {"type": "file_id", "id": job.validation_file}},
+            **rate(counts["pass"], counts["pass"] + counts["fail"]),
+            progress={"finished": counts["total"], "total": counts["total"]},
+            finished_at=page.created_at,
+            step=page.step,
+        )
+
+
+def _estimated_finish(run: EvalRun, finished: int) -> int | None:
+    """The time at which the remaining items are done at the mean pace so far; None while it is unknown."""
+    if run.status != lifecycle.RUNNING or not finished or run.started_at is None:
+        return None
+    elapsed = max(1.0, time.time() - run.started_at)
+    return round(time.time() + elapsed / finished * (run.total - finished))
+
+
+class ItemOut(BaseModel):
+    id: str
+    object: Literal["eval.run.output_item"] = "eval.run.output_item"
+    created_at: int
+    run_id: str
+    eval_id: str
+    status: str
+    datasource_item_id: int | None
+    datasource_item: dict[str, Any]
+    results: list[dict[str, Any]]
+    sample: dict[str, Any]
+    rollout_id: str | None = Field(
+        default=None, description="Extension: id of a job's sample in /v1/regraft/jobs/{id}/rollouts."
+    )
+
+    @classmethod
+    def of_item(cls, run: EvalRun, item: Item) -> "ItemOut":
+        shown = {name: value for name, value in item.items() if name != "line"}
+        return cls(run_id=run.id, eval_id=run.eval_id, **shown)
+
+    @classmethod
+    def of(cls, job: Job, page: RolloutPage, row: Row, *, model: str) -> "ItemOut":
+        criteria = evals.criteria(job.reinforcement["grader"])
+        return cls(
+            id=evals.item_id(job.id, SamplePosition.of(row)),
+            created_at=page.created_at,
+            run_id=evals.run_id(job.id, page.step),
+            eval_id=evals.eval_id(job.id),
+            status=evals.status(row, criteria[0]),
+            datasource_item_id=row["line"],
+            datasource_item=(row["item"] or {}) | {"messages": row["messages"] or []},
+            results=[_result(criterion, row) for criterion in criteria],
+            sample=_sample(job, row, model),
+            rollout_id=row["id"],
+        )
+
+
+def _result(criterion: Criterion, row: Row) -> dict[str, Any]:
+    """The result of one grader. A null score could not be graded, for the given reason."""
+    if criterion.key is None:
+        reason, error, output = row["reason"], row["error"], row["output"]
+    else:
+        said = ((row[name] or {}).get(criterion.key) for name in ("sub_reasons", "sub_errors", "sub_outputs"))
+        reason, error, output = said
+    return {
+        "name": criterion.name,
+        "type": criterion.type,
+        "passed": criterion.passed(row),
+        "score": criterion.score(row),
+        "reason": reason,
+        "error": error,
+        "output": output,
+    }
+
+
+def _sample(job: Job, row: Row, model: str) -> dict[str, Any]:
+    settings = job.resolved or {}
+    prompt, completion = row["prompt_tokens"] or 0, row["completion_tokens"] or 0
+    return {
+        "input": row["messages"] or [],
+        "output": [
+            {"role": "assistant", "content": row["output_text"]}
+            | ({"reasoning_content": row["output_reasoning"]} if row["output_reasoning"] else {})
+        ],
+        "finish_reason": row["finish_reason"],
+        "model": model,
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "cached_tokens": 0,
+        },
+        "error": None,
+        "temperature": settings.get("eval_temperature"),
+        "max_completion_tokens": settings.get("max_completion_tokens"),
+        "top_p": 1.0,
+        "seed": job.seed,
+    }

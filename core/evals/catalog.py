@@ -1,0 +1,214 @@
+"""Evals and their runs by id and as lists. The evals of jobs (core/results/evals.py) are in the same list."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sqlalchemy import ColumnElement, delete, select, tuple_
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from core.database.engine import Work
+from core.database.ids import new_id
+from core.database.pages import KEEP_PAST_CURSORS_SECONDS, Page
+from core.database.tables import Eval, EvalRun, Job, now
+from core.errors import EvalNotFound, InvalidRequest
+from core.evals import lifecycle
+from core.results import evals as of_jobs
+
+OrderBy = Literal["created_at", "updated_at"]
+_EVAL_ID, _RUN_ID = re.compile(r"eval_[\w-]{8,56}"), re.compile(r"evalrun_[\w-]{8,56}")
+
+
+def find(session: Session, project_id: str, eval_id: str) -> Eval | Job:
+    """Return the created eval, or the job whose eval this is.
+
+    Raises:
+        EvalNotFound: the project has no eval with this id.
+    """
+    found = session.scalar(select(Eval).where(Eval.id == eval_id, _mine(project_id)))
+    return found if found is not None else of_jobs.job_of(session, project_id, eval_id)
+
+
+def create(work: Work, made: Eval) -> None:
+    work.session.add(made)
+    work.session.flush()
+    work.record("eval.created", made.id, {"name": made.name})
+
+
+def remove(work: Work, made: Eval) -> list[str]:
+    """Delete an eval with its runs. Returns the keys of the blobs to delete after the commit."""
+    runs = work.session.scalars(
+        select(EvalRun).where(EvalRun.eval_id == made.id, EvalRun.deleted_at.is_(None)).order_by(EvalRun.seq)
+    ).all()
+    keys = [key for run in runs for key in lifecycle.remove(work, run)]
+    made.deleted_at = now()
+    work.record("eval.deleted", made.id)
+    return keys
+
+
+def forget_deleted(session: Session) -> None:
+    """Remove the rows of evals and runs that were deleted a month ago, which were cursors of their lists."""
+    for table in (EvalRun, Eval):
+        session.execute(delete(table).where(table.deleted_at < now() - KEEP_PAST_CURSORS_SECONDS))
+
+
+def free_eval_id(session: Session, wanted: str) -> str:
+    """The wanted id if it is well-formed and neither an eval nor a job has it, else a new one."""
+    of_job = Job.id == "ftjob-" + wanted.removeprefix("eval_")
+    taken = session.scalar(select(Eval.id).where(Eval.id == wanted)) or session.scalar(
+        select(Job.id).where(of_job)
+    )
+    return new_id("eval_") if taken or not _EVAL_ID.fullmatch(wanted) else wanted
+
+
+def free_run_id(session: Session, wanted: str) -> str:
+    """The same for a run."""
+    taken = session.scalar(select(EvalRun.id).where(EvalRun.id == wanted))
+    return new_id("evalrun_") if taken or not _RUN_ID.fullmatch(wanted) else wanted
+
+
+# The list of evals.
+
+
+@dataclass(frozen=True)
+class _Position:
+    """The place of an eval in the list: its time, then jobs before created evals, then the order of insertion."""
+
+    at: int
+    kind: int
+    seq: int
+
+
+def page(
+    session: Session,
+    project_id: str,
+    *,
+    after: str | None,
+    limit: int,
+    newest_first: bool,
+    order_by: OrderBy = "created_at",
+) -> Page[Eval | Job]:
+    """A page of the evals of jobs and of the created ones, ordered by time.
+
+    Raises:
+        InvalidRequest: `after` is not and was not an eval of the project.
+    """
+    start = None if after is None else _position(session, project_id, after, order_by)
+    at = Eval.updated_at if order_by == "updated_at" else Eval.created_at
+    mine = select(Eval).where(Eval.project_id == project_id, Eval.deleted_at.is_(None))
+    theirs = select(Job).where(Job.project_id == project_id)
+    if start is not None:
+        theirs = theirs.where(_behind(Job.created_at, Job.seq, 0, start, newest_first))
+        mine = mine.where(_behind(at, Eval.seq, 1, start, newest_first))
+    if newest_first:
+        theirs = theirs.order_by(Job.created_at.desc(), Job.seq.desc())
+        mine = mine.order_by(at.desc(), Eval.seq.desc())
+    else:
+        theirs, mine = theirs.order_by(Job.created_at, Job.seq), mine.order_by(at, Eval.seq)
+    rows: list[Eval | Job] = [
+        *session.scalars(theirs.limit(limit + 1)),
+        *session.scalars(mine.limit(limit + 1)),
+    ]
+
+    def position(row: Eval | Job) -> tuple[int, int, int]:
+        made = _place(row, order_by)
+        return made.at, made.kind, made.seq
+
+    rows.sort(key=position, reverse=newest_first)
+    return Page(rows[:limit], has_more=len(rows) > limit)
+
+
+def _place(row: Eval | Job, order_by: OrderBy) -> _Position:
+    if isinstance(row, Job):  # never updated
+        return _Position(row.created_at, 0, row.seq)
+    return _Position(row.updated_at if order_by == "updated_at" else row.created_at, 1, row.seq)
+
+
+def _position(session: Session, project_id: str, after: str, order_by: OrderBy) -> _Position:
+    row: Eval | Job | None = session.scalar(
+        select(Eval).where(Eval.id == after, Eval.project_id == project_id)
+    )
+    if row is None:
+        try:
+            row = of_jobs.job_of(session, project_id, after)
+        except EvalNotFound:
+            raise no_cursor(after) from None
+    return _place(row, order_by)
+
+
+def _behind(
+    at: InstrumentedAttribute[int],
+    seq: InstrumentedAttribute[int],
+    kind: int,
+    start: _Position,
+    newest_first: bool,
+) -> ColumnElement[bool]:
+    if kind == start.kind:
+        mine, theirs = tuple_(at, seq), tuple_(start.at, start.seq)
+        return mine < theirs if newest_first else mine > theirs
+    # Rows of the other kind with the same time are all on one side of the cursor.
+    if newest_first:
+        return at <= start.at if kind < start.kind else at < start.at
+    return at >= start.at if kind > start.kind else at > start.at
+
+
+# Runs of a created eval.
+
+
+def run_of(session: Session, eval_id: str, run_id: str) -> EvalRun:
+    """Raises EvalNotFound."""
+    mine = EvalRun.id == run_id, EvalRun.eval_id == eval_id, EvalRun.deleted_at.is_(None)
+    run = session.scalar(select(EvalRun).where(*mine))
+    if run is None:
+        raise EvalNotFound("run", run_id)
+    return run
+
+
+def eval_of(session: Session, project_id: str, run_id: str) -> str | None:
+    """The id of the eval, created or of a job, that has this run; None: the project has no such run."""
+    mine = EvalRun.id == run_id, EvalRun.project_id == project_id, EvalRun.deleted_at.is_(None)
+    found = session.scalar(select(EvalRun.eval_id).where(*mine))
+    return of_jobs.eval_of(session, project_id, run_id) if found is None else found
+
+
+def runs(
+    session: Session,
+    eval_id: str,
+    *,
+    after: str | None,
+    limit: int,
+    newest_first: bool,
+    status: str | None = None,
+    max_bytes: int,
+) -> Page[EvalRun]:
+    """List the runs of an eval by creation. The page ends early where the rows that it echoes exceed `max_bytes`.
+
+    Raises:
+        InvalidRequest: `after` is not and was not a run of the eval.
+    """
+    statement = select(EvalRun).where(EvalRun.eval_id == eval_id, EvalRun.deleted_at.is_(None))
+    if status is not None:
+        statement = statement.where(EvalRun.status == status)
+    if after is not None:
+        seq = session.scalar(select(EvalRun.seq).where(EvalRun.id == after, EvalRun.eval_id == eval_id))
+        if seq is None:
+            raise no_cursor(after)
+        statement = statement.where(EvalRun.seq < seq if newest_first else EvalRun.seq > seq)
+    order = EvalRun.seq.desc() if newest_first else EvalRun.seq
+    rows: Sequence[EvalRun] = session.scalars(statement.order_by(order).limit(limit + 1)).all()
+    fitting, size = 0, 0
+    for run in rows[:limit]:
+        size += run.content_bytes
+        if fitting and size > max_bytes:
+            break
+        fitting += 1
+    return Page(rows[:fitting], has_more=len(rows) > fitting)
+
+
+def no_cursor(after: str) -> InvalidRequest:
+    return InvalidRequest(f"No item with id '{after}' in this list.", param="after")
+
+
+def _mine(project_id: str) -> ColumnElement[bool]:
+    return (Eval.project_id == project_id) & Eval.deleted_at.is_(None)

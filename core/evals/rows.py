@@ -1,0 +1,70 @@
+"""The rows of a run: from an uploaded file or from the request, each with an `item` and perhaps a `sample`."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from core.storage.datasets import MAX_REPORTED, LineError, is_nested_too_deeply, read_objects
+
+
+@dataclass(frozen=True)
+class EvalRow:
+    """One row; `line` counts from 1."""
+
+    line: int
+    item: dict[str, Any]
+    sample: dict[str, Any] | None = None
+
+
+class InvalidRows(ValueError):
+    """The first errors of the rows, at most MAX_REPORTED."""
+
+    def __init__(self, errors: Iterable[LineError]) -> None:
+        super().__init__("\n".join(map(str, errors)))
+
+
+def of_file(chunks: Iterable[bytes]) -> Iterator[EvalRow | LineError]:
+    """The rows of a JSONL file."""
+    for row in read_objects(chunks):
+        yield row if isinstance(row, LineError) else _row(*row)
+
+
+def of_content(content: Iterable[dict[str, Any]]) -> Iterator[EvalRow | LineError]:
+    """The rows of `file_content`."""
+    for number, row in enumerate(content, 1):
+        yield _row(number, row)
+
+
+def _row(line: int, row: dict[str, Any]) -> EvalRow | LineError:
+    for name in row:
+        if name not in ("item", "sample"):
+            return LineError(line, f"has the key '{name}'; a row has 'item' and perhaps 'sample'")
+    if "item" not in row:
+        return LineError(line, "has no 'item'")
+    if not isinstance(row["item"], dict):
+        return LineError(line, "must be an object", "item")
+    if not isinstance(row.get("sample"), dict | None):
+        return LineError(line, "must be an object", "sample")
+    if is_nested_too_deeply(row):
+        return LineError(line, "is nested too deeply")
+    return EvalRow(line, row["item"], row.get("sample"))
+
+
+class Complaints:
+    """Collects the errors of rows up to the number that is reported."""
+
+    def __init__(self) -> None:
+        self.errors: list[LineError] = []
+
+    @property
+    def full(self) -> bool:
+        return len(self.errors) >= MAX_REPORTED
+
+    def add(self, error: LineError) -> None:
+        if not self.full:
+            self.errors.append(error)
+
+    def refuse(self) -> None:
+        """Raise InvalidRows if there were errors."""
+        if self.errors:
+            raise InvalidRows(self.errors)

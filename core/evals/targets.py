@@ -1,0 +1,32 @@
+"""The weights of a model's name, as a project may use it."""
+
+import hashlib
+
+from sqlalchemy.orm import Session
+
+from core.chat import Adapter, Served
+from core.registry import Registry
+from core.results import tuned_models
+from core.storage.store import BlobNotFound, BlobStore
+
+
+def served(
+    session: Session, blobs: BlobStore, registry: Registry, project_id: str, name: str
+) -> Served | None:
+    """A base model of the registry, or one of the project's tuned models and checkpoints; None if it is neither."""
+    base = registry.resolve(name)
+    if base in registry.models:
+        return Served(base_model=base)
+    model = tuned_models.find(session, project_id, name)
+    checkpoint = None if model is None else tuned_models.checkpoint_of(session, model)
+    if model is None or checkpoint is None:
+        return None
+    try:
+        manifest = blobs.read(f"{checkpoint.blob_prefix}/manifest.json")
+    except BlobNotFound:
+        return None
+    digest = hashlib.sha256(manifest).hexdigest()
+    return Served(
+        base_model=model.base_model,
+        adapter=Adapter(prefix=checkpoint.blob_prefix, manifest_sha256=digest),
+    )

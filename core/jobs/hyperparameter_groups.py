@@ -1,0 +1,279 @@
+"""The groups of `hyperparameters.advanced`: one small class per choice, with only the fields that the choice reads.
+
+A `type` selects the variant of a group, so most combinations without effect cannot be written down. Rules between
+groups are in core/jobs/hyperparameters.py, the flat names of the same fields in core/jobs/flat_hyperparameters.py.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from core import chat_templates
+
+# The bounds apply to the number, not to the field: pydantic would also compare "auto" with them and raise TypeError.
+Auto = Literal["auto"]
+
+Loss = Literal["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
+Scale = Literal["group", "batch", "none"]
+Std = Literal["population", "sample"]
+Supervision = Literal["outcome", "process"]
+KlEstimator = Literal["k1", "k3"]
+Importance = Literal["truncate", "mask", "none"]
+Overlong = Literal["score", "mask", "soft"]
+Normalize = Literal["papers", "signal"]
+
+ClipLow = Annotated[float, Field(gt=0, lt=1)]
+ClipHigh = Annotated[float, Field(gt=0, le=10)]
+ImportanceCap = Annotated[float, Field(gt=1, le=100)]
+
+
+class Value(BaseModel):
+    # Strict: "8" is not coerced to 8, nor true to 1.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+# Losses. The defaults are those of the papers: DeepSeekMath and Dr. GRPO have one epsilon, DAPO has clip-higher. Losses
+# that average over all tokens of a batch use one std for the batch, so that all groups have the same divisor (and easy
+# prompts are not amplified).
+
+
+class AnyLoss(Value):
+    """The fields that every loss has."""
+
+    type: Loss
+    # Divisor of a group's centered rewards: the std of the group, of the batch, or none.
+    advantage_scale: Scale
+    # Std over n or over n - 1: the choice scales the effective learning rate. Auto: population.
+    std: Auto | Std = "auto"
+    # The answers over which the loss and the std of the batch average: all graded ones, or those of groups with signal.
+    normalize: Normalize = "papers"
+
+    @model_validator(mode="after")
+    def _std_is_used(self) -> "AnyLoss":
+        if self.std != "auto" and self.advantage_scale == "none":
+            raise ValueError("std has no effect with advantage_scale 'none', the default of loss 'dr_grpo'")
+        return self
+
+
+class TokenLoss(AnyLoss):
+    """A loss with one ratio per token."""
+
+    # One reward per answer, or one per step that the grader scores.
+    supervision: Supervision = "outcome"
+
+
+class ClippedLoss(TokenLoss):
+    """A loss whose ratio has no gradient outside of 1 - clip_low to 1 + clip_high."""
+
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
+
+
+class Grpo(ClippedLoss):
+    """Group-relative policy optimization (DeepSeekMath): each answer weighs the same."""
+
+    type: Literal["grpo"] = "grpo"
+    advantage_scale: Scale = "group"
+
+
+class DrGrpo(ClippedLoss):
+    """Dr. GRPO: no std, and a constant divisor instead of the answer's length."""
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+    advantage_scale: Scale = "none"
+
+
+class Bnpo(ClippedLoss):
+    """TRL's bnpo: each token weighs the same."""
+
+    type: Literal["bnpo"] = "bnpo"
+    advantage_scale: Scale = "batch"
+
+
+class Dapo(ClippedLoss):
+    """DAPO: each token weighs the same, and the upper bound is higher than the lower one."""
+
+    type: Literal["dapo"] = "dapo"
+    advantage_scale: Scale = "batch"
+    clip_high: ClipHigh = 0.28
+
+
+class Cispo(TokenLoss):
+    """CISPO (MiniMax-M1): the ratio is capped, and no token loses its gradient."""
+
+    type: Literal["cispo"] = "cispo"
+    advantage_scale: Scale = "batch"
+    # Absolute, not 1 + epsilon. Below 1 it would shrink the gradient of a policy that has not changed.
+    cap: Annotated[float, Field(ge=1, le=100)] = 5.0
+
+
+class Gspo(AnyLoss):
+    """GSPO: one ratio per answer, so the grader cannot supervise steps."""
+
+    type: Literal["gspo"] = "gspo"
+    advantage_scale: Scale = "group"
+    # GSPO section 5.1: its ratio is a mean over the answer, with far less variance than that of a token.
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
+
+
+LossGroup = Annotated[Grpo | DrGrpo | Bnpo | Dapo | Cispo | Gspo, Field(discriminator="type")]
+
+
+# Corrections of the mismatch between the probabilities of sampler and trainer.
+
+
+class Truncate(Value):
+    """Weights of the tokens are cut off at the cap."""
+
+    type: Literal["truncate"] = "truncate"
+    cap: ImportanceCap = 2.0
+
+
+class Mask(Value):
+    """Tokens with a weight outside of 1/cap to cap are left out of the loss."""
+
+    type: Literal["mask"] = "mask"
+    cap: ImportanceCap = 2.0
+
+
+class NoImportance(Value):
+    """No weights: the ratio of the loss is relative to the sampler."""
+
+    type: Literal["none"] = "none"
+
+
+ImportanceGroup = Annotated[Truncate | Mask | NoImportance, Field(discriminator="type")]
+
+
+# Truncated answers.
+
+
+class ScoreOverlong(Value):
+    """The grader's score is used unchanged."""
+
+    type: Literal["score"] = "score"
+
+
+class MaskOverlong(Value):
+    """Truncated answers are excluded from the loss."""
+
+    type: Literal["mask"] = "mask"
+
+
+class SoftOverlong(Value):
+    """Answers are penalized as they approach the limit."""
+
+    type: Literal["soft"] = "soft"
+    # Tokens before the limit at which the penalty starts. Auto: a fifth of max_completion_tokens.
+    buffer: Auto | Annotated[int, Field(ge=1, le=131072)] = "auto"
+
+
+OverlongGroup = Annotated[ScoreOverlong | MaskOverlong | SoftOverlong, Field(discriminator="type")]
+
+
+# Order of sampling and updates.
+
+
+class OnPolicy(Value):
+    """Each step is sampled with the policy that it updates."""
+
+    type: Literal["on_policy"] = "on_policy"
+    # Whether gradients of groups are computed as soon as they are graded, while others are still sampled. On a CPU both
+    # compete for cores: a step takes a third longer (bench/overlap.py). Not measured on a GPU.
+    overlap: bool = False
+    # Prompts resampled per step in place of those with a zero-variance group (DAPO's dynamic sampling).
+    resample_prompts: int = Field(default=0, ge=0, le=1024)
+
+
+class OffPolicy(Value):
+    """The next step is sampled during the update of this one, with the policy before that update."""
+
+    type: Literal["off_policy"] = "off_policy"
+    # Updates between the policy that samples and the one that learns.
+    steps: int = Field(default=1, ge=1, le=1)
+
+
+ScheduleGroup = Annotated[OnPolicy | OffPolicy, Field(discriminator="type")]
+
+
+# Groups without variants.
+
+
+TemplateArgument = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,63}$")]
+
+
+class Sampling(Value):
+    """How answers are sampled for training."""
+
+    # Answers to each prompt. Auto: 8 times compute_multiplier. Advantages need at least two.
+    group_size: Auto | Annotated[int, Field(ge=2, le=256)] = "auto"
+    temperature: float = Field(default=1.0, gt=0, le=2)
+    # Auto: 512, or half the context.
+    max_completion_tokens: Auto | Annotated[int, Field(ge=1, le=131072)] = "auto"
+    # Chat template by a name of core/chat_templates.py; auto: that of the registry or the model.
+    chat_template: Auto | chat_templates.Name = "auto"
+    # Arguments of the chat template, such as {"enable_thinking": false}.
+    chat_template_kwargs: dict[TemplateArgument, bool | int | float | str] = {}
+    # Tokens after which a thought is closed; auto: by reasoning_effort.
+    thinking_budget: Auto | Annotated[int, Field(ge=0, le=131072)] = "auto"
+
+
+class Kl(Value):
+    """A penalty on the KL divergence to a reference model. Without this group its computation is skipped."""
+
+    # Factor of the penalty in the loss. Required.
+    weight: float = Field(gt=0, le=10)
+    # The unbiased estimator k1, or k3, which has less variance and is never negative.
+    estimator: KlEstimator = "k3"
+    # Steps after which the current policy becomes the reference. 0: the reference stays the base model.
+    reference_refresh_steps: int = Field(default=0, ge=0)
+
+
+class Optimizer(Value):
+    """AdamW on the weights of the adapter."""
+
+    # Auto: by the size of the model, times learning_rate_multiplier.
+    learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
+    # Passes over the same answers, with one optimizer step each.
+    updates_per_batch: int = Field(default=1, ge=1, le=16)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]{0,199}$")]
+LoraTargets = (
+    Literal["all-linear", "attention"] | Annotated[list[ModuleName], Field(min_length=1, max_length=100)]
+)
+
+
+class Lora(Value):
+    """The adapter, on linear layers but the head."""
+
+    rank: int = Field(default=16, ge=1, le=256)
+    alpha: int = Field(default=32, ge=1, le=1024)
+    # The layers that get one: "all-linear", "attention" (those that mix tokens), or names such as ["q_proj", "v_proj"],
+    # each the end of the names of some layers. Auto: "all-linear".
+    targets: Auto | LoraTargets = "auto"
+
+
+class Stopping(Value):
+    """Criteria for early stopping; 0 is off. worker/record/stopping.py implements them."""
+
+    # Validations without an improvement.
+    after_flat_evals: int = Field(default=0, ge=0)
+    # Steps in which no group had signal.
+    after_silent_steps: int = Field(default=0, ge=0)
+    above_kl: float = Field(default=0.0, ge=0)  # nats per token
+    below_entropy: float = Field(default=0.0, ge=0)  # nats per token
+    # The job fails if the share of groups with signal in its first step is lower.
+    fail_below_signal: float = Field(default=0.0, ge=0, le=1)
+
+
+class Evaluation(Value):
+    """Validation, beside `eval_interval` and `eval_samples`."""
+
+    # Temperature of validation; 0 is greedy. Auto: greedy with one answer per row, else that of sampling.
+    temperature: Auto | Annotated[float, Field(ge=0, le=2)] = "auto"
+    # The job fails unless its verdict is `improved` (core/jobs/verdict.py).
+    require_improvement: bool = False

@@ -1,0 +1,123 @@
+"""The commands of evals."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from regraft.cli.output import plain, print_json, say, table
+from regraft.client import Regraft
+from regraft.eval_archive import Report, export, import_folder
+from regraft.resources.evals import Gate, read_config
+
+DONE, NO = 0, 1
+
+
+def evals_run(arguments: argparse.Namespace) -> int:
+    """Exit code 1: a run did not complete. Later runs are compared with the first."""
+    config, client = read_config(arguments.config), Regraft()
+    runs = [
+        client.evals.run_config(config, model=model, name=arguments.name)
+        for model in arguments.models or [None]
+    ]
+    ended = [client.evals.wait(run.eval_id, run.id, progress=_progress) for run in runs]
+    if arguments.output == "json":
+        print_json(ended)
+    else:
+        print(_runs_table(ended))
+        first, *others = ended
+        for other in others:
+            print(_difference(client.evals.compare(first.eval_id, first.id, other.id)))
+    return DONE if all(run.status == "completed" for run in ended) else NO
+
+
+def evals_compare(arguments: argparse.Namespace) -> int:
+    comparison = Regraft().evals.compare(arguments.eval_id, arguments.first, arguments.second)
+    if arguments.output == "json":
+        print_json(comparison)
+    else:
+        print(_difference(comparison))
+    return DONE
+
+
+def evals_gate(arguments: argparse.Namespace) -> int:
+    """Exit code 1: the run is not good enough."""
+    gate: Gate = Regraft().evals.gate(
+        arguments.eval_id,
+        arguments.run_id,
+        min_pass_rate=arguments.min_pass_rate,
+        baseline=arguments.baseline,
+        max_drop=arguments.max_drop,
+        allow_errors=arguments.allow_errors,
+    )
+    if arguments.output == "json":
+        print_json(plain(gate.__dict__))
+    else:
+        print("passed" if gate.passed else "\n".join(["failed", *(f"  - {why}" for why in gate.reasons)]))
+    return DONE if gate.passed else NO
+
+
+def evals_import(arguments: argparse.Namespace) -> int:
+    return _report(arguments, import_folder(Regraft(), arguments.folder, tell=say), "Imported")
+
+
+def evals_export(arguments: argparse.Namespace, folder: Path) -> int:
+    """Read with OpenAI's client and the key in OPENAI_API_KEY; OPENAI_BASE_URL may name another service."""
+    return _report(arguments, export(openai.OpenAI(), folder, tell=say), f"Wrote {folder}:")
+
+
+def _report(arguments: argparse.Namespace, report: Report, what: str) -> int:
+    if arguments.output == "json":
+        print_json(report.__dict__)
+        return DONE
+    counts = f"{report.evals} evals, {report.runs} runs, {report.items} items, {report.files} files"
+    print("\n".join([f"{what} {counts}", *(f"Left out: {why}" for why in report.left_out)]))
+    return DONE
+
+
+def _progress(run: Any) -> None:
+    finished = run.progress
+    say(f"{run.id} {run.status}: {finished['finished']} of {finished['total']}")
+
+
+def _runs_table(runs: list[Any]) -> str:
+    rows = [
+        (
+            run.id,
+            run.model,
+            run.status,
+            run.result_counts.passed,
+            run.result_counts.failed,
+            run.result_counts.errored,
+            _with_error(run.pass_rate, run.standard_error),
+        )
+        for run in runs
+    ]
+    return table(("RUN", "MODEL", "STATUS", "PASSED", "FAILED", "ERRORED", "PASS RATE"), rows)
+
+
+def _with_error(rate: float | None, error: float | None) -> str:
+    if rate is None:
+        return "-"
+    return f"{rate:.3f}" if error is None else f"{rate:.3f} ± {error:.3f}"
+
+
+def _difference(comparison: Any) -> str:
+    measures = {"passed": comparison.passed, **comparison.criteria}
+    rows = [
+        (
+            name,
+            one.first,
+            one.second,
+            one.difference,
+            "-" if one.ci_low is None else f"{one.ci_low:+.3f} to {one.ci_high:+.3f}",
+            one.wins,
+            one.losses,
+            one.ties,
+        )
+        for name, one in measures.items()
+    ]
+    head = ("", "FIRST", "SECOND", "DIFFERENCE", "95 % INTERVAL", "WINS", "LOSSES", "TIES")
+    left = f"\n{comparison.unpaired} items have no partner." if comparison.unpaired else ""
+    return table(head, rows) + left

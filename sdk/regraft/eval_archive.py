@@ -1,0 +1,259 @@
+"""Evals as a folder: written from OpenAI's service or ours with the official client, and imported here.
+
+    DIR/files/SHA256.jsonl                 rows of runs
+    DIR/evals/order.json                   ids in the order of the list; also in each folder of runs
+    DIR/evals/EVAL/eval.json
+    DIR/evals/EVAL/runs/RUN/run.json       refers to a file as files/SHA256.jsonl
+    DIR/evals/EVAL/runs/RUN/items.jsonl
+
+An export has the documented fields only, in a fixed order, so that exports of equal evals are equal.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from regraft.saving import whole
+
+EVAL_FIELDS = ("id", "name", "created_at", "metadata", "data_source_config", "testing_criteria")
+RUN_FIELDS = (
+    "id", "name", "created_at", "metadata", "status", "model", "data_source", "error", "result_counts",
+    "per_model_usage", "per_testing_criteria_results",
+)  # fmt: skip
+ITEM_FIELDS = ("id", "created_at", "status", "datasource_item_id", "datasource_item", "results", "sample")
+FINISHED = frozenset({"completed", "failed", "canceled"})
+FILES, ORDER = "files", "order.json"
+IMPORT = "/regraft/evals/import"
+INLINE_BYTES = (
+    1_000_000  # of the rows in one request, which may have 2 MB; further rows are uploaded as a file
+)
+_REFUSED = (400, 404, 409, 413, 422)  # of one eval, after which the next one can succeed
+_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+_ROWS = re.compile(rf"{FILES}/[0-9a-f]{{64}}\.jsonl")
+
+
+class UnsafeArchive(ValueError):
+    """A name in a folder, or an id of a server, that could lead out of the folder."""
+
+
+@dataclass
+class Report:
+    """Counts of exported or imported objects, and the omissions with their reasons."""
+
+    evals: int = 0
+    runs: int = 0
+    items: int = 0
+    files: int = 0
+    left_out: list[str] = field(default_factory=list)
+
+
+def export(client: openai.OpenAI, folder: Path, *, tell: Callable[[str], None] = lambda text: None) -> Report:
+    """Write all evals of the client's project. Runs that are complete in the folder are not read again.
+
+    Raises:
+        UnsafeArchive: an id of the server is not a plain name.
+    """
+    report = Report()
+    evals = []
+    for made in client.evals.list(limit=100):
+        evals.append(made.id)
+        runs = []
+        place = folder / "evals" / _plain_name(made.id)
+        _write(place / "eval.json", _kept(_plain(made), EVAL_FIELDS))
+        report.evals += 1
+        tell(f"{made.id} {made.name}")
+        for run in client.evals.runs.list(made.id, limit=100):
+            if run.status not in FINISHED:
+                report.left_out.append(f"{run.id} is {run.status}")
+                continue
+            runs.append(run.id)
+            _export_run(client, folder, place / "runs" / _plain_name(run.id), made.id, run.id, report)
+        _write(place / "runs" / ORDER, runs)
+    _write(folder / "evals" / ORDER, evals)
+    return report
+
+
+def _export_run(
+    client: openai.OpenAI, folder: Path, place: Path, eval_id: str, run_id: str, report: Report
+) -> None:
+    report.runs += 1
+    if (place / "run.json").exists():  # written last
+        return
+    place.mkdir(parents=True, exist_ok=True)
+    with whole(place / "items.jsonl") as file:
+        for item in client.evals.runs.output_items.list(run_id, eval_id=eval_id, limit=100):
+            file.write(_line(_kept(_plain(item), ITEM_FIELDS)))
+            report.items += 1
+    run = _kept(_plain(client.evals.runs.retrieve(run_id, eval_id=eval_id)), RUN_FIELDS)
+    source = (run.get("data_source") or {}).get("source") or {}
+    if source.get("type") == "file_id":
+        try:
+            source["id"] = _save_file(client, folder, source["id"], report)
+        except openai.APIStatusError as gone:
+            report.left_out.append(f"{run_id}: its file {source['id']}: {gone.message}")
+    _write(place / "run.json", run)
+
+
+def _save_file(client: openai.OpenAI, folder: Path, file_id: str, report: Report) -> str:
+    content = client.files.content(file_id).read()
+    name = f"{FILES}/{hashlib.sha256(content).hexdigest()}.jsonl"
+    path = folder / name
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path) as file:
+            file.write(content)
+        report.files += 1
+    return name
+
+
+def import_folder(
+    client: openai.OpenAI, folder: Path, *, tell: Callable[[str], None] = lambda text: None
+) -> Report:
+    """Create the evals of an export, each with its runs in one request. One that is refused is left out.
+
+    Raises:
+        FileNotFoundError: the folder has no complete export.
+        UnsafeArchive: the list of evals has a name that is not plain.
+    """
+    report = Report()
+    uploaded: dict[str, str] = {}
+    for place in _listed(folder, folder / "evals"):
+        try:
+            created = _import_eval(client, folder, place, uploaded, report)
+        except (OSError, ValueError) as cause:
+            report.left_out.append(f"{place.name}: {cause}")
+            continue
+        except openai.APIStatusError as refused:
+            if refused.status_code not in _REFUSED:
+                raise
+            report.left_out.append(f"{place.name}: {refused.message}")
+            continue
+        report.evals += 1
+        tell(created)
+    return report
+
+
+def _import_eval(
+    client: openai.OpenAI, folder: Path, place: Path, uploaded: dict[str, str], report: Report
+) -> str:
+    """Create one eval, and return its new id and its name."""
+    made = _object(folder, place / "eval.json")
+    runs: list[dict[str, Any]] = []
+    files: list[str] = []
+    inline = items = 0
+    try:
+        for run_place in _listed(folder, place / "runs"):
+            run = _object(folder, run_place / "run.json")
+            _upload_rows(client, folder, run, uploaded, report)
+            inline = _upload_inline(client, run, inline, report)
+            content = _inside(folder, run_place / "items.jsonl").read_bytes()
+            items += content.count(b"\n")
+            files.append(client.files.create(file=("items.jsonl", content), purpose="evals").id)
+            runs.append({"run": run, "items_file": files[-1]})
+        body = {"eval": _without_nulls(made), "runs": runs}
+        created: Any = client.post(IMPORT, body=body, cast_to=object)
+    finally:
+        for file_id in files:
+            client.files.delete(file_id)
+    report.runs += len(runs)
+    report.items += items
+    return f"{created['eval']['id']} {made.get('name')}"
+
+
+def _listed(folder: Path, place: Path) -> list[Path]:
+    """The folders that order.json lists, in its order."""
+    names = json.loads(_inside(folder, place / ORDER).read_text())
+    if not isinstance(names, list):
+        raise UnsafeArchive(f"{place / ORDER} is not a list of names")
+    return [place / _plain_name(name) for name in names]
+
+
+def _plain_name(name: object) -> str:
+    if not isinstance(name, str) or not _PLAIN.fullmatch(name):
+        raise UnsafeArchive(f"{name!r} is not a plain name")
+    return name
+
+
+def _inside(folder: Path, path: Path) -> Path:
+    """The path, unless a symbolic link leads it out of the folder."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise UnsafeArchive(f"{path} leads out of {folder}")
+    return path
+
+
+def _object(folder: Path, path: Path) -> dict[str, Any]:
+    value = json.loads(_inside(folder, path).read_text())
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value
+
+
+def _source(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The source of the run's rows; empty if there is none."""
+    outer = run.get("data_source")
+    source = outer.get("source") if isinstance(outer, dict) else None
+    return source if isinstance(source, dict) else {}
+
+
+def _upload_rows(
+    client: openai.OpenAI, folder: Path, run: dict[str, Any], uploaded: dict[str, str], report: Report
+) -> None:
+    """Replace the name of a file in the folder by the id of the uploaded file."""
+    source = _source(run)
+    name = source.get("id")
+    if source.get("type") != "file_id" or not isinstance(name, str) or "/" not in name:
+        return
+    if not _ROWS.fullmatch(name):
+        raise UnsafeArchive(f"{name!r} is not a file of an export")
+    if name not in uploaded:
+        path = _inside(folder, folder / name)
+        uploaded[name] = client.files.create(file=path, purpose="evals").id
+        report.files += 1
+    source["id"] = uploaded[name]
+
+
+def _upload_inline(client: openai.OpenAI, run: dict[str, Any], inline: int, report: Report) -> int:
+    """Upload rows that no longer fit the request. Returns the bytes of rows in the request so far."""
+    source = _source(run)
+    content = source.get("content")
+    if not isinstance(content, list):
+        return inline
+    lines = b"".join(map(_line, content))
+    if inline + len(lines) <= INLINE_BYTES:
+        return inline + len(lines)
+    file = client.files.create(file=("rows.jsonl", lines), purpose="evals")
+    report.files += 1
+    source.clear()
+    source.update(type="file_id", id=file.id)
+    return inline
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(
+        value.model_dump_json(by_alias=True, exclude_unset=True, warnings=False)
+    )
+    return plain
+
+
+def _kept(value: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value[name] for name in fields if name in value}
+
+
+def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: inner for name, inner in value.items() if inner is not None}
+
+
+def _write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as file:
+        file.write(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True).encode() + b"\n")
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True).encode() + b"\n"

@@ -1,0 +1,79 @@
+"""What any Sink must do. A new one is added to SERVICES."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import Notebook
+from worker.record.exporters import Card
+from worker.record.exporters.mlflow import MlflowSink
+from worker.record.exporters.trackio import TrackioSink
+from worker.record.exporters.types import Sink
+
+CARD = Card("ftjob-1", "colours", "ftjob-1", None, ("a",), {"model": "tiny", "batch_size": 8})
+# A connection to one and the same service, as each attempt of a job opens its own.
+Connect = Callable[[], Sink]
+
+
+def notebook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Connect:
+    book = Notebook()
+    return lambda: book
+
+
+def mlflow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Connect:
+    pytest.importorskip("mlflow")
+    return lambda: MlflowSink(f"sqlite:///{folder}/mlflow.db")
+
+
+def trackio(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Connect:
+    monkeypatch.setenv("TRACKIO_DIR", str(folder))
+    pytest.importorskip("trackio")
+    return TrackioSink
+
+
+SERVICES = {"notebook": notebook, "mlflow": mlflow, "trackio": trackio}
+
+
+@pytest.fixture(params=SERVICES)
+def connect(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Connect:
+    return SERVICES[request.param](tmp_path, monkeypatch)
+
+
+def test_a_new_run_has_no_step_yet(connect: Connect) -> None:
+    sink = connect()
+
+    assert sink.start(CARD) is None
+    sink.finish("succeeded")
+
+
+def test_another_attempt_hears_which_step_is_the_last(connect: Connect) -> None:
+    first = connect()
+    first.start(CARD)
+    for step in (0, 1):
+        first.step(step, {"step": step, "train_mean_reward": step / 4})
+    first.finish("interrupted")
+
+    second = connect()
+
+    assert second.start(CARD) == 1
+    second.step(2, {"step": 2, "train_mean_reward": 0.5})
+    second.finish("succeeded")
+    third = connect()
+    assert third.start(CARD) == 2
+    third.finish("succeeded")
+
+
+def test_a_run_may_end_without_a_step(connect: Connect) -> None:
+    sink = connect()
+    sink.start(CARD)
+
+    sink.finish("failed")
+
+
+def test_a_step_may_have_no_metric_but_its_number(connect: Connect) -> None:
+    sink = connect()
+    sink.start(CARD)
+
+    sink.step(0, {"step": 0})
+    sink.finish("succeeded")

@@ -1,0 +1,82 @@
+"""A chat server in threads, whose answers a test writes as a function, and which counts what it was asked."""
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Answer = Callable[[dict[str, Any]], "str | dict[str, Any] | int"]
+
+
+@dataclass
+class ChatServer:
+    """`asked` counts the requests by the text of their last message. An answer of int is an error status."""
+
+    url: str
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    asked: Counter[str] = field(default_factory=Counter)
+    fails: set[str] = field(default_factory=set)  # last messages that get status 400
+
+
+@contextmanager
+def chat_server(answer: Answer) -> Iterator[ChatServer]:
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            with lock:
+                server.requests.append(body)
+                server.asked[str(body["messages"][-1]["content"])] += 1
+            said = 400 if body["messages"][-1]["content"] in server.fails else answer(body)
+            status = said if isinstance(said, int) else 200
+            self.send(
+                status, {"error": {"message": "no", "code": "no"}} if status != 200 else completion(said)
+            )
+
+        def send(self, status: int, body: dict[str, Any]) -> None:
+            text = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *args: Any) -> None:
+            return
+
+    class Quiet(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 256
+
+        def handle_error(self, *args: Any) -> None:
+            """A client that was killed hangs up."""
+
+    httpd = Quiet(("127.0.0.1", 0), Handler)
+    server = ChatServer(f"http://127.0.0.1:{httpd.server_address[1]}/v1")
+    thread = threading.Thread(target=httpd.serve_forever, args=[0.05], daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        httpd.shutdown()
+        httpd.server_close()
+
+
+def completion(said: Any) -> dict[str, Any]:
+    text = said if isinstance(said, str) else json.dumps(said)
+    return {
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15},
+    }
+
+
+def verdict(result: Any) -> dict[str, Any]:
+    """What a judge answers."""
+    return {"steps": [], "result": result}

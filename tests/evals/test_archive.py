@@ -1,0 +1,337 @@
+"""Leaving OpenAI: evals are exported with the official client and imported here, with our own server as the source."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from openai import BadRequestError, RateLimitError
+from regraft.eval_archive import UnsafeArchive, export, import_folder
+
+from core.tenancy import tenants
+from tests.evals.conftest import EXACT, JUDGED, completions, row
+from tests.evals.test_runs import upload
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def source(client, new_eval, house):
+    """A server with two evals: runs with rows in the request and in a file, items of every status, and one queued."""
+    made = new_eval(EXACT, JUDGED, metadata={"team": "maps"})
+    house.model.fails.add("q1")
+    client.evals.runs.create(made.id, name="inline", data_source=completions(3))
+    file = upload(client, row(1), row(2, "no"))
+    client.evals.runs.create(
+        made.id, name="file", data_source=completions(0) | {"source": {"type": "file_id", "id": file}}
+    )
+    new_eval(name="empty")
+    house.work()
+    client.evals.runs.create(made.id, name="queued", data_source=completions(1))
+    return house
+
+
+def test_export_import_export_is_equal(source, second_house, tmp_path):
+    report = export(source.openai(), tmp_path / "first")
+    imported = import_folder(second_house.openai(), tmp_path / "first")
+    export(second_house.openai(), tmp_path / "second")
+
+    assert (report.evals, report.runs, report.items, report.files) == (2, 2, 5, 1)
+    assert len(report.left_out) == 1  # the queued run
+    assert (imported.evals, imported.runs, imported.items) == (2, 2, 5)
+    first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
+    assert first.keys() == second.keys()
+    assert first == second
+
+
+def test_old_runs_are_readable_and_new_ones_can_be_created(source, second_house, tmp_path):
+    export(source.openai(), tmp_path)
+    import_folder(second_house.openai(), tmp_path)
+    client = second_house.openai()
+
+    [made] = [made for made in client.evals.list() if made.name == "geography"]
+    runs = client.evals.runs.list(made.id).data
+    assert [run.name for run in runs] == ["inline", "file"]
+    items = client.evals.runs.output_items.list(runs[0].id, eval_id=made.id).data
+    assert [item.status for item in items] == ["pass", "error", "pass"]
+    [_, second, _] = items
+    same = client.evals.runs.output_items.retrieve(second.id, eval_id=made.id, run_id=runs[0].id)
+    assert same.to_dict() == second.to_dict()
+    new = client.evals.runs.create(made.id, data_source=completions(3))
+    second_house.work()
+    assert client.evals.runs.retrieve(new.id, eval_id=made.id).status == "completed"
+    compared = client.get(f"/regraft/evals/{made.id}/compare?runs={runs[0].id},{new.id}", cast_to=object)
+    assert compared["rows"] == 3
+
+
+def test_an_export_can_be_repeated(source, tmp_path):
+    export(source.openai(), tmp_path)
+    before = contents(tmp_path)
+
+    again = export(source.openai(), tmp_path)
+
+    assert contents(tmp_path) == before
+    assert again.items == 0  # nothing was read again
+
+
+def test_ids_that_are_in_use_become_new_ones(source, tmp_path):
+    export(source.openai(), tmp_path)
+    client = source.openai()
+    import_folder(client, tmp_path)
+
+    assert len({made.id for made in client.evals.list()}) == 4
+
+
+def test_a_bad_import_creates_nothing(house):
+    client = house.openai()
+    file = client.files.create(file=("items.jsonl", b'{"no": "item"}\n'), purpose="evals").id
+    made = {"data_source_config": {"type": "custom", "item_schema": {}}, "testing_criteria": [EXACT]}
+    run = {"status": "completed", "data_source": {"type": "jsonl"}}
+
+    for runs, words in (
+        ([{"run": run, "items_file": file}], "line 1: is not an output item"),
+        ([{"run": run, "items_file": "file-none"}], "file-none"),
+        ([{"run": run | {"status": "queued"}, "items_file": file}], "only finished runs"),
+    ):
+        with pytest.raises(BadRequestError, match=words):
+            client.post("/regraft/evals/import", body={"eval": made, "runs": runs}, cast_to=object)
+
+    assert client.evals.list().data == []
+
+
+def test_an_openai_eval_with_an_unknown_judge_is_imported_but_not_run(house):
+    client = house.openai()
+    made = {
+        "id": "eval_68" + "0" * 30,
+        "name": "theirs",
+        "created_at": 1700000000,
+        "data_source_config": {"type": "custom", "schema": {"type": "object", "properties": {"item": {}}}},
+        "testing_criteria": [JUDGED | {"model": "gpt-4o", "name": "polite-1234"}],
+    }
+    created = client.post(
+        "/regraft/evals/import", body={"eval": json.loads(json.dumps(made))}, cast_to=object
+    )
+
+    assert created["eval"]["id"] == made["id"]
+    assert (
+        client.evals.retrieve(made["id"]).data_source_config.schema_ == made["data_source_config"]["schema"]
+    )
+    with pytest.raises(BadRequestError, match="gpt-4o"):
+        client.evals.runs.create(made["id"], data_source=completions(1))
+
+
+def run_files(folder):
+    """The run.json of each run that has rows in a file, and of each that has them in the request."""
+    found = sorted(folder.glob("evals/*/runs/*/run.json"))
+    by_kind = {json.loads(path.read_text())["data_source"]["source"]["type"]: path for path in found}
+    return by_kind["file_id"], by_kind["file_content"]
+
+
+def change_source(path, **fields):
+    run = json.loads(path.read_text())
+    run["data_source"]["source"].update(fields)
+    path.write_text(json.dumps(run))
+
+
+@pytest.mark.parametrize("name", ["files/../../secret.jsonl", "/etc/hostname", "files/rows.jsonl"])
+def test_only_files_of_the_export_are_uploaded(source, second_house, tmp_path, name):
+    folder = tmp_path / "export"
+    export(source.openai(), folder)
+    (tmp_path / "secret.jsonl").write_text("{}")
+    change_source(run_files(folder)[0], id=name)
+
+    report = import_folder(second_house.openai(), folder)
+
+    assert report.evals == 1  # the other one
+    assert [name in why for why in report.left_out] == [True]
+    assert second_house.openai().files.list().data == []
+
+
+def test_a_link_out_of_the_folder_is_not_followed(source, second_house, tmp_path):
+    folder = tmp_path / "export"
+    export(source.openai(), folder)
+    outside = tmp_path / "outside.jsonl"
+    outside.write_text("{}")
+    items = run_files(folder)[1].with_name("items.jsonl")
+    items.unlink()
+    items.symlink_to(outside)
+
+    report = import_folder(second_house.openai(), folder)
+
+    assert "leads out of" in report.left_out[0]
+
+
+@pytest.mark.parametrize("name", ["../evals", ".hidden", "", "a/b", 3])
+def test_names_in_the_order_are_plain(tmp_path, client, name):
+    (tmp_path / "evals").mkdir()
+    (tmp_path / "evals" / "order.json").write_text(json.dumps([name]))
+
+    with pytest.raises(UnsafeArchive):
+        import_folder(client, tmp_path)
+
+
+def test_rows_that_do_not_fit_a_request_are_uploaded_as_a_file(source, second_house, tmp_path):
+    export(source.openai(), tmp_path)
+    rows = [{"item": {"question": "q" * 1000, "answer": "a"}}] * 3000
+    change_source(run_files(tmp_path)[1], content=rows)
+
+    report = import_folder(second_house.openai(), tmp_path)
+
+    assert (report.evals, report.left_out) == (2, [])
+    client = second_house.openai()
+    [made] = [made for made in client.evals.list() if made.name == "geography"]
+    [inline] = [run for run in client.evals.runs.list(made.id) if run.name == "inline"]
+    content = client.files.content(inline.data_source.source.id).text
+    assert len(content.splitlines()) == 3000
+
+
+def test_one_bad_eval_does_not_stop_the_others(source, second_house, tmp_path):
+    export(source.openai(), tmp_path)
+    run_files(tmp_path)[0].with_name("items.jsonl").write_text('{"no": "item"}\n')
+
+    report = import_folder(second_house.openai(), tmp_path)
+
+    assert report.evals == 1
+    assert "line 1" in report.left_out[0]
+    assert [made.name for made in second_house.openai().evals.list()] == ["empty"]
+
+
+def test_imported_items_are_found_whatever_their_numbers_say(house):
+    client = house.openai()
+    run_id = "evalrun_" + "a" * 24
+    lines = [
+        {"id": f"outputitem_{'a' * 24}_{200 - number}", "status": "pass", "created_at": 1,
+         "datasource_item": {"n": number}, "results": []}
+        for number in range(200)
+    ]  # fmt: skip
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("items.jsonl", content), purpose="evals").id
+    run = {"id": run_id, "status": "completed", "data_source": {"type": "jsonl"}}
+    made = {"data_source_config": {"type": "custom", "item_schema": {}}, "testing_criteria": [EXACT]}
+    body = {"eval": made, "runs": [{"run": run, "items_file": file}]}
+    created = client.post("/regraft/evals/import", body=body, cast_to=object)
+
+    for number in (0, 199):
+        item = client.evals.runs.output_items.retrieve(
+            lines[number]["id"], eval_id=created["eval"]["id"], run_id=run_id
+        )
+        assert item.datasource_item == {"n": number}
+
+
+MADE = {"data_source_config": {"type": "custom", "item_schema": {}}, "testing_criteria": [EXACT]}
+RUN = {"status": "completed", "data_source": {"type": "jsonl"}}
+ITEM = {"id": "outputitem_1", "status": "pass", "datasource_item": {}, "results": []}
+
+
+def send(client, made=MADE, runs=(), lines=(ITEM,)):
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("items.jsonl", content), purpose="evals").id
+    body = {"eval": made, "runs": [{"run": run, "items_file": file} for run in runs]}
+    return client.post("/regraft/evals/import", body=body, cast_to=object)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"result_counts": {"total": "3"}}, "result_counts"),
+        ({"result_counts": {"total": 1, "passed": 1, "failed": 0, "errored": 0, "more": "x"}}, "more"),
+        ({"per_model_usage": [3]}, "per_model_usage"),
+        ({"per_testing_criteria_results": {"a": 1}}, "per_testing_criteria_results"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": [1]}, "metadata"),
+        ({"created_at": 2**60}, "created_at"),
+        ({"created_at": -1}, "created_at"),
+        ({"created_at": True}, "created_at"),
+        ({"data_source": {"type": "jsonl", "source": 3}}, "source"),
+        ({"data_source": {"type": "jsonl", "source": {"type": "file_content", "content": "x"}}}, "content"),
+        ({"model": 3}, "model"),
+        ({"error": "no"}, "error"),
+    ],
+)
+def test_a_run_of_another_shape_is_refused_by_name(client, house, fields, param):
+    with pytest.raises(BadRequestError) as refused:
+        send(client, runs=[RUN | fields])
+
+    assert refused.value.param.startswith("runs[0].run.")
+    assert param in refused.value.param
+    assert client.evals.list().data == []
+    assert not list(house.blobs.list(f"projects/{house.project.id}/evals/"))
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        {"type": "python"},
+        {"name": "x"},
+        3,
+        {"type": "endpoint", "name": "x", "headers": [{}]},
+        {"type": "multi", "name": "x", "graders": {"a": 3}},
+    ],
+)
+def test_criteria_of_another_shape_are_refused_by_name(client, criterion):
+    with pytest.raises(BadRequestError) as refused:
+        send(client, MADE | {"testing_criteria": [criterion]})
+
+    assert "testing_criteria[0]" in refused.value.param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"created_at": 2**60},
+        {"created_at": "now"},
+        {"datasource_item_id": 2**63},
+        {"results": [3]},
+        {"results": [{"name": 3}]},
+        {"results": [{"name": "a", "score": "high"}]},
+        {"results": [{"name": "a", "score": 10**350}]},
+        {"results": [{"name": "a", "passed": 1}]},
+        {"sample": "text"},
+    ],
+)
+def test_an_item_of_another_shape_is_refused_by_its_line(client, house, fields):
+    with pytest.raises(BadRequestError, match="line 2: is not an output item") as refused:
+        send(client, runs=[RUN, RUN], lines=[ITEM, ITEM | {"id": "b"} | fields])
+
+    assert refused.value.param == "runs[0].items_file"
+    assert not list(house.blobs.list(f"projects/{house.project.id}/evals/"))
+
+
+def test_an_import_has_no_id_twice(client):
+    with pytest.raises(BadRequestError, match="two runs have the same id"):
+        send(client, runs=[RUN | {"id": "evalrun_12345678"}] * 2)
+    with pytest.raises(BadRequestError, match="line 2: has the id of an earlier item"):
+        send(client, runs=[RUN], lines=[ITEM, ITEM])
+
+
+@pytest.mark.both_databases
+def test_imports_at_the_same_time_get_different_ids(client, house, database_kind):
+    made = MADE | {"id": "eval_12345678"}
+    with ThreadPoolExecutor(4) as pool:
+        sent = [pool.submit(send, client, made, [RUN | {"id": "evalrun_12345678"}]) for _ in range(4)]
+        created = [one.result() for one in sent]
+
+    assert len({one["eval"]["id"] for one in created}) == 4
+    for one in created:
+        [run] = one["runs"]
+        items = client.evals.runs.output_items.list(run, eval_id=one["eval"]["id"]).data
+        assert [item.id for item in items] == ["outputitem_1"]
+
+
+def test_rows_and_items_of_runs_count_as_stored(client, new_eval, house):
+    def stored():
+        with house.database.read() as session:
+            return tenants.stored_bytes(session, house.project.id)
+
+    made = new_eval()
+    run = client.evals.runs.create(made.id, data_source=completions(2))
+    queued = stored()
+    house.work()
+
+    assert 0 < queued < stored()
+    house.limit(storage_bytes=stored() + 10)
+    with pytest.raises(RateLimitError, match="storage_bytes"):
+        client.evals.runs.create(made.id, data_source=completions(2))
+    client.evals.runs.delete(run.id, eval_id=made.id)
+    assert stored() == 0

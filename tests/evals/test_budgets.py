@@ -1,0 +1,160 @@
+"""Budgets of runs: caps on tokens and on the calls of judges. Each call of the test's models takes 15 tokens."""
+
+import threading
+
+import pytest
+from openai import BadRequestError
+
+from core.evals import budgets
+from tests.evals.conftest import EXACT, JUDGED, completions, row
+
+
+def start(client, made, budget, count=100, **more):
+    return client.evals.runs.create(
+        made.id, data_source=completions(count, **more), extra_body={"budget": budget}
+    )
+
+
+def ended(client, run):
+    return client.evals.runs.retrieve(run.id, eval_id=run.eval_id)
+
+
+@pytest.mark.both_databases
+def test_a_run_stops_before_it_would_exceed_its_tokens_and_keeps_its_items(
+    client, new_eval, house, database_kind
+):
+    made = new_eval()
+    run = start(client, made, {"tokens": 100})
+    house.work()
+
+    failed = ended(client, run)
+    assert (failed.status, failed.error.code) == ("failed", "budget_reached")
+    assert "90 of 100 tokens are used, and the next item would take about 15 more" in failed.error.message
+    assert failed.budget == {"tokens": 100, "used_tokens": 90, "remaining_tokens": 10}
+    assert failed.result_counts.passed == 6 == len(house.model.requests)
+    items = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
+    assert len(items) == 6
+
+
+def test_the_cap_on_judge_calls_is_exact(client, new_eval, house):
+    kind = JUDGED | {
+        "name": "kind",
+        "input": [{"role": "user", "content": "Is {{sample.output_text}} kind?"}],
+    }
+    made = new_eval(EXACT, JUDGED, kind)
+    run = start(client, made, {"judge_calls": 9})
+    house.work()
+
+    failed = ended(client, run)
+    assert (failed.status, failed.error.code) == ("failed", "budget_reached")
+    assert "8 of 9 judge calls are made, and the next item needs 2" in failed.error.message
+    assert failed.budget == {"judge_calls": 9, "used_judge_calls": 8, "remaining_judge_calls": 1}
+    assert len(house.judge.requests) == 8
+    assert failed.result_counts.passed == 4
+
+
+def test_both_caps_hold_at_once(client, new_eval, house):
+    made = new_eval(JUDGED)
+    run = start(client, made, {"tokens": 10_000, "judge_calls": 3})
+    house.work()
+
+    assert ended(client, run).budget == {
+        "tokens": 10_000,
+        "used_tokens": 90,
+        "remaining_tokens": 9910,
+        "judge_calls": 3,
+        "used_judge_calls": 3,
+        "remaining_judge_calls": 0,
+    }
+
+
+def test_a_run_that_just_fits_its_budget_completes(client, new_eval, house):
+    made = new_eval(JUDGED)
+    run = start(client, made, {"tokens": 300, "judge_calls": 10}, count=10)
+    house.work()
+
+    done = ended(client, run)
+    assert done.status == "completed"
+    assert (done.budget["remaining_tokens"], done.budget["remaining_judge_calls"]) == (0, 0)
+
+
+def test_a_budget_counts_what_earlier_attempts_have_used(client, new_eval, house):
+    made = new_eval(JUDGED)
+    run = start(client, made, {"judge_calls": 30})
+    runner = house.runner()
+    thread = threading.Thread(target=runner.run, args=[runner.claim()])
+    pause = threading.Event()
+    thread.start()
+    while len(house.judge.requests) < 5:
+        pause.wait(0.01)
+    runner.stop()
+    thread.join()
+    house.work()
+
+    failed = ended(client, run)
+    assert (failed.status, failed.error.code) == ("failed", "budget_reached")
+    assert failed.budget["used_judge_calls"] == 30
+    assert failed.result_counts.passed == 30
+
+
+def test_samples_without_an_answer_cost_nothing(client, new_eval, house):
+    made = new_eval(JUDGED)
+    house.foreign.fails.update(f"q{number}" for number in range(20))
+    run = start(client, made, {"judge_calls": 2, "tokens": 30}, count=20, model="gpt-foreign")
+    house.work()
+
+    done = ended(client, run)
+    assert (done.status, done.result_counts.errored) == ("completed", 20)
+    assert done.budget["used_tokens"] == 0
+
+
+def test_a_run_without_a_budget_shows_none(client, new_eval, house):
+    run = client.evals.runs.create(new_eval().id, data_source=completions(1))
+    house.work()
+
+    assert ended(client, run).budget is None
+
+
+def test_the_usage_of_runs_of_an_earlier_version_is_read():
+    assert budgets.used({}) == {"tokens": 0, "judge_calls": 0}
+
+
+BAD = [
+    ({}, "budget", "tokens, judge_calls or both"),
+    ({"tokens": 0}, "budget.tokens", "0"),
+    ({"tokens": "many"}, "budget.tokens", ""),
+    ({"judge_calls": 1.5}, "budget.judge_calls", ""),
+    ({"gpu_seconds": 3600}, "budget.gpu_seconds", "a budget of jobs"),
+    ({"amount": 1, "currency": "EUR"}, "budget.amount", "a budget of jobs"),
+    ({"euros": 1}, "budget.euros", "Unknown"),
+]
+
+
+@pytest.mark.parametrize(("budget", "param", "words"), BAD, ids=[str(case[0]) for case in BAD])
+def test_a_bad_budget_is_refused_by_name(client, new_eval, budget, param, words):
+    made = new_eval()
+
+    with pytest.raises(BadRequestError) as refused:
+        start(client, made, budget)
+
+    assert refused.value.param == param
+    assert words in str(refused.value)
+    assert client.evals.runs.list(made.id).data == []
+
+
+def test_items_take_turns_until_the_cost_of_one_is_known(client, new_eval, house):
+    """Or as many as are in progress at once would exceed a small budget together."""
+    run = start(client, new_eval(), {"tokens": 10})
+    house.work()
+
+    assert ended(client, run).result_counts.total == 1
+    assert len(house.model.requests) == 1
+
+
+def test_rows_that_are_graded_as_they_are_cost_nothing(client, new_eval, house):
+    content = [row(number) | {"sample": {"output_text": f"q{number}"}} for number in range(10)]
+    source = {"type": "jsonl", "source": {"type": "file_content", "content": content}}
+    run = client.evals.runs.create(new_eval().id, data_source=source, extra_body={"budget": {"tokens": 1}})
+    house.work()
+
+    assert ended(client, run).status == "completed"

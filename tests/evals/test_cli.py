@@ -1,0 +1,92 @@
+"""The commands of evals against a server: what they print, and their exit codes."""
+
+import json
+import socket
+import threading
+
+import pytest
+import uvicorn
+from regraft.cli import main
+
+from tests.evals.conftest import CONFIG, EXACT, PROMPT, row
+
+
+@pytest.fixture
+def server(house, monkeypatch):
+    """The service at an address of its own, with a worker that looks for runs."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(house.app, log_level="warning", lifespan="off"))
+    serving = threading.Thread(target=server.run, args=[[listening]])
+    serving.start()
+    stop = threading.Event()
+
+    def work():
+        while not stop.wait(0.1):
+            house.work()
+
+    working = threading.Thread(target=work)
+    working.start()
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    for prefix in ("REGRAFT", "OPENAI"):
+        monkeypatch.setenv(f"{prefix}_BASE_URL", url)
+        monkeypatch.setenv(f"{prefix}_API_KEY", house.key)
+    yield
+    stop.set()
+    working.join()
+    server.should_exit = True
+    serving.join()
+
+
+def test_two_models_are_run_compared_gated_and_taken_along(server, capsys, tmp_path):
+    source = {"type": "file", "path": "rows.jsonl"}
+    config = {
+        "data_source_config": CONFIG,
+        "testing_criteria": [EXACT],
+        "data_source": {"type": "completions", "model": "tiny", "input_messages": PROMPT, "source": source},
+    }
+    (tmp_path / "eval.json").write_text(json.dumps(config))
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row(number)) for number in range(5)))
+
+    run = ["evals", "run", str(tmp_path / "eval.json"), "--model", "gpt-foreign", "--model", "tiny"]
+    assert main([*run, "--output", "json"]) == 0
+    theirs, ours = json.loads(capsys.readouterr().out)
+    assert (theirs["pass_rate"], ours["pass_rate"]) == (0.0, 1.0)
+    assert main(run) == 0
+    assert "1.000 ± 0.000" in capsys.readouterr().out
+
+    eval_id = ours["eval_id"]
+    assert main(["evals", "compare", eval_id, theirs["id"], ours["id"]]) == 0
+    assert "+1.000 to +1.000" in capsys.readouterr().out
+    gate = ["evals", "gate", eval_id]
+    assert main([*gate, ours["id"], "--min-pass-rate", "0.8", "--baseline", theirs["id"]]) == 0
+    assert capsys.readouterr().out == "passed\n"
+    assert main([*gate, theirs["id"], "--min-pass-rate", "0.8"]) == 1
+    assert "the pass rate is 0.000, and at least 0.8 is required" in capsys.readouterr().out
+
+    # A mistake in the command is neither a yes nor a no.
+    for wrong in (["--min-pass-rate", "80"], ["--min-pass-rate", "nan"], ["--allow-errors", "-1"]):
+        assert main([*gate, ours["id"], *wrong]) == 2
+    assert main([*gate, ours["id"], "--max-drop", "0.1"]) == 2
+    assert "max_drop needs a baseline" in capsys.readouterr().err
+    assert main([*gate, "evalrun_none"]) == 3
+    assert main([*gate, ours["id"], "--baseline", "evalrun_none"]) == 3
+    config["name"] = "another"
+    (tmp_path / "other.json").write_text(json.dumps(config))
+    assert main(["evals", "run", str(tmp_path / "other.json"), "--output", "json"]) == 0
+    [foreign] = json.loads(capsys.readouterr().out)
+    assert main([*gate, ours["id"], "--baseline", foreign["id"]]) == 2
+    assert f"{foreign['id']} is a run of {foreign['eval_id']}" in capsys.readouterr().err
+    assert main(["evals", "compare", eval_id, ours["id"], foreign["id"]]) == 2
+    # A configuration may have a budget. A run that fails is no success, and does not pass a gate.
+    (tmp_path / "small.json").write_text(json.dumps(config | {"budget": {"tokens": 10}}))
+    assert main(["evals", "run", str(tmp_path / "small.json"), "--output", "json"]) == 1
+    [failed] = json.loads(capsys.readouterr().out)
+    assert failed["error"]["code"] == "budget_reached"
+    assert main(["evals", "gate", foreign["eval_id"], failed["id"]]) == 1
+    assert "the run is failed" in capsys.readouterr().out
+
+    assert main(["migrate-from-openai", "evals", "--out", str(tmp_path / "out")]) == 0
+    assert "2 evals, 6 runs, 26 items, 1 files" in capsys.readouterr().out
+    assert main(["evals", "import", str(tmp_path / "out")]) == 0
+    assert "Imported 2 evals, 6 runs" in capsys.readouterr().out
+    assert main(["evals", "compare", eval_id, theirs["id"], "evalrun_none"]) == 3

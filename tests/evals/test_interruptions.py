@@ -1,0 +1,278 @@
+"""Runs survive their workers, end at once when they are cancelled, and stay within the limits of their project."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from openai import BadRequestError, RateLimitError
+from sqlalchemy import update
+
+from core.database.engine import Work
+from core.database.tables import EvalRun, Project, WebhookDelivery
+from core.evals import lifecycle
+from core.jobs.claim import LeaseLost
+from core.outbound import webhooks
+from core.storage import fsck, orphans
+from core.tenancy import tenants
+from tests.evals.conftest import EXACT, JUDGED, completions
+from tests.evals.servers import chat_server, verdict
+
+ROOT = Path(__file__).parents[2]
+KILLS, ROWS = 20, 200
+
+
+def expire(database):
+    """Let the lease of every run end, as it does a minute after its worker died, and its back-off pass."""
+    with database.write() as session:
+        session.execute(update(EvalRun).values(lease_expires_at=0.0))
+        lifecycle.expire_leases(session, max_failures=3)
+        session.execute(update(EvalRun).values(next_run_at=0.0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_each_item_is_there_once_after_a_worker_was_killed_twenty_times(
+    client, new_eval, house, sqlite_database, tmp_path
+):
+    """What was paid for and recorded is not paid for again: only requests in flight at a kill are repeated."""
+    pace = threading.Event()
+
+    def slowly(said):
+        def answer(body):
+            pace.wait(0.02)  # never set: only takes time
+            return said(body)
+
+        return answer
+
+    with (
+        chat_server(slowly(lambda body: str(body["messages"][-1]["content"]))) as model,
+        chat_server(slowly(lambda body: verdict("yes"))) as judge,
+    ):
+        made = new_eval(EXACT, JUDGED)
+        run = client.evals.runs.create(made.id, data_source=completions(ROWS))
+        command = [sys.executable, "-m", "tests.evals.killed_worker", str(tmp_path), model.url, judge.url]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        ) as worker:
+            assert worker.stdout.readline() == "ready\n"
+            kills = 0
+            while True:
+                worker.stdin.write("\n")
+                worker.stdin.flush()
+                child = int(worker.stdout.readline())
+                before = sum(house.row(run.id).summary["counts"].values())
+                if kills < KILLS:
+                    while sum(house.row(run.id).summary["counts"].values()) < min(before + 1, ROWS - 10):
+                        pace.wait(0.01)
+                    os.kill(child, signal.SIGKILL)
+                    kills += 1
+                if worker.stdout.readline() == "ended\n":
+                    break
+                expire(house.database)
+            worker.stdin.close()
+
+    items = list(client.evals.runs.output_items.list(run.id, eval_id=made.id, limit=100))
+    assert kills == KILLS
+    assert [item.datasource_item_id for item in items] == list(range(1, ROWS + 1))
+    assert {item.status for item in items} == {"pass"}
+    done = client.evals.runs.retrieve(run.id, eval_id=made.id)
+    assert (done.status, done.result_counts.passed) == ("completed", ROWS)
+    assert {one.run_model_name: one.invocation_count for one in done.per_model_usage} == {
+        "tiny": ROWS,
+        "judge": ROWS,
+    }
+    # In a quarter of a second, the time between two commits, a worker of this pace asks about 50 times.
+    for server in (model, judge):
+        assert server.asked.total() <= ROWS + KILLS * 60
+    assert not list(fsck.damaged(house.database, house.blobs))
+
+
+def test_a_resumed_run_asks_for_nothing_that_was_recorded(client, new_eval, house):
+    """A worker that stops hands over its samples and grades."""
+    made = new_eval(EXACT, JUDGED)
+    run = client.evals.runs.create(made.id, data_source=completions(20))
+    runner = house.runner()
+    claim = runner.claim()
+    pause = threading.Event()
+    thread = threading.Thread(target=runner.run, args=[claim])
+    thread.start()
+    while len(house.model.requests) < 6:
+        pause.wait(0.01)
+    runner.stop()
+    thread.join()
+    assert house.row(run.id).status in ("queued", "completed")
+    house.work()
+
+    done = client.evals.runs.retrieve(run.id, eval_id=made.id)
+    assert done.status == "completed"
+    assert [one.invocation_count for one in done.per_model_usage] == [20, 20]
+
+
+def test_a_worker_that_lost_its_run_writes_nothing(client, new_eval, house):
+    made = new_eval()
+    run = client.evals.runs.create(made.id, data_source=completions(2))
+    old = house.runner().claim()
+    expire(house.database)
+    new = house.runner().claim()
+
+    assert new.epoch == old.epoch + 2
+    with pytest.raises(LeaseLost), lifecycle.fenced(house.database, old):
+        pass
+    house.runner().run(old)
+    assert house.row(run.id).status == "in_progress"
+    house.runner().run(new)
+    assert house.row(run.id).status == "completed"
+
+
+def test_a_run_without_progress_fails_after_some_attempts(client, new_eval, house):
+    made = new_eval()
+    run = client.evals.runs.create(made.id, data_source=completions(2))
+    for _ in range(4):
+        assert house.runner().claim() is not None
+        expire(house.database)
+
+    failed = client.evals.runs.retrieve(run.id, eval_id=made.id)
+    assert (failed.status, failed.error.code) == ("failed", "internal_error")
+
+
+@pytest.mark.both_databases
+def test_a_cancelled_run_ends_at_once_and_keeps_its_items(client, new_eval, house, database_kind):
+    made = new_eval()
+    run = client.evals.runs.create(made.id, data_source=completions(5))
+    claim = house.runner().claim()
+
+    canceled = client.evals.runs.cancel(run.id, eval_id=made.id)
+
+    assert canceled.status == "canceled"
+    house.runner().run(claim)  # finds that the run is no longer its own
+    assert client.evals.runs.retrieve(run.id, eval_id=made.id).result_counts.total == 0
+    assert client.evals.runs.cancel(run.id, eval_id=made.id).status == "canceled"
+
+
+def test_cancelling_stops_requests_within_a_second(client, new_eval, house):
+    made = new_eval()
+    run = client.evals.runs.create(made.id, data_source=completions(2000))
+    worker = threading.Thread(target=house.work)
+    worker.start()
+    pause = threading.Event()
+    while len(house.model.requests) < 20:
+        pause.wait(0.01)
+    client.evals.runs.cancel(run.id, eval_id=made.id)
+    worker.join(30)
+
+    assert not worker.is_alive()
+    assert len(house.model.requests) < 2000
+    assert house.row(run.id).status == "canceled"
+
+
+def test_a_finished_run_cannot_be_cancelled(client, new_eval, house):
+    made = new_eval()
+    run = client.evals.runs.create(made.id, data_source=completions(1))
+    house.work()
+
+    with pytest.raises(BadRequestError, match="already completed"):
+        client.evals.runs.cancel(run.id, eval_id=made.id)
+
+
+@pytest.mark.both_databases
+def test_projects_take_turns(client, new_eval, house, database_kind):
+    made = new_eval()
+    mine = [client.evals.runs.create(made.id, data_source=completions(1)).id for _ in range(3)]
+    theirs = house.openai(house.other_key)
+    other = theirs.evals.create(data_source_config={"type": "logs"}, testing_criteria=[EXACT])
+    second = theirs.evals.runs.create(other.id, data_source=completions(1)).id
+
+    order = [house.runner().claim().job_id for _ in range(4)]
+
+    assert order == [mine[0], second, mine[1], mine[2]]
+
+
+@pytest.mark.both_databases
+def test_a_project_runs_and_queues_no_more_than_its_limits(client, new_eval, house, database_kind):
+    made = new_eval()
+    house.limit(running_eval_runs=1, queued_eval_runs=2)
+    for _ in range(2):
+        client.evals.runs.create(made.id, data_source=completions(1))
+
+    with pytest.raises(RateLimitError, match="queued_eval_runs is 2"):
+        client.evals.runs.create(made.id, data_source=completions(1))
+    assert house.runner().claim() is not None
+    assert house.runner().claim() is None
+
+
+def test_a_run_stops_at_the_project_s_limit_of_grader_tokens(client, new_eval, house):
+    house.limit(grader_tokens_per_30_days=100)
+    made = new_eval(JUDGED)
+    run = client.evals.runs.create(made.id, data_source=completions(2000))
+    house.work()
+
+    failed = client.evals.runs.retrieve(run.id, eval_id=made.id)
+    assert (failed.status, failed.error.code) == ("failed", "insufficient_quota")
+    assert failed.result_counts.total < 2000
+    with pytest.raises(RateLimitError):
+        client.evals.runs.create(made.id, data_source=completions(1))
+
+
+def test_samples_of_the_operators_models_count_as_grader_tokens(client, new_eval, house):
+    house.limit(grader_tokens_per_30_days=100)
+    made = new_eval()
+    own = client.evals.runs.create(made.id, data_source=completions(20))
+    foreign = client.evals.runs.create(made.id, data_source=completions(2000, model="gpt-foreign"))
+    house.work()
+
+    assert client.evals.runs.retrieve(own.id, eval_id=made.id).status == "completed"
+    failed = client.evals.runs.retrieve(foreign.id, eval_id=made.id)
+    assert (failed.status, failed.error.code) == ("failed", "insufficient_quota")
+    assert "grader_tokens_per_30_days" in failed.error.message
+    assert failed.result_counts.total < 2000
+
+
+def test_the_runs_of_an_archived_project_end(client, new_eval, house):
+    made = new_eval()
+    run = client.evals.runs.create(made.id, data_source=completions(1))
+    with house.database.write() as session:
+        tenants.archive_project(Work(session), session.get_one(Project, house.project.id))
+
+    assert house.row(run.id).status == "canceled"
+
+
+def test_the_blobs_of_a_deleted_run_are_deleted_and_no_others(client, new_eval, house):
+    made = new_eval()
+    runs = [client.evals.runs.create(made.id, data_source=completions(3)).id for _ in range(2)]
+    house.work()
+    client.evals.runs.delete(runs[0], eval_id=made.id)
+
+    assert [key.key for key in house.blobs.entries("projects/") if runs[0] in key.key] == []
+    assert [key.key for key in house.blobs.entries("projects/") if runs[1] in key.key]
+    assert [found for found in orphans.find(house.database, house.blobs, older_than=2e12) if found] == []
+
+
+def test_subscribers_hear_how_a_run_ended(client, new_eval, house):
+    with house.database.write() as session:
+        webhooks.create(
+            session,
+            session.get_one(Project, house.project.id),
+            name="ci",
+            url="https://example.com",
+            event_types=["eval.run.succeeded", "eval.run.canceled"],
+            thresholds=None,
+        )
+    made = new_eval()
+    done = client.evals.runs.create(made.id, data_source=completions(1)).id
+    house.work()
+    canceled = client.evals.runs.create(made.id, data_source=completions(1)).id
+    client.evals.runs.cancel(canceled, eval_id=made.id)
+
+    with house.database.read() as session:
+        bodies = [
+            json.loads(one.body) for one in session.query(WebhookDelivery).order_by(WebhookDelivery.seq)
+        ]
+    assert [(body["type"], body["data"]["id"]) for body in bodies] == [
+        ("eval.run.succeeded", done),
+        ("eval.run.canceled", canceled),
+    ]

@@ -1,0 +1,404 @@
+"""Runs with OpenAI's client: what is sampled, graded, counted and shown."""
+
+import json
+
+import pytest
+from openai import BadRequestError, NotFoundError
+
+from core.evals import items
+from core.telemetry.metrics import COUNTED
+from tests.evals.conftest import EXACT, JUDGED, completions, row
+
+PYTHON = {
+    "type": "python",
+    "name": "short",
+    "source": "def grade(sample, item):\n    return len(sample['output_text']) < 3\n",
+}
+NEAR = {
+    "type": "text_similarity",
+    "name": "near",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "evaluation_metric": "fuzzy_match",
+    "pass_threshold": 0.9,
+}
+SCORED = {
+    "type": "score_model",
+    "name": "scored",
+    "model": "judge",
+    "input": [{"role": "user", "content": "Rate {{sample.output_text}}"}],
+    "range": [0, 10],
+    "pass_threshold": 7,
+}
+
+
+def inline(*rows):
+    return {"type": "jsonl", "source": {"type": "file_content", "content": list(rows)}}
+
+
+def upload(client, *rows, purpose="evals"):
+    text = "\n".join(json.dumps(one) for one in rows)
+    return client.files.create(file=("rows.jsonl", text.encode()), purpose=purpose).id
+
+
+@pytest.mark.both_databases
+def test_rows_with_samples_are_graded_as_they_are(client, new_eval, house, database_kind):
+    made = new_eval(EXACT, NEAR)
+    rows = [
+        row(1, "red") | {"sample": {"output_text": "red"}},
+        row(2, "red") | {"sample": {"choices": [{"message": {"content": "blue"}}]}},
+    ]
+
+    queued = client.evals.runs.create(made.id, name="mine", data_source=inline(*rows))
+    assert (queued.status, queued.result_counts.total) == ("queued", 0)
+    house.work()
+    run = client.evals.runs.retrieve(queued.id, eval_id=made.id)
+
+    assert run.status == "completed"
+    assert run.result_counts.model_dump() == {"total": 2, "passed": 1, "failed": 1, "errored": 0}
+    assert [(one.testing_criteria, one.passed, one.failed) for one in run.per_testing_criteria_results] == [
+        ("exact", 1, 1),
+        ("near", 1, 1),
+    ]
+    assert run.data_source.source.content[0].item == rows[0]["item"]
+    assert run.pass_rate == 0.5
+    assert run.standard_error == pytest.approx(0.5)
+    assert not house.model.requests
+
+
+def test_an_item_shows_its_row_its_sample_and_every_result(client, new_eval, house):
+    made = new_eval(EXACT, JUDGED)
+    run = client.evals.runs.create(made.id, data_source=completions(1, sampling_params={"seed": 7}))
+    house.work()
+
+    [item] = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
+
+    assert item.object == "eval.run.output_item"
+    assert (item.run_id, item.eval_id, item.status) == (run.id, made.id, "pass")
+    assert item.datasource_item == {"question": "q0", "answer": "q0"}
+    assert [(one.name, one.type, one.passed, one.score) for one in item.results] == [
+        ("exact", "string_check", True, 1.0),
+        ("polite", "label_model", True, 1.0),
+    ]
+    assert item.sample.input[0].content == "q0"
+    assert item.sample.output[0].content == "q0"
+    assert item.sample.usage.total_tokens == 15
+    assert (item.sample.model, item.sample.seed) == ("tiny", 7)
+    same = client.evals.runs.output_items.retrieve(item.id, eval_id=made.id, run_id=run.id)
+    assert same.to_dict() == item.to_dict()
+
+
+def test_every_kind_of_criterion_grades(client, new_eval, house):
+    made = new_eval(EXACT, NEAR, JUDGED, SCORED, PYTHON)
+    run = client.evals.runs.create(made.id, data_source=completions(2))
+    house.work()
+
+    run = client.evals.runs.retrieve(run.id, eval_id=made.id)
+    [first, *_] = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
+    results = {one.name: one for one in first.results}
+
+    assert results["short"].passed
+    # The judge answers "yes", which is no number: the criterion could not be graded, which is not 0.
+    assert (results["scored"].score, results["scored"].error) == (None, "model_grader_parse_error")
+    assert run.result_counts.errored == 2
+    usage = {one.run_model_name: one for one in run.per_model_usage}
+    assert usage["tiny"].invocation_count == 2
+    assert usage["tiny"].total_tokens == 30
+    assert usage["judge"].prompt_tokens > 0
+
+
+def test_responses_take_templates_in_parts_and_a_text_format(client, new_eval, house):
+    made = new_eval()
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    source = completions(1) | {
+        "type": "responses",
+        "input_messages": {
+            "type": "template",
+            "template": [
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": {"type": "input_text", "text": "Say {{item.question}}"}},
+            ],
+        },
+        "sampling_params": {
+            "temperature": 0,
+            "max_completion_tokens": 9,
+            "reasoning_effort": "low",
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}},
+        },
+    }
+    client.evals.runs.create(made.id, data_source=source)
+    house.work()
+
+    [listed] = client.evals.runs.list(made.id).data
+    assert listed.data_source.sampling_params.text.format.to_dict() == {
+        "type": "json_schema",
+        "name": "x",
+        "schema": schema,
+    }
+    [sent] = house.model.requests
+    assert sent["response_format"]["json_schema"]["name"] == "x"
+    assert [message["content"] for message in sent["messages"]] == ["Be brief.", "Say q0"]
+    assert (sent["temperature"], sent["max_completion_tokens"]) == (0, 9)
+    assert sent["response_format"]["json_schema"]["schema"] == schema
+    assert sent["regraft"]["base_model"] == "tiny"
+
+
+def test_messages_may_be_in_the_rows(client, new_eval, house):
+    made = new_eval()
+    trajectory = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
+    item = row(0)["item"] | {"input_trajectory": [*trajectory, {"role": "user", "content": "q0"}]}
+    source = completions(0) | {
+        "source": {"type": "file_content", "content": [{"item": item}]},
+        "input_messages": {"type": "item_reference", "item_reference": "item.input_trajectory"},
+    }
+    run = client.evals.runs.create(made.id, data_source=source)
+    house.work()
+
+    assert house.model.requests[0]["messages"] == item["input_trajectory"]
+    assert client.evals.runs.retrieve(run.id, eval_id=made.id).result_counts.passed == 1
+
+
+def test_a_model_that_the_operator_names_is_asked_with_its_own_name_and_key(client, new_eval, house):
+    made = new_eval()
+    source = completions(2, model="gpt-foreign", sampling_params={"reasoning_effort": "low"})
+    run = client.evals.runs.create(made.id, data_source=source)
+    house.work()
+
+    assert client.evals.runs.retrieve(run.id, eval_id=made.id).result_counts.failed == 2
+    assert {sent["model"] for sent in house.foreign.requests} == {"gpt-4o"}
+    assert house.foreign.requests[0]["reasoning_effort"] == "low"
+    assert "regraft" not in house.foreign.requests[0]
+
+
+def test_rows_may_be_in_a_file_which_may_be_deleted_while_the_run_waits(client, new_eval, house):
+    made = new_eval()
+    file = upload(client, row(1), row(2))
+    run = client.evals.runs.create(
+        made.id, data_source=completions(0) | {"source": {"type": "file_id", "id": file}}
+    )
+    client.files.delete(file)
+    house.work()
+
+    assert client.evals.runs.retrieve(run.id, eval_id=made.id).result_counts.passed == 2
+
+
+@pytest.mark.both_databases
+def test_items_page_across_blocks_in_both_orders_and_by_status(client, new_eval, house, database_kind):
+    made = new_eval()
+    count = items.BLOCK_ROWS + 20
+    rows = [row(number, "x" if number % 10 == 0 else None) for number in range(count)]
+    source = completions(0) | {"source": {"type": "file_content", "content": rows}}
+    run = client.evals.runs.create(made.id, data_source=source)
+    house.work()
+
+    listed = client.evals.runs.output_items.list
+    lines = [item.datasource_item_id for item in listed(run.id, eval_id=made.id, limit=50)]
+    assert lines == list(range(1, count + 1))
+    backwards = [item.datasource_item_id for item in listed(run.id, eval_id=made.id, limit=50, order="desc")]
+    assert backwards == lines[::-1]
+    failed = [item.datasource_item_id for item in listed(run.id, eval_id=made.id, limit=4, status="fail")]
+    assert failed == list(range(1, count + 1, 10))
+    with house.database.read() as session:
+        assert not items.stored(session, run.id).loose
+
+
+def test_runs_are_listed_by_status(client, new_eval, house):
+    made = new_eval()
+    done = client.evals.runs.create(made.id, data_source=completions(1))
+    house.work()
+    waiting = [client.evals.runs.create(made.id, data_source=completions(1)).id for _ in range(3)]
+
+    listed = client.evals.runs.list
+    assert [run.id for run in listed(made.id, limit=2)] == [done.id, *waiting]
+    assert [run.id for run in listed(made.id, status="queued", order="desc", limit=2)] == waiting[::-1]
+    assert client.evals.runs.delete(waiting[0], eval_id=made.id).deleted
+    assert [run.id for run in listed(made.id, after=waiting[0])] == waiting[1:]
+
+
+def test_a_sample_that_fails_is_an_errored_item_and_not_a_failed_run(client, new_eval, house):
+    made = new_eval()
+    source = completions(0, model="gpt-foreign") | {
+        "source": {"type": "file_content", "content": [row(1), row(2)]},
+    }
+    house.foreign.fails.add("q1")
+    run = client.evals.runs.create(made.id, data_source=source)
+    house.work()
+
+    run = client.evals.runs.retrieve(run.id, eval_id=made.id)
+    assert (run.status, run.result_counts.errored, run.result_counts.failed) == ("completed", 1, 1)
+    [item, _] = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
+    assert item.sample.error.code == "no"
+    assert item.results == []
+
+
+BAD = [
+    ({"source": {"type": "file_content", "content": [{"question": "?"}]}}, "data_source", "item"),
+    ({"source": {"type": "file_content", "content": []}}, "data_source", ""),
+    (
+        {"source": {"type": "file_content", "content": [row(1), {"item": {"question": 3, "answer": "x"}}]}},
+        "data_source.source.content",
+        "line 2: item: question: 3 is not of type 'string'",
+    ),
+    ({"source": {"type": "file_id", "id": "file-none"}}, "data_source.source.id", "file-none"),
+    ({"source": {"type": "stored_completions"}}, "data_source.source.type", "stored_completions"),
+    ({"source": {"type": "responses"}}, "data_source.source.type", "responses"),
+    (
+        {"input_messages": {"type": "template", "template": [{"role": "user", "content": "{{item.city}}"}]}},
+        "data_source.source.content",
+        "line 1: the input messages read {{item.city}}",
+    ),
+    (
+        {"input_messages": {"type": "template", "template": [{"role": "user", "content": "{{sample.x}}"}]}},
+        "data_source.input_messages.template",
+        "sample",
+    ),
+    (
+        {
+            "input_messages": {
+                "type": "template",
+                "template": [
+                    {"role": "user", "content": {"type": "input_image", "image_url": "{{item.question}}"}}
+                ],
+            }
+        },
+        "data_source.input_messages.template[0].content",
+        "images",
+    ),
+    ({"input_messages": {"type": "song"}}, "data_source.input_messages.type", "song"),
+    ({"sampling_params": {"temperature": 9}}, "data_source.sampling_params.temperature", "9"),
+    ({"sampling_params": {"vibes": 9}}, "data_source.sampling_params.vibes", "Unknown"),
+    ({"sampling_params": {"tools": [{"type": "function"}]}}, "data_source.sampling_params.tools", "tools"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "param", "words"), BAD, ids=[case[2] or case[1] for case in BAD])
+def test_a_bad_run_is_refused_by_name_and_leaves_nothing(client, new_eval, wrong, param, words):
+    made = new_eval()
+
+    with pytest.raises(BadRequestError) as refused:
+        client.evals.runs.create(made.id, data_source=completions(1) | wrong)
+
+    assert refused.value.param.startswith(param), refused.value.param
+    assert words in str(refused.value)
+    assert client.evals.runs.list(made.id).data == []
+
+
+def test_a_model_that_does_not_exist_is_not_found(client, new_eval):
+    made = new_eval()
+
+    with pytest.raises(NotFoundError, match="gpt-foreign") as refused:
+        client.evals.runs.create(made.id, data_source=completions(1, model="gpt-5"))
+
+    assert (refused.value.param, refused.value.code) == ("data_source.model", "model_not_found")
+
+
+def test_every_bad_line_of_a_file_is_named(client, new_eval):
+    made = new_eval()
+    file = upload(client, row(1), {"input": "x"}, row(2), {"item": {"question": "a"}})
+
+    with pytest.raises(BadRequestError) as refused:
+        client.evals.runs.create(
+            made.id, data_source={"type": "jsonl", "source": {"type": "file_id", "id": file}}
+        )
+
+    assert "line 2: has the key 'input'" in str(refused.value)
+    assert "line 4: item: 'answer' is a required property" in str(refused.value)
+    # Neither row brings the sample that the criterion reads.
+    assert "line 1: has no 'sample', which the criterion 'exact' reads" in str(refused.value)
+
+
+def test_a_deleted_file_and_one_of_another_purpose_are_refused(client, new_eval):
+    made = new_eval()
+    file, other = upload(client, row(1)), upload(client, row(1), purpose="user_data")
+    client.files.delete(file)
+
+    for wrong in (file, other):
+        with pytest.raises(BadRequestError) as refused:
+            client.evals.runs.create(
+                made.id, data_source=completions(0) | {"source": {"type": "file_id", "id": wrong}}
+            )
+        assert refused.value.param == "data_source.source.id"
+
+
+def test_the_messages_of_a_row_are_bounded_together(client, new_eval, house):
+    made = new_eval()
+    long = row(1) | {"item": {"question": "q" * 30_000, "answer": "a"}}
+    messages = [{"role": "user", "content": "{{item.question}}"}] * 100
+    source = completions(0) | {
+        "source": {"type": "file_content", "content": [row(0), long]},
+        "input_messages": {"type": "template", "template": messages},
+    }
+    run = client.evals.runs.create(made.id, data_source=source)
+    house.work()
+
+    first, second = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
+    assert (first.status, second.status) == ("pass", "error")
+    assert second.sample.error.message == "the messages have more than 2000000 characters together"
+
+
+def test_the_references_of_all_messages_are_bounded(client, new_eval):
+    made = new_eval()
+    message = {"role": "user", "content": "{{item.question}}" * 900}
+    template = {"type": "template", "template": [message] * 30}
+
+    with pytest.raises(BadRequestError, match="at most 20000 references in all"):
+        client.evals.runs.create(made.id, data_source=completions(1, input_messages=template))
+
+
+def test_parameters_of_sampling_reach_our_own_server(client, new_eval, house):
+    made = new_eval()
+    params = {"max_completions_tokens": 7, "reasoning_effort": "low"}
+    run = client.evals.runs.create(made.id, data_source=completions(1, sampling_params=params))
+    house.work()
+
+    assert run.data_source.sampling_params.to_dict() == {
+        "max_completion_tokens": 7,
+        "reasoning_effort": "low",
+    }
+    [sent] = house.model.requests
+    assert (sent["max_completion_tokens"], sent["reasoning_effort"]) == (7, "low")
+
+
+def test_finished_items_and_their_seconds_are_counted(client, new_eval, house):
+    def counted():
+        samples = [sample for family in COUNTED.collect() for sample in family.samples]
+        return {(one.name, *one.labels.values()): one.value for one in samples if "le" not in one.labels}
+
+    before = counted()
+    content = [row(0), row(1, "x"), row(2)]
+    source = completions(0, model="gpt-foreign") | {"source": {"type": "file_content", "content": content}}
+    house.foreign.fails.add("q2")
+    client.evals.runs.create(new_eval().id, data_source=source)
+    house.work()
+
+    new = {key: value - before.get(key, 0.0) for key, value in counted().items()}
+    assert new["regraft_eval_items_total", "fail"] == 2
+    assert new["regraft_eval_items_total", "error"] == 1
+    assert new["regraft_eval_item_seconds_count", "sampling"] == 3
+    assert new["regraft_eval_item_seconds_count", "grading"] == 2
+
+
+@pytest.mark.both_databases
+def test_a_lone_surrogate_in_a_reason_is_replaced(client, new_eval, house, database_kind):
+    """UTF-8 cannot encode it, and JSON can carry it."""
+    source = "def grade(sample, item):\n    raise ValueError('broken: \\ud800')\n"
+    made = new_eval({"type": "python", "name": "broken", "source": source})
+    sampled = row(1, "red") | {"sample": {"output_text": "red"}}
+    run = client.evals.runs.create(made.id, data_source=inline(sampled)).id
+    house.work()
+
+    assert client.evals.runs.retrieve(run, eval_id=made.id).status == "completed"
+    [item] = client.evals.runs.output_items.list(run, eval_id=made.id)
+    assert "broken: ?" in json.dumps(item.model_dump())
+
+
+def test_a_row_that_is_nested_too_deeply_is_refused_by_its_line(client, new_eval):
+    deep = "red"
+    for _ in range(900):
+        deep = [deep]
+    made = new_eval()
+
+    with pytest.raises(BadRequestError, match="line 2: is nested too deeply"):
+        client.evals.runs.create(
+            made.id, data_source=inline(row(1, "red"), {"item": {"question": deep, "answer": "x"}})
+        )

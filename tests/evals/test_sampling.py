@@ -1,0 +1,84 @@
+"""Requests of runs to chat servers: when they are repeated, and what becomes of errors."""
+
+import asyncio
+
+import pytest
+
+from graders.calls import CallRetryPolicy
+from graders.judge.judges import JudgeModel
+from tests.graders.servers import Reply, ScriptedServer, chat
+from worker.evals.sampling import ChatSampler, ServerUnavailable, chat_fields
+
+PROMPT = [{"role": "user", "content": "hi"}]
+LOADING = Reply(503, "loading", {"retry-after": "5"})
+
+
+def sampled(replies, *, ours, retries=2, loading=None):
+    async def run():
+        server = ScriptedServer(replies)
+        async with server as url:
+            at_once = CallRetryPolicy(
+                retries=retries, retries_while_loading=loading, sleep=lambda seconds: asyncio.sleep(0)
+            )
+            sampler = ChatSampler(JudgeModel(f"{url}/v1"), {"model": "m"}, ours=ours, patience=at_once)
+            try:
+                return await sampler.sample(PROMPT), server
+            finally:
+                await sampler.close()
+
+    return asyncio.run(run())
+
+
+def test_a_server_that_is_loading_is_asked_again():
+    answer, server = sampled([LOADING, LOADING, chat("hello")], ours=True)
+
+    assert (answer.text, answer.error) == ("hello", None)
+    assert len(server.requests) == 3
+    assert answer.usage["prompt_tokens"] == 10
+
+
+def test_our_own_server_that_stays_away_interrupts_the_run():
+    with pytest.raises(ServerUnavailable, match="503"):
+        sampled([LOADING], ours=True)
+
+
+def test_loading_is_waited_for_longer_than_a_failure():
+    answer, server = sampled([LOADING] * 5 + [chat("hello")], ours=True, loading=9)
+    assert (answer.text, len(server.requests)) == ("hello", 6)
+
+    answer, server = sampled([Reply(500, "broken")], ours=True, loading=9)
+    assert (answer.error["code"], len(server.requests)) == ("http_500", 3)
+
+
+def test_a_503_without_a_time_to_wait_is_an_error_of_the_item():
+    answer, server = sampled([Reply(503, "no")], ours=True, loading=9)
+
+    assert (answer.error["code"], len(server.requests)) == ("http_503", 3)
+
+
+def test_a_foreign_server_that_stays_away_is_an_error_of_the_item():
+    answer, _ = sampled([Reply(500, "no")], ours=False)
+
+    assert answer.error["code"] == "http_500"
+
+
+def test_a_refused_request_is_an_error_with_its_code_and_is_not_repeated():
+    refusal = Reply(400, '{"error": {"message": "too long", "code": "context_length_exceeded"}}')
+    answer, server = sampled([refusal], ours=True)
+
+    assert answer.error == {"code": "context_length_exceeded", "message": "too long"}
+    assert len(server.requests) == 1
+
+
+def test_an_answer_of_something_else_is_an_error():
+    answer, _ = sampled([Reply(200, "<html>")], ours=False)
+
+    assert "not a chat completion" in answer.error["message"]
+
+
+def test_the_text_format_of_responses_becomes_a_response_format():
+    fields = chat_fields(
+        {"sampling_params": {"seed": 1, "top_p": None, "text": {"format": {"type": "text"}}}}
+    )
+
+    assert fields == {"seed": 1, "response_format": {"type": "text"}}

@@ -1,0 +1,58 @@
+"""The order in which tests run: files that take longest first, or a random one."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from random import Random
+from typing import TypeVar
+
+Test = TypeVar("Test")
+ROOT = Path(__file__).parent
+
+# A file is never split: one that takes minutes and comes last keeps one process busy after the others have finished. So
+# these come first: the first three take three to five minutes each on two cores; the next start a cluster's processes,
+# install packages, or load vLLM or torch in processes of their own. The last six take longest of
+# `make test-fast`.
+LONGEST = (
+    "e2e/test_openai_client.py",
+    "worker/test_vllm_sampler.py",
+    "api/test_schema.py",
+    "core/test_job_machine.py",
+    "packaging/test_packages.py",
+    "helm/test_demo.py",
+    "helm/test_smoke.py",
+    "helm/test_images.py",
+    "e2e/test_serving.py",
+    "worker/test_vllm_engine.py",
+    "worker/test_members.py",
+    "worker/test_ranks.py",
+    "worker/test_toy_learning.py",
+    "worker/test_serve.py",
+    "graders/test_environments.py",
+    "graders/test_sandbox_attacks.py",
+    "core/test_blobs.py",
+    "conformance/test_rft_guide.py",
+    "worker/test_updates.py",
+    "worker/test_run.py",
+    "worker/test_training.py",
+    "worker/test_support.py",
+    "worker/test_resume.py",
+    "graders/test_python.py",
+)
+
+
+def longest_first(tests: Iterable[Test], file_of: Callable[[Test], Path]) -> list[Test]:
+    """Move the tests of the files that take longest to the front. All others keep their order."""
+    rank = {ROOT / name: number for number, name in enumerate(LONGEST)}
+    return sorted(tests, key=lambda test: rank.get(file_of(test), len(rank)))
+
+
+def shuffled(tests: Iterable[Test], file_of: Callable[[Test], Path], seed: int) -> list[Test]:
+    """Shuffle the files, and the tests in each; a file stays together, because its tests share servers and models."""
+    random, by_file = Random(seed), dict[Path, list[Test]]()
+    for test in tests:
+        by_file.setdefault(file_of(test), []).append(test)
+    files = list(by_file.values())
+    random.shuffle(files)
+    for file in files:
+        random.shuffle(file)
+    return [test for file in files for test in file]

@@ -1,0 +1,187 @@
+"""Tests replace whole parts by fakes, and look at what is public. They patch nothing."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# What a process is given from outside, and what it finds installed: tests set these as they set its environment.
+INPUTS = {"sys.argv", "sys.stdin", "tempfile.tempdir", "sys.modules"}
+# Fields whose value is a function; none of them is a method.
+FIELDS = {"stop_requested", "before_step", "answer"}
+# Names that begin with an underscore and are documented by the library they belong to.
+DOCUMENTED = {"_exit", "_mapping", "_request_id"}
+
+NO_GPU = "stands in for a GPU, which the machine that runs the tests does not have"
+BROKEN_LIBRARY = "a fault in another project's library, which offers no other place to put one"
+RACE = "something that happens in the middle of one call of the standard library"
+SLOW = "one engine takes seconds to start, so a whole file shares it"
+CONTROL = "a mistake in our own code, which a comparison must see"
+INTERNALS = "checks our code against the internals of another library"
+
+ALLOWED = {
+    (
+        "graders/test_contract.py",
+        "monkeypatch.setattr(ZygoteProcess, 'grade', broken)",
+    ): "a fault of the sandbox itself",
+    (
+        "graders/test_spec.py",
+        "monkeypatch.setattr(complaints, 'first_of', counted)",
+    ): "counts work that no result shows",
+    ("sdk/test_cli.py", "parser._actions"): "argparse has no public list of its commands",
+    ("worker/test_cli.py", "parser._actions"): "argparse has no public list of its commands",
+    ("sdk/test_foreign_servers.py", "monkeypatch.setattr('time.sleep', lambda seconds: None)"): (
+        "the command line waits before it connects again"
+    ),
+    ("worker/test_adapters.py", "monkeypatch.setattr('worker.serve.adapters.shutil.rmtree', remove)"): RACE,
+    ("worker/test_adapters.py", "monkeypatch.setattr('worker.serve.adapters.os.utime', removed_first)"): RACE,
+    (
+        "worker/test_capacity.py",
+        "monkeypatch.setattr('torch.cuda.mem_get_info', lambda: (20 * GIB, 24 * GIB))",
+    ): NO_GPU,
+    ("worker/test_losses.py", "trainer._compute_loss"): INTERNALS,
+    ("worker/test_members.py", "monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)"): NO_GPU,
+    (
+        "worker/test_members.py",
+        "monkeypatch.setattr(Model, 'load_checked', lambda model, device: chosen.append(device))",
+    ): NO_GPU,
+    (
+        "worker/test_memory.py",
+        "monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', as_cuda_does)",
+    ): NO_GPU,
+    ("worker/test_memory.py", "torch.ops.aten._scaled_dot_product_efficient_attention"): NO_GPU,
+    ("worker/test_memory.py", "storage._cdata"): "the identity of a tensor's memory",
+    ("worker/test_memory.py", "parameter.untyped_storage()._cdata"): "the identity of a tensor's memory",
+    (
+        "worker/test_refusals.py",
+        "monkeypatch.setattr(LlamaForCausalLM, 'from_pretrained', fails)",
+    ): BROKEN_LIBRARY,
+    (
+        "worker/test_refusals.py",
+        "monkeypatch.setattr(policy.AutoConfig, 'from_pretrained', fails)",
+    ): BROKEN_LIBRARY,
+    ("worker/test_sinks.py", "monkeypatch.setattr(feed, '_LEFT_BEHIND', [])"): (
+        "a state of the process, which a test must not leave to the next"
+    ),
+    ("worker/test_support.py", "policy.model.get_base_model().config._attn_implementation"): INTERNALS,
+    ("worker/test_support.py", "layer.forward = lambda x: right(x) * 1.01"): BROKEN_LIBRARY,
+    ("worker/test_support.py", "policy.layers[0].forward = broken"): BROKEN_LIBRARY,
+    ("worker/test_support.py", "policy.layers[0].forward = greedy"): BROKEN_LIBRARY,
+    ("worker/test_support.py", "base.model.forward = shifted"): BROKEN_LIBRARY,
+    ("worker/test_support.py", "mixture.get_text_config = lambda: mixture"): BROKEN_LIBRARY,
+    ("worker/test_sweep.py", "monkeypatch.setattr(service, 'prepare', lambda settings: None)"): (
+        "the tables of the bench are made without migrations, which takes a second less a test"
+    ),
+    ("worker/test_updates.py", "monkeypatch.setattr('worker.learn.gradient.tensors_of', shifted)"): CONTROL,
+    ("worker/test_vllm_sampler.py", "monkeypatch.setattr(sampler, 'on_restart', reasons.append)"): SLOW,
+    ("worker/test_vllm_sampler.py", "monkeypatch.setattr(sampler, 'policy', attention)"): SLOW,
+    (
+        "worker/test_vllm_sampler.py",
+        "monkeypatch.setattr(sampler, 'namespace', lambda published: 'mem://same')",
+    ): CONTROL,
+    ("worker/test_vllm_sampler.py", "monkeypatch.setattr(sampler.engine, 'patience', 5)"): SLOW,
+    ("worker/test_vllm_sampler.py", "monkeypatch.setattr(policy, 'source', tmp_path)"): SLOW,
+    ("worker/test_vllm_sampler.py", "sampler._published"): SLOW,
+    ("worker/test_vllm_sampler.py", "sampler.engine._unfinished"): SLOW,
+    ("worker/vllm_contract.py", "LoRAModelManager._create_lora_modules"): INTERNALS,
+    ("worker/vllm_contract.py", "LoRAModelManager._register_packed_modules"): INTERNALS,
+    ("worker/vllm_contract.py", "_gen_lora_extra_hash_keys"): INTERNALS,
+    ("worker/vllm_contract.py", "punica._token_lora_indices"): INTERNALS,
+}
+
+
+def patches(tree: ast.AST) -> Iterator[str]:
+    """What a file replaces behind the back of the code under test, and what it reads that is private."""
+    functions = {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="setattr"), args=[target, *more]):
+                if what(target, more) not in INPUTS:
+                    yield ast.unparse(node)
+            case ast.ImportFrom(module=module, names=names):
+                yield from (name.name for name in names if is_private(name.name))
+                if module == "unittest" or str(module).startswith("unittest.mock"):
+                    yield ast.unparse(node)
+            case ast.Attribute(value=owner, attr=name) if is_private(name) and not is_own(owner):
+                yield ast.unparse(node)
+            case ast.Assign(targets=targets, value=value):
+                yield from (
+                    f"{ast.unparse(t)} = {ast.unparse(v)}"
+                    for t, v in pairs(targets, value)
+                    if replaces(t, v, functions)
+                )
+
+
+def what(target: ast.expr, more: list[ast.expr]) -> str:
+    """The dotted name of what `monkeypatch.setattr` is told to replace."""
+    parts = [target, *more[:-1]]
+    return ".".join(
+        str(part.value) if isinstance(part, ast.Constant) else ast.unparse(part) for part in parts
+    )
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_" and name not in DOCUMENTED
+
+
+def is_own(owner: ast.expr) -> bool:
+    return ast.unparse(owner) in ("self", "cls", "super()")
+
+
+def pairs(targets: list[ast.expr], value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for target in targets:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            yield from zip(target.elts, value.elts, strict=False)
+        else:
+            yield target, value
+
+
+def replaces(target: ast.expr, value: ast.expr, functions: set[str]) -> bool:
+    if not isinstance(target, ast.Attribute) or is_own(target.value) or target.attr in FIELDS:
+        return False
+    return isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in functions)
+
+
+@cache
+def found() -> set[tuple[str, str]]:
+    return {
+        (str(file.relative_to(TESTS)), patch)
+        for file in TESTS.rglob("*.py")
+        for patch in patches(ast.parse(file.read_text()))
+    }
+
+
+def test_no_test_patches_a_part_or_reads_what_is_private() -> None:
+    assert not found() - ALLOWED.keys()
+
+
+def test_every_exception_is_still_needed() -> None:
+    assert not ALLOWED.keys() - found()
+
+
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        ("monkeypatch.setattr(module, 'MOST', 1)", True),
+        ("monkeypatch.setattr('module.MOST', 1)", True),
+        ("monkeypatch.setattr('sys.argv', ['x'])", False),
+        ("monkeypatch.setattr(sys, 'argv', ['x'])", False),
+        ("monkeypatch.setenv('HOME', '/')", False),
+        ("from unittest import mock", True),
+        ("from core.jobs import _hidden", True),
+        ("store._client", True),
+        ("self._client", False),
+        ("super()._step()", False),
+        ("run.step = lambda: None", True),
+        ("def crash(): pass\nrun.a, run.step = 1, crash", True),
+        ("run.step = 3", False),
+        ("run.stop_requested = lambda: True", False),
+    ],
+)
+def test_the_check_sees_a_patch(source: str, seen: bool) -> None:
+    assert bool(list(patches(ast.parse(source)))) == seen

@@ -1,0 +1,47 @@
+"""A store of blobs that remembers what it was asked for."""
+
+from pathlib import Path
+
+from core.storage.store import BlobInfo, BlobWriter, FolderBlobs
+
+
+class WatchedBlobs(FolderBlobs):
+    """`begun`: keys of writers; `written`: bytes of each write; `downloaded`: keys.
+
+    While it is not `reachable`, nothing can be deleted.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.begun: list[str] = []
+        self.written: list[int] = []
+        self.downloaded: list[str] = []
+        self.reachable = True
+
+    def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
+        self.begun.append(key)
+        return _WatchedWriter(super().writer(key, if_absent=if_absent), self.written)
+
+    def delete(self, key: str) -> None:
+        if not self.reachable:
+            raise TimeoutError("the store")
+        super().delete(key)
+
+    def download(self, key: str, path: Path, *, sha256: str | None = None) -> None:
+        self.downloaded.append(key)
+        super().download(key, path, sha256=sha256)
+
+
+class _WatchedWriter(BlobWriter):
+    def __init__(self, writer: BlobWriter, written: list[int]) -> None:
+        self._writer, self._written = writer, written
+
+    def write(self, data: bytes) -> None:
+        self._written.append(len(data))
+        self._writer.write(data)
+
+    def commit(self) -> BlobInfo:
+        return self._writer.commit()
+
+    def abort(self) -> None:
+        self._writer.abort()

@@ -1,0 +1,58 @@
+"""`regraft-server models`: what it says of a model, and the entry that it writes."""
+
+import json
+
+import pytest
+
+from core.registry import Registry
+from worker.cli import main
+
+
+@pytest.fixture
+def models_file(tmp_path, monkeypatch):
+    file = tmp_path / "models.toml"
+    monkeypatch.setenv("REGRAFT_MODELS_FILE", str(file))
+    monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path / "data"))
+    return file
+
+
+def test_a_model_is_tried_and_added(models_file, tiny_model, capsys):
+    arguments = ["models", "add", str(tiny_model), "--name", "tiny", "--context", "128", "--dtype", "float32"]
+
+    assert main(arguments) == 0
+
+    entry = Registry.load(models_file).models["tiny"]
+    assert (entry.path, entry.context, entry.dtype) == (tiny_model, 128, "float32")
+    assert "forward        packed" in capsys.readouterr().out
+
+
+def test_what_a_check_found_can_be_read_by_a_program(models_file, tiny_model, capsys):
+    models_file.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
+
+    assert main(["models", "check", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert (found["forward"], found["decode"]) == ("packed", "shared")
+    assert found["largest_difference"] < 1e-4
+    assert found["adapted_modules"] == 14
+    assert list(found["memory"]) == ["128"]
+
+
+def test_a_folder_without_a_model_is_not_added(models_file, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+
+    with pytest.raises(SystemExit) as ended:
+        main(["models", "add", str(tmp_path / "empty")])
+
+    assert ended.value.code == 2
+    assert "not added. The model's folder has no config.json." in capsys.readouterr().err
+    assert not models_file.exists()
+
+
+def test_a_name_that_is_taken_is_not_written_twice(models_file, tiny_model, capsys):
+    models_file.write_text(f'[models.tiny]\npath = "{tiny_model}"\n')
+
+    with pytest.raises(SystemExit):
+        main(["models", "add", str(tiny_model), "--name", "tiny"])
+
+    assert "has 'tiny' already" in capsys.readouterr().err

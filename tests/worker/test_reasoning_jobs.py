@@ -1,0 +1,133 @@
+"""Whole jobs on a reasoning model that is tiny and writes noise."""
+
+import asyncio
+import json
+
+import pytest
+from sqlalchemy import select
+
+from core.database.tables import File, Job
+from core.jobs import events
+from core.results import rollouts
+from core.settings import Settings
+from tests.thinking import DISTILL, HYBRID, make_thinking_model
+from tests.tiny import make_byte_model
+from worker.assemble import assemble
+from worker.child import run_attempt
+from worker.refusals import UserMistake
+
+ROWS = [{"messages": [{"role": "user", "content": text}], "letter": "a"} for text in "wxyz"]
+GRADER = {
+    "type": "string_check",
+    "name": "letter",
+    "input": "{{sample.output_json.letter}}",
+    "reference": "{{item.letter}}",
+    "operation": "eq",
+}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "letter",
+        "schema": {
+            "type": "object",
+            "properties": {"letter": {"enum": ["a", "b"]}},
+            "required": ["letter"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture
+def run(bench, tmp_path, monkeypatch):
+    """Run a job on this model with these hyperparameters, in this process, and return it."""
+
+    def work(model, effort="default", **advanced):
+        registry = tmp_path / "models.toml"
+        registry.write_text(
+            f'[models.tiny]\npath = {json.dumps(str(model))}\ndtype = "float32"\ncontext = 512\n'
+        )
+        monkeypatch.setenv("REGRAFT_MODELS_FILE", str(registry))
+        monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path / "data"))
+        info = bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in ROWS).encode())
+        with bench.database.write() as session:
+            for name in ("file-a", "file-b"):
+                session.add(
+                    File(
+                        id=name,
+                        project_id=bench.project.id,
+                        filename="a",
+                        purpose="fine-tune",
+                        bytes=1,
+                        sha256=info.sha256,
+                        blob_key="files/rows",
+                    )
+                )
+            job = session.scalars(select(Job)).one()
+            asked = {
+                "batch_size": 2,
+                "n_epochs": 1,
+                "eval_interval": 2,
+                "reasoning_effort": effort,
+                "advanced": {"group_size": 4, "max_completion_tokens": 64} | advanced,
+            }
+            job.reinforcement = {"grader": GRADER, "hyperparameters": asked, "response_format": FORMAT}
+        asyncio.run(
+            run_attempt(
+                bench.attempt(),
+                Settings(),
+                assemble,
+                scratch=tmp_path,
+                stop_requested=lambda: False,
+                beat=lambda: None,
+            )
+        )
+        return bench.job()
+
+    return work
+
+
+def test_a_job_with_a_schema_trains_on_answers_after_their_thoughts(run, bench, tmp_path):
+    job = run(make_thinking_model(tmp_path / "model", DISTILL), "low")
+
+    assert job.resolved["thinking_budget"] == 16
+    with bench.database.read() as session:
+        pages = rollouts.pages(session, job.id)
+        steps = [row.data for row in events.steps(session, job.id)]
+    rows = list(rollouts.find(bench.blobs, pages, rollouts.Wanted()))
+    answered = [row for row in rows if row["output_text"]]
+    assert len(answered) > len(rows) / 2
+    assert all(json.loads(row["output_text"])["letter"] in ("a", "b") for row in answered)
+    assert all(row["score"] == float(json.loads(row["output_text"])["letter"] == "a") for row in answered)
+    assert any(row["output_reasoning"] for row in answered)
+    assert max(row["reasoning_tokens"] for row in rows) == 17
+    trained = [step for step in steps if step["step"]]
+    assert all(0 < step["reasoning_tokens_mean"] <= 17 for step in trained)
+    assert all(step["logprob_gap_max"] is None or step["logprob_gap_max"] < 1e-3 for step in trained)
+
+
+@pytest.mark.slow  # a whole job on a real model, as the test above
+def test_arguments_of_the_template_are_defaults_of_the_delivered_one(run, bench, tmp_path):
+    job = run(
+        make_thinking_model(tmp_path / "model", HYBRID), chat_template_kwargs={"enable_thinking": False}
+    )
+
+    assert job.resolved["chat_template_kwargs"] == {"enable_thinking": False}
+    assert job.resolved["thinking_budget"] is None
+    with bench.database.read() as session:
+        pages = rollouts.pages(session, job.id)
+    [row, *_] = rollouts.find(bench.blobs, pages, rollouts.Wanted())
+    # <user> w <assistant>, and an empty thought that the template closed.
+    assert row["prompt_tokens"] == 3 + len(["<think>", "\n", "\n", "</think>", "\n", "\n"])
+
+
+@pytest.mark.parametrize(
+    ("make", "budget", "reason"),
+    [
+        (make_byte_model, 8, "thinking_budget needs a model that reasons"),
+        (make_thinking_model, 64, "leaves no room for an answer"),
+    ],
+)
+def test_a_budget_that_cannot_work_is_refused(run, tmp_path, make, budget, reason):
+    with pytest.raises(UserMistake, match=reason):
+        run(make(tmp_path / "model"), thinking_budget=budget)

@@ -1,0 +1,209 @@
+"""Which layers get an adapter: by kind, by name, and what is refused."""
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from core.jobs.hyperparameters import Hyperparameters, resolve
+from core.registry import BaseModelEntry
+from tests.families.zoo import CONTEXT, FAMILIES
+from worker.assemble import BaseModel, refuse_absent_targets
+from worker.model import memory, sizing, support
+from worker.model.adapters import adaptable_layers, adapter_targets
+from worker.model.architecture import without_weights
+from worker.model.policy import Policy, load_base
+from worker.refusals import InvalidTargets, UserMistake
+from worker.rollout.samplers import Sampling
+from worker.rollout.samplers.transformers import TransformersSampler
+from worker.types import Prompt
+
+
+def family(title):
+    [found] = [one for one in FAMILIES if one.title == title]
+    return found
+
+
+def policy_on(folder, targets):
+    entry = BaseModelEntry(path=folder, dtype="float32", context=CONTEXT)
+    return Policy(load_base("tiny", entry, folder, "cpu"), rank=4, alpha=8, seed=0, targets=targets)
+
+
+def kinds(title):
+    """By kind, the names of layers below the number of their decoder layer."""
+    found = {}
+    for layer in adaptable_layers(without_weights(family(title).config())):
+        found.setdefault(layer.kind, set()).add(layer.name.rpartition(".")[2])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("title", "attention", "feed_forward"),
+    [
+        ("Llama 2, 3", {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}),
+        ("Phi-3", {"qkv_proj", "o_proj"}, {"gate_up_proj", "down_proj"}),
+        # The class of its attention has "Moe" in its name, as that of each mixture.
+        ("Qwen 3 MoE", {"q_proj", "k_proj", "v_proj", "o_proj"}, None),
+        ("OPT", {"q_proj", "k_proj", "v_proj", "out_proj"}, {"fc1", "fc2"}),
+        # Linear attention, state spaces and convolutions mix tokens too.
+        ("LFM 2", {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj"}, {"w1", "w2", "w3"}),
+        ("Mamba 2", {"in_proj"}, None),
+        ("Granite 4", {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj"}, {"input_linear", "output_linear"}),
+    ],
+)  # fmt: skip
+def test_layers_are_told_apart_by_the_modules_around_them(title, attention, feed_forward):
+    found = kinds(title)
+
+    assert found["attention"] == attention
+    assert found.get("feed-forward") == feed_forward
+
+
+@pytest.mark.slow
+def test_every_family_with_linear_layers_has_attention():
+    without = {"GPT-2", "GPT", "Mistral 4"}  # Conv1D; and one that the automatic class does not know
+    assert not [
+        one.title
+        for one in FAMILIES
+        if one.title not in without
+        and not any(layer.kind == "attention" for layer in adaptable_layers(without_weights(one.config())))
+    ]
+
+
+class TestChosen:
+    def test_attention_alone_is_adapted_and_shown_by_kind(self, tiny_model):
+        policy = policy_on(tiny_model, "attention")
+
+        [attention] = policy.coverage.kinds
+        assert (attention.kind, attention.modules) == ("attention", 8)
+        assert not [name for name, _ in policy.model.named_parameters() if "lora" in name and ".mlp." in name]
+        assert policy.model.peft_config["default"].target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+    def test_all_linear_is_both_kinds(self, tiny_model):
+        coverage = policy_on(tiny_model, "all-linear").coverage
+
+        assert [(one.kind, one.modules) for one in coverage.kinds] == [("attention", 8), ("feed-forward", 6)]
+        assert coverage.modules == 14
+        assert sum(one["share"] for one in coverage.as_data()["adapted_by_kind"].values()) == coverage.share
+        assert "attention 8 layers" in str(coverage) and "feed-forward 6 layers" in str(coverage)
+
+    def test_names_are_the_ends_of_the_names_of_layers(self, tiny_model):
+        for targets, modules in (
+            (["q_proj", "v_proj"], 4),
+            (["layers.0.mlp.up_proj"], 1),
+            (["mlp.up_proj"], 2),
+        ):
+            assert policy_on(tiny_model, targets).coverage.modules == modules
+
+    def test_the_attention_of_a_hybrid_is_all_that_mixes_tokens(self, tmp_path):
+        policy = policy_on(family("Qwen 3.5").save(tmp_path), "attention")
+
+        assert {one.kind for one in policy.coverage.kinds} == {"attention"}
+        adapted = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+        assert any("linear_attn" in name for name in adapted) and any("self_attn" in name for name in adapted)
+
+    @pytest.mark.parametrize("title", ["Llama 2, 3", "Qwen 3.5", "Qwen 3 MoE"])
+    @pytest.mark.parametrize("targets", ["attention", ["q_proj", "v_proj"]], ids=str)
+    def test_the_exported_adapter_is_the_same_model_in_plain_peft(self, title, targets, tmp_path):
+        folder = family(title).save(tmp_path / "base")
+        policy = policy_on(folder, targets)
+        support.probe(policy, sampled=True)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in policy.trainable:
+                parameter.normal_(std=0.2, generator=generator)
+        policy.save(tmp_path / "adapter")
+        plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        plain = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+        prompt = Prompt(1, tuple(range(3, 23)), {})
+        sampling = Sampling(group_size=2, temperature=1.0, max_completion_tokens=8, job_seed=0, step=0)
+
+        for answer in TransformersSampler(policy).answers([prompt], sampling):
+            ids = torch.tensor([[*prompt.ids, *answer.rollout.output_ids_T]])
+            with torch.no_grad():
+                logp = plain(input_ids=ids).logits[0, len(prompt.ids) - 1 : -1].log_softmax(-1)
+            expected = logp.gather(-1, ids[0, len(prompt.ids) :, None])[:, 0]
+            assert answer.rollout.logprobs_T == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("title", "target", "reason"),
+        [
+            ("Llama 2, 3", "query", "'query' names no layer"),
+            ("Llama 2, 3", "lm_head", "'lm_head' is the head"),
+            ("Llama 2, 3", "mlp", "'mlp' is no linear layer"),
+            ("Llama 2, 3", "embed_tokens", "'embed_tokens' is no linear layer"),
+            ("Qwen 3 MoE", "gate", "'gate' chooses experts"),
+            ("Qwen 3 MoE", "down_proj", "'down_proj' is no linear layer: the fused weights of experts"),
+            ("Mamba 2", "out_proj", "'out_proj' is read by the kernels of state spaces"),
+        ],
+    )  # fmt: skip
+    def test_a_name_without_an_adaptable_layer_is_refused_with_the_names_that_exist(
+        self, title, target, reason
+    ):
+        model = without_weights(family(title).config())
+        known = sorted({layer.name.rpartition(".")[2] for layer in adaptable_layers(model)})
+
+        with pytest.raises(InvalidTargets, match=reason) as refused:
+            adapter_targets(model, [known[0], target])
+
+        assert str(refused.value).endswith(f"can have an adapter: {', '.join(known)}.")
+
+    def test_a_layer_that_text_has_no_gradient_through_is_refused(self, tmp_path):
+        model = family("GLM 5").model()
+
+        with pytest.raises(InvalidTargets, match=r"'indexer.wk' has no gradient of text"):
+            adapter_targets(model, ["indexer.wk"])
+
+    @pytest.mark.parametrize(
+        ("advanced", "path"),
+        [({"lora_targets": ["qproj"]}, "lora_targets"), ({"lora": {"targets": ["qproj"]}}, "lora.targets")],
+    )
+    def test_a_job_is_refused_at_the_name_of_its_request(self, advanced, path, tiny_model):
+        entry = BaseModelEntry(path=tiny_model, dtype="float32", context=CONTEXT)
+        config = family("Llama 2, 3").config()
+        shape = memory.shape_of(config, torch.float32)
+        base = BaseModel(entry, tiny_model, shape, "cpu", "transformers", "5")
+        asked = Hyperparameters.model_validate({"advanced": advanced})
+        targets = resolve(asked, rows=8, parameters=1000, context=CONTEXT).lora_targets
+
+        with pytest.raises(UserMistake, match="'qproj' names no layer") as refused:
+            refuse_absent_targets(base, targets, asked.advanced.path("lora_targets"))
+
+        assert refused.value.param == f"method.reinforcement.hyperparameters.advanced.{path}"
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "attention", ["down_proj"]], ids=str)
+@pytest.mark.parametrize("title", ["Llama 2, 3", "Qwen 3.5", "Qwen 3 MoE"])
+def test_the_memory_of_an_adapter_is_that_of_its_layers(title, targets, tmp_path):
+    if (title, targets) == ("Qwen 3 MoE", ["down_proj"]):
+        pytest.skip("fused")
+    folder = family(title).save(tmp_path)
+    policy = policy_on(folder, targets)
+    shape = memory.shape_of(policy.model.get_base_model().config, torch.float32)
+
+    counted = sizing.adapter_parameters(shape, 4, targets)
+
+    assert counted == sum(parameter.numel() for parameter in policy.trainable)
+
+
+def test_a_plan_counts_the_chosen_layers():
+    shape = memory.shape_of(family("Llama 2, 3").config(), torch.float32)
+    how = {
+        "rank": 64,
+        "prompt": 50,
+        "completion": 50,
+        "batch": 2,
+        "group": 2,
+        "valid_rows": 1,
+        "eval_samples": 1,
+    }
+    machine = sizing.Machine("cpu", sizing.GIB * 8, "transformers")
+
+    adapters = {
+        name: sizing.plan("m", shape, sizing.workload(**how, targets=targets), machine).estimate.adapter
+        for name, targets in (("all", "all-linear"), ("attention", "attention"), ("q", ["q_proj"]))
+    }
+
+    assert adapters["q"] == 16 * 64 * 2 * (64 + 64)
+    assert adapters["q"] < adapters["attention"] < adapters["all"]

@@ -1,0 +1,59 @@
+"""A reasoning model sampled with vLLM: its grammar and budget, as the trainer computes them again."""
+
+import json
+
+import pytest
+
+from core.response_format import held_to
+from graders.types import Grade
+from tests.fakes import learn
+from tests.worker.test_steering import LETTER, load_thinking
+from tests.worker.test_training import asked
+from worker.learn.trainer import PeftTrainer
+from worker.rollout.samplers import Sampling, grouped
+from worker.rollout.samplers.vllm import VllmSampler, installed
+from worker.types import Group, Prompt
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(installed() is None, reason="vLLM is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return load_thinking("distill", tmp_path_factory.mktemp("distill"))
+
+
+@pytest.fixture(scope="module")
+def sampler(policy):
+    with pytest.MonkeyPatch.context() as patch:
+        # Without bytecode the engine's process would compile vLLM again.
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        sampler = VllmSampler(policy, kv_cache_bytes=1 << 25, threads=1)
+        yield sampler
+        sampler.close()
+
+
+@pytest.mark.parametrize(("schema", "budget"), [(LETTER, 8), (LETTER, None), (None, 8)])
+def test_the_trainer_gives_its_tokens_the_probabilities_that_vllm_had(policy, sampler, schema, budget):
+    prompt = Prompt(1, tuple(policy.render([{"role": "user", "content": "?"}])), {})
+    how = Sampling(
+        8, 1.0, 64, job_seed=1, step=1, held_to=held_to(schema) if schema else "", thinking_budget=budget
+    )
+
+    [rollouts] = grouped(sampler.answers([prompt], how), 1, 8)
+
+    answered = [one for one in rollouts if not one.cut_thought and one.finish_reason == "stop"]
+    if budget is not None:
+        assert all(one.grammar_start <= budget + 1 for one in rollouts)
+    if schema is not None and budget is not None:
+        assert len(answered) >= 4
+        assert any(one.forced for one in rollouts)
+    if schema is not None:
+        assert all(json.loads(one.text)["letter"] in ("a", "b") for one in answered)
+    grades = tuple(Grade(float(number % 2)) for number in range(8))
+    trainer = PeftTrainer(
+        policy, asked({"max_completion_tokens": 64}), token_budget=4096, held_to=how.held_to
+    )
+    assert learn(trainer, [Group(prompt, tuple(rollouts), grades)]).logprob_gap_max < 1e-4

@@ -1,0 +1,173 @@
+"""`regraft-server models`: try a model as a job would load it, and write its entry of the registry."""
+
+import argparse
+import json
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from core.jobs.hyperparameter_groups import Lora
+from core.registry import DEFAULT_FILE, BaseModelEntry, Device, InvalidRegistry, Registry
+from core.settings import Settings
+from worker.cli.configuration import read_settings
+from worker.cli.parser import UsageError
+from worker.model import sizing
+from worker.model.sizing import GIB, Machine, Shape, Workload
+from worker.refusals import Refusal
+
+ADAPTER = Lora()  # the one that is tried: that of a job by default
+CONTEXTS = (2048, 8192, 32_768)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What trying a model showed."""
+
+    name: str
+    architecture: str
+    context: int
+    forward: str
+    decode: str
+    largest_difference: float  # in nats, between our log-probabilities and those of transformers
+    adapted_modules: int
+    adapted_share: float  # of the parameters
+    adapted_by_kind: dict[str, Any]
+    parameters: int
+    memory: dict[int, str]  # by tokens of prompt and answer together: what a job needs
+    instead: str  # why the forward is not the quickest one
+
+    @property
+    def kinds(self) -> str:
+        return ", ".join(
+            f"{kind} {one['modules']} layers, {one['share']:.0%}"
+            for kind, one in self.adapted_by_kind.items()
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: {self.architecture}, {self.parameters / 1e6:,.0f} million parameters",
+            f"  forward        {self.forward}" + (f" ({self.instead})" if self.instead else ""),
+            f"  decode         {self.decode} (the transformers sampler)",
+            f"  difference     {self.largest_difference:.1g} nats at most from transformers",
+            f"  adapter        {self.adapted_modules} linear layers, {self.adapted_share:.0%} of the parameters"
+            f" ({self.kinds})",
+        ]
+        lines += [f"  memory         {tokens:>6} tokens: {needed}" for tokens, needed in self.memory.items()]
+        return "\n".join(lines)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Raises UsageError for a model that does not exist or is not supported."""
+    settings = read_settings()
+    return check(arguments, settings) if arguments.action == "check" else add(arguments, settings)
+
+
+def check(arguments: argparse.Namespace, settings: Settings) -> int:
+    try:
+        registry = Registry.load(settings.models_file)
+    except InvalidRegistry as invalid:
+        raise UsageError(str(invalid)) from invalid
+    names = arguments.names or list(registry.models)
+    if unknown := [name for name in names if name not in registry.models]:
+        raise UsageError(f"no model {unknown[0]!r} in {settings.models_file or DEFAULT_FILE}")
+    refused = 0
+    for name in names:
+        try:
+            report = inspect(name, registry.models[name], settings)
+        except Refusal as refusal:
+            refused += 1
+            print(f"{name}: refused. {refusal}")
+            continue
+        print(json.dumps(report.__dict__) if arguments.json else report)
+    return 1 if refused else 0
+
+
+def add(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Try a model, then append its entry to the models file."""
+    file: Path | None = settings.models_file
+    if file is None:
+        raise UsageError("REGRAFT_MODELS_FILE is not set: set it to the file that gets the entry")
+    registry = Registry.load(file) if file.exists() else Registry.load(None)
+    name: str = arguments.name or arguments.source.rsplit("/", 1)[-1]
+    if file.exists() and (name in registry.models or name in registry.aliases):
+        raise UsageError(f"{file} has {name!r} already: choose another --name")
+    is_path = Path(arguments.source).exists()
+    entry = BaseModelEntry(
+        path=Path(arguments.source).resolve() if is_path else None,
+        hub=None if is_path else arguments.source,
+        dtype=arguments.dtype,
+        context=arguments.context,
+    )
+    try:
+        report = inspect(name, entry, settings)
+    except Refusal as refusal:
+        raise UsageError(f"not added. {refusal}") from refusal
+    print(report)
+    text = file.read_text() if file.exists() else ""
+    addition = as_toml(name, entry)
+    tomllib.loads(text + addition)
+    file.write_text(text + addition)
+    print(f"added to {file}")
+    return 0
+
+
+def as_toml(name: str, entry: BaseModelEntry) -> str:
+    """The entry as a table of the models file."""
+    key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+    source = f"path = {json.dumps(str(entry.path))}" if entry.path else f"hub = {json.dumps(entry.hub)}"
+    return f'\n[models.{key}]\n{source}\ndtype = "{entry.dtype}"\ncontext = {entry.context}\n'
+
+
+def inspect(name: str, entry: BaseModelEntry, settings: Settings) -> Report:
+    """Load the model and try it as a job does.
+
+    Raises:
+        Refusal: it is not supported, damaged, too large for this machine, or cannot be downloaded.
+    """
+    import torch
+
+    from worker.model import support, verdicts
+    from worker.model.architecture import architecture
+    from worker.model.memory import shape_of
+    from worker.model.policy import DTYPES, Policy, load_base, read_config, source_of
+
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = read_config(source_of(entry, settings.model_cache))
+    support.refuse_by_config(config, entry.context)
+    base = load_base(name, entry, settings.model_cache, device)
+    policy = Policy(base, rank=ADAPTER.rank, alpha=ADAPTER.alpha, seed=0)
+    verdict = verdicts.probed(policy, entry, settings.model_cache, sampled=True, again=True)
+    shape = shape_of(config, DTYPES[entry.dtype])
+    return Report(
+        name=name,
+        architecture=architecture(config),
+        context=entry.context,
+        forward=verdict.route.forward,
+        decode=verdict.route.decode,
+        largest_difference=verdict.largest,
+        **policy.coverage.as_data(),
+        parameters=shape.parameters,
+        memory={
+            tokens: needed(shape, tokens, device)
+            for tokens in sorted({*(t for t in CONTEXTS if t < entry.context), entry.context})
+        },
+        instead=verdict.instead,
+    )
+
+
+def needed(shape: Shape, tokens: int, device: Device) -> str:
+    """The least memory that a job needs: one answer of half the context in flight."""
+    sampler: Literal["vllm", "transformers"] = "vllm" if device == "cuda" else "transformers"
+    work = Workload(ADAPTER.rank, tokens // 2, tokens - tokens // 2, tokens)
+    machine = Machine(device, 1 << 50, sampler)
+    found: Any = sizing.estimate(
+        shape,
+        rank=ADAPTER.rank,
+        token_budget=work.longest,
+        cache=shape.cache_bytes(work.longest),
+        checkpointed=True,
+        machine=machine,
+    )
+    return f"{found.total / GIB:.1f} GiB ({found})"

@@ -1,0 +1,393 @@
+"""One attempt at a run: sample and grade the items that no earlier attempt has finished."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from sqlalchemy import select
+
+from core.database.engine import Database
+from core.database.tables import Eval, EvalRun, File, now
+from core.errors import BudgetReached
+from core.evals import budgets, items, lifecycle, rows, summary, targets
+from core.evals.rows import EvalRow
+from core.jobs.claim import Claim, LeaseLost
+from core.registry import Registry
+from core.settings import Settings
+from core.storage import files
+from core.storage.datasets import LineError
+from core.storage.store import BlobStore
+from graders.backends import Backends
+from graders.build import build
+from graders.environments.catalog import EnvironmentNotBuilt
+from graders.hazards.pool import OWNER
+from graders.judge.judges import HttpJudges, JudgeModel
+from graders.prompts import (
+    InvalidTrajectory,
+    Message,
+    PromptTemplate,
+    parse_input_messages,
+    sample_of,
+)
+from graders.run import grade_within
+from graders.spec import GraderSpec, InvalidGrader, parse_grader
+from graders.template import RenderError
+from graders.types import Grader, Sample
+from worker.evals.grading import Result, result_of, status_of
+from worker.evals.record import Call, Entry, QuotaReached, Record
+from worker.evals.sampling import Answer, ChatSampler, Sampler, ServerUnavailable, chat_fields
+from worker.evals.spending import ItemCost, Spending
+from worker.supervise.telemetry import EVAL_ITEMS, EVAL_SECONDS
+
+log = logging.getLogger(__name__)
+
+WRITE_SECONDS = 0.2
+CANCEL_SECONDS = 0.5  # until a worker sees that its run was cancelled
+GRADE_SECONDS = 600.0
+JUDGES = ("score_model", "label_model")
+ROWS_AT_ONCE = 64  # per read of the source in a thread
+
+
+class RunFailed(Exception):
+    """The run cannot be completed. `code` and the message are shown to the user."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an attempt does with each row."""
+
+    run: EvalRun
+    criteria: Sequence[GraderSpec]
+    graders: Sequence[Grader]
+    sampler: Sampler | None  # None: rows have their samples
+    metered: bool  # samples are from a model that the operator pays for
+    prompt: PromptTemplate | None
+    parse_json: bool
+    spending: Spending
+
+    @property
+    def judged(self) -> list[int]:
+        """The criteria that call a judge, by index."""
+        return [index for index, spec in enumerate(self.criteria) if spec.type in JUDGES]
+
+
+class Attempt:
+    """Owned by one event loop."""
+
+    def __init__(
+        self, settings: Settings, database: Database, blobs: BlobStore, backends: Backends, claim: Claim
+    ) -> None:
+        self.settings, self.database, self.blobs, self.backends = settings, database, blobs, backends
+        self.claim = claim
+        self.record = Record(database, blobs, claim, settings.default_limits, settings.patience_seconds)
+        self.moved: Callable[[], None] = lambda: None
+
+    async def run(self) -> None:
+        """Finish the run. Cancel it to drain: what was paid for is recorded before it ends.
+
+        Raises:
+            LeaseLost: the run was cancelled, or claimed by another worker.
+            RunFailed: the user has to change something.
+            ServerUnavailable: the inference server does not answer.
+        """
+        with self.database.read() as session:
+            run = session.scalars(select(EvalRun).where(EvalRun.id == self.claim.job_id)).one()
+            made = session.scalar(select(Eval).where(Eval.id == run.eval_id))
+            content = run.content
+            file = session.scalar(select(File).where(File.id == run.file_id)) if run.file_id else None
+            self.record.load(session, run)
+        if made is None:
+            raise LeaseLost(f"{run.eval_id} was deleted")
+        OWNER.set(run.project_id)
+        source = partial(self._rows, content, file)
+        async with AsyncExitStack() as stack:
+            plan = await self._plan(run, made, stack)
+            await self._all(plan, source)
+        with lifecycle.fenced(self.database, self.claim) as (_, run):
+            lifecycle.complete(run)
+
+    async def _plan(self, run: EvalRun, made: Eval, stack: AsyncExitStack) -> Plan:
+        try:
+            criteria = [
+                parse_grader(sent, f"testing_criteria[{number}]")
+                for number, sent in enumerate(made.testing_criteria)
+            ]
+            # One client for all criteria, so that the limits of a judge model hold for the run.
+            judges = await stack.enter_async_context(HttpJudges(self.backends.judges))
+            graders = [
+                build(
+                    spec,
+                    judges,
+                    self.backends.endpoints,
+                    self.backends.environments,
+                    owner=run.project_id,
+                )
+                for spec in criteria
+            ]
+        except InvalidGrader as cause:
+            raise RunFailed("invalid_grader", cause.message) from cause
+        except EnvironmentNotBuilt as cause:
+            raise RunFailed("grader_environment_missing", str(cause)) from cause
+        sampler: ChatSampler | None = None
+        prompt = None
+        fields = chat_fields(run.data_source)
+        if run.model is not None:
+            prompt = parse_input_messages(run.data_source["input_messages"], "data_source.input_messages")
+            sampler = self._sampler(run, fields)
+            stack.push_async_callback(sampler.close)
+        wants_json = fields.get("response_format", {}).get("type") in ("json_schema", "json_object")
+        metered = sampler is not None and not sampler.ours
+        kept = run.summary
+        spending = Spending(run.budget, budgets.used(kept), summary.finished(kept))
+        return Plan(run, criteria, graders, sampler, metered, prompt, wants_json, spending)
+
+    def _sampler(self, run: EvalRun, fields: dict[str, Any]) -> ChatSampler:
+        assert run.model is not None
+        registry = Registry.load(self.settings.models_file)
+        with self.database.read() as session:
+            served = targets.served(session, self.blobs, registry, run.project_id, run.model)
+        if served is not None:
+            settings = self.settings
+            if not settings.inference_url:
+                raise RunFailed("serving_not_configured", "This worker has no inference server.")
+            ours = JudgeModel(
+                settings.inference_url,
+                settings.inference_key,
+                max_concurrency=settings.eval_concurrency,
+                timeout_s=600.0,
+            )
+            request = {**fields, "model": run.model, "regraft": served.to_wire()}
+            return ChatSampler(ours, request, ours=True)
+        theirs = self.backends.models.get(run.model)
+        if theirs is None:
+            raise RunFailed("model_not_found", f"The model '{run.model}' does not exist any more.")
+        return ChatSampler(theirs, {**fields, "model": theirs.served_as or run.model}, ours=False)
+
+    def _rows(self, content: list[Any] | None, file: File | None) -> Iterator[EvalRow | LineError]:
+        if content is not None:
+            return rows.of_content(content)
+        if file is None:
+            raise RunFailed("file_deleted", "The file of the run was deleted before it could be read.")
+        return rows.of_file(files.read_content(self.blobs, file))
+
+    async def _all(self, plan: Plan, source: Callable[[], Iterator[EvalRow | LineError]]) -> None:
+        """Work on all unfinished rows, some at a time, while the record is written."""
+        queue = self._unfinished(source)
+        advance = asyncio.Lock()
+
+        async def work() -> None:
+            while True:
+                async with advance:  # an async generator serves one caller at a time
+                    row = await anext(queue, None)
+                if row is None:
+                    return
+                entry = self.record.entries.pop(row.line, {})
+                calls = sum(str(index) not in entry.get("grades", {}) for index in plan.judged)
+                try:
+                    async with plan.spending.item(calls) as cost:
+                        await self._one(plan, row, entry, cost)
+                except BudgetReached as reached:
+                    raise RunFailed(BudgetReached.code, reached.message) from reached
+                self.moved()
+
+        async def all_of_them() -> None:
+            # Twice as many as are sampled at once: the others are being graded.
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(2 * self.settings.eval_concurrency):
+                    workers.create_task(work())
+
+        working = asyncio.create_task(all_of_them())
+        beside = [
+            asyncio.create_task(self.record.keep_writing(WRITE_SECONDS)),
+            asyncio.create_task(self._until_lost()),
+        ]
+        try:
+            await asyncio.wait([working, *beside], return_when=asyncio.FIRST_COMPLETED)
+            for task in beside:
+                if task.done():
+                    task.result()
+            try:
+                await working
+            except BaseExceptionGroup as several:
+                raise _first(several) from None
+        finally:
+            for task in (working, *beside):
+                task.cancel()
+            await asyncio.gather(working, *beside, return_exceptions=True)
+            with suppress(LeaseLost):
+                await self._flush()
+
+    async def _flush(self) -> None:
+        try:
+            await self.record.flush()
+        except QuotaReached as reached:
+            raise RunFailed("insufficient_quota", str(reached)) from reached
+
+    async def _until_lost(self) -> None:
+        """Raise LeaseLost soon after the run was cancelled."""
+        while True:
+            await asyncio.sleep(CANCEL_SECONDS)
+            if not await asyncio.to_thread(self._is_held):
+                raise LeaseLost(f"{self.claim.owner} no longer holds {self.claim.job_id}")
+
+    def _is_held(self) -> bool:
+        with self.database.read() as session:
+            return lifecycle.is_held(session, self.claim)
+
+    async def _unfinished(
+        self, source: Callable[[], Iterator[EvalRow | LineError]]
+    ) -> AsyncIterator[EvalRow]:
+        found = iter(await asyncio.to_thread(source))
+
+        def some() -> list[EvalRow | LineError]:
+            return [row for _, row in zip(range(ROWS_AT_ONCE), found, strict=False)]
+
+        try:
+            while batch := await asyncio.to_thread(some):
+                for row in batch:
+                    if isinstance(row, LineError):  # checked when the run was created
+                        raise RunFailed("invalid_rows", str(row))
+                    if not self.record.is_done(row.line):
+                        yield row
+        except files.FileDamaged as damaged:
+            raise RunFailed("file_damaged", str(damaged)) from damaged
+
+    async def _one(self, plan: Plan, row: EvalRow, entry: Entry, cost: ItemCost) -> None:
+        """Sample and grade one row, skipping what an earlier attempt has paid for."""
+        if "sample" not in entry:
+            with nullcontext() if plan.sampler is None else _timed("sampling"):
+                entry = {"sample": await self._sampled(plan, row, cost), "grades": {}}
+            if plan.sampler is not None:
+                # Not `entry` itself, which gets grades while it is written.
+                self.record.note(row.line, {"sample": entry["sample"], "grades": {}})
+        stored: dict[str, Any] = entry["sample"]
+        if stored["error"] is None:
+            with _timed("grading"):
+                await asyncio.gather(
+                    *(self._graded(plan, row, entry, index, cost) for index in range(len(plan.criteria)))
+                )
+        grades: dict[str, Result] = entry["grades"]
+        results = [grades[str(index)] for index in range(len(plan.criteria)) if str(index) in grades]
+        status = status_of(stored, results)
+        EVAL_ITEMS.labels(status).inc()
+        self.record.finish(
+            {
+                "id": items.item_id(plan.run.id, row.line),
+                "line": row.line,
+                "datasource_item_id": row.line,
+                "status": status,
+                "created_at": now(),
+                "datasource_item": row.item,
+                "results": results,
+                "sample": {name: value for name, value in stored.items() if name != "graded"},
+            }
+        )
+
+    async def _sampled(self, plan: Plan, row: EvalRow, cost: ItemCost) -> dict[str, Any]:
+        if plan.sampler is None or plan.prompt is None:
+            sample = Sample("") if row.sample is None else sample_of(row.sample)
+            model = (row.sample or {}).get("model")
+            answer = Answer(sample.output_text, sample.output_tools, sample.finish_reason)
+            return _sample({}, [], answer, model, row.sample or {})
+        model, messages = plan.run.model or "", list[Message]()
+        try:
+            messages = plan.prompt.render(row.item)
+            answer = await plan.sampler.sample(messages)
+        except (RenderError, InvalidTrajectory) as cause:
+            answer = Answer(error={"code": "invalid_prompt", "message": str(cause)})
+        if answer.error is None:
+            self._pay(Call(model, answer.usage, metered=plan.metered), cost)
+        return _sample(chat_fields(plan.run.data_source), messages, answer, model, None)
+
+    async def _graded(self, plan: Plan, row: EvalRow, entry: Entry, index: int, cost: ItemCost) -> None:
+        if str(index) in entry["grades"]:
+            return
+        spec, grader = plan.criteria[index], plan.graders[index]
+        sample = _for_graders(entry["sample"], plan)
+        grade = await grade_within(GRADE_SECONDS, grader, sample, row.item)
+        for model, tokens in grade.usage.items():
+            usage = {
+                "prompt_tokens": tokens.prompt_tokens,
+                "completion_tokens": tokens.completion_tokens,
+                "cached_tokens": tokens.cached_tokens,
+            }
+            self._pay(Call(model, usage, metered=True, judge=True), cost)
+        entry["grades"][str(index)] = result_of(spec, grade)
+        if grade.usage:  # other grades cost nothing to repeat
+            self.record.note(row.line, {"sample": entry["sample"], "grades": dict(entry["grades"])})
+
+    def _pay(self, call: Call, cost: ItemCost) -> None:
+        self.record.paid(call)
+        cost.add(call)
+
+
+@contextmanager
+def _timed(phase: str) -> Iterator[None]:
+    """Observe the duration of a phase of an item that ends without an exception."""
+    started = time.perf_counter()
+    yield
+    EVAL_SECONDS.labels(phase).observe(time.perf_counter() - started)
+
+
+def _sample(
+    fields: dict[str, Any],
+    messages: Sequence[Message],
+    answer: Answer,
+    model: str | None,
+    given: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """The `sample` of an output item. `graded` is what graders read of a sample that the row brought along."""
+    usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, **answer.usage}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.tool_calls:
+        message["tool_calls"] = list(answer.tool_calls)
+    shown = {
+        "input": [{**one, "content": _text(one["content"])} for one in messages],
+        "output": [] if answer.error is not None else [message],
+        "finish_reason": answer.finish_reason,
+        "model": model,
+        "usage": usage | {"total_tokens": usage["prompt_tokens"] + usage["completion_tokens"]},
+        "error": answer.error,
+        "temperature": fields.get("temperature"),
+        "max_completion_tokens": fields.get("max_completion_tokens"),
+        "top_p": fields.get("top_p"),
+        "seed": fields.get("seed"),
+    }
+    return shown if given is None else shown | {"graded": given}
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _for_graders(stored: dict[str, Any], plan: Plan) -> Sample:
+    if "graded" in stored:
+        return sample_of(stored["graded"]) if stored["graded"] else Sample("")
+    [message] = stored["output"]
+    text = Sample.from_text(message["content"], stored["finish_reason"], parse_json=plan.parse_json)
+    return Sample(
+        text.output_text, text.output_json, tuple(message.get("tool_calls", ())), text.finish_reason
+    )
+
+
+def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The most telling of the errors of a task group."""
+    flat: list[BaseException] = []
+    waiting: list[BaseException] = [several]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+        else:
+            flat.append(one)
+    known = (RunFailed, ServerUnavailable, LeaseLost)
+    return next((one for one in flat if isinstance(one, known)), flat[0])

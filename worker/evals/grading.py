@@ -1,0 +1,33 @@
+"""The results of one item: what each criterion says about its sample."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from core.results.evals import pass_threshold
+from graders.spec import GraderSpec, dump
+from graders.types import Grade
+
+Result = dict[str, Any]
+
+
+def result_of(spec: GraderSpec, grade: Grade) -> Result:
+    """A result of an output item. A null score could not be graded, for the given reason."""
+    threshold = (
+        1.0 if spec.type == "string_check" and spec.pass_threshold is None else pass_threshold(dump(spec))
+    )
+    return {
+        "name": spec.name,
+        "type": spec.type,
+        "passed": grade.score is not None and grade.score >= threshold,
+        "score": grade.score,
+        "reason": grade.reason,
+        "error": None if grade.error is None else grade.error.value,
+        "output": grade.output,
+    }
+
+
+def status_of(sample: Mapping[str, Any], results: Sequence[Result]) -> Literal["pass", "fail", "error"]:
+    """error: there is no sample, or a criterion could not grade it."""
+    if sample.get("error") is not None or any(result["score"] is None for result in results):
+        return "error"
+    return "pass" if all(result["passed"] for result in results) else "fail"

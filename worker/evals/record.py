@@ -1,0 +1,219 @@
+"""The durable record of a run in progress: a journal of what was paid for, and pages of complete blocks.
+
+Every write is fenced by the claim. Entries of several items are committed together, a few times a second: a worker that
+is killed loses the requests in flight and the last commit interval, and nothing else.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from sqlalchemy import delete, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from core.database.engine import Database
+from core.database.tables import EvalJournal, EvalPage, EvalRun, Project
+from core.errors import QuotaExceeded
+from core.evals import items, lifecycle, summary
+from core.evals.items import BLOCK_ROWS, Item, block_of
+from core.jobs import usage
+from core.jobs.claim import Claim
+from core.storage.store import BlobStore
+from core.tenancy import tenants
+from core.tenancy.limits import Limits
+from core.text import storable_json
+from worker.retry import RetryPolicy
+
+log = logging.getLogger(__name__)
+
+Entry = dict[str, Any]
+"""Of one line: {"sample", "grades": {index: result}}, or {"item"} once it is finished."""
+
+
+class QuotaReached(Exception):
+    """The project has used up its grader tokens, GPU time or storage."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a model that was answered, with its tokens by kind."""
+
+    model: str
+    usage: Mapping[str, int]
+    metered: bool  # counts toward the project's limit of grader tokens
+    judge: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.usage.get("prompt_tokens", 0) + self.usage.get("completion_tokens", 0)
+
+
+@dataclass
+class _Pending:
+    """The content of the next commit."""
+
+    entries: dict[int, Entry] = field(default_factory=dict)
+    finished: list[Item] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+
+class Record:
+    """The items of one attempt at a run."""
+
+    def __init__(
+        self,
+        database: Database,
+        blobs: BlobStore,
+        claim: Claim,
+        defaults: Limits,
+        patience_seconds: float,
+    ) -> None:
+        self.database, self.blobs, self.claim, self.defaults = database, blobs, claim, defaults
+        self._pending = _Pending()
+        self._changed = asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None
+        self._writes = 0  # commits of this run so far: a repeated one is recognized
+        self._retry = RetryPolicy(patience_seconds, log.warning)
+        self._blocks: dict[int, list[Item]] = defaultdict(list)
+        self._total = 0
+        self.done: set[int] = set()
+        self.entries: dict[int, Entry] = {}
+        self.pages: set[int] = set()
+
+    def load(self, session: Session, run: EvalRun) -> None:
+        """Read what earlier attempts recorded."""
+        self._total = run.total
+        self._writes = run.summary.get("writes", 0)
+        self.pages = set(session.scalars(select(EvalPage.number).where(EvalPage.run_id == run.id)))
+        for entry in session.scalars(select(EvalJournal).where(EvalJournal.run_id == run.id)):
+            if "item" in entry.data:
+                self.done.add(entry.line)
+                self._blocks[block_of(entry.line)].append(entry.data["item"])
+            else:
+                self.entries[entry.line] = entry.data
+
+    def is_done(self, line: int) -> bool:
+        return line in self.done or block_of(line) in self.pages
+
+    # Called by the items; nothing here waits.
+
+    def paid(self, call: Call) -> None:
+        self._pending.calls.append(call)
+
+    def note(self, line: int, entry: Entry) -> None:
+        """Keep the sample, or another grade, of an item."""
+        self._pending.entries[line] = storable_json(entry)
+        self._changed.set()
+
+    def finish(self, item: Item) -> None:
+        item = storable_json(item)
+        line = item["line"]
+        self._pending.entries[line] = {"item": item}
+        self._pending.finished.append(item)
+        self.done.add(line)
+        self._blocks[block_of(line)].append(item)
+        self._changed.set()
+
+    # Called by the attempt.
+
+    async def keep_writing(self, interval: float) -> None:
+        """Commit what was noted every `interval` seconds, until cancelled.
+
+        Raises:
+            LeaseLost, QuotaReached
+        """
+        while True:
+            await asyncio.sleep(interval)
+            if self._changed.is_set():
+                await self.flush()
+
+    async def flush(self) -> None:
+        """Commit what was noted, and store the blocks that are complete.
+
+        Raises:
+            LeaseLost, QuotaReached
+        """
+        # A thread cannot be cancelled: a commit in progress ends before the next one begins.
+        while self._writing is not None and not self._writing.done():
+            await asyncio.wait([self._writing])
+        self._writing = asyncio.create_task(self._flush())
+        await asyncio.shield(self._writing)
+
+    async def _flush(self) -> None:
+        self._changed.clear()
+        pending, self._pending = self._pending, _Pending()
+        complete = [block for block, done in self._blocks.items() if len(done) == self._size(block)]
+        beyond = await asyncio.to_thread(self._retry, lambda: self._write(pending))
+        self._writes += 1
+        for block in complete:
+            full = await asyncio.to_thread(self._retry, partial(self._store, block))
+            beyond = beyond or full
+        if beyond is not None and len(self.pages) * BLOCK_ROWS < self._total:
+            raise QuotaReached(beyond.message)
+
+    def _size(self, block: int) -> int:
+        return min(BLOCK_ROWS, self._total - block * BLOCK_ROWS)
+
+    def _write(self, pending: _Pending) -> QuotaExceeded | None:
+        with lifecycle.fenced(self.database, self.claim) as (session, run):
+            if run.summary.get("writes", 0) > self._writes:  # the connection was lost after the commit
+                return tenants.used_up(session, run.project_id, self._limits(session, run))
+            counts = deepcopy(run.summary)
+            counts["writes"] = self._writes + 1
+            for item in pending.finished:
+                summary.add_item(counts, item)
+            for call in pending.calls:
+                summary.add_usage(counts, call.model, call.usage, judge=call.judge)
+            run.summary = counts
+            if pending.entries:
+                run.failures = 0
+                _upsert(session, run.id, pending.entries)
+            tokens_used = sum(call.tokens for call in pending.calls if call.metered)
+            if tokens_used:
+                usage.add_usage(session, run.project_id, gpu_seconds=0.0, grader_tokens=tokens_used)
+            return tenants.used_up(session, run.project_id, self._limits(session, run))
+
+    def _limits(self, session: Session, run: EvalRun) -> Limits:
+        return tenants.limits(session.get_one(Project, run.project_id), self.defaults)
+
+    def _store(self, block: int) -> QuotaExceeded | None:
+        """Replace the journal of a block by a page: first the blob, then its row. Returns the limit that it reaches."""
+        done = sorted(self._blocks[block], key=lambda item: int(item["line"]))
+        page = items.encode(done)
+        with self.database.read() as session:
+            run = session.scalars(select(EvalRun).where(EvalRun.id == self.claim.job_id)).one()
+        key = items.blob_key(run, block, self.claim.epoch)
+        self.blobs.put_bytes(key, page.data)
+        lines = EvalJournal.line.between(block * BLOCK_ROWS + 1, (block + 1) * BLOCK_ROWS)
+        with lifecycle.fenced(self.database, self.claim) as (session, run):
+            session.merge(
+                EvalPage(
+                    run_id=run.id,
+                    number=block,
+                    blob_key=key,
+                    items=len(done),
+                    bytes=len(page.data),
+                    sha256=page.sha256,
+                )
+            )
+            session.execute(delete(EvalJournal).where(EvalJournal.run_id == run.id, lines))
+            session.flush()
+            full = tenants.storage_used_up(session, run.project_id, self._limits(session, run))
+        self.pages.add(block)
+        self._blocks.pop(block, None)
+        return full
+
+
+def _upsert(session: Session, run_id: str, entries: dict[int, Entry]) -> None:
+    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+    rows = [{"run_id": run_id, "line": line, "data": entry} for line, entry in sorted(entries.items())]
+    written = insert(EvalJournal).values(rows)
+    session.execute(
+        written.on_conflict_do_update(index_elements=["run_id", "line"], set_={"data": written.excluded.data})
+    )

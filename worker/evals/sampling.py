@@ -1,0 +1,146 @@
+"""Samples for eval runs, from OpenAI-compatible servers: our inference server, or the operator's models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import httpx
+
+from core.outbound.http import trusted_client
+from core.response_format import ResponseFormat
+from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post
+from graders.judge.judges import JudgeModel
+from graders.prompts import Message
+from graders.template import quoted
+
+# Of a request that fails: about a minute in all.
+RETRIES = 7
+# Our own server answers 503 with Retry-After: 5 while it loads a model, which may take minutes.
+RETRIES_WHILE_LOADING = 30
+
+
+class ServerUnavailable(Exception):
+    """The inference server of this installation does not answer. The run is retried later."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of a model, or the reason why there is none."""
+
+    text: str = ""
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    finish_reason: str = "stop"
+    usage: Mapping[str, int] = field(default_factory=dict)
+    error: Mapping[str, str] | None = None
+
+
+class Sampler(Protocol):
+    """Answers prompts. Safe to call concurrently."""
+
+    async def sample(self, messages: Sequence[Message]) -> Answer:
+        """Return the answer. An error of the request is an Answer with an error.
+
+        Raises:
+            ServerUnavailable: no request can be answered now.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class ChatSampler:
+    """Samples from one model of a server, with its limits. Belongs to one event loop.
+
+    Args:
+        fields: The fields of every request besides the messages.
+        ours: Whether this is the installation's own server, for whose return the run waits.
+    """
+
+    def __init__(
+        self,
+        model: JudgeModel,
+        fields: Mapping[str, Any],
+        *,
+        ours: bool,
+        patience: CallRetryPolicy | None = None,
+        client: httpx.AsyncClient | None = None,
+    ) -> None:
+        self.model, self.fields, self.ours = model, fields, ours
+        self._patience = patience or CallRetryPolicy(
+            retries=RETRIES, retries_while_loading=RETRIES_WHILE_LOADING if ours else None
+        )
+        self._client = client or trusted_client()
+        self._slots = asyncio.Semaphore(model.max_concurrency)
+        self._pace = RateLimit(model.requests_per_second, self._patience.sleep, time.monotonic)
+
+    async def sample(self, messages: Sequence[Message]) -> Answer:
+        body = json.dumps({**self.fields, "messages": list(messages)}).encode()
+        headers = {"authorization": f"Bearer {self.model.api_key}"} if self.model.api_key else {}
+        url = self.model.base_url.rstrip("/") + "/chat/completions"
+        async with self._slots:
+            try:
+                answer = await post(
+                    self._client,
+                    url,
+                    body,
+                    headers,
+                    patience=self._patience,
+                    pace=self._pace,
+                    timeout_s=self.model.timeout_s,
+                )
+            except NoAnswer as silence:
+                if self.ours:
+                    raise ServerUnavailable(str(silence)) from silence
+                return Answer(error={"code": "server_error", "message": str(silence)})
+        if not answer.ok:
+            if self.ours and answer.is_loading:
+                raise ServerUnavailable(f"HTTP {answer.status}: {quoted(answer.text, 300)}")
+            return Answer(error=_error(answer.status, answer.text))
+        try:
+            return _answer(json.loads(answer.text))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+            text = f"not a chat completion: {quoted(answer.text, 300)}"
+            return Answer(error={"code": "server_error", "message": text})
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def chat_fields(data_source: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a chat completion for the sampling parameters of a stored data source."""
+    params = dict(data_source.get("sampling_params") or {})
+    text = params.pop("text", None) or {}
+    if (form := text.get("format")) is not None:
+        schema = form["type"] == "json_schema"
+        params["response_format"] = ResponseFormat.model_validate(form).to_row() if schema else form
+    return {name: value for name, value in params.items() if value is not None}
+
+
+def _answer(completion: Mapping[str, Any]) -> Answer:
+    choice = completion["choices"][0]
+    message = choice["message"]
+    usage = completion.get("usage") or {}
+    details = usage.get("prompt_tokens_details") or {}
+    return Answer(
+        text=str(message.get("content") or message.get("refusal") or ""),
+        tool_calls=list(message.get("tool_calls") or ()),
+        finish_reason=str(choice.get("finish_reason") or "stop"),
+        usage={
+            "prompt_tokens": int(usage.get("prompt_tokens") or 0),
+            "completion_tokens": int(usage.get("completion_tokens") or 0),
+            "cached_tokens": int(details.get("cached_tokens") or 0),
+        },
+    )
+
+
+def _error(status: int, text: str) -> dict[str, str]:
+    try:
+        error = json.loads(text)["error"]
+        return {"code": str(error.get("code") or f"http_{status}"), "message": str(error["message"])[:1000]}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {"code": f"http_{status}", "message": f"HTTP {status}: {quoted(text, 300)}"}

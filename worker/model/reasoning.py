@@ -1,0 +1,346 @@
+"""Find the format of a model's reasoning in its chat template, and split answers by it. No torch.
+
+A reasoning model writes a thought and then its answer, with tags between them that its family chose: `<think>` and
+`</think>`, or the channels of gpt-oss. `detect` finds the tags and the switches by rendering conversations, so a new
+family needs no entry in a list of models. `Reasoning.split` divides an answer's tokens.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from core import chat_templates
+
+Effort = Literal["default", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TemplateArguments = Mapping[str, bool | int | float | str]
+
+# Parts of the probing conversation. Templates may trim or split texts, but none looks for these words.
+_QUESTION, _THOUGHT, _ANSWER = "Question7Q", "Thought7Q", "Answer7Q"
+# Tags of families whose templates only remove earlier thoughts, and never render one.
+_PAIRS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<seed:think>", "</seed:think>"),
+)
+_LAST_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
+_TOGGLES = ("enable_thinking", "thinking")
+# The thought's share of max_completion_tokens, for a template without a switch for the effort.
+_BUDGET_SHARES: dict[str, float] = {"minimal": 0.125, "low": 0.25, "medium": 0.5}
+
+
+@dataclass(frozen=True)
+class Format:
+    """The tags around a thought."""
+
+    start: str  # opens a thought
+    end: str  # the answer begins after the first of these
+    closing: str  # the text that closes a thought; ends with `end`
+    opened: bool  # the prompt ends within a thought, so the model does not write `start`
+    off: bool = False  # the prompt ends behind a closed thought, so all is answer
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The arguments of the chat template that control reasoning."""
+
+    toggle: str | None = None  # the name of a boolean one
+    efforts: tuple[str, ...] = ()  # the values of `reasoning_effort`, if the template reads it
+
+
+@dataclass(frozen=True)
+class Split:
+    """An answer in its parts. The answer's own tokens are those from `answer_start` on."""
+
+    text: str  # without the thought and special tokens
+    thought: str = ""
+    answer_start: int = 0
+    thought_tokens: int = 0  # including the tags that the model wrote
+    is_cut: bool = False  # the thought has no end, so there is no answer
+    forced: int = 0  # tokens before `answer_start` that closed the thought because its budget was spent
+
+
+class Reasoning:
+    """The format of one model, on its tokens."""
+
+    def __init__(self, form: Format, switches: Switches, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.form, self.switches, self.tokenizer = form, switches, tokenizer
+
+    @cached_property
+    def start_ids(self) -> tuple[int, ...]:
+        return self._ids(self.form.start)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        return self._ids(self.form.end)
+
+    @cached_property
+    def closing_ids(self) -> tuple[int, ...]:
+        return self._ids(self.form.closing)
+
+    @cached_property
+    def _window(self) -> int:
+        # No token of a tag is empty, but a tokenizer may put one between them that shows as nothing.
+        return 2 * len(self.form.end)
+
+    def split(self, ids_T: Sequence[int], *, budget: int | None = None) -> Split:
+        """Divide the tokens of an answer. `budget`: the thought's, in tokens, with which they were sampled."""
+        place = Place(self)
+        for token in ids_T:
+            if place.at == "answer":
+                break
+            place.take(token)
+        if place.at == "thought":
+            return Split("", self._thought(ids_T), len(ids_T), len(ids_T), is_cut=True)
+        if not place.answer_start:
+            return Split(self.decode(ids_T))
+        at = place.answer_start
+        text = (place.overflow + self.decode(ids_T[at:])).lstrip("\n")
+        closing = len(self.closing_ids)
+        is_forced = (
+            budget is not None
+            and place.thinking == budget + closing
+            and tuple(ids_T[at - closing : at]) == self.closing_ids
+        )
+        forced = closing if is_forced else 0
+        return Split(text, self._thought(ids_T[:at]), at, at, forced=forced)
+
+    def decode(self, ids_T: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids_T), skip_special_tokens=True))
+
+    def raw(self, ids_T: Sequence[int]) -> str:
+        """The text with special tokens, because tags often are."""
+        return str(self.tokenizer.decode(list(ids_T), skip_special_tokens=False))
+
+    def _thought(self, ids_T: Sequence[int]) -> str:
+        form = self.form
+        text = self.raw(ids_T).split(form.end)[0].lstrip().removeprefix(form.start)
+        lead = form.closing.removesuffix(form.end)
+        if lead:
+            text = text.removesuffix(lead).replace(lead + form.start, "\n")
+        return text.strip()
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+class Place:
+    """Follows one answer token by token: before its thought, in it, or in the answer."""
+
+    def __init__(self, reasoning: Reasoning) -> None:
+        self.reasoning = reasoning
+        self.at: Literal["undecided", "thought", "answer"] = "undecided"
+        if reasoning.form.opened:
+            self.at = "thought"
+        elif reasoning.form.off:
+            self.at = "answer"
+        self.ids: list[int] = []  # before the answer
+        self.thinking = 0  # tokens since the thought began
+        self.answer_start = 0
+        self.overflow = ""  # text of the answer in the last token of the tag
+
+    def take(self, token: int) -> None:
+        """Take the next token."""
+        if self.at == "answer":
+            return
+        self.ids.append(token)
+        if self.at == "thought":
+            self.thinking += 1
+            self._look_for_end(token)
+            return
+        written, start = self.reasoning.raw(self.ids).lstrip(), self.reasoning.form.start
+        if written.startswith(start):
+            self.at = "thought"
+        elif not start.startswith(written):
+            self.at = "answer"
+
+    def _look_for_end(self, token: int) -> None:
+        reasoning, end = self.reasoning, self.reasoning.form.end
+        if len(reasoning.end_ids) == 1:
+            found, after = token == reasoning.end_ids[0], ""
+        else:
+            first = max(len(self.ids) - self.thinking, len(self.ids) - reasoning._window)
+            _, tag, after = reasoning.raw(self.ids[first:]).partition(end)
+            found = bool(tag)
+        if found:
+            self.at, self.answer_start, self.overflow = "answer", len(self.ids), after
+
+
+def detect(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> Reasoning | None:
+    """Find how the model reasons; None if it does not.
+
+    Args:
+        template: Jinja text in place of the tokenizer's own.
+    """
+    return _detected(tokenizer, template)
+
+
+@lru_cache(maxsize=32)
+def _detected(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Reasoning | None:
+    text = template or tokenizer.chat_template
+    # With our own templates, graders read the whole output: r1_zero rewards its tags.
+    if not isinstance(text, str) or any(
+        chat_templates.text_of(name) in text for name in chat_templates.NAMES
+    ):
+        return None
+
+    def render(*messages: dict[str, str], prompt: bool = False, **arguments: Any) -> str:
+        chat = [{"role": "user", "content": _QUESTION}, *messages]
+        return str(
+            tokenizer.apply_chat_template(
+                chat, chat_template=template, add_generation_prompt=prompt, tokenize=False, **arguments
+            )
+        )
+
+    try:
+        form = _rendered_format(render) or _known_format(render, text)
+    except (TemplateError, ValueError, TypeError):
+        return None
+    return None if form is None else Reasoning(form, _switches(render), tokenizer)
+
+
+Render = Callable[..., str]
+
+
+def _rendered_format(render: Render) -> Format | None:
+    """Read the tags off a conversation whose last message has a thought."""
+    thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
+    # Some templates render thoughts only if thinking is on.
+    for arguments in ({}, {"enable_thinking": True}, {"thinking": True}):
+        whole = render({"role": "assistant", "content": _ANSWER, **thought}, **arguments)
+        before, found, after = whole.partition(_THOUGHT)
+        between, answered, _ = after.partition(_ANSWER)
+        if found and answered:
+            break
+    else:
+        return None
+    prompt = render(prompt=True, **arguments)
+    start = before[len(_common(before, prompt)) :].strip() or _last_tag(before)
+    plain = render({"role": "assistant", "content": _ANSWER}, **arguments).partition(_ANSWER)[0]
+    header = plain[len(_common(plain, prompt)) :]
+    closing = between.strip()
+    end = _common(between[::-1], header[::-1])[::-1].strip() or closing
+    if not start or not end:
+        return None
+    # A header before every answer, as in gpt-oss: what comes before it is not the answer.
+    headed = end in header and start not in header
+    return Format(
+        start, end, closing, opened=_opens(render, start, end) or headed, off=_closes(render, start, end)
+    )
+
+
+def _known_format(render: Render, template: str) -> Format | None:
+    """Find the tags of a template that opens a thought, or removes earlier ones, and never renders one."""
+    opening = _last_tag(_suffix(render))
+    pairs = [(opening, _mirrored(opening))] if opening else []
+    for start, end in (*pairs, *_PAIRS):
+        if end in template:
+            return Format(start, end, end, opened=_opens(render, start, end), off=_closes(render, start, end))
+    return None
+
+
+def _suffix(render: Render) -> str:
+    """The end of a prompt for an answer, after the conversation."""
+    return render(prompt=True).rpartition(_QUESTION)[2]
+
+
+def _opens(render: Render, start: str, end: str) -> bool:
+    suffix = _suffix(render)
+    return suffix.rfind(start) > suffix.rfind(end)
+
+
+def _closes(render: Render, start: str, end: str) -> bool:
+    suffix = _suffix(render)
+    return suffix.rfind(end) > suffix.rfind(start)
+
+
+def _common(one: str, other: str) -> str:
+    """The longest common beginning."""
+    length = next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+    return one[:length]
+
+
+def _last_tag(text: str) -> str:
+    found = _LAST_TAG.search(text)
+    return found[1] if found else ""
+
+
+def _mirrored(tag: str) -> str:
+    return f"{tag[0]}/{tag[1:]}"
+
+
+def _switches(render: Render) -> Switches:
+    """Compare renderings with and without each switch: a template that does not read one renders the same."""
+
+    def prompt(**arguments: Any) -> str | None:
+        try:
+            return render(prompt=True, **arguments)
+        except (TemplateError, ValueError, TypeError):
+            return None  # a template may reject a value
+
+    toggle = next(
+        (name for name in _TOGGLES if prompt(**{name: True}) != prompt(**{name: False})),
+        None,
+    )
+    rendered = {effort: prompt(reasoning_effort=effort) for effort in ("low", "medium", "high", "xhigh")}
+    if len(set(rendered.values())) == 1:
+        return Switches(toggle)
+    return Switches(toggle, tuple(effort for effort, text in rendered.items() if text is not None))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an effort means for one model."""
+
+    arguments: TemplateArguments  # of its chat template
+    budget: int | None  # tokens of the thought; None: unlimited
+
+
+def plan_effort(reasoning: Reasoning, effort: Effort | None, max_completion_tokens: int) -> Plan:
+    """Translate OpenAI's `reasoning_effort` to the model's own switches, or else to a budget.
+
+    A model whose template has levels of effort gets its nearest one. Any other is switched on or off, and thinks for
+    at most a share of `max_completion_tokens`.
+    """
+    switches = reasoning.switches
+    if effort in (None, "default"):
+        return Plan({}, None)
+    if effort == "none" and switches.toggle:
+        return Plan({switches.toggle: False}, None)
+    on: TemplateArguments = {switches.toggle: True} if switches.toggle else {}
+    if switches.efforts:
+        return Plan({**on, "reasoning_effort": _nearest(effort, switches.efforts)}, None)
+    if effort == "none":
+        return Plan({}, 0)
+    share = _BUDGET_SHARES.get(effort or "")
+    return Plan(on, None if share is None else int(share * max_completion_tokens))
+
+
+def _nearest(effort: str | None, efforts: Sequence[str]) -> str:
+    levels: dict[str | None, tuple[str, ...]] = {
+        "none": ("low",),
+        "minimal": ("low",),
+        "high": ("high", "xhigh"),
+        "xhigh": ("xhigh", "high"),
+        "max": ("xhigh", "high"),
+    }
+    return next((level for level in levels.get(effort, (str(effort),)) if level in efforts), efforts[0])
+
+
+def with_defaults(template: str, arguments: TemplateArguments) -> str:
+    """The template with other defaults of its arguments, so that every renderer uses them."""
+    return "".join(_defaults(arguments)) + template
+
+
+def _defaults(arguments: TemplateArguments) -> Iterator[str]:
+    for name, value in sorted(arguments.items()):
+        # JSON's true, false, numbers and strings are Jinja's.
+        yield f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value)} -%}}{{%- endif -%}}"

@@ -1,0 +1,71 @@
+"""The linear layers of a model that can have an adapter: their names, their kinds, and those that a job chooses.
+
+Imports no torch, so that memory can be estimated from names and sizes alone.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from core.jobs.hyperparameter_groups import LoraTargets
+
+# attention: mixes tokens (linear attention, state spaces and convolutions too); feed-forward: each token by itself.
+Kind = Literal["attention", "feed-forward", "other"]
+KINDS: tuple[Kind, ...] = ("attention", "feed-forward", "other")
+
+# Parts of the names of classes and attributes in transformers. Mixtures have classes such as JetMoeAttention, so the
+# words for attention come first. Nemotron-H calls every block `mixer`, so classes come before attributes.
+_CLASSES: tuple[tuple[str, Kind], ...] = (
+    (r"hyperconnection", "other"),
+    (r"attention|attn|mixer|deltanet|shortconv", "attention"),
+    (r"mlp|feedforward|ffn|experts|moe$|moeblock$", "feed-forward"),
+)
+_ATTRIBUTES: tuple[tuple[str, Kind], ...] = (
+    (r"attention|attn|mixer|mamba|ssm|conv|temporal|lstm", "attention"),
+    (r"mlp|feed_forward|ffn|ff$|experts?$|moe|fc\d*$", "feed-forward"),
+)
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A layer that can have an adapter."""
+
+    name: str
+    kind: Kind
+    width: int  # inputs and outputs together: times the rank, the parameters of its adapter
+
+
+def kind_of(name: str, classes: Sequence[str]) -> Kind:
+    """The kind of a linear layer.
+
+    Args:
+        name: its dotted name.
+        classes: the names of the classes of the modules around it, outermost first: one for each part of `name` but the
+            last.
+    """
+    *parts, own = name.split(".")
+    layer = next((n for n, part in enumerate(parts) if part.isdigit()), 0)  # the number of its decoder layer
+    inside = list(zip(parts, classes, strict=True))[layer + 1 :]
+    for part, class_name in reversed(inside):
+        if kind := _said(class_name.lower(), _CLASSES) or _said(part, _ATTRIBUTES):
+            return kind
+    return _said(own, _ATTRIBUTES) or "other"
+
+
+def _said(text: str, words: Sequence[tuple[str, Kind]]) -> Kind | None:
+    return next((kind for pattern, kind in words if re.search(pattern, text)), None)
+
+
+def has_suffix(name: str, suffix: str) -> bool:
+    """Whether the last parts of a dotted name are the suffix."""
+    return name == suffix or name.endswith(f".{suffix}")
+
+
+def chosen(layers: Sequence[LinearLayer], targets: LoraTargets) -> list[LinearLayer]:
+    """Those of the layers that the hyperparameter `lora_targets` names."""
+    if targets == "all-linear":
+        return list(layers)
+    if targets == "attention":
+        return [layer for layer in layers if layer.kind == "attention"]
+    return [layer for layer in layers if any(has_suffix(layer.name, suffix) for suffix in targets)]

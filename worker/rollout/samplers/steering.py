@@ -1,0 +1,223 @@
+"""Which tokens may come next: a response schema after the thought, and a budget of the thought.
+
+Within a thought every token may come. The schema applies from the first token of the answer, so that a job with a
+schema does not teach the model to stop reasoning. A model that opens its thoughts itself may begin with its start tag
+or with what the schema allows. A thought that has used up its budget is closed by force: these tokens were not
+sampled, so the trainer leaves them out (`without_forced`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from worker.model.reasoning import Place, Reasoning
+from worker.rollout.samplers.json_schema import Vocabulary, check, every_token, fill, masked, take
+from worker.types import FinishReason, Rollout, TrainingSequence
+
+if TYPE_CHECKING:
+    from worker.learn.batch import Tensors
+    from worker.model.policy import Policy
+
+
+class Limits(Protocol):
+    """What answers are limited to."""
+
+    @property
+    def held_to(self) -> str: ...
+    @property
+    def thinking_budget(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Implements Limits."""
+
+    held_to: str
+    thinking_budget: int | None
+
+
+class UnsupportedTags(ValueError):
+    """The sampler does not support a schema or a budget with the tags of this model."""
+
+
+class Model(Protocol):
+    """What steering reads of a policy or a served model."""
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+    @property
+    def reasoning(self) -> Reasoning | None: ...
+
+
+@dataclass(frozen=True)
+class Served:
+    """A served model: the chat template, and so the reasoning, may differ by request."""
+
+    vocabulary: Vocabulary
+    reasoning: Reasoning | None
+
+
+class Steering:
+    """The answers of one batch, each at its place. Rows are numbered as the batch began."""
+
+    def __init__(self, model: Model, limits: Limits, rows: int) -> None:
+        self._model, self._budget = model, limits.thinking_budget
+        self._matchers = []
+        if limits.held_to:
+            first = model.vocabulary.start(limits.held_to)
+            self._matchers = [first, *(first.deep_copy() for _ in range(rows - 1))]
+        reasoning = model.reasoning
+        self._places = [] if reasoning is None else [Place(reasoning) for _ in range(rows)]
+
+    @classmethod
+    def of(cls, model: Model, limits: Limits, rows: int) -> Steering | None:
+        """None if every token may always come."""
+        budget = limits.thinking_budget is not None and model.reasoning is not None
+        return cls(model, limits, rows) if limits.held_to or budget else None
+
+    def masked(self, logits_RV: Tensor, row_R: Sequence[int]) -> Tensor:
+        """The logits of the live rows with every token that must not come next at -inf.
+
+        Raises:
+            SchemaTooLarge: for one of them, that cannot be said.
+        """
+        words = every_token(len(row_R), self._model.vocabulary.size)
+        limited = [self._limit(words, at, row) for at, row in enumerate(row_R)]
+        return masked(logits_RV, words.to(logits_RV.device)) if any(limited) else logits_RV
+
+    def take(self, row_R: Sequence[int], token_R: Sequence[int]) -> None:
+        """Each row has gone on by a token that `masked` left it. Raises SchemaTooLarge."""
+        for row, token in zip(row_R, token_R, strict=True):
+            place = self._places[row] if self._places else None
+            before = place.at if place is not None else "answer"
+            if place is not None:
+                place.take(token)
+            # An answer without a thought begins with its first token.
+            begins = before == "undecided" and place is not None and place.at == "answer"
+            if self._matchers and (before == "answer" or begins):
+                take(self._matchers[row], token)
+
+    def _limit(self, words: Tensor, at: int, row: int) -> bool:
+        place = self._places[row] if self._places else None
+        if place is not None and place.at == "thought":
+            if self._budget is None or place.thinking < self._budget:
+                return False
+            only(words, at, place.reasoning.closing_ids[place.thinking - self._budget])
+            return True
+        if not self._matchers:
+            return False
+        if place is not None and place.at == "undecided" and place.ids:
+            only(words, at, place.reasoning.start_ids[len(place.ids)])
+            return True
+        fill(words, at, self._matchers[row])
+        check(self._matchers[row])
+        if place is not None and place.at == "undecided":
+            add(words, at, place.reasoning.start_ids[0])
+        return True
+
+
+def only(words: Tensor, at: int, token: int) -> None:
+    """Allow this token alone."""
+    words[at] = 0
+    add(words, at, token)
+
+
+def add(words: Tensor, at: int, token: int) -> None:
+    bit = 1 << (token % 32)
+    words[at, token // 32] |= bit - (1 << 32) if bit >> 31 else bit  # the words are signed
+
+
+def allowed(model: Model, held_to: str, answer: TrainingSequence) -> Tensor:
+    """Bits [T, words] of the tokens that could have stood in place of each token, as `Steering` masks them.
+
+    Raises:
+        SchemaTooLarge: as the sampler did, or should have.
+    """
+    ids, start, reasoning = answer.output_ids_T, answer.grammar_start, model.reasoning
+    words = every_token(len(ids), model.vocabulary.size)
+    if start < len(ids):
+        words[start:] = model.vocabulary.allowed(held_to, ids[start:])
+    if reasoning is None or reasoning.form.opened or reasoning.form.off:
+        return words
+    if start:
+        words[:1] = model.vocabulary.first(held_to)
+        for at, token in enumerate(reasoning.start_ids[1:start], start=1):
+            only(words, at, token)
+    add(words, 0, reasoning.start_ids[0])
+    return words
+
+
+def without_forced(tensors: Tensors, answers: Sequence[TrainingSequence]) -> Tensors:
+    """Leave out the tokens that a spent budget forced: of ratios, entropy and loss."""
+    if not any(one.forced for one in answers):
+        return tensors
+    keep = torch.cat([_sampled(one) for one in answers]).to(tensors.target_M.device)
+    return replace(
+        tensors,
+        row_M=tensors.row_M[keep],
+        column_M=tensors.column_M[keep],
+        target_M=tensors.target_M[keep],
+        answer_M=tensors.answer_M[keep],
+        sampled_logp_M=tensors.sampled_logp_M[keep],
+        advantage_M=tensors.advantage_M[keep],
+        weight_M=tensors.weight_M[keep],
+        allowed_M=None if tensors.allowed_M is None else tensors.allowed_M[keep],
+    )
+
+
+def _sampled(answer: TrainingSequence) -> Tensor:
+    keep = torch.ones(len(answer.output_ids_T), dtype=torch.bool)
+    keep[answer.grammar_start - answer.forced : answer.grammar_start] = False
+    return keep
+
+
+def rollout_of(policy: Policy, ids_T: Sequence[int], logprobs_T: Sequence[float], limits: Limits) -> Rollout:
+    """The rollout of a sampled answer."""
+    reason: FinishReason = "stop" if ids_T[-1] in policy.stop_ids else "length"
+    if policy.reasoning is None:
+        return Rollout(tuple(ids_T), tuple(logprobs_T), policy.text(ids_T), reason)
+    parts = policy.reasoning.split(ids_T, budget=limits.thinking_budget)
+    return Rollout(
+        tuple(ids_T),
+        tuple(logprobs_T),
+        parts.text,
+        reason,
+        reasoning=parts.thought,
+        reasoning_tokens=parts.thought_tokens,
+        grammar_start=parts.answer_start,
+        cut_thought=parts.is_cut,
+        forced=parts.forced,
+    )
+
+
+def grammar_of(reasoning: Reasoning | None, limits: Limits) -> str:
+    """The same limits as a grammar for vLLM's llguidance backend; "" if its own JSON schema mode, or nothing, does.
+
+    vLLM's reasoning parsers would wait for an end tag in answers without a thought, and never apply the schema.
+
+    Raises:
+        UnsupportedTags: the end tag is not one token of the tokenizer.
+    """
+    budget = limits.thinking_budget
+    if reasoning is None or reasoning.form.off or not (limits.held_to or budget is not None):
+        return ""
+    if len(reasoning.end_ids) != 1 or reasoning.closing_ids != reasoning.end_ids:
+        raise UnsupportedTags(
+            f"vLLM cannot apply response_format or thinking_budget after '{reasoning.form.end}', because it is not "
+            "one token of this model's tokenizer. Use the transformers sampler."
+        )
+    [end] = reasoning.end_ids
+    # In llguidance's syntax: any token but the end tag.
+    thought = f"<[^{end}]>" + ("*" if budget is None else f"{{0,{budget}}}") + f" <[{end}]>"
+    answer = f"%json {limits.held_to}" if limits.held_to else "<[*]>*"
+    if reasoning.form.opened:
+        return f"start: {thought} answer\nanswer: {answer}"
+    start = " ".join(f"<[{token}]>" for token in reasoning.start_ids)
+    if limits.held_to:
+        return f"start: ({start} {thought})? answer\nanswer: {answer}"
+    return f"start: {start} {thought} answer | <[^{reasoning.start_ids[0]}]> answer\nanswer: {answer}"
