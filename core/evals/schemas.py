@@ -39,7 +39,7 @@ def item_problems(schema: str, items: str) -> list[str]:
             problems.append("the item is nested too deep, or the schema refers to itself without end")
             continue
         except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as cause:
-            # A reference to something that is no schema, or a number that cannot be divided.
+            # A reference to a value that is not a schema, or a number that cannot be divided.
             problems.append(_cut(f"the schema cannot be applied: {type(cause).__name__}: {cause}"))
             continue
         problems.append(

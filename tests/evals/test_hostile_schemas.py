@@ -58,7 +58,7 @@ HOSTILE = {
     ),
     "a reference to nothing": (schema({"$ref": "#/$defs/none"}), None, CONTENT, "which is not in it"),
     "a reference to a server": (schema({"$ref": "http://127.0.0.1/x"}), None, CONTENT, "which is not in it"),
-    "a reference to what is no schema": (
+    "a reference to a value that is not a schema": (
         schema({"$ref": "#/required/abc"}, required=["question"]),
         None,
         CONTENT,

@@ -6,9 +6,9 @@ from typing import Any
 
 EXIT_CODES = """exit codes:
   0  done; a job that was waited for has succeeded or is paused
-  1  no: a job failed, was cancelled or is worse than its base; a file has bad rows; a grader's test did not pass; an eval run is not good enough
+  1  no: a job failed, was cancelled or is worse than its base; a file has bad rows; a test or eval did not pass
   2  the command, a file it names or the request is wrong
-  3  there is no such job, file, model or checkpoint
+  3  there is no such job, file, model, checkpoint, eval or run
   4  no server or key is configured, or the key is refused
   5  the server cannot be reached, or has an error
   6  a quota is used up, or there are too many requests
