@@ -22,8 +22,9 @@ from tests.servers import Postgres, SeaweedFS
 
 # What these measure is latency: `make test` runs them last, when nothing else runs beside them.
 collect_ignore = [] if os.environ.get("REGRAFT_ATTACKS") else ["attacks"]
-# The fixtures that start a server: of a database, of a broker, of a store. A parameter may name one of them, too.
-SERVERS = {"postgres", "redis_url", "seaweed"}
+# The fixtures that start a server: of a database, of a broker, of a store, or of the whole service behind a socket. A
+# parameter may name one of them, too.
+SERVERS = {"postgres", "redis_url", "seaweed", "house"}
 BUCKETS = (f"bucket-{number}" for number in itertools.count())
 
 
@@ -129,7 +130,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the tests; mark those that need PostgreSQL, Redis or an S3 server, for `make test-fast` runs without."""
+    """Order the tests; mark those that need a server, for `make test-fast` runs without."""
     seed = config.getoption("--shuffle")
     items[:] = order.longest_first(items, path_of) if seed is None else order.shuffled(items, path_of, seed)
     for item in items:

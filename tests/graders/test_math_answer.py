@@ -104,6 +104,7 @@ def test_an_answer_or_a_reference_that_takes_for_ever_costs_its_own_grade_alone(
     assert sum(isinstance(outcome, LimitExceeded) for outcome in bombs) >= len(BOMBS)
 
 
+@pytest.mark.slow
 def test_an_answer_that_runs_into_the_limit_is_not_graded_and_the_reason_has_its_text():
     grade = judge(r"so \boxed{\sqrt[10^{-9}]{7}}", "1")
 
@@ -113,6 +114,7 @@ def test_an_answer_that_runs_into_the_limit_is_not_graded_and_the_reason_has_its
     )
 
 
+@pytest.mark.slow
 def test_grading_leaves_the_event_loop_free():
     """A run samples and writes its heartbeat in the same loop."""
     grader = build(parse_grader(MATH))

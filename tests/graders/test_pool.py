@@ -261,6 +261,7 @@ pool.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rights", ["as we are", "unprivileged"])
 def test_threads_of_the_service_do_not_count_against_those_of_a_grade(rights):
     """With a service of 300 threads numpy works, and a bomb of threads is still contained."""

@@ -297,6 +297,7 @@ def nested_finally(depth: int) -> str:
     return "\n".join([*lines, " " * (depth + 1) + "b()"])
 
 
+@pytest.mark.slow
 def test_a_source_that_takes_gigabytes_to_compile_is_its_authors_to_mend(pool):
     assert pool.compile_error("def grade(a, b): return 1").result() == ""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -436,6 +437,7 @@ def test_closing_ends_all_processes_and_refuses_further_work():
         pool.submit(EXACT, {}, {})
 
 
+@pytest.mark.slow
 def test_old_zygotes_make_room_for_new_sources():
     pool = Pool(size=1)
     try:
@@ -460,6 +462,7 @@ def test_zygotes_die_with_the_service():
     assert not _lives(int(done.stdout))
 
 
+@pytest.mark.slow
 def test_grading_leaves_no_descriptors_open(pool):
     source = returns("1") + "# descriptors\n"
     pool.submit(source, {}, {}).result()

@@ -123,6 +123,7 @@ def test_meteor_matches_stems_and_not_synonyms():
     assert meteor("big", "large") == 0.0
 
 
+@pytest.mark.slow
 def test_texts_that_take_too_long_to_measure_are_not_judged():
     words = "a " * 20_000
     ungraded = grade(words, {"want": words}, "rouge_l")

@@ -19,6 +19,8 @@ from tests.fakes import WatchedRun, crash_at
 from worker.run import RunOutcome
 from worker.supervise.validation import validate_next
 
+pytestmark = pytest.mark.slow  # runs whole jobs
+
 PRICE = Price(None, "USD")
 
 

@@ -31,6 +31,8 @@ from worker.record.recorder import Quota, Recorder
 from worker.refusals import UserMistake
 from worker.run import RunOutcome
 
+pytestmark = pytest.mark.slow  # runs whole jobs
+
 
 def trained(bench, *, trainer=None, grader=None, chance=0.3, **settings):
     """A job on 24 validation rows, enough to tell a difference."""

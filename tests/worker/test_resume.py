@@ -19,6 +19,8 @@ from worker.learn.trainer import PeftTrainer
 from worker.record.checkpoints import MANIFEST
 from worker.rollout.samplers.transformers import TransformersSampler
 
+pytestmark = pytest.mark.slow  # runs whole jobs again and again
+
 STEPS = 4
 TIMES = ("timing", "created_at")
 

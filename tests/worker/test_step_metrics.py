@@ -20,6 +20,7 @@ def test_every_recorded_metric_is_in_the_table(bench):
     assert recorded - NAMES - SECTIONS.keys() == set()
 
 
+@pytest.mark.slow
 def test_every_metric_of_the_table_is_recorded_by_some_run(bench):
     bench.train(skill=Skill(0.3), advanced={"group_size": 4, "resample_prompts": 2})
 

@@ -20,6 +20,8 @@ from tests.worker.kernel import FakeKernel
 from worker import process
 from worker.supervise.supervisor import Progress, Supervisor
 
+pytestmark = pytest.mark.slow  # starts child processes
+
 WAIT = (
     "import signal, sys; signal.signal(15, lambda *a: sys.exit(75)); print('up', flush=True); signal.pause()"
 )

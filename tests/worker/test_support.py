@@ -140,6 +140,7 @@ class TestProbe:
 
         assert verdict.route == Route("packed", "shared")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("family", ["Llama 2, 3", "Gemma 3", "Gemma 2", "gpt-oss", "Llama 4"])
     def test_attention_in_blocks_computes_the_same_as_with_a_dense_mask(self, family, tmp_path):
         """As on a GPU, but not compiled: windows, chunks, soft caps, sinks and grouped heads."""

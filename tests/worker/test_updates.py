@@ -338,6 +338,7 @@ def test_process_supervision_credits_the_tokens_of_each_step(policy, groups):
 
 
 class TestOverlap:
+    @pytest.mark.slow
     @pytest.mark.parametrize("loss", LOSSES)
     @pytest.mark.parametrize("scale", ["group", "batch", "none"])
     def test_groups_computed_one_by_one_give_the_gradient_of_all_at_once(self, policy, loss, scale):

@@ -22,6 +22,8 @@ from worker.learn.ranks import Ranks
 from worker.learn.trainer import PeftTrainer
 from worker.record.checkpoints import FORMAT, Checkpoints, UnknownFormat
 
+pytestmark = pytest.mark.slow  # runs whole jobs
+
 GRADER = {"type": "string_check", "name": "g", "input": "a", "reference": "b", "operation": "eq"}
 
 STEP = 6
