@@ -5,7 +5,7 @@ import json
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from core.statistics import student
@@ -57,6 +57,32 @@ def add_usage(summary: Summary, model: str, usage: Mapping[str, int], *, judge: 
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
         counts[name] += usage.get(name, 0)
     counts["total_tokens"] = counts["prompt_tokens"] + counts["completion_tokens"]
+
+
+@dataclass(frozen=True)
+class PaidItems:
+    """The finished items that used tokens. An item that used none tells nothing about the cost of the next one."""
+
+    count: int = 0
+    tokens: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.tokens / self.count if self.count else 0.0
+
+    def plus(self, tokens: int) -> "PaidItems":
+        """With one more finished item, which used this number of tokens over all attempts."""
+        return PaidItems(self.count + 1, self.tokens + tokens) if tokens else self
+
+
+def paid_items(summary: Summary) -> PaidItems:
+    """None yet in the runs of an earlier version."""
+    return PaidItems(**summary.get("paid_items", {}))
+
+
+def add_item_tokens(summary: Summary, tokens: int) -> None:
+    """Count the tokens of a finished item, which `add_usage` has counted by model."""
+    summary["paid_items"] = asdict(paid_items(summary).plus(tokens))
 
 
 def finished(summary: Summary) -> int:

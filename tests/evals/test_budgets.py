@@ -1,12 +1,17 @@
 """Budgets of runs: caps on tokens and on the calls of judges. Each call of the test's models takes 15 tokens."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 from openai import BadRequestError
 
 from core.evals import budgets
+from graders.backends import Backends
+from graders.judge.judges import JudgeModel
 from tests.evals.conftest import EXACT, JUDGED, completions, row
+from tests.evals.servers import chat_server, verdict
+from tests.evals.test_interruptions import expire
 
 
 def start(client, made, budget, count=100, **more):
@@ -95,6 +100,34 @@ def test_a_budget_counts_what_earlier_attempts_have_used(client, new_eval, house
     assert (failed.status, failed.error.code) == ("failed", "budget_reached")
     assert failed.budget["used_judge_calls"] == 30
     assert failed.result_counts.passed == 30
+
+
+def test_a_killed_run_pays_for_its_unfinished_items_only_what_they_still_need(client, new_eval, house):
+    """Their samples are recorded: two judge calls of 15 tokens fit, two more items of 30 tokens would not."""
+    made = new_eval(JUDGED)
+    run = start(client, made, {"tokens": 90, "judge_calls": 3}, count=3)
+    revive, pause = threading.Event(), threading.Event()
+
+    def slow(body):
+        if len(judge.requests) > 1:
+            revive.wait(30)
+        return verdict("yes")
+
+    with chat_server(slow) as judge:
+        stuck = replace(house, backends=Backends(judges={"judge": JudgeModel(judge.url)})).runner()
+        thread = threading.Thread(target=stuck.run, args=[stuck.claim()])
+        thread.start()
+        while budgets.used(house.row(run.id).summary) != {"tokens": 60, "judge_calls": 1}:
+            pause.wait(0.01)
+        expire(house.database)
+        thread.join()
+        revive.set()
+    house.work()
+
+    done = ended(client, run)
+    assert (done.status, done.result_counts.passed) == ("completed", 3)
+    assert (done.budget["remaining_tokens"], done.budget["remaining_judge_calls"]) == (0, 0)
+    assert house.model.asked.total() == 3
 
 
 def test_samples_without_an_answer_cost_nothing(client, new_eval, house):

@@ -41,7 +41,7 @@ from graders.types import Grader, Sample
 from worker.evals.grading import Result, result_of, status_of
 from worker.evals.record import Call, Entry, QuotaReached, Record
 from worker.evals.sampling import Answer, ChatSampler, Sampler, ServerUnavailable, chat_fields
-from worker.evals.spending import ItemCost, Spending
+from worker.evals.spending import Calls, ItemCost, Spending
 from worker.supervise.telemetry import EVAL_ITEMS, EVAL_SECONDS
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,14 @@ class Plan:
     def judged(self) -> list[int]:
         """The criteria that call a judge, by index."""
         return [index for index, spec in enumerate(self.criteria) if spec.type in JUDGES]
+
+    def calls(self, entry: Entry) -> Calls:
+        """The calls that an item may still make."""
+        if "sample" not in entry:
+            return Calls(samples=self.sampler is not None, judges=len(self.judged))
+        if entry["sample"]["error"] is not None:
+            return Calls()
+        return Calls(judges=sum(str(index) not in entry["grades"] for index in self.judged))
 
 
 class Attempt:
@@ -147,7 +155,7 @@ class Attempt:
         wants_json = fields.get("response_format", {}).get("type") in ("json_schema", "json_object")
         metered = sampler is not None and not sampler.ours
         kept = run.summary
-        spending = Spending(run.budget, budgets.used(kept), summary.finished(kept))
+        spending = Spending(run.budget, budgets.used(kept), summary.paid_items(kept))
         return Plan(run, criteria, graders, sampler, metered, prompt, wants_json, spending)
 
     def _sampler(self, run: EvalRun, fields: dict[str, Any]) -> ChatSampler:
@@ -191,9 +199,8 @@ class Attempt:
                 if row is None:
                     return
                 entry = self.record.entries.pop(row.line, {})
-                calls = sum(str(index) not in entry.get("grades", {}) for index in plan.judged)
                 try:
-                    async with plan.spending.item(calls) as cost:
+                    async with plan.spending.item(plan.calls(entry), entry.get("tokens", 0)) as cost:
                         await self._one(plan, row, entry, cost)
                 except BudgetReached as reached:
                     raise RunFailed(BudgetReached.code, reached.message) from reached
@@ -246,6 +253,17 @@ class Attempt:
     async def _unfinished(
         self, source: Callable[[], Iterator[EvalRow | LineError]]
     ) -> AsyncIterator[EvalRow]:
+        """The rows to work on: first those that an earlier attempt has started, so that it has not paid in vain."""
+        started = frozenset(self.record.entries)
+        if started:
+            async for row in self._all_rows(source):
+                if row.line in started:
+                    yield row
+        async for row in self._all_rows(source):
+            if row.line not in started and not self.record.is_done(row.line):
+                yield row
+
+    async def _all_rows(self, source: Callable[[], Iterator[EvalRow | LineError]]) -> AsyncIterator[EvalRow]:
         found = iter(await asyncio.to_thread(source))
 
         def some() -> list[EvalRow | LineError]:
@@ -256,8 +274,7 @@ class Attempt:
                 for row in batch:
                     if isinstance(row, LineError):  # checked when the run was created
                         raise RunFailed("invalid_rows", str(row))
-                    if not self.record.is_done(row.line):
-                        yield row
+                    yield row
         except files.FileDamaged as damaged:
             raise RunFailed("file_damaged", str(damaged)) from damaged
 
@@ -268,7 +285,9 @@ class Attempt:
                 entry = {"sample": await self._sampled(plan, row, cost), "grades": {}}
             if plan.sampler is not None:
                 # Not `entry` itself, which gets grades while it is written.
-                self.record.note(row.line, {"sample": entry["sample"], "grades": {}})
+                self.record.note(
+                    row.line, {"sample": entry["sample"], "grades": {}, "tokens": cost.all_tokens}
+                )
         stored: dict[str, Any] = entry["sample"]
         if stored["error"] is None:
             with _timed("grading"):
@@ -289,7 +308,8 @@ class Attempt:
                 "datasource_item": row.item,
                 "results": results,
                 "sample": {name: value for name, value in stored.items() if name != "graded"},
-            }
+            },
+            cost.all_tokens,
         )
 
     async def _sampled(self, plan: Plan, row: EvalRow, cost: ItemCost) -> dict[str, Any]:
@@ -323,7 +343,10 @@ class Attempt:
             self._pay(Call(model, usage, metered=True, judge=True), cost)
         entry["grades"][str(index)] = result_of(spec, grade)
         if grade.usage:  # other grades cost nothing to repeat
-            self.record.note(row.line, {"sample": entry["sample"], "grades": dict(entry["grades"])})
+            self.record.note(
+                row.line,
+                {"sample": entry["sample"], "grades": dict(entry["grades"]), "tokens": cost.all_tokens},
+            )
 
     def _pay(self, call: Call, cost: ItemCost) -> None:
         self.record.paid(call)

@@ -33,7 +33,8 @@ from worker.retry import RetryPolicy
 log = logging.getLogger(__name__)
 
 Entry = dict[str, Any]
-"""Of one line: {"sample", "grades": {index: result}}, or {"item"} once it is finished."""
+"""Of one line: {"sample", "grades": {index: result}, "tokens"}, or {"item"} once it is finished. `tokens` is the usage
+of its calls so far."""
 
 
 class QuotaReached(Exception):
@@ -60,6 +61,7 @@ class _Pending:
 
     entries: dict[int, Entry] = field(default_factory=dict)
     finished: list[Item] = field(default_factory=list)
+    item_tokens: list[int] = field(default_factory=list)  # of finished items
     calls: list[Call] = field(default_factory=list)
 
 
@@ -111,11 +113,13 @@ class Record:
         self._pending.entries[line] = storable_json(entry)
         self._changed.set()
 
-    def finish(self, item: Item) -> None:
+    def finish(self, item: Item, tokens: int) -> None:
+        """Keep a finished item that used this number of tokens over all attempts."""
         item = storable_json(item)
         line = item["line"]
         self._pending.entries[line] = {"item": item}
         self._pending.finished.append(item)
+        self._pending.item_tokens.append(tokens)
         self.done.add(line)
         self._blocks[block_of(line)].append(item)
         self._changed.set()
@@ -168,6 +172,8 @@ class Record:
             counts["writes"] = self._writes + 1
             for item in pending.finished:
                 summary.add_item(counts, item)
+            for tokens in pending.item_tokens:
+                summary.add_item_tokens(counts, tokens)
             for call in pending.calls:
                 summary.add_usage(counts, call.model, call.usage, judge=call.judge)
             run.summary = counts

@@ -7,15 +7,32 @@ from dataclasses import dataclass
 
 from core.errors import BudgetReached
 from core.evals.budgets import CAPS
+from core.evals.summary import PaidItems
 from worker.evals.record import Call
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls that an item may still make."""
+
+    samples: bool = False
+    judges: int = 0
+
+    def __bool__(self) -> bool:
+        return self.samples or self.judges > 0
 
 
 @dataclass
 class ItemCost:
-    """Usage of one item in progress, by the names of CAPS."""
+    """Usage of one item in progress, by the names of CAPS, and the tokens that earlier attempts used for it."""
 
+    earlier_tokens: int = 0
     tokens: int = 0
     judge_calls: int = 0
+
+    @property
+    def all_tokens(self) -> int:
+        return self.earlier_tokens + self.tokens
 
     def add(self, call: Call) -> None:
         self.tokens += call.tokens
@@ -25,66 +42,74 @@ class ItemCost:
 class Spending:
     """Lets an item start only if its run stays within the budget. Belongs to one event loop.
 
-    An item that has started is finished, so that nothing is paid for in vain. As with jobs, the cap on tokens counts
-    as reached if the next item would exceed it, predicted by the mean of the finished ones; until one is finished,
-    one item is in progress at a time. The cap on judge calls is exact.
+    An item that has started is finished, also by a later attempt, so that nothing is paid for in vain. As with jobs,
+    the cap on tokens counts as reached if the next item would exceed it, predicted by the mean of the finished ones;
+    until one is finished, one item is in progress at a time. The cap on judge calls is exact.
 
     Args:
         caps: The run's budget; None: unlimited.
         used: Usage of earlier attempts.
-        finished: Number of items that they have finished.
+        paid: The items that they have finished and that used tokens.
     """
 
-    def __init__(self, caps: Mapping[str, int] | None, used: Mapping[str, int], finished: int) -> None:
+    def __init__(self, caps: Mapping[str, int] | None, used: Mapping[str, int], paid: PaidItems) -> None:
         self._caps = caps or {}
-        self._used = {name: used[name] for name in CAPS}
-        self._finished = finished
-        self._open = 0  # items in progress
+        self._used = {name: used[name] for name in CAPS}  # without items in progress
+        self._paid = paid
+        self._open: list[ItemCost] = []  # items in progress
         self._reserved = 0  # judge calls that they may make
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def item(self, judge_calls: int) -> AsyncIterator[ItemCost]:
-        """The time of an item that makes at most this number of judge calls. Waits for others if they may leave room.
+    async def item(self, calls: Calls, earlier_tokens: int = 0) -> AsyncIterator[ItemCost]:
+        """The time of an item that makes at most these calls. Waits for others if they may leave room.
+
+        Args:
+            calls: The calls that earlier attempts have not made.
+            earlier_tokens: Used by earlier attempts for this item.
 
         Raises:
             BudgetReached: the budget has no room for this item, and no other one is in progress.
         """
+        cost = ItemCost(earlier_tokens)
         async with self._changed:
-            while (why := self._lacking(judge_calls)) is not None:
+            while (why := self._lacking(calls, cost)) is not None:
                 if not self._open:
                     raise BudgetReached(f"The run has reached its budget: {why}.")
                 await self._changed.wait()
-            self._open += 1
-            self._reserved += judge_calls
-        cost = ItemCost()
+            self._open.append(cost)
+            self._reserved += calls.judges
         try:
             yield cost
         finally:
-            self._open -= 1
-            self._reserved -= judge_calls
-            self._finished += 1
+            self._open = [other for other in self._open if other is not cost]
+            self._reserved -= calls.judges
+            self._paid = self._paid.plus(cost.all_tokens)
             self._used["tokens"] += cost.tokens
             self._used["judge_calls"] += cost.judge_calls
             async with self._changed:
                 self._changed.notify_all()
 
-    def _lacking(self, judge_calls: int) -> str | None:
+    def _lacking(self, calls: Calls, cost: ItemCost) -> str | None:
         """The reason why an item must not start now; None: it may."""
-        used = self._used
-        cap = self._caps.get("judge_calls")
-        if cap is not None and used["judge_calls"] + self._reserved + judge_calls > cap:
-            return (
-                f"{used['judge_calls']} of {cap} judge calls are made, and the next item needs {judge_calls}"
-            )
-        cap = self._caps.get("tokens")
-        if cap is None:
+        if not calls:
             return None
-        if used["tokens"] >= cap:
-            return f"{used['tokens']} of {cap} tokens are used"
-        if not self._finished:
+        made, cap = self._used["judge_calls"], self._caps.get("judge_calls")
+        if cap is not None and made + self._reserved + calls.judges > cap:
+            return f"{made} of {cap} judge calls are made, and the next item needs {calls.judges}"
+        cap = self._caps.get("tokens")
+        if cap is None or cost.earlier_tokens:  # an earlier attempt had room for it
+            return None
+        return self._lacking_tokens(cap)
+
+    def _lacking_tokens(self, cap: int) -> str | None:
+        used = self._used["tokens"] + sum(other.tokens for other in self._open)
+        if used >= cap:
+            return f"{used} of {cap} tokens are used"
+        if not self._paid.count:
             return "the first item is in progress" if self._open else None
-        mean = used["tokens"] / self._finished
-        if used["tokens"] + (self._open + 1) * mean > cap:
-            return f"{used['tokens']} of {cap} tokens are used, and the next item would take about {mean:.0f} more"
+        mean = self._paid.mean
+        ahead = sum(max(0.0, mean - other.all_tokens) for other in self._open)
+        if used + ahead + mean > cap:
+            return f"{used} of {cap} tokens are used, and the next item would take about {mean:.0f} more"
         return None
