@@ -65,6 +65,7 @@ class PaidItems:
 
     count: int = 0
     tokens: int = 0
+    largest: int = 0  # of one item
 
     @property
     def mean(self) -> float:
@@ -72,7 +73,9 @@ class PaidItems:
 
     def plus(self, tokens: int) -> "PaidItems":
         """With one more finished item, which used this number of tokens over all attempts."""
-        return PaidItems(self.count + 1, self.tokens + tokens) if tokens else self
+        if not tokens:
+            return self
+        return PaidItems(self.count + 1, self.tokens + tokens, max(self.largest, tokens))
 
 
 def paid_items(summary: Summary) -> PaidItems:

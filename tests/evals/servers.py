@@ -20,6 +20,7 @@ class ChatServer:
     requests: list[dict[str, Any]] = field(default_factory=list)
     asked: Counter[str] = field(default_factory=Counter)
     fails: set[str] = field(default_factory=set)  # last messages that get status 400
+    usages: dict[str, Any] = field(default_factory=dict)  # `usage` of the answers to these last messages
 
 
 @contextmanager
@@ -34,11 +35,13 @@ def chat_server(answer: Answer) -> Iterator[ChatServer]:
             with lock:
                 server.requests.append(body)
                 server.asked[str(body["messages"][-1]["content"])] += 1
-            said = 400 if body["messages"][-1]["content"] in server.fails else answer(body)
-            status = said if isinstance(said, int) else 200
-            self.send(
-                status, {"error": {"message": "no", "code": "no"}} if status != 200 else completion(said)
-            )
+            prompt = body["messages"][-1]["content"]
+            said = 400 if prompt in server.fails else answer(body)
+            if isinstance(said, int):
+                self.send(said, {"error": {"message": "no", "code": "no"}})
+                return
+            usage = server.usages.get(prompt)
+            self.send(200, completion(said) | ({} if usage is None else {"usage": usage}))
 
         def send(self, status: int, body: dict[str, Any]) -> None:
             text = json.dumps(body).encode()

@@ -1,23 +1,34 @@
 """Budgets of runs: caps on tokens and on the calls of judges. Each call of the test's models takes 15 tokens."""
 
+import asyncio
 import threading
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
 from openai import BadRequestError
 
+from core.errors import BudgetReached
 from core.evals import budgets
+from core.evals.summary import PaidItems
 from graders.backends import Backends
 from graders.judge.judges import JudgeModel
 from tests.evals.conftest import EXACT, JUDGED, completions, row
 from tests.evals.servers import chat_server, verdict
 from tests.evals.test_interruptions import expire
+from worker.evals.record import Call
+from worker.evals.spending import Calls, Spending
 
 
 def start(client, made, budget, count=100, **more):
     return client.evals.runs.create(
         made.id, data_source=completions(count, **more), extra_body={"budget": budget}
     )
+
+
+def tokens(count):
+    """`usage` of a call that took this many tokens."""
+    return {"prompt_tokens": 1, "completion_tokens": count - 1, "total_tokens": count}
 
 
 def ended(client, run):
@@ -182,6 +193,80 @@ def test_items_take_turns_until_the_cost_of_one_is_known(client, new_eval, house
 
     assert ended(client, run).result_counts.total == 1
     assert len(house.model.requests) == 1
+
+
+def test_a_cheap_first_item_lets_few_expensive_ones_start(client, new_eval, house):
+    """Two beside each other, which exceed the cap by no more than what they cost beyond the first one."""
+    house.model.usages = {f"q{number}": tokens(1000 if number else 1) for number in range(100)}
+    run = start(client, new_eval(), {"tokens": 1100})
+    house.work()
+
+    failed = ended(client, run)
+    assert (failed.error.code, failed.result_counts.total) == ("budget_reached", 3)
+    assert failed.budget["used_tokens"] == 2001 <= 1100 + 2 * 999
+
+
+def test_a_failed_first_item_is_no_evidence_of_the_cost_of_others(client, new_eval, house):
+    house.model.fails.add("q0")
+    house.model.usages = {f"q{number}": tokens(1000) for number in range(100)}
+    run = start(client, new_eval(), {"tokens": 1500})
+    house.work()
+
+    failed = ended(client, run)
+    assert (failed.error.code, failed.budget["used_tokens"]) == ("budget_reached", 1000)
+    assert (failed.result_counts.errored, failed.result_counts.passed) == (1, 1)
+
+
+def test_one_expensive_item_does_not_end_a_run_whose_budget_suffices(client, new_eval, house):
+    """At the end 620 tokens are used, and the last item would fit at the mean of 69, but not at 500."""
+    house.model.usages = {"q3": tokens(500)}
+    run = start(client, new_eval(), {"tokens": 695}, count=10)
+    house.work()
+
+    assert ended(client, run).status == "completed"
+
+
+def in_progress_by_round(costs, cap):
+    """How many items each round starts if the items of a round end together, and the tokens used in all."""
+
+    async def run():
+        spending = Spending({"tokens": cap}, {"tokens": 0, "judge_calls": 0}, PaidItems())
+        waiting, rounds, used = list(costs), [], 0
+        while waiting:
+            async with AsyncExitStack() as items:
+                started = 0
+                for tokens in waiting:
+                    try:
+                        async with asyncio.timeout(0):
+                            cost = await items.enter_async_context(spending.item(Calls(samples=True)))
+                    except (TimeoutError, BudgetReached):
+                        break
+                    started += 1
+                    items.callback(cost.add, call(tokens))
+                    used += tokens
+            if not started:
+                break
+            rounds.append(started)
+            waiting = waiting[started:]
+        return rounds, used
+
+    return asyncio.run(run())
+
+
+def call(tokens):
+    return Call("m", {"completion_tokens": tokens}, metered=False)
+
+
+def test_the_number_of_items_in_progress_at_most_doubles_with_each_round():
+    assert in_progress_by_round([10] * 63, 10_000) == ([1, 2, 4, 8, 16, 32], 630)
+
+
+def test_the_largest_item_so_far_decides_how_many_start_together():
+    """380 tokens are left after the first three: room for three of 100 together. Then one alone, at the mean of 70."""
+    rounds, used = in_progress_by_round([10, 10, 100] + [100] * 20, 500)
+
+    assert rounds == [1, 2, 3, 1]
+    assert used == 520
 
 
 def test_rows_that_are_graded_as_they_are_cost_nothing(client, new_eval, house):

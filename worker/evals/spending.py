@@ -42,9 +42,17 @@ class ItemCost:
 class Spending:
     """Lets an item start only if its run stays within the budget. Belongs to one event loop.
 
-    An item that has started is finished, also by a later attempt, so that nothing is paid for in vain. As with jobs,
-    the cap on tokens counts as reached if the next item would exceed it, predicted by the mean of the finished ones;
-    until one is finished, one item is in progress at a time. The cap on judge calls is exact.
+    An item that has started is finished, also by a later attempt, so that nothing is paid for in vain. The cap on judge
+    calls is exact. The cost of an item in tokens is known only at its end, so the cap on tokens may be exceeded:
+
+    - An item starts beside others only if the cap has room for all of them, each at the largest cost of an item so far,
+      and if at least as many items that used tokens are finished as are already in progress. A run thus begins with
+      one item, and the number in progress at most doubles with each round. The excess is at most the sum by which
+      these items cost more than the largest one before.
+    - An item starts alone if the mean of the finished ones fits, as with jobs, so that one expensive item does not end
+      a run early. The excess is at most the difference of its cost from the mean.
+
+    Items that used no tokens say nothing about the next one and are not counted as finished here.
 
     Args:
         caps: The run's budget; None: unlimited.
@@ -106,10 +114,15 @@ class Spending:
         used = self._used["tokens"] + sum(other.tokens for other in self._open)
         if used >= cap:
             return f"{used} of {cap} tokens are used"
-        if not self._paid.count:
-            return "the first item is in progress" if self._open else None
-        mean = self._paid.mean
-        ahead = sum(max(0.0, mean - other.all_tokens) for other in self._open)
-        if used + ahead + mean > cap:
-            return f"{used} of {cap} tokens are used, and the next item would take about {mean:.0f} more"
+        if len(self._open) > self._paid.count:
+            return "the items in progress show what one costs"
+        prediction = self._largest() if self._open else self._paid.mean
+        ahead = sum(max(0, prediction - other.all_tokens) for other in self._open)
+        if used + ahead + prediction > cap:
+            return (
+                f"{used} of {cap} tokens are used, and the next item would take about {prediction:.0f} more"
+            )
         return None
+
+    def _largest(self) -> int:
+        return max([self._paid.largest, *(other.all_tokens for other in self._open)])
