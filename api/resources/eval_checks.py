@@ -19,7 +19,7 @@ from api.resources.eval_requests import (
 )
 from core.database.tables import File, Project
 from core.errors import ContentDamaged, FileNotFound, InvalidRequest, ModelNotFound, ServiceError
-from core.evals import rows, targets
+from core.evals import budgets, rows, targets
 from core.evals.items import MAX_ROWS
 from core.evals.rows import Complaints, EvalRow, InvalidRows
 from core.response_format import ResponseFormat, checked_bounds
@@ -93,7 +93,11 @@ async def refuse_run(
     service: Service,
     project: Project,
 ) -> None:
-    """Reject an eval that cannot run here (any more, or as it was imported), and a schema that cannot be enforced."""
+    """Reject an eval that cannot run here (any more, or as it was imported), and a schema that cannot be enforced.
+
+    Also reject a budget that suffices for no item.
+    """
+    _refuse_budget(body, criteria)
     if (schema := config.get("item_schema")) is not None:
         await in_turn(partial(_refuse_schema, schema), service, project)
     for number, spec in enumerate(criteria):
@@ -105,6 +109,16 @@ async def refuse_run(
     if isinstance(form, ResponseFormat):
         kind = "response_format" if source.type == "completions" else "text.format"
         await refuse_unusable_schema(form, f"data_source.sampling_params.{kind}", service, project)
+
+
+def _refuse_budget(body: RunCreate, criteria: Sequence[GraderSpec]) -> None:
+    cap = None if body.budget is None else body.budget.judge_calls
+    needed = sum(spec.type in budgets.JUDGES for spec in criteria)
+    if cap is not None and cap < needed:
+        raise _invalid(
+            "budget.judge_calls",
+            f"{cap} is too small to finish one item: the eval has {needed} criteria that call a judge.",
+        )
 
 
 def refuse_model(source: SampledSource, service: Service, project: Project) -> None:

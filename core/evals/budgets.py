@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from core.evals.summary import Summary
 
 CAPS = ("tokens", "judge_calls")
+JUDGES = ("score_model", "label_model")  # types of criteria that call a judge, once per item
 
 
 def used(summary: Summary) -> dict[str, int]:

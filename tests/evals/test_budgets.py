@@ -186,6 +186,20 @@ def test_a_bad_budget_is_refused_by_name(client, new_eval, budget, param, words)
     assert client.evals.runs.list(made.id).data == []
 
 
+def test_a_budget_of_fewer_judge_calls_than_one_item_needs_is_refused(client, new_eval, house):
+    kind = JUDGED | {"name": "kind"}
+    made = new_eval(EXACT, JUDGED, kind)
+
+    with pytest.raises(BadRequestError, match="too small to finish one item: the eval has 2 cri") as refused:
+        start(client, made, {"judge_calls": 1})
+
+    assert refused.value.param == "budget.judge_calls"
+    assert client.evals.runs.list(made.id).data == []
+    start(client, made, {"judge_calls": 2}, count=1)
+    house.work()
+    assert client.evals.runs.list(made.id).data[0].status == "completed"
+
+
 def test_items_take_turns_until_the_cost_of_one_is_known(client, new_eval, house):
     """Or as many as are in progress at once would exceed a small budget together."""
     run = start(client, new_eval(), {"tokens": 10})

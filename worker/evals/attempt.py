@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 WRITE_SECONDS = 0.2
 CANCEL_SECONDS = 0.5  # until a worker sees that its run was cancelled
 GRADE_SECONDS = 600.0
-JUDGES = ("score_model", "label_model")
 ROWS_AT_ONCE = 64  # per read of the source in a thread
 
 
@@ -77,7 +76,7 @@ class Plan:
     @property
     def judged(self) -> list[int]:
         """The criteria that call a judge, by index."""
-        return [index for index, spec in enumerate(self.criteria) if spec.type in JUDGES]
+        return [index for index, spec in enumerate(self.criteria) if spec.type in budgets.JUDGES]
 
     def calls(self, entry: Entry) -> Calls:
         """The calls that an item may still make."""
