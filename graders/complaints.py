@@ -132,7 +132,7 @@ def _wanted(complaint: Complaint) -> str:
         return str(context["expected"])
     if kind in _BOUNDS:
         sign, bound, *_ = _BOUNDS[kind]
-        return f"{_number(complaint)} {sign} {context[bound]:.15g}"
+        return f"{_number(complaint)} {sign} {_shown(context[bound])}"
     return _EXPECTED.get(kind, str(complaint["msg"]))
 
 
@@ -145,10 +145,15 @@ def _number(complaint: Complaint) -> str:
 
 def _out_of_bounds(param: str, complaint: Complaint) -> Mistake:
     sign, bound, code, words = _BOUNDS[complaint["type"]]
-    limit = f"{complaint['ctx'][bound]:.15g}"
+    limit = _shown(complaint["ctx"][bound])
     kind = _number(complaint).split()[-1]
     expected = f"Expected a value {sign} {limit}, but got {complaint['input']} instead."
     return Mistake(f"Invalid '{param}': {kind} {words} value. {expected}", param, f"{kind}_{code}")
+
+
+def _shown(bound: float) -> str:
+    """With all digits if it is an integer."""
+    return str(int(bound)) if abs(bound) <= 2**63 and bound == int(bound) else f"{bound:.15g}"
 
 
 def _wrong_length(param: str, kind: str, length: int, context: Mapping[str, Any]) -> Mistake:

@@ -168,6 +168,7 @@ BAD = [
     ({"tokens": 0}, "budget.tokens", "0"),
     ({"tokens": "many"}, "budget.tokens", ""),
     ({"judge_calls": 1.5}, "budget.judge_calls", ""),
+    ({"tokens": 2**60}, "budget.tokens", "<= 9007199254740992,"),
     ({"gpu_seconds": 3600}, "budget.gpu_seconds", "a budget of jobs"),
     ({"amount": 1, "currency": "EUR"}, "budget.amount", "a budget of jobs"),
     ({"euros": 1}, "budget.euros", "Unknown"),
