@@ -15,6 +15,7 @@ import httpx
 
 from core.outbound.http import trusted_client
 from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post
+from graders.judge.usage import token_usage
 from graders.template import quoted
 from graders.types import ErrorKind, TokenUsage
 
@@ -203,7 +204,7 @@ class HttpJudges:
         if not answer.ok:
             raise JudgeFailed(f"{model}: HTTP {answer.status}: {quoted(answer.text, 300)}")
         try:
-            return _reply(json.loads(answer.text))
+            return _reply(json.loads(answer.text), body)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             raise JudgeFailed(f"{model}: not a chat completion: {quoted(answer.text, 300)}") from None
 
@@ -226,16 +227,15 @@ def _for_nothing(reply: JudgeReply) -> JudgeReply:
     return replace(reply, prompt_tokens=0, completion_tokens=0, cached_tokens=0)
 
 
-def _reply(completion: Mapping[str, Any]) -> JudgeReply:
+def _reply(completion: Mapping[str, Any], body: bytes) -> JudgeReply:
     choice = completion["choices"][0]
     message = choice["message"]
-    usage = completion.get("usage") or {}
-    details = usage.get("prompt_tokens_details") or {}
+    tokens = token_usage(completion, body)
     return JudgeReply(
         text=str(message.get("content") or ""),
-        prompt_tokens=int(usage.get("prompt_tokens") or 0),
-        completion_tokens=int(usage.get("completion_tokens") or 0),
-        cached_tokens=int(details.get("cached_tokens") or 0),
+        prompt_tokens=tokens.prompt_tokens,
+        completion_tokens=tokens.completion_tokens,
+        cached_tokens=tokens.cached_tokens,
         refusal=message.get("refusal"),
         finish_reason=str(choice.get("finish_reason") or "stop"),
     )

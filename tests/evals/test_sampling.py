@@ -1,12 +1,13 @@
 """Requests of runs to chat servers: when they are repeated, and what becomes of errors."""
 
 import asyncio
+import json
 
 import pytest
 
 from graders.calls import CallRetryPolicy
 from graders.judge.judges import JudgeModel
-from tests.graders.servers import Reply, ScriptedServer, chat
+from tests.graders.servers import ODD_COUNTS, Reply, ScriptedServer, chat, with_usage
 from worker.evals.sampling import ChatSampler, ServerUnavailable, chat_fields
 
 PROMPT = [{"role": "user", "content": "hi"}]
@@ -74,6 +75,44 @@ def test_an_answer_of_something_else_is_an_error():
     answer, _ = sampled([Reply(200, "<html>")], ours=False)
 
     assert "not a chat completion" in answer.error["message"]
+
+
+@pytest.mark.parametrize("count", ODD_COUNTS, ids=lambda count: count[:12])
+def test_a_count_of_tokens_that_is_none_is_estimated_from_the_text(count):
+    """One token for four bytes: the answer has 8, and the request has about 60."""
+    usage = f'{{"prompt_tokens": {count}, "completion_tokens": {count}, "prompt_tokens_details": {count}}}'
+    answer, server = sampled([with_usage(chat("12345678"), usage)], ours=False)
+
+    prompt_tokens = -(-len(json.dumps(server.requests[0])) // 4)
+    assert (answer.text, answer.error) == ("12345678", None)
+    assert answer.usage == {"prompt_tokens": prompt_tokens, "completion_tokens": 2, "cached_tokens": 0}
+
+
+@pytest.mark.parametrize("usage", ["null", "[]", "{}", '"much"', "7", "NaN"])
+def test_usage_that_is_absent_is_estimated(usage):
+    answer, _ = sampled([with_usage(chat("12345678"), usage)], ours=False)
+
+    assert answer.usage["prompt_tokens"] > 0
+    assert answer.usage["completion_tokens"] == 2
+
+
+def test_tokens_are_not_free_because_a_server_reports_zero():
+    zero = '{"prompt_tokens": 0, "completion_tokens": 0}'
+    answer, _ = sampled([with_usage(chat("12345678"), zero)], ours=False)
+    silent, _ = sampled([with_usage(chat(""), zero)], ours=False)
+
+    assert answer.usage["completion_tokens"] == 2
+    assert silent.usage["completion_tokens"] == 0
+    assert silent.usage["prompt_tokens"] > 0
+
+
+@pytest.mark.parametrize(("cached", "counted"), [("4", 4), ("11", 0), ("-1", 0), ("1e400", 0)])
+def test_no_more_tokens_are_cached_than_the_prompt_has(cached, counted):
+    details = f'{{"cached_tokens": {cached}}}'
+    usage = f'{{"prompt_tokens": 10, "completion_tokens": 5, "prompt_tokens_details": {details}}}'
+    answer, _ = sampled([with_usage(chat("hi"), usage)], ours=False)
+
+    assert answer.usage == {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": counted}
 
 
 def test_the_text_format_of_responses_becomes_a_response_format():

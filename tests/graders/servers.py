@@ -17,6 +17,30 @@ class Reply:
     headers: dict[str, str] = field(default_factory=dict)
 
 
+# What a server may write for a count of tokens, as JSON, instead of an integer.
+ODD_COUNTS = [
+    "-5",
+    "1.5",
+    "NaN",
+    "1e400",
+    "-Infinity",
+    '"many"',
+    '"7"',
+    "true",
+    "null",
+    "[]",
+    "{}",
+    "100000001",
+    "9" * 4000,
+]
+
+
+def with_usage(reply: Reply, usage: str) -> Reply:
+    """The reply with this JSON as its `usage`."""
+    completion = json.loads(reply.body) | {"usage": "USAGE"}
+    return Reply(reply.status, json.dumps(completion).replace('"USAGE"', usage), reply.headers)
+
+
 def chat(content: object, finish_reason: str = "stop", refusal: str | None = None) -> Reply:
     text = content if isinstance(content, str) else json.dumps(content)
     message = {"role": "assistant", "content": text, "refusal": refusal}

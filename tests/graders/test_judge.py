@@ -10,7 +10,7 @@ from graders.report import run_report
 from graders.run import grade_all
 from graders.spec import InvalidGrader, dump, parse_grader
 from graders.types import ErrorKind, Grade, Sample, TokenUsage
-from tests.graders.servers import Reply, ScriptedServer, Time, chat, verdict
+from tests.graders.servers import ODD_COUNTS, Reply, ScriptedServer, Time, chat, verdict, with_usage
 
 SCORE = {
     "type": "score_model",
@@ -241,6 +241,16 @@ def test_tokens_are_summed_over_a_multi_and_reported_by_model():
 
 def test_a_verdict_that_failed_has_cost_tokens_too():
     assert Asked(SCORE, chat("what?")).grade.usage == {"j": TokenUsage(10, 5, 4)}
+
+
+@pytest.mark.parametrize("count", ODD_COUNTS, ids=lambda count: count[:12])
+def test_a_count_of_tokens_that_is_none_is_estimated(count):
+    usage = f'{{"prompt_tokens": {count}, "completion_tokens": {count}}}'
+    asked = Asked(SCORE, with_usage(chat('{"steps": [], "result": 1}'), usage))
+
+    body = json.dumps(asked.server.requests[0])
+    assert asked.grade.score == 1.0
+    assert asked.grade.usage == {"j": TokenUsage(-(-len(body) // 4), 7, 0)}
 
 
 def test_an_api_key_is_in_no_message_and_no_representation():

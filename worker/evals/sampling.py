@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import httpx
@@ -15,6 +15,7 @@ from core.outbound.http import trusted_client
 from core.response_format import ResponseFormat
 from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post
 from graders.judge.judges import JudgeModel
+from graders.judge.usage import token_usage
 from graders.prompts import Message
 from graders.template import quoted
 
@@ -102,7 +103,7 @@ class ChatSampler:
                 raise ServerUnavailable(f"HTTP {answer.status}: {quoted(answer.text, 300)}")
             return Answer(error=_error(answer.status, answer.text))
         try:
-            return _answer(json.loads(answer.text))
+            return _answer(json.loads(answer.text), body)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             text = f"not a chat completion: {quoted(answer.text, 300)}"
             return Answer(error={"code": "server_error", "message": text})
@@ -121,20 +122,14 @@ def chat_fields(data_source: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None}
 
 
-def _answer(completion: Mapping[str, Any]) -> Answer:
+def _answer(completion: Mapping[str, Any], body: bytes) -> Answer:
     choice = completion["choices"][0]
     message = choice["message"]
-    usage = completion.get("usage") or {}
-    details = usage.get("prompt_tokens_details") or {}
     return Answer(
         text=str(message.get("content") or message.get("refusal") or ""),
         tool_calls=list(message.get("tool_calls") or ()),
         finish_reason=str(choice.get("finish_reason") or "stop"),
-        usage={
-            "prompt_tokens": int(usage.get("prompt_tokens") or 0),
-            "completion_tokens": int(usage.get("completion_tokens") or 0),
-            "cached_tokens": int(details.get("cached_tokens") or 0),
-        },
+        usage=asdict(token_usage(completion, body)),
     )
 
 
