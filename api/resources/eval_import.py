@@ -152,10 +152,10 @@ class _Item(_Exported):
 
 
 class ImportedRun(StrictModel):
-    """A run as it was exported, and the JSONL file of its output items."""
+    """A run as it was exported, and the JSONL file of its output items; None: it has none."""
 
     run: _Run
-    items_file: str
+    items_file: str | None = None
 
 
 class EvalImport(Body):
@@ -198,7 +198,9 @@ async def import_eval(
 
     def store() -> list[list[_Stored]]:
         found = [
-            _file(service, project, sent.items_file, f"runs[{number}].items_file")
+            None
+            if sent.items_file is None
+            else _file(service, project, sent.items_file, f"runs[{number}].items_file")
             for number, sent in enumerate(body.runs)
         ]
         for number, file in enumerate(found):  # all of them, before anything is stored
@@ -332,12 +334,14 @@ def _file(service: Service, project: Project, file_id: str, param: str) -> File:
             raise InvalidRequest(missing.message, param=param) from None
 
 
-def _items(service: Service, file: File, param: str) -> Iterator[Item]:
+def _items(service: Service, file: File | None, param: str) -> Iterator[Item]:
     """The output items of a JSONL file.
 
     Raises:
         InvalidRequest: names the line that is none.
     """
+    if file is None:
+        return
     seen: set[str] = set()
     try:
         for row in read_objects(files.read_content(service.blobs, file)):

@@ -12,7 +12,8 @@ An export has the documented fields only, in a fixed order, so that exports of e
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ INLINE_BYTES = (
     1_000_000  # of the rows in one request, which may have 2 MB; further rows are uploaded as a file
 )
 _REFUSED = (400, 404, 409, 413, 422)  # of one eval, after which the next one can succeed
+_RUN_NUMBER = re.compile(r"runs\[(\d{1,6})\]")
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _ROWS = re.compile(rf"{FILES}/[0-9a-f]{{64}}\.jsonl")
 
@@ -145,25 +147,63 @@ def _import_eval(
     """Create one eval, and return its new id and its name."""
     made = _object(folder, place / "eval.json")
     runs: list[dict[str, Any]] = []
+    names: list[str] = []
     files: list[str] = []
     inline = items = 0
     try:
         for run_place in _listed(folder, place / "runs"):
-            run = _object(folder, run_place / "run.json")
-            _upload_rows(client, folder, run, uploaded, report)
-            inline = _upload_inline(client, run, inline, report)
-            content = _inside(folder, run_place / "items.jsonl").read_bytes()
-            items += content.count(b"\n")
-            files.append(client.files.create(file=("items.jsonl", content), purpose="evals").id)
-            runs.append({"run": run, "items_file": files[-1]})
+            with _named(run_place.name):
+                run = _object(folder, run_place / "run.json")
+                _upload_rows(client, folder, run, uploaded, report)
+                inline = _upload_inline(client, run, inline, report)
+                content = _items(folder, run_place, report)
+                runs.append({"run": run})
+                names.append(run_place.name)
+                if content:  # the server refuses an empty file
+                    files.append(client.files.create(file=("items.jsonl", content), purpose="evals").id)
+                    runs[-1]["items_file"] = files[-1]
+                items += content.count(b"\n")
         body = {"eval": _without_nulls(made), "runs": runs}
         created: Any = client.post(IMPORT, body=body, cast_to=object)
+    except openai.BadRequestError as refused:
+        raise ValueError(_with_run(refused, names)) from refused
     finally:
         for file_id in files:
             client.files.delete(file_id)
     report.runs += len(runs)
     report.items += items
     return f"{created['eval']['id']} {made.get('name')}"
+
+
+@contextmanager
+def _named(run: str) -> Iterator[None]:
+    """Prefix an error with the name of the run."""
+    try:
+        yield
+    except (OSError, ValueError) as cause:
+        raise ValueError(f"{run}: {cause}") from cause
+    except openai.APIStatusError as refused:
+        if refused.status_code not in _REFUSED:
+            raise
+        raise ValueError(f"{run}: {refused.message}") from refused
+
+
+def _with_run(refused: openai.APIStatusError, names: Sequence[str]) -> str:
+    """The message of a refused import, and the name of the run that its parameter counts."""
+    number = _RUN_NUMBER.match(refused.param or "")
+    if number is None or int(number[1]) >= len(names):
+        return refused.message
+    return f"{names[int(number[1])]}: {refused.message}"
+
+
+def _items(folder: Path, place: Path, report: Report) -> bytes:
+    """The items of a run, as JSONL; empty if it has no file of them."""
+    path = _inside(folder, place / "items.jsonl")
+    if path.exists():
+        content = path.read_bytes()
+        return content if content.strip() else b""
+    report.left_out.append(f"the items of {place.name}: it has no file {path.name}")
+    return b""
 
 
 def _listed(folder: Path, place: Path) -> list[Path]:
@@ -213,6 +253,9 @@ def _upload_rows(
         raise UnsafeArchive(f"{name!r} is not a file of an export")
     if name not in uploaded:
         path = _inside(folder, folder / name)
+        if not path.stat().st_size:  # the server refuses an empty file; such a run has failed
+            report.left_out.append(f"the rows of {run.get('id')}: their file is empty")
+            return
         uploaded[name] = client.files.create(file=path, purpose="evals").id
         report.files += 1
     source["id"] = uploaded[name]

@@ -197,6 +197,75 @@ def test_one_bad_eval_does_not_stop_the_others(source, second_house, tmp_path):
     assert [made.name for made in second_house.openai().evals.list()] == ["empty"]
 
 
+@pytest.mark.parametrize("content", [b"", b"\n", None])
+def test_a_run_without_items_is_imported_with_the_others(source, second_house, tmp_path, content):
+    """Such as a run that failed before its first item. The server refuses to store an empty file."""
+    export(source.openai(), tmp_path)
+    items = run_files(tmp_path)[0].with_name("items.jsonl")
+    items.unlink()
+    if content is not None:
+        items.write_bytes(content)
+
+    report = import_folder(second_house.openai(), tmp_path)
+
+    assert (report.evals, report.runs, report.items) == (2, 2, 3)
+    name = f"the items of {items.parent.name}: it has no file items.jsonl"
+    assert report.left_out == ([name] if content is None else [])
+    client = second_house.openai()
+    [made] = [made for made in client.evals.list() if made.name == "geography"]
+    inline, file = client.evals.runs.list(made.id).data
+    assert file.result_counts.total == 2  # as exported
+    assert client.evals.runs.output_items.list(file.id, eval_id=made.id).data == []
+    assert len(client.evals.runs.output_items.list(inline.id, eval_id=made.id).data) == 3
+
+
+def test_a_run_whose_file_of_rows_is_empty_is_imported(source, second_house, tmp_path):
+    export(source.openai(), tmp_path)
+    [rows] = (tmp_path / "files").iterdir()
+    rows.write_bytes(b"")
+
+    report = import_folder(second_house.openai(), tmp_path)
+
+    assert (report.evals, report.runs) == (2, 2)
+    [why] = report.left_out
+    assert "their file is empty" in why
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"), [({"status": "queued"}, "only finished runs"), ({"metadata": 3}, "metadata")]
+)
+def test_a_run_that_is_refused_is_named(source, second_house, tmp_path, fields, words):
+    export(source.openai(), tmp_path)
+    path = run_files(tmp_path)[0]
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    [why] = import_folder(second_house.openai(), tmp_path).left_out
+
+    assert f"{path.parent.name}: " in why
+    assert words in why
+
+
+def test_a_run_whose_items_are_refused_is_named(source, second_house, tmp_path):
+    export(source.openai(), tmp_path)
+    items = run_files(tmp_path)[0].with_name("items.jsonl")
+    items.write_text('{"no": "item"}\n')
+
+    [why] = import_folder(second_house.openai(), tmp_path).left_out
+
+    assert f"{items.parent.name}: " in why
+    assert "line 1" in why
+
+
+def test_a_run_that_is_not_json_is_named(source, second_house, tmp_path):
+    export(source.openai(), tmp_path)
+    path = run_files(tmp_path)[0]
+    path.write_text("{")
+
+    [why] = import_folder(second_house.openai(), tmp_path).left_out
+
+    assert f"{path.parent.name}: " in why
+
+
 def test_imported_items_are_found_whatever_their_numbers_say(house):
     client = house.openai()
     run_id = "evalrun_" + "a" * 24
