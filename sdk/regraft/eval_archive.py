@@ -1,5 +1,6 @@
 """Evals as a folder: written from OpenAI's service or ours with the official client, and imported here.
 
+    DIR/unreadable.json                    what could not be read, with the errors; absent if there is nothing
     DIR/files/SHA256.jsonl                 rows of runs
     DIR/evals/order.json                   ids in the order of the list; also in each folder of runs
     DIR/evals/EVAL/eval.json
@@ -29,12 +30,20 @@ RUN_FIELDS = (
 )  # fmt: skip
 ITEM_FIELDS = ("id", "created_at", "status", "datasource_item_id", "datasource_item", "results", "sample")
 FINISHED = frozenset({"completed", "failed", "canceled"})
-FILES, ORDER = "files", "order.json"
+FILES, ORDER, UNREADABLE = "files", "order.json", "unreadable.json"
 IMPORT = "/regraft/evals/import"
 INLINE_BYTES = (
     1_000_000  # of the rows in one request, which may have 2 MB; further rows are uploaded as a file
 )
 _REFUSED = (400, 404, 409, 413, 422)  # of one eval, after which the next one can succeed
+# The last three: the client does not check what a server sends, and fails on it in its own code.
+_UNREADABLE = (
+    openai.APIStatusError,
+    openai.APIResponseValidationError,
+    ValueError,
+    AttributeError,
+    TypeError,
+)
 _RUN_NUMBER = re.compile(r"runs\[(\d{1,6})\]")
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _ROWS = re.compile(rf"{FILES}/[0-9a-f]{{64}}\.jsonl")
@@ -53,53 +62,95 @@ class Report:
     items: int = 0
     files: int = 0
     left_out: list[str] = field(default_factory=list)
+    failed: int = 0  # objects that the source could not send, or that the server refused
 
 
 def export(client: openai.OpenAI, folder: Path, *, tell: Callable[[str], None] = lambda text: None) -> Report:
     """Write all evals of the client's project. Runs that are complete in the folder are not read again.
 
+    A run that cannot be read is left out, and written when the export is repeated.
+
     Raises:
+        openai.APIConnectionError, openai.AuthenticationError, openai.RateLimitError: nothing more can be read.
         UnsafeArchive: an id of the server is not a plain name.
     """
     report = Report()
     evals = []
+    unreadable: list[dict[str, str]] = []
     for made in client.evals.list(limit=100):
         evals.append(made.id)
-        runs = []
         place = folder / "evals" / _plain_name(made.id)
         _write(place / "eval.json", _kept(_plain(made), EVAL_FIELDS))
         report.evals += 1
         tell(f"{made.id} {made.name}")
-        for run in client.evals.runs.list(made.id, limit=100):
-            if run.status not in FINISHED:
-                report.left_out.append(f"{run.id} is {run.status}")
-                continue
-            runs.append(run.id)
-            _export_run(client, folder, place / "runs" / _plain_name(run.id), made.id, run.id, report)
-        _write(place / "runs" / ORDER, runs)
+        for name, why in _export_runs(client, folder, place, made.id, report):
+            unreadable.append({"eval": made.id, "name": name, "error": why})
+            report.failed += 1
+            report.left_out.append(f"{name}: {why}")
+            tell(f"Left out: {name}: {why}")
     _write(folder / "evals" / ORDER, evals)
+    if unreadable:
+        _write(folder / UNREADABLE, unreadable)
+    else:
+        (folder / UNREADABLE).unlink(missing_ok=True)
     return report
+
+
+def _export_runs(
+    client: openai.OpenAI, folder: Path, place: Path, eval_id: str, report: Report
+) -> Iterator[tuple[str, str]]:
+    """Write the runs of an eval, and yield the name of each one that cannot be read, and the reason."""
+    runs: list[str] = []
+    try:
+        for listed in client.evals.runs.list(eval_id, limit=100):
+            name = f"a run of {eval_id}"
+            try:
+                run = _plain(listed)
+                name = _plain_name(run.get("id"))
+                if run.get("status") not in FINISHED:
+                    report.left_out.append(f"{name} is {run.get('status')}")
+                    continue
+                _export_run(client, folder, place / "runs" / name, eval_id, name, report)
+                runs.append(name)
+            except _UNREADABLE as cause:
+                yield name, _reason(cause)
+    except _UNREADABLE as cause:
+        yield f"{eval_id}: the list of its runs", _reason(cause)
+    _write(place / "runs" / ORDER, runs)
 
 
 def _export_run(
     client: openai.OpenAI, folder: Path, place: Path, eval_id: str, run_id: str, report: Report
 ) -> None:
+    items = 0
+    if not (place / "run.json").exists():  # written last
+        place.mkdir(parents=True, exist_ok=True)
+        with whole(place / "items.jsonl") as file:
+            for item in client.evals.runs.output_items.list(run_id, eval_id=eval_id, limit=100):
+                file.write(_line(_kept(_plain(item), ITEM_FIELDS)))
+                items += 1
+        run = _kept(_plain(client.evals.runs.retrieve(run_id, eval_id=eval_id)), RUN_FIELDS)
+        source = _source(run)
+        if source.get("type") == "file_id":
+            try:
+                source["id"] = _save_file(client, folder, source["id"], report)
+            except (openai.NotFoundError, openai.BadRequestError) as gone:
+                report.left_out.append(f"{run_id}: its file {source['id']}: {gone.message}")
+        _write(place / "run.json", run)
     report.runs += 1
-    if (place / "run.json").exists():  # written last
-        return
-    place.mkdir(parents=True, exist_ok=True)
-    with whole(place / "items.jsonl") as file:
-        for item in client.evals.runs.output_items.list(run_id, eval_id=eval_id, limit=100):
-            file.write(_line(_kept(_plain(item), ITEM_FIELDS)))
-            report.items += 1
-    run = _kept(_plain(client.evals.runs.retrieve(run_id, eval_id=eval_id)), RUN_FIELDS)
-    source = (run.get("data_source") or {}).get("source") or {}
-    if source.get("type") == "file_id":
-        try:
-            source["id"] = _save_file(client, folder, source["id"], report)
-        except openai.APIStatusError as gone:
-            report.left_out.append(f"{run_id}: its file {source['id']}: {gone.message}")
-    _write(place / "run.json", run)
+    report.items += items
+
+
+def _reason(cause: Exception) -> str:
+    """The reason why an object cannot be read.
+
+    Raises:
+        UnsafeArchive: from `cause`, as the others.
+        openai.APIStatusError: no other object can be read either: the key is refused, or its quota is used up.
+    """
+    if isinstance(cause, UnsafeArchive | openai.AuthenticationError | openai.RateLimitError):
+        raise cause
+    return cause.message if isinstance(cause, openai.APIStatusError) else str(cause)
 
 
 def _save_file(client: openai.OpenAI, folder: Path, file_id: str, report: Report) -> str:
@@ -130,11 +181,13 @@ def import_folder(
             created = _import_eval(client, folder, place, uploaded, report)
         except (OSError, ValueError) as cause:
             report.left_out.append(f"{place.name}: {cause}")
+            report.failed += 1
             continue
         except openai.APIStatusError as refused:
             if refused.status_code not in _REFUSED:
                 raise
             report.left_out.append(f"{place.name}: {refused.message}")
+            report.failed += 1
             continue
         report.evals += 1
         tell(created)
@@ -278,6 +331,8 @@ def _upload_inline(client: openai.OpenAI, run: dict[str, Any], inline: int, repo
 
 
 def _plain(value: Any) -> dict[str, Any]:
+    if not isinstance(value, openai.BaseModel):  # the client passes on what it cannot parse
+        raise ValueError(f"the server sent {str(value)[:80]!r} instead of an object")
     plain: dict[str, Any] = json.loads(
         value.model_dump_json(by_alias=True, exclude_unset=True, warnings=False)
     )

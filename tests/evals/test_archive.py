@@ -3,8 +3,9 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx2
 import pytest
-from openai import BadRequestError, RateLimitError
+from openai import AuthenticationError, BadRequestError, RateLimitError
 from regraft.eval_archive import UnsafeArchive, export, import_folder
 
 from core.tenancy import tenants
@@ -73,6 +74,75 @@ def test_an_export_can_be_repeated(source, tmp_path):
 
     assert contents(tmp_path) == before
     assert again.items == 0  # nothing was read again
+
+
+class Broken(httpx2.BaseTransport):
+    """Passes requests on, except to one path, which it answers itself."""
+
+    def __init__(self, inner, path, answer):
+        self.inner, self.path, self.answer = inner, path, answer
+
+    def handle_request(self, request):
+        if request.url.path.endswith(self.path):
+            return self.answer
+        return self.inner.handle_request(request)
+
+
+def broken(source, path, answer):
+    """A client of the server, for which one path has another answer."""
+    http = httpx2.Client(transport=Broken(source.client(source.key)._transport, path, answer))
+    return source.openai().copy(http_client=http, default_headers={"Authorization": f"Bearer {source.key}"})
+
+
+UNREADABLE = [
+    httpx2.Response(500, json={"error": {"message": "it is broken", "code": "server_error"}}),
+    httpx2.Response(404, json={"error": {"message": "it is gone", "code": "not_found"}}),
+    httpx2.Response(200, json={"object": "list", "data": [None], "has_more": False}),
+    httpx2.Response(200, text="{", headers={"Content-Type": "application/json"}),
+    httpx2.Response(200, text="<html>"),
+]
+
+
+@pytest.mark.parametrize("answer", UNREADABLE, ids=["500", "404", "null item", "not JSON", "a page"])
+def test_a_run_that_cannot_be_read_is_left_out_and_named(source, tmp_path, answer):
+    client = source.openai()
+    [made] = [made for made in client.evals.list() if made.name == "geography"]
+    first, second, _ = client.evals.runs.list(made.id).data
+    lines = []
+
+    path = f"/{first.id}/output_items"
+    report = export(broken(source, path, answer), tmp_path, tell=lines.append)
+
+    assert (report.evals, report.runs, report.items, report.failed) == (2, 1, 2, 1)
+    [index] = json.loads((tmp_path / "unreadable.json").read_text())
+    assert (index["eval"], index["name"]) == (made.id, first.id)
+    assert f"Left out: {first.id}: {index['error']}" in lines
+    order = tmp_path / "evals" / made.id / "runs" / "order.json"
+    assert json.loads(order.read_text()) == [second.id]
+
+    # The next export reads it.
+    again = export(client, tmp_path)
+    assert (again.failed, again.items) == (0, 3)
+    assert json.loads(order.read_text()) == [first.id, second.id]
+    assert not (tmp_path / "unreadable.json").exists()
+
+
+def test_an_eval_whose_runs_cannot_be_listed_does_not_stop_the_export(source, tmp_path):
+    [made] = [made for made in source.openai().evals.list() if made.name == "geography"]
+
+    report = export(broken(source, f"/{made.id}/runs", UNREADABLE[0]), tmp_path)
+
+    assert (report.evals, report.failed) == (2, 1)
+    assert f"{made.id}: the list of its runs: " in report.left_out[0]
+
+
+def test_an_export_whose_key_is_refused_ends(source, tmp_path):
+    """Otherwise each run would be named, and the reason lost among them."""
+    [made] = [made for made in source.openai().evals.list() if made.name == "geography"]
+    refused = httpx2.Response(401, json={"error": {"message": "no", "code": "invalid_api_key"}})
+
+    with pytest.raises(AuthenticationError):
+        export(broken(source, f"/{made.id}/runs", refused), tmp_path)
 
 
 def test_ids_that_are_in_use_become_new_ones(source, tmp_path):

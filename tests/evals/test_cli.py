@@ -7,8 +7,9 @@ import threading
 import pytest
 import uvicorn
 from regraft.cli import main
+from regraft.resources.evals import Evals
 
-from tests.evals.conftest import CONFIG, EXACT, PROMPT, row
+from tests.evals.conftest import CONFIG, EXACT, PROMPT, completions, row
 
 
 @pytest.fixture
@@ -90,3 +91,26 @@ def test_two_models_are_run_compared_gated_and_taken_along(server, capsys, tmp_p
     assert main(["evals", "import", str(tmp_path / "out")]) == 0
     assert "Imported 2 evals, 6 runs" in capsys.readouterr().out
     assert main(["evals", "compare", eval_id, theirs["id"], "evalrun_none"]) == 3
+
+
+def test_what_is_left_out_makes_the_exit_code_1(server, house, capsys, tmp_path):
+    client, out = house.openai(), tmp_path / "out"
+    made = client.evals.create(data_source_config=CONFIG, testing_criteria=[EXACT])
+    run = client.evals.runs.create(made.id, data_source=completions(1))
+    Evals(client).wait(made.id, run.id)
+    [key] = house.blobs.list(f"projects/{house.project.id}/evals/")
+    page = house.blobs.read(key)
+
+    house.blobs.put_bytes(key, b"no page")
+    assert main(["migrate-from-openai", "evals", "--out", str(out)]) == 1
+    printed = capsys.readouterr()
+    assert f"Left out: {run.id}: " in printed.err
+    assert "1 evals, 0 runs" in printed.out
+    house.blobs.put_bytes(key, page)
+    assert main(["migrate-from-openai", "evals", "--out", str(out)]) == 0
+    capsys.readouterr()
+    [items] = out.glob("evals/*/runs/*/items.jsonl")
+    items.write_text('{"no": "item"}\n')
+    assert main(["evals", "import", str(out), "--output", "json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["failed"] == 1

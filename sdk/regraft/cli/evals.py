@@ -68,12 +68,13 @@ def evals_export(arguments: argparse.Namespace, folder: Path) -> int:
 
 
 def _report(arguments: argparse.Namespace, report: Report, what: str) -> int:
+    """Exit code 1: an eval or a run that is finished is left out."""
     if arguments.output == "json":
         print_json(report.__dict__)
-        return DONE
-    counts = f"{report.evals} evals, {report.runs} runs, {report.items} items, {report.files} files"
-    print("\n".join([f"{what} {counts}", *(f"Left out: {why}" for why in report.left_out)]))
-    return DONE
+    else:
+        counts = f"{report.evals} evals, {report.runs} runs, {report.items} items, {report.files} files"
+        print("\n".join([f"{what} {counts}", *(f"Left out: {why}" for why in report.left_out)]))
+    return NO if report.failed else DONE
 
 
 def _progress(run: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 EXIT_CODES = """exit codes:
   0  done; a job that was waited for has succeeded or is paused
-  1  no: a job failed, was cancelled or is worse than its base; a file has bad rows; a test or eval did not pass
+  1  no: a job failed, was cancelled or is worse than its base; rows are bad; a test or eval failed; evals are left out
   2  the command, a file it names or the request is wrong
   3  there is no such job, file, model, checkpoint, eval or run
   4  no server or key is configured, or the key is refused
