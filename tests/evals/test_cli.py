@@ -84,12 +84,15 @@ def test_two_models_are_run_compared_gated_and_taken_along(server, capsys, tmp_p
     [failed] = json.loads(capsys.readouterr().out)
     assert failed["error"]["code"] == "budget_reached"
     assert main(["evals", "gate", foreign["eval_id"], failed["id"]]) == 1
-    assert "the run is failed" in capsys.readouterr().out
+    why = f"{failed['error']['message']} (budget_reached)"
+    assert f"the run is failed: {why}" in capsys.readouterr().out
+    assert main(["evals", "run", str(tmp_path / "small.json")]) == 1
+    assert f"failed: {why}" in capsys.readouterr().out
 
     assert main(["migrate-from-openai", "evals", "--out", str(tmp_path / "out")]) == 0
-    assert "2 evals, 6 runs, 26 items, 1 files" in capsys.readouterr().out
+    assert "2 evals, 7 runs, 27 items, 1 files" in capsys.readouterr().out
     assert main(["evals", "import", str(tmp_path / "out")]) == 0
-    assert "Imported 2 evals, 6 runs" in capsys.readouterr().out
+    assert "Imported 2 evals, 7 runs" in capsys.readouterr().out
     assert main(["evals", "compare", eval_id, theirs["id"], "evalrun_none"]) == 3
 
 

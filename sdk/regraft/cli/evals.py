@@ -9,7 +9,7 @@ import openai
 from regraft.cli.output import plain, print_json, say, table
 from regraft.client import Regraft
 from regraft.eval_archive import Report, export, import_folder
-from regraft.resources.evals import Gate, read_config
+from regraft.resources.evals import Gate, read_config, run_error
 
 DONE, NO = 0, 1
 
@@ -26,6 +26,9 @@ def evals_run(arguments: argparse.Namespace) -> int:
         print_json(ended)
     else:
         print(_runs_table(ended))
+        for run in ended:
+            if why := run_error(run):
+                print(f"{run.id} {run.status}: {why}")
         first, *others = ended
         for other in others:
             print(_difference(client.evals.compare(first.eval_id, first.id, other.id)))

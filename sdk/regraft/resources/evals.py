@@ -136,7 +136,8 @@ class Evals(OpenAIEvals):
         rate = getattr(run, "pass_rate", None)
         reasons = []
         if run.status != "completed":
-            reasons.append(f"the run is {run.status}")
+            why = run_error(run)
+            reasons.append(f"the run is {run.status}: {why}" if why else f"the run is {run.status}")
         if rate is None:
             reasons.append("no item is graded")
         if run.result_counts.errored > allow_errors:
@@ -172,6 +173,13 @@ def _drop(comparison: EvalComparison, max_drop: float | None) -> list[str]:
     beyond_chance = passed.ci_high is not None and passed.ci_high < 0
     worse = beyond_chance if max_drop is None else passed.difference < -max_drop
     return [f"the pass rate changed by {passed.difference:+.3f}{interval}"] if worse else []
+
+
+def run_error(run: RunRetrieveResponse) -> str:
+    """The message and the code of the run's error; "" if it has none."""
+    error: Any = run.error  # null unless the run has failed
+    message, code = getattr(error, "message", None), getattr(error, "code", None)
+    return f"{message} ({code})" if message and code else message or code or ""
 
 
 def read_config(path: Path) -> EvalConfig:
