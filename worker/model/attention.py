@@ -32,7 +32,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 # Arguments without effect here: `_mask` implements windows, and the rest does not concern attention.
 HARMLESS = frozenset(
-    {"sliding_window", "position_ids", "use_cache", "is_causal", "output_attentions", "output_router_logits"}
+    {"sliding_window", "position_ids", "use_cache", "output_attentions", "output_router_logits"}
 )
 # Arguments that would change the result, with the name of the feature.
 FEATURES = {"indices": "sparse attention", "position_bias": "relative positions"}
@@ -329,13 +329,16 @@ def _attend(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The signature transformers calls: query [B, Hq, T, d], key and value [B, Hkv, S, d] -> [B, T, Hq, d].
 
     Args:
+        attention_mask: None if `is_causal` says what is seen: `sdpa_mask` makes no mask then.
         softcap: scores become softcap * tanh(score / softcap) before the mask (Gemma 2).
         s_aux: one logit per head [Hq] that takes part in the softmax and has no value: an attention sink (gpt-oss).
+        is_causal: None: as the module says.
 
     Raises:
         UnsupportedModel: the model passes an argument that changes the result and that is not implemented.
@@ -352,14 +355,18 @@ def _attend(
     if cache is not None and cache.decoding and not cache.joined:
         layer: int = module.layer_idx  # type: ignore[assignment]
         return _decode(cache, layer, query, key, value, attention_mask, scale, softcap, s_aux), None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = causal and attention_mask is None and query.shape[2] > 1
     if softcap is not None or s_aux is not None:
+        if causal:
+            attention_mask = _causal(query.shape[2], key.shape[2], query.device)
         return _explicit(query, key, value, attention_mask, scale, softcap, s_aux), None
     output = torch.nn.functional.scaled_dot_product_attention(
         query,
         _repeat_heads(key, query.shape[1]),
         _repeat_heads(value, query.shape[1]),
         attn_mask=attention_mask,
-        is_causal=attention_mask is None and query.shape[2] > 1,
+        is_causal=causal,
         scale=scale,
     )
     return output.transpose(1, 2), None
@@ -414,6 +421,11 @@ def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
     return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
+def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    """The mask that `is_causal` of SDPA stands for: bool [T, S], aligned at the first query and the first key."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
+
+
 def _explicit(
     query: Tensor,
     key: Tensor,
@@ -441,7 +453,10 @@ def _weights(scores: Tensor, mask: Tensor | None, softcap: float | None, sinks: 
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        # The least number as in eager attention, not -inf: with -inf, a query that sees nothing (padding in a plain
+        # forward pass) is NaN, which the next layer spreads to its whole row.
+        least = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
     if sinks is None:
         return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
     with_sink = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
