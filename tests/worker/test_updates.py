@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.worker.test_training import (
 from worker.learn import batch
 from worker.learn.trainer import PeftTrainer
 from worker.refusals import UnsupportedModel
+from worker.rollout.samplers.choice import report_left_out
 from worker.types import Group
 
 LOSSES = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
@@ -408,6 +410,22 @@ class TestLeavingOut:
             if ".lora_B" in name and tensor.any()
         }
         assert learned == set(names) - set(down)
+
+    def test_the_coverage_is_of_the_layers_that_learn(self, make_policy):
+        policy, reported = make_policy(), []
+        whole = policy.coverage
+        names = sorted({name.rpartition(".lora_")[0] for name in policy.adapter()})
+        down = [name for name in names if name.endswith("down_proj")]
+        recorder = SimpleNamespace(warn=lambda message, data: reported.append((message, data)))
+
+        policy.leave_out(down)
+        report_left_out(policy, recorder, down)
+
+        assert policy.coverage.modules == whole.modules - len(down) == len(names) - len(down)
+        assert 0 < policy.coverage.share < whole.share
+        [(message, data)] = reported
+        assert str(policy.coverage) in message
+        assert data["adapted_modules"] == len(names) - len(down) and data["modules"] == down
 
     def test_a_layer_that_was_trained_elsewhere_cannot_be_left_out(self, policy):
         [name, *_] = sorted({name.rpartition(".lora_")[0] for name in policy.adapter()})

@@ -364,12 +364,14 @@ class Policy:
 
     @property
     def coverage(self) -> Coverage:
+        """The layers that are trained, without those that the sampler cannot adapt (`leave_out`)."""
+        left_out = {self.model.get_submodule(name) for name in self.left_out}
         frozen = sum(
             parameter.numel() for parameter in self.model.parameters() if not parameter.requires_grad
         )
         weights: dict[Kind, list[int]] = {kind: [] for kind in KINDS}
         for name, module in self.model.get_base_model().named_modules():
-            if isinstance(module, LoraLayer):
+            if isinstance(module, LoraLayer) and module not in left_out:
                 weights[self._kinds[name]].append(module.get_base_layer().weight.numel())
         kinds = [
             KindCoverage(kind, len(found), sum(found) / frozen) for kind, found in weights.items() if found

@@ -1,7 +1,8 @@
 """Select the sampler of a job: from the model's entry or REGRAFT_SAMPLER, or else by the device."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 
 from core.registry import BaseModelEntry, Device, SamplerName, sampler_of
@@ -69,9 +70,15 @@ def build(
         kv_cache_bytes=plan.cache_bytes,
         threads=settings.torch_threads,
         on_restart=lambda reason: recorder.warn(f"The sampler was restarted: {reason}", {"reason": reason}),
-        on_left_out=lambda modules: recorder.warn(
-            f"vLLM puts no adapter on {len(modules)} of the layers, so they are not trained: {', '.join(modules[:3])}"
-            f"{', ...' if len(modules) > 3 else ''}.",
-            {"modules": list(modules)},
-        ),
+        on_left_out=partial(report_left_out, policy, recorder),
+    )
+
+
+def report_left_out(policy: Policy, recorder: Recorder, modules: Sequence[str]) -> None:
+    """Warn of the layers that vLLM cannot adapt, and correct the coverage that the job has reported."""
+    names = f"{', '.join(modules[:3])}{', ...' if len(modules) > 3 else ''}"
+    recorder.warn(
+        f"vLLM puts no adapter on {len(modules)} of the layers, so they are not trained: {names}. "
+        f"The adapter is on {policy.coverage}.",
+        {"modules": list(modules), **policy.coverage.as_data()},
     )
