@@ -14,6 +14,7 @@ from tests.worker.test_training import asked
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy, load_base
 from worker.rollout.samplers import Sampling, grouped
+from worker.rollout.samplers.json_schema import every_token
 from worker.rollout.samplers.transformers import TransformersSampler
 from worker.types import Group, Pack, Prompt, TrainingSequence
 
@@ -118,3 +119,10 @@ def test_a_step_under_a_schema_makes_the_good_answers_likelier(sampler):
     after = [r.text for r in sample(sampler, LETTER, tokens=32)]
     assert after.count(good) > sum(rewards)
     assert metrics.entropy < 0.3  # nats a token: one choice among six letters, all else is given
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pinning works here")
+def test_where_memory_cannot_be_pinned_a_mask_is_in_ordinary_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a driver, but no pinned memory
+
+    assert every_token(2, 33).tolist() == [[-1, -1], [-1, -1]]

@@ -59,7 +59,11 @@ class Vocabulary:
 
 def every_token(rows: int, size: int) -> Tensor:
     """Bits [rows, ceil(size / 32)] that allow each of `size` tokens."""
-    return torch.full((rows, -(-size // 32)), -1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+    shape = (rows, -(-size // 32))
+    try:
+        return torch.full(shape, -1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+    except RuntimeError:  # a limit of locked memory (containers, WSL), or a driver that torch cannot use
+        return torch.full(shape, -1, dtype=torch.int32)
 
 
 def fill(words: Tensor, row: int, matcher: LLMatcher) -> None:
