@@ -27,7 +27,7 @@ from worker.heartbeat import Beat, WatchedSampler, WatchedTrainer
 from worker.instruments import ObservedSampler
 from worker.learn.ranks import Model, Ranks, TooFewGpus
 from worker.learn.trainer import PeftTrainer
-from worker.model import memory, sizing, support, verdicts
+from worker.model import memory, sizing, support
 from worker.model.adapters import adapter_targets
 from worker.model.architecture import refusing, without_weights
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, render, source_of
@@ -302,17 +302,19 @@ def load_policy(
         UnsupportedModel: none is.
     """
     job = attempt.job
-    model = Model(job.model, base.entry, settings.model_cache, task.settings, job.seed, plan.checkpointed)
+    model = Model(
+        job.model,
+        base.entry,
+        settings.model_cache,
+        task.settings,
+        job.seed,
+        plan.checkpointed,
+        sampled=base.sampler == "transformers",
+    )
     ranks.start(model, device=base.device, threads=settings.torch_threads, **_computing(task, plan))
     policy = model.load(base.device)
     beat()
-    verdict = verdicts.probed(
-        policy,
-        base.entry,
-        settings.model_cache,
-        sampled=base.sampler == "transformers",
-        targets=task.settings.lora_targets,
-    )
+    verdict = model.check(policy)
     beat()
     ranks.wait()
     return policy, verdict

@@ -72,7 +72,7 @@ def coming(port, count=1, patience=60.0):
 
 def the_model(folder, settings):
     entry = BaseModelEntry(path=folder, dtype="float32", context=128)
-    return Model("tiny", entry, folder, settings, 0, False)
+    return Model("tiny", entry, folder, settings, 0, False, sampled=True)
 
 
 def started(ranks, folder, settings, budget=64):

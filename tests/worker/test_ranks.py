@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,10 +22,13 @@ from tests.fakes import learn
 from tests.tiny import make_byte_model
 from tests.worker.test_json_schema import LETTER, sample
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling, with_gap
+from worker.assemble import load_policy
 from worker.learn.batch import deal
-from worker.learn.rank import serve
-from worker.learn.ranks import Line, Model, Ranks
+from worker.learn.rank import serve, start
+from worker.learn.ranks import Line, Model, Ranks, Start
 from worker.learn.trainer import PeftTrainer
+from worker.model import support
+from worker.model.policy import Route
 from worker.refusals import SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -61,6 +65,7 @@ def trainers(make_policy, tiny_model, two):
             settings,
             0,
             False,
+            sampled=True,
         )
         two.start(model, device="cpu", threads=1, token_budget=budget, held_to="")
         two.wait()
@@ -172,7 +177,7 @@ def test_a_helper_holds_answers_to_the_schema_too(two, tmp_path):
     folder = make_byte_model(tmp_path)
     entry = BaseModelEntry(path=folder, dtype="float32", context=256)
     settings = like_the_policy({"max_completion_tokens": 24})
-    model, schema = Model("bytes", entry, folder, settings, 0, False), held_to(LETTER)
+    model, schema = Model("bytes", entry, folder, settings, 0, False, sampled=True), held_to(LETTER)
     two.start(model, device="cpu", threads=1, token_budget=4096, held_to=schema)
     two.wait()
     policy = model.load("cpu")
@@ -192,6 +197,35 @@ def test_a_helper_holds_answers_to_the_schema_too(two, tmp_path):
     )
 
     assert learn(together, groups).grad_norm == pytest.approx(learn(alone, groups).grad_norm, rel=1e-4)
+
+
+def test_all_ranks_compute_as_the_decode_of_rank_0_allows(tiny_model, tmp_path, monkeypatch):
+    """A packed pass is right here, but no decode is that belongs to it."""
+    monkeypatch.setattr(support, "DECODES", {**support.DECODES, "packed": ()})
+    entry = BaseModelEntry(path=tiny_model, dtype="float32", context=128)
+    ranks = RanksInThisProcess()
+
+    policy, _ = load_policy(
+        SimpleNamespace(job=SimpleNamespace(model="tiny", seed=0)),
+        SimpleNamespace(entry=entry, device="cpu", sampler="transformers"),
+        SimpleNamespace(settings=like_the_policy({}), held_to=""),
+        SimpleNamespace(checkpointed=False, token_budget=4096),
+        SimpleNamespace(model_cache=tmp_path, torch_threads=0),
+        ranks,
+        lambda: None,
+    )
+
+    assert ranks.helper.policy.route == policy.route == Route("rows", "forked")
+
+
+class RanksInThisProcess:
+    """One helper, which is started at once."""
+
+    def start(self, model, *, device, threads, token_budget, held_to):
+        self.helper = start(Start(model, device, 0, token_budget, held_to), 0)
+
+    def wait(self):
+        pass
 
 
 def test_a_helper_that_has_nothing_to_compute_is_not_asked(trainers):

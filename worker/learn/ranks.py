@@ -30,6 +30,7 @@ from worker.types import Pack
 
 if TYPE_CHECKING:
     from worker.model.policy import Policy
+    from worker.model.support import Verdict
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Model:
     settings: Resolved
     seed: int
     checkpointed: bool  # activations are computed twice
+    sampled: bool  # by rank 0 with the transformers sampler, whose decode limits the choice of a forward pass
 
     def load(self, device: str) -> "Policy":
         from worker.model.policy import Policy, load_base
@@ -66,16 +68,22 @@ class Model:
         return policy
 
     def load_checked(self, device: str) -> "Policy":
-        """Load it, and choose the forward pass as rank 0 does.
+        """Load it, and choose the forward pass. Raises UnsupportedModel."""
+        policy = self.load(device)
+        self.check(policy)
+        return policy
+
+    def check(self, policy: "Policy") -> "Verdict":
+        """Choose the forward pass, by the same rule on every rank.
 
         Raises:
             UnsupportedModel: none is right.
         """
         from worker.model import verdicts
 
-        policy = self.load(device)
-        verdicts.probed(policy, self.entry, self.cache, sampled=False, targets=self.settings.lora_targets)
-        return policy
+        return verdicts.probed(
+            policy, self.entry, self.cache, sampled=self.sampled, targets=self.settings.lora_targets
+        )
 
 
 # Messages to a rank. It replies Ready to the first of these and Part to Collect, and exits with the connection.
