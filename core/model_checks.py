@@ -1,7 +1,8 @@
 """Results of trying a model, stored beside the model cache, so that the next job on it does not try it again.
 
 One JSON file for each model and circumstances (versions, precision, context, files; worker/model/verdicts.py). The API
-reads them too, so nothing here imports torch. A damaged file is ignored and written again.
+reads them too, so nothing here imports torch. A file that is damaged, edited to contradict itself, or of another
+version of this module is ignored and written again.
 """
 
 import contextlib
@@ -9,34 +10,93 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from core.registry import BaseModelEntry
 
 log = logging.getLogger(__name__)
 
 
-class ModelCheck(BaseModel):
-    """A result, and the model that it is of."""
+# A result depends on these. transformers uses the kernels of the second line wherever they are installed.
+LIBRARIES = (
+    *("regraft-server", "torch", "transformers", "peft", "triton"),
+    *("flash-linear-attention", "fla-core", "causal-conv1d", "mamba-ssm", "kernels"),
+)
 
+Nats = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Stored(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CheckedRoute(Stored):
+    """`Route` of worker/model/policy.py."""
+
+    forward: Literal["packed", "rows"]
+    decode: Literal["shared", "joined", "forked", "padded", "alone", "recomputed"]
+    blocks: bool
+    eager: bool
+
+
+class CheckedGap(Stored):
+    """`Gap` of worker/model/support.py."""
+
+    part: str
+    largest: Nats
+    mean: Nats
+    share: Share
+    prompt: Annotated[int, Field(ge=1)]
+
+
+class CheckedVerdict(Stored):
+    """`Verdict` of worker/model/support.py."""
+
+    route: CheckedRoute
+    gaps: Annotated[list[CheckedGap], Field(min_length=1)]
+    instead: str
+    checked_at: int
+
+
+class CheckedKind(Stored):
+    """The adapted layers of one kind."""
+
+    modules: Annotated[int, Field(ge=0)]
+    share: Share
+
+
+class ModelCheck(Stored):
+    """A result, and the model that it is of."""
 
     key: str  # a hash of everything that the result depends on
     source: str
     dtype: str
     context: int
-    checked_at: int
-    forward: str
+    versions: dict[str, str]  # of the LIBRARIES that were installed
+    checked_at: Annotated[int, Field(ge=0)]
+    forward: Literal["packed", "rows"]
     decode: str | None  # None: the transformers sampler was not tried
-    largest_difference: float  # nats
-    adapted_modules: int
-    adapted_share: float  # of the parameters
-    adapted_by_kind: dict[str, dict[str, float]]
-    verdict: dict[str, Any]  # as worker/model/verdicts.py reads it
+    largest_difference: Nats
+    adapted_modules: Annotated[int, Field(ge=0)]
+    adapted_share: Share
+    adapted_by_kind: dict[str, CheckedKind]
+    verdict: CheckedVerdict
+
+    @model_validator(mode="after")
+    def _is_of_its_verdict(self) -> "ModelCheck":
+        verdict = self.verdict
+        if self.forward != verdict.route.forward or self.decode not in (None, verdict.route.decode):
+            raise ValueError("its verdict has another route")
+        if self.largest_difference != max(gap.largest for gap in verdict.gaps):
+            raise ValueError("its verdict has another difference")
+        return self
 
 
 class ModelChecks:
@@ -50,13 +110,18 @@ class ModelChecks:
         check = _read(self._path(source, key))
         return check if check is not None and (check.source, check.key) == (source, key) else None
 
-    def latest(self, entry: BaseModelEntry) -> ModelCheck | None:
-        """The newest result of a model of the registry with its present context and precision."""
+    def latest(self, entry: BaseModelEntry, versions: Mapping[str, str] | None = None) -> ModelCheck | None:
+        """The newest result of a model of the registry with its present context and precision.
+
+        Args:
+            versions: only a result with these; None: with any.
+        """
         source = source_of(entry)
         same = [
             check
             for check in self._of(source)
             if (check.source, check.dtype, check.context) == (source, entry.dtype, entry.context)
+            and versions in (None, check.versions)
         ]
         return max(same, key=lambda check: check.checked_at, default=None)
 
@@ -99,8 +164,39 @@ def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def installed_versions() -> dict[str, str]:
+    """Of the LIBRARIES that are installed here."""
+    found = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def differs_here(versions: Mapping[str, str]) -> bool:
+    """Whether one of these is installed here in another version.
+
+    A server without torch knows its own version only. Builds for other devices (2.13.0+cpu) are the same version.
+    """
+    here = installed_versions()
+    return any(name in here and _public(here[name]) != _public(made) for name, made in versions.items())
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]
+
+
 def _read(path: Path) -> ModelCheck | None:
     try:
         return ModelCheck.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
+    except FileNotFoundError:
         return None
+    except (OSError, ValidationError) as cause:
+        _report_ignored(path, type(cause).__name__)
+        return None
+
+
+@cache
+def _report_ignored(path: Path, cause: str) -> None:
+    """Log it once in a process: the API reads the files for each request."""
+    log.warning("the check of a model in %s is ignored (%s): the next job tries the model again", path, cause)

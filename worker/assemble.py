@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from core.jobs import hyperparameters
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameters import Hyperparameters, Resolved
-from core.model_checks import ModelChecks
+from core.model_checks import ModelChecks, installed_versions
 from core.registry import BaseModelEntry, Device, Registry, SamplerName
 from core.response_format import stored_held_to
 from core.settings import Settings
@@ -168,7 +168,7 @@ def inspect_model(name: str, settings: Settings, ranks: Ranks) -> BaseModel:
     support.refuse_by_config(config, entry.context)
     with refusing(config):
         shape = memory.shape_of(config, DTYPES[entry.dtype])
-        checked = ModelChecks(settings.model_cache).latest(entry)
+        checked = ModelChecks(settings.model_cache).latest(entry, installed_versions())
         rows = checked.forward == "rows" if checked is not None else memory.expects_rows(config)
     return BaseModel(entry, source, shape, device, sampler, version, rows)
 

@@ -1,3 +1,4 @@
+from importlib.metadata import version
 from urllib.parse import quote
 
 import pytest
@@ -96,12 +97,27 @@ def test_what_a_worker_has_found_is_shown(api, house):
         "adapted_share": 0.5,
         "adapted_by_kind": {"attention": {"modules": 12, "share": 0.5}},
         "checked_at": 1_700_000_000,
+        "versions": {"regraft-server": version("regraft-server")},
     }
-    same = {"source": source_of(entry), "dtype": entry.dtype, "context": entry.context, "verdict": {}}
     checks = ModelChecks(house.app.state.service.settings.model_cache)
-    checks.keep(ModelCheck(key="new", **same, **found))
-    checks.keep(ModelCheck(key="old", **same, **found | {"forward": "packed", "checked_at": 1}))
+    checks.keep(check_of(entry, found, key="new"))
+    checks.keep(
+        check_of(entry, found | {"forward": "packed", "decode": "shared", "checked_at": 1}, key="old")
+    )
 
     shown = next(model for model in api.get("/v1/regraft/models").json()["data"] if model["id"] == name)
 
     assert {field: shown[field] for field in found} == found
+    assert shown["outdated"] is False
+
+    checks.keep(check_of(entry, found | {"versions": {"regraft-server": "0.0.1"}}, key="new"))
+    shown = next(model for model in api.get("/v1/regraft/models").json()["data"] if model["id"] == name)
+    assert (shown["outdated"], shown["versions"]) == (True, {"regraft-server": "0.0.1"})
+
+
+def check_of(entry, found, key):
+    route = {"forward": found["forward"], "decode": found["decode"], "blocks": False, "eager": False}
+    gap = {"part": "a part", "largest": 1e-6, "mean": 1e-7, "share": 0, "prompt": 40}
+    verdict = {"route": route, "gaps": [gap], "instead": "", "checked_at": 0}
+    model = {"source": source_of(entry), "dtype": entry.dtype, "context": entry.context}
+    return ModelCheck(key=key, **model, **found, verdict=verdict)

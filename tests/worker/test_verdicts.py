@@ -1,12 +1,15 @@
 """A model is tried once: what is stored of it, when it holds, and what happens to a damaged file."""
 
+import json
 import os
 
 import pytest
 
-from core.model_checks import ModelCheck, ModelChecks
+from core import model_checks
+from core.model_checks import ModelCheck, ModelChecks, differs_here, installed_versions
 from core.registry import BaseModelEntry
 from tests.tiny import make_tiny_model
+from worker.model import fingerprint, policy
 from worker.model.policy import Policy, Route, load_base
 from worker.model.verdicts import probed
 
@@ -28,11 +31,11 @@ def try_model(folder, model_cache):
     def try_model(*, sampled=True, targets="all-linear", again=False, **fields):
         entry = BaseModelEntry(path=folder, **{"dtype": "float32", "context": 128} | fields)
         base = load_base("tiny", entry, folder, "cpu")
-        policy = Policy(base, rank=4, alpha=8, seed=0, targets=targets)
+        made = Policy(base, rank=4, alpha=8, seed=0, targets=targets)
         passes = []
         base.parts.decoder.register_forward_hook(lambda *args: passes.append(1))
-        verdict = probed(policy, entry, model_cache, sampled=sampled, targets=targets, again=again)
-        assert policy.route == verdict.route
+        verdict = probed(made, entry, model_cache, sampled=sampled, targets=targets, again=again)
+        assert made.route == verdict.route
         return len(passes), verdict
 
     return try_model
@@ -73,6 +76,68 @@ def test_other_files_are_another_model(try_model, folder):
     assert passes > 10
 
 
+def test_weights_that_are_changed_in_place_are_another_model_though_their_times_are_set_back(
+    try_model, folder
+):
+    try_model()
+    weights = folder / "model.safetensors"
+    stat, content = weights.stat(), bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    passes, _ = try_model()
+
+    assert passes > 10 and weights.stat().st_size == stat.st_size
+
+
+@pytest.mark.parametrize("position", [0, 5 << 20, (10 << 20) - 1])
+def test_a_large_file_is_told_apart_by_blocks_of_it(tmp_path, position):
+    file = tmp_path / "weights"
+    content = bytearray(10 << 20)
+    file.write_bytes(content)
+    before = fingerprint.of_contents(file)
+
+    content[position] ^= 1
+    file.write_bytes(content)
+
+    # What lies between blocks is left to the time of the last change.
+    assert (fingerprint.of_contents(file) != before) is (position != 5 << 20)
+    assert fingerprint.of_folder(tmp_path) and not fingerprint.of_folder(tmp_path / "absent")
+
+
+def test_files_that_change_during_the_load_give_no_verdict_for_later(
+    try_model, folder, model_cache, monkeypatch
+):
+    """The verdict is of a mixture, or of files that are gone."""
+    read = policy.read_tokenizer  # after the weights
+
+    def swapped(*args):
+        os.utime(folder / "model.safetensors", ns=(1, 1))
+        return read(*args)
+
+    monkeypatch.setattr(policy, "read_tokenizer", swapped)
+    assert try_model()[0] > 10
+    assert stored(model_cache) == []
+
+    monkeypatch.setattr(policy, "read_tokenizer", read)
+    assert try_model()[0] > 10
+    assert try_model()[0] == 0
+
+
+def test_a_verdict_of_files_that_were_swapped_during_the_load_is_not_used(try_model, folder, monkeypatch):
+    try_model()
+    read = policy.read_tokenizer
+
+    def swapped(*args):
+        (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+        return read(*args)
+
+    monkeypatch.setattr(policy, "read_tokenizer", swapped)
+
+    assert try_model()[0] > 10
+
+
 def test_a_job_that_needs_the_decode_too_tries_a_model_that_was_tried_without(try_model, model_cache):
     try_model(sampled=False)
     passes, _ = try_model(sampled=True)
@@ -98,6 +163,50 @@ def test_a_damaged_file_is_ignored_and_written_again(try_model, model_cache, dam
     assert stored(model_cache) == [file]
 
 
+EDITS = {
+    "no gaps": lambda check: check["verdict"].update(gaps=[]),
+    "beyond what is allowed": lambda check: (
+        check["verdict"]["gaps"][0].update(largest=0.5),
+        check.update(largest_difference=0.5),
+    ),
+    "not a number": lambda check: check["verdict"]["gaps"][0].update(largest=float("nan")),
+    "below zero": lambda check: check.update(adapted_share=-1),
+    "another route at its top": lambda check: check.update(forward="rows"),
+    "another difference at its top": lambda check: check.update(largest_difference=0.0),
+    "a decode that packed answers do not have": lambda check: (
+        check["verdict"]["route"].update(decode="forked"),
+        check.update(decode="forked"),
+    ),
+    "a field too many": lambda check: check["verdict"].update(other=1),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_an_edited_file_is_not_trusted(try_model, model_cache, edit):
+    _, first = try_model()
+    [file] = stored(model_cache)
+    check = json.loads(file.read_bytes())
+    edit(check)
+    file.write_text(json.dumps(check))
+
+    passes, second = try_model()
+
+    assert passes > 10 and second.route == first.route
+    assert try_model()[0] == 0
+
+
+def test_an_ignored_file_is_logged_once(try_model, model_cache, folder, caplog):
+    try_model()
+    [file] = stored(model_cache)
+    file.write_text("{}")
+    checks, entry = ModelChecks(model_cache), BaseModelEntry(path=folder, dtype="float32", context=128)
+
+    found = [checks.latest(entry) for _ in range(3)]
+
+    assert found == [None] * 3
+    assert [file.name in record.message for record in caplog.records] == [True]
+
+
 def test_a_cache_that_cannot_be_written_costs_a_check_only(try_model, model_cache):
     model_cache.write_text("a file")
 
@@ -113,9 +222,33 @@ def test_the_newest_result_of_a_model_is_found_by_its_entry(try_model, model_cac
     found = checks.latest(entry)
 
     assert (found.forward, found.decode) == ("packed", "shared")
-    assert found.adapted_by_kind["attention"]["modules"] == 8
+    assert found.adapted_by_kind["attention"].modules == 8
     assert checks.latest(entry.model_copy(update={"context": 64})) is None
     assert checks.latest(BaseModelEntry(hub="some/model", context=128)) is None
+
+
+def test_a_result_of_other_libraries_is_found_as_such_or_not_at_all(
+    try_model, model_cache, folder, monkeypatch
+):
+    try_model()
+    checks, entry = ModelChecks(model_cache), BaseModelEntry(path=folder, dtype="float32", context=128)
+    before = installed_versions()
+    assert before["torch"] == checks.latest(entry, before).versions["torch"]
+    assert not differs_here(before)
+
+    monkeypatch.setattr(model_checks, "version", lambda name: "9.9")
+
+    assert checks.latest(entry, installed_versions()) is None
+    assert differs_here(checks.latest(entry).versions)
+    assert try_model()[0] > 10
+
+
+@pytest.mark.parametrize(("made", "differs"), [("9.9+cu130", False), ("9.8", True)])
+def test_builds_of_a_library_for_other_devices_are_the_same_version(made, differs, monkeypatch):
+    monkeypatch.setattr(model_checks, "version", lambda name: "9.9+cpu")
+
+    assert differs_here({"torch": made}) is differs
+    assert not differs_here({"not installed anywhere": "1"})
 
 
 def test_a_model_that_is_refused_later_leaves_no_verdict(try_model, model_cache):

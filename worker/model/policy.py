@@ -33,7 +33,7 @@ from transformers import (
 from core import chat_templates
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.registry import BaseModelEntry
-from worker.model import attention, lora, memory, reasoning
+from worker.model import attention, fingerprint, lora, memory, reasoning
 from worker.model.adapters import adaptable_layers, adapter_targets
 from worker.model.architecture import class_of, refusing
 from worker.model.decoding import (
@@ -124,6 +124,7 @@ class Base:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     context: int  # tokens of prompt and answer together
+    files: str = ""  # a hash of the folder's files from before they were loaded
 
     @cached_property
     def parts(self) -> Parts:
@@ -157,6 +158,7 @@ def load_base(
         ModelUnavailable: the hub is unreachable; the job may be retried.
     """
     source = source_of(entry, cache)
+    files = fingerprint.of_folder(source) if isinstance(source, Path) else ""
     with _reading(source, "weights"):
         model, loading = class_of(read_config(source)).from_pretrained(
             source, dtype=DTYPES[entry.dtype], output_loading_info=True
@@ -172,7 +174,7 @@ def load_base(
     with _reading(source, "weights"):
         model = model.to(device)
     # eval() for good: dropout would make the trainer disagree with what was sampled.
-    return Base(name, source, model.eval(), tokenizer, entry.context)
+    return Base(name, source, model.eval(), tokenizer, entry.context, files)
 
 
 def source_of(entry: BaseModelEntry, cache: Path) -> Path | str:
@@ -279,7 +281,8 @@ def convert_gguf(source: Path, cache: Path) -> Path:
 
     Returns the folder; it is made beside its final place and moved there whole.
     """
-    target = cache / f"{source.stem}-{source.stat().st_size}"
+    # By its contents, because a file that is replaced may have the size of the former one.
+    target = cache / f"{source.stem}-{source.stat().st_size}-{fingerprint.of_contents(source)[:12]}"
     if target.exists():
         return target
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
@@ -336,7 +339,7 @@ class Policy:
         self.model.peft_config["default"].base_model_name_or_path = (
             base.source if isinstance(base.source, str) else base.name
         )
-        self.source = base.source
+        self.source, self.files = base.source, base.files
         self.tokenizer = base.tokenizer
         self.context = base.context
         causal = self.model.get_base_model()

@@ -3,19 +3,17 @@
 import hashlib
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from core.jobs.hyperparameter_groups import LoraTargets
-from core.model_checks import ModelCheck, ModelChecks, source_of
+from core.model_checks import ModelCheck, ModelChecks, installed_versions, source_of
 from core.registry import BaseModelEntry
-from worker.model import support
+from worker.model import fingerprint, support
 from worker.model.policy import Policy
 from worker.model.support import Verdict
 from worker.refusals import UnsupportedModel
@@ -23,12 +21,6 @@ from worker.refusals import UnsupportedModel
 WORKER = Path(__file__).parents[1]
 # The code that the probe compares, beside this folder.
 COMPARED = ("learn/batch.py", "learn/gradient.py", "rollout/samplers/transformers.py")
-
-# Those whose kernels transformers uses wherever they are installed, too.
-LIBRARIES = (
-    *("torch", "transformers", "peft", "triton"),
-    *("flash-linear-attention", "fla-core", "causal-conv1d", "mamba-ssm", "kernels"),
-)
 
 _VERDICT = TypeAdapter(Verdict)
 
@@ -44,6 +36,8 @@ def probed(
 ) -> Verdict:
     """The stored verdict of this model, else that of `support.probe`, which is stored. The policy uses its route.
 
+    A verdict is found and stored by the files as they were before the model was loaded, and only while they still are.
+
     Args:
         again: probe even if there is a verdict.
 
@@ -51,28 +45,24 @@ def probed(
         UnsupportedModel, NotEnoughMemory: as `support.probe`. A refusal is not stored.
     """
     checks, source, key = ModelChecks(model_cache), source_of(entry), key_of(policy, entry, targets)
-    stored = checks.find(source, key) if key and not again else None
-    if stored is not None and (stored.decode is not None or not sampled):
-        try:
-            verdict = replace(_VERDICT.validate_python(stored.verdict), checked_at=stored.checked_at)
-        except ValidationError:
-            pass  # damaged: it is written again
-        else:
-            policy.use(verdict.route)
-            return verdict
+    verdict = None if again else _found(checks.find(source, key) if key else None, policy, sampled)
+    if verdict is not None:
+        policy.use(verdict.route)
+        return verdict
     try:
         verdict = replace(support.probe(policy, sampled=sampled), checked_at=int(time.time()))
     except UnsupportedModel:
         if key:
             checks.forget(source, key)
         raise
-    if key:
+    if key and key == key_of(policy, entry, targets):
         checks.keep(
             ModelCheck(
                 key=key,
                 source=source,
                 dtype=entry.dtype,
                 context=entry.context,
+                versions=installed_versions(),
                 checked_at=verdict.checked_at,
                 forward=verdict.route.forward,
                 decode=verdict.route.decode if sampled else None,
@@ -84,16 +74,31 @@ def probed(
     return verdict
 
 
+def _found(stored: ModelCheck | None, policy: Policy, sampled: bool) -> Verdict | None:
+    """The stored verdict, if it says enough and its numbers still allow it."""
+    if stored is None or (sampled and stored.decode is None):
+        return None
+    verdict = replace(_VERDICT.validate_python(stored.verdict.model_dump()), checked_at=stored.checked_at)
+    is_allowed = not support.problem_of(verdict.gaps, policy.model.get_base_model().config)
+    return verdict if is_allowed and _fits(verdict, sampled) else None
+
+
+def _fits(verdict: Verdict, sampled: bool) -> bool:
+    return not sampled or verdict.route.decode in support.DECODES[verdict.route.forward]
+
+
 def key_of(policy: Policy, entry: BaseModelEntry, targets: LoraTargets) -> str:
-    """A hash of everything that the verdict depends on; empty if the model's revision is unknown."""
+    """A hash of everything that the verdict depends on.
+
+    Empty if the model's revision is unknown, or its files are no longer those from before it was loaded.
+    """
     if isinstance(policy.source, Path):
-        revision: object = files_of(policy.source)
+        revision = policy.files if fingerprint.of_folder(policy.source) == policy.files else ""
     else:
-        revision = getattr(policy.model.get_base_model().config, "_commit_hash", None)
+        revision = getattr(policy.model.get_base_model().config, "_commit_hash", None) or ""
     if not revision:
         return ""
     device = torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else policy.device.type
-    libraries = {name: _version(name) for name in LIBRARIES}
     parts = [
         str(policy.source),
         revision,
@@ -101,23 +106,10 @@ def key_of(policy: Policy, entry: BaseModelEntry, targets: LoraTargets) -> str:
         entry.context,
         targets,
         device,
-        libraries,
+        installed_versions(),
         code_version(),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def files_of(folder: Path) -> Sequence[tuple[str, int, int]]:
-    """Name, size and time of modification (ns) of each file in a folder."""
-    found = ((path, path.stat()) for path in sorted(folder.iterdir()) if path.is_file())
-    return [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in found]
 
 
 @cache
