@@ -87,6 +87,7 @@ class ModelCheck(Stored):
     adapted_modules: Annotated[int, Field(ge=0)]
     adapted_share: Share
     adapted_by_kind: dict[str, CheckedKind]
+    reasons: bool | None  # its chat template lets it write thoughts; None: not known
     verdict: CheckedVerdict
 
     @model_validator(mode="after")
@@ -173,12 +174,11 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def differs_here(versions: Mapping[str, str]) -> bool:
+def differ(versions: Mapping[str, str], here: Mapping[str, str]) -> bool:
     """Whether one of these is installed here in another version.
 
     A server without torch knows its own version only. Builds for other devices (2.13.0+cpu) are the same version.
     """
-    here = installed_versions()
     return any(name in here and _public(here[name]) != _public(made) for name, made in versions.items())
 
 

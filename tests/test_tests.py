@@ -23,6 +23,11 @@ CONTROL = "a mistake in our own code, which a comparison must see"
 INTERNALS = "checks our code against the internals of another library"
 
 ALLOWED = {
+    ("worker/test_json_schema.py", "monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)"): NO_GPU,
+    (
+        "worker/test_ranks.py",
+        "monkeypatch.setattr(support, 'DECODES', {**support.DECODES, 'packed': ()})",
+    ): "no known model has a right packed pass and no right decode for it",
     (
         "graders/test_contract.py",
         "monkeypatch.setattr(ZygoteProcess, 'grade', broken)",

@@ -19,6 +19,7 @@ from core.jobs import estimates, usage
 from core.jobs.budgets import Price
 from core.jobs.estimates import PastJobs
 from core.jobs.hyperparameters import Resolved
+from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry
 from core.storage import datasets, files
 from core.storage.datasets import InvalidDataset
@@ -141,7 +142,14 @@ def asked(body: JobCreate, project: Project, service: Service) -> Asked:
         training=training,
         train_rows=train_rows,
         valid_rows=valid_rows,
-        settings=estimates.sizes(hyperparameters, rows=train_rows, context=model.context),
+        settings=estimates.sizes(
+            hyperparameters,
+            rows=train_rows,
+            context=model.context,
+            reasons=is_reasoning(
+                model, service.settings.model_cache, hyperparameters.advanced.sampling.chat_template
+            ),
+        ),
         past=past,
         price=price,
         warnings=hyperparameters.warnings,

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from api.http.deps import CurrentProject, ServiceDep
 from api.http.shapes import Listing
-from core.model_checks import ModelCheck, ModelChecks, differs_here
+from core.model_checks import ModelCheck, ModelChecks, differ, installed_versions
 from core.registry import BaseModelEntry, Registry, SamplerName
 
 router = APIRouter(prefix="/regraft/models", tags=["regraft"])
@@ -36,6 +36,7 @@ class BaseModelOut(BaseModel):
     adapted_modules: int | None = None
     adapted_share: float | None = None
     adapted_by_kind: dict[str, KindOut] | None = None
+    reasons: bool | None = None
     checked_at: int | None = None
     versions: dict[str, str] | None = None  # of the libraries that it was tried with
     # The worker tries the model again: this server, and so likely the worker, has other versions by now.
@@ -53,7 +54,7 @@ class BaseModelOut(BaseModel):
             dtype=entry.dtype,
             gpu_class=entry.gpu_class or gpu_class,
             sampler=entry.sampler,
-            outdated=differs_here(check.versions) if check else None,
+            outdated=differ(check.versions, installed_versions()) if check else None,
             **known,
         )
 

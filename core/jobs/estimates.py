@@ -152,9 +152,12 @@ def gpus(estimate: dict[str, Any]) -> int:
     return number
 
 
-def sizes(asked: Hyperparameters, *, rows: int, context: int) -> Resolved:
-    """Resolve every "auto" for this number of training rows, except the learning rate, which depends on the model."""
-    return resolve(asked, rows=rows, parameters=1, context=context)
+def sizes(asked: Hyperparameters, *, rows: int, context: int, reasons: bool = False) -> Resolved:
+    """Resolve every "auto" for this number of training rows, except the learning rate, which depends on the model.
+
+    `reasons`: as `is_reasoning` of core/model_templates.py found.
+    """
+    return resolve(asked, rows=rows, parameters=1, context=context, reasons=reasons)
 
 
 def before_start(past: PastJobs, settings: Resolved, *, train_rows: int, valid_rows: int) -> dict[str, Any]:

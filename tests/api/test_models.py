@@ -115,9 +115,14 @@ def test_what_a_worker_has_found_is_shown(api, house):
     assert (shown["outdated"], shown["versions"]) == (True, {"regraft-server": "0.0.1"})
 
 
-def check_of(entry, found, key):
-    route = {"forward": found["forward"], "decode": found["decode"], "blocks": False, "eager": False}
+def check_of(entry, found, key, reasons=False):
+    route = {
+        "forward": found["forward"],
+        "decode": found["decode"] or "shared",
+        "blocks": False,
+        "eager": False,
+    }
     gap = {"part": "a part", "largest": 1e-6, "mean": 1e-7, "share": 0, "prompt": 40}
     verdict = {"route": route, "gaps": [gap], "instead": "", "checked_at": 0}
     model = {"source": source_of(entry), "dtype": entry.dtype, "context": entry.context}
-    return ModelCheck(key=key, **model, **found, verdict=verdict)
+    return ModelCheck(key=key, **model, **found, reasons=reasons, verdict=verdict)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from api.http.app import create_app
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
+from core.storage.datasets import Example
 from core.tenancy import tenants
 from graders.backends import Backends
 from graders.hazards.pool import OWNER
@@ -27,10 +29,13 @@ from graders.types import Grader
 from tests.api.conftest import GRADER
 from tests.api.test_chat import served
 from tests.graders.servers import serving, verdict
+from tests.thinking import HYBRID, make_thinking_model
+from worker.assemble import prepare_task
 
 ROWS = [{"messages": [{"role": "user", "content": f"row {n}"}], "answer": "yes"} for n in range(12)]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": True}}
 PREVIEW = "/regraft/preview"
+WITHOUT_THOUGHTS = "{%- for m in messages -%}{{ m.content }}{%- endfor -%}"
 NO_JSON = (
     "The inference server answered with status 500 and not in OpenAI's format: "
     "REGRAFT_INFERENCE_URL may point to another server, or lack /v1."
@@ -121,6 +126,7 @@ def opened(
     *,
     places: int | None = None,
     seconds: float | None = None,
+    entry: BaseModelEntry | None = None,
     **settings: Any,
 ) -> Iterator[httpx.Client]:
     """`places`: previews at once; `seconds`: how long one may take."""
@@ -133,7 +139,7 @@ def opened(
         Settings(**settings),
         house.database,
         house.blobs,
-        Registry(models={"tiny": BaseModelEntry(hub="regraft/tiny", context=128)}),
+        Registry(models={"tiny": entry or BaseModelEntry(hub="regraft/tiny", context=128)}),
         backends or Backends.none(),
         lambda *wake: True,
     )
@@ -190,6 +196,51 @@ def test_a_preview_reports_what_the_base_model_makes_of_a_few_rows(web, body):
     assert found["reason"] is None
     assert found["verdict"] == "good"
     assert "32 of 64 answers pass" in found["recommendation"]
+
+
+@pytest.mark.parametrize(
+    ("template", "chosen", "room"),
+    [(HYBRID, "auto", 2048), (HYBRID, "plain", 512), (WITHOUT_THOUGHTS, "auto", 512)],
+)
+def test_estimate_preview_and_worker_give_answers_the_same_room(
+    house, inference, model, body, tmp_path, template, chosen, room
+):
+    entry = BaseModelEntry(path=make_thinking_model(tmp_path / "model", template), context=8192)
+    hyperparameters = {"advanced": {"sampling": {"chat_template": chosen}}}
+    asked = body(hyperparameters=hyperparameters)
+
+    for web in opened(house, inference, entry=entry):
+        estimate = web.post("/regraft/estimate", json=asked).json()
+        preview = web.post(PREVIEW, json=asked | {"rows": 1, "samples": 2}).json()
+
+    job = SimpleNamespace(
+        training_file="file-a",
+        validation_file="file-b",
+        reinforcement={"hyperparameters": hyperparameters, "response_format": None},
+        resolved=None,
+    )
+    shape = SimpleNamespace(parameters=1000)
+    base = SimpleNamespace(entry=entry, source=entry.path, shape=shape, sampler="transformers", rows=False)
+    rows = SimpleNamespace(train=(some := [Example(1, ROWS[0]["messages"], {})]), valid=some)
+    task = prepare_task(SimpleNamespace(job=job), rows, base)
+    assert task.settings.max_completion_tokens == room
+    assert estimate["max_completion_tokens"] == preview["max_completion_tokens"] == room
+    assert {one["max_completion_tokens"] for one in model.sampled} == {room}
+
+
+def test_thoughts_that_the_limit_cuts_are_counted(web, model, body):
+    def thinks(asked):
+        cut = says("", finish="length")
+        said = json.loads(cut.body)
+        said["choices"][0]["message"]["reasoning_content"] = "hm"
+        return JSONResponse(said)
+
+    model.answer = thinks
+
+    found = web.post(PREVIEW, json=body() | {"rows": 2, "samples": 3}).json()
+
+    assert (found["answers"], found["cut_off"], found["cut_thoughts"]) == (6, 6, 6)
+    assert "6 of them within their thought" in found["recommendation"]
 
 
 def test_it_creates_nothing(web, body):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.families.zoo import FAMILIES, WINDOW
 from worker.model import attention
@@ -66,7 +67,7 @@ def test_a_module_that_looks_both_ways_keeps_doing_so():
     query, key, value = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0)).unbind()
 
     for extra in ({}, {"softcap": 1e6}):
-        output, _ = attention._attend(module, query, key, value, None, **extra)
+        output, _ = ALL_ATTENTION_FUNCTIONS[attention.NAME](module, query, key, value, None, **extra)
 
         expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
         torch.testing.assert_close(output.transpose(1, 2), expected, rtol=1e-4, atol=1e-4)

@@ -5,11 +5,10 @@ import os
 
 import pytest
 
-from core import model_checks
-from core.model_checks import ModelCheck, ModelChecks, differs_here, installed_versions
+from core import fingerprint
+from core.model_checks import ModelCheck, ModelChecks, differ, installed_versions
 from core.registry import BaseModelEntry
 from tests.tiny import make_tiny_model
-from worker.model import fingerprint, policy
 from worker.model.policy import Policy, Route, load_base
 from worker.model.verdicts import probed
 
@@ -26,16 +25,20 @@ def model_cache(tmp_path):
 
 @pytest.fixture
 def try_model(folder, model_cache):
-    """Load the model and try it as a job does. Returns how many forward passes that took, and the verdict."""
+    """Load the model and try it as a job does. Returns how many forward passes that took, and the verdict.
 
-    def try_model(*, sampled=True, targets="all-linear", again=False, **fields):
+    `meanwhile` is called when the files have been read.
+    """
+
+    def try_model(*, sampled=True, targets="all-linear", again=False, meanwhile=lambda: None, **fields):
         entry = BaseModelEntry(path=folder, **{"dtype": "float32", "context": 128} | fields)
         base = load_base("tiny", entry, folder, "cpu")
-        made = Policy(base, rank=4, alpha=8, seed=0, targets=targets)
+        meanwhile()
+        policy = Policy(base, rank=4, alpha=8, seed=0, targets=targets)
         passes = []
         base.parts.decoder.register_forward_hook(lambda *args: passes.append(1))
-        verdict = probed(made, entry, model_cache, sampled=sampled, targets=targets, again=again)
-        assert made.route == verdict.route
+        verdict = probed(policy, entry, model_cache, sampled=sampled, targets=targets, again=again)
+        assert policy.route == verdict.route
         return len(passes), verdict
 
     return try_model
@@ -106,36 +109,24 @@ def test_a_large_file_is_told_apart_by_blocks_of_it(tmp_path, position):
     assert fingerprint.of_folder(tmp_path) and not fingerprint.of_folder(tmp_path / "absent")
 
 
-def test_files_that_change_during_the_load_give_no_verdict_for_later(
-    try_model, folder, model_cache, monkeypatch
-):
+def test_files_that_change_during_the_load_give_no_verdict_for_later(try_model, folder, model_cache):
     """The verdict is of a mixture, or of files that are gone."""
-    read = policy.read_tokenizer  # after the weights
+    weights = folder / "model.safetensors"
 
-    def swapped(*args):
-        os.utime(folder / "model.safetensors", ns=(1, 1))
-        return read(*args)
+    passes, _ = try_model(meanwhile=lambda: os.utime(weights, ns=(1, 1)))
 
-    monkeypatch.setattr(policy, "read_tokenizer", swapped)
-    assert try_model()[0] > 10
-    assert stored(model_cache) == []
-
-    monkeypatch.setattr(policy, "read_tokenizer", read)
+    assert passes > 10 and stored(model_cache) == []
     assert try_model()[0] > 10
     assert try_model()[0] == 0
 
 
-def test_a_verdict_of_files_that_were_swapped_during_the_load_is_not_used(try_model, folder, monkeypatch):
+def test_a_verdict_of_files_that_were_swapped_during_the_load_is_not_used(try_model, folder):
     try_model()
-    read = policy.read_tokenizer
+    config = folder / "config.json"
 
-    def swapped(*args):
-        (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
-        return read(*args)
+    passes, _ = try_model(meanwhile=lambda: config.write_text(config.read_text() + " "))
 
-    monkeypatch.setattr(policy, "read_tokenizer", swapped)
-
-    assert try_model()[0] > 10
+    assert passes > 10
 
 
 def test_a_job_that_needs_the_decode_too_tries_a_model_that_was_tried_without(try_model, model_cache):
@@ -227,28 +218,26 @@ def test_the_newest_result_of_a_model_is_found_by_its_entry(try_model, model_cac
     assert checks.latest(BaseModelEntry(hub="some/model", context=128)) is None
 
 
-def test_a_result_of_other_libraries_is_found_as_such_or_not_at_all(
-    try_model, model_cache, folder, monkeypatch
-):
+def test_a_result_of_other_libraries_is_found_as_such_or_not_at_all(try_model, model_cache, folder):
     try_model()
     checks, entry = ModelChecks(model_cache), BaseModelEntry(path=folder, dtype="float32", context=128)
-    before = installed_versions()
-    assert before["torch"] == checks.latest(entry, before).versions["torch"]
-    assert not differs_here(before)
+    here = installed_versions()
 
-    monkeypatch.setattr(model_checks, "version", lambda name: "9.9")
-
-    assert checks.latest(entry, installed_versions()) is None
-    assert differs_here(checks.latest(entry).versions)
-    assert try_model()[0] > 10
+    assert checks.latest(entry, here) == checks.latest(entry)
+    assert checks.latest(entry, here | {"torch": "9.9"}) is None
+    assert checks.latest(entry).versions == here and "torch" in here
 
 
-@pytest.mark.parametrize(("made", "differs"), [("9.9+cu130", False), ("9.8", True)])
-def test_builds_of_a_library_for_other_devices_are_the_same_version(made, differs, monkeypatch):
-    monkeypatch.setattr(model_checks, "version", lambda name: "9.9+cpu")
-
-    assert differs_here({"torch": made}) is differs
-    assert not differs_here({"not installed anywhere": "1"})
+@pytest.mark.parametrize(
+    ("made", "outdated"),
+    [
+        ({"torch": "9.9+cu130"}, False),  # a build for another device
+        ({"torch": "9.8+cpu"}, True),
+        ({"peft": "1"}, False),  # not installed beside the API
+    ],
+)
+def test_a_result_is_outdated_by_what_is_installed_here(made, outdated):
+    assert differ(made, {"torch": "9.9+cpu"}) is outdated
 
 
 def test_a_model_that_is_refused_later_leaves_no_verdict(try_model, model_cache):

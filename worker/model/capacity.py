@@ -12,6 +12,7 @@ from typing import Any
 
 from core.jobs import hyperparameters
 from core.jobs.hyperparameters import Hyperparameters
+from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry, Registry, sampler_of
 from core.settings import Settings
 from worker.model import sizing
@@ -79,7 +80,10 @@ def job_problem(
     shape = shape_of(entry)
     if shape is None:
         return None
-    resolved = hyperparameters.resolve(asked, rows=rows, parameters=shape.parameters, context=entry.context)
+    reasons = is_reasoning(entry, settings.model_cache, asked.advanced.sampling.chat_template)
+    resolved = hyperparameters.resolve(
+        asked, rows=rows, parameters=shape.parameters, context=entry.context, reasons=reasons
+    )
     work = sizing.workload(
         rank=resolved.lora_rank,
         targets=resolved.lora_targets,

@@ -30,10 +30,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from core import chat_templates
+from core import chat_templates, fingerprint
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.registry import BaseModelEntry
-from worker.model import attention, fingerprint, lora, memory, reasoning
+from worker.model import attention, lora, memory, reasoning
 from worker.model.adapters import adaptable_layers, adapter_targets
 from worker.model.architecture import class_of, refusing
 from worker.model.decoding import (
@@ -281,8 +281,7 @@ def convert_gguf(source: Path, cache: Path) -> Path:
 
     Returns the folder; it is made beside its final place and moved there whole.
     """
-    # By its contents, because a file that is replaced may have the size of the former one.
-    target = cache / f"{source.stem}-{source.stat().st_size}-{fingerprint.of_contents(source)[:12]}"
+    target = fingerprint.conversion_of(source, cache)
     if target.exists():
         return target
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)

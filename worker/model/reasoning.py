@@ -1,13 +1,7 @@
-"""Find the format of a model's reasoning in its chat template, and split answers by it. No torch.
-
-A reasoning model writes a thought and then its answer, with tags between them that its family chose: `<think>` and
-`</think>`, or the channels of gpt-oss. `detect` finds the tags and the switches by rendering conversations, so a new
-family needs no entry in a list of models. `Reasoning.split` divides an answer's tokens.
-"""
+"""Split answers by the format of the model's reasoning, which core/reasoning.py finds. No torch."""
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -15,43 +9,13 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from core import chat_templates
+from core.reasoning import QUESTION, Format, Switches, find_format, find_switches
 
 Effort = Literal["default", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateArguments = Mapping[str, bool | int | float | str]
 
-# Parts of the probing conversation. Templates may trim or split texts, but none looks for these words.
-_QUESTION, _THOUGHT, _ANSWER = "Question7Q", "Thought7Q", "Answer7Q"
-# Tags of families whose templates only remove earlier thoughts, and never render one.
-_PAIRS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<seed:think>", "</seed:think>"),
-)
-_LAST_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
-_TOGGLES = ("enable_thinking", "thinking")
 # The thought's share of max_completion_tokens, for a template without a switch for the effort.
 _BUDGET_SHARES: dict[str, float] = {"minimal": 0.125, "low": 0.25, "medium": 0.5}
-
-
-@dataclass(frozen=True)
-class Format:
-    """The tags around a thought."""
-
-    start: str  # opens a thought
-    end: str  # the answer begins after the first of these
-    closing: str  # the text that closes a thought; ends with `end`
-    opened: bool  # the prompt ends within a thought, so the model does not write `start`
-    off: bool = False  # the prompt ends behind a closed thought, so all is answer
-
-
-@dataclass(frozen=True)
-class Switches:
-    """The arguments of the chat template that control reasoning."""
-
-    toggle: str | None = None  # the name of a boolean one
-    efforts: tuple[str, ...] = ()  # the values of `reasoning_effort`, if the template reads it
 
 
 @dataclass(frozen=True)
@@ -184,14 +148,11 @@ def detect(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> R
 @lru_cache(maxsize=32)
 def _detected(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Reasoning | None:
     text = template or tokenizer.chat_template
-    # With our own templates, graders read the whole output: r1_zero rewards its tags.
-    if not isinstance(text, str) or any(
-        chat_templates.text_of(name) in text for name in chat_templates.NAMES
-    ):
+    if not isinstance(text, str):
         return None
 
     def render(*messages: dict[str, str], prompt: bool = False, **arguments: Any) -> str:
-        chat = [{"role": "user", "content": _QUESTION}, *messages]
+        chat = [{"role": "user", "content": QUESTION}, *messages]
         return str(
             tokenizer.apply_chat_template(
                 chat, chat_template=template, add_generation_prompt=prompt, tokenize=False, **arguments
@@ -199,101 +160,10 @@ def _detected(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Reaso
         )
 
     try:
-        form = _rendered_format(render) or _known_format(render, text)
+        form = find_format(render, text)
     except (TemplateError, ValueError, TypeError):
         return None
-    return None if form is None else Reasoning(form, _switches(render), tokenizer)
-
-
-Render = Callable[..., str]
-
-
-def _rendered_format(render: Render) -> Format | None:
-    """Read the tags off a conversation whose last message has a thought."""
-    thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
-    # Some templates render thoughts only if thinking is on.
-    for arguments in ({}, {"enable_thinking": True}, {"thinking": True}):
-        whole = render({"role": "assistant", "content": _ANSWER, **thought}, **arguments)
-        before, found, after = whole.partition(_THOUGHT)
-        between, answered, _ = after.partition(_ANSWER)
-        if found and answered:
-            break
-    else:
-        return None
-    prompt = render(prompt=True, **arguments)
-    start = before[len(_common(before, prompt)) :].strip() or _last_tag(before)
-    plain = render({"role": "assistant", "content": _ANSWER}, **arguments).partition(_ANSWER)[0]
-    header = plain[len(_common(plain, prompt)) :]
-    closing = between.strip()
-    end = _common(between[::-1], header[::-1])[::-1].strip() or closing
-    if not start or not end:
-        return None
-    # A header before every answer, as in gpt-oss: what comes before it is not the answer.
-    headed = end in header and start not in header
-    return Format(
-        start, end, closing, opened=_opens(render, start, end) or headed, off=_closes(render, start, end)
-    )
-
-
-def _known_format(render: Render, template: str) -> Format | None:
-    """Find the tags of a template that opens a thought, or removes earlier ones, and never renders one."""
-    opening = _last_tag(_suffix(render))
-    pairs = [(opening, _mirrored(opening))] if opening else []
-    for start, end in (*pairs, *_PAIRS):
-        if end in template:
-            return Format(start, end, end, opened=_opens(render, start, end), off=_closes(render, start, end))
-    return None
-
-
-def _suffix(render: Render) -> str:
-    """The end of a prompt for an answer, after the conversation."""
-    return render(prompt=True).rpartition(_QUESTION)[2]
-
-
-def _opens(render: Render, start: str, end: str) -> bool:
-    suffix = _suffix(render)
-    return suffix.rfind(start) > suffix.rfind(end)
-
-
-def _closes(render: Render, start: str, end: str) -> bool:
-    suffix = _suffix(render)
-    return suffix.rfind(end) > suffix.rfind(start)
-
-
-def _common(one: str, other: str) -> str:
-    """The longest common beginning."""
-    length = next(
-        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
-    return one[:length]
-
-
-def _last_tag(text: str) -> str:
-    found = _LAST_TAG.search(text)
-    return found[1] if found else ""
-
-
-def _mirrored(tag: str) -> str:
-    return f"{tag[0]}/{tag[1:]}"
-
-
-def _switches(render: Render) -> Switches:
-    """Compare renderings with and without each switch: a template that does not read one renders the same."""
-
-    def prompt(**arguments: Any) -> str | None:
-        try:
-            return render(prompt=True, **arguments)
-        except (TemplateError, ValueError, TypeError):
-            return None  # a template may reject a value
-
-    toggle = next(
-        (name for name in _TOGGLES if prompt(**{name: True}) != prompt(**{name: False})),
-        None,
-    )
-    rendered = {effort: prompt(reasoning_effort=effort) for effort in ("low", "medium", "high", "xhigh")}
-    if len(set(rendered.values())) == 1:
-        return Switches(toggle)
-    return Switches(toggle, tuple(effort for effort, text in rendered.items() if text is not None))
+    return None if form is None else Reasoning(form, find_switches(render), tokenizer)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter
 
+from core import fingerprint
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.model_checks import ModelCheck, ModelChecks, installed_versions, source_of
+from core.model_templates import reasons
 from core.registry import BaseModelEntry
-from worker.model import fingerprint, support
+from worker.model import support
 from worker.model.policy import Policy
 from worker.model.support import Verdict
 from worker.refusals import UnsupportedModel
@@ -63,6 +65,7 @@ def probed(
                 dtype=entry.dtype,
                 context=entry.context,
                 versions=installed_versions(),
+                reasons=reasons(entry, model_cache),
                 checked_at=verdict.checked_at,
                 forward=verdict.route.forward,
                 decode=verdict.route.decode if sampled else None,

@@ -13,6 +13,7 @@ from core.database.tables import File, Job
 from core.jobs import estimates, events, lifecycle
 from core.jobs.claim import Claim, LeaseLost
 from core.jobs.hyperparameters import Hyperparameters
+from core.model_templates import is_reasoning
 from core.registry import Registry
 from core.settings import Settings
 from core.storage import files
@@ -170,7 +171,8 @@ def _estimate(
     if entry is None or past is None:
         return None
     asked = Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
-    sizes = estimates.sizes(asked, rows=train_rows, context=entry.context)
+    reasons = is_reasoning(entry, settings.model_cache, asked.advanced.sampling.chat_template)
+    sizes = estimates.sizes(asked, rows=train_rows, context=entry.context, reasons=reasons)
     return estimates.before_start(past, sizes, train_rows=train_rows, valid_rows=valid_rows)
 
 

@@ -1,4 +1,4 @@
-"""Tell whether the files of a model have changed, without reading all of its weights. No torch."""
+"""Tell whether the files of a model have changed, without reading all of its weights."""
 
 import hashlib
 import os
@@ -37,6 +37,11 @@ def of_contents(file: Path) -> str:
             opened.seek(start)
             digest.update(opened.read(length))
     return digest.hexdigest()
+
+
+def conversion_of(gguf: Path, cache: Path) -> Path:
+    """The folder that a GGUF file is converted to. By its contents: a replaced file may have the same size."""
+    return cache / f"{gguf.stem}-{gguf.stat().st_size}-{of_contents(gguf)[:12]}"
 
 
 def _blocks(size: int) -> Iterator[tuple[int, int]]:

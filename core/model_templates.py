@@ -1,0 +1,148 @@
+"""Read the chat template of a base model from its files, and render it as transformers does, without transformers."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from core import chat_templates
+from core.fingerprint import conversion_of
+from core.model_checks import ModelChecks
+from core.reasoning import QUESTION, Render, find_format
+from core.registry import BaseModelEntry
+
+log = logging.getLogger(__name__)
+
+
+def is_reasoning(entry: BaseModelEntry, model_cache: Path, chat_template: str = "auto") -> bool:
+    """Whether a job on the model gives thoughts room: by its files, or else by what a worker has found.
+
+    Args:
+        chat_template: that of the job.
+    """
+    known = reasons(entry, model_cache, chat_template)
+    if known is None:
+        check = ModelChecks(model_cache).latest(entry)
+        known = None if check is None else check.reasons
+    return bool(known)
+
+
+def reasons(entry: BaseModelEntry, model_cache: Path, chat_template: str = "auto") -> bool | None:
+    """Whether prompts for the model let it write a thought; None if its template is not on this machine."""
+    text = entry.template_text if chat_template == "auto" else chat_templates.text_of(chat_template)
+    folder = folder_of(entry, model_cache)
+    if folder is None:
+        return None if text is None else _reasons(text, ())
+    own, special_tokens = _read(folder)
+    text = own if text is None else text
+    return text is not None and _reasons(text, tuple(sorted(special_tokens.items())))
+
+
+def folder_of(entry: BaseModelEntry, model_cache: Path) -> Path | None:
+    """The folder with the model's tokenizer, if it is on this machine."""
+    try:
+        source = entry.locate()
+    except FileNotFoundError:
+        return None
+    if isinstance(source, str):
+        source = _snapshot(source)
+    elif source.suffix == ".gguf":
+        source = conversion_of(source, model_cache)
+    return source if source.is_dir() else None
+
+
+def _snapshot(hub: str) -> Path:
+    """Where huggingface_hub stores the newest revision that it has downloaded."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    model = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{hub.replace('/', '--')}"
+    try:
+        return model / "snapshots" / (model / "refs" / "main").read_text().strip()
+    except OSError:
+        return model / "absent"
+
+
+def _read(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """The chat template and the special tokens by their names."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        config = {}
+    try:
+        text: Any = (folder / "chat_template.jinja").read_text()
+    except (OSError, ValueError):
+        text = config.get("chat_template")
+    if isinstance(text, Sequence) and not isinstance(text, str):  # several by name
+        text = {one["name"]: one["template"] for one in text}.get("default")
+    tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token")}
+    return text if isinstance(text, str) else None, {name: one for name, one in tokens.items() if one}
+
+
+def _token(value: Any) -> str:
+    content = value.get("content") if isinstance(value, Mapping) else value
+    return content if isinstance(content, str) else ""
+
+
+@lru_cache(maxsize=64)
+def _reasons(template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
+    try:
+        form = find_format(renderer(template, dict(special_tokens)), template)
+    except (TemplateError, ValueError, TypeError):
+        return False  # as in worker/model/reasoning.py
+    except Exception as cause:  # a template is a program
+        log.warning(
+            "a chat template cannot be rendered, so its model counts as one without thoughts: %s", cause
+        )
+        return False
+    return form is not None and not form.off
+
+
+def renderer(template: str, special_tokens: Mapping[str, str]) -> Render:
+    """Render conversations with a template in Jinja's sandbox.
+
+    Source: `_compile_jinja_template` of transformers/utils/chat_template_utils.py.
+    """
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    jinja.filters["tojson"] = _to_json
+    jinja.globals |= {"raise_exception": _raise, "strftime_now": datetime.now().strftime}
+    compiled = jinja.from_string(template)
+
+    def render(*messages: dict[str, str], prompt: bool = False, **arguments: Any) -> str:
+        return compiled.render(
+            messages=[{"role": "user", "content": QUESTION}, *messages],
+            tools=None,
+            documents=None,
+            add_generation_prompt=prompt,
+            **{**special_tokens, **arguments},
+        )
+
+    return render
+
+
+class _Generation(Extension):
+    """The tag around an assistant's tokens, which changes nothing of the text."""
+
+    tags = {"generation"}  # as Jinja declares it
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)

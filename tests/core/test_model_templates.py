@@ -1,0 +1,129 @@
+"""The chat template of a model as the API reads it: what it finds is what transformers renders."""
+
+import json
+
+import pytest
+
+from core import chat_templates
+from core.fingerprint import conversion_of
+from core.model_checks import ModelChecks
+from core.model_templates import is_reasoning, reasons, renderer
+from core.registry import BaseModelEntry
+from tests.api.test_models import check_of
+from tests.thinking import FAMILIES, HYBRID, OPENED, make_thinking_model, thinking_tokenizer
+from worker.model.reasoning import detect
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "reasoning_content": "Hm"}]
+OFF = OPENED.replace("{{ '<think>\\n' }}", "{{ '<think>\\n</think>\\n' }}")  # the prompt closes the thought
+DIALECT = (
+    "{%- for m in messages if m.role == 'user' -%}{%- generation -%}{{ m.content }}{%- endgeneration -%}{%- break -%}"
+    "{%- endfor -%}{{ eos_token }}{{ {'x': '<ü>'} | tojson }}{{ strftime_now('%Y') | length }}"
+)
+
+
+@pytest.fixture
+def entry(tmp_path):
+    """The entry of a model with these files."""
+
+    def entry(files, **fields):
+        folder = tmp_path / "model"
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+        return BaseModelEntry(path=folder, **fields)
+
+    return entry
+
+
+TEMPLATES = FAMILIES | {name: chat_templates.text_of(name) for name in chat_templates.NAMES}
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES.values(), OFF, DIALECT], ids=[*TEMPLATES, "off", "dialect"])
+def test_it_finds_what_the_worker_finds(entry, tmp_path, template):
+    worker = detect(thinking_tokenizer(template))
+
+    found = reasons(entry({"chat_template.jinja": template}), tmp_path)
+
+    assert found is (worker is not None and not worker.form.off)
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES.values(), DIALECT], ids=[*TEMPLATES, "dialect"])
+def test_it_renders_as_transformers_does(template):
+    tokenizer = thinking_tokenizer(template)
+
+    ours = renderer(template, tokenizer.special_tokens_map)(CHAT[1])
+
+    chat = [{"role": "user", "content": "Question7Q"}, CHAT[1]]
+    assert ours == tokenizer.apply_chat_template(chat, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config.json": {"chat_template": HYBRID}}, True),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "default", "template": HYBRID}]}}, True),
+        (
+            {"tokenizer_config.json": {"chat_template": HYBRID}, "chat_template.jinja": "{{ messages }}"},
+            False,
+        ),
+        ({"tokenizer_config.json": {}}, False),
+        ({"tokenizer_config.json": "damaged"}, False),
+        ({"chat_template.jinja": "{% broken"}, False),
+        ({"chat_template.jinja": "{{ 1 / 0 }}"}, False),
+    ],
+)
+def test_where_the_template_stands(entry, tmp_path, files, expected):
+    assert reasons(entry(files), tmp_path) is expected
+
+
+def test_the_template_of_the_entry_and_of_the_job_come_first(entry, tmp_path):
+    thinks = entry({"chat_template.jinja": HYBRID})
+
+    assert not reasons(thinks.model_copy(update={"chat_template": "plain"}), tmp_path)
+    assert not reasons(thinks, tmp_path, "r1_zero")
+    assert reasons(BaseModelEntry(hub="some/model", chat_template=HYBRID), tmp_path)
+
+
+def test_a_model_of_the_hub_is_read_where_the_hub_stores_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "chat_template.jinja").write_text(HYBRID)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+
+    assert reasons(BaseModelEntry(hub="some/model"), tmp_path)
+    assert reasons(BaseModelEntry(hub="other/model"), tmp_path) is None
+
+
+def test_a_gguf_file_is_read_where_the_worker_has_converted_it(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    entry = BaseModelEntry(path=file)
+    assert reasons(entry, tmp_path) is None
+
+    make_thinking_model(conversion_of(file, tmp_path))
+
+    assert reasons(entry, tmp_path)
+    file.write_bytes(b"GGUV")  # another model of the same size
+    assert reasons(entry, tmp_path) is None
+
+
+@pytest.mark.parametrize("recorded", [True, False, None])
+def test_without_the_files_a_worker_has_said_it(tmp_path, recorded):
+    entry = BaseModelEntry(hub="some/absent-model")
+    assert not is_reasoning(entry, tmp_path)
+
+    found = {
+        "forward": "rows",
+        "decode": None,
+        "largest_difference": 1e-6,
+        "adapted_modules": 1,
+        "adapted_share": 0.5,
+        "adapted_by_kind": {},
+        "checked_at": 1,
+        "versions": {},
+    }
+    ModelChecks(tmp_path).keep(check_of(entry, found, key="a", reasons=recorded))
+
+    assert is_reasoning(entry, tmp_path) is bool(recorded)
