@@ -27,7 +27,7 @@ from worker.heartbeat import Beat, WatchedSampler, WatchedTrainer
 from worker.instruments import ObservedSampler
 from worker.learn.ranks import Model, Ranks, TooFewGpus
 from worker.learn.trainer import PeftTrainer
-from worker.model import memory, sizing, support
+from worker.model import memory, quantized, sizing, support
 from worker.model.adapters import adapter_targets
 from worker.model.architecture import refusing, without_weights
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, render, source_of
@@ -62,6 +62,7 @@ class BaseModel:
     sampler: SamplerName
     sampler_version: str
     rows: bool = False  # it is known or expected to be computed in rows
+    precision: str = ""  # how its quantized weights are computed with, in words
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ def assemble(
     recorder.resolved(task.settings, sampler_name)
     if first:
         recorder.inform(verdict.described(policy.coverage), verdict.as_data(policy.coverage))
+        if base.precision:
+            recorder.inform(base.precision, {})
     if policy.reasoning is None and (effort := effort_of(job.reinforcement)) != "default":
         recorder.warn(
             f"reasoning_effort '{effort}' has no effect: the model's chat template has no thoughts.", {}
@@ -166,11 +169,12 @@ def inspect_model(name: str, settings: Settings, ranks: Ranks) -> BaseModel:
     source = source_of(entry, settings.model_cache)
     config: PretrainedConfig = read_config(source)
     support.refuse_by_config(config, entry.context)
+    precision = quantized.described(config, DTYPES[entry.dtype], sampler)
     with refusing(config):
         shape = memory.shape_of(config, DTYPES[entry.dtype])
         checked = ModelChecks(settings.model_cache).latest(entry, installed_versions())
         rows = checked.forward == "rows" if checked is not None else memory.expects_rows(config)
-    return BaseModel(entry, source, shape, device, sampler, version, rows)
+    return BaseModel(entry, source, shape, device, sampler, version, rows, precision)
 
 
 def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:

@@ -45,13 +45,16 @@ def merge(entry: BaseModelEntry, cache: Path, adapter: Path, folder: Path) -> No
     from peft import PeftModel
     from transformers import AutoTokenizer
 
+    from worker.model import quantized
     from worker.model.architecture import class_of
     from worker.model.policy import DTYPES, read_config, source_of
 
     source = source_of(entry, cache)
-    base = class_of(read_config(source)).from_pretrained(source, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, adapter).merge_and_unload()
-    model.to(DTYPES[entry.dtype]).save_pretrained(folder)
+    config = read_config(source)
+    plain = quantized.arguments(config)
+    base = class_of(config).from_pretrained(source, dtype=torch.float32, **plain).to(torch.float32)
+    model = PeftModel.from_pretrained(base, adapter).merge_and_unload().to(DTYPES[entry.dtype])
+    (quantized.as_plain(model) if plain else model).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     # The adapter may have been trained with another template than the base model's.
     for name in [*TEXTS, *([CHAT_TEMPLATE] if (adapter / CHAT_TEMPLATE).exists() else [])]:

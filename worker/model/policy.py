@@ -33,7 +33,7 @@ from transformers import (
 from core import chat_templates, fingerprint
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.registry import BaseModelEntry
-from worker.model import attention, lora, memory, reasoning
+from worker.model import attention, lora, memory, quantized, reasoning
 from worker.model.adapters import adaptable_layers, adapter_targets
 from worker.model.architecture import class_of, refusing
 from worker.model.decoding import (
@@ -159,10 +159,14 @@ def load_base(
     """
     source = source_of(entry, cache)
     files = fingerprint.of_folder(source) if isinstance(source, Path) else ""
+    config, dtype = read_config(source), DTYPES[entry.dtype]
     with _reading(source, "weights"):
-        model, loading = class_of(read_config(source)).from_pretrained(
-            source, dtype=DTYPES[entry.dtype], output_loading_info=True
+        plain = quantized.arguments(config)
+        model, loading = class_of(config).from_pretrained(
+            source, dtype=dtype, output_loading_info=True, **plain
         )
+        if plain:
+            model = model.to(dtype)  # converted weights of mxfp4 are in bfloat16, whatever `dtype` is
     # transformers only warns, and draws them at random.
     if missing := sorted(loading["missing_keys"]):
         raise InvalidModel(

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from worker.learn.batch import split, tensors_of
 from worker.learn.gradient import logprobs
-from worker.model import lora
+from worker.model import lora, quantized
 from worker.model.architecture import (
     architecture,
     has_experts,
@@ -65,6 +65,7 @@ def refuse_by_config(config: Any, context: int) -> None:
     Raises:
         UnsupportedModel: with the field and its value.
     """
+    quantized.format_of(config)
     for rope, tokens in rope_limits(config.get_text_config()).items():
         if tokens < context:
             raise UnsupportedModel(

@@ -1,0 +1,158 @@
+"""Models whose files hold quantized weights: their plain values are trained, or they are refused by name."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from core.registry import BaseModelEntry
+from core.settings import Settings
+from tests.families.zoo import CONTEXT, FAMILIES
+from tests.worker.test_family_jobs import prepare
+from worker.assemble import assemble
+from worker.child import run_attempt
+from worker.model import memory, quantized
+from worker.model.export import TEXTS, merge
+from worker.model.policy import Policy, load_base, read_config
+from worker.model.support import refuse_by_config
+from worker.refusals import UnsupportedModel
+
+BLOCK = 32
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+Weights = dict[str, Tensor]
+
+
+def fp8(weights: Weights) -> tuple[Weights, Weights]:
+    """Blocks of e4m3 numbers with a scale each, as in the files of DeepSeek V3: what is stored, and its values."""
+    stored, values = Weights(), Weights()
+    for name, weight in weights.items():
+        stored[name] = values[name] = weight
+        if name.endswith("proj.weight"):
+            blocks = weight.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            stored[name] = (blocks / scale).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+            stored[name.replace("weight", "weight_scale_inv")] = scale[:, 0, :, 0].contiguous()
+            rounded = stored[name].float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+            values[name] = (rounded * scale).flatten(2).flatten(0, 1)
+    return stored, values
+
+
+def mxfp4(weights: Weights) -> tuple[Weights, Weights]:
+    """The experts as 4-bit numbers, two in a byte, with a power of two for each 32, as in the files of gpt-oss."""
+    stored, values, random = Weights(), Weights(), torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = values[name] = weight
+            continue
+        experts, inputs, outputs = weight.shape
+        shape = (experts, outputs, inputs // BLOCK)
+        codes = torch.randint(0, 16, (*shape, BLOCK), dtype=torch.uint8, generator=random)
+        powers = torch.randint(121, 125, shape, dtype=torch.uint8, generator=random)
+        stored[f"{name}_blocks"] = codes[..., 0::2] | (codes[..., 1::2] << 4)
+        stored[f"{name}_scales"] = powers
+        numbers = FP4[codes.long()] * torch.exp2(powers.float() - 127)[..., None]
+        values[name] = numbers.flatten(2).transpose(1, 2)
+    return stored, values
+
+
+MADE: dict[str, tuple[str, Callable[[Weights], tuple[Weights, Weights]], dict[str, Any]]] = {
+    "fp8": ("Llama 2, 3", fp8, {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}),
+    "mxfp4": ("gpt-oss", mxfp4, {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}),
+}
+
+
+def save(folder: Path, name: str) -> Weights:
+    """A tiny model with weights in this format. Returns their values."""
+    title, convert, options = MADE[name]
+    [family] = [one for one in FAMILIES if one.title == title]
+    family.save(folder)
+    stored, values = convert(load_file(folder / "model.safetensors"))
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    mark(folder, {"quant_method": name, **options})
+    return values
+
+
+def mark(folder: Path, quantization: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+def entry(folder: Path) -> BaseModelEntry:
+    return BaseModelEntry(path=folder, dtype="float32", context=CONTEXT)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_its_values_are_loaded_and_an_adapter_is_merged_into_them(tmp_path: Path, name: str) -> None:
+    values = save(tmp_path / "model", name)
+
+    base = load_base("tiny", entry(tmp_path / "model"), tmp_path, "cpu")
+
+    loaded = base.model.state_dict()
+    assert {weight.dtype for weight in loaded.values()} == {torch.float32}
+    assert all(torch.equal(loaded[weight], value) for weight, value in values.items())
+    assert memory.shape_of(read_config(tmp_path / "model"), torch.float32).parameters == base.parameters
+
+    Policy(base, rank=4, alpha=8, seed=0).save(tmp_path / "adapter")
+    for text in TEXTS:
+        (tmp_path / "adapter" / text).touch()
+    merge(entry(tmp_path / "model"), tmp_path, tmp_path / "adapter", tmp_path / "merged")
+    assert quantized.format_of(read_config(tmp_path / "merged")) == ""
+    merged = load_base("merged", entry(tmp_path / "merged"), tmp_path, "cpu").model.state_dict()
+    assert all(torch.equal(merged[weight], value) for weight, value in values.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MADE)
+def test_a_job_trains_it_and_says_in_which_precision(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    save(tmp_path / "model", name)
+    models = tmp_path / "models.toml"
+    models.write_text(
+        f'[models.tiny]\npath = "{tmp_path / "model"}"\ndtype = "float32"\ncontext = {CONTEXT}\n'
+    )
+    monkeypatch.setenv("REGRAFT_MODELS_FILE", str(models))
+    monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path / "data"))
+    prepare(bench)
+
+    asyncio.run(
+        run_attempt(
+            bench.attempt(),
+            Settings(),
+            assemble,
+            scratch=tmp_path,
+            stop_requested=lambda: False,
+            beat=lambda: None,
+        )
+    )
+
+    assert bench.job().status == "succeeded", bench.events()
+    said = f"The model's files hold {name} weights. Training computes with their values in float32"
+    assert any(said in event for event in bench.events())
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "bitsandbytes", "compressed-tensors"])
+def test_another_format_is_refused_by_name_before_the_weights_are_loaded(tmp_path: Path, name: str) -> None:
+    [family] = [one for one in FAMILIES if one.title == "Llama 2, 3"]
+    family.save(tmp_path)
+    mark(tmp_path, {"quant_method": name, "bits": 4})
+
+    with pytest.raises(UnsupportedModel, match=rf"weights are quantized \({name}\).*bfloat16"):
+        refuse_by_config(read_config(tmp_path), CONTEXT)
+    with pytest.raises(UnsupportedModel, match=name):
+        load_base("tiny", entry(tmp_path), tmp_path, "cpu")
+
+
+def test_a_larger_gap_is_announced_if_the_sampler_computes_with_the_quantized_weights(tmp_path: Path) -> None:
+    save(tmp_path, "fp8")
+    config = read_config(tmp_path)
+
+    assert "vLLM with fp8" in quantized.described(config, torch.bfloat16, "vllm")
+    assert "vLLM" not in quantized.described(config, torch.bfloat16, "transformers")
