@@ -145,6 +145,14 @@ def fenced(database: Database, claim: Claim) -> Iterator[tuple[Session, EvalRun]
         yield session, run
 
 
+def canceled_from(session: Session, claim: Claim) -> EvalRun | None:
+    """The run, locked, if its user canceled it while the claim had it. Its worker may then still count usage."""
+    run = session.scalar(select(EvalRun).where(EvalRun.id == claim.job_id).with_for_update())
+    if run is None or (run.status, run.epoch) != ("canceled", claim.epoch + 1):
+        return None
+    return run
+
+
 def is_held(session: Session, claim: Claim) -> bool:
     """Whether the claim still has the run."""
     state = session.execute(select(EvalRun.epoch, EvalRun.status).where(EvalRun.id == claim.job_id)).one()

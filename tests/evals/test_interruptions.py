@@ -1,5 +1,6 @@
 """Runs survive their workers, end at once when they are cancelled, and stay within the limits of their project."""
 
+import asyncio
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from core.storage import fsck, orphans
 from core.tenancy import tenants
 from tests.evals.conftest import EXACT, JUDGED, completions
 from tests.evals.servers import chat_server, verdict
+from worker.evals.record import Call, Record
 
 ROOT = Path(__file__).parents[2]
 KILLS, ROWS = 20, 200
@@ -276,3 +278,44 @@ def test_subscribers_hear_how_a_run_ended(client, new_eval, house):
         ("eval.run.succeeded", done),
         ("eval.run.canceled", canceled),
     ]
+
+
+@pytest.mark.both_databases
+def test_calls_that_were_answered_before_the_worker_saw_the_cancellation_are_counted(
+    client, new_eval, house, database_kind
+):
+    made = new_eval(JUDGED)
+    run = client.evals.runs.create(made.id, data_source=completions(2))
+    record = record_of(house, house.runner().claim())
+    record.paid(Call("judge", {"prompt_tokens": 10, "completion_tokens": 5}, metered=True, judge=True))
+    client.evals.runs.cancel(run.id, eval_id=made.id)
+
+    for _ in range(2):
+        with pytest.raises(LeaseLost):
+            asyncio.run(record.flush())
+
+    canceled = client.evals.runs.retrieve(run.id, eval_id=made.id)
+    assert canceled.status == "canceled"
+    assert [(one.run_model_name, one.total_tokens) for one in canceled.per_model_usage] == [("judge", 15)]
+    with house.database.read() as session:
+        assert tenants.usage_since(session, house.project.id).grader_tokens == 15
+
+
+def test_the_calls_of_a_worker_that_lost_its_run_to_another_are_not_counted(client, new_eval, house):
+    made = new_eval(JUDGED)
+    run = client.evals.runs.create(made.id, data_source=completions(2))
+    record = record_of(house, house.runner().claim())
+    record.paid(Call("judge", {"prompt_tokens": 10, "completion_tokens": 5}, metered=True, judge=True))
+    expire(house.database)
+
+    with pytest.raises(LeaseLost):
+        asyncio.run(record.flush())
+
+    assert client.evals.runs.retrieve(run.id, eval_id=made.id).per_model_usage == []
+
+
+def record_of(house, claim):
+    record = Record(house.database, house.blobs, claim, house.settings.default_limits, 1.0)
+    with house.database.read() as session:
+        record.load(session, house.row(claim.job_id))
+    return record

@@ -7,7 +7,7 @@ is killed loses the requests in flight and the last commit interval, and nothing
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from core.errors import QuotaExceeded
 from core.evals import items, lifecycle, summary
 from core.evals.items import BLOCK_ROWS, Item, block_of
 from core.jobs import usage
-from core.jobs.claim import Claim
+from core.jobs.claim import Claim, LeaseLost
 from core.storage.store import BlobStore
 from core.tenancy import tenants
 from core.tenancy.limits import Limits
@@ -153,8 +153,13 @@ class Record:
         self._changed.clear()
         pending, self._pending = self._pending, _Pending()
         complete = [block for block, done in self._blocks.items() if len(done) == self._size(block)]
-        beyond = await asyncio.to_thread(self._retry, lambda: self._write(pending))
-        self._writes += 1
+        try:
+            beyond = await asyncio.to_thread(self._retry, lambda: self._write(pending))
+        except LeaseLost:
+            await asyncio.to_thread(self._retry, lambda: self._write_calls(pending.calls))
+            raise
+        finally:
+            self._writes += 1
         for block in complete:
             full = await asyncio.to_thread(self._retry, partial(self._store, block))
             beyond = beyond or full
@@ -174,16 +179,23 @@ class Record:
                 summary.add_item(counts, item)
             for tokens in pending.item_tokens:
                 summary.add_item_tokens(counts, tokens)
-            for call in pending.calls:
-                summary.add_usage(counts, call.model, call.usage, judge=call.judge)
+            _add_calls(session, run, counts, pending.calls)
             run.summary = counts
             if pending.entries:
                 run.failures = 0
                 _upsert(session, run.id, pending.entries)
-            tokens_used = sum(call.tokens for call in pending.calls if call.metered)
-            if tokens_used:
-                usage.add_usage(session, run.project_id, gpu_seconds=0.0, grader_tokens=tokens_used)
             return tenants.used_up(session, run.project_id, self._limits(session, run))
+
+    def _write_calls(self, calls: Sequence[Call]) -> None:
+        """Count what the calls of a canceled run have used; their items are dropped."""
+        with self.database.write() as session:
+            run = lifecycle.canceled_from(session, self.claim)
+            if run is None or run.summary.get("writes", 0) > self._writes:
+                return
+            counts = deepcopy(run.summary)
+            counts["writes"] = self._writes + 1
+            _add_calls(session, run, counts, calls)
+            run.summary = counts
 
     def _limits(self, session: Session, run: EvalRun) -> Limits:
         return tenants.limits(session.get_one(Project, run.project_id), self.defaults)
@@ -214,6 +226,15 @@ class Record:
         self.pages.add(block)
         self._blocks.pop(block, None)
         return full
+
+
+def _add_calls(session: Session, run: EvalRun, counts: summary.Summary, calls: Sequence[Call]) -> None:
+    """Add the calls to the counts of the run and to the usage of its project."""
+    for call in calls:
+        summary.add_usage(counts, call.model, call.usage, judge=call.judge)
+    metered = sum(call.tokens for call in calls if call.metered)
+    if metered:
+        usage.add_usage(session, run.project_id, gpu_seconds=0.0, grader_tokens=metered)
 
 
 def _upsert(session: Session, run_id: str, entries: dict[int, Entry]) -> None:
