@@ -27,7 +27,7 @@ from worker.heartbeat import Beat, WatchedSampler, WatchedTrainer
 from worker.instruments import ObservedSampler
 from worker.learn.ranks import Model, Ranks, TooFewGpus
 from worker.learn.trainer import PeftTrainer
-from worker.model import memory, quantized, sizing, support
+from worker.model import memory, quantized, sizing, support, verdicts
 from worker.model.adapters import adapter_targets
 from worker.model.architecture import refusing, without_weights
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, render, source_of
@@ -119,7 +119,16 @@ def assemble(
     if base.device == "cuda" or plan.checkpointed:
         recorder.inform(plan.described(base.shape, task.workload), {})
     sampler = choice.build(
-        base.sampler, policy, settings, recorder, shape=base.shape, plan=plan, longest=task.workload.longest
+        base.sampler,
+        policy,
+        settings,
+        recorder,
+        shape=base.shape,
+        plan=plan,
+        longest=task.workload.longest,
+        store_coverage=partial(
+            verdicts.store_coverage, policy, base.entry, settings.model_cache, task.settings.lora_targets
+        ),
     )
     trainer = PeftTrainer(
         policy,

@@ -419,7 +419,7 @@ class TestLeavingOut:
         recorder = SimpleNamespace(warn=lambda message, data: reported.append((message, data)))
 
         policy.leave_out(down)
-        report_left_out(policy, recorder, down)
+        report_left_out(policy, recorder, lambda: None, down)
 
         assert policy.coverage.modules == whole.modules - len(down) == len(names) - len(down)
         assert 0 < policy.coverage.share < whole.share

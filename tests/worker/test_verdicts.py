@@ -10,7 +10,7 @@ from core.model_checks import ModelCheck, ModelChecks, differ, installed_version
 from core.registry import BaseModelEntry
 from tests.tiny import make_tiny_model
 from worker.model.policy import Policy, Route, load_base
-from worker.model.verdicts import probed
+from worker.model.verdicts import probed, store_coverage
 
 
 @pytest.fixture
@@ -238,6 +238,21 @@ def test_a_result_of_other_libraries_is_found_as_such_or_not_at_all(try_model, m
 )
 def test_a_result_is_outdated_by_what_is_installed_here(made, outdated):
     assert differ(made, {"torch": "9.9+cpu"}) is outdated
+
+
+def test_layers_that_the_sampler_cannot_adapt_are_not_in_the_stored_coverage(try_model, model_cache, folder):
+    _, verdict = try_model()
+    checks, entry = ModelChecks(model_cache), BaseModelEntry(path=folder, dtype="float32", context=128)
+    whole = checks.latest(entry)
+    policy = Policy(load_base("tiny", entry, folder, "cpu"), rank=4, alpha=8, seed=0)
+    policy.leave_out(
+        sorted({name.rpartition(".lora_")[0] for name in policy.adapter() if "down_proj" in name})
+    )
+
+    store_coverage(policy, entry, model_cache, "all-linear")
+
+    assert checks.latest(entry).adapted_modules == policy.coverage.modules < whole.adapted_modules
+    assert try_model() == (0, verdict)
 
 
 def test_a_model_that_is_refused_later_leaves_no_verdict(try_model, model_cache):

@@ -77,6 +77,14 @@ def probed(
     return verdict
 
 
+def store_coverage(policy: Policy, entry: BaseModelEntry, model_cache: Path, targets: LoraTargets) -> None:
+    """Correct the stored coverage when the sampler has said which layers it cannot adapt."""
+    checks, source, key = ModelChecks(model_cache), source_of(entry), key_of(policy, entry, targets)
+    stored = checks.find(source, key) if key else None
+    if stored is not None:
+        checks.keep(ModelCheck.model_validate(stored.model_dump() | policy.coverage.as_data()))
+
+
 def _found(stored: ModelCheck | None, policy: Policy, sampled: bool) -> Verdict | None:
     """The stored verdict, if it says enough and its numbers still allow it."""
     if stored is None or (sampled and stored.decode is None):

@@ -52,8 +52,14 @@ def build(
     shape: Shape,
     plan: Plan,
     longest: int,
+    store_coverage: Callable[[], None] = lambda: None,
 ) -> Sampler:
-    """`longest`: tokens of the longest prompt and answer together."""
+    """Build the sampler.
+
+    Args:
+        longest: tokens of the longest prompt and answer together.
+        store_coverage: called when the sampler has left layers out.
+    """
     if name == "transformers":
         token, beside = shape.own_token_bytes, 0
         if policy.route.forward == "rows" and policy.route.decode != "recomputed":
@@ -70,12 +76,15 @@ def build(
         kv_cache_bytes=plan.cache_bytes,
         threads=settings.torch_threads,
         on_restart=lambda reason: recorder.warn(f"The sampler was restarted: {reason}", {"reason": reason}),
-        on_left_out=partial(report_left_out, policy, recorder),
+        on_left_out=partial(report_left_out, policy, recorder, store_coverage),
     )
 
 
-def report_left_out(policy: Policy, recorder: Recorder, modules: Sequence[str]) -> None:
-    """Warn of the layers that vLLM cannot adapt, and correct the coverage that the job has reported."""
+def report_left_out(
+    policy: Policy, recorder: Recorder, store_coverage: Callable[[], None], modules: Sequence[str]
+) -> None:
+    """Warn of the layers that vLLM cannot adapt, and correct the coverage that the job has reported and stored."""
+    store_coverage()
     names = f"{', '.join(modules[:3])}{', ...' if len(modules) > 3 else ''}"
     recorder.warn(
         f"vLLM puts no adapter on {len(modules)} of the layers, so they are not trained: {names}. "
