@@ -9,7 +9,7 @@ from transformers import FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 from worker.model.architecture import without_weights
 from worker.refusals import UnsupportedModel
 
-# Formats that transformers converts to plain weights without a rounding of its own. Training computes with those,
+# Formats that transformers converts to plain weights without further rounding. Training computes with those,
 # because kernels for quantized weights have no tested backward pass.
 _CONVERTED: Mapping[str, type[FineGrainedFP8Config] | type[Mxfp4Config]] = {
     "fp8": FineGrainedFP8Config,  # DeepSeek, Qwen ...-FP8
