@@ -84,10 +84,24 @@ def _single(param: str, complaint: Complaint, notes: Mapping[str, str]) -> Mista
         return Mistake(
             message, param, "object_above_max_properties" if isinstance(value, dict) else "too_long"
         )
+    if kind == "too_short":
+        least = context["min_length"]
+        entries = "entry" if least == 1 else "entries"
+        message = f"Invalid '{param}': expected at least {least} {entries}, but got {len(value)} instead."
+        return Mistake(message, param, "too_short")
+    if kind == "union_tag_not_found":  # the field that names the branch
+        return missing(_tag(param, context))
+    if kind == "union_tag_invalid":
+        return unsupported(context["tag"], _tag(param, context), context["expected_tags"], notes)
     if kind == "string_pattern_mismatch":
         message = f"Invalid '{param}': expected a string that matches '{context['pattern']}'."
         return Mistake(message, param, "invalid_value")
     return invalid_value(param, f"{context.get('error') or complaint['msg']}.")
+
+
+def _tag(param: str, context: Mapping[str, Any]) -> str:
+    name = context["discriminator"].strip("'")
+    return f"{param}.{name}".removeprefix(".")
 
 
 def missing(param: str) -> Mistake:

@@ -113,20 +113,27 @@ def parse_input_messages(raw: Mapping[str, Any], param: str) -> PromptTemplate:
     Raises:
         InvalidGrader: it is invalid; names the parameter.
     """
-    kind = raw.get("type")
-    if kind not in ("template", "item_reference"):
-        message = (
-            f"Invalid value for '{param}.type': {quoted(str(kind))}. Supported: 'template', 'item_reference'."
-        )
-        raise InvalidGrader(message, f"{param}.type", "invalid_value")
-    field = "template" if kind == "template" else "item_reference"
+    field = _kind(raw, f"{param}.type")
     for key in raw:
         if key not in ("type", field):
             raise InvalidGrader(f"Unknown parameter: '{param}.{key}'.", f"{param}.{key}", "unknown_parameter")
     if field not in raw:
         raise _refused(complaints.missing(f"{param}.{field}"))
     where = f"{param}.{field}"
-    return _reference(raw[field], where) if kind == "item_reference" else _template(raw[field], where)
+    return _reference(raw[field], where) if field == "item_reference" else _template(raw[field], where)
+
+
+def _kind(raw: Mapping[str, Any], where: str) -> str:
+    if "type" not in raw:
+        raise _refused(complaints.missing(where))
+    kind = raw["type"]
+    if not isinstance(kind, str):
+        raise _refused(complaints.wrong_type(where, "'template' or 'item_reference'", kind))
+    if kind not in ("template", "item_reference"):
+        raise _refused(
+            complaints.invalid_value(where, f"{quoted(kind)}. Supported: 'template', 'item_reference'.")
+        )
+    return kind
 
 
 def _reference(text: object, where: str) -> PromptTemplate:
@@ -143,8 +150,10 @@ def _reference(text: object, where: str) -> PromptTemplate:
 
 
 def _template(raw: object, where: str) -> PromptTemplate:
-    if not isinstance(raw, list) or not raw:
+    if not isinstance(raw, list):
         raise _refused(complaints.wrong_type(where, "an array of messages", raw))
+    if not raw:
+        raise _refused(complaints.invalid_value(where, "expected at least one message."))
     if len(raw) > MAX_MESSAGES:
         raise _refused(complaints.invalid_value(where, f"at most {MAX_MESSAGES} messages are supported."))
     if count_references(raw) > MAX_REFERENCES:
@@ -153,7 +162,7 @@ def _template(raw: object, where: str) -> PromptTemplate:
     try:
         messages = _MESSAGES.validate_python(raw)
     except ValidationError as invalid:
-        at, about = complaints.first_of(invalid.errors(), {"template": raw}, where)
+        at, about = complaints.first_of(invalid.errors(), raw, where)
         raise _refused(complaints.explain(at, about)) from None
     parsed = []
     for number, message in enumerate(messages):

@@ -177,8 +177,12 @@ def _kind_of_part(value: object) -> str | None:
     return f"<{kind}>"
 
 
-def _kind_of_content(value: object) -> str:
-    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, (list, tuple)) else "<part>"
+def _kind_of_content(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if isinstance(value, (list, tuple)):
+        return "<parts>"
+    return "<part>" if isinstance(value, (Mapping, BaseModel)) else None
 
 
 # The brackets distinguish the tags from field names in the path of an error.
@@ -198,7 +202,11 @@ Content = Annotated[
     Annotated[TemplateText, Tag("<text>")]
     | Annotated[Part, Tag("<part>")]
     | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
-    Discriminator(_kind_of_content),
+    Discriminator(
+        _kind_of_content,
+        custom_error_type="content",
+        custom_error_message="expected a string, a content part, or an array of content parts",
+    ),
 ]
 
 

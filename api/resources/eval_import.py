@@ -147,7 +147,7 @@ class _Item(_Exported):
     status: Annotated[str, Field(max_length=64)] | None = None
     datasource_item_id: Annotated[int, Field(ge=-(2**53), le=2**53)] | None = None
     datasource_item: dict[str, Any]
-    results: list[_Result]
+    results: list[_Result] | None = None  # an item that could not be sampled may have none
     sample: dict[str, Any] | None = None
 
 
@@ -366,7 +366,7 @@ def _items(service: Service, file: File | None, param: str) -> Iterator[Item]:
                 "status": item.status or "error",
                 "created_at": now() if item.created_at is None else item.created_at,
                 "datasource_item": item.datasource_item,
-                "results": sent["results"],
+                "results": sent.get("results") or [],
                 "sample": item.sample or {},
             }
     except files.FileDamaged as damaged:

@@ -98,6 +98,8 @@ class UsageOut(BaseModel):
     object: Literal["organization.project.usage"] = "organization.project.usage"
     running_jobs: int
     queued_jobs: int
+    running_eval_runs: int
+    queued_eval_runs: int
     storage_bytes: int
     gpu_seconds_per_30_days: float
     grader_tokens_per_30_days: int

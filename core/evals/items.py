@@ -86,6 +86,9 @@ class Stored:
 
 
 def stored(session: Session, run_id: str) -> Stored:
+    """Find the items of a run. Needs a session of Database.read, which sees one snapshot: the worker replaces entries
+    of the journal by pages.
+    """
     pages = session.scalars(select(EvalPage).where(EvalPage.run_id == run_id)).all()
     loose: dict[int, list[Item]] = {}
     journal = select(EvalJournal).where(EvalJournal.run_id == run_id).order_by(EvalJournal.line)

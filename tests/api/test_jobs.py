@@ -213,7 +213,7 @@ REFUSED = {
     "metadata with a NUL": ({"metadata": {"k": "\0"}}, "metadata.k", "invalid_value"),
     "an integration of nobody's": (
         {"integrations": [{"type": "neptune"}]},
-        "integrations[0]",
+        "integrations[0].type",
         "invalid_value",
     ),
     "an integration without its object": (

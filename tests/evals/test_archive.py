@@ -85,14 +85,8 @@ class Broken(httpx2.BaseTransport):
     def handle_request(self, request):
         if request.url.path.endswith(self.path):
             return self.answer
-        passed = self.inner.request(
-            request.method, str(request.url), headers=request.headers, content=request.read()
-        )
-        return httpx2.Response(
-            passed.status_code,
-            headers={"Content-Type": passed.headers.get("Content-Type", "")},
-            content=passed.content,
-        )
+        answer = self.inner.send(request)
+        return httpx2.Response(answer.status_code, headers=answer.headers, content=answer.content)
 
 
 def broken(source, path, answer):
@@ -429,6 +423,13 @@ def test_criteria_of_another_shape_are_refused_by_name(client, criterion):
         {"created_at": "now"},
         {"datasource_item_id": 2**63},
         {"results": [3]},
+        {"results": {}},
+        {"results": [None]},
+        {"results": [{}]},
+        {"results": [{"name": None}]},
+        {"datasource_item": None},
+        {"datasource_item": []},
+        {"sample": []},
         {"results": [{"name": 3}]},
         {"results": [{"name": "a", "score": "high"}]},
         {"results": [{"name": "a", "score": 10**350}]},
@@ -442,6 +443,27 @@ def test_an_item_of_another_shape_is_refused_by_its_line(client, house, fields):
 
     assert refused.value.param == "runs[0].items_file"
     assert not list(house.blobs.list(f"projects/{house.project.id}/evals/"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"results": None, "sample": None},
+        {"results": [{"name": "a"}, {"name": "a", "score": None, "passed": None, "more": [{}]}]},
+        {"results": [{"name": "a\0", "score": 1e300}], "sample": {"input": {}, "output": None}},
+        {"datasource_item": {"a": [None, "\0"]}, "status": "odd", "datasource_item_id": None},
+    ],
+)
+@pytest.mark.both_databases
+def test_an_odd_item_that_is_imported_is_listed_and_compared(client, fields, database_kind):
+    created = send(client, runs=[RUN], lines=[ITEM | fields, ITEM | {"id": "b"}])
+    eval_id, [run] = created["eval"]["id"], created["runs"]
+
+    [first, _] = client.get(f"/evals/{eval_id}/runs/{run}/output_items", cast_to=object)["data"]
+    assert first["results"] == (fields.get("results") or [])
+    assert first["sample"] == (fields.get("sample") or {})
+    compared = client.get(f"/regraft/evals/{eval_id}/compare?runs={run},{run}", cast_to=object)
+    assert compared["rows"] == 2
 
 
 def test_an_import_has_no_id_twice(client):

@@ -1,10 +1,14 @@
 """Runs with OpenAI's client: what is sampled, graded, counted and shown."""
 
 import json
+import threading
+from contextlib import contextmanager
 
 import pytest
 from openai import BadRequestError, NotFoundError
+from sqlalchemy import delete, event
 
+from core.database.tables import EvalJournal, EvalPage
 from core.evals import items
 from core.telemetry.metrics import COUNTED
 from tests.evals.conftest import EXACT, JUDGED, completions, row
@@ -202,6 +206,53 @@ def test_items_page_across_blocks_in_both_orders_and_by_status(client, new_eval,
         assert not items.stored(session, run.id).loose
 
 
+@pytest.mark.both_databases
+def test_items_that_become_a_page_during_the_read_are_there_once(client, new_eval, house, database_kind):
+    """The read sees one snapshot: the pages before the worker's transaction, and the journal before it."""
+    made = new_eval()
+    run = client.evals.runs.create(made.id, data_source=completions(2))
+    found = [
+        {"id": items.item_id(run.id, line), "line": line, "datasource_item_id": line, "status": "pass",
+         "created_at": 1, "datasource_item": {}, "results": [], "sample": {}}
+        for line in (1, 2)
+    ]  # fmt: skip
+    with house.database.write() as session:
+        session.add_all(EvalJournal(run_id=run.id, line=one["line"], data={"item": one}) for one in found)
+    page = items.encode(found)
+    house.blobs.put_bytes("page", page.data)
+
+    def becomes_a_page():
+        with house.database.write() as session:
+            session.add(
+                EvalPage(run_id=run.id, number=0, blob_key="page", items=2, bytes=1, sha256=page.sha256)
+            )
+            session.execute(delete(EvalJournal).where(EvalJournal.run_id == run.id))
+
+    def listed():
+        return [item.id for item in client.evals.runs.output_items.list(run.id, eval_id=made.id)]
+
+    with after_first_read(house.database.engine, "eval_pages", becomes_a_page) as done:
+        during = listed()
+
+    assert done.is_set()
+    assert during == listed() == [one["id"] for one in found]
+
+
+@contextmanager
+def after_first_read(engine, table, act):
+    """Act between the first read of a table and the reader's next statement. Yields the event that it did."""
+    done = threading.Event()
+
+    def on_execute(connection, cursor, statement, parameters, context, executemany):
+        if f"FROM {table}" in statement and not done.is_set():
+            done.set()
+            act()
+
+    event.listen(engine, "after_cursor_execute", on_execute)
+    yield done
+    event.remove(engine, "after_cursor_execute", on_execute)
+
+
 def test_runs_are_listed_by_status(client, new_eval, house):
     made = new_eval()
     done = client.evals.runs.create(made.id, data_source=completions(1))
@@ -271,6 +322,55 @@ BAD = [
 ]
 
 
+MESSAGES = "data_source.input_messages"
+
+
+def template(*messages):
+    return {"input_messages": {"type": "template", "template": list(messages)}}
+
+
+def content(value):
+    return template({"role": "user", "content": value})
+
+
+WRONG_TYPES = [
+    ({"input_messages": {}}, f"{MESSAGES}.type", "Missing required parameter"),
+    (
+        {"input_messages": {"type": 3}},
+        f"{MESSAGES}.type",
+        "expected 'template' or 'item_reference', but got an integer",
+    ),
+    (template(), f"{MESSAGES}.template", "expected at least one message"),
+    (template(3), f"{MESSAGES}.template[0]", "expected an object, but got an integer"),
+    (
+        template({"role": "user", "content": "x"}, {"role": "robot", "content": "x"}),
+        f"{MESSAGES}.template[1].role",
+        "'robot'. Supported values are: 'user'",
+    ),
+    (template({"role": 3, "content": "x"}), f"{MESSAGES}.template[0].role", "but got an integer"),
+    (template({"role": "user"}), f"{MESSAGES}.template[0].content", "Missing"),
+    (template({"role": "user", "content": "x", "name": "y"}), f"{MESSAGES}.template[0].name", "Unknown"),
+    (content(3), f"{MESSAGES}.template[0].content", "expected a string, a content part, or an array"),
+    (content([]), f"{MESSAGES}.template[0].content", "expected at least 1 entry, but got 0"),
+    (content([{"type": "x"}]), f"{MESSAGES}.template[0].content[0]", "whose type is 'input_text'"),
+    (content("{{foo}}"), f"{MESSAGES}.template[0].content", "unknown namespace 'foo'"),
+    ({"source": {"type": "x"}}, "data_source.source.type", "'x'. Supported values are: 'file_content'"),
+    ({"source": {}}, "data_source.source.type", "Missing"),
+    ({"type": "x"}, "data_source.type", "'x'. Supported values are: 'jsonl'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "param", "words"), WRONG_TYPES, ids=[case[1] for case in WRONG_TYPES])
+def test_a_parameter_is_named_as_it_was_written(client, new_eval, wrong, param, words):
+    made = new_eval()
+
+    with pytest.raises(BadRequestError) as refused:
+        client.evals.runs.create(made.id, data_source=completions(1) | wrong)
+
+    assert refused.value.param == param
+    assert words in str(refused.value)
+
+
 @pytest.mark.parametrize(("wrong", "param", "words"), BAD, ids=[case[2] or case[1] for case in BAD])
 def test_a_bad_run_is_refused_by_name_and_leaves_nothing(client, new_eval, wrong, param, words):
     made = new_eval()
@@ -281,6 +381,18 @@ def test_a_bad_run_is_refused_by_name_and_leaves_nothing(client, new_eval, wrong
     assert refused.value.param.startswith(param), refused.value.param
     assert words in str(refused.value)
     assert client.evals.runs.list(made.id).data == []
+
+
+@pytest.mark.both_databases
+def test_runs_are_in_the_usage_of_the_project(client, new_eval, house, database_kind):
+    made = new_eval()
+    for _ in range(3):
+        client.evals.runs.create(made.id, data_source=completions(1))
+    house.runner().claim()
+
+    usage = client.get(f"/organization/projects/{house.project.id}/usage", cast_to=object)
+
+    assert (usage["running_eval_runs"], usage["queued_eval_runs"]) == (1, 2)
 
 
 def test_a_model_that_does_not_exist_is_not_found(client, new_eval):
