@@ -90,8 +90,9 @@ def _install(layer: LoraLinear) -> None:
         output = frozen(x)
         if layer.disable_adapters:
             return output
-        # The adapter is float32 for any base precision, so that small updates are not rounded away.
-        low = linear(x.to(a.weight.dtype), a.weight)
-        return torch.add(output, linear(low, b.weight).to(output.dtype), alpha=scale)
+        # The adapter is float32 for any base precision, so that small updates are not rounded away. It is computed in
+        # the precision of the base, as vLLM does: autograd then keeps `x` itself, once for all layers that read it.
+        low = linear(x, a.weight.to(x.dtype))
+        return torch.add(output, linear(low, b.weight.to(x.dtype)), alpha=scale)
 
     layer.forward = forward

@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from worker.model import recompute
 from worker.model.adapters import adaptable_layers
 from worker.model.architecture import without_weights
 from worker.model.sizing import Shape
@@ -46,6 +47,7 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
         bytes_each=torch.finfo(dtype).bits // 8,
         adaptable=tuple(adaptable_layers(model)),
         recurrent_layers=recurrent_layers_of(config),
+        recomputes=recompute.knows(model),
         keeps_scores=bool(getattr(text, "attn_logit_softcapping", None))
         or any("sinks" in name for name, _ in model.named_parameters()),
     )

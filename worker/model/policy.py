@@ -33,7 +33,7 @@ from transformers import (
 from core import chat_templates, fingerprint
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.registry import BaseModelEntry
-from worker.model import attention, lora, memory, quantized, reasoning
+from worker.model import attention, lora, memory, quantized, reasoning, recompute
 from worker.model.adapters import adaptable_layers, adapter_targets
 from worker.model.architecture import class_of, refusing
 from worker.model.decoding import (
@@ -338,6 +338,8 @@ class Policy:
                 ) from cause
         self.model.eval()
         lora.install(self.model)
+        if base.parts.head.weight.dtype != torch.float32:  # on a CPU, in float32, time is scarcer than memory
+            recompute.install(self.model)
         # Exported adapters name the base by its hub id or registry name, never by a path of this machine.
         self.model.peft_config["default"].base_model_name_or_path = (
             base.source if isinstance(base.source, str) else base.name

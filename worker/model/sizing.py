@@ -61,6 +61,7 @@ class Shape:
     bytes_each: int  # of a weight
     adaptable: tuple[LinearLayer, ...]  # the layers that can have an adapter
     recurrent_layers: int = 0  # whose states do not grow with the tokens
+    recomputes: bool = False  # norms and products of gates, if in bfloat16 (worker/model/recompute.py)
     keeps_scores: bool = False  # attention with sinks or soft caps, which no fused kernel of PyTorch has
 
     @property
@@ -201,18 +202,15 @@ def saved_bytes_per_token(shape: Shape, rank: int) -> int:
     tests/worker/test_memory.py compares it with what a backward pass of the real code saves.
     """
     each = shape.bytes_each
-    key_heads = shape.key_values // 2
-    norms = 4 * 2 * shape.hidden + 4 * (shape.queries + key_heads)  # inputs, in float32
-    if each < 4:
-        # Each adapter takes its input in float32, and autograd keeps every such copy: q, k, v, gate, up; o; down.
-        inputs = 4 * (5 * shape.hidden + shape.queries + shape.intermediate)
-    else:
-        inputs = 4 * (2 * shape.hidden + shape.intermediate)  # one tensor for q, k, v and one for gate, up
-    inner = 4 * 7 * rank  # between an adapter's A and B
-    attention = each * 4 * shape.queries  # queries, keys and values of every query head, and the output
-    feed_forward = each * 3 * shape.intermediate  # gate, its activation, up
+    recomputed = shape.recomputes and each < 4
+    # Inputs of norms; of adapters (one tensor for q, k, v, one for gate and up; of down); between A and B.
+    norms = (2 * shape.hidden + shape.queries + shape.key_values // 2) * (each if recomputed else 4)
+    inputs = 2 * shape.hidden + shape.intermediate
+    inner = 7 * rank
+    attention = 4 * shape.queries  # queries, keys and values of every query head, and the output
+    activated = (2 if recomputed else 3) * shape.intermediate  # gate and up; the gate's activation
     statistics = 16 * shape.heads  # of softmax and norms
-    return norms + inputs + inner + attention + feed_forward + statistics
+    return norms + each * (inputs + inner + attention + activated) + statistics
 
 
 def estimate(

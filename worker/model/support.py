@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from worker.learn.batch import split, tensors_of
 from worker.learn.gradient import logprobs
-from worker.model import lora, quantized
+from worker.model import lora, quantized, recompute
 from worker.model.architecture import (
     architecture,
     has_experts,
@@ -316,7 +316,8 @@ def _refuse_if_later_tokens_matter(policy: Policy, text: Probe, reference: Tenso
 
 def reference_logprobs(policy: Policy, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     """What transformers itself gives to the answer's tokens [T]: eager attention, no cache, PEFT's own adapter."""
-    with lora.uninstalled(policy.model), eager(policy.model.get_base_model()):
+    model = policy.model
+    with lora.uninstalled(model), recompute.uninstalled(model), eager(model.get_base_model()):
         ids = torch.tensor([[*prompt, *answer]], device=policy.device)
         logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     return _taken(logits, answer)

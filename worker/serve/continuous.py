@@ -208,8 +208,8 @@ class ServedModel:
             for span in self._spans:
                 if (matrices := span.lora.layers.get(name)) is not None:
                     a, b, scale = matrices
-                    low = linear(x[span.first : span.end].to(a.dtype), a)
-                    output[span.first : span.end].add_(linear(low, b).to(output.dtype), alpha=scale)
+                    low = linear(x[span.first : span.end], a.to(x.dtype))  # as worker/model/lora.py
+                    output[span.first : span.end].add_(linear(low, b.to(x.dtype)), alpha=scale)
             return output
 
         return forward
