@@ -84,7 +84,7 @@ def test_norms_keep_nothing_in_float32_and_gates_keep_two_results(title: str, tm
     def found(context: object) -> tuple[int, int]:
         with context, kept() as tensors:  # type: ignore[attr-defined]
             policy.hidden(*_inputs())
-        storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
         inner = [
             tensor for tensor in storages.values() if tensor.dim() > 1 and tensor.shape[-1] in (64, wide)
         ]
