@@ -15,6 +15,7 @@ BENCHES = (
     "group_prefix",
     "scaling",
     "merge_rounding",
+    "long",
     "swap",
     "api",
     "queue",
@@ -42,6 +43,13 @@ GOALS: dict[str, tuple[str, float]] = {
     "memory_ratio_long_prompt": ("<=", 1),
     "memory_ratio_long_completion": ("<=", 1),
     "seconds_per_step_50k": ("<=", 0.05),
+    **{
+        f"flop_overhead_{way}_{tokens}": ("<=", 1.15)
+        for way in ("packed", "rows")
+        for tokens in (2048, 8192, 32_768)
+    },
+    "squared_tensors": ("<=", 0),
+    "saved_gib_8b": ("<=", 10),
     # the sync to the sampler
     "captured_step_1": (">=", 0.99),
     "captured_step_10": (">=", 0.99),

@@ -413,7 +413,7 @@ def _in_blocks(
 @cache
 def _compiled() -> Any:
     """FlexAttention as a kernel: uncompiled, it computes T^2 scores. One kernel for each width of a micro-batch."""
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
     return torch.compile(flex_attention, dynamic=False)
 
 

@@ -404,7 +404,10 @@ def widths(above: int, most: int) -> list[int]:
 
 
 def _next_width(width: int) -> int:
-    return width + (128 if width < 1024 else 1 << (width.bit_length() - 4))
+    """Steps of 128, then eighths of a power of two; above 8,192, where padding costs more than a kernel, 32nds."""
+    if width < 1024:
+        return width + 128
+    return width + (1 << (width.bit_length() - (4 if width < 8192 else 6)))
 
 
 def _width(tokens: int, machine: Machine) -> int:
