@@ -4,7 +4,8 @@
 8B in bfloat16, in micro-batches as a GPU has them. `saved_bytes_per_token_TOKENS`: what autograd keeps of a token.
 `seconds_bound_MODEL` and `peak_share_MODEL`: the least time of one micro-batch of 2,048 tokens on an H100 SXM at its
 published peaks, and the share of the peak that the necessary FLOPs have in that time. `squared_tensors`: tensors with
-as many elements as a micro-batch of one answer of 32,768 tokens has pairs. Nothing here ran on a GPU (bench/roofline.py).
+as many elements as a micro-batch of one answer of 32,768 tokens has pairs. Nothing here ran on a GPU: see
+bench/roofline.py.
 """
 
 from collections.abc import Iterable
