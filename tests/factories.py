@@ -1,6 +1,7 @@
 """Rows with something sensible in every column; pass what the test is about."""
 
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
@@ -75,3 +76,13 @@ def _stored(session: Session, row: Row) -> Row:
     session.add(row)
     session.flush()
     return row
+
+
+def noting(sent: list[tuple[str, str]]) -> Callable[[str, str], bool]:
+    """What sends messages to workers, but only writes them down."""
+
+    def send(task: str, queue: str) -> bool:
+        sent.append((task, queue))
+        return True
+
+    return send

@@ -93,7 +93,7 @@ def reached_from(module: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize(("room", "forbidden"), WALLS, ids=[room for room, _ in WALLS])
-def test_the_inner_walls_stand(room, forbidden):
+def test_the_inner_walls_stand(room: str, forbidden: set[str]) -> None:
     inside = [name for name, file in modules().items() if file.relative_to(ROOT).is_relative_to(room)]
     assert inside, f"{room} has no files: this test would prove nothing"
 
@@ -109,7 +109,7 @@ def test_the_inner_walls_stand(room, forbidden):
 
 
 @pytest.mark.parametrize("package", ["core", "graders", "worker"])
-def test_no_two_modules_load_each_other(package):
+def test_no_two_modules_load_each_other(package: str) -> None:
     in_a_circle = {
         name
         for name in modules()
@@ -120,7 +120,7 @@ def test_no_two_modules_load_each_other(package):
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_imports_point_in_one_direction(package):
+def test_imports_point_in_one_direction(package: str) -> None:
     allowed = MAY_IMPORT[package] | {package}
 
     wrong = {f"{f.name}: {name}" for f in files_of(package) for name in imports(f) if name in OURS - allowed}
@@ -128,7 +128,7 @@ def test_imports_point_in_one_direction(package):
     assert not wrong
 
 
-def test_the_client_needs_only_what_it_is_installed_with():
+def test_the_client_needs_only_what_it_is_installed_with() -> None:
     """What a user installs has no server in it: the server's rules that it ships are links, and need nothing else."""
     allowed = set(sys.stdlib_module_names) | {"regraft", "openai", "httpx2"}
     optional = {"pandas", "yaml"}
@@ -144,13 +144,13 @@ def test_the_client_needs_only_what_it_is_installed_with():
 
 
 @pytest.mark.parametrize("package", ["core", "graders", "api"])
-def test_only_the_worker_touches_the_heavy_libraries(package):
+def test_only_the_worker_touches_the_heavy_libraries(package: str) -> None:
     wrong = {f"{f.name}: {name}" for f in files_of(package) for name in imports(f) if name in HEAVY}
 
     assert not wrong
 
 
-def test_the_server_process_starts_without_torch():
+def test_the_server_process_starts_without_torch() -> None:
     """The parent of every run must stay free of torch and CUDA: it forks, and it has to start in a second."""
     import subprocess
 
@@ -162,7 +162,7 @@ def test_the_server_process_starts_without_torch():
     assert done.stdout.strip() == "[]"
 
 
-def test_the_check_sees_a_wrong_import(tmp_path):
+def test_the_check_sees_a_wrong_import(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def f():\n    from worker import run\n    import torch.nn\n")
 
     assert set(imports(tmp_path / "bad.py")) == {"worker", "torch"}

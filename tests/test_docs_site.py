@@ -5,7 +5,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,24 +17,24 @@ LOADED = re.compile(r"""(?:\bsrc=|<link[^>]*\bhref=|url\(|@import\s)\s*["']?((?:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built pages, from a copy: what is in the checkout's site/ may be older."""
     folder = tmp_path_factory.mktemp("docs")
     shutil.copytree(DOCS, folder / "docs")
     shutil.copy(ROOT / "zensical.toml", folder)
-    command = [Path(sys.executable).with_name("zensical"), "build", "--strict"]
+    command: list[str | Path] = [Path(sys.executable).with_name("zensical"), "build", "--strict"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "site"
 
 
-def pages_of(nav):
+def pages_of(nav: Any) -> Iterator[Any]:
     for entry in nav:
         for target in entry.values():
             yield from [target] if isinstance(target, str) else pages_of(target)
 
 
-def test_the_navigation_names_every_page():
+def test_the_navigation_names_every_page() -> None:
     nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
 
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
@@ -40,14 +42,14 @@ def test_the_navigation_names_every_page():
     assert sorted(pages_of(nav)) == sorted(pages - decisions)
 
 
-def test_pages_load_nothing_from_other_hosts(site):
+def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     texts = {path: path.read_text() for path in [*site.rglob("*.html"), *site.rglob("*.css")]}
 
     assert len(texts) > len(list(DOCS.rglob("*.md")))
     assert {str(path): found for path, text in texts.items() if (found := LOADED.findall(text))} == {}
 
 
-def test_search_needs_no_server(site):
+def test_search_needs_no_server(site: Path) -> None:
     """The index is a file beside the pages, with all of them in it."""
     index = (site / "search.json").read_text()
 
@@ -55,7 +57,7 @@ def test_search_needs_no_server(site):
         assert f'"{page.relative_to(DOCS).with_suffix(".html")}' in index, page
 
 
-def test_links_into_a_page_lead_to_one_of_its_headings(site):
+def test_links_into_a_page_lead_to_one_of_its_headings(site: Path) -> None:
     """The strict build checks that a page exists, this its anchors."""
     wrong = []
     for page in site.rglob("*.html"):

@@ -6,6 +6,7 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -15,14 +16,14 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("package", ["torchvision", "torchaudio", "torchcodec"])
-def test_nothing_pulls_in_what_breaks_transformers_on_cpu_torch(package):
+def test_nothing_pulls_in_what_breaks_transformers_on_cpu_torch(package: str) -> None:
     """Beside a CPU torch their CUDA builds fail `import transformers`: operator torchvision::nms does not exist."""
     assert not re.search(rf"^{package}\b", (ROOT / "constraints/all.txt").read_text(), re.MULTILINE)
     with pytest.raises(PackageNotFoundError):
         distribution(package)
 
 
-def test_every_requirement_is_pinned_by_name_and_version_alone():
+def test_every_requirement_is_pinned_by_name_and_version_alone() -> None:
     pins = [
         line
         for file in (ROOT / "constraints").glob("*.txt")
@@ -41,7 +42,7 @@ def test_every_requirement_is_pinned_by_name_and_version_alone():
         ("gpu.txt", ("train", "postgres", "redis", "otel")),  # its image installs the service without looking
     ],
 )
-def test_the_pins_are_all_that_the_service_asks_for(file, extras):
+def test_the_pins_are_all_that_the_service_asks_for(file: str, extras: tuple[Any, ...]) -> None:
     pins = dict(
         line.split(";")[0].strip().split("==")
         for line in (ROOT / "constraints" / file).read_text().splitlines()
@@ -60,7 +61,7 @@ def test_the_pins_are_all_that_the_service_asks_for(file, extras):
     assert unmet == []
 
 
-def test_no_committed_file_names_a_folder_of_some_machine():
+def test_no_committed_file_names_a_folder_of_some_machine() -> None:
     files = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()

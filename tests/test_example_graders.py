@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ FOLDER = Path(__file__).parents[1] / "examples" / "graders"
 TESTS = {"tests": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}
 
 
-def grade(name: str, text: str, item: dict) -> Grade:
+def grade(name: str, text: str, item: dict[str, Any]) -> Grade:
     source = (FOLDER / f"{name}.py").read_text()
     grader = build(parse_grader({"type": "python", "name": name, "source": source}))
     return asyncio.run(grader.grade(Sample(text), item))
@@ -36,11 +37,13 @@ def fenced(code: str) -> str:
         ("", "en", 0.0),
     ],
 )
-def test_language_consistency_is_the_share_of_words_in_the_language(text, language, score):
+def test_language_consistency_is_the_share_of_words_in_the_language(
+    text: str, language: str, score: float
+) -> None:
     assert grade("language_consistency", text, {"language": language}).score == pytest.approx(score)
 
 
-def test_a_language_that_is_not_listed_is_an_error_and_no_score():
+def test_a_language_that_is_not_listed_is_an_error_and_no_score() -> None:
     assert (
         grade("language_consistency", "hi", {"language": "xx"}).error is ErrorKind.python_grader_runtime_error
     )
@@ -61,16 +64,16 @@ def test_a_language_that_is_not_listed_is_an_error_and_no_score():
         ("I do not know.", 0.0),
     ],
 )
-def test_unit_tests_score_the_share_that_passes(text, score):
+def test_unit_tests_score_the_share_that_passes(text: str, score: float) -> None:
     assert grade("unit_tests", text, TESTS).score == score
 
 
-def test_what_failed_is_in_the_output():
+def test_what_failed_is_in_the_output() -> None:
     assert (
         "failed: assert add(-1, 1) == 0"
         in grade("unit_tests", fenced("def add(a, b):\n    return 3"), TESTS).output
     )
 
 
-def test_every_example_grader_is_tested_here():
+def test_every_example_grader_is_tested_here() -> None:
     assert {file.stem for file in FOLDER.glob("*.py")} == {"language_consistency", "unit_tests"}

@@ -20,6 +20,7 @@ from core.tenancy.audit import operator_of
 from core.tenancy.keys import Scope
 from core.tenancy.limits import Limits
 from graders.backends import Backends
+from tests import factories
 from tests.watched_blobs import WatchedBlobs
 
 MODELS = {
@@ -96,7 +97,7 @@ def open_house(database: Database, folder: Path) -> Iterator[House]:
         blobs,
         registry,
         Backends.none(),
-        lambda *wake: sent.append(wake) is None,
+        factories.noting(sent),
         LocalRates(clock),
     )
     with start_blocking_portal() as portal:

@@ -50,7 +50,7 @@ def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(scene())
 
 
-def test_turns_go_round_the_projects_however_many_requests_one_has():
+def test_turns_go_round_the_projects_however_many_requests_one_has() -> None:
     async def scene() -> None:
         line = Line(share(places=1))
         await line.ask("a1", "a2", "a3", "a4", "b1", "c1")
@@ -62,7 +62,7 @@ def test_turns_go_round_the_projects_however_many_requests_one_has():
     in_a_loop(scene)
 
 
-def test_a_project_never_has_more_than_its_places_and_others_get_the_rest():
+def test_a_project_never_has_more_than_its_places_and_others_get_the_rest() -> None:
     async def scene() -> None:
         line = Line(share(places=3, per_project=2))
         await line.ask("a1", "a2", "a3", "b1", "b2")
@@ -75,7 +75,7 @@ def test_a_project_never_has_more_than_its_places_and_others_get_the_rest():
     in_a_loop(scene)
 
 
-def test_a_free_place_goes_to_the_project_that_has_the_fewest():
+def test_a_free_place_goes_to_the_project_that_has_the_fewest() -> None:
     async def scene() -> None:
         line = Line(share(places=3, per_project=3))
         await line.ask("a1", "a2", "a3", "a4", "b1")
@@ -87,7 +87,7 @@ def test_a_free_place_goes_to_the_project_that_has_the_fewest():
     in_a_loop(scene)
 
 
-def test_a_line_that_is_full_is_refused_with_when_to_come_back():
+def test_a_line_that_is_full_is_refused_with_when_to_come_back() -> None:
     async def scene() -> None:
         line = Line(share(places=1, per_project=1, waiting=1))
         await line.ask("a1", "a2")
@@ -106,7 +106,7 @@ def test_a_line_that_is_full_is_refused_with_when_to_come_back():
     in_a_loop(scene)
 
 
-def test_who_gives_up_leaves_the_line_and_takes_no_place():
+def test_who_gives_up_leaves_the_line_and_takes_no_place() -> None:
     async def scene() -> None:
         line = Line(share(places=1))
         await line.ask("a1", "b1", "c1")
@@ -120,7 +120,7 @@ def test_who_gives_up_leaves_the_line_and_takes_no_place():
     in_a_loop(scene)
 
 
-def test_who_gives_up_at_the_moment_of_their_turn_passes_the_place_on():
+def test_who_gives_up_at_the_moment_of_their_turn_passes_the_place_on() -> None:
     async def scene() -> None:
         line = Line(share(places=1))
         await line.ask("a1", "b1", "c1")
@@ -135,7 +135,7 @@ def test_who_gives_up_at_the_moment_of_their_turn_passes_the_place_on():
     in_a_loop(scene)
 
 
-def test_leaving_twice_gives_back_one_place():
+def test_leaving_twice_gives_back_one_place() -> None:
     async def scene() -> None:
         places = share(places=2)
         first, _ = await places.enter("a"), await places.enter("a")
@@ -148,7 +148,7 @@ def test_leaving_twice_gives_back_one_place():
     in_a_loop(scene)
 
 
-def test_a_project_that_has_nothing_here_is_forgotten():
+def test_a_project_that_has_nothing_here_is_forgotten() -> None:
     async def scene() -> None:
         places = share(places=1, per_project=1, waiting=0)
         place = await places.enter("a")
@@ -161,7 +161,7 @@ def test_a_project_that_has_nothing_here_is_forgotten():
     in_a_loop(scene)
 
 
-def test_a_request_that_gives_up_as_a_place_becomes_free_ends_as_cancelled():
+def test_a_request_that_gives_up_as_a_place_becomes_free_ends_as_cancelled() -> None:
     async def scene() -> None:
         line = Line(share(places=1))
         await line.ask("a1", "b1", "c1")
@@ -175,7 +175,7 @@ def test_a_request_that_gives_up_as_a_place_becomes_free_ends_as_cancelled():
     in_a_loop(scene)
 
 
-def test_a_thread_keeps_its_place_until_it_has_ended_even_if_nobody_waits_for_it():
+def test_a_thread_keeps_its_place_until_it_has_ended_even_if_nobody_waits_for_it() -> None:
     """Otherwise clients that ask and leave would have any number of threads at once."""
 
     async def scene() -> None:
@@ -200,7 +200,7 @@ def test_a_thread_keeps_its_place_until_it_has_ended_even_if_nobody_waits_for_it
     in_a_loop(scene)
 
 
-def test_what_a_thread_raises_reaches_the_caller_and_frees_the_place():
+def test_what_a_thread_raises_reaches_the_caller_and_frees_the_place() -> None:
     def call() -> None:
         raise ValueError("no")
 

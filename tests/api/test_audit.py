@@ -1,27 +1,35 @@
 """Every change is in the log of its project, with whose key it was and in which request."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from sqlalchemy import select
+from starlette.testclient import TestClient
 
 from core.database.tables import AuditEntry, Job, TunedModel
+from core.tenancy.keys import Scope
+from tests.api.conftest import House
 
 JOBS = "/v1/fine_tuning/jobs"
 LOG = "/v1/organization/audit_logs"
 
 
-def log(api, **params):
+def log(api: TestClient, **params: Any) -> Any:
     answer = api.get(LOG, params=params)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def types(api):
+def types(api: TestClient) -> list[Any]:
     """Oldest first, without the key that was made before the service was up."""
     return [entry["type"] for entry in reversed(log(api, limit=100)["data"])][1:]
 
 
 @pytest.mark.both_databases
-def test_an_entry_says_who_did_what_to_what_and_in_which_request(house, api, job_request):
+def test_an_entry_says_who_did_what_to_what_and_in_which_request(
+    house: House, api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     answer = api.post(JOBS, json=job_request(), headers={"x-request-id": "req_mine"})
 
     newest = log(api, limit=1)["data"][0]
@@ -39,7 +47,9 @@ def test_an_entry_says_who_did_what_to_what_and_in_which_request(house, api, job
 
 
 @pytest.mark.both_databases
-def test_every_change_through_the_api_is_logged(house, api, create_job, upload):
+def test_every_change_through_the_api_is_logged(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]], upload: Callable[..., str]
+) -> None:
     job = create_job()
     with house.database.write() as session:
         session.query(Job).one().status = "queued"
@@ -70,7 +80,7 @@ def test_every_change_through_the_api_is_logged(house, api, create_job, upload):
 
 
 @pytest.mark.both_databases
-def test_files_in_parts_are_logged_when_they_begin_and_end(api):
+def test_files_in_parts_are_logged_when_they_begin_and_end(api: TestClient) -> None:
     announced = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune", "bytes": 2}
     kept, dropped = (api.post("/v1/uploads", json=announced).json()["id"] for _ in range(2))
     part = api.post(f"/v1/uploads/{kept}/parts", files={"data": b"{}"}).json()
@@ -83,7 +93,9 @@ def test_files_in_parts_are_logged_when_they_begin_and_end(api):
 
 
 @pytest.mark.both_databases
-def test_webhook_endpoints_and_budgets_are_logged_without_secrets(api, create_job):
+def test_webhook_endpoints_and_budgets_are_logged_without_secrets(
+    api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     url = "https://8.8.8.8/hook-of-our-own"
     asked = {"name": "a", "url": url, "event_types": ["fine_tuning.job.succeeded"]}
     endpoint = api.post("/v1/webhook_endpoints", json=asked).json()
@@ -107,7 +119,9 @@ def test_webhook_endpoints_and_budgets_are_logged_without_secrets(api, create_jo
     ]
 
 
-def test_what_changes_nothing_is_not_logged(api, create_job):
+def test_what_changes_nothing_is_not_logged(
+    api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job = create_job()
     api.post(f"{JOBS}/{job['id']}/cancel")
     before = types(api)
@@ -121,7 +135,7 @@ def test_what_changes_nothing_is_not_logged(api, create_job):
     assert types(api) == before
 
 
-def test_no_key_is_ever_in_the_log(house, api):
+def test_no_key_is_ever_in_the_log(house: House, api: TestClient) -> None:
     path = f"/v1/organization/projects/{house.project.id}/api_keys"
     made = api.post(path, json={"name": "ci"}).json()
     rotated = api.post(f"{path}/{made['id']}/rotate").json()
@@ -134,7 +148,7 @@ def test_no_key_is_ever_in_the_log(house, api):
 
 
 @pytest.mark.both_databases
-def test_the_log_is_read_page_by_page_newest_first(api, upload):
+def test_the_log_is_read_page_by_page_newest_first(api: TestClient, upload: Callable[..., str]) -> None:
     for _ in range(4):
         upload()
 
@@ -147,7 +161,9 @@ def test_the_log_is_read_page_by_page_newest_first(api, upload):
 
 
 @pytest.mark.both_databases
-def test_a_change_that_is_rolled_back_was_never_logged(house, api, job_request):
+def test_a_change_that_is_rolled_back_was_never_logged(
+    house: House, api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     request = job_request()
     before = types(api)
     house.limit(queued_jobs=0)
@@ -161,5 +177,5 @@ def test_a_change_that_is_rolled_back_was_never_logged(house, api, job_request):
 
 
 @pytest.mark.parametrize("scope", ["read", "write"])
-def test_the_log_is_for_administrators(house, scope):
+def test_the_log_is_for_administrators(house: House, scope: Scope) -> None:
     assert house.client(house.new_key(scope)).get(LOG).status_code == 403

@@ -1,11 +1,14 @@
 """Budgets, usage and estimates as their user sees them."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from openai import BadRequestError, OpenAI
 from sqlalchemy import event, update
+from starlette.testclient import TestClient
 
 from api.http.app import create_app
 from core.database.engine import Work
@@ -18,15 +21,16 @@ from core.storage.datasets import MAX_LINE_BYTES
 from graders.backends import Backends
 from graders.spec import parse_grader
 from tests import factories
-from tests.api.conftest import MODELS
+from tests.api.conftest import MODELS, House
 from tests.api.test_jobs import JOBS, change, error, post
+from tests.present import present, untyped
 from worker.supervise.validation import BadFile, check_file
 
 ESTIMATE = "/v1/regraft/estimate"
 
 
 @pytest.fixture
-def priced(house):
+def priced(house: House) -> TestClient:
     """A client of the same house, where a GPU-second costs a cent."""
     settings = house.app.state.service.settings.model_copy(
         update={"price_per_gpu_second": 0.01, "currency": "EUR"}
@@ -39,10 +43,10 @@ def priced(house):
 
 
 @pytest.fixture
-def run_steps(house):
+def run_steps(house: House) -> Callable[..., None]:
     """Record steps of ten seconds and 80 tokens for the only job, as its worker would."""
 
-    def run_steps(count, *, ahead=10, status="running"):
+    def run_steps(count: int, *, ahead: int = 10, status: str = "running") -> None:
         with house.database.write() as session:
             job = session.query(Job).one()
             job.status, job.started_at = status, 1
@@ -53,7 +57,7 @@ def run_steps(house):
     return run_steps
 
 
-def shown(api, job):
+def shown(api: TestClient, job: dict[str, Any]) -> Any:
     return api.get(f"{JOBS}/{job['id']}").json()
 
 
@@ -61,7 +65,9 @@ def shown(api, job):
 
 
 @pytest.mark.both_databases
-def test_a_budget_in_seconds_is_shown_as_asked_and_as_a_cap(create_job):
+def test_a_budget_in_seconds_is_shown_as_asked_and_as_a_cap(
+    create_job: Callable[..., dict[str, Any]],
+) -> None:
     assert create_job(budget={"gpu_seconds": 3600})["budget"] == {
         "asked": {"gpu_seconds": 3600.0},
         "gpu_seconds": 3600.0,
@@ -71,7 +77,9 @@ def test_a_budget_in_seconds_is_shown_as_asked_and_as_a_cap(create_job):
 
 
 @pytest.mark.both_databases
-def test_a_budget_in_money_is_turned_into_seconds_at_the_price_of_the_moment(priced, job_request):
+def test_a_budget_in_money_is_turned_into_seconds_at_the_price_of_the_moment(
+    priced: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     budget = {"amount": 12.5, "currency": "EUR"}
 
     job = priced.post(JOBS, json=job_request(budget=budget)).json()
@@ -80,7 +88,7 @@ def test_a_budget_in_money_is_turned_into_seconds_at_the_price_of_the_moment(pri
 
 
 @pytest.mark.both_databases
-def test_no_budget_is_null(create_job):
+def test_no_budget_is_null(create_job: Callable[..., dict[str, Any]]) -> None:
     assert create_job()["budget"] is None
     assert create_job(budget=None)["budget"] is None
 
@@ -103,7 +111,14 @@ REFUSED = {
 
 @pytest.mark.parametrize(("budget", "param", "code"), REFUSED.values(), ids=REFUSED.keys())
 @pytest.mark.parametrize("url", [JOBS, ESTIMATE])
-def test_what_is_wrong_with_a_budget_is_named(priced, job_request, url, budget, param, code):
+def test_what_is_wrong_with_a_budget_is_named(
+    priced: TestClient,
+    job_request: Callable[..., dict[str, Any]],
+    url: str,
+    budget: Any,
+    param: str,
+    code: str,
+) -> None:
     answer = priced.post(url, json=job_request(budget=budget))
 
     assert error(answer) == (param, code)
@@ -111,7 +126,9 @@ def test_what_is_wrong_with_a_budget_is_named(priced, job_request, url, budget, 
 
 
 @pytest.mark.parametrize("number", ["Infinity", "1e999", "NaN", "1" + "0" * 400])
-def test_a_number_without_end_is_refused(api, job_request, number):
+def test_a_number_without_end_is_refused(
+    api: TestClient, job_request: Callable[..., dict[str, Any]], number: str
+) -> None:
     body = json.dumps(job_request(budget={"gpu_seconds": "?"})).replace('"?"', number)
 
     answer = api.post(JOBS, content=body, headers={"content-type": "application/json"})
@@ -120,7 +137,9 @@ def test_a_number_without_end_is_refused(api, job_request, number):
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_money_without_a_price_names_the_setting(api, job_request):
+def test_money_without_a_price_names_the_setting(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     answer = api.post(JOBS, json=job_request(budget={"amount": 1, "currency": "USD"}))
 
     assert error(answer) == ("budget.amount", "invalid_value")
@@ -131,7 +150,7 @@ def test_money_without_a_price_names_the_setting(api, job_request):
 
 
 @pytest.mark.both_databases
-def test_a_budget_is_raised_and_removed(api, create_job):
+def test_a_budget_is_raised_and_removed(api: TestClient, create_job: Callable[..., dict[str, Any]]) -> None:
     job = create_job(budget={"gpu_seconds": 60})
 
     raised = api.post(f"{JOBS}/{job['id']}/budget", json={"budget": {"gpu_seconds": 90}})
@@ -140,7 +159,9 @@ def test_a_budget_is_raised_and_removed(api, create_job):
     assert shown(api, job)["budget"] is None
 
 
-def test_a_change_that_says_nothing_or_comes_too_late_is_refused(api, house, create_job):
+def test_a_change_that_says_nothing_or_comes_too_late_is_refused(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job = create_job()
 
     assert error(api.post(f"{JOBS}/{job['id']}/budget", json={})) == ("budget", "missing_required_parameter")
@@ -150,7 +171,9 @@ def test_a_change_that_says_nothing_or_comes_too_late_is_refused(api, house, cre
     assert error(late) == (None, "invalid_job_state")
 
 
-def test_the_budget_of_another_projects_job_does_not_exist(house, create_job):
+def test_the_budget_of_another_projects_job_does_not_exist(
+    house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job = create_job()
 
     answer = house.client(house.other_key).post(f"{JOBS}/{job['id']}/budget", json={"budget": None})
@@ -159,7 +182,9 @@ def test_the_budget_of_another_projects_job_does_not_exist(house, create_job):
 
 
 @pytest.mark.both_databases
-def test_a_job_at_its_budget_is_resumed_only_with_a_higher_one(api, house, create_job, run_steps):
+def test_a_job_at_its_budget_is_resumed_only_with_a_higher_one(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]], run_steps: Callable[..., None]
+) -> None:
     job = create_job(budget={"gpu_seconds": 25})
     run_steps(2, status="paused")
     with house.database.write() as session:
@@ -178,7 +203,9 @@ def test_a_job_at_its_budget_is_resumed_only_with_a_higher_one(api, house, creat
 
 
 @pytest.mark.both_databases
-def test_a_running_job_shows_its_usage_and_what_it_will_take(priced, create_job, run_steps):
+def test_a_running_job_shows_its_usage_and_what_it_will_take(
+    priced: TestClient, create_job: Callable[..., dict[str, Any]], run_steps: Callable[..., None]
+) -> None:
     job = create_job(budget={"gpu_seconds": 500})
     run_steps(4)
 
@@ -206,7 +233,9 @@ def test_a_running_job_shows_its_usage_and_what_it_will_take(priced, create_job,
     assert running["trained_tokens"] is None
 
 
-def test_a_paused_job_still_shows_them_and_one_that_ended_has_no_estimate(api, house, create_job, run_steps):
+def test_a_paused_job_still_shows_them_and_one_that_ended_has_no_estimate(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]], run_steps: Callable[..., None]
+) -> None:
     job = create_job()
     run_steps(1)
     change(house, status="paused")
@@ -219,7 +248,9 @@ def test_a_paused_job_still_shows_them_and_one_that_ended_has_no_estimate(api, h
 
 
 @pytest.mark.both_databases
-def test_a_list_of_jobs_is_as_many_queries_as_one_job(house, api, create_job, run_steps):
+def test_a_list_of_jobs_is_as_many_queries_as_one_job(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]], run_steps: Callable[..., None]
+) -> None:
     create_job(budget={"gpu_seconds": 60})
     run_steps(3)
     create_job()  # one that waits: its place in the queue is a query, the places of many are no more
@@ -230,14 +261,14 @@ def test_a_list_of_jobs_is_as_many_queries_as_one_job(house, api, create_job, ru
     for _ in range(3):
         create_job(budget={"gpu_seconds": 60})
     with house.database.write() as session:
-        session.execute(update(Job).values(usage=session.query(Job).first().usage))
+        session.execute(update(Job).values(usage=present(session.query(Job).first()).usage))
     five = queries_of(api, queries)
 
     assert len(api.get(JOBS).json()["data"]) == 5
     assert 0 < five == one
 
 
-def queries_of(api, queries):
+def queries_of(api: TestClient, queries: list[Any]) -> int:
     queries.clear()
     api.get(JOBS)
     return len(queries)
@@ -250,7 +281,7 @@ ROW = b'{"messages": [{"role": "user", "content": "hi"}], "answer": "x"}\n'
 
 
 @pytest.fixture
-def sized_request(upload, job_request):
+def sized_request(upload: Callable[..., str], job_request: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """Ten rows to learn from, five to validate on; two epochs in batches of five, four answers of up to 100 tokens."""
     advanced = {"group_size": 4, "max_completion_tokens": 100}
     asked = {"n_epochs": 2, "batch_size": 5, "eval_interval": 2, "advanced": advanced}
@@ -258,7 +289,9 @@ def sized_request(upload, job_request):
     return job_request(reinforcement={"hyperparameters": asked}, **files)
 
 
-def test_with_no_history_the_size_is_known_and_the_range_is_not(api, sized_request):
+def test_with_no_history_the_size_is_known_and_the_range_is_not(
+    api: TestClient, sized_request: dict[str, Any]
+) -> None:
     assert api.post(ESTIMATE, json=sized_request).json() == {
         "object": "regraft.estimate",
         "model": "tiny",
@@ -277,7 +310,12 @@ def test_with_no_history_the_size_is_known_and_the_range_is_not(api, sized_reque
 
 
 @pytest.mark.both_databases
-def test_with_history_there_is_a_range_in_seconds_and_money(priced, create_job, run_steps, sized_request):
+def test_with_history_there_is_a_range_in_seconds_and_money(
+    priced: TestClient,
+    create_job: Callable[..., dict[str, Any]],
+    run_steps: Callable[..., None],
+    sized_request: dict[str, Any],
+) -> None:
     create_job()
     run_steps(3)  # eight tokens a second, ten an answer
 
@@ -293,14 +331,16 @@ def test_with_history_there_is_a_range_in_seconds_and_money(priced, create_job, 
     assert answer["estimate"]["based_on"] == "3 steps of 1 earlier job"
 
 
-def test_an_estimate_creates_nothing(api, house, sized_request):
+def test_an_estimate_creates_nothing(api: TestClient, house: House, sized_request: dict[str, Any]) -> None:
     api.post(ESTIMATE, json=sized_request)
 
     assert api.get(JOBS).json()["data"] == []
     assert house.sent == []
 
 
-def test_an_estimate_refuses_what_a_job_would(api, upload, sized_request):
+def test_an_estimate_refuses_what_a_job_would(
+    api: TestClient, upload: Callable[..., str], sized_request: dict[str, Any]
+) -> None:
     assert error(api.post(ESTIMATE, json=sized_request | {"model": "gpt-9"}), 404) == (
         "model",
         "model_not_found",
@@ -324,8 +364,8 @@ def test_an_estimate_refuses_what_a_job_would(api, upload, sized_request):
     ],
 )
 def test_an_estimate_refuses_a_row_that_the_job_would_refuse_in_the_same_words(
-    house, upload, sized_request, content, said
-):
+    house: House, upload: Callable[..., str], sized_request: dict[str, Any], content: bytes, said: str
+) -> None:
     house.app.state.service = replace(
         house.app.state.service,
         settings=house.app.state.service.settings.model_copy(update={"max_upload_bytes": 8 << 20}),
@@ -348,35 +388,44 @@ def test_an_estimate_refuses_a_row_that_the_job_would_refuse_in_the_same_words(
 
 
 @pytest.fixture
-def openai_client(house):
+def openai_client(house: House) -> OpenAI:
     return OpenAI(
         api_key=house.key, base_url="http://testserver/v1", http_client=house.client(), max_retries=0
     )
 
 
-def test_openais_client_sends_a_budget_as_an_extra_and_reads_it_back(openai_client, sized_request):
+def test_openais_client_sends_a_budget_as_an_extra_and_reads_it_back(
+    openai_client: OpenAI, sized_request: dict[str, Any]
+) -> None:
     job = openai_client.fine_tuning.jobs.create(**sized_request, extra_body={"budget": {"gpu_seconds": 3600}})
 
     assert job.status == "validating_files"
-    assert job.budget["gpu_seconds"] == 3600
+    assert untyped(job).budget["gpu_seconds"] == 3600
     again = openai_client.fine_tuning.jobs.retrieve(job.id)
-    assert (again.to_dict()["budget"]["remaining_gpu_seconds"], again.usage_metrics) == (3600, None)
+    assert (untyped(again.to_dict()["budget"])["remaining_gpu_seconds"], untyped(again).usage_metrics) == (
+        3600,
+        None,
+    )
 
 
-def test_openais_client_gets_a_bad_budget_as_a_bad_request(openai_client, sized_request):
+def test_openais_client_gets_a_bad_budget_as_a_bad_request(
+    openai_client: OpenAI, sized_request: dict[str, Any]
+) -> None:
     with pytest.raises(BadRequestError) as refused:
         openai_client.fine_tuning.jobs.create(**sized_request, extra_body={"budget": {"gpu_seconds": -1}})
 
     assert refused.value.param == "budget.gpu_seconds"
 
 
-def test_openais_client_reaches_what_is_ours_through_post(openai_client, sized_request):
+def test_openais_client_reaches_what_is_ours_through_post(
+    openai_client: OpenAI, sized_request: dict[str, Any]
+) -> None:
     job = openai_client.fine_tuning.jobs.create(**sized_request)
 
-    changed = openai_client.post(
+    changed: Any = openai_client.post(
         f"/fine_tuning/jobs/{job.id}/budget", cast_to=object, body={"budget": {"gpu_seconds": 5}}
     )
-    estimate = openai_client.post("/regraft/estimate", cast_to=object, body=sized_request)
+    estimate: Any = openai_client.post("/regraft/estimate", cast_to=object, body=sized_request)
 
     assert changed["budget"]["gpu_seconds"] == 5
     assert estimate["total_steps"] == 4

@@ -6,8 +6,9 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
@@ -21,7 +22,8 @@ from core.database.tables import Checkpoint, TunedModel
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends
-from tests.api.conftest import ALIASES, MODELS
+from tests.api.conftest import ALIASES, MODELS, House
+from tests.present import present
 
 NAME = "ft:tiny:acme::12345678"
 MANIFEST = b'{"format": 1, "files": []}'
@@ -32,7 +34,7 @@ USER = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 class Inference:
     """An inference server: what it was asked, and what it answers."""
 
-    asked: list[dict] = field(default_factory=list)
+    asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     encodings: list[str] = field(default_factory=list)
     streams: bool = True
@@ -65,7 +67,7 @@ class Inference:
 
         return app
 
-    async def events(self):
+    async def events(self) -> AsyncIterator[bytes]:
         from anyio import to_thread
 
         try:
@@ -99,7 +101,7 @@ def upstream(inference: Inference) -> Iterator[str]:
     yield from served(inference.app())
 
 
-def api_over(house, url: str) -> FastAPI:
+def api_over(house: House, url: str) -> FastAPI:
     settings = Settings(data_dir=house.folder, inference_url=url and f"{url}/v1", inference_key="between us")
     return create_app(
         settings,
@@ -112,14 +114,14 @@ def api_over(house, url: str) -> FastAPI:
 
 
 @pytest.fixture
-def web(house, upstream: str) -> Iterator[httpx.Client]:
+def web(house: House, upstream: str) -> Iterator[httpx.Client]:
     for url in served(api_over(house, upstream)):
         with httpx.Client(base_url=f"{url}/v1", headers={"Authorization": f"Bearer {house.key}"}) as client:
             yield client
 
 
 @pytest.fixture
-def tuned(house) -> str:
+def tuned(house: House) -> str:
     house.blobs.put_bytes("jobs/1/step-5/manifest.json", MANIFEST)
     with house.database.write() as session:
         checkpoint = Checkpoint(job_id="ftjob-1", step=5, epoch=1, blob_prefix="jobs/1/step-5")
@@ -131,11 +133,11 @@ def tuned(house) -> str:
     return NAME
 
 
-def ask(web: httpx.Client, **fields) -> httpx.Response:
+def ask(web: httpx.Client, **fields: Any) -> httpx.Response:
     return web.post("/chat/completions", json=USER | fields)
 
 
-def test_a_base_model_is_asked_for_by_its_name(web, inference):
+def test_a_base_model_is_asked_for_by_its_name(web: httpx.Client, inference: Inference) -> None:
     answer = ask(web, temperature=0, user="me", metadata={"k": "v"}, store=True)
 
     assert (answer.status_code, answer.json()) == (200, {"object": "chat.completion"})
@@ -144,13 +146,15 @@ def test_a_base_model_is_asked_for_by_its_name(web, inference):
     assert inference.keys == ["Bearer between us"]
 
 
-def test_an_alias_is_asked_for_by_the_model_it_leads_to(web, inference):
+def test_an_alias_is_asked_for_by_the_model_it_leads_to(web: httpx.Client, inference: Inference) -> None:
     ask(web, model="o4-mini-2025-04-16")
 
     assert inference.asked == [USER | {"regraft": {"base_model": "tiny", "adapter": None}}]
 
 
-def test_azures_deployment_in_the_path_is_the_model(web, inference, tuned):
+def test_azures_deployment_in_the_path_is_the_model(
+    web: httpx.Client, inference: Inference, tuned: str
+) -> None:
     url = str(web.base_url).removesuffix("/v1/") + "/openai/deployments/"
     body = {"messages": USER["messages"]}
 
@@ -162,7 +166,9 @@ def test_azures_deployment_in_the_path_is_the_model(web, inference, tuned):
 
 
 @pytest.mark.both_databases
-def test_a_tuned_model_is_asked_for_by_the_hash_of_its_weights(web, inference, tuned):
+def test_a_tuned_model_is_asked_for_by_the_hash_of_its_weights(
+    web: httpx.Client, inference: Inference, tuned: str
+) -> None:
     ask(web, model=tuned)
 
     adapter = {"prefix": "jobs/1/step-5", "manifest_sha256": hashlib.sha256(MANIFEST).hexdigest()}
@@ -170,7 +176,9 @@ def test_a_tuned_model_is_asked_for_by_the_hash_of_its_weights(web, inference, t
     assert inference.asked[0]["model"] == tuned
 
 
-def test_a_schema_reaches_the_inference_server_as_it_was_sent(web, inference):
+def test_a_schema_reaches_the_inference_server_as_it_was_sent(
+    web: httpx.Client, inference: Inference
+) -> None:
     wanted = {
         "type": "json_schema",
         "json_schema": {"name": "x", "schema": {"type": "boolean"}, "strict": True},
@@ -181,7 +189,7 @@ def test_a_schema_reaches_the_inference_server_as_it_was_sent(web, inference):
 
 
 @pytest.mark.both_databases
-def test_a_model_of_another_project_does_not_exist(web, house, tuned):
+def test_a_model_of_another_project_does_not_exist(web: httpx.Client, house: House, tuned: str) -> None:
     answer = web.post(
         "/chat/completions",
         json=USER | {"model": tuned},
@@ -193,7 +201,7 @@ def test_a_model_of_another_project_does_not_exist(web, house, tuned):
 
 
 @pytest.mark.both_databases
-def test_a_deleted_model_is_not_served_any_more(web, inference, tuned):
+def test_a_deleted_model_is_not_served_any_more(web: httpx.Client, inference: Inference, tuned: str) -> None:
     assert ask(web, model=tuned).status_code == 200
     web.delete(f"/models/{tuned}")
 
@@ -218,7 +226,9 @@ def test_a_deleted_model_is_not_served_any_more(web, inference, tuned):
         ({"temprature": 1}, "temprature"),
     ],
 )
-def test_what_would_not_be_honoured_is_refused_by_its_name(web, inference, fields, param):
+def test_what_would_not_be_honoured_is_refused_by_its_name(
+    web: httpx.Client, inference: Inference, fields: dict[str, Any], param: str
+) -> None:
     answer = ask(web, **fields)
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
@@ -226,7 +236,9 @@ def test_what_would_not_be_honoured_is_refused_by_its_name(web, inference, field
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_a_part_that_is_no_text_is_refused_by_what_it_is(web, inference, kind):
+def test_a_part_that_is_no_text_is_refused_by_what_it_is(
+    web: httpx.Client, inference: Inference, kind: str
+) -> None:
     parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {}}]
     answer = ask(web, messages=[{"role": "user", "content": parts}])
 
@@ -236,14 +248,16 @@ def test_a_part_that_is_no_text_is_refused_by_what_it_is(web, inference, kind):
     assert inference.asked == []
 
 
-def test_what_is_not_supported_has_openais_code(web):
+def test_what_is_not_supported_has_openais_code(web: httpx.Client) -> None:
     error = ask(web, logit_bias={"1": 2}).json()["error"]
 
     assert (error["param"], error["code"]) == ("logit_bias", "unsupported_parameter")
 
 
 @pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max", None])
-def test_reasoning_effort_reaches_the_model_and_verbosity_has_no_effect(web, inference, effort):
+def test_reasoning_effort_reaches_the_model_and_verbosity_has_no_effect(
+    web: httpx.Client, inference: Inference, effort: str | None
+) -> None:
     answer = ask(web, reasoning_effort=effort, verbosity=effort if effort in ("low", "high") else None)
 
     assert answer.status_code == 200
@@ -251,9 +265,11 @@ def test_reasoning_effort_reaches_the_model_and_verbosity_has_no_effect(web, inf
     assert inference.asked == [USER | sent | {"regraft": {"base_model": "tiny", "adapter": None}}]
 
 
-def test_an_earlier_answer_is_sent_back_as_openais_client_has_it(web, inference):
+def test_an_earlier_answer_is_sent_back_as_openais_client_has_it(
+    web: httpx.Client, inference: Inference
+) -> None:
     earlier = {"role": "assistant", "content": "[1]", "refusal": None}
-    empty = {"annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    empty: dict[str, Any] = {"annotations": [], "audio": None, "function_call": None, "tool_calls": None}
     question = {"role": "user", "content": "and?"}
 
     answer = ask(web, messages=[earlier | empty | {"parsed": [1], "reasoning_content": "hm"}, question])
@@ -262,7 +278,7 @@ def test_an_earlier_answer_is_sent_back_as_openais_client_has_it(web, inference)
     assert inference.asked[0]["messages"] == [{"role": "assistant", "content": "[1]"}, question]
 
 
-def test_what_an_earlier_answer_called_is_refused(web):
+def test_what_an_earlier_answer_called_is_refused(web: httpx.Client) -> None:
     earlier = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
 
     answer = ask(web, messages=[earlier, {"role": "user", "content": "and?"}])
@@ -270,7 +286,7 @@ def test_what_an_earlier_answer_called_is_refused(web):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].tool_calls")
 
 
-def test_what_asks_for_nothing_is_accepted(web):
+def test_what_asks_for_nothing_is_accepted(web: httpx.Client) -> None:
     nothing = {
         "tools": [],
         "tool_choice": "none",
@@ -282,7 +298,9 @@ def test_what_asks_for_nothing_is_accepted(web):
     assert ask(web, **nothing, service_tier="auto", parallel_tool_calls=True).status_code == 200
 
 
-def test_an_error_of_the_inference_server_comes_through_with_its_retry_after(web, inference):
+def test_an_error_of_the_inference_server_comes_through_with_its_retry_after(
+    web: httpx.Client, inference: Inference
+) -> None:
     error = {"error": {"message": "loading", "type": "server_error", "param": None, "code": "loading"}}
     inference.answer = JSONResponse(error, 503, {"retry-after": "7"})
     answer = ask(web, stream=False)
@@ -290,13 +308,15 @@ def test_an_error_of_the_inference_server_comes_through_with_its_retry_after(web
     assert (answer.status_code, answer.json(), answer.headers["retry-after"]) == (503, error, "7")
 
 
-def test_a_key_that_the_inference_server_does_not_take_is_not_the_callers_mistake(web, inference):
+def test_a_key_that_the_inference_server_does_not_take_is_not_the_callers_mistake(
+    web: httpx.Client, inference: Inference
+) -> None:
     inference.answer = JSONResponse({}, 401)
 
     assert ask(web).status_code == 500
 
 
-def test_what_no_inference_server_says_is_not_passed_on(web, inference):
+def test_what_no_inference_server_says_is_not_passed_on(web: httpx.Client, inference: Inference) -> None:
     inference.streams = False
     for answer, status, said in (
         (HTMLResponse("<h1>Bad Gateway</h1>", 502), 503, "status 502"),
@@ -313,14 +333,16 @@ def test_what_no_inference_server_says_is_not_passed_on(web, inference):
             assert passed_on.headers.get("retry-after") == ("5" if status == 503 else None)
 
 
-def test_answers_are_asked_for_uncompressed(web, inference):
+def test_answers_are_asked_for_uncompressed(web: httpx.Client, inference: Inference) -> None:
     """A stream goes through byte for byte: a proxy on the way must not pack what nobody unpacks."""
     ask(web)
 
     assert inference.encodings == ["identity"]
 
 
-def test_an_answer_that_does_not_come_is_no_server_that_is_starting(house, upstream, inference):
+def test_an_answer_that_does_not_come_is_no_server_that_is_starting(
+    house: House, upstream: str, inference: Inference
+) -> None:
     inference.answer = None
     app = api_over(house, upstream)
     app.state.upstream = Upstream(app.state.service.settings, timeout=httpx.Timeout(0.2))
@@ -332,7 +354,7 @@ def test_an_answer_that_does_not_come_is_no_server_that_is_starting(house, upstr
     assert "has not answered for" in answer.json()["error"]["message"]
 
 
-def test_without_an_inference_server_the_refusal_says_what_to_do(house):
+def test_without_an_inference_server_the_refusal_says_what_to_do(house: House) -> None:
     for url in served(api_over(house, "")):
         answer = httpx.post(
             f"{url}/v1/chat/completions", json=USER, headers={"Authorization": f"Bearer {house.key}"}
@@ -342,7 +364,7 @@ def test_without_an_inference_server_the_refusal_says_what_to_do(house):
     assert "REGRAFT_INFERENCE_URL" in answer.json()["error"]["message"]
 
 
-def test_an_inference_server_that_is_not_there_is_503_with_retry_after(house):
+def test_an_inference_server_that_is_not_there_is_503_with_retry_after(house: House) -> None:
     for url in served(api_over(house, "http://127.0.0.1:9")):
         answer = httpx.post(
             f"{url}/v1/chat/completions", json=USER, headers={"Authorization": f"Bearer {house.key}"}
@@ -352,7 +374,7 @@ def test_an_inference_server_that_is_not_there_is_503_with_retry_after(house):
     assert "The inference server does not accept connections" in answer.json()["error"]["message"]
 
 
-def test_an_inference_server_that_accepts_but_does_not_answer_is_starting(house):
+def test_an_inference_server_that_accepts_but_does_not_answer_is_starting(house: House) -> None:
     """As while `up` starts its process: the socket is there first."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         app = api_over(house, f"http://127.0.0.1:{listening.getsockname()[1]}")
@@ -366,7 +388,7 @@ def test_an_inference_server_that_accepts_but_does_not_answer_is_starting(house)
     assert "is starting" in answer.json()["error"]["message"]
 
 
-def test_a_stream_comes_as_it_is_made(web, inference):
+def test_a_stream_comes_as_it_is_made(web: httpx.Client, inference: Inference) -> None:
     """The first events are here while the server has not made the fourth."""
     with web.stream("POST", "/chat/completions", json=USER | {"stream": True}) as answer:
         parts = answer.iter_raw()
@@ -379,7 +401,7 @@ def test_a_stream_comes_as_it_is_made(web, inference):
     assert made <= 3
 
 
-def test_a_client_that_leaves_a_stream_ends_it_upstream(web, inference):
+def test_a_client_that_leaves_a_stream_ends_it_upstream(web: httpx.Client, inference: Inference) -> None:
     inference.go.set()
     with web.stream("POST", "/chat/completions", json=USER | {"stream": True}) as answer:
         next(answer.iter_raw())
@@ -388,7 +410,9 @@ def test_a_client_that_leaves_a_stream_ends_it_upstream(web, inference):
     assert inference.sent < 10_000
 
 
-def test_a_client_that_leaves_before_its_answer_ends_it_upstream(house, upstream, inference):
+def test_a_client_that_leaves_before_its_answer_ends_it_upstream(
+    house: House, upstream: str, inference: Inference
+) -> None:
     inference.answer = None
     for url in served(api_over(house, upstream)):
         body = json.dumps(USER).encode()
@@ -402,7 +426,7 @@ def test_a_client_that_leaves_before_its_answer_ends_it_upstream(house, upstream
         assert inference.left.wait(30)
 
 
-def test_a_client_that_does_not_read_holds_up_who_writes(web, inference):
+def test_a_client_that_does_not_read_holds_up_who_writes(web: httpx.Client, inference: Inference) -> None:
     """200 MB are on offer; what is made stays at what the buffers on the way hold."""
     inference.go.set()
     with web.stream("POST", "/chat/completions", json=USER | {"stream": True}) as answer:
@@ -418,7 +442,9 @@ def test_a_client_that_does_not_read_holds_up_who_writes(web, inference):
 
 
 @pytest.mark.both_databases
-def test_a_checkpoint_is_downloaded_as_a_tar_by_its_own_project_only(house, web, create_job):
+def test_a_checkpoint_is_downloaded_as_a_tar_by_its_own_project_only(
+    house: House, web: httpx.Client, create_job: Callable[..., dict[str, Any]]
+) -> None:
     import io
     import tarfile
 
@@ -438,7 +464,7 @@ def test_a_checkpoint_is_downloaded_as_a_tar_by_its_own_project_only(house, web,
         url = f"/regraft/checkpoints/{checkpoint.id}/archive"
     answer = web.get(url)
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
-        found = {member.name: tar.extractfile(member).read() for member in tar}
+        found = {member.name: present(tar.extractfile(member)).read() for member in tar}
 
     folder = f"{job_id}-step-1"
     assert int(answer.headers["content-length"]) == len(answer.content)

@@ -1,8 +1,8 @@
 """Checks of schemas and patterns: which requests take a place, and which requests they delay."""
 
 import asyncio
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -10,6 +10,9 @@ from starlette.testclient import TestClient
 from api.http.schema_checks import in_turn
 from graders.hazards.pool import OWNER
 from tests.api.conftest import GRADER, House
+
+if TYPE_CHECKING:
+    from httpx2 import Response
 
 ROWS = b'{"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}\n'
 SCHEMA = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
@@ -38,8 +41,10 @@ def checked(house: House) -> Iterator[None]:
 
 
 @pytest.fixture
-def ask_for_job(api: TestClient, upload, job_request):
-    def ask(url: str, **reinforcement: Any):
+def ask_for_job(
+    api: TestClient, upload: Callable[..., str], job_request: Callable[..., dict[str, Any]]
+) -> "Callable[..., Response]":
+    def ask(url: str, **reinforcement: Any) -> "Response":
         files = {"training_file": upload(ROWS), "validation_file": upload(ROWS, name="v.jsonl")}
         job = job_request(reinforcement=reinforcement, **files)
         return api.post(url, json={"job": job} if url == DRY_RUN else job)
@@ -47,12 +52,12 @@ def ask_for_job(api: TestClient, upload, job_request):
     return ask
 
 
-def ask_for_grader(client: TestClient, url: str, grader: dict[str, Any]):
+def ask_for_grader(client: TestClient, url: str, grader: dict[str, Any]) -> "Response":
     sample = {"model_sample": "4", "item": {"answer": "4"}} if url == RUN else {}
     return client.post(url, json={"grader": grader} | sample)
 
 
-def ask_for_answer(client: TestClient, url: str, form: dict[str, Any] | None):
+def ask_for_answer(client: TestClient, url: str, form: dict[str, Any] | None) -> "Response":
     if url == RESPONSES:
         text = form and {"format": {"type": "json_schema", **form["json_schema"]}}
         return client.post(url, json={"model": "tiny", "input": "hello", "text": text})
@@ -60,34 +65,40 @@ def ask_for_answer(client: TestClient, url: str, form: dict[str, Any] | None):
     return client.post(url, json={"model": "tiny", "messages": messages, "response_format": form})
 
 
-def is_refused(answer) -> bool:
+def is_refused(answer: "Response") -> bool:
     return (answer.status_code, answer.json().get("error", {}).get("code")) == (429, "rate_limit_exceeded")
 
 
 @pytest.mark.parametrize("grader", [PATTERN, PAIR])
 @pytest.mark.parametrize("url", [VALIDATE, RUN])
-def test_a_grader_with_a_pattern_takes_a_place(checked, api, url, grader):
+def test_a_grader_with_a_pattern_takes_a_place(
+    checked: None, api: TestClient, url: str, grader: dict[str, Any]
+) -> None:
     assert is_refused(ask_for_grader(api, url, grader))
 
 
 @pytest.mark.parametrize("url", OF_JOBS)
 @pytest.mark.parametrize("asked", [{"grader": PATTERN}, {"response_format": FORM}])
-def test_a_job_with_a_pattern_or_a_schema_takes_a_place(checked, ask_for_job, url, asked):
+def test_a_job_with_a_pattern_or_a_schema_takes_a_place(
+    checked: None, ask_for_job: "Callable[..., Response]", url: str, asked: dict[str, Any]
+) -> None:
     assert is_refused(ask_for_job(url, **asked))
 
 
 @pytest.mark.parametrize("url", OF_CHATS)
-def test_a_chat_with_a_schema_takes_a_place(checked, api, url):
+def test_a_chat_with_a_schema_takes_a_place(checked: None, api: TestClient, url: str) -> None:
     assert is_refused(ask_for_answer(api, url, FORM))
 
 
 @pytest.mark.parametrize("url", [VALIDATE, RUN])
-def test_a_grader_without_a_pattern_takes_none(checked, api, url):
+def test_a_grader_without_a_pattern_takes_none(checked: None, api: TestClient, url: str) -> None:
     assert ask_for_grader(api, url, GRADER).status_code == 200
 
 
 @pytest.mark.parametrize("url", [JOBS, DRY_RUN, ESTIMATE])
-def test_a_job_without_either_takes_none(checked, ask_for_job, url):
+def test_a_job_without_either_takes_none(
+    checked: None, ask_for_job: "Callable[..., Response]", url: str
+) -> None:
     answer = ask_for_job(url)
 
     assert answer.status_code == 200, answer.text
@@ -95,18 +106,22 @@ def test_a_job_without_either_takes_none(checked, ask_for_job, url):
 
 @pytest.mark.parametrize("form", [None, {"type": "text"}, {"type": "json_object"}])
 @pytest.mark.parametrize("url", [CHAT, DEPLOYMENT])
-def test_a_chat_without_a_schema_takes_none(checked, api, url, form):
+def test_a_chat_without_a_schema_takes_none(
+    checked: None, api: TestClient, url: str, form: dict[str, str] | None
+) -> None:
     assert ask_for_answer(api, url, form).json()["error"]["code"] == "serving_not_configured"
 
 
-def test_a_project_that_has_all_its_checks_refuses_no_other_project_any(checked, house):
+def test_a_project_that_has_all_its_checks_refuses_no_other_project_any(checked: None, house: House) -> None:
     others = house.client(house.other_key)
 
     assert ask_for_grader(others, RUN, PATTERN).status_code == 200
     assert ask_for_answer(others, CHAT, FORM).json()["error"]["code"] == "serving_not_configured"
 
 
-def test_one_beyond_its_places_waits_for_the_next_instead_of_being_refused(house, api):
+def test_one_beyond_its_places_waits_for_the_next_instead_of_being_refused(
+    house: House, api: TestClient
+) -> None:
     checks = house.app.state.service.admission.checks
     checks.per_project = 1
     first = house.portal.call(checks.enter, house.project.id)
@@ -122,7 +137,7 @@ def test_one_beyond_its_places_waits_for_the_next_instead_of_being_refused(house
     ending.result()
 
 
-def test_what_a_check_asks_of_the_hazard_pool_has_its_project_for_an_owner(house):
+def test_what_a_check_asks_of_the_hazard_pool_has_its_project_for_an_owner(house: House) -> None:
     owners: list[str] = []
 
     asyncio.run(in_turn(lambda: owners.append(OWNER.get()), house.app.state.service, house.project))
@@ -146,7 +161,7 @@ def full(house: House) -> Iterator[None]:
 HOOK = {"name": "h", "url": "https://8.8.8.8/", "event_types": ["fine_tuning.job.succeeded"]}
 
 
-def test_checks_of_webhook_addresses_take_places_of_their_project(house, api):
+def test_checks_of_webhook_addresses_take_places_of_their_project(house: House, api: TestClient) -> None:
     """A name server that never answers would otherwise hold all threads of the process."""
     made = api.post("/v1/webhook_endpoints", json=HOOK).json()
 
@@ -154,14 +169,18 @@ def test_checks_of_webhook_addresses_take_places_of_their_project(house, api):
     assert api.post(f"/v1/webhook_endpoints/{made['id']}", json={"url": HOOK["url"]}).status_code == 200
 
 
-def test_a_project_that_has_all_its_checks_of_addresses_is_refused_alone(full, house, api):
+def test_a_project_that_has_all_its_checks_of_addresses_is_refused_alone(
+    full: None, house: House, api: TestClient
+) -> None:
     others = house.client(house.other_key)
 
     assert is_refused(api.post("/v1/webhook_endpoints", json=HOOK))
     assert others.post("/v1/webhook_endpoints", json=HOOK).status_code == 200
 
 
-def test_a_project_that_reads_as_many_files_as_it_may_downloads_no_archive(full, house, api):
+def test_a_project_that_reads_as_many_files_as_it_may_downloads_no_archive(
+    full: None, house: House, api: TestClient
+) -> None:
     others = house.client(house.other_key)
     url = "/v1/regraft/checkpoints/ftckpt_unknown/archive"
 

@@ -1,24 +1,26 @@
 """What was answered is durable: the commit comes first, and its failure is the answer."""
 
 import threading
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 import pytest
 from fastapi import Depends, FastAPI
-from sqlalchemy import event
+from sqlalchemy import Connection, event
 from starlette.testclient import TestClient
+
+from tests.api.conftest import House
 
 pytestmark = pytest.mark.both_databases
 
 JOBS = "/v1/fine_tuning/jobs"
 
 
-def before_commit(house, act) -> None:
+def before_commit(house: House, act: Callable[..., None]) -> None:
     """Do this at the last moment before every commit that writes."""
 
     @event.listens_for(house.database.engine, "commit")
-    def on_commit(connection) -> None:
+    def on_commit(connection: Connection) -> None:
         if not connection.get_execution_options().get("read_only"):
             act()
 
@@ -38,7 +40,13 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_a_commit_that_fails_is_no_success(house, api, create_job, job_request, write):
+def test_a_commit_that_fails_is_no_success(
+    house: House,
+    api: TestClient,
+    create_job: Callable[..., dict[str, Any]],
+    job_request: Callable[..., dict[str, Any]],
+    write: Callable[..., Any],
+) -> None:
     job, request = create_job(), job_request()
     blobs, wakes = list(house.blobs.list("")), list(house.sent)
     before_commit(house, fail)
@@ -52,7 +60,9 @@ def test_a_commit_that_fails_is_no_success(house, api, create_job, job_request, 
     assert api.get(f"{JOBS}/{job['id']}").json()["status"] == "validating_files"
 
 
-def test_the_answer_waits_for_a_slow_commit(house, api, job_request):
+def test_the_answer_waits_for_a_slow_commit(
+    house: House, api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     request = job_request()
     reached, go_on = threading.Event(), threading.Event()
     answers = []
@@ -76,7 +86,7 @@ def test_the_answer_waits_for_a_slow_commit(house, api, job_request):
 
 
 @pytest.mark.parametrize(("scope", "status"), [("request", 200), ("function", 500)])
-def test_the_frameworks_own_default_would_have_answered_200(scope, status):
+def test_the_frameworks_own_default_would_have_answered_200(scope: str, status: int) -> None:
     """Why api/http/deps.py says scope="function": a request's dependencies end when it has been answered."""
     app = FastAPI()
 

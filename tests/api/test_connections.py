@@ -2,14 +2,20 @@
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from sqlalchemy.pool.base import Pool
+from starlette.testclient import TestClient
 
 from core.database.tables import Checkpoint, RolloutPage
 from core.storage.store import FolderBlobs
+from tests.api.conftest import House
 from tests.api.test_evals import validate
 from tests.api.test_rollouts import OLD
+from tests.present import untyped
 
 pytestmark = pytest.mark.both_databases
 
@@ -17,23 +23,26 @@ pytestmark = pytest.mark.both_databases
 class Watching(FolderBlobs):
     """Notes how many connections are out of the pool whenever something is read."""
 
-    def watch(self, pool):
-        self.pool, self.held = pool, []
+    def watch(self, pool: Pool) -> None:
+        self.pool = pool
+        self.held: list[int] = []
 
-    def open(self, key, **options):
-        self.held.append(self.pool.checkedout())
+    def open(self, key: str, **options: int) -> Iterator[bytes]:
+        self.held.append(untyped(self.pool).checkedout())
         return super().open(key, **options)
 
 
 @pytest.fixture
-def blobs(house):
+def blobs(house: House) -> Watching:
     watching = Watching(house.folder / "blobs")
     watching.watch(house.database.engine.pool)
     house.app.state.service = replace(house.app.state.service, blobs=watching)
     return watching
 
 
-def test_samples_of_a_validation_are_read_without_a_connection(house, api, create_job, blobs):
+def test_samples_of_a_validation_are_read_without_a_connection(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]], blobs: Watching
+) -> None:
     job = create_job()
     validate(house, job["id"], 2)
     items = f"/v1/evals/{job['eval_id']}/runs/{job['eval_id'].replace('eval_', 'evalrun_')}_2/output_items"
@@ -43,7 +52,9 @@ def test_samples_of_a_validation_are_read_without_a_connection(house, api, creat
     assert blobs.held == [0, 0]
 
 
-def test_a_run_of_an_earlier_version_is_counted_without_a_connection(house, api, create_job, blobs):
+def test_a_run_of_an_earlier_version_is_counted_without_a_connection(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]], blobs: Watching
+) -> None:
     job = create_job()
     key = f"projects/p/jobs/{job['id']}/valid-000000.jsonl"
     house.blobs.put_bytes(key, "".join(json.dumps(line) + "\n" for line in OLD).encode())
@@ -55,7 +66,9 @@ def test_a_run_of_an_earlier_version_is_counted_without_a_connection(house, api,
     assert blobs.held == [0, 0]
 
 
-def test_a_checkpoint_goes_home_without_a_connection(house, api, create_job, blobs):
+def test_a_checkpoint_goes_home_without_a_connection(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]], blobs: Watching
+) -> None:
     weights = b"weights"
     file = {"name": "adapter_model.safetensors", "bytes": 7, "sha256": hashlib.sha256(weights).hexdigest()}
     house.blobs.put_bytes(f"step-1/{file['name']}", weights)
@@ -75,6 +88,8 @@ def test_a_checkpoint_goes_home_without_a_connection(house, api, create_job, blo
     ]  # the manifest, and the weights: read once to check them, once to send them
 
 
-def test_a_file_is_downloaded_without_a_connection(api, upload, blobs):
+def test_a_file_is_downloaded_without_a_connection(
+    api: TestClient, upload: Callable[..., str], blobs: Watching
+) -> None:
     assert api.get(f"/v1/files/{upload()}/content").status_code == 200
     assert blobs.held == [0]

@@ -1,23 +1,28 @@
 """A cursor keeps its place after its item was deleted."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+from starlette.testclient import TestClient
 
 from core.database import pages
 from core.database.tables import Checkpoint, File, PastCursor
+from tests.api.conftest import House
 
 pytestmark = pytest.mark.both_databases
 
 ENDPOINT = {"url": "https://8.8.8.8/", "event_types": ["fine_tuning.job.succeeded"]}
 
 
-def remove_row(house, file_id):
+def remove_row(house: House, file_id: str) -> None:
     """What the reconciler does to a deleted file."""
     with house.database.write() as session:
         row = session.query(File).where(File.id == file_id).one()
         pages.delete_row(session, row, owner=row.project_id)
 
 
-def listed(api, url, **query):
+def listed(api: TestClient, url: str, **query: Any) -> list[Any]:
     answer = api.get(url, params=query)
     assert answer.status_code == 200, answer.text
     return [item["id"] for item in answer.json()["data"]]
@@ -25,7 +30,9 @@ def listed(api, url, **query):
 
 @pytest.mark.parametrize("row_gone", [False, True])
 @pytest.mark.parametrize("order", ["desc", "asc"])
-def test_a_deleted_file_is_still_a_cursor(house, api, upload, order, row_gone):
+def test_a_deleted_file_is_still_a_cursor(
+    house: House, api: TestClient, upload: Callable[..., str], order: str, row_gone: bool
+) -> None:
     made = [upload() for _ in range(4)]
     ordered = made if order == "asc" else made[::-1]
     api.delete(f"/v1/files/{ordered[1]}")
@@ -36,7 +43,9 @@ def test_a_deleted_file_is_still_a_cursor(house, api, upload, order, row_gone):
     assert listed(api, "/v1/files", after=ordered[1], order=order, purpose="fine-tune") == ordered[2:]
 
 
-def test_behind_the_newest_file_comes_what_was_uploaded_after_it_was_deleted(house, api, upload):
+def test_behind_the_newest_file_comes_what_was_uploaded_after_it_was_deleted(
+    house: House, api: TestClient, upload: Callable[..., str]
+) -> None:
     """SQLite gives the number of its row to the next one."""
     first, newest = upload(), upload()
     api.delete(f"/v1/files/{newest}")
@@ -47,14 +56,16 @@ def test_behind_the_newest_file_comes_what_was_uploaded_after_it_was_deleted(hou
     assert listed(api, "/v1/files", after=newest, order="desc") == [first]
 
 
-def test_a_deleted_webhook_endpoint_is_still_a_cursor(api):
+def test_a_deleted_webhook_endpoint_is_still_a_cursor(api: TestClient) -> None:
     made = [api.post("/v1/webhook_endpoints", json=ENDPOINT | {"name": name}).json()["id"] for name in "abc"]
     api.delete(f"/v1/webhook_endpoints/{made[1]}")
 
     assert listed(api, "/v1/webhook_endpoints", after=made[1]) == [made[0]]
 
 
-def test_a_checkpoint_that_was_replaced_is_still_a_cursor_of_its_job(house, api, create_job):
+def test_a_checkpoint_that_was_replaced_is_still_a_cursor_of_its_job(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job, other = create_job()["id"], create_job()["id"]
     with house.database.write() as session:
         for step in (1, 2, 3):
@@ -71,7 +82,9 @@ def test_a_checkpoint_that_was_replaced_is_still_a_cursor_of_its_job(house, api,
     )
 
 
-def test_an_id_that_never_was_and_anothers_are_no_cursors(house, api, upload):
+def test_an_id_that_never_was_and_anothers_are_no_cursors(
+    house: House, api: TestClient, upload: Callable[..., str]
+) -> None:
     mine = upload()
     api.delete(f"/v1/files/{mine}")
     remove_row(house, mine)
@@ -83,7 +96,7 @@ def test_an_id_that_never_was_and_anothers_are_no_cursors(house, api, upload):
     assert (anothers.status_code, anothers.json()["error"]["param"]) == (400, "after")
 
 
-def test_an_expired_file_is_still_a_cursor(house, api, upload):
+def test_an_expired_file_is_still_a_cursor(house: House, api: TestClient, upload: Callable[..., str]) -> None:
     made = [upload() for _ in range(3)]
     with house.database.write() as session:
         session.query(File).where(File.id == made[1]).one().expires_at = 1
@@ -91,7 +104,9 @@ def test_an_expired_file_is_still_a_cursor(house, api, upload):
     assert listed(api, "/v1/files", after=made[1]) == [made[0]]
 
 
-def test_places_are_forgotten_after_a_month(house, api, upload):
+def test_places_are_forgotten_after_a_month(
+    house: House, api: TestClient, upload: Callable[..., str]
+) -> None:
     old, recent = upload(), upload()
     for file_id in (old, recent):
         remove_row(house, file_id)

@@ -1,19 +1,26 @@
 import errno
 import re
 import sqlite3
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psycopg.errors
 import pytest
 from botocore.exceptions import ClientError
 from fastapi import APIRouter
 from sqlalchemy.exc import OperationalError
+from starlette.testclient import TestClient
 
 from api.http.app import MAX_JSON_BYTES
 from core.database.engine import Database
 from core.storage import disk
-from core.storage.store import FolderBlobs
+from core.storage.store import BlobWriter, FolderBlobs
 from core.telemetry import logs
+from tests.api.conftest import House
+
+if TYPE_CHECKING:
+    from httpx2 import Response
 
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -28,7 +35,7 @@ def broken_routes() -> APIRouter:
     return router
 
 
-def envelope(answer, status):
+def envelope(answer: "Response", status: int) -> Any:
     """The error, after checking that it has OpenAI's shape and headers."""
     assert answer.status_code == status, answer.text
     assert set(answer.json()) == {"error"}
@@ -39,31 +46,31 @@ def envelope(answer, status):
     return answer.json()["error"]
 
 
-def test_an_unknown_url(api):
+def test_an_unknown_url(api: TestClient) -> None:
     assert envelope(api.get("/v1/nothing"), 404)["message"] == "Invalid URL (GET /v1/nothing)"
 
 
-def test_a_method_that_the_url_does_not_have(api):
+def test_a_method_that_the_url_does_not_have(api: TestClient) -> None:
     answer = api.put(JOBS)
 
     assert envelope(answer, 405)["code"] == "method_not_supported"
     assert answer.headers["allow"]
 
 
-def test_a_body_that_is_not_json(api):
+def test_a_body_that_is_not_json(api: TestClient) -> None:
     answer = api.post(JOBS, content=b'{"model": ', headers={"content-type": "application/json"})
 
     assert "could not parse the JSON body" in envelope(answer, 400)["message"]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"3", b'"text"'])
-def test_a_body_that_is_json_but_no_object(api, body):
+def test_a_body_that_is_json_but_no_object(api: TestClient, body: bytes) -> None:
     answer = api.post(JOBS, content=body, headers={"content-type": "application/json"})
 
     assert "expected a JSON object" in envelope(answer, 400)["message"]
 
 
-def test_a_body_that_does_not_say_it_is_json(api):
+def test_a_body_that_does_not_say_it_is_json(api: TestClient) -> None:
     answer = api.post(JOBS, content=b"{}", headers={"content-type": "text/plain"})
 
     assert "Content-Type: application/json" in envelope(answer, 400)["message"]
@@ -72,18 +79,20 @@ def test_a_body_that_does_not_say_it_is_json(api):
 @pytest.mark.parametrize(
     "body", [b"\xff\xfe{}", b"[" * 100_000, b"1" * 5000, b'{"seed": NaN}', b'{"model": "\\ud83d"}']
 )
-def test_a_body_that_no_json_parser_should_take(api, body):
+def test_a_body_that_no_json_parser_should_take(api: TestClient, body: bytes) -> None:
     envelope(api.post(JOBS, content=body, headers={"content-type": "application/json"}), 400)
 
 
-def test_a_body_too_large_to_hold(api):
+def test_a_body_too_large_to_hold(api: TestClient) -> None:
     answer = api.post(JOBS, content=b" " * (MAX_JSON_BYTES + 1), headers={"content-type": "application/json"})
 
     assert envelope(answer, 413)["code"] == "payload_too_large"
 
 
 @pytest.mark.both_databases
-def test_a_crash_tells_the_request_id_and_nothing_else(house, caplog):
+def test_a_crash_tells_the_request_id_and_nothing_else(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
     house.app.include_router(broken_routes())
     caplog.handler.setFormatter(logs.TextFormatter())
     answer = house.client(house.key).get("/v1/broken")
@@ -95,25 +104,25 @@ def test_a_crash_tells_the_request_id_and_nothing_else(house, caplog):
     assert f"request failed: GET /v1/broken [request_id={answer.headers['x-request-id']}]" in caplog.text
 
 
-def test_a_query_parameter_of_the_wrong_type(api):
+def test_a_query_parameter_of_the_wrong_type(api: TestClient) -> None:
     error = envelope(api.get(JOBS, params={"limit": "many"}), 400)
 
     assert error["message"] == "Invalid type for 'limit': expected an integer, but got a string instead."
     assert (error["param"], error["code"]) == ("limit", "invalid_type")
 
 
-def test_a_cursor_that_is_in_no_list(api):
+def test_a_cursor_that_is_in_no_list(api: TestClient) -> None:
     assert envelope(api.get(JOBS, params={"after": "ftjob-nothing"}), 400)["param"] == "after"
 
 
-def test_a_wrong_key(house):
+def test_a_wrong_key(house: House) -> None:
     answer = house.client("nonsense").get(JOBS)
 
     assert envelope(answer, 401)["type"] == "invalid_request_error"
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_a_request_id_of_the_callers_is_kept_if_it_is_harmless(api):
+def test_a_request_id_of_the_callers_is_kept_if_it_is_harmless(api: TestClient) -> None:
     kept = api.get("/healthz", headers={"X-Request-Id": "my-Trace_1"}).headers["x-request-id"]
     replaced = api.get("/healthz", headers={"X-Request-Id": "a b<script>"}).headers["x-request-id"]
 
@@ -121,7 +130,7 @@ def test_a_request_id_of_the_callers_is_kept_if_it_is_harmless(api):
     assert replaced.startswith("req_")
 
 
-def test_the_openapi_document_is_served_and_names_our_errors(house):
+def test_the_openapi_document_is_served_and_names_our_errors(house: House) -> None:
     document = house.client().get("/openapi.json").json()
 
     responses = document["paths"][JOBS]["post"]["responses"]
@@ -131,13 +140,13 @@ def test_the_openapi_document_is_served_and_names_our_errors(house):
 
 
 @pytest.mark.both_databases
-def test_the_service_is_alive_and_ready(house):
+def test_the_service_is_alive_and_ready(house: House) -> None:
     assert house.client().get("/healthz").status_code == 200
     assert house.client().get("/readyz").status_code == 200
 
 
 @pytest.fixture
-def old_tables(house):
+def old_tables(house: House) -> Iterator[None]:
     """No migration seems to have been applied. The database is that of other tests, too, so it does not stay so."""
     with house.database.write() as session:
         sql = session.connection().exec_driver_sql
@@ -150,13 +159,13 @@ def old_tables(house):
 
 @pytest.mark.usefixtures("old_tables")
 @pytest.mark.both_databases
-def test_a_service_whose_tables_are_old_is_alive_and_not_ready(house):
+def test_a_service_whose_tables_are_old_is_alive_and_not_ready(house: House) -> None:
     assert house.client().get("/healthz").status_code == 200
     assert "migrations" in envelope(house.client().get("/readyz"), 503)["message"]
 
 
 @pytest.mark.parametrize("url", ["sqlite:///{folder}", "postgresql+psycopg://nobody@127.0.0.1:1/nothing"])
-def test_a_service_without_its_database_is_not_ready(house, url):
+def test_a_service_without_its_database_is_not_ready(house: House, url: str) -> None:
     away = Database(url.format(folder=house.folder))
     house.app.state.service = replace(house.app.state.service, database=away)
 
@@ -164,9 +173,9 @@ def test_a_service_without_its_database_is_not_ready(house, url):
 
 
 @pytest.mark.both_databases
-def test_a_database_that_is_away_is_a_503_that_clients_ask_again(house, api):
+def test_a_database_that_is_away_is_a_503_that_clients_ask_again(house: House, api: TestClient) -> None:
     class Away:
-        def read(self):
+        def read(self) -> NoReturn:
             raise OperationalError("select 1", {}, sqlite3.OperationalError("unable to open database file"))
 
         write = read
@@ -189,21 +198,21 @@ def refusals() -> float:
 class FullFolder(FolderBlobs):
     """Has room for the beginning of a blob."""
 
-    def writer(self, key, *, if_absent=False):
+    def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
         return FullWriter(super().writer(key))
 
 
 class FullWriter:
-    def __init__(self, writer):
+    def __init__(self, writer: BlobWriter) -> None:
         self.commit, self.abort = writer.commit, writer.abort
 
-    def write(self, data):
+    def write(self, data: bytes) -> NoReturn:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def answers_of(error: Exception):
+def answers_of(error: Exception) -> Any:
     class Full:
-        def read(self):
+        def read(self) -> NoReturn:
             raise error
 
         write = read
@@ -222,7 +231,7 @@ FULL = {
 
 
 @pytest.mark.parametrize("full", FULL.values(), ids=FULL.keys())
-def test_a_store_without_room_is_507_whichever_it_is(house, api, full):
+def test_a_store_without_room_is_507_whichever_it_is(house: House, api: TestClient, full: Any) -> None:
     counted = refusals()
     house.app.state.service = replace(house.app.state.service, database=answers_of(full))
 
@@ -236,13 +245,15 @@ def test_a_store_without_room_is_507_whichever_it_is(house, api, full):
 @pytest.mark.parametrize(
     "other", [OSError(errno.EACCES, "no"), ClientError({"Error": {"Code": "AccessDenied"}}, "PutObject")]
 )
-def test_another_error_of_a_store_is_none_of_room(house, api, other):
+def test_another_error_of_a_store_is_none_of_room(house: House, api: TestClient, other: Any) -> None:
     house.app.state.service = replace(house.app.state.service, database=answers_of(other))
 
     assert envelope(api.get(JOBS), 500)["code"] == "internal_error"
 
 
-def test_a_file_for_which_the_folder_has_no_room_is_507_and_leaves_nothing(house, api):
+def test_a_file_for_which_the_folder_has_no_room_is_507_and_leaves_nothing(
+    house: House, api: TestClient
+) -> None:
     full = FullFolder(house.folder / "blobs")
     house.app.state.service = replace(house.app.state.service, blobs=full)
 
@@ -253,7 +264,7 @@ def test_a_file_for_which_the_folder_has_no_room_is_507_and_leaves_nothing(house
     assert house.app.state.service.admission.uploads.taken == 0
 
 
-def test_a_service_whose_disk_is_nearly_full_is_alive_and_not_ready(house):
+def test_a_service_whose_disk_is_nearly_full_is_alive_and_not_ready(house: House) -> None:
     service = house.app.state.service
     settings = service.settings.model_copy(update={"min_free_bytes": 1 << 60})
     house.app.state.service = replace(service, settings=settings)

@@ -1,14 +1,22 @@
 """/v1/evals with OpenAI's client: what a job's validations look like where its users look for them."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
+from openai.pagination import SyncCursorPage
+from openai.types.evals.run_list_response import RunListResponse
+from openai.types.evals.runs.output_item_list_response import OutputItemListResponse
+from starlette.testclient import TestClient
 
 from core.database.tables import Checkpoint, Job, RolloutPage, TunedModel
 from core.results import evals, rollouts
+from tests.api.conftest import House
 from tests.api.test_rollouts import OLD, row
+from tests.present import untyped
 
 MULTI = {
     "type": "multi",
@@ -38,13 +46,13 @@ SCORES = [0.0, 0.1, 0.2, None, 0.9, 1.0]
 
 
 @pytest.fixture
-def client(house):
+def client(house: House) -> OpenAI:
     return OpenAI(
         api_key=house.key, base_url="http://testserver/v1", http_client=house.client(), max_retries=0
     )
 
 
-def validate(house, job_id, step, *, summary=True):
+def validate(house: House, job_id: str, step: int, *, summary: bool = True) -> None:
     """Store the validation of a step, as a run does."""
     with house.database.read() as session:
         grader = session.query(Job).where(Job.id == job_id).one().reinforcement["grader"]
@@ -71,7 +79,7 @@ def validate(house, job_id, step, *, summary=True):
 
 
 @pytest.fixture
-def job(house, api, create_job):
+def job(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """A job that was validated before its first step and after its second and fourth."""
     job = create_job(reinforcement={"grader": MULTI}, suffix="colours", metadata={"team": "a"})
     for step in (0, 2, 4):
@@ -80,24 +88,28 @@ def job(house, api, create_job):
 
 
 @pytest.mark.both_databases
-def test_a_job_names_its_eval_and_the_eval_its_graders(client, job):
-    found = client.evals.retrieve(client.fine_tuning.jobs.retrieve(job["id"]).eval_id)
+def test_a_job_names_its_eval_and_the_eval_its_graders(client: OpenAI, job: dict[str, Any]) -> None:
+    found = client.evals.retrieve(untyped(client.fine_tuning.jobs.retrieve(job["id"])).eval_id)
 
     assert found.id == job["eval_id"] == job["id"].replace("ftjob-", "eval_")
     assert (found.object, found.name, found.metadata) == ("eval", "colours", {"team": "a"})
     assert [one.name for one in found.testing_criteria] == ["both", "exact", "close"]
-    assert [one.pass_threshold for one in found.testing_criteria] == [0.2, 0.5, 0.6]
+    assert [untyped(one).pass_threshold for one in found.testing_criteria] == [0.2, 0.5, 0.6]
     assert found.data_source_config.type == "custom"
     assert found.data_source_config.schema_["required"] == ["item", "sample"]
 
 
-def test_a_fresh_job_has_an_eval_without_runs(client, create_job):
+def test_a_fresh_job_has_an_eval_without_runs(
+    client: OpenAI, create_job: Callable[..., dict[str, Any]]
+) -> None:
     runs = client.evals.runs.list(create_job()["eval_id"])
 
     assert (runs.data, runs.has_more) == ([], False)
 
 
-def test_headers_of_an_endpoint_grader_are_not_shown(house, client, create_job):
+def test_headers_of_an_endpoint_grader_are_not_shown(
+    house: House, client: OpenAI, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job = create_job()
     grader = {
         "type": "endpoint",
@@ -114,16 +126,18 @@ def test_headers_of_an_endpoint_grader_are_not_shown(house, client, create_job):
 
 
 @pytest.mark.both_databases
-def test_evals_are_listed_page_by_page_from_either_end(client, create_job):
+def test_evals_are_listed_page_by_page_from_either_end(
+    client: OpenAI, create_job: Callable[..., dict[str, Any]]
+) -> None:
     made = [create_job()["eval_id"] for _ in range(5)]
 
     assert [one.id for one in client.evals.list(limit=2)] == made
     assert [one.id for one in client.evals.list(limit=2, order="desc", order_by="updated_at")] == made[::-1]
-    assert client.evals.list(limit=2).first_id == made[0]
+    assert untyped(client.evals.list(limit=2)).first_id == made[0]
 
 
 @pytest.mark.both_databases
-def test_a_run_is_a_validation(client, job):
+def test_a_run_is_a_validation(client: OpenAI, job: dict[str, Any]) -> None:
     run = client.evals.runs.list(job["eval_id"]).data[1]
 
     assert (run.name, run.status, run.object, run.created_at) == ("Step 2", "completed", "eval.run", 1002)
@@ -136,12 +150,12 @@ def test_a_run_is_a_validation(client, job):
     ]
     [usage] = run.per_model_usage
     assert (usage.invocation_count, usage.prompt_tokens, usage.total_tokens) == (6, 30, 42)
-    assert run.data_source.source.id == job["validation_file"]
+    assert untyped(run.data_source.source).id == job["validation_file"]
     assert client.evals.runs.retrieve(run.id, eval_id=job["eval_id"]).to_dict() == run.to_dict()
 
 
 @pytest.mark.both_databases
-def test_runs_are_listed_page_by_page_from_either_end(client, job):
+def test_runs_are_listed_page_by_page_from_either_end(client: OpenAI, job: dict[str, Any]) -> None:
     names = ["Step 0", "Step 2", "Step 4"]
 
     assert [run.name for run in client.evals.runs.list(job["eval_id"], limit=1)] == names
@@ -149,13 +163,13 @@ def test_runs_are_listed_page_by_page_from_either_end(client, job):
 
 
 @pytest.mark.both_databases
-def test_only_completed_runs_are_there(client, job):
+def test_only_completed_runs_are_there(client: OpenAI, job: dict[str, Any]) -> None:
     assert len(client.evals.runs.list(job["eval_id"], status="completed").data) == 3
     assert client.evals.runs.list(job["eval_id"], status="failed").data == []
 
 
 @pytest.mark.both_databases
-def test_a_run_names_the_checkpoint_it_measured(house, client, job):
+def test_a_run_names_the_checkpoint_it_measured(house: House, client: OpenAI, job: dict[str, Any]) -> None:
     with house.database.write() as session:
         checkpoint = Checkpoint(job_id=job["id"], step=4, epoch=1, blob_prefix="x")
         session.add(checkpoint)
@@ -177,16 +191,16 @@ def test_a_run_names_the_checkpoint_it_measured(house, client, job):
 
 
 @pytest.fixture
-def run(client, job):
+def run(client: OpenAI, job: dict[str, Any]) -> RunListResponse:
     return client.evals.runs.list(job["eval_id"]).data[1]
 
 
-def items(client, run, **params):
+def items(client: OpenAI, run: RunListResponse, **params: Any) -> SyncCursorPage[OutputItemListResponse]:
     return client.evals.runs.output_items.list(run.id, eval_id=run.eval_id, **params)
 
 
 @pytest.mark.both_databases
-def test_an_output_item_is_a_sample(client, job, run):
+def test_an_output_item_is_a_sample(client: OpenAI, job: dict[str, Any], run: RunListResponse) -> None:
     item = items(client, run).data[2]
 
     assert (item.object, item.status, item.run_id, item.eval_id) == (
@@ -211,14 +225,18 @@ def test_an_output_item_is_a_sample(client, job, run):
     )
 
 
-def test_an_output_item_leads_to_the_same_sample_among_the_rollouts(api, client, job, run):
+def test_an_output_item_leads_to_the_same_sample_among_the_rollouts(
+    api: TestClient, client: OpenAI, job: dict[str, Any], run: RunListResponse
+) -> None:
     item = items(client, run).data[3]
 
     listed = api.get(f"/v1/regraft/jobs/{job['id']}/rollouts", params={"step": 2, "split": "valid"}).json()
-    assert item.rollout_id == listed["data"][3]["id"]
+    assert untyped(item).rollout_id == listed["data"][3]["id"]
 
 
-def test_what_could_not_be_graded_is_an_error_and_neither_passed_nor_failed(client, run):
+def test_what_could_not_be_graded_is_an_error_and_neither_passed_nor_failed(
+    client: OpenAI, run: RunListResponse
+) -> None:
     statuses = [item.status for item in items(client, run)]
 
     assert statuses == ["fail", "fail", "pass", "error", "pass", "pass"]
@@ -226,7 +244,9 @@ def test_what_could_not_be_graded_is_an_error_and_neither_passed_nor_failed(clie
 
 
 @pytest.mark.parametrize(("status", "expected"), [("pass", [2, 4, 5]), ("fail", [0, 1])])
-def test_output_items_are_filtered_by_status_over_all_pages(client, run, status, expected):
+def test_output_items_are_filtered_by_status_over_all_pages(
+    client: OpenAI, run: RunListResponse, status: str, expected: list[int]
+) -> None:
     everything = [item.id for item in items(client, run)]
 
     assert [item.id for item in items(client, run, status=status, limit=1)] == [
@@ -234,7 +254,7 @@ def test_output_items_are_filtered_by_status_over_all_pages(client, run, status,
     ]
 
 
-def test_output_items_are_listed_page_by_page_from_either_end(client, run):
+def test_output_items_are_listed_page_by_page_from_either_end(client: OpenAI, run: RunListResponse) -> None:
     forward = [item.id for item in items(client, run, limit=4)]
 
     assert len(set(forward)) == 6
@@ -242,7 +262,9 @@ def test_output_items_are_listed_page_by_page_from_either_end(client, run):
 
 
 @pytest.mark.both_databases
-def test_runs_of_earlier_versions_are_counted_when_they_are_asked_for(house, client, create_job):
+def test_runs_of_earlier_versions_are_counted_when_they_are_asked_for(
+    house: House, client: OpenAI, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job = create_job()
     key = f"projects/p/jobs/{job['id']}/valid-000000.jsonl"
     house.blobs.put_bytes(key, "".join(json.dumps(line) + "\n" for line in OLD).encode())
@@ -260,13 +282,13 @@ def test_runs_of_earlier_versions_are_counted_when_they_are_asked_for(house, cli
 @pytest.mark.parametrize(
     "grader", [{}, {"pass_threshold": 0.5}, {"type": "score_model", "range": [-1.0, 2.0]}]
 )
-def test_half_of_what_there_is_to_get_passes_unless_the_grader_says(grader):
+def test_half_of_what_there_is_to_get_passes_unless_the_grader_says(grader: dict[str, Any]) -> None:
     [whole] = evals.criteria({"type": "python", "name": "g"} | grader)
 
     assert whole.threshold == 0.5
 
 
-def test_what_is_not_there_is_not_found(client, job, run):
+def test_what_is_not_there_is_not_found(client: OpenAI, job: dict[str, Any], run: RunListResponse) -> None:
     theirs, nothing = {"eval_id": job["eval_id"]}, run.id.replace("_2", "_3")
     find = client.evals
     for ask in (
@@ -285,7 +307,7 @@ def test_what_is_not_there_is_not_found(client, job, run):
             ask()
 
 
-def test_an_unknown_cursor_is_refused(client, job, run):
+def test_an_unknown_cursor_is_refused(client: OpenAI, job: dict[str, Any], run: RunListResponse) -> None:
     for ask in (
         lambda: client.evals.list(after="eval_nothing"),
         lambda: client.evals.runs.list(job["eval_id"], after="evalrun_other_2"),
@@ -296,7 +318,7 @@ def test_an_unknown_cursor_is_refused(client, job, run):
         assert refused.value.param == "after"
 
 
-def test_the_eval_of_a_job_is_read_only(client, job, run):
+def test_the_eval_of_a_job_is_read_only(client: OpenAI, job: dict[str, Any], run: RunListResponse) -> None:
     eval_id = job["eval_id"]
     for ask in (
         lambda: client.evals.update(eval_id, name="mine"),
@@ -314,7 +336,9 @@ def test_the_eval_of_a_job_is_read_only(client, job, run):
 
 
 @pytest.mark.both_databases
-def test_another_projects_eval_does_not_exist(house, job, run):
+def test_another_projects_eval_does_not_exist(
+    house: House, job: dict[str, Any], run: RunListResponse
+) -> None:
     theirs = house.client(house.other_key)
     item = evals.item_id(job["id"], rollouts.SamplePosition(2, "valid", 0, 0))
     base = f"/v1/evals/{job['eval_id']}"

@@ -2,7 +2,9 @@ import hashlib
 import logging
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
@@ -16,20 +18,25 @@ from core.database.engine import Work
 from core.database.tables import File, now
 from core.storage import files
 from core.storage.store import CHUNK_BYTES, BlobCorrupt, FolderBlobs
+from tests.api.conftest import House
+from tests.present import untyped
+
+if TYPE_CHECKING:
+    from httpx2 import Response
 
 ROW = b'{"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}\n'
 
 
-def post(api: TestClient, content: bytes = ROW, name: str = "train.jsonl", **fields: str):
+def post(api: TestClient, content: bytes = ROW, name: str = "train.jsonl", **fields: str) -> "Response":
     return api.post("/v1/files", data={"purpose": "fine-tune"} | fields, files={"file": (name, content)})
 
 
-def stored(house) -> list[str]:
+def stored(house: House) -> list[str]:
     return list(house.blobs.list(""))
 
 
 @pytest.mark.both_databases
-def test_an_uploaded_file_is_processed_at_once(api):
+def test_an_uploaded_file_is_processed_at_once(api: TestClient) -> None:
     answer = post(api)
 
     file = answer.json()
@@ -49,7 +56,7 @@ def test_an_uploaded_file_is_processed_at_once(api):
 
 
 @pytest.mark.both_databases
-def test_its_content_comes_back_byte_for_byte(api):
+def test_its_content_comes_back_byte_for_byte(api: TestClient) -> None:
     content = bytes(range(256)) * 1000 + b"\r\n--not-the-boundary\r\n" + ROW
     file_id = post(api, content).json()["id"]
 
@@ -60,12 +67,12 @@ def test_its_content_comes_back_byte_for_byte(api):
     assert answer.headers["content-length"] == str(len(content))
 
 
-def key_of(house, file_id: str) -> str:
+def key_of(house: House, file_id: str) -> str:
     with house.database.read() as session:
         return session.scalars(select(File.blob_key).where(File.id == file_id)).one()
 
 
-def make_large(house, file_id: str) -> bytes:
+def make_large(house: House, file_id: str) -> bytes:
     """Give the file contents of several chunks, and return them."""
     content = b"".join(bytes([number]) * CHUNK_BYTES for number in range(3)) + b"end"
     house.blobs.put_bytes(key_of(house, file_id), content)
@@ -80,7 +87,7 @@ def flipped(content: bytes) -> bytes:
     return bytes([content[0] ^ 1]) + content[1:]
 
 
-def assert_damaged(answer, file_id: str) -> None:
+def assert_damaged(answer: "Response", file_id: str) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (410, "file_damaged")
     assert (error["type"], error["param"]) == ("invalid_request_error", "id")
@@ -89,7 +96,9 @@ def assert_damaged(answer, file_id: str) -> None:
 
 
 @pytest.mark.parametrize("damage", [flipped, lambda row: row[:-1], lambda row: row + b"x", lambda row: b""])
-def test_a_small_file_that_is_damaged_is_a_410_that_names_it(api, house, caplog, damage):
+def test_a_small_file_that_is_damaged_is_a_410_that_names_it(
+    api: TestClient, house: House, caplog: pytest.LogCaptureFixture, damage: Callable[..., Any]
+) -> None:
     file_id = post(api).json()["id"]
     key = key_of(house, file_id)
     house.blobs.put_bytes(key, damage(ROW))
@@ -100,7 +109,7 @@ def test_a_small_file_that_is_damaged_is_a_410_that_names_it(api, house, caplog,
     assert key in told.getMessage() and file_id in told.getMessage()
 
 
-def test_a_large_file_that_lost_its_end_is_a_410_if_one_chunk_is_left(api, house):
+def test_a_large_file_that_lost_its_end_is_a_410_if_one_chunk_is_left(api: TestClient, house: House) -> None:
     file_id = post(api).json()["id"]
     house.blobs.put_bytes(key_of(house, file_id), make_large(house, file_id)[:CHUNK_BYTES])
 
@@ -108,7 +117,9 @@ def test_a_large_file_that_lost_its_end_is_a_410_if_one_chunk_is_left(api, house
 
 
 @pytest.mark.both_databases
-def test_a_file_that_is_missing_is_a_410_that_names_it(api, house, caplog):
+def test_a_file_that_is_missing_is_a_410_that_names_it(
+    api: TestClient, house: House, caplog: pytest.LogCaptureFixture
+) -> None:
     file_id, other = post(api).json()["id"], post(api).json()["id"]
     house.blobs.delete(key_of(house, file_id))
 
@@ -118,7 +129,7 @@ def test_a_file_that_is_missing_is_a_410_that_names_it(api, house, caplog):
     assert api.get(f"/v1/files/{other}/content").content == ROW
 
 
-def test_a_file_of_results_that_is_missing_cannot_be_uploaded_again(api, house):
+def test_a_file_of_results_that_is_missing_cannot_be_uploaded_again(api: TestClient, house: House) -> None:
     file_id, _ = post(api).json()["id"], post(api)
     house.blobs.delete(key_of(house, file_id))
     with house.database.write() as session:
@@ -129,7 +140,9 @@ def test_a_file_of_results_that_is_missing_cannot_be_uploaded_again(api, house):
     assert message.endswith(files.RESTORE_RESULTS) and "pload" not in message
 
 
-def test_a_file_of_a_store_that_is_empty_is_a_503_that_clients_ask_again(api, house):
+def test_a_file_of_a_store_that_is_empty_is_a_503_that_clients_ask_again(
+    api: TestClient, house: House
+) -> None:
     """The folder is not mounted, or the bucket is another one: nothing says that the file is lost."""
     file_id = post(api).json()["id"]
     house.blobs.delete(key_of(house, file_id))
@@ -140,7 +153,7 @@ def test_a_file_of_a_store_that_is_empty_is_a_503_that_clients_ask_again(api, ho
     assert answer.headers["retry-after"] == "2"
 
 
-def test_nothing_is_uploaded_into_a_store_that_has_lost_its_blobs(api, house):
+def test_nothing_is_uploaded_into_a_store_that_has_lost_its_blobs(api: TestClient, house: House) -> None:
     """The first new file would make all others look deleted, and be lost itself when the right store is back."""
     upload = api.post(
         "/v1/uploads", json={"filename": "a", "bytes": 1, "mime_type": "text/jsonl", "purpose": "fine-tune"}
@@ -154,9 +167,9 @@ def test_nothing_is_uploaded_into_a_store_that_has_lost_its_blobs(api, house):
 
 
 @pytest.mark.both_databases
-def test_a_file_that_is_deleted_while_a_download_begins_is_a_404(api, house):
+def test_a_file_that_is_deleted_while_a_download_begins_is_a_404(api: TestClient, house: House) -> None:
     class DeletedMeanwhile(FolderBlobs):
-        def open(self, key, **options):
+        def open(self, key: str, **options: int) -> Iterator[bytes]:
             with house.database.write() as session:
                 files.delete(Work(session), house.project.id, file_id)
             self.delete(key)
@@ -172,11 +185,11 @@ def test_a_file_that_is_deleted_while_a_download_begins_is_a_404(api, house):
     assert answer.json()["error"]["message"] == f"No such File object: {file_id}"
 
 
-def test_a_small_file_that_the_store_itself_finds_damaged_is_a_410(api, house):
+def test_a_small_file_that_the_store_itself_finds_damaged_is_a_410(api: TestClient, house: House) -> None:
     """S3 has the hash of a blob of one part, which is compared after its last byte."""
 
     class Corrupt(FolderBlobs):
-        def open(self, key, **options):
+        def open(self, key: str, **options: int) -> Iterator[bytes]:
             yield from super().open(key, **options)
             raise BlobCorrupt(key)
 
@@ -187,11 +200,11 @@ def test_a_small_file_that_the_store_itself_finds_damaged_is_a_410(api, house):
     assert_damaged(api.get(f"/v1/files/{file_id}/content"), file_id)
 
 
-def test_a_small_file_that_arrives_in_pieces_is_whole_or_a_410(api, house):
+def test_a_small_file_that_arrives_in_pieces_is_whole_or_a_410(api: TestClient, house: House) -> None:
     """A connection to the store that broke and was taken up again gives less than a chunk at a time."""
 
     class InPieces(FolderBlobs):
-        def open(self, key, **options):
+        def open(self, key: str, **options: int) -> Iterator[bytes]:
             return super().open(key, chunk_size=5)
 
     blobs = InPieces(house.folder / "blobs")
@@ -204,7 +217,7 @@ def test_a_small_file_that_arrives_in_pieces_is_whole_or_a_410(api, house):
     assert_damaged(api.get(f"/v1/files/{file_id}/content"), file_id)
 
 
-def test_a_large_file_comes_back_byte_for_byte(api, house):
+def test_a_large_file_comes_back_byte_for_byte(api: TestClient, house: House) -> None:
     file_id = post(api).json()["id"]
     content = make_large(house, file_id)
 
@@ -212,7 +225,7 @@ def test_a_large_file_comes_back_byte_for_byte(api, house):
 
 
 @pytest.fixture
-def server(house):
+def server(house: House) -> Iterator[str]:
     """The house's application behind a real port; its URL."""
     config = uvicorn.Config(house.app, log_level="critical", lifespan="off")
     server = Server(config, house.app.state.service.shutdown)
@@ -227,8 +240,8 @@ def server(house):
 
 @pytest.mark.parametrize("damage", [flipped, lambda content: content[:-1], lambda content: content + b"x"])
 def test_the_client_of_a_large_file_that_is_damaged_sees_an_incomplete_body(
-    api, house, server, caplog, damage
-):
+    api: TestClient, house: House, server: str, caplog: pytest.LogCaptureFixture, damage: Callable[..., Any]
+) -> None:
     file_id = post(api).json()["id"]
     content = damage(make_large(house, file_id))
     house.blobs.put_bytes(key_of(house, file_id), content)
@@ -249,13 +262,13 @@ def read_into(received: bytearray, url: str, key: str) -> None:
             received += piece
 
 
-def test_a_download_reads_one_chunk_ahead_of_the_client(house, api):
+def test_a_download_reads_one_chunk_ahead_of_the_client(house: House, api: TestClient) -> None:
     file_id = post(api).json()["id"]
     make_large(house, file_id)
     read = []
 
     class Counted(FolderBlobs):
-        def open(self, key, **options):
+        def open(self, key: str, **options: int) -> Iterator[bytes]:
             for chunk in super().open(key, **options):
                 read.append(len(chunk))
                 yield chunk
@@ -270,7 +283,7 @@ def test_a_download_reads_one_chunk_ahead_of_the_client(house, api):
 
 
 @pytest.mark.both_databases
-def test_results_come_back_as_csv(api, house):
+def test_results_come_back_as_csv(api: TestClient, house: House) -> None:
     file_id = post(api).json()["id"]
     with house.database.write() as session:
         session.execute(update(File).values(purpose="fine-tune-results"))
@@ -278,7 +291,7 @@ def test_results_come_back_as_csv(api, house):
     assert api.get(f"/v1/files/{file_id}/content").headers["content-type"].startswith("text/csv")
 
 
-def test_fields_may_come_after_the_file(api):
+def test_fields_may_come_after_the_file(api: TestClient) -> None:
     body = (
         b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{}\n\r\n'
         b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--b--\r\n'
@@ -290,19 +303,19 @@ def test_fields_may_come_after_the_file(api):
 
 
 @pytest.mark.parametrize("path", ["../../etc/train.jsonl", r"C:\data\train.jsonl"])
-def test_of_a_path_only_the_file_name_is_kept(api, path):
+def test_of_a_path_only_the_file_name_is_kept(api: TestClient, path: str) -> None:
     assert post(api, name=path).json()["filename"] == "train.jsonl"
 
 
 @pytest.mark.both_databases
-def test_a_name_in_any_script_survives(api):
+def test_a_name_in_any_script_survives(api: TestClient) -> None:
     file_id = post(api, name="données 数据.jsonl").json()["id"]
 
     assert api.get(f"/v1/files/{file_id}").json()["filename"] == "données 数据.jsonl"
     assert "%E6%95%B0" in api.get(f"/v1/files/{file_id}/content").headers["content-disposition"]
 
 
-def test_a_file_larger_than_allowed_leaves_nothing_behind(api, house):
+def test_a_file_larger_than_allowed_leaves_nothing_behind(api: TestClient, house: House) -> None:
     answer = post(api, b"x" * ((1 << 20) + 1))
 
     assert answer.status_code == 413
@@ -311,7 +324,7 @@ def test_a_file_larger_than_allowed_leaves_nothing_behind(api, house):
     assert api.get("/v1/files").json()["data"] == []
 
 
-def test_a_file_exactly_as_large_as_allowed_is_fine(api):
+def test_a_file_exactly_as_large_as_allowed_is_fine(api: TestClient) -> None:
     assert post(api, b"x" * (1 << 20)).status_code == 200
 
 
@@ -334,7 +347,9 @@ def test_a_file_exactly_as_large_as_allowed_is_fine(api):
         ({"colour": "red"}, "colour", "unknown_parameter"),
     ],
 )  # fmt: skip
-def test_a_wrong_field_is_named_and_leaves_nothing_behind(api, house, fields, param, code):
+def test_a_wrong_field_is_named_and_leaves_nothing_behind(
+    api: TestClient, house: House, fields: dict[str, Any], param: str, code: str
+) -> None:
     answer = post(api, **fields)
 
     error = answer.json()["error"]
@@ -343,7 +358,9 @@ def test_a_wrong_field_is_named_and_leaves_nothing_behind(api, house, fields, pa
 
 
 @pytest.mark.parametrize("purpose", ["assistants", "batch", "evals", "user_data", "vision"])
-def test_files_of_openais_other_purposes_are_kept_for_their_owner(api, upload, purpose):
+def test_files_of_openais_other_purposes_are_kept_for_their_owner(
+    api: TestClient, upload: Callable[..., str], purpose: str
+) -> None:
     upload()
     made = post(api, b"anything", purpose=purpose).json()
 
@@ -354,7 +371,7 @@ def test_files_of_openais_other_purposes_are_kept_for_their_owner(api, upload, p
     assert api.delete(f"/v1/files/{made['id']}").json()["deleted"] is True
 
 
-def test_another_purpose_is_told_which_there_are(api):
+def test_another_purpose_is_told_which_there_are(api: TestClient) -> None:
     message = post(api, purpose="fine-tune-results").json()["error"]["message"]
 
     assert message == (
@@ -363,14 +380,14 @@ def test_another_purpose_is_told_which_there_are(api):
     )
 
 
-def test_an_empty_file_is_refused(api, house):
+def test_an_empty_file_is_refused(api: TestClient, house: House) -> None:
     answer = post(api, b"")
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file")
     assert stored(house) == []
 
 
-def test_a_form_without_a_file_is_refused(api):
+def test_a_form_without_a_file_is_refused(api: TestClient) -> None:
     answer = api.post("/v1/files", data={"purpose": "fine-tune"}, files={"other": b"x"})
 
     assert answer.status_code == 400
@@ -391,7 +408,9 @@ HALF = b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nhalf a fi'
         ("multipart/form-data; boundary=" + "b" * 500, b"--b"),
     ],
 )  # fmt: skip
-def test_what_is_no_form_or_only_half_of_one_is_refused(api, house, content_type, body):
+def test_what_is_no_form_or_only_half_of_one_is_refused(
+    api: TestClient, house: House, content_type: str, body: bytes
+) -> None:
     answer = api.post("/v1/files", content=body, headers={"content-type": content_type})
 
     assert answer.status_code == 400, answer.text
@@ -400,8 +419,10 @@ def test_what_is_no_form_or_only_half_of_one_is_refused(api, house, content_type
 
 
 @pytest.mark.both_databases
-def test_a_file_expires_when_asked_to(api, house):
-    file = post(api, **{"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}).json()
+def test_a_file_expires_when_asked_to(api: TestClient, house: House) -> None:
+    file = post(
+        api, **untyped({"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"})
+    ).json()
     assert file["expires_at"] == file["created_at"] + 3600
     assert api.get(f"/v1/files/{file['id']}").status_code == 200
 
@@ -412,7 +433,7 @@ def test_a_file_expires_when_asked_to(api, house):
 
 
 @pytest.mark.both_databases
-def test_a_deleted_file_is_gone_for_its_owner(api):
+def test_a_deleted_file_is_gone_for_its_owner(api: TestClient) -> None:
     file_id = post(api).json()["id"]
 
     assert api.delete(f"/v1/files/{file_id}").json() == {"id": file_id, "object": "file", "deleted": True}
@@ -422,7 +443,7 @@ def test_a_deleted_file_is_gone_for_its_owner(api):
     assert api.get("/v1/files").json()["data"] == []
 
 
-def test_an_unknown_file_has_openais_error(api):
+def test_an_unknown_file_has_openais_error(api: TestClient) -> None:
     answer = api.get("/v1/files/file-abc123")
 
     assert answer.json()["error"] == {
@@ -434,7 +455,7 @@ def test_an_unknown_file_has_openais_error(api):
 
 
 @pytest.mark.both_databases
-def test_files_are_listed_newest_first_page_by_page(api):
+def test_files_are_listed_newest_first_page_by_page(api: TestClient) -> None:
     ids = [post(api, name=f"{number}.jsonl").json()["id"] for number in range(5)]
 
     first = api.get("/v1/files", params={"limit": 2}).json()
@@ -448,7 +469,7 @@ def test_files_are_listed_newest_first_page_by_page(api):
 
 
 @pytest.mark.both_databases
-def test_files_can_be_listed_oldest_first(api):
+def test_files_can_be_listed_oldest_first(api: TestClient) -> None:
     ids = [post(api).json()["id"] for _ in range(3)]
 
     listed = api.get("/v1/files", params={"order": "asc", "after": ids[0]}).json()
@@ -457,7 +478,7 @@ def test_files_can_be_listed_oldest_first(api):
 
 
 @pytest.mark.both_databases
-def test_files_can_be_listed_by_purpose(api, upload):
+def test_files_can_be_listed_by_purpose(api: TestClient, upload: Callable[..., str]) -> None:
     upload()
 
     assert api.get("/v1/files", params={"purpose": "fine-tune-results"}).json()["data"] == []
@@ -465,7 +486,9 @@ def test_files_can_be_listed_by_purpose(api, upload):
 
 
 @pytest.mark.both_databases
-def test_a_page_has_no_more_than_a_thousand_files_and_openais_client_reads_on(house, api):
+def test_a_page_has_no_more_than_a_thousand_files_and_openais_client_reads_on(
+    house: House, api: TestClient
+) -> None:
     rows = [
         {"id": f"file-{number:04}", "project_id": house.project.id, "filename": "a.jsonl", "bytes": 1}
         | {"purpose": "fine-tune", "sha256": "", "blob_key": f"files/{number}"}
@@ -487,13 +510,13 @@ def test_a_page_has_no_more_than_a_thousand_files_and_openais_client_reads_on(ho
 @pytest.mark.parametrize(
     ("limit", "code"), [("0", "integer_below_min_value"), ("10001", "integer_above_max_value")]
 )
-def test_a_limit_out_of_range_is_refused(api, limit, code):
+def test_a_limit_out_of_range_is_refused(api: TestClient, limit: str, code: str) -> None:
     error = api.get("/v1/files", params={"limit": limit}).json()["error"]
 
     assert (error["param"], error["code"]) == ("limit", code)
 
 
-def test_an_empty_list_has_no_ends(api):
+def test_an_empty_list_has_no_ends(api: TestClient) -> None:
     assert api.get("/v1/files").json() == {
         "object": "list",
         "data": [],

@@ -1,20 +1,29 @@
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from anyio import to_thread
+from starlette.testclient import TestClient
 
+from api.http.deps import Service
 from api.resources import graders
 from core.database.tables import Project
 from core.errors import TooManyAtOnce
 from graders.backends import Backends
 from graders.judge.judges import JudgeModel
-from tests.api.conftest import GRADER
+from graders.types import Item, Sample
+from tests.api.conftest import GRADER, House
 from tests.graders.servers import serving, verdict
+from tests.present import untyped
+
+if TYPE_CHECKING:
+    from httpx2 import Response
+
 
 VALIDATE, RUN = "/v1/fine_tuning/alpha/graders/validate", "/v1/fine_tuning/alpha/graders/run"
 
@@ -30,7 +39,7 @@ LABEL = {
 
 
 @pytest.fixture
-def judge(house) -> Iterator[None]:
+def judge(house: House) -> Iterator[None]:
     """A judge model that finds everything polite."""
     with serving(lambda path, asked: (200, verdict("polite").body)) as url:
         backends = Backends({"judge": JudgeModel(f"{url}/v1")})
@@ -38,12 +47,14 @@ def judge(house) -> Iterator[None]:
         yield
 
 
-def run(api, grader=GRADER, model_sample="4", **fields):
+def run(
+    api: TestClient, grader: dict[str, Any] = GRADER, model_sample: str = "4", **fields: Any
+) -> "Response":
     return api.post(RUN, json={"grader": grader, "model_sample": model_sample} | fields)
 
 
 @pytest.mark.both_databases
-def test_a_good_grader_comes_back_normalised(api):
+def test_a_good_grader_comes_back_normalised(api: TestClient) -> None:
     assert api.post(VALIDATE, json={"grader": GRADER}).json() == {"grader": GRADER}
 
 
@@ -57,13 +68,15 @@ def test_a_good_grader_comes_back_normalised(api):
         ("exact", "grader"),
     ],
 )
-def test_a_bad_grader_is_a_400_that_names_the_mistake(api, url, grader, param):
+def test_a_bad_grader_is_a_400_that_names_the_mistake(
+    api: TestClient, url: str, grader: dict[str, str] | str, param: str
+) -> None:
     answer = api.post(url, json={"grader": grader, "model_sample": "4"} if url == RUN else {"grader": grader})
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_an_unknown_type_is_told_which_there_are(api):
+def test_an_unknown_type_is_told_which_there_are(api: TestClient) -> None:
     message = api.post(VALIDATE, json={"grader": {"type": "vibes", "name": "g"}}).json()["error"]["message"]
 
     assert "'string_check'" in message
@@ -71,7 +84,7 @@ def test_an_unknown_type_is_told_which_there_are(api):
 
 
 @pytest.mark.both_databases
-def test_a_right_answer_earns_its_reward(api):
+def test_a_right_answer_earns_its_reward(api: TestClient) -> None:
     report = run(api, item={"answer": "4"}).json()
 
     assert report["reward"] == 1.0
@@ -79,7 +92,7 @@ def test_a_right_answer_earns_its_reward(api):
     assert not any(report["metadata"]["errors"].values())
 
 
-def test_a_wrong_answer_earns_nothing_and_is_no_error(api):
+def test_a_wrong_answer_earns_nothing_and_is_no_error(api: TestClient) -> None:
     report = run(api, item={"answer": "5"}).json()
 
     assert report["reward"] == 0.0
@@ -87,7 +100,7 @@ def test_a_wrong_answer_earns_nothing_and_is_no_error(api):
 
 
 @pytest.mark.parametrize("fields", [{}, {"item": None}, {"item": {"other": "4"}}])
-def test_a_grader_that_fails_is_an_answer_too(api, fields):
+def test_a_grader_that_fails_is_an_answer_too(api: TestClient, fields: dict[str, Any]) -> None:
     answer = run(api, **fields)
 
     assert answer.status_code == 200
@@ -96,14 +109,14 @@ def test_a_grader_that_fails_is_an_answer_too(api, fields):
     assert len(answer.json()["metadata"]["errors"]) == 24
 
 
-def test_a_sample_that_is_json_can_be_read_as_such(api):
+def test_a_sample_that_is_json_can_be_read_as_such(api: TestClient) -> None:
     grader = GRADER | {"input": "{{sample.output_json.answer}}"}
 
     assert run(api, grader, '{"answer": "4"}', item={"answer": "4"}).json()["reward"] == 1.0
     assert run(api, grader, "four", item={"answer": "4"}).json()["metadata"]["errors"]["sample_parse_error"]
 
 
-def test_the_parts_of_a_multi_grader_are_shown(api):
+def test_the_parts_of_a_multi_grader_are_shown(api: TestClient) -> None:
     multi = {"type": "multi", "name": "m", "graders": {"a": GRADER}, "calculate_output": "0.5 * a"}
 
     report = run(api, multi, item={"answer": "4"}).json()
@@ -111,7 +124,9 @@ def test_the_parts_of_a_multi_grader_are_shown(api):
     assert (report["reward"], report["sub_rewards"]) == (0.5, {"a": 1.0})
 
 
-def test_a_label_model_may_stand_alone(api, judge, job_request):
+def test_a_label_model_may_stand_alone(
+    api: TestClient, judge: None, job_request: Callable[..., dict[str, Any]]
+) -> None:
     validated = api.post(VALIDATE, json={"grader": LABEL})
     report = run(api, LABEL).json()
     job = api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement={"grader": LABEL}))
@@ -122,7 +137,7 @@ def test_a_label_model_may_stand_alone(api, judge, job_request):
     assert job.json()["method"]["reinforcement"]["grader"] == LABEL
 
 
-def test_a_multi_without_a_name_is_given_one(api):
+def test_a_multi_without_a_name_is_given_one(api: TestClient) -> None:
     multi = {"type": "multi", "graders": {"a": GRADER}, "calculate_output": "a"}
 
     name = api.post(VALIDATE, json={"grader": multi}).json()["grader"]["name"]
@@ -141,17 +156,19 @@ def test_a_multi_without_a_name_is_given_one(api):
         ({"grader": GRADER, "model_sample": "4", "samples": 2}, "samples"),
     ],
 )
-def test_a_malformed_request_is_a_400(api, body, param):
+def test_a_malformed_request_is_a_400(api: TestClient, body: dict[str, Any], param: str) -> None:
     answer = api.post(RUN, json=body)
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_a_judge_that_fails_raises_the_contracts_flag_and_claims_no_score(house, api):
+def test_a_judge_that_fails_raises_the_contracts_flag_and_claims_no_score(
+    house: House, api: TestClient
+) -> None:
     """The reward of a grader that failed is 0, as OpenAI has it. What it would have scored is nowhere."""
     multi = {"type": "multi", "name": "m", "graders": {"j": LABEL, "a": GRADER}, "calculate_output": "j + a"}
     with serving(
-        lambda path, asked: (404, {"error": {"message": "gone"}})
+        lambda path, asked: (404, '{"error": {"message": "gone"}}')
     ) as url:  # 500 would be asked again
         backends = Backends({"judge": JudgeModel(f"{url}/v1")})
         house.app.state.service = replace(house.app.state.service, backends=backends)
@@ -173,7 +190,13 @@ def test_a_judge_that_fails_raises_the_contracts_flag_and_claims_no_score(house,
         ({"type": "endpoint", "url": "https://grader.example/", "rate_limit": "1"}, "rate_limit", "1"),
     ],
 )
-def test_a_grader_and_a_job_word_the_same_mistake_in_the_same_way(api, job_request, grader, field, wrong):
+def test_a_grader_and_a_job_word_the_same_mistake_in_the_same_way(
+    api: TestClient,
+    job_request: Callable[..., dict[str, Any]],
+    grader: dict[str, Any],
+    field: str,
+    wrong: int | str,
+) -> None:
     """A bound or a type of a grader's field is worded as that of a hyperparameter."""
     of_grader = api.post("/v1/fine_tuning/alpha/graders/validate", json={"grader": grader}).json()["error"]
     asked = {"hyperparameters": {"advanced": {"lora_rank": wrong}}}
@@ -194,13 +217,13 @@ class Hanging:
         self.ended = 0
 
     @asynccontextmanager
-    async def open(self, spec, *, trace_id=None, **more):
+    async def open(self, spec: Any, *, trace_id: Any = None, **more: Any) -> "AsyncIterator[Hanging]":
         yield self
 
-    def check(self, spec, param="grader"):
+    def check(self, spec: Any, param: str = "grader") -> None:
         pass
 
-    async def grade(self, sample, item):
+    async def grade(self, sample: Sample, item: Item) -> None:
         self.begun.release()
         try:
             await asyncio.Event().wait()
@@ -211,46 +234,49 @@ class Hanging:
 class Client:
     """One who waits for an answer until it leaves."""
 
-    def __init__(self, service, project) -> None:
+    def __init__(self, service: Service, project: Project) -> None:
         self.left = asyncio.Event()
         asked = {"grader": GRADER, "model_sample": "4"}
         self.answer = asyncio.create_task(
-            graders.run_grader(self, graders.GraderRun.model_validate(asked), project, service)
+            graders.run_grader(untyped(self), graders.GraderRun.model_validate(asked), project, service)
         )
 
-    async def receive(self):
+    async def receive(self) -> dict[Any, Any]:
         await self.left.wait()
         return {"type": "http.disconnect"}
 
-    async def leave(self):
+    async def leave(self) -> Any:
         self.left.set()
         return await asyncio.wait_for(self.answer, 10)
 
 
 @pytest.fixture
-def hanging(house):
-    return replace(house.app.state.service, backends=Hanging())
+def hanging(house: House) -> Service:
+    service: Service = house.app.state.service
+    return replace(service, backends=untyped(Hanging()))
 
 
-async def begun(service, count: int) -> None:
+async def begun(service: Service, count: int) -> None:
     for _ in range(count):
-        assert await asyncio.to_thread(service.backends.begun.acquire, timeout=10)
+        assert await asyncio.to_thread(untyped(service.backends).begun.acquire, timeout=10)
 
 
-def test_a_client_that_leaves_ends_its_run(house, hanging):
+def test_a_client_that_leaves_ends_its_run(house: House, hanging: Service) -> None:
     async def scene() -> None:
         client = Client(hanging, house.project)
         await begun(hanging, 1)
 
         answer = await client.leave()
 
-        assert (answer.status_code, hanging.backends.ended) == (499, 1)
+        assert (answer.status_code, untyped(hanging.backends).ended) == (499, 1)
         assert hanging.admission.grader_runs.taken == 0
 
     asyncio.run(scene())
 
 
-def test_a_project_that_runs_all_it_may_holds_no_thread_and_keeps_nobody_else_waiting(house, hanging):
+def test_a_project_that_runs_all_it_may_holds_no_thread_and_keeps_nobody_else_waiting(
+    house: House, hanging: Service
+) -> None:
     """8 run and 32 wait. Beyond that it is refused, and another project's run begins at once."""
 
     async def scene() -> None:
@@ -267,7 +293,7 @@ def test_a_project_that_runs_all_it_may_holds_no_thread_and_keeps_nobody_else_wa
         others = Client(hanging, Project(id="proj_others"))
         await begun(hanging, 1)
 
-        assert not hanging.backends.begun.acquire(blocking=False)
+        assert not untyped(hanging.backends).begun.acquire(blocking=False)
         assert to_thread.current_default_thread_limiter().borrowed_tokens == 0
 
         await line[20].leave()
@@ -280,7 +306,7 @@ def test_a_project_that_runs_all_it_may_holds_no_thread_and_keeps_nobody_else_wa
     asyncio.run(scene())
 
 
-def test_too_many_runs_are_refused_in_openais_shape(house, api):
+def test_too_many_runs_are_refused_in_openais_shape(house: House, api: TestClient) -> None:
     house.app.state.service.admission.grader_runs.places = 0
     house.app.state.service.admission.grader_runs.waiting = 0
 
@@ -293,7 +319,7 @@ def test_too_many_runs_are_refused_in_openais_shape(house, api):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 @pytest.mark.parametrize("path", [VALIDATE, RUN])
-def test_a_source_that_does_not_compile_is_refused_with_its_line(api, path):
+def test_a_source_that_does_not_compile_is_refused_with_its_line(api: TestClient, path: str) -> None:
     grader = {"type": "python", "name": "py", "source": "def grade(sample, item):\n  return ("}
 
     answer = api.post(path, json={"grader": grader, **({"model_sample": "4"} if path == RUN else {})})

@@ -1,32 +1,48 @@
 """One Idempotency-Key, one creation: whoever asks again gets the first answer, at the same moment or a day later."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import func, select, update
+from starlette.testclient import TestClient
 
 from core.database.tables import File, IdempotentRequest, Job
 from core.tenancy import idempotency
+from tests.api.conftest import House
+
+if TYPE_CHECKING:
+    from httpx2 import Response
 
 JOBS, FILES = "/v1/fine_tuning/jobs", "/v1/files"
 
 
-def keyed(key="a-key"):
+def keyed(key: str | bytes = "a-key") -> dict[Any, Any]:
     return {"Idempotency-Key": key}
 
 
-def upload(client, content=b"{}\n", *, key="a-key", name="train.jsonl", **fields):
+def upload(
+    client: TestClient,
+    content: bytes = b"{}\n",
+    *,
+    key: str | bytes = "a-key",
+    name: str = "train.jsonl",
+    **fields: Any,
+) -> "Response":
     data = {"purpose": "fine-tune"} | fields
     return client.post(FILES, data=data, files={"file": (name, content)}, headers=keyed(key))
 
 
-def count(house, table):
+def count(house: House, table: type[Any]) -> Any:
     with house.database.read() as session:
         return session.scalar(select(func.count()).select_from(table))
 
 
 @pytest.mark.both_databases
-def test_the_same_request_gets_the_same_answer_and_creates_nothing(house, api, job_request):
+def test_the_same_request_gets_the_same_answer_and_creates_nothing(
+    house: House, api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     request = job_request()
     first = api.post(JOBS, json=request, headers=keyed())
     sent = list(house.sent)
@@ -42,7 +58,7 @@ def test_the_same_request_gets_the_same_answer_and_creates_nothing(house, api, j
 
 
 @pytest.mark.both_databases
-def test_an_upload_is_announced_once(api):
+def test_an_upload_is_announced_once(api: TestClient) -> None:
     asked = {"bytes": 5, "filename": "train.jsonl", "mime_type": "text/jsonl", "purpose": "fine-tune"}
     first = api.post("/v1/uploads", json=asked, headers=keyed())
 
@@ -53,14 +69,16 @@ def test_an_upload_is_announced_once(api):
 
 
 @pytest.mark.parametrize("path", ["/v1/webhook_endpoints", "/v1/organization/projects/{project_id}/api_keys"])
-def test_what_answers_with_a_secret_takes_no_key(house, path):
+def test_what_answers_with_a_secret_takes_no_key(house: House, path: str) -> None:
     parameters = house.app.openapi()["paths"][path]["post"].get("parameters", [])
 
     assert "Idempotency-Key" not in [parameter["name"] for parameter in parameters]
 
 
 @pytest.mark.both_databases
-def test_the_answer_is_the_first_one_whatever_became_of_the_job(api, job_request):
+def test_the_answer_is_the_first_one_whatever_became_of_the_job(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     request = job_request()
     first = api.post(JOBS, json=request, headers=keyed()).json()
     api.post(f"{JOBS}/{first['id']}/cancel")
@@ -68,7 +86,9 @@ def test_the_answer_is_the_first_one_whatever_became_of_the_job(api, job_request
     assert api.post(JOBS, json=request, headers=keyed()).json() == first
 
 
-def test_spaces_and_the_order_of_keys_do_not_make_another_request(api, job_request):
+def test_spaces_and_the_order_of_keys_do_not_make_another_request(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     request = job_request()
     first = api.post(JOBS, json=request, headers=keyed())
 
@@ -78,7 +98,9 @@ def test_spaces_and_the_order_of_keys_do_not_make_another_request(api, job_reque
 
 
 @pytest.mark.both_databases
-def test_another_request_under_the_same_key_is_refused(house, api, job_request):
+def test_another_request_under_the_same_key_is_refused(
+    house: House, api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     request = job_request()
     api.post(JOBS, json=request, headers=keyed())
 
@@ -91,7 +113,9 @@ def test_another_request_under_the_same_key_is_refused(house, api, job_request):
 
 
 @pytest.mark.both_databases
-def test_a_key_of_one_url_is_not_one_of_another(api, job_request):
+def test_a_key_of_one_url_is_not_one_of_another(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     request = job_request()
     api.post(JOBS, json=request, headers=keyed())
 
@@ -99,14 +123,16 @@ def test_a_key_of_one_url_is_not_one_of_another(api, job_request):
 
 
 @pytest.mark.both_databases
-def test_without_a_key_everything_is_new(house, api, job_request):
+def test_without_a_key_everything_is_new(
+    house: House, api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     request = job_request()
 
     assert api.post(JOBS, json=request).json()["id"] != api.post(JOBS, json=request).json()["id"]
 
 
 @pytest.mark.both_databases
-def test_projects_do_not_share_keys(house, api):
+def test_projects_do_not_share_keys(house: House, api: TestClient) -> None:
     mine, theirs = upload(api), upload(house.client(house.other_key))
 
     assert theirs.status_code == 200
@@ -114,7 +140,9 @@ def test_projects_do_not_share_keys(house, api):
 
 
 @pytest.mark.both_databases
-def test_a_refused_request_leaves_its_key_free(house, api, job_request):
+def test_a_refused_request_leaves_its_key_free(
+    house: House, api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     request = job_request()
     refused = api.post(JOBS, json=request | {"training_file": "file-nothing"}, headers=keyed())
 
@@ -125,7 +153,7 @@ def test_a_refused_request_leaves_its_key_free(house, api, job_request):
 
 
 @pytest.mark.both_databases
-def test_a_file_that_is_sent_again_is_stored_once(house, api):
+def test_a_file_that_is_sent_again_is_stored_once(house: House, api: TestClient) -> None:
     first = upload(api)
 
     second = upload(api)
@@ -141,7 +169,9 @@ def test_a_file_that_is_sent_again_is_stored_once(house, api):
     "change", [{"content": b"[]\n"}, {"name": "other.jsonl"}, {"expires_after[anchor]": "created_at"}]
 )
 @pytest.mark.both_databases
-def test_another_file_under_the_same_key_is_refused_and_not_stored(house, api, change):
+def test_another_file_under_the_same_key_is_refused_and_not_stored(
+    house: House, api: TestClient, change: dict[str, Any]
+) -> None:
     if "expires_after[anchor]" in change:
         change = change | {"expires_after[seconds]": "3600"}
     upload(api)
@@ -153,7 +183,7 @@ def test_another_file_under_the_same_key_is_refused_and_not_stored(house, api, c
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, b"\xff", b"a\tb"])
-def test_a_key_that_is_no_printable_text_is_refused(house, api, key):
+def test_a_key_that_is_no_printable_text_is_refused(house: House, api: TestClient, key: str | bytes) -> None:
     answer = upload(api, key=key)
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Idempotency-Key")
@@ -162,17 +192,19 @@ def test_a_key_that_is_no_printable_text_is_refused(house, api, key):
 
 @pytest.mark.parametrize("key", ["x", "x" * 255, "a key ~ with 'quotes'"])
 @pytest.mark.both_databases
-def test_any_printable_text_is_a_key(api, key):
+def test_any_printable_text_is_a_key(api: TestClient, key: str) -> None:
     assert upload(api, key=key).status_code == 200
 
 
 @pytest.mark.parametrize("what", ["jobs", "files"])
 @pytest.mark.both_databases
-def test_of_many_at_once_one_creates_and_all_hear_of_it(house, api, job_request, what):
+def test_of_many_at_once_one_creates_and_all_hear_of_it(
+    house: House, api: TestClient, job_request: Callable[..., dict[str, Any]], what: str
+) -> None:
     request = job_request()
     before = count(house, File)
 
-    def ask(_):
+    def ask(_: Any) -> "Response":
         client = house.client(house.key)
         return upload(client) if what == "files" else client.post(JOBS, json=request, headers=keyed())
 
@@ -186,7 +218,9 @@ def test_of_many_at_once_one_creates_and_all_hear_of_it(house, api, job_request,
 
 
 @pytest.mark.both_databases
-def test_after_a_day_a_key_may_be_used_anew(house, api, job_request):
+def test_after_a_day_a_key_may_be_used_anew(
+    house: House, api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     request = job_request()
     first = api.post(JOBS, json=request, headers=keyed())
     api.post(JOBS, json=request, headers=keyed("another"))
@@ -204,7 +238,9 @@ def test_after_a_day_a_key_may_be_used_anew(house, api, job_request):
 
 
 @pytest.mark.both_databases
-def test_what_is_kept_holds_no_secret_of_the_grader(house, api, job_request):
+def test_what_is_kept_holds_no_secret_of_the_grader(
+    house: House, api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     grader = {
         "type": "endpoint",
         "name": "mine",

@@ -1,8 +1,12 @@
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from openai import OpenAI
+from starlette.testclient import TestClient
+
+from tests.api.conftest import House
 
 JOBS = "/v1/fine_tuning/jobs"
 WANDB = {"type": "wandb", "wandb": {"project": "colours", "tags": ["a", "b"]}}
@@ -10,7 +14,7 @@ MLFLOW = {"type": "mlflow", "mlflow": {"project": "colours", "name": "first"}}
 
 
 @pytest.fixture
-def enable(house):
+def enable(house: House) -> Callable[..., None]:
     """Enable some integrations, as REGRAFT_INTEGRATIONS does."""
 
     def enable(names: str) -> None:
@@ -22,7 +26,9 @@ def enable(house):
 
 
 @pytest.mark.both_databases
-def test_a_job_shows_its_integrations_as_openai_does(enable, create_job):
+def test_a_job_shows_its_integrations_as_openai_does(
+    enable: Callable[..., None], create_job: Callable[..., dict[str, Any]]
+) -> None:
     enable("wandb,mlflow")
 
     job = create_job(integrations=[WANDB, MLFLOW])
@@ -36,7 +42,13 @@ def test_a_job_shows_its_integrations_as_openai_does(enable, create_job):
 
 
 @pytest.mark.parametrize(("enabled", "known"), [("", "none is enabled"), ("wandb", "enabled: wandb")])
-def test_what_the_operator_has_not_enabled_is_refused_by_name(api, enable, job_request, enabled, known):
+def test_what_the_operator_has_not_enabled_is_refused_by_name(
+    api: TestClient,
+    enable: Callable[..., None],
+    job_request: Callable[..., dict[str, Any]],
+    enabled: str,
+    known: str,
+) -> None:
     enable(enabled)
     asked = [WANDB, MLFLOW] if enabled else [MLFLOW]
 
@@ -48,12 +60,14 @@ def test_what_the_operator_has_not_enabled_is_refused_by_name(api, enable, job_r
 
 
 @pytest.mark.parametrize("none", [None, []])
-def test_none_is_no_integration(create_job, none):
+def test_none_is_no_integration(create_job: Callable[..., dict[str, Any]], none: list[Any] | None) -> None:
     assert create_job(integrations=none)["integrations"] == []
 
 
 @pytest.mark.both_databases
-def test_the_request_of_a_job_creates_it_again(api, enable, create_job):
+def test_the_request_of_a_job_creates_it_again(
+    api: TestClient, enable: Callable[..., None], create_job: Callable[..., dict[str, Any]]
+) -> None:
     enable("wandb,mlflow")
     job = create_job(integrations=[WANDB, MLFLOW])
 
@@ -65,7 +79,9 @@ def test_the_request_of_a_job_creates_it_again(api, enable, create_job):
     assert again["integrations"][1] == job["integrations"][1]
 
 
-def test_openais_client_knows_them_again(house, enable, job_request):
+def test_openais_client_knows_them_again(
+    house: House, enable: Callable[..., None], job_request: Callable[..., dict[str, Any]]
+) -> None:
     """Its types name W&B alone; what they do not name goes there and back all the same."""
     enable("wandb,mlflow")
     client = OpenAI(

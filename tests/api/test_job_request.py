@@ -1,13 +1,19 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+from starlette.testclient import TestClient
 
 from core.database.tables import Job
-from tests.api.conftest import GRADER
+from tests.api.conftest import GRADER, House
 
 ENDPOINT = {"type": "endpoint", "name": "e", "url": "https://graders.example/", "headers": {"key": "secret"}}
 
 
 @pytest.mark.both_databases
-def test_what_is_shown_creates_the_same_job_again(api, create_job):
+def test_what_is_shown_creates_the_same_job_again(
+    api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     asked = {"hyperparameters": {"n_epochs": 2, "advanced": {"group_size": 4}}}
     job = create_job(reinforcement=asked, suffix="desk", metadata={"team": "a"}, seed=5)
 
@@ -22,7 +28,9 @@ def test_what_is_shown_creates_the_same_job_again(api, create_job):
 
 
 @pytest.mark.both_databases
-def test_auto_stays_auto_when_the_run_has_resolved_it(api, house, create_job):
+def test_auto_stays_auto_when_the_run_has_resolved_it(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     with house.database.write() as session:
         session.query(Job).where(Job.id == job_id).one().resolved = {"n_epochs": 3, "total_steps": 9}
@@ -33,7 +41,9 @@ def test_auto_stays_auto_when_the_run_has_resolved_it(api, house, create_job):
     assert "total_steps" not in shown["hyperparameters"]["advanced"]
 
 
-def test_secrets_are_masked_and_a_budget_is_kept(api, house, create_job):
+def test_secrets_are_masked_and_a_budget_is_kept(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     with house.database.write() as session:
         job = session.query(Job).where(Job.id == job_id).one()

@@ -1,8 +1,10 @@
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import select, update
+from starlette.testclient import TestClient
 
 from core.database.tables import Checkpoint, File, Job, StepMetric, TunedModel
 from core.jobs import events, queue
@@ -10,17 +12,21 @@ from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.settings import GpuClass
 from graders.backends import Backends
 from graders.endpoint import Endpoints
+from tests.api.conftest import House
+
+if TYPE_CHECKING:
+    from httpx2 import Response
 
 JOBS = "/v1/fine_tuning/jobs"
 
 
-def change(house, **columns: Any) -> None:
+def change(house: House, **columns: Any) -> None:
     """Put what a worker would have written into the only job."""
     with house.database.write() as session:
         session.execute(update(Job).values(**columns))
 
 
-def error(answer, status: int = 400) -> tuple[str | None, str | None]:
+def error(answer: "Response", status: int = 400) -> tuple[str | None, str | None]:
     assert answer.status_code == status, answer.text
     return answer.json()["error"]["param"], answer.json()["error"]["code"]
 
@@ -29,7 +35,9 @@ def error(answer, status: int = 400) -> tuple[str | None, str | None]:
 
 
 @pytest.mark.both_databases
-def test_a_new_job_has_every_key_of_openais(api, job_request):
+def test_a_new_job_has_every_key_of_openais(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     request = job_request(suffix="mine", seed=7, metadata={"team": "a"})
     job = api.post(JOBS, json=request).json()
 
@@ -69,7 +77,7 @@ def test_a_new_job_has_every_key_of_openais(api, job_request):
     assert job["id"].startswith("ftjob-")
 
 
-def test_hyperparameters_left_out_are_shown_as_auto(create_job):
+def test_hyperparameters_left_out_are_shown_as_auto(create_job: Callable[..., dict[str, Any]]) -> None:
     shown = create_job()["method"]["reinforcement"]["hyperparameters"]
 
     assert shown.pop("advanced")["loss"] == "dapo"
@@ -84,7 +92,7 @@ def test_hyperparameters_left_out_are_shown_as_auto(create_job):
     }
 
 
-def test_hyperparameters_are_shown_as_asked(create_job):
+def test_hyperparameters_are_shown_as_asked(create_job: Callable[..., dict[str, Any]]) -> None:
     asked = {"n_epochs": 3, "batch_size": "auto", "eval_samples": 2, "advanced": {"eval_temperature": 0.5}}
     shown = create_job(reinforcement={"hyperparameters": asked})["method"]["reinforcement"]["hyperparameters"]
 
@@ -93,7 +101,9 @@ def test_hyperparameters_are_shown_as_asked(create_job):
 
 
 @pytest.mark.both_databases
-def test_once_resolved_the_numbers_take_the_place_of_auto(api, house, create_job):
+def test_once_resolved_the_numbers_take_the_place_of_auto(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job = create_job(reinforcement={"hyperparameters": {"learning_rate_multiplier": 2.0}})
     change(
         house,
@@ -107,10 +117,14 @@ def test_once_resolved_the_numbers_take_the_place_of_auto(api, house, create_job
     assert "total_steps" not in shown
 
 
-GROUPS = {"loss": {"type": "cispo", "cap": 3.0}, "sampling": {"group_size": 4}, "lora_rank": 8}
+GROUPS: dict[str, Any] = {
+    "loss": {"type": "cispo", "cap": 3.0},
+    "sampling": {"group_size": 4},
+    "lora_rank": 8,
+}
 
 
-def test_hyperparameters_in_groups_are_shown_in_groups(create_job):
+def test_hyperparameters_in_groups_are_shown_in_groups(create_job: Callable[..., dict[str, Any]]) -> None:
     asked = {"hyperparameters": {"advanced": GROUPS}}
     shown = create_job(reinforcement=asked)["method"]["reinforcement"]["hyperparameters"]["advanced"]
 
@@ -128,7 +142,9 @@ def test_hyperparameters_in_groups_are_shown_in_groups(create_job):
 
 
 @pytest.mark.both_databases
-def test_groups_show_the_resolved_numbers_where_they_had_auto(api, house, create_job):
+def test_groups_show_the_resolved_numbers_where_they_had_auto(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job = create_job(reinforcement={"hyperparameters": {"advanced": GROUPS}})
     asked = Hyperparameters.model_validate({"advanced": GROUPS})
     run = resolve(asked, rows=100, parameters=500_000_000, context=4096)
@@ -146,17 +162,21 @@ def test_groups_show_the_resolved_numbers_where_they_had_auto(api, house, create
     assert api.post(JOBS, json=request).status_code == 200
 
 
-def test_a_job_without_a_seed_gets_one(create_job):
+def test_a_job_without_a_seed_gets_one(create_job: Callable[..., dict[str, Any]]) -> None:
     assert 0 <= create_job()["seed"] < 2**31
 
 
-def test_creating_a_job_wakes_the_validation_and_no_more(house, create_job):
+def test_creating_a_job_wakes_the_validation_and_no_more(
+    house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     create_job()
 
     assert house.sent == [(queue.VALIDATE, queue.DEFAULT_QUEUE)]
 
 
-def test_the_registry_says_where_a_model_is_trained(house, create_job):
+def test_the_registry_says_where_a_model_is_trained(
+    house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     create_job(model="org/large")
     create_job(model="tiny")
 
@@ -164,7 +184,7 @@ def test_the_registry_says_where_a_model_is_trained(house, create_job):
         assert session.scalars(select(Job.gpu_class).order_by(Job.seq)).all() == ["h200", "cpu"]
 
 
-def test_a_grader_is_kept_normalised(create_job):
+def test_a_grader_is_kept_normalised(create_job: Callable[..., dict[str, Any]]) -> None:
     listed = {
         "type": "multi",
         "name": "both",
@@ -259,7 +279,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("fields", "param", "code"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_wrong_is_named_and_nothing_is_written(api, house, job_request, fields, param, code):
+def test_what_is_wrong_is_named_and_nothing_is_written(
+    api: TestClient,
+    house: House,
+    job_request: Callable[..., dict[str, Any]],
+    fields: Any,
+    param: str,
+    code: str,
+) -> None:
     answer = api.post(JOBS, json=job_request(**fields))
 
     assert error(answer) == (param, code)
@@ -362,13 +389,17 @@ REFUSED_INSIDE = {
 
 
 @pytest.mark.parametrize(("inside", "param", "code"), REFUSED_INSIDE.values(), ids=REFUSED_INSIDE.keys())
-def test_what_is_wrong_inside_the_method_is_named_by_its_path(api, job_request, inside, param, code):
+def test_what_is_wrong_inside_the_method_is_named_by_its_path(
+    api: TestClient, job_request: Callable[..., dict[str, Any]], inside: dict[str, Any], param: str, code: str
+) -> None:
     answer = api.post(JOBS, json=job_request(reinforcement=inside))
 
     assert error(answer) == (f"{INSIDE}.{param}", code)
 
 
-def test_process_supervision_needs_a_grader_that_gives_steps(api, job_request):
+def test_process_supervision_needs_a_grader_that_gives_steps(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     process = hyperparameters(advanced={"supervision": "process"})
     python = {"type": "python", "name": "p", "source": "def grade(sample, item): return 1.0"}
 
@@ -388,7 +419,12 @@ def test_process_supervision_needs_a_grader_that_gives_steps(api, job_request):
         ({"int": 3}, "Invalid type for '{}': expected 'auto' or an integer, but got an object instead."),
     ],
 )
-def test_a_value_that_fits_neither_auto_nor_a_number_gets_one_sentence(api, job_request, value, message):
+def test_a_value_that_fits_neither_auto_nor_a_number_gets_one_sentence(
+    api: TestClient,
+    job_request: Callable[..., dict[str, Any]],
+    value: int | str | dict[str, int],
+    message: str,
+) -> None:
     answer = api.post(JOBS, json=job_request(reinforcement={"hyperparameters": {"n_epochs": value}}))
 
     assert answer.json()["error"]["message"] == message.format(f"{INSIDE}.hyperparameters.n_epochs")
@@ -411,20 +447,26 @@ def test_a_value_that_fits_neither_auto_nor_a_number_gets_one_sentence(api, job_
     ],
     ids=str,
 )
-def test_an_unknown_hyperparameter_hears_what_it_is_called_here(api, job_request, asked, meant):
+def test_an_unknown_hyperparameter_hears_what_it_is_called_here(
+    api: TestClient, job_request: Callable[..., dict[str, Any]], asked: dict[str, Any], meant: str
+) -> None:
     answer = api.post(JOBS, json=job_request(reinforcement={"hyperparameters": asked}))
 
     assert answer.json()["error"]["message"].endswith(f"'. Did you mean '{meant}'?")
 
 
-def test_a_hyperparameter_like_no_other_and_other_unknown_names_get_no_guess(api, job_request):
+def test_a_hyperparameter_like_no_other_and_other_unknown_names_get_no_guess(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     for fields in ({"reinforcement": {"hyperparameters": {"colour": 1}}}, {"group_size": 4}):
         answer = api.post(JOBS, json=job_request(**fields))
 
         assert answer.json()["error"]["message"].endswith("'."), "and no question"
 
 
-def test_nulls_of_a_typed_object_count_as_not_sent(api, job_request):
+def test_nulls_of_a_typed_object_count_as_not_sent(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     grader = {"type": "string_check", "name": None, "operation": "eq", "input": "a", "reference": "b"}
     body = job_request(reinforcement={"grader": grader, "response_format": None})
     body["method"] |= {"supervised": None, "dpo": None}
@@ -435,14 +477,18 @@ def test_nulls_of_a_typed_object_count_as_not_sent(api, job_request):
     assert answer.json()["method"]["reinforcement"]["grader"]["name"].startswith("grader-")
 
 
-def test_a_second_method_beside_reinforcement_is_refused(api, job_request):
+def test_a_second_method_beside_reinforcement_is_refused(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     body = job_request()
     body["method"]["dpo"] = {"hyperparameters": {"beta": 0.1}}
 
     assert error(api.post(JOBS, json=body)) == ("method.dpo", "unknown_parameter")
 
 
-def test_a_grader_of_tool_calls_is_refused_by_its_path_and_may_be_tried_alone(api, job_request):
+def test_a_grader_of_tool_calls_is_refused_by_its_path_and_may_be_tried_alone(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     calls = {
         "type": "string_check",
         "name": "calls",
@@ -478,7 +524,9 @@ HYPERPARAMETERS = {"n_epochs": 3}
     ],
 )
 @pytest.mark.parametrize("route", [JOBS, "/v1/regraft/estimate", "/v1/regraft/preview"])
-def test_a_job_of_another_method_gets_one_answer_whatever_else_is_wrong_with_it(api, route, body, kind):
+def test_a_job_of_another_method_gets_one_answer_whatever_else_is_wrong_with_it(
+    api: TestClient, route: str, body: dict[str, Any], kind: str
+) -> None:
     answer = api.post(route, json=body)
 
     assert answer.status_code == 400
@@ -488,7 +536,9 @@ def test_a_job_of_another_method_gets_one_answer_whatever_else_is_wrong_with_it(
     assert "is not supported by this server yet" in message
 
 
-def test_a_reasoning_effort_is_echoed_and_one_event_says_that_it_has_no_effect(api, create_job):
+def test_a_reasoning_effort_is_echoed_and_one_event_says_that_it_has_no_effect(
+    api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job = create_job(reinforcement=hyperparameters(reasoning_effort="medium"))
 
     assert job["method"]["reinforcement"]["hyperparameters"]["reasoning_effort"] == "medium"
@@ -499,7 +549,7 @@ def test_a_reasoning_effort_is_echoed_and_one_event_says_that_it_has_no_effect(a
     )
 
 
-def test_the_default_effort_is_no_event(api, create_job):
+def test_the_default_effort_is_no_event(api: TestClient, create_job: Callable[..., dict[str, Any]]) -> None:
     job = create_job(reinforcement=hyperparameters(reasoning_effort="default"))
 
     levels = {event["level"] for event in api.get(f"{JOBS}/{job['id']}/events").json()["data"]}
@@ -507,7 +557,9 @@ def test_the_default_effort_is_no_event(api, create_job):
 
 
 @pytest.mark.parametrize("training_type", ["standard", "globalStandard", "developer", None])
-def test_azures_training_type_is_accepted_and_means_nothing(api, job_request, training_type):
+def test_azures_training_type_is_accepted_and_means_nothing(
+    api: TestClient, job_request: Callable[..., dict[str, Any]], training_type: str | None
+) -> None:
     answer = api.post(JOBS, json=job_request(trainingType=training_type))
 
     assert answer.status_code == 200
@@ -515,18 +567,22 @@ def test_azures_training_type_is_accepted_and_means_nothing(api, job_request, tr
 
 
 @pytest.mark.parametrize("nothing", [{"tools": []}, {"tools": None}, {"max_episode_steps": None}])
-def test_tools_that_are_none_are_accepted(create_job, nothing):
+def test_tools_that_are_none_are_accepted(
+    create_job: Callable[..., dict[str, Any]], nothing: dict[str, Any]
+) -> None:
     shown = create_job(reinforcement=nothing)["method"]["reinforcement"]
 
     assert shown.keys() == {"grader", "hyperparameters", "response_format"}
 
 
 @pytest.mark.parametrize("suffix", ["v1.2", "my desk", "ü/ß", "..", "a:b", "  ", "日本"])
-def test_a_suffix_is_echoed_as_it_was_sent(create_job, suffix):
+def test_a_suffix_is_echoed_as_it_was_sent(create_job: Callable[..., dict[str, Any]], suffix: str) -> None:
     assert create_job(suffix=suffix)["user_provided_suffix"] == suffix
 
 
-def test_a_job_cannot_be_validated_on_what_it_was_trained_on(api, upload, job_request):
+def test_a_job_cannot_be_validated_on_what_it_was_trained_on(
+    api: TestClient, upload: Callable[..., str], job_request: Callable[..., dict[str, Any]]
+) -> None:
     file_id = upload()
 
     answer = api.post(JOBS, json=job_request(training_file=file_id, validation_file=file_id))
@@ -534,7 +590,9 @@ def test_a_job_cannot_be_validated_on_what_it_was_trained_on(api, upload, job_re
     assert error(answer) == ("validation_file", "invalid_value")
 
 
-def test_a_file_of_another_purpose_is_refused(api, house, job_request):
+def test_a_file_of_another_purpose_is_refused(
+    api: TestClient, house: House, job_request: Callable[..., dict[str, Any]]
+) -> None:
     request = job_request()
     with house.database.write() as session:
         session.execute(
@@ -547,28 +605,32 @@ def test_a_file_of_another_purpose_is_refused(api, house, job_request):
     assert "purpose 'fine-tune-results'" in answer.json()["error"]["message"]
 
 
-def test_a_deleted_file_is_refused(api, job_request):
+def test_a_deleted_file_is_refused(api: TestClient, job_request: Callable[..., dict[str, Any]]) -> None:
     request = job_request()
     api.delete(f"/v1/files/{request['validation_file']}")
 
     assert error(api.post(JOBS, json=request)) == ("validation_file", "invalid_value")
 
 
-def test_an_unknown_model_is_answered_with_those_there_are(api, job_request):
+def test_an_unknown_model_is_answered_with_those_there_are(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     answer = api.post(JOBS, json=job_request(model="gpt-9"))
 
     assert error(answer, 404) == ("model", "model_not_found")
     assert "org/large, tiny" in answer.json()["error"]["message"]
 
 
-def test_a_mistake_in_a_field_is_told_before_a_missing_model(api, job_request):
+def test_a_mistake_in_a_field_is_told_before_a_missing_model(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
     assert error(api.post(JOBS, json=job_request(model="gpt-9", seed=-1)))[0] == "seed"
 
 
 # Watching and stopping.
 
 
-def test_an_unknown_job_has_openais_error(api):
+def test_an_unknown_job_has_openais_error(api: TestClient) -> None:
     answer = api.get(f"{JOBS}/ftjob-x")
 
     assert answer.status_code == 404
@@ -581,7 +643,9 @@ def test_an_unknown_job_has_openais_error(api):
 
 
 @pytest.mark.both_databases
-def test_a_finished_job_shows_what_came_of_it(api, house, create_job):
+def test_a_finished_job_shows_what_came_of_it(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job = create_job()
     change(
         house,
@@ -600,7 +664,9 @@ def test_a_finished_job_shows_what_came_of_it(api, house, create_job):
     assert (shown["usage_metrics"], shown["error"]) == ({"training_seconds": 1.5}, None)
 
 
-def test_tokens_are_not_counted_out_before_the_end(api, house, create_job):
+def test_tokens_are_not_counted_out_before_the_end(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job = create_job()
     change(house, status="running", trained_tokens=50)
 
@@ -608,7 +674,9 @@ def test_tokens_are_not_counted_out_before_the_end(api, house, create_job):
 
 
 @pytest.mark.both_databases
-def test_a_failed_job_says_why(api, house, create_job):
+def test_a_failed_job_says_why(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job = create_job()
     why = {"code": "invalid_training_file", "message": "line 3: is not JSON", "param": "training_file"}
     change(house, status="failed", error=why)
@@ -616,13 +684,15 @@ def test_a_failed_job_says_why(api, house, create_job):
     assert api.get(f"{JOBS}/{job['id']}").json()["error"] == why
 
 
-def post(api, job, action):
+def post(api: TestClient, job: dict[str, Any], action: str) -> "Response":
     """As OpenAI's client does it: no body, and a content type all the same."""
     return api.post(f"{JOBS}/{job['id']}/{action}", headers={"content-type": "application/json"})
 
 
 @pytest.mark.both_databases
-def test_a_job_can_be_cancelled_paused_and_resumed(api, house, create_job):
+def test_a_job_can_be_cancelled_paused_and_resumed(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job = create_job()
     change(house, status="queued")
 
@@ -632,7 +702,9 @@ def test_a_job_can_be_cancelled_paused_and_resumed(api, house, create_job):
     assert house.sent[-1] == (queue.RUN, queue.gpu_queue("cpu"))
 
 
-def test_what_the_state_does_not_allow_is_a_400(api, create_job):
+def test_what_the_state_does_not_allow_is_a_400(
+    api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job = create_job()
     post(api, job, "cancel")
 
@@ -643,7 +715,9 @@ def test_what_the_state_does_not_allow_is_a_400(api, create_job):
 
 
 @pytest.mark.both_databases
-def test_jobs_are_listed_newest_first_page_by_page(api, create_job):
+def test_jobs_are_listed_newest_first_page_by_page(
+    api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     ids = [create_job()["id"] for _ in range(3)]
 
     first = api.get(JOBS, params={"limit": 2}).json()
@@ -655,14 +729,16 @@ def test_jobs_are_listed_newest_first_page_by_page(api, create_job):
 
 
 @pytest.mark.parametrize(("limit", "count"), [(0, 1), (-5, 1), (1000, 2)])
-def test_a_limit_out_of_range_is_brought_into_it(api, create_job, limit, count):
+def test_a_limit_out_of_range_is_brought_into_it(
+    api: TestClient, create_job: Callable[..., dict[str, Any]], limit: int, count: int
+) -> None:
     create_job(), create_job()
 
     assert len(api.get(JOBS, params={"limit": limit}).json()["data"]) == count
 
 
 @pytest.mark.both_databases
-def test_jobs_are_found_by_their_metadata(api, create_job):
+def test_jobs_are_found_by_their_metadata(api: TestClient, create_job: Callable[..., dict[str, Any]]) -> None:
     wanted = create_job(metadata={"team": "a", "try": "1"})["id"]
     create_job(metadata={"team": "a", "try": "2"})
     without = create_job()["id"]
@@ -676,7 +752,9 @@ def test_jobs_are_found_by_their_metadata(api, create_job):
 
 
 @pytest.mark.both_databases
-def test_events_are_listed_newest_first_page_by_page(api, house, create_job):
+def test_events_are_listed_newest_first_page_by_page(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     with house.database.write() as session:
         events.append(session, job_id, "Step 1/2", type="metrics", data={"step": 1})
@@ -697,7 +775,7 @@ def test_events_are_listed_newest_first_page_by_page(api, house, create_job):
     assert (first["has_more"], last["has_more"]) == (True, False)
 
 
-def add_checkpoint(house, job_id: str, step: int, reward: float | None, *names: str) -> str:
+def add_checkpoint(house: House, job_id: str, step: int, reward: float | None, *names: str) -> str:
     with house.database.write() as session:
         checkpoint = Checkpoint(job_id=job_id, step=step, epoch=1, valid_reward=reward)
         checkpoint.blob_prefix = f"checkpoints/{step}"
@@ -712,7 +790,9 @@ def add_checkpoint(house, job_id: str, step: int, reward: float | None, *names: 
 
 
 @pytest.mark.both_databases
-def test_kept_checkpoints_are_listed_newest_first_with_their_names(api, house, create_job):
+def test_kept_checkpoints_are_listed_newest_first_with_their_names(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     early = add_checkpoint(house, job_id, 2, 0.7, "ft:tiny:o::1:ckpt-step-2", "ft:tiny:o::1")
     add_checkpoint(house, job_id, 3, None)  # only there for resuming
@@ -742,7 +822,9 @@ def test_kept_checkpoints_are_listed_newest_first_with_their_names(api, house, c
 
 
 @pytest.mark.both_databases
-def test_the_checkpoint_that_became_the_result_is_listed_even_without_a_reward(api, house, create_job):
+def test_the_checkpoint_that_became_the_result_is_listed_even_without_a_reward(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     final = add_checkpoint(house, job_id, 5, None, "ft:tiny:o::1")
     change(house, fine_tuned_model="ft:tiny:o::1")
@@ -753,7 +835,9 @@ def test_the_checkpoint_that_became_the_result_is_listed_even_without_a_reward(a
 
 
 @pytest.mark.both_databases
-def test_checkpoints_are_listed_page_by_page(api, house, create_job):
+def test_checkpoints_are_listed_page_by_page(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     ids = [add_checkpoint(house, job_id, step, 0.1) for step in range(3)]
 
@@ -767,7 +851,9 @@ def test_checkpoints_are_listed_page_by_page(api, house, create_job):
 
 
 @pytest.mark.both_databases
-def test_the_metrics_of_all_steps_come_in_order(api, house, create_job):
+def test_the_metrics_of_all_steps_come_in_order(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     with house.database.write() as session:
         for step in (1, 0):
@@ -778,7 +864,9 @@ def test_the_metrics_of_all_steps_come_in_order(api, house, create_job):
     assert listed["data"] == [{"step": 0, "train_mean_reward": 0.0}, {"step": 1, "train_mean_reward": 0.5}]
 
 
-def test_sampling_a_step_ahead_needs_a_sampler_of_its_own(api, house, job_request):
+def test_sampling_a_step_ahead_needs_a_sampler_of_its_own(
+    api: TestClient, house: House, job_request: Callable[..., dict[str, Any]]
+) -> None:
     service = house.app.state.service
     without_gpu = service.settings.model_copy(update={"gpu_classes": {"cpu": GpuClass(gpu_memory_gib=0)}})
     house.app.state.service = replace(service, settings=without_gpu)  # this machine may have a GPU
@@ -791,7 +879,9 @@ def test_sampling_a_step_ahead_needs_a_sampler_of_its_own(api, house, job_reques
     assert "as vLLM" in answer.json()["error"]["message"]
 
 
-def test_a_model_that_a_gpu_samples_with_vllm_by_default_may_be_sampled_a_step_ahead(api, house, job_request):
+def test_a_model_that_a_gpu_samples_with_vllm_by_default_may_be_sampled_a_step_ahead(
+    api: TestClient, house: House, job_request: Callable[..., dict[str, Any]]
+) -> None:
     """The API need not have the GPU: it is told what the workers' class has."""
     service = house.app.state.service
     classes = {"cpu": GpuClass(gpu_memory_gib=78)}
@@ -807,7 +897,9 @@ def test_a_model_that_a_gpu_samples_with_vllm_by_default_may_be_sampled_a_step_a
 
 
 @pytest.mark.both_databases
-def test_the_secrets_of_an_endpoint_are_kept_and_not_shown(api, house, job_request):
+def test_the_secrets_of_an_endpoint_are_kept_and_not_shown(
+    api: TestClient, house: House, job_request: Callable[..., dict[str, Any]]
+) -> None:
     """The run needs them, and nobody who can read the job does."""
     house.app.state.service = replace(
         house.app.state.service, backends=Backends({}, Endpoints(("graders.example.com",)))
@@ -843,7 +935,9 @@ SCHEMA = {
     ],
 )
 @pytest.mark.both_databases
-def test_a_response_format_is_kept_as_openai_shows_it(create_job, sent):
+def test_a_response_format_is_kept_as_openai_shows_it(
+    create_job: Callable[..., dict[str, Any]], sent: dict[str, Any]
+) -> None:
     job = create_job(reinforcement={"response_format": sent})
 
     kept = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
@@ -866,14 +960,16 @@ def test_a_response_format_is_kept_as_openai_shows_it(create_job, sent):
         ),
     ],
 )
-def test_a_response_format_that_cannot_be_held_to_is_a_400(api, job_request, sent, param):
+def test_a_response_format_that_cannot_be_held_to_is_a_400(
+    api: TestClient, job_request: Callable[..., dict[str, Any]], sent: dict[str, Any], param: str
+) -> None:
     answer = api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement={"response_format": sent}))
 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == f"method.reinforcement.response_format{param}"
 
 
-def expensive_schema() -> dict:
+def expensive_schema() -> dict[str, Any]:
     """Within every bound of ours, and beyond llguidance's own."""
     return {
         "anyOf": [{"type": "array", "maxItems": 10_000 - n, "items": {"type": "string"}} for n in range(300)]
@@ -888,7 +984,9 @@ def expensive_schema() -> dict:
     ],
 )
 @pytest.mark.parametrize("url", ["/v1/fine_tuning/jobs", "/v1/regraft/jobs/validate"])
-def test_a_schema_that_takes_too_long_or_too_much_memory_is_a_400(api, job_request, url, schema, says):
+def test_a_schema_that_takes_too_long_or_too_much_memory_is_a_400(
+    api: TestClient, job_request: Callable[..., dict[str, Any]], url: str, schema: dict[str, Any], says: str
+) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     job = job_request(reinforcement={"response_format": form})
 

@@ -4,9 +4,10 @@ import asyncio
 import re
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from starlette.requests import Request
 
@@ -17,6 +18,7 @@ from core.database.engine import Database
 from core.errors import InvalidApiKey
 from core.settings import Settings
 from core.tenancy import keys
+from tests.api.conftest import House
 
 URL = "/v1/fine_tuning/alpha/graders/validate"
 JSON = {"content-type": "application/json"}
@@ -24,7 +26,7 @@ JSON = {"content-type": "application/json"}
 NOT_JSON = b"[" * (SMALL_JSON_BYTES + 1)
 
 
-def told(answer: httpx.Response) -> tuple[int, str, dict[str, str]]:
+def told(answer: httpx2.Response) -> tuple[int, str, dict[str, str]]:
     """All of an answer but what differs between any two requests."""
     headers = dict(answer.headers)
     del headers["x-request-id"], headers["openai-processing-ms"]
@@ -33,7 +35,9 @@ def told(answer: httpx.Response) -> tuple[int, str, dict[str, str]]:
 
 @pytest.mark.parametrize("key", [None, "sk-that-opens-nothing"])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_large_body_without_a_valid_key_is_not_parsed_and_refused_like_a_small_one(house, key, chunked):
+def test_a_large_body_without_a_valid_key_is_not_parsed_and_refused_like_a_small_one(
+    house: House, key: str | None, chunked: bool
+) -> None:
     stranger = house.client(key)
 
     large = stranger.post(URL, content=iter([NOT_JSON]) if chunked else NOT_JSON, headers=JSON)
@@ -42,7 +46,7 @@ def test_a_large_body_without_a_valid_key_is_not_parsed_and_refused_like_a_small
     assert told(large) == told(stranger.post(URL, content=b"{}", headers=JSON))
 
 
-def test_a_large_body_for_another_tenant_is_not_parsed_either(house):
+def test_a_large_body_for_another_tenant_is_not_parsed_either(house: House) -> None:
     with house.database.read() as session:
         other = keys.authenticate(session, house.other_key)[1].id
 
@@ -52,7 +56,7 @@ def test_a_large_body_for_another_tenant_is_not_parsed_either(house):
 
 
 @pytest.mark.both_databases
-def test_a_revoked_key_opens_no_large_body(house):
+def test_a_revoked_key_opens_no_large_body(house: House) -> None:
     with house.database.write() as session:
         keys.get(session, house.key_id()).revoked_at = 1
 
@@ -60,7 +64,7 @@ def test_a_revoked_key_opens_no_large_body(house):
 
 
 @pytest.mark.parametrize("path", ["/openai/responses", "/openai/deployments/tiny/chat/completions"])
-def test_azures_paths_are_no_way_around(house, path):
+def test_azures_paths_are_no_way_around(house: House, path: str) -> None:
     answer = house.client("sk-that-opens-nothing").post(path, content=NOT_JSON, headers=JSON)
 
     assert answer.status_code == 401
@@ -68,7 +72,7 @@ def test_azures_paths_are_no_way_around(house, path):
 
 @pytest.mark.parametrize("key", ["first", "azure"])
 @pytest.mark.both_databases
-def test_a_large_body_with_a_key_is_parsed_and_its_places_are_free_afterwards(house, key):
+def test_a_large_body_with_a_key_is_parsed_and_its_places_are_free_afterwards(house: House, key: str) -> None:
     headers = {"Authorization": f"Bearer {house.key}"} if key == "first" else {"api-key": house.key}
 
     answer = house.client().post(URL, content=NOT_JSON, headers=JSON | headers)
@@ -78,7 +82,7 @@ def test_a_large_body_with_a_key_is_parsed_and_its_places_are_free_afterwards(ho
     assert (admission.arriving_bodies.taken, admission.parsed_bodies.taken) == (0, 0)
 
 
-def test_a_database_that_is_away_is_a_503_for_a_large_body_too(house):
+def test_a_database_that_is_away_is_a_503_for_a_large_body_too(house: House) -> None:
     away = Database("postgresql+psycopg://nobody@127.0.0.1:1/nothing")
     house.app.state.service = replace(house.app.state.service, database=away)
 
@@ -87,7 +91,7 @@ def test_a_database_that_is_away_is_a_503_for_a_large_body_too(house):
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
 
 
-def test_a_url_that_does_not_exist_is_still_404_without_a_key(house):
+def test_a_url_that_does_not_exist_is_still_404_without_a_key(house: House) -> None:
     assert house.client().post("/v1/nothing", content=NOT_JSON, headers=JSON).status_code == 404
 
 
@@ -181,7 +185,7 @@ async def end(endpoint: Endpoint, asked: list[asyncio.Task[None]]) -> None:
 
 
 @pytest.mark.parametrize(("announced", "read"), [(True, 0), (False, 3)])
-def test_nothing_is_read_beyond_what_a_small_body_has_without_a_key(announced, read):
+def test_nothing_is_read_beyond_what_a_small_body_has_without_a_key(announced: bool, read: int) -> None:
     """A chunked body is known to be large when more than 100 bytes have arrived."""
 
     async def scene() -> None:
@@ -195,7 +199,7 @@ def test_nothing_is_read_beyond_what_a_small_body_has_without_a_key(announced, r
     in_a_loop(scene)
 
 
-def test_a_small_body_is_read_without_a_key_and_does_not_wait():
+def test_a_small_body_is_read_without_a_key_and_does_not_wait() -> None:
     async def scene() -> None:
         endpoint = Endpoint()
         app = limited(endpoint, share(1), share(1))
@@ -207,7 +211,7 @@ def test_a_small_body_is_read_without_a_key_and_does_not_wait():
     in_a_loop(scene)
 
 
-def test_eight_large_bodies_are_parsed_at_once_and_four_of_a_project(tmp_path):
+def test_eight_large_bodies_are_parsed_at_once_and_four_of_a_project(tmp_path: Path) -> None:
     async def scene() -> None:
         endpoint = Endpoint()
         admission = Admission(Settings(data_dir=tmp_path))
@@ -227,7 +231,7 @@ def test_eight_large_bodies_are_parsed_at_once_and_four_of_a_project(tmp_path):
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_body_is_not_read_on_until_it_has_a_place(announced):
+def test_a_body_is_not_read_on_until_it_has_a_place(announced: bool) -> None:
     async def scene() -> None:
         endpoint = Endpoint()
         slow, waiting = Client(b"x" * 101, whole=False), Client(b"x" * 101, b"x", announced=announced)
@@ -244,7 +248,7 @@ def test_a_body_is_not_read_on_until_it_has_a_place(announced):
     in_a_loop(scene)
 
 
-def test_bodies_that_arrive_slowly_keep_no_other_from_being_parsed():
+def test_bodies_that_arrive_slowly_keep_no_other_from_being_parsed() -> None:
     async def scene() -> None:
         endpoint = Endpoint()
         slow = [Client(b"x" * 101, key="s", whole=False) for _ in range(3)]
@@ -260,7 +264,7 @@ def test_bodies_that_arrive_slowly_keep_no_other_from_being_parsed():
 
 
 @pytest.mark.parametrize("then", ["watch for a disconnect", "say so", "stream"])
-def test_a_request_that_goes_on_for_minutes_holds_no_place(then):
+def test_a_request_that_goes_on_for_minutes_holds_no_place(then: str) -> None:
     async def scene() -> None:
         endpoint = Endpoint(then)
         arriving, parsed = share(1), share(1)
@@ -275,7 +279,7 @@ def test_a_request_that_goes_on_for_minutes_holds_no_place(then):
     in_a_loop(scene)
 
 
-def test_a_request_that_crashes_leaves_its_places():
+def test_a_request_that_crashes_leaves_its_places() -> None:
     async def scene() -> None:
         endpoint = Endpoint("crash")
         arriving, parsed = share(1), share(1)

@@ -3,12 +3,16 @@
 import io
 import json
 import logging
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from prometheus_client.samples import Sample
+from starlette.testclient import TestClient
 
 from core.telemetry import logs
 from core.telemetry.metrics import COUNTED
+from tests.api.conftest import House
 
 
 def counts(**labels: str) -> list[Sample]:
@@ -25,7 +29,9 @@ def total(**labels: str) -> float:
     return sum(sample.value for sample in counts(**labels))
 
 
-def test_requests_are_counted_by_the_template_of_their_route(api, create_job):
+def test_requests_are_counted_by_the_template_of_their_route(
+    api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     route = {"route": "/v1/fine_tuning/jobs/{job_id}", "method": "GET", "status": "2xx"}
     before, jobs = total(**route), [create_job()["id"] for _ in range(2)]
 
@@ -36,7 +42,7 @@ def test_requests_are_counted_by_the_template_of_their_route(api, create_job):
     assert len(counts(**route)) == 1
 
 
-def test_no_label_holds_what_a_caller_chose(api):
+def test_no_label_holds_what_a_caller_chose(api: TestClient) -> None:
     api.get("/nowhere/zebra-path")
     api.get("/v1/files/zebra-file")
     api.request("ZEBRA", "/v1/files")
@@ -48,7 +54,7 @@ def test_no_label_holds_what_a_caller_chose(api):
     assert not [value for value in said if "zebra" in value.lower()]
 
 
-def test_a_crash_counts_as_a_5xx(house):
+def test_a_crash_counts_as_a_5xx(house: House) -> None:
     crashed = {"route": "/readyz", "status": "5xx"}
     before = total(**crashed)
     house.app.state.service = None
@@ -57,13 +63,13 @@ def test_a_crash_counts_as_a_5xx(house):
     assert total(**crashed) == before + 1
 
 
-def test_metrics_are_not_where_users_are(api):
+def test_metrics_are_not_where_users_are(api: TestClient) -> None:
     assert api.get("/metrics").status_code == 404
     assert "/metrics" not in api.get("/openapi.json").json()["paths"]
 
 
 @pytest.fixture
-def lines(caplog):
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[Any]]]:
     """What the requests so far have logged, a line each."""
     caplog.set_level("INFO", logger="api.http.request_metrics")
     stream = io.StringIO()
@@ -73,7 +79,9 @@ def lines(caplog):
     logging.getLogger("api.http.request_metrics").removeHandler(handler)
 
 
-def test_each_request_has_a_line_with_its_id_and_probes_have_none(api, lines):
+def test_each_request_has_a_line_with_its_id_and_probes_have_none(
+    api: TestClient, lines: Callable[[], list[Any]]
+) -> None:
     api.get("/healthz")
     api.get("/v1/files/file-1", headers={"x-request-id": "mine"})
 
@@ -82,7 +90,7 @@ def test_each_request_has_a_line_with_its_id_and_probes_have_none(api, lines):
     assert (line["request_id"], line["status"], line["route"]) == ("mine", 404, "/v1/files/{file_id}")
 
 
-def test_a_request_that_crashed_has_such_a_line_too(house, lines):
+def test_a_request_that_crashed_has_such_a_line_too(house: House, lines: Callable[[], list[Any]]) -> None:
     client = house.client(house.key)
     house.app.state.service = None
 

@@ -1,12 +1,14 @@
 import asyncio
 import json
 import re
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
 import pytest
 from starlette.responses import PlainTextResponse
 
 from api.http.middleware import BodyLimit, MinimumRate, TooSlow
+from tests.api.conftest import House
 
 SCOPE = {
     "type": "http",
@@ -16,7 +18,11 @@ SCOPE = {
 }
 
 
-def answer_at_once(scope, receive, send):
+def answer_at_once(
+    scope: MutableMapping[str, Any],
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
+    send: Callable[[MutableMapping[str, Any]], Awaitable[None]],
+) -> Coroutine[Any, Any, None]:
     return PlainTextResponse("no", 401)(scope, receive, send)
 
 
@@ -25,12 +31,12 @@ def pieces_read(sent: list[dict[str, Any]], most_drained: int) -> int:
     waiting, read_before_answer = iter(sent), []
     read = 0
 
-    async def receive():
+    async def receive() -> dict[str, Any]:
         nonlocal read
         read += 1
         return next(waiting)
 
-    async def send(message):
+    async def send(message: Any) -> None:
         read_before_answer.append(read)
 
     streamed = re.compile("/v1/files")
@@ -45,12 +51,14 @@ BODY = [
 
 
 @pytest.mark.parametrize(("most_drained", "read"), [(100, 4), (16, 2)])
-def test_what_is_still_coming_is_read_before_the_answer_but_not_without_end(most_drained, read):
+def test_what_is_still_coming_is_read_before_the_answer_but_not_without_end(
+    most_drained: int, read: int
+) -> None:
     """Closing a connection with unread bytes in it can take the answer away from its reader."""
     assert pieces_read(BODY, most_drained) == read
 
 
-def test_a_client_that_has_gone_is_not_waited_for():
+def test_a_client_that_has_gone_is_not_waited_for() -> None:
     assert pieces_read([BODY[0], {"type": "http.disconnect"}], 100) == 2
 
 
@@ -63,7 +71,7 @@ class Drip:
     def clock(self) -> float:
         return self.now
 
-    async def receive(self):
+    async def receive(self) -> dict[Any, Any]:
         seconds, body = next(self.pieces)
         self.now += seconds
         return {"type": "http.request", "body": body, "more_body": True}
@@ -85,34 +93,36 @@ def kept_pace(client: Drip, pieces: int, pause: float = 0.0) -> int:
     return asyncio.run(read())
 
 
-def test_a_body_may_take_any_time_if_it_keeps_coming():
+def test_a_body_may_take_any_time_if_it_keeps_coming() -> None:
     assert kept_pace(Drip(*[(10.0, b"x" * 1000)] * 100), 100) == 100
 
 
-def test_a_body_that_comes_by_the_drop_is_refused_after_half_a_minute():
+def test_a_body_that_comes_by_the_drop_is_refused_after_half_a_minute() -> None:
     assert kept_pace(Drip(*[(1.0, b"x")] * 100), 100) == 29
 
 
-def test_a_fast_beginning_does_not_pay_for_a_slow_end():
+def test_a_fast_beginning_does_not_pay_for_a_slow_end() -> None:
     assert kept_pace(Drip((1.0, b"x" * 1_000_000), (30.0, b""), *[(1.0, b"x")] * 100), 100) == 31
 
 
-def test_time_in_which_the_client_is_not_asked_is_not_its_own():
+def test_time_in_which_the_client_is_not_asked_is_not_its_own() -> None:
     assert kept_pace(Drip(*[(1.0, b"x" * 200)] * 100), 100, pause=60.0) == 100
 
 
-def test_a_client_that_stops_in_the_middle_of_its_body_gets_408(house):
-    sent, cancelled = [], []
+def test_a_client_that_stops_in_the_middle_of_its_body_gets_408(house: House) -> None:
+    sent: list[Any] = []
+    cancelled: list[int] = []
 
-    async def receive():
+    async def receive() -> dict[str, Any]:
         if cancelled:
             return {"type": "http.disconnect"}
         try:
             await asyncio.Event().wait()
+            raise AssertionError("nothing sets the event")
         finally:
             cancelled.append(1)
 
-    async def send(message):
+    async def send(message: Any) -> None:
         sent.append(message)
 
     headers = [

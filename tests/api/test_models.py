@@ -1,16 +1,21 @@
+from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 from urllib.parse import quote
 
 import pytest
+from starlette.testclient import TestClient
 
 from core.database.tables import TunedModel
 from core.model_checks import ModelCheck, ModelChecks, source_of
+from core.registry import BaseModelEntry
+from tests.api.conftest import House
 
 NAME = "ft:org/large:default:mine:abcd1234:ckpt-step-5"
 
 
 @pytest.fixture
-def tuned(house) -> str:
+def tuned(house: House) -> str:
     with house.database.write() as session:
         model = TunedModel(name=NAME, project_id=house.project.id, job_id="ftjob-1", base_model="org/large")
         model.checkpoint_id = "ftckpt_1"
@@ -19,7 +24,7 @@ def tuned(house) -> str:
 
 
 @pytest.mark.both_databases
-def test_base_models_and_the_projects_own_are_listed(api, house, tuned):
+def test_base_models_and_the_projects_own_are_listed(api: TestClient, house: House, tuned: str) -> None:
     listed = api.get("/v1/models").json()
 
     assert listed["object"] == "list"
@@ -34,28 +39,30 @@ def test_base_models_and_the_projects_own_are_listed(api, house, tuned):
 @pytest.mark.parametrize("quoted", [str, lambda name: quote(name, safe="")], ids=["raw", "escaped"])
 @pytest.mark.parametrize("name", ["tiny", "org/large", NAME])
 @pytest.mark.both_databases
-def test_any_name_can_be_looked_up(api, tuned, name, quoted):
+def test_any_name_can_be_looked_up(
+    api: TestClient, tuned: str, name: str, quoted: type[str] | Callable[..., Any]
+) -> None:
     assert api.get(f"/v1/models/{quoted(name)}").json()["id"] == name
 
 
-def test_an_alias_names_the_model_it_leads_to(api):
+def test_an_alias_names_the_model_it_leads_to(api: TestClient) -> None:
     model = api.get("/v1/models/o4-mini-2025-04-16").json()
 
     assert (model["id"], model["root"]) == ("o4-mini-2025-04-16", "tiny")
 
 
-def test_an_alias_cannot_be_deleted(api):
+def test_an_alias_cannot_be_deleted(api: TestClient) -> None:
     assert api.delete("/v1/models/o4-mini-2025-04-16").status_code == 400
 
 
 @pytest.mark.both_databases
-def test_a_tuned_model_names_its_base(api, tuned):
+def test_a_tuned_model_names_its_base(api: TestClient, tuned: str) -> None:
     model = api.get(f"/v1/models/{tuned}").json()
 
     assert (model["root"], model["parent"]) == ("org/large", "org/large")
 
 
-def test_an_unknown_model_is_answered_with_those_there_are(api, tuned):
+def test_an_unknown_model_is_answered_with_those_there_are(api: TestClient, tuned: str) -> None:
     answer = api.get("/v1/models/gpt-9")
 
     assert answer.status_code == 404
@@ -65,19 +72,21 @@ def test_an_unknown_model_is_answered_with_those_there_are(api, tuned):
 
 
 @pytest.mark.both_databases
-def test_a_deleted_model_is_gone(api, tuned):
+def test_a_deleted_model_is_gone(api: TestClient, tuned: str) -> None:
     assert api.delete(f"/v1/models/{tuned}").json() == {"id": tuned, "object": "model", "deleted": True}
     assert api.get(f"/v1/models/{tuned}").status_code == 404
     assert api.delete(f"/v1/models/{tuned}").status_code == 404
 
 
-def test_a_base_model_cannot_be_deleted(api):
+def test_a_base_model_cannot_be_deleted(api: TestClient) -> None:
     answer = api.delete("/v1/models/org/large")
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
 
 
-def test_what_is_known_of_a_base_model_is_null_until_a_worker_has_tried_it(api, house):
+def test_what_is_known_of_a_base_model_is_null_until_a_worker_has_tried_it(
+    api: TestClient, house: House
+) -> None:
     listed = api.get("/v1/regraft/models").json()
 
     assert listed["object"] == "list"
@@ -87,7 +96,7 @@ def test_what_is_known_of_a_base_model_is_null_until_a_worker_has_tried_it(api, 
         assert model["forward"] is model["checked_at"] is model["adapted_share"] is None
 
 
-def test_what_a_worker_has_found_is_shown(api, house):
+def test_what_a_worker_has_found_is_shown(api: TestClient, house: House) -> None:
     [(name, entry), *_] = house.app.state.service.registry.models.items()
     found = {
         "forward": "rows",
@@ -115,7 +124,9 @@ def test_what_a_worker_has_found_is_shown(api, house):
     assert (shown["outdated"], shown["versions"]) == (True, {"regraft-server": "0.0.1"})
 
 
-def check_of(entry, found, key, reasons=False):
+def check_of(
+    entry: BaseModelEntry, found: dict[str, Any], key: str, reasons: bool | None = False
+) -> ModelCheck:
     route = {
         "forward": found["forward"],
         "decode": found["decode"] or "shared",

@@ -1,17 +1,24 @@
 """Checkpoint permissions: another project of the organization may call a tuned model, and no more."""
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
+from starlette.testclient import TestClient
 
 from core.database.engine import Work
 from core.database.tables import Organization, TunedModel
 from core.tenancy import keys, tenants
+from tests.api.conftest import House
+
+if TYPE_CHECKING:
+    from httpx2 import Response
 
 NAME = "ft:org/large:default:mine:abcd1234:ckpt-step-5"
 URL = f"/v1/fine_tuning/checkpoints/{NAME}/permissions"
 
 
 @pytest.fixture
-def tuned(house):
+def tuned(house: House) -> None:
     with house.database.write() as session:
         model = TunedModel(name=NAME, project_id=house.project.id, job_id="ftjob-1", base_model="org/large")
         model.checkpoint_id = "ftckpt_1"
@@ -19,7 +26,7 @@ def tuned(house):
 
 
 @pytest.fixture
-def neighbor(house):
+def neighbor(house: House) -> tuple[str, TestClient]:
     """Another project of the same organization: its id, and a client with its key."""
     with house.database.write() as session:
         work = Work(session)
@@ -28,16 +35,18 @@ def neighbor(house):
         return project.id, house.client(keys.create_key(work, project, "n").token)
 
 
-def grant(api, *project_ids):
+def grant(api: TestClient, *project_ids: str) -> "Response":
     return api.post(URL, json={"project_ids": list(project_ids)})
 
 
-def sees(client):
+def sees(client: Any) -> bool:
     return [model["id"] for model in client.get("/v1/models").json()["data"] if model["id"] == NAME] == [NAME]
 
 
 @pytest.mark.both_databases
-def test_a_named_project_may_look_up_and_list_the_model_until_it_is_revoked(api, tuned, neighbor):
+def test_a_named_project_may_look_up_and_list_the_model_until_it_is_revoked(
+    api: TestClient, tuned: None, neighbor: tuple[str, Any]
+) -> None:
     project_id, theirs = neighbor
     assert theirs.get(f"/v1/models/{NAME}").status_code == 404
 
@@ -57,7 +66,9 @@ def test_a_named_project_may_look_up_and_list_the_model_until_it_is_revoked(api,
     assert not sees(theirs)
 
 
-def test_who_may_call_a_model_may_not_delete_or_share_it(api, tuned, neighbor):
+def test_who_may_call_a_model_may_not_delete_or_share_it(
+    api: TestClient, tuned: None, neighbor: tuple[str, Any]
+) -> None:
     project_id, theirs = neighbor
     grant(api, project_id)
 
@@ -67,7 +78,7 @@ def test_who_may_call_a_model_may_not_delete_or_share_it(api, tuned, neighbor):
 
 
 @pytest.mark.both_databases
-def test_a_permission_is_granted_once(api, tuned, neighbor):
+def test_a_permission_is_granted_once(api: TestClient, tuned: None, neighbor: tuple[str, Any]) -> None:
     project_id, _ = neighbor
 
     first, second = (grant(api, project_id, project_id).json()["data"] for _ in range(2))
@@ -77,7 +88,9 @@ def test_a_permission_is_granted_once(api, tuned, neighbor):
     assert api.get(URL).json()["data"] == first
 
 
-def test_a_project_of_another_organization_is_refused_as_one_that_never_was(house, api, tuned):
+def test_a_project_of_another_organization_is_refused_as_one_that_never_was(
+    house: House, api: TestClient, tuned: None
+) -> None:
     with house.database.read() as session:
         stranger = keys.authenticate(session, house.other_key)[1].id
 
@@ -88,7 +101,7 @@ def test_a_project_of_another_organization_is_refused_as_one_that_never_was(hous
     assert api.get(URL).json()["data"] == []
 
 
-def test_sharing_takes_an_administrators_key(house, tuned, neighbor):
+def test_sharing_takes_an_administrators_key(house: House, tuned: None, neighbor: tuple[str, Any]) -> None:
     writer = house.client(house.new_key("write"))
 
     assert grant(writer, neighbor[0]).status_code == 403
@@ -96,7 +109,9 @@ def test_sharing_takes_an_administrators_key(house, tuned, neighbor):
 
 
 @pytest.mark.both_databases
-def test_permissions_go_with_the_model(api, house, tuned, neighbor):
+def test_permissions_go_with_the_model(
+    api: TestClient, house: House, tuned: None, neighbor: tuple[str, Any]
+) -> None:
     grant(api, neighbor[0])
     api.delete(f"/v1/models/{NAME}")
     with (
@@ -111,16 +126,16 @@ def test_permissions_go_with_the_model(api, house, tuned, neighbor):
 
 
 @pytest.mark.both_databases
-def test_a_list_is_paged_in_both_orders_and_filtered(house, api, tuned):
+def test_a_list_is_paged_in_both_orders_and_filtered(house: House, api: TestClient, tuned: None) -> None:
     with house.database.write() as session:
         organization = session.get_one(Organization, house.project.organization_id)
         made = [tenants.create_project(Work(session), organization, name).id for name in "abc"]
     grant(api, *made)
 
-    def pages(order):
+    def pages(order: str) -> list[Any]:
         after, found = None, []
         while True:
-            query = {"order": order, "limit": 2} | ({"after": after} if after else {})
+            query: Any = {"order": order, "limit": 2} | ({"after": after} if after else {})
             page = api.get(URL, params=query).json()
             found += [permission["project_id"] for permission in page["data"]]
             if not page["has_more"]:

@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -26,9 +28,10 @@ from graders.hazards.pool import OWNER
 from graders.judge.judges import JudgeModel
 from graders.spec import GraderSpec
 from graders.types import Grader
-from tests.api.conftest import GRADER
+from tests.api.conftest import GRADER, House
 from tests.api.test_chat import served
 from tests.graders.servers import serving, verdict
+from tests.present import untyped
 from tests.thinking import HYBRID, make_thinking_model
 from worker.assemble import prepare_task
 
@@ -42,7 +45,7 @@ NO_JSON = (
 )
 
 
-def jsonl(rows) -> bytes:
+def jsonl(rows: list[Any]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
@@ -120,7 +123,7 @@ def inference(model: Model) -> Iterator[str]:
 
 
 def opened(
-    house,
+    house: House,
     url: str,
     backends: Backends | None = None,
     *,
@@ -130,13 +133,13 @@ def opened(
     **settings: Any,
 ) -> Iterator[httpx.Client]:
     """`places`: previews at once; `seconds`: how long one may take."""
-    settings = {
+    asked: dict[str, Any] = {
         "data_dir": house.folder,
         "inference_url": url and f"{url}/v1",
         "inference_key": "k",
     } | settings
     app = create_app(
-        Settings(**settings),
+        Settings(**asked),
         house.database,
         house.blobs,
         Registry(models={"tiny": entry or BaseModelEntry(hub="regraft/tiny", context=128)}),
@@ -154,12 +157,14 @@ def opened(
 
 
 @pytest.fixture
-def web(house, inference: str) -> Iterator[httpx.Client]:
+def web(house: House, inference: str) -> Iterator[httpx.Client]:
     yield from opened(house, inference)
 
 
 @pytest.fixture
-def body(upload, job_request) -> Callable[..., dict[str, Any]]:
+def body(
+    upload: Callable[..., str], job_request: Callable[..., dict[str, Any]]
+) -> Callable[..., dict[str, Any]]:
     """What creates a job, over twelve rows."""
 
     def body(rows: list[Any] = ROWS, hyperparameters: Any = None, **fields: Any) -> dict[str, Any]:
@@ -177,7 +182,9 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
     return found
 
 
-def test_a_preview_reports_what_the_base_model_makes_of_a_few_rows(web, body):
+def test_a_preview_reports_what_the_base_model_makes_of_a_few_rows(
+    web: httpx.Client, body: Callable[..., dict[str, Any]]
+) -> None:
     found = web.post(PREVIEW, json=body(rows=[*ROWS])).json()
 
     assert found["object"] == "regraft.preview"
@@ -203,8 +210,15 @@ def test_a_preview_reports_what_the_base_model_makes_of_a_few_rows(web, body):
     [(HYBRID, "auto", 2048), (HYBRID, "plain", 512), (WITHOUT_THOUGHTS, "auto", 512)],
 )
 def test_estimate_preview_and_worker_give_answers_the_same_room(
-    house, inference, model, body, tmp_path, template, chosen, room
-):
+    house: House,
+    inference: str,
+    model: Model,
+    body: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    template: str,
+    chosen: str,
+    room: int,
+) -> None:
     entry = BaseModelEntry(path=make_thinking_model(tmp_path / "model", template), context=8192)
     hyperparameters = {"advanced": {"sampling": {"chat_template": chosen}}}
     asked = body(hyperparameters=hyperparameters)
@@ -221,17 +235,19 @@ def test_estimate_preview_and_worker_give_answers_the_same_room(
     )
     shape = SimpleNamespace(parameters=1000)
     base = SimpleNamespace(entry=entry, source=entry.path, shape=shape, sampler="transformers", rows=False)
-    rows = SimpleNamespace(train=(some := [Example(1, ROWS[0]["messages"], {})]), valid=some)
-    task = prepare_task(SimpleNamespace(job=job), rows, base)
+    rows = SimpleNamespace(train=(some := [Example(1, cast(Any, ROWS[0]["messages"]), {})]), valid=some)
+    task = prepare_task(cast(Any, SimpleNamespace(job=job)), cast(Any, rows), cast(Any, base))
     assert task.settings.max_completion_tokens == room
     assert estimate["max_completion_tokens"] == preview["max_completion_tokens"] == room
     assert {one["max_completion_tokens"] for one in model.sampled} == {room}
 
 
-def test_thoughts_that_the_limit_cuts_are_counted(web, model, body):
-    def thinks(asked):
+def test_thoughts_that_the_limit_cuts_are_counted(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
+    def thinks(asked: Any) -> JSONResponse:
         cut = says("", finish="length")
-        said = json.loads(cut.body)
+        said = json.loads(bytes(cut.body))
         said["choices"][0]["message"]["reasoning_content"] = "hm"
         return JSONResponse(said)
 
@@ -243,13 +259,15 @@ def test_thoughts_that_the_limit_cuts_are_counted(web, model, body):
     assert "6 of them within their thought" in found["recommendation"]
 
 
-def test_it_creates_nothing(web, body):
+def test_it_creates_nothing(web: httpx.Client, body: Callable[..., dict[str, Any]]) -> None:
     web.post(PREVIEW, json=body())
 
     assert web.get("/fine_tuning/jobs").json()["data"] == []
 
 
-def test_the_answers_are_sampled_as_the_job_would(web, model, body):
+def test_the_answers_are_sampled_as_the_job_would(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
     advanced = {"temperature": 0.75, "max_completion_tokens": 33}
     message = {"role": "assistant", "content": "hello", "weight": 0}
     rows = [ROWS[0] | {"messages": [message, *ROWS[0]["messages"]]}]
@@ -269,7 +287,9 @@ def test_the_answers_are_sampled_as_the_job_would(web, model, body):
         }
 
 
-def test_one_seed_draws_the_same_rows_and_answers_and_another_draws_others(web, model, body):
+def test_one_seed_draws_the_same_rows_and_answers_and_another_draws_others(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
     asked = body() | {"rows": 4, "samples": 2}
 
     def drawn(**seed: int) -> list[tuple[str, int]]:
@@ -283,13 +303,17 @@ def test_one_seed_draws_the_same_rows_and_answers_and_another_draws_others(web, 
     assert drawn(seed=2) != first
 
 
-def test_a_file_with_fewer_rows_is_tried_as_a_whole(web, body):
+def test_a_file_with_fewer_rows_is_tried_as_a_whole(
+    web: httpx.Client, body: Callable[..., dict[str, Any]]
+) -> None:
     found = web.post(PREVIEW, json=body(rows=ROWS[:3]) | {"samples": 2}).json()
 
     assert [one["line"] for one in found["prompts"]] == [1, 2, 3]
 
 
-def test_json_answers_reach_the_grader_as_json(web, model, body):
+def test_json_answers_reach_the_grader_as_json(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
     model.answer = lambda asked: says('{"word": "yes"}')
     grader = GRADER | {"input": "{{sample.output_json.word}}"}
 
@@ -298,7 +322,9 @@ def test_json_answers_reach_the_grader_as_json(web, model, body):
     assert (found["passed"], found["verdict"]) == (16, "too_easy")
 
 
-def test_answers_that_are_cut_off_are_counted(web, model, body):
+def test_answers_that_are_cut_off_are_counted(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
     model.answer = lambda asked: says("I think", finish="length", wrote=64)
 
     found = web.post(PREVIEW, json=body() | {"rows": 2}).json()
@@ -306,7 +332,7 @@ def test_answers_that_are_cut_off_are_counted(web, model, body):
     assert (found["cut_off"], found["verdict"]) == (16, "cut_off")
 
 
-def test_the_threshold_is_the_graders_own(web, body):
+def test_the_threshold_is_the_graders_own(web: httpx.Client, body: Callable[..., dict[str, Any]]) -> None:
     grader = {
         "type": "text_similarity",
         "name": "close",
@@ -319,7 +345,9 @@ def test_the_threshold_is_the_graders_own(web, body):
     assert web.post(PREVIEW, json=body(grader=grader)).json()["passed"] == 64
 
 
-def test_an_answer_that_cannot_be_graded_is_no_wrong_one(web, model, body):
+def test_an_answer_that_cannot_be_graded_is_no_wrong_one(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
     turns = iter(range(1000))
     model.answer = lambda asked: says(('{"word": "yes"}', "{", '{"word": "no"}')[next(turns) % 3])
     grader = GRADER | {"input": "{{sample.output_json.word}}"}
@@ -332,7 +360,9 @@ def test_an_answer_that_cannot_be_graded_is_no_wrong_one(web, model, body):
     assert sum(one["rewards"].count(None) for one in found["prompts"]) == 8
 
 
-def test_what_judges_read_and_write_counts_and_ends_with_the_projects_limit(house, inference, model, body):
+def test_what_judges_read_and_write_counts_and_ends_with_the_projects_limit(
+    house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
     texts = iter(range(1000))
     model.answer = lambda asked: says(f"answer {next(texts)}")  # the same one again would not be judged again
     judge = {
@@ -341,7 +371,7 @@ def test_what_judges_read_and_write_counts_and_ends_with_the_projects_limit(hous
         "model": "judge",
         "input": [{"role": "user", "content": "?"}],
     }
-    judge["input"][0]["content"] = "{{sample.output_text}}"
+    untyped(judge["input"][0])["content"] = "{{sample.output_text}}"
     with serving(lambda path, asked: (200, verdict(1.0).body)) as url:
         backends = Backends({"judge": JudgeModel(f"{url}/v1")})
         for web in opened(house, inference, backends):
@@ -356,7 +386,9 @@ def test_what_judges_read_and_write_counts_and_ends_with_the_projects_limit(hous
     assert (refused["code"], len(model.sampled)) == ("insufficient_quota", 4)
 
 
-def test_what_no_job_could_be_or_is_too_much_is_refused_before_anything_is_sampled(web, model, body):
+def test_what_no_job_could_be_or_is_too_much_is_refused_before_anything_is_sampled(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
     asked = body()
 
     for fields, param in (
@@ -371,7 +403,9 @@ def test_what_no_job_could_be_or_is_too_much_is_refused_before_anything_is_sampl
     assert model.asked == []
 
 
-def test_a_bad_row_is_named(web, model, body, upload):
+def test_a_bad_row_is_named(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]], upload: Callable[..., str]
+) -> None:
     asked, user = body(), {"role": "user", "content": "x"}
 
     for row, named in (
@@ -389,7 +423,9 @@ def test_a_bad_row_is_named(web, model, body, upload):
     assert model.asked == []
 
 
-def test_what_the_inference_server_refuses_is_told(web, model, body):
+def test_what_the_inference_server_refuses_is_told(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
     asked = body()
 
     for answer, status, code, message in (
@@ -410,7 +446,7 @@ def test_what_the_inference_server_refuses_is_told(web, model, body):
         (refuses(500, "the model failed"), 500, "internal_error", "the model failed"),
     ):
         model.asked.clear()
-        model.answer = lambda asked, answer=answer: answer
+        model.answer = partial(lambda answer, asked: answer, answer)
         refused = web.post(PREVIEW, json=asked | {"rows": 12})
         assert error(refused, status)["code"] == code
         assert refused.json()["error"]["message"] == message
@@ -418,21 +454,27 @@ def test_what_the_inference_server_refuses_is_told(web, model, body):
         assert len(model.asked) == 1
 
 
-def test_an_error_among_many_answers_is_the_previews(web, model, body):
+def test_an_error_among_many_answers_is_the_previews(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
     turns = iter(range(1000))
     model.answer = lambda asked: says("yes") if next(turns) < 5 else refuses(500, "out of memory")
 
     assert error(web.post(PREVIEW, json=body()), 500)["message"] == "out of memory"
 
 
-def test_without_an_inference_server_the_refusal_says_what_to_do(house, body):
+def test_without_an_inference_server_the_refusal_says_what_to_do(
+    house: House, body: Callable[..., dict[str, Any]]
+) -> None:
     for web in opened(house, ""):
         refused = error(web.post(PREVIEW, json=body()), 400)
 
     assert refused["code"] == "serving_not_configured"
 
 
-def test_an_inference_server_that_is_not_there_is_503(house, body):
+def test_an_inference_server_that_is_not_there_is_503(
+    house: House, body: Callable[..., dict[str, Any]]
+) -> None:
     for web in opened(house, "http://127.0.0.1:9"):
         refused = web.post(PREVIEW, json=body())
 
@@ -440,7 +482,9 @@ def test_an_inference_server_that_is_not_there_is_503(house, body):
     assert refused.headers["retry-after"] == "5"
 
 
-def test_a_client_that_leaves_ends_the_sampling(house, inference, model, body):
+def test_a_client_that_leaves_ends_the_sampling(
+    house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
     model.hangs = True
     for web in opened(house, inference):
         request = web.build_request("POST", PREVIEW, json=body())
@@ -451,7 +495,9 @@ def test_a_client_that_leaves_ends_the_sampling(house, inference, model, body):
         assert model.left.wait(30)
 
 
-def test_no_more_than_a_few_run_at_once(house, inference, model, body):
+def test_no_more_than_a_few_run_at_once(
+    house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
     model.go.clear()
     asked, answers = body() | {"rows": 1}, []
 
@@ -472,7 +518,9 @@ def test_no_more_than_a_few_run_at_once(house, inference, model, body):
     assert [answer.status_code for answer in answers] == [200, 200]
 
 
-def test_one_that_takes_too_long_is_refused_in_a_way_that_no_client_repeats(house, inference, model, body):
+def test_one_that_takes_too_long_is_refused_in_a_way_that_no_client_repeats(
+    house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
     model.go.clear()
     for web in opened(house, inference, seconds=0.2):
         refused = error(web.post(PREVIEW, json=body()), 400)
@@ -482,10 +530,12 @@ def test_one_that_takes_too_long_is_refused_in_a_way_that_no_client_repeats(hous
     assert "fewer rows or samples" in refused["message"]
 
 
-def test_a_preview_that_nobody_waits_for_keeps_its_place_until_its_grader_has_ended(house, inference, body):
+def test_a_preview_that_nobody_waits_for_keeps_its_place_until_its_grader_has_ended(
+    house: House, inference: str, body: Callable[..., dict[str, Any]]
+) -> None:
     """A thread cannot be stopped: let go, its place would be taken again and again, until there is no thread left."""
     go = threading.Event()
-    judge = {"type": "score_model", "name": "j", "model": "judge"}
+    judge: dict[str, Any] = {"type": "score_model", "name": "j", "model": "judge"}
     judge |= {"input": [{"role": "user", "content": "{{sample.output_text}}"}]}
     with serving(lambda path, asked: (200, verdict(float(go.wait(30))).body)) as url:
         backends = Backends({"judge": JudgeModel(f"{url}/v1")})
@@ -516,7 +566,9 @@ class Noting(Backends):
             yield grader
 
 
-def test_what_its_grader_asks_of_the_hazard_pool_has_its_project_for_an_owner(house, inference, body):
+def test_what_its_grader_asks_of_the_hazard_pool_has_its_project_for_an_owner(
+    house: House, inference: str, body: Callable[..., dict[str, Any]]
+) -> None:
     backends = Noting({})
     for web in opened(house, inference, backends):
         assert web.post(PREVIEW, json=body() | {"rows": 1}).status_code == 200

@@ -1,17 +1,23 @@
 """What a project may use at most, as its callers meet it."""
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import event
+from starlette.testclient import TestClient
 
 from core.database.tables import Job
 from core.jobs import usage
+from tests.api.conftest import House
+
+if TYPE_CHECKING:
+    from httpx2 import Response
 
 JOBS = "/v1/fine_tuning/jobs"
 
 
-def quota_of(answer) -> str:
+def quota_of(answer: "Response") -> str:
     """The message of a refusal that no client should repeat."""
     assert answer.status_code == 429, answer.text
     assert answer.headers["x-should-retry"] == "false"
@@ -20,12 +26,17 @@ def quota_of(answer) -> str:
     return str(error["message"])
 
 
-def upload(api, content: bytes):
+def upload(api: TestClient, content: bytes) -> "Response":
     return api.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("a.jsonl", content)})
 
 
 @pytest.mark.both_databases
-def test_a_job_too_many_is_refused_and_leaves_nothing_behind(house, api, create_job, job_request):
+def test_a_job_too_many_is_refused_and_leaves_nothing_behind(
+    house: House,
+    api: TestClient,
+    create_job: Callable[..., dict[str, Any]],
+    job_request: Callable[..., dict[str, Any]],
+) -> None:
     create_job()
     house.limit(queued_jobs=1)
     sent = list(house.sent)
@@ -38,7 +49,9 @@ def test_a_job_too_many_is_refused_and_leaves_nothing_behind(house, api, create_
 
 
 @pytest.mark.both_databases
-def test_a_paused_job_cannot_slip_back_into_a_full_queue(house, api, create_job):
+def test_a_paused_job_cannot_slip_back_into_a_full_queue(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     paused, waiting = create_job(), create_job()
     with house.database.write() as session:
         for job in session.query(Job):
@@ -55,7 +68,9 @@ def test_a_paused_job_cannot_slip_back_into_a_full_queue(house, api, create_job)
 
 @pytest.mark.parametrize("limit", ["gpu_seconds_per_30_days", "grader_tokens_per_30_days"])
 @pytest.mark.both_databases
-def test_a_project_that_has_used_up_its_month_creates_no_job(house, api, job_request, limit):
+def test_a_project_that_has_used_up_its_month_creates_no_job(
+    house: House, api: TestClient, job_request: Callable[..., dict[str, Any]], limit: str
+) -> None:
     house.limit(**{limit: 100})
     with house.database.write() as session:
         usage.add_usage(session, house.project.id, gpu_seconds=100.0, grader_tokens=100)
@@ -64,7 +79,7 @@ def test_a_project_that_has_used_up_its_month_creates_no_job(house, api, job_req
 
 
 @pytest.mark.both_databases
-def test_a_file_that_does_not_fit_any_more_is_refused_and_not_kept(house, api):
+def test_a_file_that_does_not_fit_any_more_is_refused_and_not_kept(house: House, api: TestClient) -> None:
     house.limit(storage_bytes=100)
     assert upload(api, b"x" * 60).status_code == 200
 
@@ -76,7 +91,7 @@ def test_a_file_that_does_not_fit_any_more_is_refused_and_not_kept(house, api):
 
 
 @pytest.mark.both_databases
-def test_a_deleted_file_makes_room(house, api):
+def test_a_deleted_file_makes_room(house: House, api: TestClient) -> None:
     house.limit(storage_bytes=100)
     first = upload(api, b"x" * 100).json()["id"]
     quota_of(upload(api, b"x"))
@@ -86,7 +101,9 @@ def test_a_deleted_file_makes_room(house, api):
     assert upload(api, b"x").status_code == 200
 
 
-def test_an_upload_that_says_how_large_it_is_is_refused_before_it_is_stored(house, api):
+def test_an_upload_that_says_how_large_it_is_is_refused_before_it_is_stored(
+    house: House, api: TestClient
+) -> None:
     house.limit(storage_bytes=100)
 
     quota_of(upload(api, b"x" * 200_000))
@@ -94,12 +111,12 @@ def test_an_upload_that_says_how_large_it_is_is_refused_before_it_is_stored(hous
     assert house.blobs.begun == []
 
 
-def test_an_upload_that_does_not_say_is_cut_off_where_the_room_ends(house, api):
+def test_an_upload_that_does_not_say_is_cut_off_where_the_room_ends(house: House, api: TestClient) -> None:
     house.limit(storage_bytes=100_000)
     boundary = b"--b\r\n"
     head = b'content-disposition: form-data; name="file"; filename="a"\r\n\r\n'
 
-    def body():
+    def body() -> Iterator[bytes]:
         yield (
             boundary
             + b'content-disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
@@ -120,7 +137,7 @@ def test_an_upload_that_does_not_say_is_cut_off_where_the_room_ends(house, api):
 
 
 @pytest.mark.both_databases
-def test_a_file_in_parts_has_its_room_kept_from_its_announcement_on(house, api):
+def test_a_file_in_parts_has_its_room_kept_from_its_announcement_on(house: House, api: TestClient) -> None:
     house.limit(storage_bytes=100)
     announced = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune"}
     first = api.post("/v1/uploads", json=announced | {"bytes": 60}).json()
@@ -134,7 +151,9 @@ def test_a_file_in_parts_has_its_room_kept_from_its_announcement_on(house, api):
     assert upload(api, b"x" * 40).status_code == 200
 
 
-def test_a_file_in_parts_is_not_completed_beyond_a_limit_that_was_lowered(house, api):
+def test_a_file_in_parts_is_not_completed_beyond_a_limit_that_was_lowered(
+    house: House, api: TestClient
+) -> None:
     announced = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune", "bytes": 60}
     first = api.post("/v1/uploads", json=announced).json()
     part = api.post(f"/v1/uploads/{first['id']}/parts", files={"data": b"x" * 60}).json()
@@ -149,7 +168,9 @@ def test_a_file_in_parts_is_not_completed_beyond_a_limit_that_was_lowered(house,
 
 
 @pytest.mark.both_databases
-def test_the_limits_and_the_use_of_them_can_be_read(house, api, create_job):
+def test_the_limits_and_the_use_of_them_can_be_read(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     create_job()
     house.limit(queued_jobs=3)
     path = f"/v1/organization/projects/{house.project.id}"
@@ -161,7 +182,9 @@ def test_the_limits_and_the_use_of_them_can_be_read(house, api, create_job):
 
 
 @pytest.mark.both_databases
-def test_a_job_in_a_list_says_where_it_stands(api, create_job):
+def test_a_job_in_a_list_says_where_it_stands(
+    api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     first, second = create_job(), create_job()
 
     listed = {job["id"]: job["queue"]["position"] for job in api.get(JOBS).json()["data"]}
@@ -173,7 +196,9 @@ def test_a_job_in_a_list_says_where_it_stands(api, create_job):
 
 
 @pytest.mark.both_databases
-def test_a_long_list_costs_no_more_queries_than_a_short_one(house, api, create_job):
+def test_a_long_list_costs_no_more_queries_than_a_short_one(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     def queries(limit: int) -> int:
         seen: list[str] = []
 

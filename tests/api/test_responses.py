@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from core.database.engine import Database
 from core.database.tables import Checkpoint, TunedModel
 from tests.api.conftest import House, open_house
 from tests.api.test_chat import api_over, served
+from tests.present import present, untyped
 
 NAME = "ft:tiny:acme::12345678"
 USER = {"role": "user", "content": "hello"}
@@ -145,18 +146,18 @@ def stream_event() -> TypeAdapter[Any]:
 
 
 @pytest.fixture
-def client(house, url: str, inference: Inference) -> Iterator[OpenAI]:
+def client(house: House, url: str, inference: Inference) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{url}/v1", api_key=house.key, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-def create(client: OpenAI):
+def create(client: OpenAI) -> Callable[..., Any]:
     return lambda **fields: client.responses.create(**{"model": "tiny", "input": "hello"} | fields)
 
 
 @pytest.fixture
-def post(house, url: str, inference: Inference):
+def post(house: House, url: str, inference: Inference) -> Callable[..., httpx.Response]:
     headers = {"Authorization": f"Bearer {house.key}"}
 
     def post(**fields: Any) -> httpx.Response:
@@ -166,7 +167,7 @@ def post(house, url: str, inference: Inference):
     return post
 
 
-def test_a_string_is_a_message_of_the_user(create, inference):
+def test_a_string_is_a_message_of_the_user(create: Callable[..., Any], inference: Inference) -> None:
     answer = create(instructions="Be brief.", max_output_tokens=5, temperature=0, top_p=0.5)
 
     assert answer.output_text == "ab"
@@ -181,7 +182,9 @@ def test_a_string_is_a_message_of_the_user(create, inference):
     }
 
 
-def test_a_list_is_a_conversation_and_takes_an_earlier_output(create, inference):
+def test_a_list_is_a_conversation_and_takes_an_earlier_output(
+    create: Callable[..., Any], inference: Inference
+) -> None:
     first = create()
     create(
         input=[
@@ -200,7 +203,9 @@ def test_a_list_is_a_conversation_and_takes_an_earlier_output(create, inference)
     ]
 
 
-def test_the_answer_has_every_type_of_the_client_and_repeats_the_request(post):
+def test_the_answer_has_every_type_of_the_client_and_repeats_the_request(
+    post: Callable[..., httpx.Response],
+) -> None:
     sent = {
         "instructions": "Be brief.",
         "metadata": {"k": "v"},
@@ -213,7 +218,7 @@ def test_the_answer_has_every_type_of_the_client_and_repeats_the_request(post):
     answer = OpenAIResponse.model_validate(body, strict=True)
 
     assert (answer.status, answer.object, answer.model) == ("completed", "response", "tiny")
-    assert answer.id.startswith("resp_") and answer.output[0].id.startswith("msg_")
+    assert answer.id.startswith("resp_") and present(answer.output[0].id).startswith("msg_")
     assert body["store"] is False and body["reasoning"] == {"effort": "high", "summary": None}
     assert {name: body[name] for name in ("instructions", "metadata", "user")} == {
         name: sent[name] for name in ("instructions", "metadata", "user")
@@ -228,7 +233,7 @@ def test_the_answer_has_every_type_of_the_client_and_repeats_the_request(post):
     }
 
 
-def test_an_answer_that_is_cut_is_incomplete(create, inference):
+def test_an_answer_that_is_cut_is_incomplete(create: Callable[..., Any], inference: Inference) -> None:
     inference.finish_reason = "length"
     answer = create(max_output_tokens=3)
 
@@ -236,14 +241,18 @@ def test_an_answer_that_is_cut_is_incomplete(create, inference):
     assert (answer.output[0].status, answer.output_text, answer.completed_at) == ("incomplete", "ab", None)
 
 
-def test_the_effort_reaches_the_model_and_verbosity_has_no_effect(create, inference):
+def test_the_effort_reaches_the_model_and_verbosity_has_no_effect(
+    create: Callable[..., Any], inference: Inference
+) -> None:
     create(reasoning={"effort": "xhigh", "summary": "auto"}, text={"verbosity": "low"})
 
     assert inference.asked[0].keys() == {"model", "messages", "reasoning_effort", "regraft"}
     assert inference.asked[0]["reasoning_effort"] == "xhigh"
 
 
-def test_a_schema_reaches_the_inference_server_in_chats_spelling(create, inference):
+def test_a_schema_reaches_the_inference_server_in_chats_spelling(
+    create: Callable[..., Any], inference: Inference
+) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     format_ = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
     answer = create(text={"format": format_})
@@ -253,7 +262,9 @@ def test_a_schema_reaches_the_inference_server_in_chats_spelling(create, inferen
     assert answer.text.format.to_dict(mode="json") == format_ | {"description": None}
 
 
-def test_a_schema_that_does_not_compile_is_refused_by_its_own_place(post):
+def test_a_schema_that_does_not_compile_is_refused_by_its_own_place(
+    post: Callable[..., httpx.Response],
+) -> None:
     format_ = {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}
     error = post(text={"format": format_}).json()["error"]
 
@@ -265,14 +276,14 @@ class Number(BaseModel):
     n: int
 
 
-def test_parse_gives_the_class_that_was_asked_for(client, inference):
+def test_parse_gives_the_class_that_was_asked_for(client: OpenAI, inference: Inference) -> None:
     inference.pieces = ['{"n":', " 5}"]
     answer = client.responses.parse(model="tiny", input="a number", text_format=Number)
 
     assert answer.output_parsed == Number(n=5)
     assert inference.asked[0]["response_format"]["json_schema"]["name"] == "Number"
     client.responses.parse(
-        model="tiny", input=[*answer.output, {"role": "user", "content": "more"}], text_format=Number
+        model="tiny", input=[*untyped(answer.output), {"role": "user", "content": "more"}], text_format=Number
     )
     assert inference.asked[1]["messages"][0]["role"] == "assistant"
 
@@ -280,7 +291,13 @@ def test_parse_gives_the_class_that_was_asked_for(client, inference):
 @pytest.mark.parametrize(
     ("finish_reason", "last"), [("stop", "response.completed"), ("length", "response.incomplete")]
 )
-def test_a_stream_has_the_clients_events_in_openais_order(post, inference, stream_event, finish_reason, last):
+def test_a_stream_has_the_clients_events_in_openais_order(
+    post: Callable[..., httpx.Response],
+    inference: Inference,
+    stream_event: TypeAdapter[Any],
+    finish_reason: str,
+    last: str,
+) -> None:
     inference.finish_reason = finish_reason
     inference.pieces = ["a\u2028", "b"]  # JSON may hold a line separator as it is
     answer = post(stream=True)
@@ -301,8 +318,10 @@ def test_a_stream_has_the_clients_events_in_openais_order(post, inference, strea
     assert inference.asked[0]["stream_options"] == {"include_usage": True}
 
 
-def test_a_stream_ends_with_the_response_that_would_have_come_in_one_piece(create):
-    def comparable(answer):
+def test_a_stream_ends_with_the_response_that_would_have_come_in_one_piece(
+    create: Callable[..., Any],
+) -> None:
+    def comparable(answer: Any) -> Any:
         body = answer.to_dict(mode="json") | {"id": "", "created_at": 0, "completed_at": 0}
         body["output"][0]["id"] = ""
         return body
@@ -312,7 +331,9 @@ def test_a_stream_ends_with_the_response_that_would_have_come_in_one_piece(creat
     assert comparable(last.response) == comparable(create())
 
 
-def test_the_clients_stream_helper_collects_text_and_parsed_answer(client, inference):
+def test_the_clients_stream_helper_collects_text_and_parsed_answer(
+    client: OpenAI, inference: Inference
+) -> None:
     inference.pieces = ['{"n":', " 5}"]
     with client.responses.stream(model="tiny", input="a number", text_format=Number) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
@@ -322,7 +343,7 @@ def test_the_clients_stream_helper_collects_text_and_parsed_answer(client, infer
     assert answer.output_parsed == Number(n=5)
 
 
-def test_the_async_client_reads_answers_and_streams(house, url, inference):
+def test_the_async_client_reads_answers_and_streams(house: House, url: str, inference: Inference) -> None:
     async def both() -> tuple[str, str]:
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key=house.key, max_retries=0) as client:
             answer = await client.responses.create(model="tiny", input="hello")
@@ -334,7 +355,9 @@ def test_the_async_client_reads_answers_and_streams(house, url, inference):
 
 
 @pytest.mark.parametrize("fields", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
-def test_log_probabilities_are_in_answers_and_events(create, inference, fields):
+def test_log_probabilities_are_in_answers_and_events(
+    create: Callable[..., Any], inference: Inference, fields: dict[str, Any]
+) -> None:
     answer = create(**fields)
     events = list(create(stream=True, **fields))
 
@@ -346,7 +369,9 @@ def test_log_probabilities_are_in_answers_and_events(create, inference, fields):
 
 
 @pytest.mark.parametrize("kind", ["error", "broken off"])
-def test_a_stream_that_fails_ends_with_response_failed(create, inference, kind):
+def test_a_stream_that_fails_ends_with_response_failed(
+    create: Callable[..., Any], inference: Inference, kind: str
+) -> None:
     if kind == "error":
         inference.error_event = ERROR
     inference.whole = False
@@ -358,7 +383,9 @@ def test_a_stream_that_fails_ends_with_response_failed(create, inference, kind):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_of_the_inference_server_comes_through(create, inference, stream):
+def test_an_error_of_the_inference_server_comes_through(
+    create: Callable[..., Any], inference: Inference, stream: bool
+) -> None:
     inference.error = JSONResponse(ERROR, 503, {"retry-after": "7"})
     with pytest.raises(openai.InternalServerError) as refused:
         create(stream=stream)
@@ -367,7 +394,9 @@ def test_an_error_of_the_inference_server_comes_through(create, inference, strea
     assert refused.value.response.headers["retry-after"] == "7"
 
 
-def test_a_client_that_leaves_a_stream_ends_it_upstream(create, inference):
+def test_a_client_that_leaves_a_stream_ends_it_upstream(
+    create: Callable[..., Any], inference: Inference
+) -> None:
     inference.endless = True
     stream = create(stream=True)
     next(stream)
@@ -397,7 +426,9 @@ def test_a_client_that_leaves_a_stream_ends_it_upstream(create, inference):
         ({"reasoning": {"effort": "hard"}}, "reasoning.effort", "'hard'"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_its_name(post, inference, fields, param, said):
+def test_what_is_not_supported_is_refused_by_its_name(
+    post: Callable[..., httpx.Response], inference: Inference, fields: dict[str, Any], param: str, said: str
+) -> None:
     answer = post(**fields)
 
     error = answer.json()["error"]
@@ -406,7 +437,7 @@ def test_what_is_not_supported_is_refused_by_its_name(post, inference, fields, p
     assert inference.asked == []
 
 
-def test_what_asks_for_nothing_is_accepted(post):
+def test_what_asks_for_nothing_is_accepted(post: Callable[..., httpx.Response]) -> None:
     nothing = {
         "tools": [],
         "tool_choice": "auto",
@@ -423,7 +454,9 @@ def test_what_asks_for_nothing_is_accepted(post):
     assert post(**nothing).status_code == 200
 
 
-def test_a_model_is_what_it_is_in_a_chat(house, create, inference):
+def test_a_model_is_what_it_is_in_a_chat(
+    house: House, create: Callable[..., Any], inference: Inference
+) -> None:
     house.blobs.put_bytes("jobs/1/step-5/manifest.json", b"{}")
     with house.database.write() as session:
         checkpoint = Checkpoint(job_id="ftjob-1", step=5, epoch=1, blob_prefix="jobs/1/step-5")
@@ -441,7 +474,7 @@ def test_a_model_is_what_it_is_in_a_chat(house, create, inference):
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
 
 
-def test_azures_paths_reach_it(house, url, inference):
+def test_azures_paths_reach_it(house: House, url: str, inference: Inference) -> None:
     azure = AzureOpenAI(azure_endpoint=url, api_key=house.key, api_version="2025-04-01-preview")
     newer = OpenAI(base_url=f"{url}/openai/v1/", api_key=house.key)
 
@@ -449,7 +482,7 @@ def test_azures_paths_reach_it(house, url, inference):
         assert client.responses.create(model="tiny", input="hello").output_text == "ab"
 
 
-def test_nothing_is_stored_and_the_refusal_says_so(client, create):
+def test_nothing_is_stored_and_the_refusal_says_so(client: OpenAI, create: Callable[..., Any]) -> None:
     answer = create()
     for look_up in (
         lambda: client.responses.retrieve(answer.id),

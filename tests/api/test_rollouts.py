@@ -2,13 +2,18 @@
 
 import io
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from starlette.testclient import TestClient
 
 from core.database.tables import RolloutPage
 from core.jobs import lifecycle, run_logs
 from core.results import rollouts
+from tests.api.conftest import House
+from tests.present import untyped
 
 OLD = [
     {"line": 1, "member": 0, "messages": [], "output_text": "4", "score": 1.0, "sub_scores": {}},
@@ -24,7 +29,7 @@ OLD = [
 ]
 
 
-def row(step, split, group, member, **fields):
+def row(step: int, split: str, group: int, member: int, **fields: Any) -> dict[Any, Any]:
     """A sample whose score is a tenth of its member's number; the last of a group of four was cut off, ungraded."""
     cut = member == 3
     defaults = {
@@ -56,7 +61,16 @@ def row(step, split, group, member, **fields):
     return defaults | fields
 
 
-def store(house, job_id, step, split="train", groups=2, total=None, rows=None, **fields):
+def store(
+    house: House,
+    job_id: str,
+    step: int,
+    split: str = "train",
+    groups: int = 2,
+    total: int | None = None,
+    rows: Any = None,
+    **fields: Any,
+) -> None:
     rows = rows or [row(step, split, group, member) for group in range(groups) for member in range(4)]
     key = f"projects/p/jobs/{job_id}/{split}-{step:06d}.parquet"
     house.blobs.put_bytes(key, rollouts.encode(rows, total or len(rows)))
@@ -75,7 +89,7 @@ def store(house, job_id, step, split="train", groups=2, total=None, rows=None, *
         session.add(page)
 
 
-def store_old(house, job_id, step, split="train"):
+def store_old(house: House, job_id: str, step: int, split: str = "train") -> None:
     key = f"projects/p/jobs/{job_id}/{split}-{step:06d}.jsonl"
     house.blobs.put_bytes(key, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in OLD).encode())
     with house.database.write() as session:
@@ -83,7 +97,7 @@ def store_old(house, job_id, step, split="train"):
 
 
 @pytest.fixture
-def job_id(house, create_job):
+def job_id(house: House, create_job: Callable[..., dict[str, Any]]) -> Any:
     """A job with three steps of eight samples, and a validation of four before and after."""
     job_id = create_job()["id"]
     for step in (1, 2, 3):
@@ -94,8 +108,8 @@ def job_id(house, create_job):
 
 
 @pytest.fixture
-def listed(api, job_id):
-    def listed(**params):
+def listed(api: TestClient, job_id: str) -> Callable[..., Any]:
+    def listed(**params: Any) -> Any:
         answer = api.get(f"/v1/regraft/jobs/{job_id}/rollouts", params=params)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -103,19 +117,19 @@ def listed(api, job_id):
     return listed
 
 
-def ids(answer):
+def ids(answer: Any) -> list[Any]:
     return [one["id"] for one in answer["data"]]
 
 
 @pytest.mark.both_databases
-def test_every_sample_of_a_step_comes_at_once(listed):
+def test_every_sample_of_a_step_comes_at_once(listed: Callable[..., Any]) -> None:
     answer = listed(step=3)
 
     assert ids(answer) == [f"rollout_3_t_{group}_{member}" for group in (0, 1) for member in range(4)]
     assert (answer["has_more"], answer["total"], answer["stored"]) == (False, 8, 8)
 
 
-def test_a_sample_shows_what_it_was_asked_said_and_was_worth(listed):
+def test_a_sample_shows_what_it_was_asked_said_and_was_worth(listed: Callable[..., Any]) -> None:
     third = listed(step=3)["data"][2]
 
     assert third == row(3, "train", 0, 2) | {
@@ -129,7 +143,9 @@ def test_a_sample_shows_what_it_was_asked_said_and_was_worth(listed):
     }
 
 
-def test_a_page_with_an_earlier_name_of_a_column_is_read_under_both(house, api, listed, job_id):
+def test_a_page_with_an_earlier_name_of_a_column_is_read_under_both(
+    house: House, api: TestClient, listed: Callable[..., Any], job_id: str
+) -> None:
     with house.database.read() as session:
         [page] = rollouts.pages(session, job_id, first_step=2, last_step=2)
     today = pq.read_table(io.BytesIO(house.blobs.read(page.blob_key)))
@@ -145,7 +161,7 @@ def test_a_page_with_an_earlier_name_of_a_column_is_read_under_both(house, api, 
     assert table["centered_reward"].to_pylist() == table["centred_reward"].to_pylist() == [0.25] * 32
 
 
-def test_without_a_step_all_come_in_order(listed):
+def test_without_a_step_all_come_in_order(listed: Callable[..., Any]) -> None:
     answer = listed(limit=1000)
 
     assert len(answer["data"]) == 32
@@ -164,9 +180,12 @@ def test_without_a_step_all_come_in_order(listed):
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("limit", [1, 3, 8, 50])
 @pytest.mark.parametrize("filters", [{}, {"min_score": 0.1}, {"step_from": 2, "split": "train"}])
-def test_pages_put_together_are_the_whole(listed, order, limit, filters):
+def test_pages_put_together_are_the_whole(
+    listed: Callable[..., Any], order: str, limit: int, filters: dict[str, Any]
+) -> None:
     whole = ids(listed(limit=1000, **filters))
-    seen, params = [], {}
+    seen: list[str] = []
+    params: dict[str, Any] = {}
     for _ in range(40):
         answer = listed(limit=limit, order=order, **filters, **params)
         seen += ids(answer)
@@ -195,13 +214,15 @@ def test_pages_put_together_are_the_whole(listed, order, limit, filters):
         ({"grader": "nobody"}, []),
     ],
 )
-def test_filters_let_through_what_they_say(listed, filters, expected):
+def test_filters_let_through_what_they_say(
+    listed: Callable[..., Any], filters: dict[str, Any], expected: list[Any]
+) -> None:
     everything = ids(listed(step=1))
 
     assert ids(listed(step=1, **filters)) == [everything[place] for place in expected]
 
 
-def test_steps_can_be_bounded(listed):
+def test_steps_can_be_bounded(listed: Callable[..., Any]) -> None:
     answer = listed(step_from=2, step_to=3, split="train")
 
     assert {one["step"] for one in answer["data"]} == {2, 3}
@@ -209,7 +230,9 @@ def test_steps_can_be_bounded(listed):
 
 
 @pytest.mark.both_databases
-def test_a_hundred_come_at_a_time_unless_more_are_asked_for(house, listed, job_id):
+def test_a_hundred_come_at_a_time_unless_more_are_asked_for(
+    house: House, listed: Callable[..., Any], job_id: str
+) -> None:
     store(house, job_id, 4, groups=300)
 
     assert len(listed(step_from=4)["data"]) == 100
@@ -217,7 +240,9 @@ def test_a_hundred_come_at_a_time_unless_more_are_asked_for(house, listed, job_i
     assert len(listed(step=4)["data"]) == 1200  # one step comes whole, as it always did
 
 
-def test_a_filter_finds_what_is_far_down_in_a_long_page(house, listed, job_id):
+def test_a_filter_finds_what_is_far_down_in_a_long_page(
+    house: House, listed: Callable[..., Any], job_id: str
+) -> None:
     """Beyond the first row group, in both directions."""
     store(house, job_id, 4, groups=300)
 
@@ -227,14 +252,16 @@ def test_a_filter_finds_what_is_far_down_in_a_long_page(house, listed, job_id):
         ]
 
 
-def test_it_is_told_how_many_were_left_out(house, listed, job_id):
+def test_it_is_told_how_many_were_left_out(house: House, listed: Callable[..., Any], job_id: str) -> None:
     store(house, job_id, 5, total=80)
 
     assert {key: listed(step=5)[key] for key in ("total", "stored")} == {"total": 80, "stored": 8}
 
 
 @pytest.mark.both_databases
-def test_pages_of_earlier_versions_are_read(house, api, listed, job_id):
+def test_pages_of_earlier_versions_are_read(
+    house: House, api: TestClient, listed: Callable[..., Any], job_id: str
+) -> None:
     store_old(house, job_id, 7)
 
     answer = listed(step=7)
@@ -247,14 +274,16 @@ def test_pages_of_earlier_versions_are_read(house, api, listed, job_id):
     assert ids(listed(step_from=7, after="rollout_7_t_0_0")) == ids(answer)[1:]
 
 
-def test_a_step_without_samples_is_a_404(api, job_id):
+def test_a_step_without_samples_is_a_404(api: TestClient, job_id: str) -> None:
     for params in ({"step": 4}, {"step": 1, "split": "valid"}):
-        answer = api.get(f"/v1/regraft/jobs/{job_id}/rollouts", params=params)
+        answer = api.get(f"/v1/regraft/jobs/{job_id}/rollouts", params=untyped(params))
         assert (answer.status_code, answer.json()["error"]["param"]) == (404, "step")
 
 
 @pytest.mark.both_databases
-def test_a_step_whose_samples_retention_has_taken_is_a_404_and_others_are_listed(house, api, listed, job_id):
+def test_a_step_whose_samples_retention_has_taken_is_a_404_and_others_are_listed(
+    house: House, api: TestClient, listed: Callable[..., Any], job_id: str
+) -> None:
     house.blobs.delete(f"projects/p/jobs/{job_id}/train-000002.parquet")
 
     assert api.get(f"/v1/regraft/jobs/{job_id}/rollouts", params={"step": 2}).status_code == 404
@@ -274,14 +303,16 @@ def test_a_step_whose_samples_retention_has_taken_is_a_404_and_others_are_listed
         ({"limit": "many"}, "limit"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(api, job_id, params, param):
+def test_what_makes_no_sense_is_refused_by_name(
+    api: TestClient, job_id: str, params: dict[str, Any], param: str
+) -> None:
     answer = api.get(f"/v1/regraft/jobs/{job_id}/rollouts", params=params)
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.both_databases
-def test_a_download_has_what_the_list_has(api, listed, job_id):
+def test_a_download_has_what_the_list_has(api: TestClient, listed: Callable[..., Any], job_id: str) -> None:
     url = f"/v1/regraft/jobs/{job_id}/rollouts/download"
 
     answer = api.get(url, params={"graded": "true"})
@@ -292,7 +323,7 @@ def test_a_download_has_what_the_list_has(api, listed, job_id):
     assert answer.headers["content-disposition"] == f'attachment; filename="{job_id}-rollouts.jsonl"'
 
 
-def test_a_parquet_download_is_one_file_of_all_pages(house, api, job_id):
+def test_a_parquet_download_is_one_file_of_all_pages(house: House, api: TestClient, job_id: str) -> None:
     store_old(house, job_id, 7)
 
     answer = api.get(
@@ -305,7 +336,7 @@ def test_a_parquet_download_is_one_file_of_all_pages(house, api, job_id):
     assert int(answer.headers["content-length"]) == len(answer.content)
 
 
-def test_a_parquet_download_of_nothing_is_still_a_table(api, job_id):
+def test_a_parquet_download_of_nothing_is_still_a_table(api: TestClient, job_id: str) -> None:
     answer = api.get(
         f"/v1/regraft/jobs/{job_id}/rollouts/download", params={"format": "parquet", "error": "none such"}
     )
@@ -313,26 +344,33 @@ def test_a_parquet_download_of_nothing_is_still_a_table(api, job_id):
     assert pq.read_table(io.BytesIO(answer.content)).num_rows == 0
 
 
-def test_a_job_without_samples_has_an_empty_list(api, create_job):
+def test_a_job_without_samples_has_an_empty_list(
+    api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     answer = api.get(f"/v1/regraft/jobs/{create_job()['id']}/rollouts")
 
     assert answer.json() == {"object": "list", "data": [], "has_more": False, "total": 0, "stored": 0}
 
 
-def test_only_the_pages_that_are_needed_are_fetched(house, listed, job_id):
+def test_only_the_pages_that_are_needed_are_fetched(
+    house: House, listed: Callable[..., Any], job_id: str
+) -> None:
     listed(limit=3, split="train")
 
     assert [key.rsplit("/", 1)[1] for key in house.blobs.downloaded] == ["train-000001.parquet"]
 
 
 @pytest.mark.both_databases
-def test_the_attempts_at_a_job_say_when_from_where_and_how_they_ended(house, api, create_job):
+def test_the_attempts_at_a_job_say_when_from_where_and_how_they_ended(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     with house.database.write() as session:
         lifecycle.claim_validation(session, owner="first", lease_seconds=60)
         job = lifecycle.get(session, house.project.id, job_id)
         lifecycle.validated(session, job)
         claim = lifecycle.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
+        assert claim is not None
         lifecycle.resumed_from(session, claim, 0)
         lifecycle.crashed(session, job, reason="out of memory", max_failures=3)
 
@@ -344,7 +382,9 @@ def test_the_attempts_at_a_job_say_when_from_where_and_how_they_ended(house, api
 
 
 @pytest.mark.both_databases
-def test_the_logs_of_runs_can_be_read_and_so_far_that_of_one_under_way(house, api, create_job):
+def test_the_logs_of_runs_can_be_read_and_so_far_that_of_one_under_way(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     with house.database.write() as session:
         lifecycle.claim_validation(session, owner="first", lease_seconds=60)
@@ -357,6 +397,7 @@ def test_the_logs_of_runs_can_be_read_and_so_far_that_of_one_under_way(house, ap
             if ended:
                 lifecycle.crashed(session, job, reason="out of memory", max_failures=3, outcome=ended)
             if ended != "expired":
+                assert claim is not None
                 key = run_logs.key(house.project.id, job_id, claim.epoch)
                 house.blobs.put_bytes(key, "Schritt für Schritt\n".encode())
 

@@ -4,28 +4,34 @@ What is sent is made from the document itself, valid and invalid, so every route
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis.errors import Unsatisfiable
-from hypothesis.strategies import composite
+from hypothesis.strategies import DrawFn, composite
+from hypothesis.strategies._internal.strategies import SearchStrategy
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.errors import UnsupportedSchema
+from schemathesis.generation.case import Case
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
+from schemathesis.specs.openapi.schemas import OpenApiSchema
 
 from api.http.app import MAX_JSON_BYTES, create_app
 from api.http.openapi import refusals_of
 from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends
-from tests.api.conftest import GRADER
+from tests.api.conftest import GRADER, House
+from tests.present import untyped
 
 CHECKS = [
     not_a_server_error,
@@ -35,7 +41,12 @@ CHECKS = [
 ]
 # The document needs none of the parts that requests need.
 DOCUMENT = create_app(
-    Settings(data_dir=Path()), None, None, Registry(models={}), Backends.none(), print
+    Settings(data_dir=Path()),
+    untyped(None),
+    untyped(None),
+    Registry(models={}),
+    Backends.none(),
+    lambda *wake: True,
 ).openapi()
 ENDLESS = "/v1/regraft/jobs/{job_id}/stream"  # for as long as the job lasts: test_stream.py
 OPERATIONS = [
@@ -47,7 +58,7 @@ every_operation = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def known(house, create_job):
+def known(house: House, create_job: Callable[..., dict[str, Any]]) -> dict[Any, Any]:
     """Values of what is there, by the names that paths, queries and bodies give them."""
     job = create_job()
     body = {name: job[name] for name in ("training_file", "validation_file", "method")}
@@ -63,14 +74,16 @@ def known(house, create_job):
 
 @every_operation
 @pytest.mark.parametrize("database_kind", ["postgres"])  # it is the stricter one
-def test_every_answer_is_as_documented(house, known, method, path):
+def test_every_answer_is_as_documented(house: House, known: dict[Any, Any], method: Any, path: Any) -> None:
     house.app.openapi_schema = DOCUMENT  # so that it is not made once more
     schema = schemathesis.openapi.from_asgi("/openapi.json", house.app)
     for mode in GenerationMode:
         send_and_check(schema, house.key, known, method, path, mode)
 
 
-def send_and_check(schema, key, known, method, path, mode):
+def send_and_check(
+    schema: OpenApiSchema, key: str, known: dict[Any, Any], method: Any, path: Any, mode: GenerationMode
+) -> None:
     """Every case as it was made, and again with what is there in it, so that more than the first check is met."""
     headers = {"Authorization": f"Bearer {key}"}
     sent = 0
@@ -83,7 +96,7 @@ def send_and_check(schema, key, known, method, path, mode):
         suppress_health_check=list(HealthCheck),
     )
     @given(case=drawn(schema[path][method].as_strategy(mode)))
-    def check(case):
+    def check(case: Any) -> None:
         nonlocal sent
         sent += 1
         case.call_and_validate(headers=headers, checks=CHECKS)
@@ -99,7 +112,7 @@ def send_and_check(schema, key, known, method, path, mode):
 
 
 @composite
-def drawn(draw, cases):
+def drawn(draw: DrawFn, cases: SearchStrategy[Case[Any]]) -> Case[Any]:
     """What is invalid in a grader of graders of graders … cannot always be said; another draw can."""
     try:
         return draw(cases)
@@ -108,7 +121,9 @@ def drawn(draw, cases):
 
 
 @every_operation
-def test_every_refusal_that_all_such_routes_document_is_real(house, known, method, path):
+def test_every_refusal_that_all_such_routes_document_is_real(
+    house: House, known: dict[Any, Any], method: Any, path: Any
+) -> None:
     """404 is in test_tenancy.py: it asks every route for ids that are not there."""
     operation = DOCUMENT["paths"][path][method]
     url = path.format_map({name: known.get(name, "x") for name in re.findall(r"{(\w+)}", path)})
@@ -133,7 +148,7 @@ def test_every_refusal_that_all_such_routes_document_is_real(house, known, metho
         assert answer.status_code == status
 
 
-def test_the_refusals_of_damaged_and_of_lost_contents_are_documented():
+def test_the_refusals_of_damaged_and_of_lost_contents_are_documented() -> None:
     """test_files.py has the answers themselves: no request that is made from the document damages the store."""
     documented = DOCUMENT["paths"]["/v1/files/{file_id}/content"]["get"]["responses"]
 
@@ -141,13 +156,13 @@ def test_the_refusals_of_damaged_and_of_lost_contents_are_documented():
 
 
 @pytest.mark.both_databases
-def test_an_id_with_a_nul_character_is_none_on_either_database(house):
+def test_an_id_with_a_nul_character_is_none_on_either_database(house: House) -> None:
     answer = house.client(house.key).get("/v1/fine_tuning/jobs/ftjob-%00")
 
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "invalid_request_error")
 
 
-def name_what_is_there(case, known) -> bool:
+def name_what_is_there(case: Any, known: dict[Any, Any]) -> bool:
     """False: the case has no place for any of it."""
     changed = False
     for place in (case.path_parameters, case.query, case.body):

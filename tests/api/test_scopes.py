@@ -1,12 +1,17 @@
 """What each scope of a key reaches, read from the OpenAPI document so that no new endpoint is forgotten."""
 
 import re
+from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from core.database.engine import Work
 from core.database.tables import ApiKey, now
 from core.tenancy import keys
+from core.tenancy.keys import Scope
+from tests.api.conftest import House
+from tests.present import present
 
 READING_POSTS = {
     "/v1/fine_tuning/alpha/graders/validate",
@@ -17,21 +22,21 @@ READING_POSTS = {
 SHARES = re.compile(r"/v1/fine_tuning/checkpoints/.*/permissions")
 
 
-def answers(house, scope) -> dict[tuple[str, str], tuple[int, str]]:
+def answers(house: House, scope: Scope) -> dict[tuple[str, str], tuple[int, str | None]]:
     """Status and code of every endpoint, for a key with this scope; ids are made up."""
     client = house.client(house.new_key(scope))
     found = {}
     for path, operations in house.app.openapi()["paths"].items():
         for method in operations:
             if path.startswith("/v1/"):
-                body = {"json": {}} if method in ("post", "put", "patch") else {}
+                body: dict[str, Any] = {"json": {}} if method in ("post", "put", "patch") else {}
                 answer = client.request(method, path, **body)
                 error = answer.json().get("error") or {} if answer.status_code != 200 else {}
                 found[method, path] = answer.status_code, error.get("code")
     return found
 
 
-def refused(house, scope) -> set[tuple[str, str]]:
+def refused(house: House, scope: Scope) -> set[tuple[str, str]]:
     return {
         route
         for route, answer in answers(house, scope).items()
@@ -39,7 +44,7 @@ def refused(house, scope) -> set[tuple[str, str]]:
     }
 
 
-def test_a_key_that_reads_changes_nothing(house):
+def test_a_key_that_reads_changes_nothing(house: House) -> None:
     everything = answers(house, "admin")
 
     expected = {
@@ -52,7 +57,7 @@ def test_a_key_that_reads_changes_nothing(house):
     assert len(expected) > 10
 
 
-def test_a_key_that_writes_administers_nothing(house):
+def test_a_key_that_writes_administers_nothing(house: House) -> None:
     assert refused(house, "write") == {
         (method, path)
         for method, path in answers(house, "admin")
@@ -60,11 +65,11 @@ def test_a_key_that_writes_administers_nothing(house):
     }
 
 
-def test_a_key_that_administers_may_do_everything(house):
+def test_a_key_that_administers_may_do_everything(house: House) -> None:
     assert refused(house, "admin") == set()
 
 
-def test_a_refusal_names_the_scope_that_is_missing(house):
+def test_a_refusal_names_the_scope_that_is_missing(house: House) -> None:
     answer = house.client(house.new_key("read")).post("/v1/fine_tuning/jobs", json={})
 
     assert answer.status_code == 403
@@ -77,11 +82,11 @@ def test_a_refusal_names_the_scope_that_is_missing(house):
 
 
 @pytest.fixture
-def path(house) -> str:
+def path(house: House) -> str:
     return f"/v1/organization/projects/{house.project.id}/api_keys"
 
 
-def test_a_new_key_is_shown_once_and_works(house, api, path):
+def test_a_new_key_is_shown_once_and_works(house: House, api: TestClient, path: str) -> None:
     made = api.post(path, json={"name": "ci", "scope": "read", "owner": "ana", "expires_in_days": 2}).json()
 
     assert house.client(made["value"]).get("/v1/files").status_code == 200
@@ -94,7 +99,7 @@ def test_a_new_key_is_shown_once_and_works(house, api, path):
     assert made["value"] not in shown.text + api.get(path).text
 
 
-def test_a_key_is_made_to_write_unless_told_otherwise(api, path):
+def test_a_key_is_made_to_write_unless_told_otherwise(api: TestClient, path: str) -> None:
     assert api.post(path, json={"name": "ci"}).json()["scope"] == "write"
 
 
@@ -106,14 +111,16 @@ def test_a_key_is_made_to_write_unless_told_otherwise(api, path):
         ({"name": "ci", "expires_in_days": 0}, "expires_in_days"),
     ],
 )
-def test_a_key_that_makes_no_sense_is_refused_by_the_name_of_its_field(api, path, body, param):
+def test_a_key_that_makes_no_sense_is_refused_by_the_name_of_its_field(
+    api: TestClient, path: str, body: dict[str, Any], param: str
+) -> None:
     answer = api.post(path, json=body)
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.both_databases
-def test_a_revoked_key_is_refused_by_the_next_request(house, api, path):
+def test_a_revoked_key_is_refused_by_the_next_request(house: House, api: TestClient, path: str) -> None:
     made = api.post(path, json={"name": "ci"}).json()
     client = house.client(made["value"])
     assert client.get("/v1/files").status_code == 200
@@ -125,7 +132,7 @@ def test_a_revoked_key_is_refused_by_the_next_request(house, api, path):
 
 
 @pytest.mark.both_databases
-def test_a_rotated_key_hands_over(house, api, path):
+def test_a_rotated_key_hands_over(house: House, api: TestClient, path: str) -> None:
     old, kept = (api.post(path, json={"name": name}).json() for name in ("old", "kept"))
 
     new = api.post(f"{path}/{old['id']}/rotate").json()
@@ -136,7 +143,7 @@ def test_a_rotated_key_hands_over(house, api, path):
 
 
 @pytest.mark.both_databases
-def test_an_expired_key_says_that_it_has(house):
+def test_an_expired_key_says_that_it_has(house: House) -> None:
     with house.database.write() as session:
         made = keys.create_key(Work(session), house.project, "old", expires_at=now() - 1)
 
@@ -147,14 +154,14 @@ def test_an_expired_key_says_that_it_has(house):
 
 
 @pytest.mark.both_databases
-def test_reading_notes_the_keys_use_once_a_minute(house, api):
-    def last_used():
+def test_reading_notes_the_keys_use_once_a_minute(house: House, api: TestClient) -> None:
+    def last_used() -> int | None:
         with house.database.read() as session:
             return session.get_one(ApiKey, house.key_id()).last_used_at
 
     before = last_used()
     api.get("/v1/files")
-    first = last_used()
+    first = present(last_used())
     with house.database.write() as session:
         session.get_one(ApiKey, house.key_id()).last_used_at = first - 30
     api.get("/v1/files")

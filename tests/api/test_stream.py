@@ -2,6 +2,8 @@ import asyncio
 import json
 import socket
 import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import httpx2
 import pytest
@@ -10,6 +12,7 @@ from anyio import CapacityLimiter
 from fastapi.responses import StreamingResponse
 from openai import OpenAI, Stream
 from starlette.requests import ClientDisconnect
+from starlette.testclient import TestClient
 
 from api.http.shutdown import Server, Shutdown
 from api.resources.stream import KEEP_ALIVE_SECONDS, JobLog, follow, stream_events
@@ -17,30 +20,34 @@ from core.database.engine import Work
 from core.database.tables import Job
 from core.errors import TooManyAtOnce
 from core.jobs import events, lifecycle
+from tests.api.conftest import House
+from tests.present import untyped
 
 
-def say(house, job_id: str, *messages: str) -> list[str]:
+def say(house: House, job_id: str, *messages: str) -> list[str]:
     with house.database.write() as session:
         return [events.append(session, job_id, message).id for message in messages]
 
 
-def cancel(house, job_id: str) -> None:
+def cancel(house: House, job_id: str) -> None:
     with house.database.write() as session:
         lifecycle.cancel(Work(session), session.query(Job).where(Job.id == job_id).one())
 
 
-def parse(text: str) -> list[dict]:
+def parse(text: str) -> list[dict[str, Any]]:
     """The data of every message in a stream; comments and the like are left out."""
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [{"done": True} if one == "[DONE]" else json.loads(one) for one in data]
 
 
-def words(messages: list[dict]) -> list[str]:
+def words(messages: list[dict[str, Any]]) -> list[str]:
     return [one.get("message") or one.get("status") or "done" for one in messages]
 
 
 @pytest.mark.both_databases
-def test_a_finished_job_is_told_from_its_first_event_to_its_end(api, house, create_job):
+def test_a_finished_job_is_told_from_its_first_event_to_its_end(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     say(house, job_id, "one", "two")
     cancel(house, job_id)
@@ -51,7 +58,9 @@ def test_a_finished_job_is_told_from_its_first_event_to_its_end(api, house, crea
     assert words(parse(answer.text))[2:] == ["one", "two", "Fine-tuning job cancelled", "cancelled", "done"]
 
 
-def test_an_event_is_sent_as_the_list_has_it_with_its_id(api, house, create_job):
+def test_an_event_is_sent_as_the_list_has_it_with_its_id(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     cancel(house, job_id)
 
@@ -63,7 +72,9 @@ def test_an_event_is_sent_as_the_list_has_it_with_its_id(api, house, create_job)
 
 
 @pytest.mark.both_databases
-def test_who_was_cut_off_goes_on_behind_the_last_event_it_saw(api, house, create_job):
+def test_who_was_cut_off_goes_on_behind_the_last_event_it_saw(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     one, _ = say(house, job_id, "one", "two")
     cancel(house, job_id)
@@ -73,7 +84,9 @@ def test_who_was_cut_off_goes_on_behind_the_last_event_it_saw(api, house, create
     assert words(parse(answer.text)) == ["two", "Fine-tuning job cancelled", "cancelled", "done"]
 
 
-def test_it_can_have_seen_everything_but_the_end(api, house, create_job):
+def test_it_can_have_seen_everything_but_the_end(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     cancel(house, job_id)
     last = api.get(f"/v1/fine_tuning/jobs/{job_id}/events").json()["data"][0]["id"]
@@ -84,7 +97,9 @@ def test_it_can_have_seen_everything_but_the_end(api, house, create_job):
 
 
 @pytest.mark.both_databases
-def test_an_event_of_another_job_is_no_place_to_go_on_from(api, house, create_job):
+def test_an_event_of_another_job_is_no_place_to_go_on_from(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     (other,) = say(house, create_job()["id"], "elsewhere")
 
@@ -96,7 +111,7 @@ def test_an_event_of_another_job_is_no_place_to_go_on_from(api, house, create_jo
 class Clock(Shutdown):
     """Time passes only in `sleep`, where `script` says what happens at which second."""
 
-    def __init__(self, script) -> None:
+    def __init__(self, script: dict[Any, Any]) -> None:
         super().__init__()
         self.script, self.now = script, 0.0
 
@@ -106,7 +121,7 @@ class Clock(Shutdown):
             await asyncio.to_thread(happens)
 
 
-def follow_to_the_end(house, job_id: str, script) -> str:
+def follow_to_the_end(house: House, job_id: str, script: dict[Any, Any]) -> str:
     async def collect() -> bytes:
         log = JobLog(house.database, house.project.id, job_id, CapacityLimiter(1))
         first = await log.read(None)
@@ -116,7 +131,9 @@ def follow_to_the_end(house, job_id: str, script) -> str:
 
 
 @pytest.mark.both_databases
-def test_what_is_written_meanwhile_arrives_with_every_change_of_the_status(house, create_job):
+def test_what_is_written_meanwhile_arrives_with_every_change_of_the_status(
+    house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
 
     def run() -> None:
@@ -131,7 +148,9 @@ def test_what_is_written_meanwhile_arrives_with_every_change_of_the_status(house
     assert told[2:] == ["validating_files", "started", "running", *end]
 
 
-def test_a_silent_job_keeps_its_connection_alive(house, create_job):
+def test_a_silent_job_keeps_its_connection_alive(
+    house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
 
     text = follow_to_the_end(house, job_id, {2.5 * KEEP_ALIVE_SECONDS + 0.5: lambda: cancel(house, job_id)})
@@ -139,7 +158,9 @@ def test_a_silent_job_keeps_its_connection_alive(house, create_job):
     assert text.count(": still here") == 2
 
 
-def test_openais_own_client_can_read_it_silence_and_all(house, create_job):
+def test_openais_own_client_can_read_it_silence_and_all(
+    house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     script = {KEEP_ALIVE_SECONDS + 2: lambda: cancel(house, job_id)}
 
@@ -149,7 +170,7 @@ def test_openais_own_client_can_read_it_silence_and_all(house, create_job):
     with OpenAI(
         api_key="k", base_url="http://none", http_client=httpx2.Client(transport=Says(text))
     ) as client:
-        stream = client.get("/", cast_to=object, stream=True, stream_cls=Stream[object])
+        stream = client.get("/", cast_to=dict[str, Any], stream=True, stream_cls=Stream[dict[str, Any]])
         assert words(list(stream))[-2:] == ["Fine-tuning job cancelled", "cancelled"]
 
 
@@ -164,7 +185,9 @@ class Says(httpx2.BaseTransport):
 
 
 @pytest.mark.both_databases
-def test_more_events_than_a_page_are_all_sent_once_and_before_the_end(house, create_job):
+def test_more_events_than_a_page_are_all_sent_once_and_before_the_end(
+    house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     say(house, job_id, *map(str, range(250)))
     cancel(house, job_id)
@@ -174,7 +197,9 @@ def test_more_events_than_a_page_are_all_sent_once_and_before_the_end(house, cre
     assert told[2:-3] == [str(number) for number in range(250)]
 
 
-def test_no_more_are_followed_at_once_than_the_process_can(api, house, create_job):
+def test_no_more_are_followed_at_once_than_the_process_can(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     cancel(house, job_id)
     house.app.state.service.admission.streams.places = 0
@@ -184,14 +209,16 @@ def test_no_more_are_followed_at_once_than_the_process_can(api, house, create_jo
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
-async def send_to(client, answer: StreamingResponse) -> None:
+async def send_to(client: Callable[..., Coroutine[Any, Any, None]], answer: StreamingResponse) -> None:
     async def receive() -> dict[str, str]:
         return {"type": "http.disconnect"}
 
     await answer({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, client)
 
 
-def test_a_burst_is_refused_beyond_the_limit_and_nobody_hangs(house, create_job):
+def test_a_burst_is_refused_beyond_the_limit_and_nobody_hangs(
+    house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     """All of them ask before the first one is answered; an answer that has begun can be no 429 any more."""
     job_id = create_job()["id"]
     cancel(house, job_id)
@@ -199,10 +226,10 @@ def test_a_burst_is_refused_beyond_the_limit_and_nobody_hangs(house, create_job)
     service.admission.streams.places = 1
     sent = []
 
-    async def client(message) -> None:
+    async def client(message: Any) -> None:
         sent.append(message.get("body", b""))
 
-    async def burst() -> list[object]:
+    async def burst() -> list[StreamingResponse | BaseException]:
         asks = [stream_events(job_id, house.project, service) for _ in range(3)]
         answers = await asyncio.gather(*asks, return_exceptions=True)
         for answer in answers:
@@ -217,11 +244,13 @@ def test_a_burst_is_refused_beyond_the_limit_and_nobody_hangs(house, create_job)
     assert service.admission.streams.taken == 0
 
 
-def test_neither_a_refusal_nor_a_client_that_has_left_takes_a_place(house, api, create_job):
+def test_neither_a_refusal_nor_a_client_that_has_left_takes_a_place(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     service = house.app.state.service
 
-    async def left(message) -> None:
+    async def left(message: Any) -> None:
         raise OSError
 
     async def leave() -> None:
@@ -234,7 +263,9 @@ def test_neither_a_refusal_nor_a_client_that_has_left_takes_a_place(house, api, 
     assert service.admission.streams.taken == 0
 
 
-def test_a_stream_that_ends_makes_room(api, house, create_job):
+def test_a_stream_that_ends_makes_room(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     cancel(house, job_id)
 
@@ -245,19 +276,21 @@ def test_a_stream_that_ends_makes_room(api, house, create_job):
 
 
 @pytest.mark.both_databases
-def test_between_two_looks_no_connection_is_held(house, create_job):
+def test_between_two_looks_no_connection_is_held(
+    house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     job_id = create_job()["id"]
     held: list[int] = []
 
     def look() -> None:
-        held.append(house.database.engine.pool.checkedout())
+        held.append(untyped(house.database.engine.pool).checkedout())
 
     follow_to_the_end(house, job_id, {1.0: look, 2.0: look, 3.0: lambda: cancel(house, job_id)})
 
     assert held == [0, 0]
 
 
-def test_a_sleep_is_over_when_the_server_ends():
+def test_a_sleep_is_over_when_the_server_ends() -> None:
     async def wake() -> None:
         shutdown = Shutdown()
         sleeping = asyncio.create_task(shutdown.sleep(3600))
@@ -269,7 +302,9 @@ def test_a_sleep_is_over_when_the_server_ends():
     asyncio.run(wake())
 
 
-def test_an_open_stream_does_not_keep_the_server(house, create_job):
+def test_an_open_stream_does_not_keep_the_server(
+    house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
     """It would wait for a minute here, and the job has no end at all."""
     job_id = create_job()["id"]
     config = uvicorn.Config(house.app, log_level="critical", timeout_graceful_shutdown=60, lifespan="off")

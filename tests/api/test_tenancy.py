@@ -1,8 +1,11 @@
 """A second project's key must not tell a row of the first from one that was never there."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from core.database.tables import (
     Checkpoint,
@@ -11,6 +14,7 @@ from core.database.tables import (
     StepMetric,
     TunedModel,
 )
+from tests.api.conftest import House
 
 pytestmark = pytest.mark.both_databases
 
@@ -29,7 +33,7 @@ BODIES = {
 
 
 @pytest.fixture
-def rows(house, api, create_job) -> dict[str, str]:
+def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]) -> dict[str, str]:
     """One row of everything that has an id, by the name the id has in a path."""
     job = create_job(metadata={"team": "a"})
     api.post(f"/v1/fine_tuning/jobs/{job['id']}/cancel")  # or the stream of its events would have no end
@@ -75,7 +79,7 @@ def rows(house, api, create_job) -> dict[str, str]:
     }
 
 
-def routes_with_an_id(house) -> list[tuple[str, str]]:
+def routes_with_an_id(house: House) -> list[tuple[str, str]]:
     paths = house.app.openapi()["paths"]
     return [(method, path) for path, operations in paths.items() if "{" in path for method in operations]
 
@@ -85,7 +89,7 @@ def fill(path: str, rows: dict[str, str]) -> str:
     return (path + queries.get(path.rpartition("/")[2], "")).format(**rows)
 
 
-def test_what_belongs_to_another_does_not_exist(house, rows):
+def test_what_belongs_to_another_does_not_exist(house: House, rows: dict[str, str]) -> None:
     theirs = house.client(house.other_key)
 
     answers = {
@@ -97,7 +101,7 @@ def test_what_belongs_to_another_does_not_exist(house, rows):
     assert {route: answer.status_code for route, answer in answers.items()} == dict.fromkeys(answers, 404)
 
 
-def test_the_answer_is_the_same_as_for_what_never_was(house, rows):
+def test_the_answer_is_the_same_as_for_what_never_was(house: House, rows: dict[str, str]) -> None:
     theirs = house.client(house.other_key)
 
     for method, path in routes_with_an_id(house):
@@ -108,7 +112,7 @@ def test_the_answer_is_the_same_as_for_what_never_was(house, rows):
         assert foreign_answer == theirs.request(method, fill(path, unknown), json=BODIES.get(path)).text
 
 
-def test_the_same_routes_work_for_the_owner(house, api, rows):
+def test_the_same_routes_work_for_the_owner(house: House, api: TestClient, rows: dict[str, str]) -> None:
     """Or the tests above would pass on a service that finds nothing at all."""
     reading = [(method, path) for method, path in routes_with_an_id(house) if method == "get"]
 
@@ -120,31 +124,33 @@ def test_the_same_routes_work_for_the_owner(house, api, rows):
 @pytest.mark.parametrize(
     "url", ["/v1/files", "/v1/evals", "/v1/fine_tuning/jobs", "/v1/fine_tuning/jobs?metadata[team]=a"]
 )
-def test_lists_hold_nothing_of_anothers(house, rows, url):
+def test_lists_hold_nothing_of_anothers(house: House, rows: dict[str, str], url: str) -> None:
     assert house.client(house.other_key).get(url).json()["data"] == []
 
 
-def test_the_models_listed_are_the_base_models_only(house, rows):
+def test_the_models_listed_are_the_base_models_only(house: House, rows: dict[str, str]) -> None:
     listed = house.client(house.other_key).get("/v1/models").json()["data"]
 
     assert [model["id"] for model in listed] == ["tiny", "org/large", "o4-mini-2025-04-16"]
 
 
 @pytest.mark.parametrize("url", ["/v1/files", "/v1/fine_tuning/jobs"])
-def test_anothers_id_is_no_cursor_either(house, rows, url):
+def test_anothers_id_is_no_cursor_either(house: House, rows: dict[str, str], url: str) -> None:
     after = rows["file_id" if url.endswith("files") else "job_id"]
 
     assert house.client(house.other_key).get(url, params={"after": after}).status_code == 400
 
 
-def test_anothers_files_cannot_be_trained_on(house, rows, job_request):
+def test_anothers_files_cannot_be_trained_on(
+    house: House, rows: dict[str, str], job_request: Callable[..., dict[str, Any]]
+) -> None:
     answer = house.client(house.other_key).post("/v1/fine_tuning/jobs", json=job_request())
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "training_file")
     assert answer.json()["error"]["message"].startswith("No such File object")
 
 
-def test_a_key_of_another_project_is_not_found_under_ones_own(house, rows):
+def test_a_key_of_another_project_is_not_found_under_ones_own(house: House, rows: dict[str, str]) -> None:
     theirs = house.client(house.other_key)
     mine = theirs.get("/v1/organization/audit_logs").json()["data"][0]["project"]["id"]
     path = f"/v1/organization/projects/{mine}/api_keys/{rows['key_id']}"
@@ -155,7 +161,9 @@ def test_a_key_of_another_project_is_not_found_under_ones_own(house, rows):
     assert house.client(house.key).get("/v1/files").status_code == 200
 
 
-def test_the_log_and_the_keys_of_a_project_are_its_own(house, api, rows):
+def test_the_log_and_the_keys_of_a_project_are_its_own(
+    house: House, api: TestClient, rows: dict[str, str]
+) -> None:
     logged = house.client(house.other_key).get("/v1/organization/audit_logs").json()["data"]
 
     assert [entry["type"] for entry in logged] == ["api_key.created"]

@@ -3,7 +3,7 @@
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -37,7 +37,7 @@ uvicorn.run(app, fd=descriptor, log_level="warning")
 
 
 @pytest.fixture
-def serve(tmp_path: Path):
+def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], httpx.Client]]]:
     """Start a server; returns its process and a client that has a key."""
     started: list[subprocess.Popen[str]] = []
 
@@ -90,7 +90,9 @@ def peak_memory(pid: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_a_large_upload_never_lies_in_memory(serve):
+def test_a_large_upload_never_lies_in_memory(
+    serve: Callable[..., tuple[subprocess.Popen[str], httpx.Client]],
+) -> None:
     server, client = serve(512 * MEBIBYTE)
     upload(client, MEBIBYTE)  # what the first one loads is no cost of a large one
     before = peak_memory(server.pid)
@@ -101,7 +103,9 @@ def test_a_large_upload_never_lies_in_memory(serve):
     assert peak_memory(server.pid) - before < 64 * MEBIBYTE
 
 
-def test_a_client_that_sends_too_much_gets_to_read_why(serve):
+def test_a_client_that_sends_too_much_gets_to_read_why(
+    serve: Callable[..., tuple[subprocess.Popen[str], httpx.Client]],
+) -> None:
     """It is still sending when it is refused. Closing the connection there would hide the answer from it."""
     _, client = serve(2 * MEBIBYTE)
 
@@ -110,14 +114,18 @@ def test_a_client_that_sends_too_much_gets_to_read_why(serve):
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "payload_too_large")
 
 
-def test_a_client_with_a_wrong_key_gets_to_read_that(serve):
+def test_a_client_with_a_wrong_key_gets_to_read_that(
+    serve: Callable[..., tuple[subprocess.Popen[str], httpx.Client]],
+) -> None:
     _, client = serve(8 * MEBIBYTE)
     client.headers["Authorization"] = "Bearer nonsense"
 
     assert upload(client, 8 * MEBIBYTE).status_code == 401
 
 
-def test_a_client_that_hangs_up_leaves_nothing_behind(serve, tmp_path):
+def test_a_client_that_hangs_up_leaves_nothing_behind(
+    serve: Callable[..., tuple[subprocess.Popen[str], httpx.Client]], tmp_path: Path
+) -> None:
     server, client = serve(8 * MEBIBYTE)
 
     def hang_up() -> Iterator[bytes]:

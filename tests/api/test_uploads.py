@@ -2,43 +2,51 @@
 
 import hashlib
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from sqlalchemy import select, update
+from starlette.testclient import TestClient
 
 from core.database.tables import Upload, UploadPart, now
+from tests.api.conftest import House
+
+if TYPE_CHECKING:
+    from httpx2 import Response
 
 BODY = {"bytes": 6, "filename": "train.jsonl", "mime_type": "text/jsonl", "purpose": "fine-tune"}
 
 
-def begin(api, **fields):
+def begin(api: TestClient, **fields: Any) -> Any:
     answer = api.post("/v1/uploads", json=BODY | fields)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def add(api, upload, data):
+def add(api: TestClient, upload: dict[str, Any], data: bytes) -> Any:
     answer = api.post(f"/v1/uploads/{upload['id']}/parts", files={"data": data})
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def complete(api, upload, *parts, **more):
+def complete(api: TestClient, upload: dict[str, Any], *parts: Any, **more: Any) -> "Response":
     body = {"part_ids": [part["id"] for part in parts]} | more
     return api.post(f"/v1/uploads/{upload['id']}/complete", json=body)
 
 
 @pytest.fixture
-def client(house):
+def client(house: House) -> Iterator[openai.OpenAI]:
     http = house.client()
     yield openai.OpenAI(api_key=house.key, base_url="http://testserver/v1", http_client=http, max_retries=0)
     http.close()
 
 
 @pytest.mark.both_databases
-def test_openais_client_uploads_a_file_in_chunks(client, house, tmp_path):
+def test_openais_client_uploads_a_file_in_chunks(client: openai.OpenAI, house: House, tmp_path: Path) -> None:
     content = os.urandom(100_000)
     path = tmp_path / "train.jsonl"
     path.write_bytes(content)
@@ -52,25 +60,29 @@ def test_openais_client_uploads_a_file_in_chunks(client, house, tmp_path):
     )
 
     assert (upload.status, upload.bytes, upload.filename) == ("completed", 100_000, "train.jsonl")
+    assert upload.file is not None
     assert upload.file.status == "processed"
     assert client.files.content(upload.file.id).read() == content
     assert [key.split("/")[2] for key in house.blobs.list("")] == ["files"]
 
 
 @pytest.mark.both_databases
-def test_a_file_in_parts_is_a_training_file_like_any_other(api, client, job_request):
+def test_a_file_in_parts_is_a_training_file_like_any_other(
+    api: TestClient, client: openai.OpenAI, job_request: Callable[..., dict[str, Any]]
+) -> None:
     rows = b'{"messages": []}\n'
     upload = client.uploads.upload_file_chunked(
         file=rows, filename="t.jsonl", bytes=len(rows), mime_type="text/jsonl", purpose="fine-tune"
     )
 
+    assert upload.file is not None
     answer = api.post("/v1/fine_tuning/jobs", json=job_request(training_file=upload.file.id))
 
     assert answer.json()["training_file"] == upload.file.id
 
 
 @pytest.mark.both_databases
-def test_an_upload_and_its_parts_look_like_openais(api):
+def test_an_upload_and_its_parts_look_like_openais(api: TestClient) -> None:
     upload = begin(api)
     part = add(api, upload, b"abcdef")
 
@@ -94,7 +106,7 @@ def test_an_upload_and_its_parts_look_like_openais(api):
     assert upload["id"].startswith("upload_") and part["id"].startswith("part_")
 
 
-def test_the_expiry_asked_for_is_the_files(api):
+def test_the_expiry_asked_for_is_the_files(api: TestClient) -> None:
     upload = begin(api, expires_after={"anchor": "created_at", "seconds": 3600})
 
     file = complete(api, upload, add(api, upload, b"abcdef")).json()["file"]
@@ -114,13 +126,13 @@ def test_the_expiry_asked_for_is_the_files(api):
         ({"colour": "red"}, "colour"),
     ],
 )
-def test_a_wrong_field_is_named(api, fields, param):
+def test_a_wrong_field_is_named(api: TestClient, fields: dict[str, Any], param: str) -> None:
     answer = api.post("/v1/uploads", json=BODY | fields)
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_more_than_the_operator_allows_is_refused_before_it_is_sent(api, house):
+def test_more_than_the_operator_allows_is_refused_before_it_is_sent(api: TestClient, house: House) -> None:
     allowed = house.app.state.service.settings.max_multipart_bytes
 
     error = api.post("/v1/uploads", json=BODY | {"bytes": allowed + 1}).json()["error"]
@@ -129,11 +141,11 @@ def test_more_than_the_operator_allows_is_refused_before_it_is_sent(api, house):
     assert begin(api, bytes=allowed)["bytes"] == allowed
 
 
-def test_of_a_path_only_the_file_name_is_kept(api):
+def test_of_a_path_only_the_file_name_is_kept(api: TestClient) -> None:
     assert begin(api, filename="../../etc/train.jsonl")["filename"] == "train.jsonl"
 
 
-def test_a_part_may_be_larger_than_a_json_body(api, house):
+def test_a_part_may_be_larger_than_a_json_body(api: TestClient, house: House) -> None:
     upload = begin(api, bytes=3 << 20)
 
     add(api, upload, b"x" * (3 << 20))
@@ -145,7 +157,9 @@ def test_a_part_may_be_larger_than_a_json_body(api, house):
     ("files", "param"),
     [({"data": b""}, "data"), ({"file": b"x"}, "file"), ({}, None)],
 )
-def test_a_part_without_data_is_refused(api, house, files, param):
+def test_a_part_without_data_is_refused(
+    api: TestClient, house: House, files: dict[str, Any], param: str | None
+) -> None:
     upload = begin(api)
 
     answer = api.post(f"/v1/uploads/{upload['id']}/parts", files=files)
@@ -154,7 +168,7 @@ def test_a_part_without_data_is_refused(api, house, files, param):
     assert list(house.blobs.list("")) == []
 
 
-def test_half_a_part_is_not_a_part(api, house):
+def test_half_a_part_is_not_a_part(api: TestClient, house: House) -> None:
     upload = begin(api)
     body = b'--b\r\nContent-Disposition: form-data; name="data"; filename="upload"\r\n\r\nabcdef'
 
@@ -169,7 +183,7 @@ def test_half_a_part_is_not_a_part(api, house):
 
 
 @pytest.mark.both_databases
-def test_completing_again_gives_the_same_answer(api):
+def test_completing_again_gives_the_same_answer(api: TestClient) -> None:
     upload = begin(api)
     part = add(api, upload, b"abcdef")
 
@@ -180,7 +194,7 @@ def test_completing_again_gives_the_same_answer(api):
     assert first.json()["status"] == "completed"
 
 
-def test_a_wrong_total_is_told(api):
+def test_a_wrong_total_is_told(api: TestClient) -> None:
     upload = begin(api)
 
     error = complete(api, upload, add(api, upload, b"abc")).json()["error"]
@@ -190,12 +204,12 @@ def test_a_wrong_total_is_told(api):
 
 
 @pytest.mark.parametrize("body", [{}, {"part_ids": []}, {"part_ids": ["a"], "md5": "short"}])
-def test_a_completion_that_says_too_little_is_refused(api, body):
+def test_a_completion_that_says_too_little_is_refused(api: TestClient, body: dict[str, Any]) -> None:
     assert api.post(f"/v1/uploads/{begin(api)['id']}/complete", json=body).status_code == 400
 
 
 @pytest.mark.both_databases
-def test_a_cancelled_upload_keeps_nothing(api, house):
+def test_a_cancelled_upload_keeps_nothing(api: TestClient, house: House) -> None:
     upload = begin(api)
     part = add(api, upload, b"abcdef")
 
@@ -207,7 +221,7 @@ def test_a_cancelled_upload_keeps_nothing(api, house):
 
 
 @pytest.mark.both_databases
-def test_an_expired_upload_says_so(api, house):
+def test_an_expired_upload_says_so(api: TestClient, house: House) -> None:
     upload = begin(api)
     part = add(api, upload, b"abcdef")
     with house.database.write() as session:
@@ -225,7 +239,9 @@ def test_an_expired_upload_says_so(api, house):
 
 
 @pytest.mark.both_databases
-def test_parts_that_cannot_be_deleted_now_do_not_fail_what_was_asked_for(api, house):
+def test_parts_that_cannot_be_deleted_now_do_not_fail_what_was_asked_for(
+    api: TestClient, house: House
+) -> None:
     upload = begin(api)
     part = add(api, upload, b"abcdef")
 
@@ -238,7 +254,7 @@ def test_parts_that_cannot_be_deleted_now_do_not_fail_what_was_asked_for(api, ho
 
 @pytest.mark.parametrize("call", ["parts", "complete", "cancel"])
 @pytest.mark.both_databases
-def test_another_projects_upload_does_not_exist(api, house, call):
+def test_another_projects_upload_does_not_exist(api: TestClient, house: House, call: str) -> None:
     upload = begin(api)
     part = add(api, upload, b"abcdef")
     theirs = house.client(house.other_key)
@@ -251,7 +267,7 @@ def test_another_projects_upload_does_not_exist(api, house, call):
 
 
 @pytest.mark.both_databases
-def test_parts_may_arrive_at_the_same_time(api, house):
+def test_parts_may_arrive_at_the_same_time(api: TestClient, house: House) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     upload = begin(api, bytes=8000)
@@ -264,7 +280,7 @@ def test_parts_may_arrive_at_the_same_time(api, house):
     assert content == b"".join(bytes([number]) * 1000 for number in range(8))
 
 
-def test_an_upload_needs_a_key(house):
-    answer: httpx.Response = house.client().post("/v1/uploads", json=BODY)
+def test_an_upload_needs_a_key(house: House) -> None:
+    answer: httpx2.Response = house.client().post("/v1/uploads", json=BODY)
 
     assert answer.status_code == 401

@@ -19,6 +19,7 @@ import pytest
 
 from core.database.tables import File
 from tests.attacks.conftest import GRADER, STORAGE_BYTES, Attacked
+from tests.present import untyped
 
 MATH = {"type": "math", "name": "m", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
 RUN = "/fine_tuning/alpha/graders/run"
@@ -68,7 +69,7 @@ HOSTILE_SCHEMAS = {
 )
 def test_a_schema_that_asks_for_gigabytes_is_refused(contained: Attacked, route: str) -> None:
     for name, schema in HOSTILE_SCHEMAS.items():
-        form = response_format(schema)
+        form = response_format(untyped(schema))
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "response_format": form}
         body = chat if route == "/chat/completions" else job(response_format=form)
         with contained.client() as client:
@@ -274,7 +275,7 @@ def test_ten_thousand_files_are_listed_beside_everything_else(contained: Attacke
             }
             for number in range(10_000)
         )  # fmt: skip
-        session.bulk_insert_mappings(File, list(rows))  # type: ignore[arg-type]
+        session.bulk_insert_mappings(File, list(rows))
     with contained.client() as client:
         for _ in range(3):
             answer = client.get("/files")

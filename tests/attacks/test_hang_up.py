@@ -2,6 +2,7 @@
 
 import json
 import socket
+from pathlib import Path
 
 import psutil
 
@@ -20,7 +21,7 @@ def test_a_client_that_leaves_ends_its_grader(attacked: Attacked) -> None:
     eventually(lambda: not any(grader.is_running() for grader in graders), AT_ONCE)
 
 
-def test_a_client_that_leaves_while_it_waits_is_not_served_later(attacked: Attacked, tmp_path) -> None:
+def test_a_client_that_leaves_while_it_waits_is_not_served_later(attacked: Attacked, tmp_path: Path) -> None:
     """More than a project may run at once. All leave, and the next one is served at once."""
     waiting = [request(attacked, f"def grade(sample, item):\n    while True: pass\n# {n}") for n in range(12)]
     for connection in waiting:

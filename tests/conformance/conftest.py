@@ -19,6 +19,7 @@ from tests.conformance.helpers import finished, poll
 from tests.conformance.model import make_writing_model
 from tests.e2e.conftest import Server, launch
 from tests.graders.servers import serving
+from tests.present import untyped
 
 # The names that the guides print, of models to tune and of judges.
 MODELS = ("o4-mini-2025-04-16", "o4-mini", "gpt-4.1-nano-2025-04-14", "gpt-4o-mini-2024-07-18")
@@ -127,11 +128,14 @@ def trained(service: Server) -> FineTuningJob:
         model="o4-mini-2025-04-16",
         training_file=files[0],
         validation_file=files[1],
-        method={
-            "type": "reinforcement",
-            "reinforcement": {"grader": grader, "hyperparameters": {"n_epochs": 2, "eval_interval": 1}},
-        },
+        method=untyped(
+            {
+                "type": "reinforcement",
+                "reinforcement": {"grader": grader, "hyperparameters": {"n_epochs": 2, "eval_interval": 1}},
+            }
+        ),
     )
     job = finished(client, job.id)
+    assert isinstance(job, FineTuningJob)
     assert job.status == "succeeded", job.error
     return job

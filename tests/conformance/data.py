@@ -15,14 +15,14 @@ def rows(*answers: str) -> list[dict[str, Any]]:
 
 TRAIN = jsonl(rows("red", "green", "blue", "white"))
 TEST = jsonl(rows("black", "brown"))
-EXACT = {
+EXACT: Any = {
     "type": "string_check",
     "name": "exact",
     "input": "{{sample.output_text}}",
     "reference": "{{item.reference_answer}}",
     "operation": "eq",
 }
-SIMILAR = {
+SIMILAR: Any = {
     "type": "text_similarity",
     "name": "similar",
     "input": "{{sample.output_text}}",

@@ -1,6 +1,7 @@
 """README of the client, async usage: the whole flow with `AsyncOpenAI`."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
@@ -18,8 +19,8 @@ from tests.conformance.helpers import (
 
 
 @pytest.mark.slow
-def test_the_async_client_does_everything():
-    async def main():
+def test_the_async_client_does_everything() -> None:
+    async def main() -> None:
         async with AsyncOpenAI() as client:
             train = await client.files.create(file=("train.jsonl", TRAIN), purpose="fine-tune")
             test = await client.files.create(file=("test.jsonl", TEST), purpose="fine-tune")
@@ -50,14 +51,15 @@ def test_the_async_client_does_everything():
             async for model in client.models.list():
                 assert_documented(model, MODEL)
             assert "step" in (await client.files.content(job.result_files[0])).text
+            assert job.fine_tuned_model is not None
             deleted = await client.models.delete(job.fine_tuned_model)
             assert_documented(deleted, {"id": job.fine_tuned_model, "object": "model", "deleted": True})
 
     asyncio.run(main())
 
 
-def test_requests_run_beside_each_other():
-    async def main():
+def test_requests_run_beside_each_other() -> None:
+    async def main() -> list[Any]:
         async with AsyncOpenAI() as client:
             run = client.fine_tuning.alpha.graders.run
             return await asyncio.gather(

@@ -1,5 +1,7 @@
 """Azure's how-to "Reinforcement fine-tuning": its client, its paths and header, its spellings."""
 
+from typing import Any
+
 import httpx
 import openai
 import pytest
@@ -19,9 +21,11 @@ from tests.conformance.helpers import (
     finished,
     jsonl,
 )
+from tests.e2e.conftest import Server
+from tests.present import untyped
 
 API_VERSION = "2025-04-01-preview"
-METHOD = {
+METHOD: Any = {
     "type": "reinforcement",
     "reinforcement": {
         "hyperparameters": {
@@ -47,7 +51,7 @@ METHOD = {
 }
 
 USER = {"role": "user", "content": "Color?"}
-ROWS = [
+ROWS: Any = [
     {"messages": [USER], "tools": [], "reference_answer": "red"},
     {
         "messages": [USER, {"role": "assistant", "content": "Red.", "refusal": None}, USER],
@@ -57,19 +61,19 @@ ROWS = [
 
 
 @pytest.fixture
-def endpoint(service):
+def endpoint(service: Server) -> str:
     return service.base_url.removesuffix("/v1")
 
 
 @pytest.fixture
-def client(service, endpoint):
+def client(service: Server, endpoint: str) -> AzureOpenAI:
     return AzureOpenAI(
         azure_endpoint=endpoint, api_key=service.key, api_version=API_VERSION, timeout=120, max_retries=0
     )
 
 
 @pytest.mark.slow
-def test_azures_client_makes_a_job_and_calls_its_model(client, inference):
+def test_azures_client_makes_a_job_and_calls_its_model(client: AzureOpenAI, inference: None) -> None:
     train = client.files.create(file=("train.jsonl", b"\xef\xbb\xbf" + jsonl(ROWS)), purpose="fine-tune")
     valid = client.files.create(file=("valid.jsonl", TEST), purpose="fine-tune")
     assert_documented(train, FILE)
@@ -100,7 +104,7 @@ def test_azures_client_makes_a_job_and_calls_its_model(client, inference):
     assert_documented(completion, CHAT)
 
 
-def test_the_key_goes_in_azures_header(service, endpoint):
+def test_the_key_goes_in_azures_header(service: Server, endpoint: str) -> None:
     headers = {"api-key": service.key}
     url = f"{endpoint}/openai/files?api-version={API_VERSION}"
 
@@ -114,7 +118,7 @@ def test_the_key_goes_in_azures_header(service, endpoint):
     assert on_openais_paths.status_code == 200
 
 
-def test_the_newer_paths_work_with_openais_client(service, endpoint):
+def test_the_newer_paths_work_with_openais_client(service: Server, endpoint: str) -> None:
     client = OpenAI(base_url=f"{endpoint}/openai/v1/", api_key=service.key)
 
     assert "o4-mini-2025-04-16" in [model.id for model in client.models.list()]
@@ -122,7 +126,7 @@ def test_the_newer_paths_work_with_openais_client(service, endpoint):
 
 
 @pytest.mark.parametrize("training_type", ["Standard", "GlobalStandard", "globalStandard", "developerTier"])
-def test_every_training_type_is_accepted(client, training_type):
+def test_every_training_type_is_accepted(client: AzureOpenAI, training_type: str) -> None:
     files = [client.files.create(file=("rows.jsonl", rows), purpose="fine-tune").id for rows in (TRAIN, TEST)]
 
     job = client.fine_tuning.jobs.create(
@@ -138,7 +142,7 @@ def test_every_training_type_is_accepted(client, training_type):
     assert_documented(job, NEW_JOB)
 
 
-def test_the_page_s_graders_are_valid(client):
+def test_the_page_s_graders_are_valid(client: AzureOpenAI) -> None:
     similar = {
         "name": "text_similarity_sample_grader",
         "type": "text_similarity",
@@ -165,11 +169,11 @@ def test_the_page_s_graders_are_valid(client):
     }
 
     for grader in (similar, fields):
-        validated = client.fine_tuning.alpha.graders.validate(grader=grader)
+        validated = client.fine_tuning.alpha.graders.validate(grader=untyped(grader))
         assert validated.to_dict(warnings=False) == {"grader": grader}
 
 
-def test_an_unknown_job_is_openais_404(client):
+def test_an_unknown_job_is_openais_404(client: AzureOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.fine_tuning.jobs.retrieve("ftjob-0123456789abcdef0123456789abcdef")
 

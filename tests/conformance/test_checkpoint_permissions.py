@@ -4,26 +4,28 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
+from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 
 from tests.conformance.helpers import PERMISSION, assert_documented
-from tests.e2e.conftest import ROOT
+from tests.e2e.conftest import ROOT, Server
 
 
 @pytest.fixture
-def checkpoint(trained):
+def checkpoint(trained: FineTuningJob) -> str:
     [*_, first] = OpenAI().fine_tuning.jobs.checkpoints.list(trained.id)
     return first.fine_tuned_model_checkpoint
 
 
 @pytest.fixture(scope="module")
-def projects(service):
+def projects(service: Server) -> list[Any]:
     """Other projects of the organization, as its operator makes them."""
 
-    def create(name):
+    def create(name: str) -> Any:
         command = [sys.executable, "-m", "worker.cli", "admin", "project", "create", name, "--json"]
         environment = os.environ | {"REGRAFT_DATA_DIR": str(service.folder)}
         return json.loads(subprocess.check_output(command, cwd=ROOT, env=environment))["id"]
@@ -32,7 +34,7 @@ def projects(service):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_shared_listed_and_taken_back(checkpoint, projects):
+def test_a_checkpoint_is_shared_listed_and_taken_back(checkpoint: str, projects: list[Any]) -> None:
     permissions = OpenAI().fine_tuning.checkpoints.permissions
 
     created = permissions.create(checkpoint, project_ids=projects)
@@ -62,6 +64,6 @@ def test_a_checkpoint_is_shared_listed_and_taken_back(checkpoint, projects):
     assert [one.project_id for one in permissions.list(checkpoint)] == [projects[1]]
 
 
-def test_an_unknown_checkpoint_is_not_found():
+def test_an_unknown_checkpoint_is_not_found() -> None:
     with pytest.raises(openai.NotFoundError):
         OpenAI().fine_tuning.checkpoints.permissions.list("ft:o4-mini-2025-04-16:org::abcdefgh:ckpt-step-1")

@@ -7,14 +7,16 @@ from openai import OpenAI
 from openai.types.fine_tuning import ReinforcementHyperparameters, ReinforcementMethod
 from openai.types.graders import ScoreModelGrader
 
+from tests.conformance.conftest import Judge
 from tests.conformance.helpers import FINISHED_JOB, JOB, assert_documented, finished, jsonl
+from tests.present import untyped
 
 ROWS = [{"messages": [{"role": "user", "content": f"I feel {how}."}]} for how in ("cold", "warm", "tired")]
 PROMPT = "Conversation:\n{{item.messages}}\nAgent reply:\n{{sample.output_text}}\nReturn a number."
 
 
 @pytest.mark.slow
-def test_typed_objects_make_a_job(tmp_path: Path, judge):
+def test_typed_objects_make_a_job(tmp_path: Path, judge: Judge) -> None:
     client = OpenAI()
     train_path, val_path = tmp_path / "train.jsonl", tmp_path / "val.jsonl"
     train_path.write_bytes(jsonl(ROWS))
@@ -27,21 +29,23 @@ def test_typed_objects_make_a_job(tmp_path: Path, judge):
         training_file=training_file.id,
         validation_file=validation_file.id,
         model="o4-mini-2025-04-16",
-        method={
-            "type": "reinforcement",
-            "reinforcement": ReinforcementMethod(
-                grader=ScoreModelGrader(
-                    name="score_health",
-                    type="score_model",
-                    input=[{"role": "user", "type": "message", "content": PROMPT}],
-                    model="o4-mini-2025-04-16",
-                    sampling_params={"reasoning_effort": "low"},
+        method=untyped(
+            {
+                "type": "reinforcement",
+                "reinforcement": ReinforcementMethod(
+                    grader=ScoreModelGrader(
+                        name="score_health",
+                        type="score_model",
+                        input=[{"role": "user", "type": "message", "content": PROMPT}],
+                        model="o4-mini-2025-04-16",
+                        sampling_params={"reasoning_effort": "low"},
+                    ),
+                    hyperparameters=ReinforcementHyperparameters(
+                        reasoning_effort="medium", n_epochs=5, batch_size=4
+                    ),
                 ),
-                hyperparameters=ReinforcementHyperparameters(
-                    reasoning_effort="medium", n_epochs=5, batch_size=4
-                ),
-            ),
-        },
+            }
+        ),
         seed=42,
     )
     retrieved_job = client.fine_tuning.jobs.retrieve(job.id)

@@ -3,6 +3,9 @@
 import inspect
 import json
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -10,8 +13,9 @@ from openai import OpenAI
 
 from tests.conformance.data import TEST, TRAIN
 from tests.conformance.helpers import FILE, FINISHED_JOB, GRADER_RUN, JOB, assert_documented, flags, poll
+from tests.present import present, untyped
 
-MODEL_GRADER = {
+MODEL_GRADER: dict[str, Any] = {
     "type": "score_model",
     "name": "judge_2",
     "input": [
@@ -28,7 +32,7 @@ MODEL_GRADER = {
 }
 
 
-def overlap(sample: dict, item: dict) -> float:
+def overlap(sample: dict[str, Any], item: dict[str, Any]) -> float:
     from rapidfuzz import fuzz, utils
 
     score = fuzz.token_set_ratio(
@@ -37,11 +41,11 @@ def overlap(sample: dict, item: dict) -> float:
     return score / 100.0
 
 
-def same(sample: dict, item: dict) -> float:
+def same(sample: dict[str, Any], item: dict[str, Any]) -> float:
     return 1.0 if sample["output_text"] == item["reference_answer"] else 0.0
 
 
-def payload(function):
+def payload(function: Callable[..., float]) -> dict[Any, Any]:
     source = inspect.getsource(function).replace(function.__name__, "grade", 1)
     return {"type": "python", "source": source}
 
@@ -57,18 +61,18 @@ PYTHON_GRADERS = {
 
 
 @pytest.fixture
-def headers():
+def headers() -> dict[Any, Any]:
     return {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
 
 
 @pytest.fixture
-def base():
+def base() -> str:
     return os.environ["OPENAI_BASE_URL"]
 
 
-def test_the_grader_of_two_python_functions_scores(base, headers):
+def test_the_grader_of_two_python_functions_scores(base: str, headers: dict[Any, Any]) -> None:
     item = {"messages": [{"role": "user", "content": "Color?"}], "reference_answer": "dark red"}
-    run = {"grader": PYTHON_GRADERS, "item": item, "model_sample": "red"}
+    run: Any = {"grader": PYTHON_GRADERS, "item": item, "model_sample": "red"}
 
     response = requests.post(f"{base}/fine_tuning/alpha/graders/run", json=run, headers=headers)
 
@@ -79,7 +83,7 @@ def test_the_grader_of_two_python_functions_scores(base, headers):
     assert response.json()["reward"] == pytest.approx(0.85)
 
 
-def test_the_model_grader_is_valid(base, headers):
+def test_the_model_grader_is_valid(base: str, headers: dict[Any, Any]) -> None:
     response = requests.post(
         f"{base}/fine_tuning/alpha/graders/validate", json={"grader": MODEL_GRADER}, headers=headers
     )
@@ -88,7 +92,7 @@ def test_the_model_grader_is_valid(base, headers):
     assert response.json() == {"grader": MODEL_GRADER}
 
 
-def upload(base, headers, path):
+def upload(base: str, headers: dict[Any, Any], path: Path) -> Any:
     with path.open("rb") as file:
         response = requests.post(
             f"{base}/files", headers=headers, files={"file": file}, data={"purpose": "fine-tune"}
@@ -99,7 +103,7 @@ def upload(base, headers, path):
 
 
 @pytest.mark.slow
-def test_files_job_and_model(base, headers, tmp_path):
+def test_files_job_and_model(base: str, headers: dict[Any, Any], tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(TRAIN)
     (tmp_path / "val.jsonl").write_bytes(TEST)
     job = {
@@ -138,11 +142,13 @@ def test_files_job_and_model(base, headers, tmp_path):
     assert asked.items() >= job["method"]["reinforcement"]["hyperparameters"].items()
     assert f":{job['suffix']}:" in data["fine_tuned_model"]
     events = OpenAI().fine_tuning.jobs.list_events(job_id)
-    assert {event.data["step"] for event in events if "full_valid_mean_reward" in event.data} >= {0, 5}
+    assert {
+        untyped(event.data)["step"] for event in events if "full_valid_mean_reward" in untyped(event.data)
+    } >= {0, 5}
 
 
 @pytest.mark.slow
-def test_the_model_is_asked_to_grade_by_chat(inference):
+def test_the_model_is_asked_to_grade_by_chat(inference: None) -> None:
     """The page's own check of a grader: chat with a schema, `seed` and `temperature` of the grader."""
     step = {
         "type": "object",
@@ -162,7 +168,7 @@ def test_the_model_is_asked_to_grade_by_chat(inference):
         "required": ["steps", "result"],
         "additionalProperties": False,
     }
-    response_format = {
+    response_format: Any = {
         "type": "json_schema",
         "json_schema": {"name": "float_score_classification", "strict": True, "schema": schema},
     }
@@ -179,7 +185,7 @@ def test_the_model_is_asked_to_grade_by_chat(inference):
     )
 
     message = response.choices[0]
-    assert message.finish_reason == "length" or json.loads(message.message.content).keys() == {
+    assert message.finish_reason == "length" or json.loads(present(message.message.content)).keys() == {
         "steps",
         "result",
     }

@@ -1,10 +1,13 @@
 """Reference, reinforcement input; guide, prepare your dataset: rows as users have them."""
 
+from typing import Any
+
 import pytest
 from openai import OpenAI
 
 from tests.conformance.data import EXACT, TEST
 from tests.conformance.helpers import FINISHED_JOB, assert_documented, finished, jsonl
+from tests.present import untyped
 
 USER = {"role": "user", "content": "Color?"}
 ROWS = {
@@ -17,7 +20,7 @@ ROWS = {
 }
 
 
-def train(client, content):
+def train(client: OpenAI, content: bytes) -> Any:
     files = [
         client.files.create(file=("rows.jsonl", rows), purpose="fine-tune").id for rows in (content, TEST)
     ]
@@ -34,8 +37,8 @@ def train(client, content):
 
 
 @pytest.mark.slow
-def test_every_documented_row_is_trained_on():
-    rows = jsonl(row | {"reference_answer": "red"} for row in ROWS.values())
+def test_every_documented_row_is_trained_on() -> None:
+    rows = jsonl(row | untyped({"reference_answer": "red"}) for row in ROWS.values())
 
     assert_documented(train(OpenAI(), rows.replace(b"\n", b"\r\n")), FINISHED_JOB)
 
@@ -50,7 +53,7 @@ def test_every_documented_row_is_trained_on():
     ],
     ids=["no json", "no messages", "assistant last", "field of the grader"],
 )
-def test_a_bad_file_fails_the_job_with_its_line(content, said):
+def test_a_bad_file_fails_the_job_with_its_line(content: bytes, said: str) -> None:
     job = train(OpenAI(), content)
 
     assert job.status == "failed"

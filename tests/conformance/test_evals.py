@@ -5,8 +5,10 @@ from types import NoneType
 import openai
 import pytest
 from openai import OpenAI
+from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 
 from tests.conformance.helpers import NUMBER, assert_documented, starts
+from tests.present import untyped
 
 pytestmark = pytest.mark.slow
 
@@ -69,44 +71,48 @@ ITEM = {
 }
 
 
-def test_the_job_names_its_eval(trained):
+def test_the_job_names_its_eval(trained: FineTuningJob) -> None:
     client = OpenAI()
 
-    found = client.evals.retrieve(trained.eval_id)
+    found = client.evals.retrieve(untyped(trained).eval_id)
 
     assert_documented(found, EVAL)
     assert found.id in [one.id for one in client.evals.list(order="desc", limit=5)]
 
 
-def test_every_validation_is_a_run(trained):
+def test_every_validation_is_a_run(trained: FineTuningJob) -> None:
     client = OpenAI()
 
-    runs = list(client.evals.runs.list(trained.eval_id, order="asc", limit=1))  # a page each
+    runs = list(client.evals.runs.list(untyped(trained).eval_id, order="asc", limit=1))  # a page each
 
     for run in runs:
         assert_documented(run, RUN)
         assert run.result_counts.total == 2
-        assert client.evals.runs.retrieve(run.id, eval_id=trained.eval_id).id == run.id
+        assert client.evals.runs.retrieve(run.id, eval_id=untyped(trained).eval_id).id == run.id
     assert [run.name for run in runs] == [f"Step {n}" for n in range(len(runs))] and len(runs) == 3
-    assert list(client.evals.runs.list(trained.eval_id, status="failed")) == []
+    assert list(client.evals.runs.list(untyped(trained).eval_id, status="failed")) == []
 
 
-def test_every_answer_is_an_item_with_the_grade_of_every_grader(trained):
+def test_every_answer_is_an_item_with_the_grade_of_every_grader(trained: FineTuningJob) -> None:
     client = OpenAI()
-    run = next(iter(client.evals.runs.list(trained.eval_id, order="desc")))
+    run = next(iter(client.evals.runs.list(untyped(trained).eval_id, order="desc")))
 
-    items = list(client.evals.runs.output_items.list(run.id, eval_id=trained.eval_id, limit=1))
+    items = list(client.evals.runs.output_items.list(run.id, eval_id=untyped(trained).eval_id, limit=1))
 
     for item in items:
         assert_documented(item, ITEM)
         assert [result.name for result in item.results] == ["both", "exact", "similar"]
-        again = client.evals.runs.output_items.retrieve(item.id, eval_id=trained.eval_id, run_id=run.id)
+        again = client.evals.runs.output_items.retrieve(
+            item.id, eval_id=untyped(trained).eval_id, run_id=run.id
+        )
         assert again.to_dict() == item.to_dict()
     assert len(items) == 2
-    failed = list(client.evals.runs.output_items.list(run.id, eval_id=trained.eval_id, status="fail"))
+    failed = list(
+        client.evals.runs.output_items.list(run.id, eval_id=untyped(trained).eval_id, status="fail")
+    )
     assert {item.id for item in failed} == {item.id for item in items if item.status == "fail"}
 
 
-def test_an_unknown_eval_is_not_found():
+def test_an_unknown_eval_is_not_found() -> None:
     with pytest.raises(openai.NotFoundError):
         OpenAI().evals.retrieve("eval_0123456789abcdef")

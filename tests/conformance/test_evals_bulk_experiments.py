@@ -1,9 +1,12 @@
 """Cookbook "Evals API: bulk model and prompt experimentation": one eval, a run for each prompt and model."""
 
+from functools import partial
+
 import openai
 import pytest
 
 from tests.conformance.helpers import poll
+from tests.e2e.conftest import Server
 
 pytestmark = pytest.mark.slow
 
@@ -11,7 +14,7 @@ NOTES = ["New message from Ada: lunch at noon?", "Your parcel arrives tomorrow."
 PROMPTS = {"basic": "Summarize the notification.", "strict": "Summarize the notification in five words."}
 
 
-def test_a_run_for_each_prompt(service, inference):
+def test_a_run_for_each_prompt(service: Server, inference: None) -> None:
     client = openai.OpenAI()
     made = client.evals.create(
         name="Push notification bulk experiment",
@@ -76,7 +79,7 @@ def test_a_run_for_each_prompt(service, inference):
     ]
     done = [
         poll(
-            lambda run=run: client.evals.runs.retrieve(run.id, eval_id=made.id),
+            partial(client.evals.runs.retrieve, run.id, eval_id=made.id),
             lambda run: run.status in ("completed", "failed"),
         )
         for run in runs

@@ -1,12 +1,14 @@
 """Guide "Evaluate external models", and reference "Evals": outputs of other models, graded as they are."""
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 
 from tests.conformance.helpers import poll
+from tests.e2e.conftest import Server
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +27,11 @@ ROWS = [
 ]
 
 
-def source():
+def source() -> Any:
     return {"type": "jsonl", "source": {"type": "file_content", "content": ROWS}}
 
 
-def create(client):
+def create(client: openai.OpenAI | AsyncOpenAI) -> Any:
     return client.evals.create(
         name="external",
         data_source_config={
@@ -57,13 +59,14 @@ def create(client):
     )
 
 
-def test_outputs_are_graded_as_they_are(service):
+def test_outputs_are_graded_as_they_are(service: Server) -> None:
     client = openai.OpenAI()
     made = create(client)
-    run = client.evals.runs.create(made.id, name="theirs", data_source=source())
+    run: Any = client.evals.runs.create(made.id, name="theirs", data_source=source())
 
     run = poll(
-        lambda: client.evals.runs.retrieve(run.id, eval_id=made.id), lambda run: run.status == "completed"
+        lambda: client.evals.runs.retrieve(run.id, eval_id=made.id),
+        lambda run: run.status == "completed",
     )
 
     assert run.result_counts.model_dump() == {"total": 2, "passed": 1, "failed": 1, "errored": 0}
@@ -72,7 +75,7 @@ def test_outputs_are_graded_as_they_are(service):
     assert {result.name: result.passed for result in failed.results} == {"fuzzy": False, "similar": False}
 
 
-def test_an_eval_is_updated_and_deleted_with_its_run(service):
+def test_an_eval_is_updated_and_deleted_with_its_run(service: Server) -> None:
     client = openai.OpenAI()
     made = create(client)
     run = client.evals.runs.create(made.id, data_source=source())
@@ -92,10 +95,10 @@ def test_an_eval_is_updated_and_deleted_with_its_run(service):
         client.evals.retrieve(made.id)
 
 
-async def _cancelled():
+async def _cancelled() -> Any:
     async with AsyncOpenAI() as client:
         made = await create(client)
-        run = await client.evals.runs.create(made.id, data_source=source())
+        run: Any = await client.evals.runs.create(made.id, data_source=source())
         try:
             run = await client.evals.runs.cancel(run.id, eval_id=made.id)
         except openai.BadRequestError as too_late:
@@ -104,5 +107,5 @@ async def _cancelled():
         return run.status
 
 
-def test_the_async_client_cancels(service):
+def test_the_async_client_cancels(service: Server) -> None:
     assert asyncio.run(_cancelled()) in ("canceled", "completed")

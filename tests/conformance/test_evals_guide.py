@@ -1,11 +1,13 @@
 """Guide "Working with evals": describe the task, upload test data, run, poll and read the results."""
 
 import json
+from typing import Any
 
 import openai
 import pytest
 
 from tests.conformance.helpers import assert_documented, poll, starts
+from tests.e2e.conftest import Server
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +48,7 @@ RUN = {
 }
 
 
-def test_categorize_tickets(service, inference):
+def test_categorize_tickets(service: Server, inference: None) -> None:
     client = openai.OpenAI()
     eval_obj = client.evals.create(
         name="IT Ticket Categorization",
@@ -72,7 +74,7 @@ def test_categorize_tickets(service, inference):
     text = "\n".join(json.dumps(row) for row in ROWS)
     file = client.files.create(file=("tickets.jsonl", text.encode()), purpose="evals")
 
-    run = client.evals.runs.create(
+    run: Any = client.evals.runs.create(
         eval_obj.id,
         name="Categorization text run",
         data_source={

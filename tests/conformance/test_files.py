@@ -6,8 +6,10 @@ from pathlib import Path
 import openai
 import pytest
 from openai import OpenAI
+from openai.types import FilePurpose
 
 from tests.conformance.helpers import FILE, assert_documented
+from tests.present import untyped
 
 CONTENT = b'{"messages": [{"role": "user", "content": "Hi"}], "reference_answer": "x"}\n'
 
@@ -29,11 +31,11 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_file_is_uploaded_in_every_shape(shape, tmp_path):
+def test_a_file_is_uploaded_in_every_shape(shape: str, tmp_path: Path) -> None:
     make, name = SHAPES[shape]
     client = OpenAI()
 
-    file = client.files.create(file=make(tmp_path), purpose="fine-tune")
+    file = client.files.create(file=untyped(make(tmp_path)), purpose="fine-tune")
 
     assert_documented(file, FILE | {"bytes": len(CONTENT), "filename": name, "purpose": "fine-tune"})
     assert client.files.wait_for_processing(file.id).status == "processed"
@@ -41,7 +43,7 @@ def test_a_file_is_uploaded_in_every_shape(shape, tmp_path):
 
 
 @pytest.mark.parametrize("purpose", ["fine-tune", "evals", "batch", "user_data"])
-def test_a_file_has_one_of_the_documented_purposes(purpose):
+def test_a_file_has_one_of_the_documented_purposes(purpose: FilePurpose) -> None:
     client = OpenAI()
 
     file = client.files.create(file=("rows.jsonl", CONTENT), purpose=purpose)
@@ -50,7 +52,7 @@ def test_a_file_has_one_of_the_documented_purposes(purpose):
     assert file.id in [one.id for one in client.files.list(purpose=purpose, limit=1).data]
 
 
-def test_a_file_may_expire():
+def test_a_file_may_expire() -> None:
     file = OpenAI().files.create(
         file=("rows.jsonl", CONTENT),
         purpose="fine-tune",
@@ -60,7 +62,7 @@ def test_a_file_may_expire():
     assert_documented(file, FILE | {"expires_at": file.created_at + 3600})
 
 
-def test_the_content_is_read_in_every_documented_way(tmp_path):
+def test_the_content_is_read_in_every_documented_way(tmp_path: Path) -> None:
     client = OpenAI()
     file = client.files.create(file=("rows.jsonl", CONTENT), purpose="fine-tune")
 
@@ -77,7 +79,7 @@ def test_the_content_is_read_in_every_documented_way(tmp_path):
         assert client.files.retrieve_content(file.id) == CONTENT.decode()
 
 
-def test_a_file_is_deleted():
+def test_a_file_is_deleted() -> None:
     client = OpenAI()
     file = client.files.create(file=("rows.jsonl", CONTENT), purpose="fine-tune")
 
@@ -95,7 +97,7 @@ def test_a_file_is_deleted():
 
 
 @pytest.mark.parametrize("purpose", ["fine-tuning", ""])
-def test_another_purpose_is_refused(purpose):
+def test_another_purpose_is_refused(purpose: FilePurpose) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         OpenAI().files.create(file=("rows.jsonl", CONTENT), purpose=purpose)
 

@@ -1,6 +1,7 @@
 """Reference, run a grader: failures of a grader are answers with status 200, reward 0 and a flag."""
 
 import os
+from typing import Any
 
 import httpx
 import openai
@@ -11,7 +12,7 @@ from tests.conformance.data import EXACT
 from tests.conformance.helpers import ERROR, GRADER_RUN, assert_documented, flags
 
 
-def python(source):
+def python(source: str) -> Any:
     return {"type": "python", "name": "p", "source": source}
 
 
@@ -33,7 +34,7 @@ def python(source):
         ),
     ],
 )
-def test_a_grader_that_fails_is_an_answer(grader, sample, flag):
+def test_a_grader_that_fails_is_an_answer(grader: Any, sample: str, flag: str) -> None:
     run = OpenAI().fine_tuning.alpha.graders.run(
         grader=grader, item={"reference_answer": "x"}, model_sample=sample
     )
@@ -42,13 +43,14 @@ def test_a_grader_that_fails_is_an_answer(grader, sample, flag):
     assert (run.reward, flags(run.to_dict())) == (0.0, {flag})
 
 
-def test_the_clients_names_for_the_errors_are_filled():
+def test_the_clients_names_for_the_errors_are_filled() -> None:
     run = OpenAI().fine_tuning.alpha.graders.run(
         grader=python("def grade(sample, item):\n    raise ValueError('odd')\n"), model_sample="x"
     )
 
     errors = run.metadata.errors
     assert errors.python_grader_runtime_error is True
+    assert errors.python_grader_runtime_error_details is not None
     assert "odd" in errors.python_grader_runtime_error_details
     assert errors.api_model_grader_server_error is False
     assert errors.api_model_grader_refusal_error is False
@@ -65,7 +67,7 @@ def test_the_clients_names_for_the_errors_are_filled():
         ({"speed": 5}, "grader.speed", "unknown_parameter"),
     ],
 )
-def test_a_malformed_grader_is_a_bad_request(change, param, code):
+def test_a_malformed_grader_is_a_bad_request(change: dict[str, Any], param: str, code: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         OpenAI().fine_tuning.alpha.graders.validate(grader=EXACT | change)
 
@@ -73,7 +75,7 @@ def test_a_malformed_grader_is_a_bad_request(change, param, code):
     assert refused.value.type == "invalid_request_error"
 
 
-def test_a_grader_that_is_no_object_is_a_bad_request():
+def test_a_grader_that_is_no_object_is_a_bad_request() -> None:
     response = httpx.post(
         f"{os.environ['OPENAI_BASE_URL']}/fine_tuning/alpha/graders/run",
         headers={"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},

@@ -1,12 +1,15 @@
 """Guide "Graders", label model graders: the runnable sample, at top level, and as the grader of a job."""
 
 import os
+from typing import Any
 
 import requests
 from openai import OpenAI
 
+from tests.conformance.conftest import Judge
 from tests.conformance.data import TEST, TRAIN
 from tests.conformance.helpers import GRADER_RUN, NEW_JOB, assert_documented, flags
+from tests.present import untyped
 
 GRADER = {
     "type": "label_model",
@@ -22,7 +25,7 @@ GRADER = {
 }
 
 
-def post(path, body):
+def post(path: str, body: dict[Any, Any]) -> Any:
     headers = {"Authorization": f"bearer {os.environ['OPENAI_API_KEY']}"}  # in lower case, as printed
     url = f"{os.environ['OPENAI_BASE_URL']}/fine_tuning/alpha/graders/{path}"
     response = requests.post(url, json=body, headers=headers)
@@ -30,13 +33,13 @@ def post(path, body):
     return response.json()
 
 
-def test_the_printed_grader_is_valid():
+def test_the_printed_grader_is_valid() -> None:
     grader = post("validate", {"grader": GRADER})["grader"]
 
     assert grader.items() >= {**GRADER, "sampling_params": grader["sampling_params"]}.items()
 
 
-def test_the_printed_run_passes_or_fails_by_the_label(judge):
+def test_the_printed_run_passes_or_fails_by_the_label(judge: Judge) -> None:
     runs = [post("run", {"grader": GRADER, "item": {}, "model_sample": text}) for text in ("0.9", "0.99")]
 
     for run in runs:
@@ -49,7 +52,7 @@ def test_the_printed_run_passes_or_fails_by_the_label(judge):
     assert asked["max_completion_tokens"] == 32768
 
 
-def test_a_job_takes_it_as_its_grader():
+def test_a_job_takes_it_as_its_grader() -> None:
     client = OpenAI()
     files = [client.files.create(file=("rows.jsonl", rows), purpose="fine-tune").id for rows in (TRAIN, TEST)]
 
@@ -57,10 +60,10 @@ def test_a_job_takes_it_as_its_grader():
         model="o4-mini-2025-04-16",
         training_file=files[0],
         validation_file=files[1],
-        method={"type": "reinforcement", "reinforcement": {"grader": GRADER}},
+        method=untyped({"type": "reinforcement", "reinforcement": {"grader": GRADER}}),
     )
     client.fine_tuning.jobs.cancel(job.id)
 
     assert_documented(job, NEW_JOB)
-    grader = job.to_dict(warnings=False)["method"]["reinforcement"]["grader"]
+    grader = untyped(job.to_dict(warnings=False)["method"])["reinforcement"]["grader"]
     assert grader.items() >= {**GRADER, "sampling_params": grader["sampling_params"]}.items()

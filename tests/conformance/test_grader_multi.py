@@ -1,6 +1,7 @@
 """Guide "Graders", multigraders: the example over two JSON fields, and the language of its formula."""
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
@@ -8,6 +9,10 @@ from openai import OpenAI
 
 from tests.conformance.data import EXACT
 from tests.conformance.helpers import GRADER_RUN, assert_documented, flags
+from tests.present import untyped
+
+if TYPE_CHECKING:
+    from _pytest.approx import Approx
 
 NAME = {
     "name": "name_grader",
@@ -24,7 +29,7 @@ EMAIL = {
     "reference": "{{item.email}}",
     "operation": "eq",
 }
-GRADER = {
+GRADER: Any = {
     "type": "multi",
     "graders": {"name": NAME, "email": EMAIL},
     "calculate_output": "(name + email) / 2",
@@ -32,8 +37,8 @@ GRADER = {
 ITEM = {"name": "Grace Hopper", "email": "grace@example.com"}
 
 
-def test_the_printed_grader_is_valid():
-    grader = OpenAI().fine_tuning.alpha.graders.validate(grader=GRADER).to_dict(warnings=False)["grader"]
+def test_the_printed_grader_is_valid() -> None:
+    grader: Any = OpenAI().fine_tuning.alpha.graders.validate(grader=GRADER).to_dict(warnings=False)["grader"]
 
     assert grader.pop("name")
     assert grader == GRADER
@@ -47,19 +52,22 @@ def test_the_printed_grader_is_valid():
         ('{"name": "Grace Hopper", "email": "g@example.com"}', 1.0, 0.0),
     ],
 )
-def test_a_sample_scores_the_mean_of_its_fields(sample, name, email):
+def test_a_sample_scores_the_mean_of_its_fields(
+    sample: str, name: "float | Approx[float]", email: float
+) -> None:
     run = OpenAI().fine_tuning.alpha.graders.run(grader=GRADER, item=ITEM, model_sample=sample)
 
     assert_documented(run, GRADER_RUN)
     assert not flags(run.to_dict())
     assert run.sub_rewards == {"name": name, "email": email}
     assert run.metadata.scores == run.sub_rewards
-    assert run.reward == pytest.approx((run.sub_rewards["name"] + run.sub_rewards["email"]) / 2)
+    rewards = untyped(run.sub_rewards)
+    assert run.reward == pytest.approx((rewards["name"] + rewards["email"]) / 2)
 
 
-def test_a_list_of_graders_goes_by_their_names():
+def test_a_list_of_graders_goes_by_their_names() -> None:
     """The reference draws `graders` as a list; then the names are the variables."""
-    grader = GRADER | {"graders": [NAME, EMAIL], "calculate_output": "(name_grader + email_grader) / 2"}
+    grader: Any = GRADER | {"graders": [NAME, EMAIL], "calculate_output": "(name_grader + email_grader) / 2"}
     sample = '{"name": "Grace Hopper", "email": "nobody"}'
 
     run = OpenAI().fine_tuning.alpha.graders.run(grader=grader, item=ITEM, model_sample=sample)
@@ -88,10 +96,10 @@ def test_a_list_of_graders_goes_by_their_names():
         ("log(a + 1)", math.log(2)),
     ],
 )
-def test_a_formula_has_the_documented_operators_and_functions(formula, reward):
+def test_a_formula_has_the_documented_operators_and_functions(formula: str, reward: float) -> None:
     """`a` is 1 and `b` is 0."""
     graders = {"a": EXACT | {"name": "a"}, "b": EXACT | {"name": "b", "operation": "ne"}}
-    grader = {"type": "multi", "graders": graders, "calculate_output": formula}
+    grader: Any = {"type": "multi", "graders": graders, "calculate_output": formula}
 
     run = OpenAI().fine_tuning.alpha.graders.run(
         grader=grader, item={"reference_answer": "yes"}, model_sample="yes"
@@ -108,7 +116,7 @@ def test_a_formula_has_the_documented_operators_and_functions(formula, reward):
         ({"calculate_output": "name +"}, "grader.calculate_output"),
     ],
 )
-def test_what_the_guide_rules_out_is_refused(change, param):
+def test_what_the_guide_rules_out_is_refused(change: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         OpenAI().fine_tuning.alpha.graders.validate(grader=GRADER | change)
 

@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+from typing import Any
 
 import pytest
 import requests
@@ -46,7 +47,7 @@ SUBMODULES = {
 }
 
 
-def post(path, body):
+def post(path: str, body: dict[str, Any]) -> Any:
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     url = f"{os.environ['OPENAI_BASE_URL']}/fine_tuning/alpha/graders/{path}"
     response = requests.post(url, json=body, headers=headers)
@@ -55,12 +56,12 @@ def post(path, body):
     return response.json()
 
 
-def run(source, sample="", item=None, **options):
+def run(source: str, sample: str = "", item: dict[Any, Any] | None = None, **options: Any) -> Any:
     grader = {"type": "python", "name": "mine", "source": source} | options
     return post("run", {"grader": grader, "item": item or {}, "model_sample": sample})
 
 
-def test_the_working_example_is_given_a_name():
+def test_the_working_example_is_given_a_name() -> None:
     grader = post("validate", {"grader": {"type": "python", "source": FUZZY}})["grader"]
 
     assert grader.keys() == {"type", "name", "source"}
@@ -68,7 +69,7 @@ def test_the_working_example_is_given_a_name():
     assert re.fullmatch(r"grader-\w{12}", grader["name"])
 
 
-def test_the_working_example_scores_as_rapidfuzz_does():
+def test_the_working_example_scores_as_rapidfuzz_does() -> None:
     from rapidfuzz import fuzz, utils
 
     texts = "the cat sat on the mat", "the cat stood by the door"
@@ -85,7 +86,7 @@ def test_the_working_example_scores_as_rapidfuzz_does():
     assert answer["reward"] == pytest.approx(fuzz.WRatio(*texts, processor=utils.default_process) / 100)
 
 
-def test_the_smallest_example_runs_in_its_image():
+def test_the_smallest_example_runs_in_its_image() -> None:
     grader = {
         "type": "python",
         "source": "def grade(sample, item):\n    return 1.0",
@@ -99,16 +100,16 @@ def test_the_smallest_example_runs_in_its_image():
     assert answer["reward"] == 1.0
 
 
-def grade(sample, item, penalty=0.25):
+def grade(sample: Any, item: Any, penalty: float = 0.25) -> float:
     return 1.0 - penalty
 
 
-def test_the_source_of_a_function_with_a_default_runs():
+def test_the_source_of_a_function_with_a_default_runs() -> None:
     """The tip of the guide, with `inspect`, on a function as the cookbook has it."""
     assert run(inspect.getsource(grade))["reward"] == 0.75
 
 
-def test_the_sample_has_the_documented_fields():
+def test_the_sample_has_the_documented_fields() -> None:
     source = (
         "def grade(sample, item):\n"
         "    assert sample['output_text'] == '{\"a\": [1]}'\n"
@@ -125,7 +126,7 @@ def test_the_sample_has_the_documented_fields():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_documented_package_is_there(package):
+def test_a_documented_package_is_there(package: str) -> None:
     module = SUBMODULES.get(package, package)
     source = f"import {module}\n\ndef grade(sample, item):\n    return {PACKAGES[package]}\n"
 
@@ -134,7 +135,7 @@ def test_a_documented_package_is_there(package):
     assert answer["reward"] == pytest.approx(1.0), answer["metadata"]["errors"]
 
 
-def test_scratch_space_is_writable():
+def test_scratch_space_is_writable() -> None:
     source = (
         "import tempfile\n\ndef grade(sample, item):\n"
         "    with tempfile.TemporaryFile('w+') as file:\n"
@@ -144,7 +145,7 @@ def test_scratch_space_is_writable():
     assert run(source)["reward"] == 0.5
 
 
-def test_there_is_no_network():
+def test_there_is_no_network() -> None:
     source = (
         "import socket\n\ndef grade(sample, item):\n"
         "    socket.create_connection(('127.0.0.1', 80), timeout=1)\n    return 1.0\n"
@@ -156,7 +157,7 @@ def test_there_is_no_network():
 
 
 @pytest.mark.parametrize("result", ["'high'", "float('nan')", "None", "1 / 0"])
-def test_an_invalid_result_is_a_grade_of_zero(result):
+def test_an_invalid_result_is_a_grade_of_zero(result: str) -> None:
     answer = run(f"def grade(sample, item):\n    return {result}\n")
 
     assert answer["reward"] == 0.0

@@ -1,9 +1,11 @@
 """Guide "Graders", score model graders: the runnable sample."""
 
 import os
+from typing import Any
 
 import requests
 
+from tests.conformance.conftest import Judge
 from tests.conformance.helpers import GRADER_RUN, TOKENS, assert_documented, flags
 
 GRADER = {
@@ -23,7 +25,7 @@ GRADER = {
 }
 
 
-def post(path, body):
+def post(path: str, body: dict[Any, Any]) -> Any:
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     url = f"{os.environ['OPENAI_BASE_URL']}/fine_tuning/alpha/graders/{path}"
     response = requests.post(url, json=body, headers=headers)
@@ -31,11 +33,11 @@ def post(path, body):
     return response.json()
 
 
-def test_the_printed_grader_is_valid():
+def test_the_printed_grader_is_valid() -> None:
     assert post("validate", {"grader": GRADER}) == {"grader": GRADER}
 
 
-def test_the_printed_run_is_scored_by_the_model(judge):
+def test_the_printed_run_is_scored_by_the_model(judge: Judge) -> None:
     run = post("run", {"grader": GRADER, "item": {"reference_answer": 1.0}, "model_sample": "0.9"})
 
     assert_documented(run, GRADER_RUN)
@@ -50,7 +52,7 @@ def test_the_printed_run_is_scored_by_the_model(judge):
     assert (asked["max_completion_tokens"], asked["top_p"], asked["reasoning_effort"]) == (32768, 1, "medium")
 
 
-def test_the_model_is_asked_for_a_result_and_its_steps(judge):
+def test_the_model_is_asked_for_a_result_and_its_steps(judge: Judge) -> None:
     post("run", {"grader": GRADER, "item": {"reference_answer": "x"}, "model_sample": "y"})
 
     schema = judge.requests[-1]["response_format"]["json_schema"]["schema"]

@@ -1,5 +1,7 @@
 """Guide "Graders", string check graders: every operation."""
 
+from typing import Any
+
 import pytest
 from openai import OpenAI
 
@@ -19,9 +21,9 @@ from tests.conformance.helpers import GRADER_RUN, assert_documented, flags
         ("ilike", "It is Bergen.", 0),
     ],
 )
-def test_an_operation_scores_one_or_zero(operation, sample, reward):
+def test_an_operation_scores_one_or_zero(operation: str, sample: str, reward: int) -> None:
     client = OpenAI()
-    grader = {
+    grader: Any = {
         "type": "string_check",
         "name": "city",
         "operation": operation,

@@ -1,8 +1,11 @@
 """Guide "Graders", templating: what stands between the braces."""
 
+from typing import Any
+
 import openai
 import pytest
 from openai import OpenAI
+from openai.types.fine_tuning.alpha.grader_run_response import GraderRunResponse
 
 from tests.conformance.helpers import flags
 
@@ -15,8 +18,14 @@ ITEM = {
 SAMPLE = '{"label": "tree", "tags": ["a", "b"]}'
 
 
-def run(text, reference):
-    grader = {"type": "string_check", "name": "t", "operation": "eq", "input": text, "reference": reference}
+def run(text: str, reference: str) -> GraderRunResponse:
+    grader: Any = {
+        "type": "string_check",
+        "name": "t",
+        "operation": "eq",
+        "input": text,
+        "reference": reference,
+    }
     return OpenAI().fine_tuning.alpha.graders.run(grader=grader, item=ITEM, model_sample=SAMPLE)
 
 
@@ -37,20 +46,20 @@ def run(text, reference):
         ("{{sample.choices[0].message.role}}", "assistant"),
     ],
 )
-def test_a_template_is_replaced_by_its_value(template, text):
+def test_a_template_is_replaced_by_its_value(template: str, text: str) -> None:
     graded = run(template, text)
 
     assert (graded.reward, flags(graded.to_dict())) == (1.0, set())
 
 
-def test_a_variable_that_is_not_there_is_reported():
+def test_a_variable_that_is_not_there_is_reported() -> None:
     graded = run("{{item.absent}}", "x")
 
     assert (graded.reward, flags(graded.to_dict())) == (0.0, {"invalid_variable_error"})
 
 
 @pytest.mark.parametrize("template", ["{{word}}", "{{row.word}}"])
-def test_there_are_two_namespaces(template):
+def test_there_are_two_namespaces(template: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         run(template, "x")
 

@@ -1,5 +1,7 @@
 """Guide "Graders", text similarity graders: every metric that reinforcement fine-tuning has."""
 
+from typing import Any
+
 import openai
 import pytest
 from openai import OpenAI
@@ -10,7 +12,7 @@ METRICS = ["fuzzy_match", "bleu", "gleu", "meteor", "rouge_l", *(f"rouge_{n}" fo
 TEXT = "a small boat crossed the wide river at noon today"
 
 
-def grader(metric):
+def grader(metric: str) -> Any:
     return {
         "type": "text_similarity",
         "name": "close",
@@ -22,7 +24,7 @@ def grader(metric):
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_a_metric_is_near_one_for_the_same_text_and_less_for_another(metric):
+def test_a_metric_is_near_one_for_the_same_text_and_less_for_another(metric: str) -> None:
     client = OpenAI()
     run = client.fine_tuning.alpha.graders.run
 
@@ -38,7 +40,7 @@ def test_a_metric_is_near_one_for_the_same_text_and_less_for_another(metric):
     assert 0 <= other.reward < near.reward < same.reward
 
 
-def test_cosine_is_for_evals_only():
+def test_cosine_is_for_evals_only() -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         OpenAI().fine_tuning.alpha.graders.validate(grader=grader("cosine"))
 

@@ -1,10 +1,12 @@
 """Guide "Graders", details on grading tool calls: the printed grader over `sample.output_tools`."""
 
+from typing import Any
+
 from openai import OpenAI
 
 from tests.conformance.helpers import GRADER_RUN, assert_documented, flags
 
-GRADER = {
+GRADER: Any = {
     "type": "multi",
     "graders": {
         "function_name": {
@@ -26,14 +28,16 @@ GRADER = {
 }
 
 
-def test_the_printed_grader_is_valid():
-    validated = OpenAI().fine_tuning.alpha.graders.validate(grader=GRADER).to_dict(warnings=False)["grader"]
+def test_the_printed_grader_is_valid() -> None:
+    validated: Any = (
+        OpenAI().fine_tuning.alpha.graders.validate(grader=GRADER).to_dict(warnings=False)["grader"]
+    )
 
     assert validated.pop("name")
     assert validated == GRADER
 
 
-def test_a_sample_without_a_call_is_reported_and_scores_zero():
+def test_a_sample_without_a_call_is_reported_and_scores_zero() -> None:
     """`model_sample` is text, so there is no call to look at; the run says so in its flags."""
     run = OpenAI().fine_tuning.alpha.graders.run(grader=GRADER, item={"floor": "2"}, model_sample="Room 7.")
 

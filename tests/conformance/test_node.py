@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +31,7 @@ SCRIPTS = Path(__file__).parent / "node"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, environment):
+def run(tmp_path_factory: pytest.TempPathFactory, environment: None) -> Callable[..., Any]:
     """Runs a script of ./node with the client installed beside it; returns the JSON that it prints."""
     if not (shutil.which("node") and shutil.which("npm")):
         pytest.skip("node and npm are not installed")
@@ -39,7 +41,7 @@ def run(tmp_path_factory, environment):
     if installed.returncode:
         pytest.skip(f"npm cannot install openai@{VERSION}: {installed.stderr.strip()[-200:]}")
 
-    def run(script):
+    def run(script: Any) -> Any:
         shutil.copy(SCRIPTS / script, folder)
         command = ["node", str(folder / script)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ.copy())
@@ -50,7 +52,7 @@ def run(tmp_path_factory, environment):
 
 
 @pytest.mark.slow
-def test_the_whole_flow(run):
+def test_the_whole_flow(run: Callable[..., Any]) -> None:
     answers = run("flow.mjs")
 
     assert_documented(answers["file"], FILE)
@@ -72,7 +74,7 @@ def test_the_whole_flow(run):
 
 
 @pytest.mark.slow
-def test_errors_headers_and_webhooks(run):
+def test_errors_headers_and_webhooks(run: Callable[..., Any]) -> None:
     answers = run("errors.mjs")
 
     assert answers["unknown"] == {
@@ -88,7 +90,7 @@ def test_errors_headers_and_webhooks(run):
 
 
 @pytest.mark.slow
-def test_responses_and_their_stream(run, inference):
+def test_responses_and_their_stream(run: Callable[..., Any], inference: None) -> None:
     answers = run("responses.mjs")
 
     assert_documented(answers["response"], RESPONSE)
@@ -99,7 +101,7 @@ def test_responses_and_their_stream(run, inference):
 
 
 @pytest.mark.slow
-def test_the_whole_surface_of_evals(run):
+def test_the_whole_surface_of_evals(run: Callable[..., Any]) -> None:
     answers = run("evals.mjs")
 
     made, done = answers["created"], answers["done"]

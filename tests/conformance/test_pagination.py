@@ -1,25 +1,30 @@
 """README of the client, pagination; reference, lists: pages by hand and by themselves, and a cursor that is gone."""
 
+from typing import Any
+
 import httpx
 import openai
 import pytest
 from openai import OpenAI
+from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 
 from tests.conformance.data import EXACT, TEST, TRAIN
 from tests.conformance.helpers import EVENT, FILE, JOB, assert_documented
+from tests.e2e.conftest import Server
+from tests.present import present, untyped
 
 
 @pytest.fixture(scope="module")
-def files(environment):
+def files(environment: None) -> list[Any]:
     client = OpenAI()
     return [client.files.create(file=(f"{n}.jsonl", TRAIN), purpose="fine-tune").id for n in range(5)]
 
 
 @pytest.fixture(scope="module")
-def jobs(environment, files):
+def jobs(environment: None, files: list[Any]) -> list[Any]:
     client = OpenAI()
     test = client.files.create(file=("test.jsonl", TEST), purpose="fine-tune").id
-    method = {
+    method: Any = {
         "type": "reinforcement",
         "reinforcement": {"grader": EXACT, "hyperparameters": {"n_epochs": 1, "batch_size": 2}},
     }
@@ -38,7 +43,7 @@ def jobs(environment, files):
     return [job.id for job in jobs]
 
 
-def test_files_come_in_pages_newest_first(files):
+def test_files_come_in_pages_newest_first(files: list[Any]) -> None:
     client = OpenAI()
 
     page = client.files.list(limit=2)
@@ -55,16 +60,16 @@ def test_files_come_in_pages_newest_first(files):
     assert len(set(listed)) == len(listed)
 
 
-def test_pages_are_turned_by_hand(files):
+def test_pages_are_turned_by_hand(files: list[Any]) -> None:
     first = OpenAI().files.list(limit=2)
 
     assert first.has_next_page()
-    assert first.next_page_info().params == {"after": first.data[-1].id}
+    assert present(first.next_page_info()).params == {"after": first.data[-1].id}
     second = first.get_next_page()
     assert {file.id for file in first.data}.isdisjoint(file.id for file in second.data)
 
 
-def test_jobs_come_in_pages_and_by_metadata(jobs):
+def test_jobs_come_in_pages_and_by_metadata(jobs: list[Any]) -> None:
     client = OpenAI()
 
     page = client.fine_tuning.jobs.list(limit=2)
@@ -77,7 +82,7 @@ def test_jobs_come_in_pages_and_by_metadata(jobs):
 
 
 @pytest.mark.slow
-def test_events_and_checkpoints_come_in_pages(trained):
+def test_events_and_checkpoints_come_in_pages(trained: FineTuningJob) -> None:
     client = OpenAI()
 
     events = list(client.fine_tuning.jobs.list_events(trained.id, limit=2))
@@ -91,7 +96,7 @@ def test_events_and_checkpoints_come_in_pages(trained):
     assert len({checkpoint.id for checkpoint in checkpoints}) == len(checkpoints) == 2
 
 
-def test_a_cursor_whose_item_was_deleted_goes_on_where_it_was(files):
+def test_a_cursor_whose_item_was_deleted_goes_on_where_it_was(files: list[Any]) -> None:
     client = OpenAI()
     made = [client.files.create(file=(f"c{n}", TRAIN), purpose="fine-tune").id for n in range(3)]
     client.files.delete(made[1])
@@ -102,7 +107,7 @@ def test_a_cursor_whose_item_was_deleted_goes_on_where_it_was(files):
     assert made[2] not in rest
 
 
-def test_a_cursor_that_never_was_is_refused():
+def test_a_cursor_that_never_was_is_refused() -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         OpenAI().files.list(after="file-neverneverneverneverne")
 
@@ -110,13 +115,13 @@ def test_a_cursor_that_never_was_is_refused():
 
 
 @pytest.mark.parametrize("base", ["", "/"])
-def test_a_base_url_ends_with_a_slash_or_not(service, base):
+def test_a_base_url_ends_with_a_slash_or_not(service: Server, base: str) -> None:
     client = OpenAI(base_url=service.base_url + base)
 
-    assert client.files.list(limit=1).object == "list"
+    assert untyped(client.files.list(limit=1)).object == "list"
 
 
-def test_a_list_without_anything_is_a_list(service):
+def test_a_list_without_anything_is_a_list(service: Server) -> None:
     answer = httpx.get(
         f"{service.base_url}/fine_tuning/jobs?metadata%5Bk%5D=nothing-has-this",
         headers={"Authorization": f"Bearer {service.key}"},

@@ -8,7 +8,7 @@ from tests.conformance.helpers import CHECKPOINT, JOB, NEW_JOB, NUMBER, assert_d
 
 
 @pytest.mark.slow
-def test_a_job_is_paused_with_a_model_resumed_and_cancelled():
+def test_a_job_is_paused_with_a_model_resumed_and_cancelled() -> None:
     client = OpenAI()
     train = client.files.create(file=("train.jsonl", TRAIN), purpose="fine-tune")
     test = client.files.create(file=("test.jsonl", TEST), purpose="fine-tune")

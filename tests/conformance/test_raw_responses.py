@@ -7,9 +7,11 @@ from openai import OpenAI
 
 from tests.conformance.data import EXACT
 from tests.conformance.helpers import ERROR, assert_documented
+from tests.e2e.conftest import Server
+from tests.present import present, untyped
 
 
-def test_a_raw_response_has_headers_and_parses():
+def test_a_raw_response_has_headers_and_parses() -> None:
     response = OpenAI().models.with_raw_response.list()
 
     assert response.status_code == 200
@@ -20,22 +22,23 @@ def test_a_raw_response_has_headers_and_parses():
     assert response.parse().data
 
 
-def test_a_streaming_response_is_read_line_by_line():
+def test_a_streaming_response_is_read_line_by_line() -> None:
     with OpenAI().fine_tuning.jobs.with_streaming_response.list() as response:
         assert response.headers["content-type"] == "application/json"
         assert "".join(response.iter_lines()).startswith("{")
 
 
-def test_every_object_and_error_carries_its_request_id():
+def test_every_object_and_error_carries_its_request_id() -> None:
     client = OpenAI()
 
-    assert client.models.retrieve("o4-mini-2025-04-16")._request_id.startswith("req_")
+    assert present(client.models.retrieve("o4-mini-2025-04-16")._request_id).startswith("req_")
     with pytest.raises(openai.NotFoundError) as unknown:
         client.fine_tuning.jobs.retrieve("ftjob-abc123")
+    assert unknown.value.request_id is not None
     assert unknown.value.request_id.startswith("req_")
 
 
-def test_an_unknown_job_has_the_recorded_answer():
+def test_an_unknown_job_has_the_recorded_answer() -> None:
     client = OpenAI()
     jobs = client.fine_tuning.jobs
     expected = {
@@ -58,12 +61,14 @@ def test_an_unknown_job_has_the_recorded_answer():
         assert unknown.value.body == expected
 
 
-def test_an_unknown_model_has_the_recorded_answer():
+def test_an_unknown_model_has_the_recorded_answer() -> None:
     client = OpenAI()
 
     with pytest.raises(openai.NotFoundError) as unknown:
         client.models.retrieve("ft:123")
-    assert unknown.value.body.pop("message").startswith("The model 'ft:123' does not exist")  # and which do
+    assert (
+        untyped(unknown.value.body).pop("message").startswith("The model 'ft:123' does not exist")
+    )  # and which do
     assert unknown.value.body == {
         "type": "invalid_request_error",
         "param": "model",
@@ -74,7 +79,7 @@ def test_an_unknown_model_has_the_recorded_answer():
     assert unknown.value.code == "model_not_found"
 
 
-def test_a_wrong_key_is_an_authentication_error():
+def test_a_wrong_key_is_an_authentication_error() -> None:
     for key in ("sk-wrong", "rg-wrong"):
         with pytest.raises(openai.AuthenticationError) as refused:
             OpenAI(api_key=key).models.list()
@@ -94,7 +99,9 @@ def test_a_wrong_key_is_an_authentication_error():
         ("POST", "/files", b"no form", 400),
     ],
 )
-def test_every_refusal_is_in_the_envelope(service, method, path, body, status):
+def test_every_refusal_is_in_the_envelope(
+    service: Server, method: str, path: str, body: bytes | None, status: int
+) -> None:
     response = httpx.request(
         method,
         service.base_url + path,
@@ -107,7 +114,7 @@ def test_every_refusal_is_in_the_envelope(service, method, path, body, status):
     assert response.headers["x-request-id"].startswith("req_")
 
 
-def test_a_call_in_the_wrong_state_is_not_tried_again():
+def test_a_call_in_the_wrong_state_is_not_tried_again() -> None:
     client = OpenAI()
     files = [
         client.files.create(file=(name, b'{"messages": [{"role": "user", "content": "x"}], "reference_answer": "x"}'), purpose="fine-tune").id  # noqa: E501 - one call, as it is documented

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from tests.conformance.helpers import (
     finished,
     jsonl,
 )
+from tests.present import untyped
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +109,7 @@ REQUEST = """{
 
 
 @pytest.fixture(scope="module")
-def created(environment):
+def created(environment: None) -> httpx.Response:
     client = OpenAI()
     training = client.files.create(file=("train.jsonl", jsonl(TRAIN)), purpose="fine-tune")
     validation = client.files.create(file=("test.jsonl", jsonl(TEST)), purpose="fine-tune")
@@ -123,12 +125,12 @@ def created(environment):
 
 
 @pytest.fixture(scope="module")
-def job(created):
+def job(created: httpx.Response) -> Any:
     assert created.status_code == 200, created.text
     return finished(OpenAI(), created.json()["id"])
 
 
-def test_the_printed_request_is_answered_with_a_job(created):
+def test_the_printed_request_is_answered_with_a_job(created: httpx.Response) -> None:
     assert created.status_code == 200, created.text
     assert_documented(created.json(), NEW_JOB)
     asked = json.loads(REQUEST)["method"]["reinforcement"]
@@ -141,13 +143,13 @@ def test_the_printed_request_is_answered_with_a_job(created):
     assert shown["grader"]["name"]  # generated
 
 
-def test_the_job_ends_with_a_model(job):
+def test_the_job_ends_with_a_model(job: Any) -> None:
     assert_documented(job, FINISHED_JOB)
     assert job.fine_tuned_model.startswith(f"ft:{job.model}:")
     assert job.trained_tokens > 0
 
 
-def test_the_events_are_those_of_the_reference(job):
+def test_the_events_are_those_of_the_reference(job: Any) -> None:
     events = list(OpenAI().fine_tuning.jobs.list_events(fine_tuning_job_id=job.id))
 
     for event in events:
@@ -166,18 +168,18 @@ def test_the_events_are_those_of_the_reference(job):
     assert said[-1] == in_order[-1]
 
 
-def test_a_metrics_event_has_the_documented_payload(job):
+def test_a_metrics_event_has_the_documented_payload(job: Any) -> None:
     events = list(OpenAI().fine_tuning.jobs.list_events(fine_tuning_job_id=job.id))
     metrics = [event for event in events if event.type == "metrics"]
     last = metrics[0]
 
-    total = last.data["total_steps"]
-    rewards = last.data["train_mean_reward"], last.data["full_valid_mean_reward"]
+    total = untyped(last.data)["total_steps"]
+    rewards = untyped(last.data)["train_mean_reward"], untyped(last.data)["full_valid_mean_reward"]
     assert last.message.startswith(
         f"Step {total}/{total} , train mean reward={rewards[0]:.2f}, "
         f"full validation mean reward={rewards[1]:.2f}, full validation mean parse error="
     )
-    assert [event.data["step"] for event in reversed(metrics)] == list(range(total + 1))
+    assert [untyped(event.data)["step"] for event in reversed(metrics)] == list(range(total + 1))
     judged = {"name": "Explanation text grader", "type": "score_model", "model": "gpt-4o-2024-08-06"}
     per_grader = {"name": str, "type": str, "train_reward_mean": NUMBER, "valid_reward_mean": NUMBER}
     assert_documented(
@@ -205,22 +207,25 @@ def test_a_metrics_event_has_the_documented_payload(job):
             },
         },
     )
-    assert {one["name"] for one in last.data["scores"]["graders"]} == {"Explanation text grader", "compliant"}
+    assert {one["name"] for one in untyped(last.data)["scores"]["graders"]} == {
+        "Explanation text grader",
+        "compliant",
+    }
 
 
-def _counts(unit):
+def _counts(unit: str) -> list[Any]:
     kinds = [f"{split}_{kind}_{unit}" for split in ("train", "valid") for kind in ("prompt", "completion")]
     return [f"{kind}_{suffix}" for kind in kinds for suffix in ("mean", "count")]
 
 
-def test_an_effort_that_has_no_effect_is_an_event(job):
+def test_an_effort_that_has_no_effect_is_an_event(job: Any) -> None:
     events = OpenAI().fine_tuning.jobs.list_events(fine_tuning_job_id=job.id)
 
     warnings = [event.message for event in events if event.level == "warn"]
     assert [message for message in warnings if "reasoning_effort" in message]
 
 
-def test_the_checkpoints_are_models(job):
+def test_the_checkpoints_are_models(job: Any) -> None:
     client = OpenAI()
     checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id))
 
@@ -233,7 +238,7 @@ def test_the_checkpoints_are_models(job):
         assert_documented(client.models.retrieve(checkpoint.fine_tuned_model_checkpoint), MODEL)
 
 
-def test_the_result_file_holds_the_metrics_of_every_step(job):
+def test_the_result_file_holds_the_metrics_of_every_step(job: Any) -> None:
     client = OpenAI()
 
     file = client.files.retrieve(job.result_files[0])
@@ -250,7 +255,7 @@ def test_the_result_file_holds_the_metrics_of_every_step(job):
     }
 
 
-def test_the_tuned_model_answers_in_the_schema(job, inference):
+def test_the_tuned_model_answers_in_the_schema(job: Any, inference: None) -> None:
     completion = httpx.post(
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
         headers={"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},

@@ -1,5 +1,7 @@
 """Guide "Supervised fine-tuning", and its reference: this service does not offer the method, and says so at once."""
 
+from typing import Any
+
 import openai
 import pytest
 from openai import OpenAI
@@ -33,7 +35,7 @@ ROW = {
         }
     ],
 }
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "none": {},
     "bare": {"method": {"type": "supervised"}},
     "plain": {"method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2}}}},
@@ -49,11 +51,11 @@ METHODS = {
 
 @pytest.mark.parametrize("validation", [False, True], ids=["one file", "two files"])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_spelling_of_the_quickstart_gets_the_same_answer(method, validation):
+def test_every_spelling_of_the_quickstart_gets_the_same_answer(method: str, validation: bool) -> None:
     client = OpenAI()
     file = client.files.create(file=("mydata.jsonl", jsonl([ROW] * 10)), purpose="fine-tune")
     assert_documented(file, FILE)
-    more = {"validation_file": file.id} if validation else {}
+    more: dict[str, Any] = {"validation_file": file.id} if validation else {}
 
     with pytest.raises(openai.BadRequestError) as refused:
         client.fine_tuning.jobs.create(
@@ -66,7 +68,7 @@ def test_every_spelling_of_the_quickstart_gets_the_same_answer(method, validatio
     assert "reinforcement" in error.message  # what is offered
 
 
-def test_preference_optimization_gets_the_same_answer_by_its_name():
+def test_preference_optimization_gets_the_same_answer_by_its_name() -> None:
     client = OpenAI()
     file = client.files.create(file=("mydata.jsonl", jsonl([ROW])), purpose="fine-tune")
 

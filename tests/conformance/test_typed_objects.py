@@ -12,6 +12,8 @@ from openai.types.graders import (
     TextSimilarityGrader,
 )
 
+from tests.present import untyped
+
 MESSAGES = [{"role": "user", "content": "How good is {{sample.output_text}}?"}]
 GRADERS = [
     StringCheckGrader(
@@ -30,17 +32,20 @@ GRADERS = [
 
 
 @pytest.mark.parametrize("grader", GRADERS, ids=lambda grader: grader.type)
-def test_a_grader_comes_back_as_it_went(grader):
+def test_a_grader_comes_back_as_it_went(
+    grader: StringCheckGrader | TextSimilarityGrader | PythonGrader | ScoreModelGrader,
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the client warns of an answer that is not of the type it claims
-        answer = OpenAI().fine_tuning.alpha.graders.validate(grader=grader)
+        answer = OpenAI().fine_tuning.alpha.graders.validate(grader=untyped(grader))
+        assert answer.grader is not None
         shown = answer.grader.to_dict()
 
     assert type(answer.grader) is type(grader)
     assert shown == grader.to_dict()
 
 
-def test_a_label_grader_comes_back_as_it_went():
+def test_a_label_grader_comes_back_as_it_went() -> None:
     """The client's union of graders lacks it, so the answer has its data under another class."""
     grader = LabelModelGrader(
         type="label_model",
@@ -51,6 +56,6 @@ def test_a_label_grader_comes_back_as_it_went():
         passing_labels=["good"],
     )
 
-    answer = OpenAI().fine_tuning.alpha.graders.validate(grader=grader)
+    answer = OpenAI().fine_tuning.alpha.graders.validate(grader=untyped(grader))
 
     assert answer.to_dict(warnings=False) == {"grader": grader.to_dict()}

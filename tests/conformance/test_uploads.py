@@ -1,17 +1,20 @@
 """Reference, uploads: a file in parts, by hand and by the client's helper."""
 
 import hashlib
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
 
 from tests.conformance.helpers import FILE, UPLOAD, assert_documented, starts
+from tests.present import present
 
 CONTENT = b'{"messages": [{"role": "user", "content": "Hi"}], "reference_answer": "x"}\n' * 50
 
 
-def test_parts_become_a_file_in_the_order_that_is_named():
+def test_parts_become_a_file_in_the_order_that_is_named() -> None:
     client = OpenAI()
     created = client.uploads.create(
         bytes=len(CONTENT), filename="train.jsonl", mime_type="text/jsonl", purpose="fine-tune"
@@ -31,13 +34,14 @@ def test_parts_become_a_file_in_the_order_that_is_named():
     )
 
     assert_documented(completed, UPLOAD | {"status": "completed", "file": FILE})
+    assert completed.file is not None
     assert client.files.content(completed.file.id).read() == CONTENT
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_the_helper_uploads_in_chunks(place, tmp_path):
+def test_the_helper_uploads_in_chunks(place: str, tmp_path: Path) -> None:
     client = OpenAI()
-    options = {
+    options: Any = {
         "mime_type": "text/jsonl",
         "purpose": "fine-tune",
         "part_size": 1024,
@@ -53,10 +57,10 @@ def test_the_helper_uploads_in_chunks(place, tmp_path):
         )
 
     assert_documented(upload, UPLOAD | {"status": "completed", "filename": "big.jsonl", "file": FILE})
-    assert client.files.content(upload.file.id).content == CONTENT
+    assert client.files.content(present(upload.file).id).content == CONTENT
 
 
-def test_an_upload_is_cancelled():
+def test_an_upload_is_cancelled() -> None:
     client = OpenAI()
     created = client.uploads.create(bytes=3, filename="a", mime_type="text/jsonl", purpose="fine-tune")
 
@@ -68,7 +72,7 @@ def test_an_upload_is_cancelled():
 
 
 @pytest.mark.parametrize("changes", [{"bytes": 4}, {"md5": "0" * 32}])
-def test_a_file_that_is_not_what_was_announced_is_refused(changes):
+def test_a_file_that_is_not_what_was_announced_is_refused(changes: dict[str, Any]) -> None:
     client = OpenAI()
     created = client.uploads.create(
         bytes=changes.get("bytes", 3), filename="a", mime_type="text/jsonl", purpose="fine-tune"

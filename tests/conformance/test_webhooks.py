@@ -1,15 +1,19 @@
 """Guide "Webhooks", and the reference of endpoints: a delivery arrives and the client unwraps it."""
 
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Queue
+from typing import Any
 
 import pytest
 from openai import InvalidWebhookSignatureError, OpenAI
+from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 
 from tests.conformance.data import EXACT, TEST, TRAIN
 from tests.conformance.helpers import assert_documented, finished, starts
+from tests.present import untyped
 
 ENDPOINT = {
     "object": "webhook_endpoint",
@@ -21,21 +25,21 @@ ENDPOINT = {
     "url": starts("http"),
     "signing_secret_hint": str,
 }
-ENDED = ["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
+ENDED: Any = ["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
 
 
 @contextmanager
-def receiver(deliveries):
+def receiver(deliveries: Queue[Any]) -> Iterator[str]:
     """A web server of the user's, which keeps what it is sent."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
+        def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             self.send_response(200)
             self.end_headers()
             deliveries.put((body, dict(self.headers)))
 
-        def log_message(self, *args):
+        def log_message(self, *args: Any) -> None:
             return None
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -49,7 +53,7 @@ def receiver(deliveries):
         server.server_close()
 
 
-def job(client):
+def job(client: OpenAI) -> FineTuningJob:
     files = [client.files.create(file=("rows.jsonl", rows), purpose="fine-tune").id for rows in (TRAIN, TEST)]
     return client.fine_tuning.jobs.create(
         model="o4-mini-2025-04-16",
@@ -63,8 +67,9 @@ def job(client):
 
 
 @pytest.mark.slow
-def test_the_end_of_a_job_is_delivered_and_unwrapped():
-    client, deliveries = OpenAI(), Queue()
+def test_the_end_of_a_job_is_delivered_and_unwrapped() -> None:
+    client = OpenAI()
+    deliveries: Queue[Any] = Queue()
     with receiver(deliveries) as url:
         endpoint = client.webhooks.create(name="ends", url=url, event_types=ENDED)
         assert_documented(endpoint, ENDPOINT | {"signing_secret": starts("whsec_")})
@@ -75,7 +80,7 @@ def test_the_end_of_a_job_is_delivered_and_unwrapped():
         for _ in range(2):
             body, headers = deliveries.get(timeout=120)
             event = client.webhooks.unwrap(body, headers, secret=endpoint.signing_secret)
-            events[event.data.id] = event
+            events[untyped(event.data).id] = event
             assert headers["webhook-id"].startswith("wh_")
             assert headers["webhook-signature"].startswith("v1,")
             assert headers["content-type"] == "application/json"
@@ -91,8 +96,9 @@ def test_the_end_of_a_job_is_delivered_and_unwrapped():
     assert events[succeeded.id].type == "fine_tuning.job.succeeded"
 
 
-def test_a_sample_event_is_sent_at_once_and_a_changed_body_is_refused():
-    client, deliveries = OpenAI(), Queue()
+def test_a_sample_event_is_sent_at_once_and_a_changed_body_is_refused() -> None:
+    client = OpenAI()
+    deliveries: Queue[Any] = Queue()
     with receiver(deliveries) as url:
         endpoint = client.webhooks.create(name="try", url=url, event_types=ENDED)
         result = client.webhooks.test(endpoint.id, event_type="fine_tuning.job.succeeded")
@@ -116,7 +122,7 @@ def test_a_sample_event_is_sent_at_once_and_a_changed_body_is_refused():
         mine.webhooks.unwrap(body + b" ", headers)
 
 
-def test_endpoints_are_listed_changed_and_deleted():
+def test_endpoints_are_listed_changed_and_deleted() -> None:
     client = OpenAI()
     made = [
         client.webhooks.create(name=f"e{n}", url="http://127.0.0.1:9/webhook", event_types=ENDED[:1])

@@ -209,7 +209,7 @@ def test_a_file_of_nothing_but_a_byte_order_mark_is_empty() -> None:
         read_examples([b"\xef\xbb\xbf"])
 
 
-EMPTY = {
+EMPTY: dict[str, Any] = {
     "refusal": None,
     "tool_calls": None,
     "tool_call_id": None,

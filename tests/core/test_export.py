@@ -1,9 +1,12 @@
 """What reproduce.json takes from the job's events."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from core.database.engine import Database
 from core.database.tables import Checkpoint
 from core.jobs import events
 from core.registry import Registry
@@ -14,7 +17,9 @@ from tests import factories
 pytestmark = pytest.mark.both_databases
 
 
-def test_the_sampler_and_the_grader_environments_are_those_that_the_newest_event_names(database, tmp_path):
+def test_the_sampler_and_the_grader_environments_are_those_that_the_newest_event_names(
+    database: Database, tmp_path: Path
+) -> None:
     """By the keys of its data, whatever its message says."""
     with database.write() as session:
         job = factories.job(session, factories.project(session)).id
@@ -30,7 +35,9 @@ def test_the_sampler_and_the_grader_environments_are_those_that_the_newest_event
     assert (recipe["sampler"], recipe["grader_environments"]) == ("vllm", ["2025-05-08"])
 
 
-def test_without_such_events_there_is_no_sampler_and_no_grader_environment(database, tmp_path):
+def test_without_such_events_there_is_no_sampler_and_no_grader_environment(
+    database: Database, tmp_path: Path
+) -> None:
     with database.write() as session:
         job = factories.job(session, factories.project(session)).id
         events.append(session, job, "Created")
@@ -40,7 +47,7 @@ def test_without_such_events_there_is_no_sampler_and_no_grader_environment(datab
     assert (recipe["sampler"], recipe["grader_environments"]) == (None, [])
 
 
-def reproduce(database, folder, job_id):
+def reproduce(database: Database, folder: Path, job_id: str) -> Any:
     blobs = FolderBlobs(folder / "blobs")
     blobs.put_bytes("step-1/manifest.json", b'{"format": 1, "files": []}')
     with database.write() as session:

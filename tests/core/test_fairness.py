@@ -1,38 +1,44 @@
 """Whose turn it is, and that what waiting jobs are told about it comes true."""
 
 from collections import Counter, deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from threading import Barrier
+from typing import Any
 
 import pytest
 from sqlalchemy import event, select, text
+from sqlalchemy.orm import Session
 
-from core.database.engine import Work, db_now
+from core.database.engine import Database, Work, db_now
 from core.database.tables import Job
 from core.jobs import fairness, lifecycle
+from core.jobs.claim import Claim
 from core.tenancy import tenants
 from core.tenancy.limits import Limits
 from tests import factories
+from tests.present import present
 
 pytestmark = pytest.mark.both_databases
 
 
 @pytest.fixture
-def session(database):
+def session(database: Database) -> Iterator[Session]:
     with database.write() as session:
         yield session
 
 
-def claim(session, **how):
-    return lifecycle.claim(session, **{"gpu_class": "cpu", "owner": "worker", "lease_seconds": 60} | how)
+def claim(session: Session, **how: Any) -> Claim | None:
+    asked: dict[str, Any] = {"gpu_class": "cpu", "owner": "worker", "lease_seconds": 60}
+    return lifecycle.claim(session, **asked | how)
 
 
-def place(session, job, defaults=Limits()):
+def place(session: Session, job: Job, defaults: Limits = Limits()) -> fairness.QueuePosition:
     return fairness.places(session, [job], defaults)[job.id]
 
 
-def shown_order(session, defaults=Limits()):
+def shown_order(session: Session, defaults: Limits = Limits()) -> list[Any]:
     """The ids of all queued jobs by the position they are told."""
     queued = session.scalars(select(Job).where(Job.status == "queued")).all()
     places = fairness.places(session, queued, defaults)
@@ -40,7 +46,7 @@ def shown_order(session, defaults=Limits()):
     return sorted(places, key=lambda id: places[id].position)
 
 
-def queue_of(session, *, projects, each, mixed):
+def queue_of(session: Session, *, projects: int, each: int, mixed: bool) -> dict[Any, Any]:
     """So many jobs of each project: one project's after the other's, or in a random order."""
     owners = [factories.project(session) for _ in range(projects)]
     order = [owner for owner in owners for _ in range(each)]
@@ -49,7 +55,8 @@ def queue_of(session, *, projects, each, mixed):
     return {factories.job(session, owner).id: owner.id for owner in order}
 
 
-def finish(session, claim):
+def finish(session: Session, claim: Claim | None) -> None:
+    assert claim is not None
     lifecycle.succeed(
         session, session.scalars(select(Job).where(Job.id == claim.job_id)).one(), fine_tuned_model="m"
     )
@@ -57,11 +64,14 @@ def finish(session, claim):
 
 @pytest.mark.parametrize(("slots", "each"), [(4, 20), (1, 3)])
 @pytest.mark.slow
-def test_two_hundred_jobs_of_ten_projects_start_in_the_order_they_were_told(session, slots, each):
+def test_two_hundred_jobs_of_ten_projects_start_in_the_order_they_were_told(
+    session: Session, slots: int, each: int
+) -> None:
     owner_of = queue_of(session, projects=10, each=each, mixed=False)
     promised = shown_order(session)
 
-    running, order = deque(), []
+    running: deque[Any] = deque()
+    order: list[Any] = []
     while len(order) < 10 * each:
         if len(running) == slots:
             finish(session, running.popleft())
@@ -73,7 +83,7 @@ def test_two_hundred_jobs_of_ten_projects_start_in_the_order_they_were_told(sess
         assert len({owner_of[id] for id in order[first : first + 10]}) == 10
 
 
-def test_positions_are_the_order_of_claims_whatever_runs_already(session):
+def test_positions_are_the_order_of_claims_whatever_runs_already(session: Session) -> None:
     owner_of = queue_of(session, projects=5, each=8, mixed=True)
     random = Random(2)
     for _ in range(9):
@@ -82,13 +92,13 @@ def test_positions_are_the_order_of_claims_whatever_runs_already(session):
             finish(session, held)
     promised = shown_order(session)
 
-    claimed = [claim(session).job_id for _ in promised]
+    claimed = [present(claim(session)).job_id for _ in promised]
 
     assert claimed == promised
     assert len(Counter(owner_of[id] for id in claimed)) == 5
 
 
-def test_one_worker_goes_round_even_when_one_project_has_a_thousandfold_queue(session):
+def test_one_worker_goes_round_even_when_one_project_has_a_thousandfold_queue(session: Session) -> None:
     greedy, modest = factories.project(session), factories.project(session)
     for _ in range(50):
         factories.job(session, greedy)
@@ -96,10 +106,10 @@ def test_one_worker_goes_round_even_when_one_project_has_a_thousandfold_queue(se
 
     finish(session, claim(session))
 
-    assert claim(session).job_id == urgent.id
+    assert present(claim(session)).job_id == urgent.id
 
 
-def test_a_project_at_its_limit_is_passed_over(session):
+def test_a_project_at_its_limit_is_passed_over(session: Session) -> None:
     limited, free = factories.project(session, limits={"running_jobs": 1}), factories.project(session)
     for owner in (limited, limited, free, free, free):
         factories.job(session, owner)
@@ -112,7 +122,7 @@ def test_a_project_at_its_limit_is_passed_over(session):
     assert promised[:4] == claimed  # the last one cannot start now, and stands behind all that can
 
 
-def test_the_operators_default_limits_those_that_have_no_limit_of_their_own(session):
+def test_the_operators_default_limits_those_that_have_no_limit_of_their_own(session: Session) -> None:
     ordinary, special = factories.project(session), factories.project(session, limits={"running_jobs": 2})
     for owner in (ordinary, special) * 3:
         factories.job(session, owner)
@@ -123,20 +133,20 @@ def test_the_operators_default_limits_those_that_have_no_limit_of_their_own(sess
     assert Counter(session.scalars(running)) == {ordinary.id: 1, special.id: 2}
 
 
-def test_a_limit_of_nothing_stops_a_project(session):
+def test_a_limit_of_nothing_stops_a_project(session: Session) -> None:
     factories.job(session, factories.project(session, limits={"running_jobs": 0}))
 
     assert claim(session) is None
 
 
-def test_workers_that_ask_at_once_do_not_exceed_a_limit_together(database):
+def test_workers_that_ask_at_once_do_not_exceed_a_limit_together(database: Database) -> None:
     with database.write() as session:
         project = factories.project(session, limits={"running_jobs": 2})
         for _ in range(12):
             factories.job(session, project)
     together = Barrier(6)
 
-    def ask(worker):
+    def ask(worker: Any) -> Claim | None:
         together.wait()
         with database.write() as session:
             return claim(session, owner=f"worker-{worker}")
@@ -147,7 +157,7 @@ def test_workers_that_ask_at_once_do_not_exceed_a_limit_together(database):
     assert len(claims) == 2
 
 
-def test_a_claim_that_came_too_late_for_the_last_place_takes_nothing(postgres_database):
+def test_a_claim_that_came_too_late_for_the_last_place_takes_nothing(postgres_database: Database) -> None:
     """The second worker chose before it could see the first one's claim; it finds out, and lets go."""
     with postgres_database.write() as session:
         project = factories.project(session, limits={"running_jobs": 1})
@@ -158,7 +168,7 @@ def test_a_claim_that_came_too_late_for_the_last_place_takes_nothing(postgres_da
         with postgres_database.write() as first:
             held = claim(first)
 
-            def second():
+            def second() -> Claim | None:
                 with postgres_database.write() as session:
                     return claim(session)
 
@@ -171,7 +181,7 @@ def test_a_claim_that_came_too_late_for_the_last_place_takes_nothing(postgres_da
     assert statuses == ["running", "queued"]
 
 
-def _until_somebody_waits(database):
+def _until_somebody_waits(database: Database) -> None:
     waits = text("select count(*) from pg_stat_activity where wait_event_type = 'Lock'")
     for _ in range(100_000):
         with database.read() as session:
@@ -183,7 +193,7 @@ def _until_somebody_waits(database):
 # What a waiting job is told.
 
 
-def test_the_next_job_waits_for_a_worker_and_the_others_for_those_ahead(session):
+def test_the_next_job_waits_for_a_worker_and_the_others_for_those_ahead(session: Session) -> None:
     project = factories.project(session)
     first, second, third = (factories.job(session, project, gpu_class="h200") for _ in range(3))
     factories.job(session, project, gpu_class="cpu")  # another line
@@ -195,7 +205,7 @@ def test_the_next_job_waits_for_a_worker_and_the_others_for_those_ahead(session)
     )
 
 
-def test_a_job_beyond_its_projects_limit_says_so(session):
+def test_a_job_beyond_its_projects_limit_says_so(session: Session) -> None:
     project = factories.project(session, limits={"running_jobs": 1})
     factories.job(session, project, status="running")
     held_up = factories.job(session, project)
@@ -203,7 +213,7 @@ def test_a_job_beyond_its_projects_limit_says_so(session):
     assert place(session, held_up).reason == "the project runs its maximum of 1 jobs"
 
 
-def test_a_job_that_will_be_beyond_the_limit_says_so_too(session):
+def test_a_job_that_will_be_beyond_the_limit_says_so_too(session: Session) -> None:
     project = factories.project(session)
     _, second = factories.job(session, project), factories.job(session, project)
 
@@ -212,9 +222,9 @@ def test_a_job_that_will_be_beyond_the_limit_says_so_too(session):
     assert reason == "the project will run its maximum of 1 jobs"
 
 
-def test_a_job_that_backs_off_says_until_when_and_stands_last(session):
+def test_a_job_that_backs_off_says_until_when_and_stands_last(session: Session) -> None:
     project = factories.project(session)
-    late = session.scalar(select(db_now())) + 3600
+    late = present(session.scalar(select(db_now()))) + 3600
     backing_off = factories.job(session, project, next_run_at=late)
     factories.job(session, project)
 
@@ -225,7 +235,7 @@ def test_a_job_that_backs_off_says_until_when_and_stands_last(session):
     assert shown.reason.endswith("+00:00 after an interruption")
 
 
-def test_a_job_waits_for_its_files_before_it_waits_for_a_worker(session):
+def test_a_job_waits_for_its_files_before_it_waits_for_a_worker(session: Session) -> None:
     project = factories.project(session)
     factories.job(session, project)
     factories.job(session, factories.project(session), status="validating_files")
@@ -236,13 +246,13 @@ def test_a_job_waits_for_its_files_before_it_waits_for_a_worker(session):
     assert place(session, next_one) == fairness.QueuePosition(2, reason)
 
 
-def test_files_are_validated_in_turns_that_go_round_the_projects_as_they_were_told(session):
+def test_files_are_validated_in_turns_that_go_round_the_projects_as_they_were_told(session: Session) -> None:
     flood, other = factories.project(session), factories.project(session)
     free = {"status": "validating_files", "lease_owner": None, "lease_expires_at": None}
     made = [factories.job(session, owner, **free) for owner in (flood,) * 6 + (other,) * 3]
     owner_of = {job.id: job.project_id for job in made}
 
-    def told():
+    def told() -> list[Any]:
         listed = fairness.places(session, [job for job in made if job.lease_owner is None])
         return sorted(listed, key=lambda id: listed[id].position)
 
@@ -250,6 +260,7 @@ def test_files_are_validated_in_turns_that_go_round_the_projects_as_they_were_to
     for left in range(9, 0, -1):
         assert told() == promised[-left:]
         held = lifecycle.claim_validation(session, owner="worker", lease_seconds=60)
+        assert held is not None
         taken.append(held.job_id)
         session.expire_all()
 
@@ -257,20 +268,20 @@ def test_files_are_validated_in_turns_that_go_round_the_projects_as_they_were_to
     assert [owner_of[id] for id in taken] == [flood.id, other.id] * 3 + [flood.id] * 3
 
 
-def test_a_job_whose_files_are_being_validated_says_so(session):
+def test_a_job_whose_files_are_being_validated_says_so(session: Session) -> None:
     job = factories.job(session, factories.project(session), status="validating_files")
 
     assert place(session, job) == fairness.QueuePosition(1, "its files are being validated")
 
 
 @pytest.mark.parametrize("status", sorted(lifecycle.EDGES.keys() - set(fairness.WAITING)))
-def test_a_job_that_does_not_wait_has_no_place(session, status):
+def test_a_job_that_does_not_wait_has_no_place(session: Session, status: str) -> None:
     job = factories.job(session, factories.project(session), status=status)
 
     assert fairness.places(session, [job]) == {}
 
 
-def test_a_hundred_jobs_cost_one_query(session):
+def test_a_hundred_jobs_cost_one_query(session: Session) -> None:
     project = factories.project(session)
     many = [factories.job(session, project) for _ in range(100)]
     statements = []
@@ -280,7 +291,7 @@ def test_a_hundred_jobs_cost_one_query(session):
     assert len(statements) == 1
 
 
-def test_an_archived_project_waits_for_nothing(session):
+def test_an_archived_project_waits_for_nothing(session: Session) -> None:
     project = factories.project(session)
     factories.job(session, project)
 

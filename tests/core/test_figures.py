@@ -4,25 +4,29 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import pytest
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
 
-from core.database.engine import Work
-from core.database.tables import Attempt, EvalRun, WebhookDelivery
+from core.database.engine import Database, Work
+from core.database.tables import Attempt, EvalRun, Job, Project, WebhookDelivery
 from core.jobs import events, lifecycle
 from core.telemetry.metrics import served
 from core.telemetry.service_metrics import FRESH_SECONDS, ServiceFigures
 from core.tenancy.limits import Limits
 from tests import factories
+from tests.present import untyped
 from tests.servers import reserve_port
 
 pytestmark = pytest.mark.both_databases
 
 
 @pytest.fixture
-def project(database):
+def project(database: Database) -> Project:
     with database.write() as session:
         return factories.project(session)
 
@@ -30,16 +34,16 @@ def project(database):
 class Clock:
     now = 100.0
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now
 
 
-def patient(database, **options):
+def patient(database: Database, **options: Any) -> ServiceFigures:
     """However busy the machine is: whether it takes long is not what these tests are about."""
     return ServiceFigures(database, **options, patience=60)
 
 
-def read(figures):
+def read(figures: ServiceFigures) -> dict[Any, Any]:
     """The values by name and labels' values, without the label names."""
     return {
         (sample.name, *sample.labels.values()): sample.value
@@ -48,7 +52,7 @@ def read(figures):
     }
 
 
-def waits(session, project, *, since: float, **fields):
+def waits(session: Session, project: Project, *, since: float, **fields: Any) -> Job:
     """A queued job whose validation ended so many seconds ago."""
     at = time.time() - since
     job = factories.job(session, project, **{"created_at": int(at) - 1} | fields)
@@ -58,7 +62,7 @@ def waits(session, project, *, since: float, **fields):
     return job
 
 
-def test_jobs_are_counted_by_status_and_class(database, project):
+def test_jobs_are_counted_by_status_and_class(database: Database, project: Project) -> None:
     with database.write() as session:
         for status in ("running", "running", "failed"):
             factories.job(session, project, status=status)
@@ -72,7 +76,7 @@ def test_jobs_are_counted_by_status_and_class(database, project):
     assert figures["regraft_database_up",] == 1
 
 
-def test_a_queue_is_as_old_as_the_job_that_waits_longest(database, project):
+def test_a_queue_is_as_old_as_the_job_that_waits_longest(database: Database, project: Project) -> None:
     with database.write() as session:
         waits(session, project, since=300)
         waits(session, project, since=20)
@@ -88,7 +92,7 @@ def test_a_queue_is_as_old_as_the_job_that_waits_longest(database, project):
     )
 
 
-def test_a_job_that_its_own_project_holds_back_is_nobodys_delay(database, project):
+def test_a_job_that_its_own_project_holds_back_is_nobodys_delay(database: Database, project: Project) -> None:
     """More workers would not start it: it is no reason to wake an operator."""
     with database.write() as session:
         factories.job(session, project, status="running")
@@ -101,7 +105,7 @@ def test_a_job_that_its_own_project_holds_back_is_nobodys_delay(database, projec
     assert figures["regraft_jobs", "queued", "cpu"] == 2
 
 
-def test_time_that_a_job_was_paused_is_no_time_in_the_queue(database, project):
+def test_time_that_a_job_was_paused_is_no_time_in_the_queue(database: Database, project: Project) -> None:
     with database.write() as session:
         job = waits(session, project, since=86400, status="paused")
         lifecycle.resume(Work(session), job)
@@ -110,7 +114,7 @@ def test_time_that_a_job_was_paused_is_no_time_in_the_queue(database, project):
     assert read(patient(database))["regraft_queue_oldest_seconds", "cpu"] < 5
 
 
-def test_lost_workers_are_counted_for_good(database, project):
+def test_lost_workers_are_counted_for_good(database: Database, project: Project) -> None:
     with database.write() as session:
         job = waits(session, project, since=1)
         claim = lifecycle.claim(session, gpu_class="cpu", owner="w", lease_seconds=-1)
@@ -123,7 +127,7 @@ def test_lost_workers_are_counted_for_good(database, project):
     assert figures["regraft_attempts_total", "validation", "validated"] == 1
 
 
-def eval_run(session, project, **fields):
+def eval_run(session: Session, project: Project, **fields: Any) -> EvalRun:
     run = EvalRun(**{"eval_id": "eval_1", "name": "", "data_source": {}, "total": 1} | fields)
     run.project_id = project.id
     session.add(run)
@@ -131,7 +135,7 @@ def eval_run(session, project, **fields):
     return run
 
 
-def test_eval_runs_are_counted_by_status_without_deleted_ones(database, project):
+def test_eval_runs_are_counted_by_status_without_deleted_ones(database: Database, project: Project) -> None:
     with database.write() as session:
         for status in ("in_progress", "completed", "completed"):
             eval_run(session, project, status=status)
@@ -144,7 +148,9 @@ def test_eval_runs_are_counted_by_status_without_deleted_ones(database, project)
     assert (figures["regraft_eval_queue_length",], figures["regraft_eval_queue_oldest_seconds",]) == (0, 0)
 
 
-def test_the_queue_of_eval_runs_is_as_old_as_the_run_that_waits_longest(database, project):
+def test_the_queue_of_eval_runs_is_as_old_as_the_run_that_waits_longest(
+    database: Database, project: Project
+) -> None:
     at = int(time.time())
     with database.write() as session:
         eval_run(session, project, created_at=at - 20)
@@ -157,7 +163,9 @@ def test_the_queue_of_eval_runs_is_as_old_as_the_run_that_waits_longest(database
     assert figures["regraft_eval_queue_oldest_seconds",] == pytest.approx(300, abs=5)
 
 
-def test_an_eval_run_that_its_own_project_holds_back_is_nobodys_delay(database, project):
+def test_an_eval_run_that_its_own_project_holds_back_is_nobodys_delay(
+    database: Database, project: Project
+) -> None:
     with database.write() as session:
         eval_run(session, project, status="in_progress")
         eval_run(session, project, created_at=1)
@@ -168,7 +176,9 @@ def test_an_eval_run_that_its_own_project_holds_back_is_nobodys_delay(database, 
     assert figures["regraft_eval_runs", "queued"] == 1
 
 
-def test_webhooks_that_do_not_arrive_are_told_from_those_that_wait(database, project):
+def test_webhooks_that_do_not_arrive_are_told_from_those_that_wait(
+    database: Database, project: Project
+) -> None:
     sent = {"endpoint_id": "whep_1", "job_id": "ftjob-1", "type": "t", "body": "{}"}
     with database.write() as session:
         session.add(WebhookDelivery(**sent))
@@ -180,7 +190,7 @@ def test_webhooks_that_do_not_arrive_are_told_from_those_that_wait(database, pro
     assert (figures["regraft_webhooks_waiting",], figures["regraft_webhooks_failing",]) == (2, 1)
 
 
-def test_the_database_is_asked_no_more_often_than_it_must(database, project):
+def test_the_database_is_asked_no_more_often_than_it_must(database: Database, project: Project) -> None:
     clock = Clock()
     figures = patient(database, clock=clock)
     read(figures)
@@ -193,27 +203,27 @@ def test_the_database_is_asked_no_more_often_than_it_must(database, project):
 
 
 class Away:
-    def read(self):
+    def read(self) -> NoReturn:
         raise OperationalError("select", {}, Exception("connection refused"))
 
 
-def test_a_scrape_succeeds_without_the_database_and_says_so():
-    assert read(ServiceFigures(Away())) == {("regraft_database_up",): 0}
+def test_a_scrape_succeeds_without_the_database_and_says_so() -> None:
+    assert read(ServiceFigures(untyped(Away()))) == {("regraft_database_up",): 0}
 
 
-def test_a_database_that_says_nothing_does_not_keep_prometheus_waiting():
+def test_a_database_that_says_nothing_does_not_keep_prometheus_waiting() -> None:
     speaks, asked = threading.Event(), []
 
     class Silent:
         @contextmanager
-        def read(self):
+        def read(self) -> Iterator[None]:
             asked.append(1)
             speaks.wait(30)
             raise OperationalError("", None, Exception("too late"))
             yield
 
     clock = Clock()
-    figures = ServiceFigures(Silent(), clock=clock, patience=0.01)
+    figures = ServiceFigures(untyped(Silent()), clock=clock, patience=0.01)
     for _ in range(2):
         assert read(figures) == {("regraft_database_up",): 0}
         clock.now += FRESH_SECONDS
@@ -221,7 +231,7 @@ def test_a_database_that_says_nothing_does_not_keep_prometheus_waiting():
     speaks.set()
 
 
-def test_prometheus_reads_them_at_a_port_of_their_own(sqlite_database):
+def test_prometheus_reads_them_at_a_port_of_their_own(sqlite_database: Database) -> None:
     port = reserve_port()
     address, figures = f"http://127.0.0.1:{port}/metrics", [patient(sqlite_database)]
     with served("127.0.0.1", port, figures), urllib.request.urlopen(address) as answer:

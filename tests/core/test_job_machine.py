@@ -5,14 +5,17 @@ first. Time passes by moving the lease, not by waiting.
 """
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
+    MultipleResults,
     RuleBasedStateMachine,
     initialize,
     invariant,
@@ -21,6 +24,7 @@ from hypothesis.stateful import (
     rule,
 )
 from sqlalchemy import select, update
+from sqlalchemy.orm import Session
 
 from core.database.engine import Database, Work, db_now
 from core.database.tables import Event, Job, Table
@@ -48,7 +52,7 @@ class Seen:
     epoch: int = 0
     failures: int = 0
     log: list[str] = field(default_factory=list)  # the ids of its events
-    outcome: tuple = ()
+    outcome: tuple[Any, ...] = ()
 
 
 class Jobs(RuleBasedStateMachine):
@@ -77,6 +81,7 @@ class Jobs(RuleBasedStateMachine):
         self.create(0)
         with self.database.write() as session:
             claim = lifecycle.claim_validation(session, owner="a", lease_seconds=LEASE)
+        assert claim is not None
         with lifecycle.fenced(self.database, claim) as (session, job):
             lifecycle.validated(session, job)
         self.seen[claim.job_id] = Seen("queued", claim.epoch)
@@ -103,7 +108,7 @@ class Jobs(RuleBasedStateMachine):
         self.seen[job.id] = Seen("validating_files")
 
     @rule(number=st.integers(0, 5), ask=st.sampled_from(ASKS))
-    def somebody_asks(self, number: int, ask) -> None:
+    def somebody_asks(self, number: int, ask: Callable[[Work, Job], object] | None) -> None:
         """For a new job, or for something to happen to one."""
         if ask is None:
             if sum(seen.status not in FINAL for seen in self.seen.values()) < 3:
@@ -122,7 +127,7 @@ class Jobs(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiting())
     @rule(target=claims, owner=st.sampled_from("abc"), number=st.integers(0, 5))
-    def take(self, owner: str, number: int):
+    def take(self, owner: str, number: int) -> MultipleResults[Any] | Claim:
         """A worker of the kind that one of the waiting jobs needs; which job it gets is not for it to say."""
         waiting = self.waiting()
         validating = self.seen[waiting[number % len(waiting)]].status == "validating_files"
@@ -162,7 +167,7 @@ class Jobs(RuleBasedStateMachine):
             return
         assert self.everything(claim.job_id) == before, "who was refused wrote something"
 
-    def end(self, session, job: Job, how: str) -> None:
+    def end(self, session: Session, job: Job, how: str) -> None:
         if how == "event":
             events.append(session, job.id, "Step")
         elif how == "progress":
@@ -261,7 +266,7 @@ class Jobs(RuleBasedStateMachine):
         assert job.next_run_at <= now + lifecycle.MAX_BACK_OFF
         assert job.dispatched_at <= now
 
-    def outcome(self, job: Job) -> tuple:
+    def outcome(self, job: Job) -> tuple[Any, ...]:
         """() until it is final."""
         if job.status not in FINAL:
             return ()
@@ -287,7 +292,7 @@ class Jobs(RuleBasedStateMachine):
         with self.database.read() as session:
             return session.scalars(select(Job).where(Job.id == job_id)).one()
 
-    def everything(self, job_id: str) -> tuple:
+    def everything(self, job_id: str) -> tuple[Any, ...]:
         job = self.row(job_id)
         columns = {column.key: getattr(job, column.key) for column in Job.__mapper__.column_attrs}
         return columns, self.event_ids(job_id)
@@ -296,7 +301,7 @@ class Jobs(RuleBasedStateMachine):
         with self.database.read() as session:
             return list(session.scalars(select(Event.id).where(Event.job_id == job_id).order_by(Event.seq)))
 
-    def set(self, job_id: str, **columns) -> None:
+    def set(self, job_id: str, **columns: Any) -> None:
         with self.database.write() as session:
             session.execute(update(Job).where(Job.id == job_id).values(**columns))
 

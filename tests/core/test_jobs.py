@@ -1,16 +1,20 @@
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from sqlalchemy import select, text, update
+from sqlalchemy.orm import Session
 
-from core.database.engine import Work, db_now
-from core.database.tables import Event, Job
+from core.database.engine import Database, Work, db_now
+from core.database.tables import Event, Job, Project
 from core.errors import InvalidJobState, InvalidRequest, JobNotFound
 from core.jobs import events, lifecycle, queue
 from core.jobs.claim import Claim, LeaseLost
 from core.jobs.lifecycle import EDGES, FINAL, HELD
 from tests import factories
+from tests.present import present, untyped
 
 pytestmark = pytest.mark.both_databases
 
@@ -19,43 +23,45 @@ WAKE_VALIDATION = (queue.VALIDATE, queue.DEFAULT_QUEUE)
 
 
 @pytest.fixture
-def session(database):
+def session(database: Database) -> Iterator[Session]:
     with database.write() as session:
         yield session
 
 
 @pytest.fixture
-def project(session):
+def project(session: Session) -> Project:
     return factories.project(session)
 
 
 @pytest.fixture
-def work(session):
+def work(session: Session) -> Work:
     return Work(session)
 
 
-def claim(session, **how):
-    return lifecycle.claim(session, **{"gpu_class": "cpu", "owner": "worker", "lease_seconds": 60} | how)
+def claim(session: Session, **how: Any) -> Claim | None:
+    asked: dict[str, Any] = {"gpu_class": "cpu", "owner": "worker", "lease_seconds": 60}
+    return lifecycle.claim(session, **asked | how)
 
 
-def claim_validation(session, **how):
-    return lifecycle.claim_validation(session, **{"owner": "worker", "lease_seconds": 60} | how)
+def claim_validation(session: Session, **how: Any) -> Claim | None:
+    asked: dict[str, Any] = {"owner": "worker", "lease_seconds": 60}
+    return lifecycle.claim_validation(session, **asked | how)
 
 
-def messages(session, job):
+def messages(session: Session, job: Job) -> list[Any]:
     """Oldest first."""
     return list(session.scalars(select(Event.message).where(Event.job_id == job.id).order_by(Event.seq)))
 
 
-def last_event(session, job):
+def last_event(session: Session, job: Job) -> Event | None:
     return session.scalars(select(Event).where(Event.job_id == job.id).order_by(Event.seq.desc())).first()
 
 
-def is_held(job):
+def is_held(job: Job) -> bool:
     return (job.lease_owner, job.lease_expires_at) != (None, None)
 
 
-def fresh(session, job):
+def fresh(session: Session, job: Job) -> Job:
     session.flush()
     session.refresh(job)
     return job
@@ -64,28 +70,28 @@ def fresh(session, job):
 # The graph.
 
 
-def test_every_edge_leads_to_a_known_status():
+def test_every_edge_leads_to_a_known_status() -> None:
     assert {status for further in EDGES.values() for status in further} <= set(EDGES)
 
 
-def test_nothing_follows_the_statuses_that_openais_clients_wait_for():
+def test_nothing_follows_the_statuses_that_openais_clients_wait_for() -> None:
     assert set(FINAL) == {"succeeded", "failed", "cancelled"}
 
 
-def test_cancel_is_possible_from_everywhere_else():
+def test_cancel_is_possible_from_everywhere_else() -> None:
     assert all("cancelled" in EDGES[status] for status in set(EDGES) - FINAL)
 
 
-def test_the_graph_cannot_be_changed():
+def test_the_graph_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
-        EDGES["failed"] = frozenset({"queued"})
+        untyped(EDGES)["failed"] = frozenset({"queued"})
 
 
 # Create, read, list.
 
 
-def create(work, project, **fields):
-    asked = {
+def create(work: Work, project: Project, **fields: Any) -> Job:
+    asked: dict[str, Any] = {
         "project": project,
         "model": "tiny",
         "training_file": factories.file(work.session, project, id="file-train"),
@@ -99,7 +105,7 @@ def create(work, project, **fields):
     return lifecycle.create(work, **asked | fields)
 
 
-def test_a_new_job_is_what_was_asked_for_and_waits_for_its_validation(work, project):
+def test_a_new_job_is_what_was_asked_for_and_waits_for_its_validation(work: Work, project: Project) -> None:
     job = fresh(work.session, create(work, project))
 
     assert job.id.startswith("ftjob-")
@@ -110,7 +116,7 @@ def test_a_new_job_is_what_was_asked_for_and_waits_for_its_validation(work, proj
     assert not is_held(job)
 
 
-def test_a_new_job_says_so_in_openais_words_and_wakes_a_validator(work, project):
+def test_a_new_job_says_so_in_openais_words_and_wakes_a_validator(work: Work, project: Project) -> None:
     job = create(work, project)
 
     created = f"Created fine-tuning job: {job.id}"
@@ -118,7 +124,7 @@ def test_a_new_job_says_so_in_openais_words_and_wakes_a_validator(work, project)
     assert work.outbox == [WAKE_VALIDATION]
 
 
-def test_a_validation_file_is_named_and_announced(work, project):
+def test_a_validation_file_is_named_and_announced(work: Work, project: Project) -> None:
     valid = factories.file(work.session, project, id="file-valid")
 
     job = create(work, project, validation_file=valid)
@@ -128,7 +134,7 @@ def test_a_validation_file_is_named_and_announced(work, project):
     assert messages(work.session, job)[-1] == expected
 
 
-def test_a_job_is_found_in_its_project_only(session, project):
+def test_a_job_is_found_in_its_project_only(session: Session, project: Project) -> None:
     job = factories.job(session, project)
 
     assert lifecycle.get(session, project.id, job.id) is job
@@ -136,12 +142,12 @@ def test_a_job_is_found_in_its_project_only(session, project):
         lifecycle.get(session, factories.project(session).id, job.id)
 
 
-def test_an_unknown_job_is_not_found(session, project):
+def test_an_unknown_job_is_not_found(session: Session, project: Project) -> None:
     with pytest.raises(JobNotFound):
         lifecycle.get(session, project.id, "ftjob-nothing")
 
 
-def test_a_list_has_the_projects_jobs_newest_first(session, project):
+def test_a_list_has_the_projects_jobs_newest_first(session: Session, project: Project) -> None:
     first, second, third = (factories.job(session, project) for _ in range(3))
     factories.job(session, factories.project(session))
 
@@ -152,14 +158,14 @@ def test_a_list_has_the_projects_jobs_newest_first(session, project):
     assert (list(rest.items), rest.has_more) == ([first], False)
 
 
-def test_a_list_does_not_start_behind_another_projects_job(session, project):
+def test_a_list_does_not_start_behind_another_projects_job(session: Session, project: Project) -> None:
     theirs = factories.job(session, factories.project(session))
 
     with pytest.raises(InvalidRequest):
         lifecycle.page(session, project.id, after=theirs.id, limit=2)
 
 
-def test_a_list_can_be_narrowed_to_jobs_with_all_of_some_metadata(session, project):
+def test_a_list_can_be_narrowed_to_jobs_with_all_of_some_metadata(session: Session, project: Project) -> None:
     both = factories.job(session, project, metadata_={"team": "a", "run": "1"})
     factories.job(session, project, metadata_={"team": "a", "run": "2"})
     factories.job(session, project, metadata_={"team": "a"})
@@ -171,14 +177,14 @@ def test_a_list_can_be_narrowed_to_jobs_with_all_of_some_metadata(session, proje
 
 
 @pytest.mark.parametrize("key", ['the "best"', "größe", "a.b", "back\\slash", "$", "[0]", "0", "it's 5%", ""])
-def test_metadata_is_found_whatever_its_key_looks_like(session, project, key):
+def test_metadata_is_found_whatever_its_key_looks_like(session: Session, project: Project, key: str) -> None:
     job = factories.job(session, project, metadata_={key: "válue"})
 
     assert list(lifecycle.page(session, project.id, limit=9, metadata={key: "válue"}).items) == [job]
     assert list(lifecycle.page(session, project.id, limit=9, metadata={key: "other"}).items) == []
 
 
-def test_a_list_can_be_narrowed_to_jobs_without_metadata(session, project):
+def test_a_list_can_be_narrowed_to_jobs_without_metadata(session: Session, project: Project) -> None:
     factories.job(session, project, metadata_={"team": "a"})
     bare = factories.job(session, project)
 
@@ -188,7 +194,7 @@ def test_a_list_can_be_narrowed_to_jobs_without_metadata(session, project):
 # What users ask of a job in each status: the status it has then, or None for a refusal.
 
 REFUSED = None
-ANSWERS = {
+ANSWERS: dict[Callable[[Work, Job], None], dict[str, str | None]] = {
     lifecycle.cancel: {
         "validating_files": "cancelled",
         "queued": "cancelled",
@@ -224,7 +230,9 @@ ANSWERS = {
 
 @pytest.mark.parametrize("action", ANSWERS, ids=lambda action: action.__name__)
 @pytest.mark.parametrize("status", EDGES)
-def test_a_user_gets_the_next_status_or_a_reason(work, project, action, status):
+def test_a_user_gets_the_next_status_or_a_reason(
+    work: Work, project: Project, action: Callable[[Work, Job], None], status: str
+) -> None:
     job = factories.job(work.session, project, status=status)
     expected = ANSWERS[action][status]
 
@@ -238,7 +246,7 @@ def test_a_user_gets_the_next_status_or_a_reason(work, project, action, status):
         assert len(messages(work.session, job)) == (expected != status)
 
 
-def test_a_job_that_has_ended_is_refused_in_openais_words(work, project):
+def test_a_job_that_has_ended_is_refused_in_openais_words(work: Work, project: Project) -> None:
     job = factories.job(work.session, project, status="succeeded")
 
     with pytest.raises(InvalidJobState, match=f"^Job has already completed: {job.id}$"):
@@ -246,7 +254,7 @@ def test_a_job_that_has_ended_is_refused_in_openais_words(work, project):
 
 
 @pytest.mark.parametrize("status", sorted(HELD))
-def test_cancel_takes_the_job_from_its_worker_at_once(database, status):
+def test_cancel_takes_the_job_from_its_worker_at_once(database: Database, status: str) -> None:
     with database.write() as session:
         job = factories.job(session, factories.project(session), status=status, epoch=4)
         lifecycle.cancel(Work(session), job)
@@ -259,7 +267,7 @@ def test_cancel_takes_the_job_from_its_worker_at_once(database, status):
         pass
 
 
-def test_a_second_cancel_changes_nothing(work, project):
+def test_a_second_cancel_changes_nothing(work: Work, project: Project) -> None:
     job = factories.job(work.session, project)
     lifecycle.cancel(work, job)
     job.finished_at = 123
@@ -270,7 +278,9 @@ def test_a_second_cancel_changes_nothing(work, project):
 
 
 @pytest.mark.parametrize("action", [lifecycle.cancel, lifecycle.pause])
-def test_the_row_decides_and_not_what_was_read_of_it_earlier(work, project, action):
+def test_the_row_decides_and_not_what_was_read_of_it_earlier(
+    work: Work, project: Project, action: Callable[[Work, Job], None]
+) -> None:
     job = factories.job(work.session, project, status="running")
     ended = update(Job).values(status="succeeded").execution_options(synchronize_session=False)
     work.session.execute(ended)
@@ -280,7 +290,9 @@ def test_the_row_decides_and_not_what_was_read_of_it_earlier(work, project, acti
         action(work, job)
 
 
-def test_a_job_that_is_asked_to_pause_stays_with_its_worker_until_it_has(work, project):
+def test_a_job_that_is_asked_to_pause_stays_with_its_worker_until_it_has(
+    work: Work, project: Project
+) -> None:
     job = factories.job(work.session, project, status="running")
 
     lifecycle.pause(work, job)
@@ -289,7 +301,7 @@ def test_a_job_that_is_asked_to_pause_stays_with_its_worker_until_it_has(work, p
     assert lifecycle.heartbeat(work.session, Claim(job.id, job.epoch, "worker"), 60)
 
 
-def test_resume_wakes_the_workers_of_the_jobs_class(work, project):
+def test_resume_wakes_the_workers_of_the_jobs_class(work: Work, project: Project) -> None:
     job = factories.job(work.session, project, status="paused", gpu_class="h200")
 
     lifecycle.resume(work, job)
@@ -300,40 +312,42 @@ def test_resume_wakes_the_workers_of_the_jobs_class(work, project):
 # Claims.
 
 
-def test_a_claim_starts_the_job_and_holds_it(session, project):
+def test_a_claim_starts_the_job_and_holds_it(session: Session, project: Project) -> None:
     job = factories.job(session, project)
 
     held = claim(session, owner="worker-1", lease_seconds=30)
 
     assert held == Claim(job.id, 1, "worker-1")
     assert (fresh(session, job).status, job.lease_owner) == ("running", "worker-1")
-    assert job.lease_expires_at == pytest.approx(session.scalar(select(db_now())) + 30, abs=5)
+    assert job.lease_expires_at == pytest.approx(present(session.scalar(select(db_now()))) + 30, abs=5)
     assert job.started_at is not None
     assert messages(session, job) == ["Fine-tuning job started"]
 
 
-def test_there_may_be_nothing_to_claim(session, project):
+def test_there_may_be_nothing_to_claim(session: Session, project: Project) -> None:
     for status in EDGES.keys() - {"queued"}:
         factories.job(session, project, status=status)
 
     assert claim(session) is None
 
 
-def test_a_worker_gets_jobs_of_its_class_only(session, project):
+def test_a_worker_gets_jobs_of_its_class_only(session: Session, project: Project) -> None:
     factories.job(session, project, gpu_class="h200")
 
     assert claim(session, gpu_class="cpu") is None
     assert claim(session, gpu_class="h200") is not None
 
 
-def test_a_job_that_backs_off_is_not_claimed_before_its_time(session, project):
-    later = session.scalar(select(db_now())) + 60
+def test_a_job_that_backs_off_is_not_claimed_before_its_time(session: Session, project: Project) -> None:
+    later = present(session.scalar(select(db_now()))) + 60
     factories.job(session, project, next_run_at=later)
 
     assert claim(session) is None
 
 
-def test_a_job_that_starts_again_says_which_attempt_it_is_and_keeps_its_first_start(session, project):
+def test_a_job_that_starts_again_says_which_attempt_it_is_and_keeps_its_first_start(
+    session: Session, project: Project
+) -> None:
     job = factories.job(session, project, epoch=5)  # the epoch counts more than attempts
     claim(session)
     job.started_at = 123
@@ -341,38 +355,39 @@ def test_a_job_that_starts_again_says_which_attempt_it_is_and_keeps_its_first_st
     claim(session)
 
     event = last_event(session, job)
+    assert event is not None
     assert (event.message, event.data) == ("Fine-tuning job resumed", {"attempt": 2})
     assert fresh(session, job).started_at == 123
 
 
-def test_the_project_with_the_fewest_running_jobs_is_next(session):
+def test_the_project_with_the_fewest_running_jobs_is_next(session: Session) -> None:
     busy, quiet = factories.project(session), factories.project(session)
     names = {factories.job(session, busy).id: f"busy {n}" for n in (1, 2, 3)}
     names |= {factories.job(session, quiet).id: f"quiet {n}" for n in (1, 2)}
 
-    order = [names[claim(session).job_id] for _ in range(5)]
+    order = [names[present(claim(session)).job_id] for _ in range(5)]
 
     assert order == ["busy 1", "quiet 1", "busy 2", "quiet 2", "busy 3"]
 
 
-def test_a_job_that_is_pausing_still_counts_as_running(session):
+def test_a_job_that_is_pausing_still_counts_as_running(session: Session) -> None:
     busy, quiet = factories.project(session), factories.project(session)
     factories.job(session, busy, status="pausing")
     factories.job(session, busy)
     fair = factories.job(session, quiet)
 
-    assert claim(session).job_id == fair.id
+    assert present(claim(session)).job_id == fair.id
 
 
-def test_each_job_is_claimed_once_however_many_ask(database):
+def test_each_job_is_claimed_once_however_many_ask(database: Database) -> None:
     with database.write() as session:
         owners = [factories.project(session) for _ in range(4)]
         expected = {factories.job(session, owners[n % 4]).id for n in range(40)}
     together = threading.Barrier(8)
 
-    def take_all(worker):
+    def take_all(worker: Any) -> list[Claim]:
         together.wait()
-        taken = []
+        taken: list[Any] = []
         while True:
             with database.write() as session:
                 held = claim(session, owner=f"worker-{worker}")
@@ -388,22 +403,24 @@ def test_each_job_is_claimed_once_however_many_ask(database):
     assert {held.epoch for held in taken} == {1}
 
 
-def test_a_job_that_somebody_is_just_taking_is_passed_over_and_not_waited_for(postgres_database):
+def test_a_job_that_somebody_is_just_taking_is_passed_over_and_not_waited_for(
+    postgres_database: Database,
+) -> None:
     with postgres_database.write() as session:
         project = factories.project(session)
         first, second = factories.job(session, project), factories.job(session, project)
 
     with postgres_database.write() as slow, postgres_database.write() as quick:
         quick.execute(text("set local lock_timeout = '2s'"))
-        assert claim(slow).job_id == first.id
-        assert claim(quick).job_id == second.id
+        assert present(claim(slow)).job_id == first.id
+        assert present(claim(quick)).job_id == second.id
         assert claim(quick) is None
 
 
 # Validation.
 
 
-def test_the_oldest_job_that_nobody_validates_is_next(session, project):
+def test_the_oldest_job_that_nobody_validates_is_next(session: Session, project: Project) -> None:
     factories.job(session, project)
     factories.job(session, project, status="validating_files")  # with a live lease
     free = {"status": "validating_files", "lease_owner": None, "lease_expires_at": None}
@@ -415,13 +432,13 @@ def test_the_oldest_job_that_nobody_validates_is_next(session, project):
     assert (fresh(session, first).status, first.lease_owner) == ("validating_files", "a")
 
 
-def test_a_validation_whose_worker_is_lost_can_be_taken_over(session, project):
+def test_a_validation_whose_worker_is_lost_can_be_taken_over(session: Session, project: Project) -> None:
     job = factories.job(session, project, status="validating_files", lease_expires_at=1.0)
 
     assert claim_validation(session) == Claim(job.id, 2, "worker")
 
 
-def test_good_files_put_the_job_in_the_queue(session, project):
+def test_good_files_put_the_job_in_the_queue(session: Session, project: Project) -> None:
     job = factories.job(session, project, status="validating_files", failures=1, dispatched_at=9.0)
 
     wake = lifecycle.validated(session, job)
@@ -435,15 +452,15 @@ def test_good_files_put_the_job_in_the_queue(session, project):
 # The end of a run, in each status.
 
 
-def fail(session, job):
+def fail(session: Session, job: Job) -> None:
     lifecycle.fail(session, job, code="invalid_training_file", message="line 3: no", param="training_file")
 
 
-def succeed(session, job):
+def succeed(session: Session, job: Job) -> None:
     lifecycle.succeed(session, job, fine_tuned_model="ft:tiny:acme::1")
 
 
-def crash(session, job):
+def crash(session: Session, job: Job) -> None:
     lifecycle.crashed(session, job, reason="exit code 9", max_failures=3)
 
 
@@ -460,7 +477,9 @@ ENDS = {
     ("end", "status", "expected"),
     [(end, status, expected) for end, statuses in ENDS.items() for status, expected in statuses.items()],
 )
-def test_however_a_claim_ends_the_job_is_free_again(session, project, end, status, expected):
+def test_however_a_claim_ends_the_job_is_free_again(
+    session: Session, project: Project, end: Any, status: Any, expected: Any
+) -> None:
     job = factories.job(session, project, status=status, estimated_finish=123)
 
     end(session, job)
@@ -479,7 +498,9 @@ def test_however_a_claim_ends_the_job_is_free_again(session, project, end, statu
         if status not in ends
     ],
 )
-def test_a_job_does_not_end_twice_or_before_it_has_begun(session, project, end, status):
+def test_a_job_does_not_end_twice_or_before_it_has_begun(
+    session: Session, project: Project, end: Any, status: Any
+) -> None:
     job = factories.job(session, project, status=status)
 
     with pytest.raises(InvalidJobState):
@@ -488,7 +509,7 @@ def test_a_job_does_not_end_twice_or_before_it_has_begun(session, project, end, 
     assert (job.status, messages(session, job)) == (status, [])
 
 
-def test_success_names_the_model_and_says_so_in_openais_words(session, project):
+def test_success_names_the_model_and_says_so_in_openais_words(session: Session, project: Project) -> None:
     job = factories.job(session, project, status="running")
 
     succeed(session, job)
@@ -500,7 +521,7 @@ def test_success_names_the_model_and_says_so_in_openais_words(session, project):
     ]
 
 
-def test_failure_is_kept_on_the_job_and_told_as_an_error(session, project):
+def test_failure_is_kept_on_the_job_and_told_as_an_error(session: Session, project: Project) -> None:
     job = factories.job(session, project, status="running")
 
     fail(session, job)
@@ -508,66 +529,74 @@ def test_failure_is_kept_on_the_job_and_told_as_an_error(session, project):
     error = {"code": "invalid_training_file", "message": "line 3: no", "param": "training_file"}
     assert fresh(session, job).error == error
     event = last_event(session, job)
+    assert event is not None
     assert (event.level, event.message) == ("error", "line 3: no")
 
 
-def test_a_drained_run_goes_on_at_once_and_has_spent_no_failure(session, project):
+def test_a_drained_run_goes_on_at_once_and_has_spent_no_failure(session: Session, project: Project) -> None:
     job = factories.job(session, project, status="running", failures=2)
 
     lifecycle.release(session, job)
 
     assert job.failures == 2
-    assert claim(session).job_id == job.id
+    assert present(claim(session)).job_id == job.id
 
 
 # Crashes.
 
 
 @pytest.mark.parametrize(("failures", "seconds"), [(0, 2), (1, 4), (4, 32), (5, 60), (30, 60)])
-def test_each_crash_doubles_the_wait_up_to_a_minute(session, project, failures, seconds):
+def test_each_crash_doubles_the_wait_up_to_a_minute(
+    session: Session, project: Project, failures: int, seconds: int
+) -> None:
     job = factories.job(session, project, status="running", failures=failures)
 
     lifecycle.crashed(session, job, reason="exit code 9", max_failures=99)
 
-    wait = job.next_run_at - session.scalar(select(db_now()))
+    wait = job.next_run_at - present(session.scalar(select(db_now())))
     assert wait == pytest.approx(seconds, abs=1)
     assert claim(session) is None
 
 
-def test_a_crash_is_told_as_a_warning_with_its_reason(session, project):
+def test_a_crash_is_told_as_a_warning_with_its_reason(session: Session, project: Project) -> None:
     job = factories.job(session, project, status="running")
 
     crash(session, job)
 
     event = last_event(session, job)
+    assert event is not None
     assert (event.level, event.data) == ("warn", {"failures": 1})
     assert "exit code 9" in event.message
 
 
 @pytest.mark.parametrize(("failures", "level"), [(0, "warn"), (3, "error")])
-def test_however_much_a_run_said_its_crash_is_told_in_one_short_line(session, project, failures, level):
+def test_however_much_a_run_said_its_crash_is_told_in_one_short_line(
+    session: Session, project: Project, failures: int, level: str
+) -> None:
     job = factories.job(session, project, status="running", failures=failures)
 
     lifecycle.crashed(session, job, reason=f"\r 9%|#\r{'x' * 300}\nmore\r", max_failures=3)
 
     event = last_event(session, job)
+    assert event is not None
     assert (event.level, len(event.message)) == (level, lifecycle.MAX_CRASH_MESSAGE)
     assert event.message.endswith(f"xxx…. Log: GET /v1/regraft/jobs/{job.id}/logs")
     assert not set("\r\n#") & set(event.message)
 
 
 @pytest.mark.parametrize("status", ["running", "validating_files"])
-def test_one_crash_too_many_fails_the_job(session, project, status):
+def test_one_crash_too_many_fails_the_job(session: Session, project: Project, status: str) -> None:
     job = factories.job(session, project, status=status, failures=3)
 
     crash(session, job)
 
     assert (job.status, job.failures) == ("failed", 4)
+    assert job.error is not None
     assert job.error["code"] == "internal_error"
     assert "exit code 9" in job.error["message"]
 
 
-def test_no_crash_fails_a_job_that_was_to_pause_anyway(session, project):
+def test_no_crash_fails_a_job_that_was_to_pause_anyway(session: Session, project: Project) -> None:
     job = factories.job(session, project, status="pausing", failures=3)
 
     crash(session, job)
@@ -578,11 +607,12 @@ def test_no_crash_fails_a_job_that_was_to_pause_anyway(session, project):
 # Fencing.
 
 
-def test_a_claim_writes_while_it_holds(database):
+def test_a_claim_writes_while_it_holds(database: Database) -> None:
     with database.write() as session:
         factories.job(session, factories.project(session))
         held = claim(session)
 
+    assert held is not None
     with lifecycle.fenced(database, held) as (session, job):
         events.append(session, job.id, "Step 1/2")
 
@@ -590,13 +620,15 @@ def test_a_claim_writes_while_it_holds(database):
         assert messages(session, job) == ["Fine-tuning job started", "Step 1/2"]
 
 
-def test_a_worker_that_was_replaced_writes_nothing(database):
+def test_a_worker_that_was_replaced_writes_nothing(database: Database) -> None:
     with database.write() as session:
         factories.job(session, factories.project(session))
         stale = claim(session, owner="first", lease_seconds=-1)
         lifecycle.expire_leases(session, max_failures=3)
         session.execute(update(Job).values(next_run_at=0.0))
         current = claim(session, owner="second")
+    assert stale is not None
+    assert current is not None
     assert (stale.epoch, current.epoch) == (1, 3)
 
     with pytest.raises(LeaseLost, match="first"), lifecycle.fenced(database, stale) as (session, job):
@@ -608,7 +640,7 @@ def test_a_worker_that_was_replaced_writes_nothing(database):
 
 
 @pytest.mark.parametrize("status", sorted(set(EDGES) - HELD))
-def test_nobody_writes_to_a_job_that_nobody_holds(database, status):
+def test_nobody_writes_to_a_job_that_nobody_holds(database: Database, status: str) -> None:
     """Not even with the right epoch: the run that has ended its job is done with it."""
     with database.write() as session:
         job = factories.job(session, factories.project(session), status=status, epoch=1)
@@ -617,17 +649,18 @@ def test_nobody_writes_to_a_job_that_nobody_holds(database, status):
         pass
 
 
-def test_nobody_writes_to_a_job_that_does_not_exist(database):
+def test_nobody_writes_to_a_job_that_does_not_exist(database: Database) -> None:
     with pytest.raises(LeaseLost), lifecycle.fenced(database, Claim("ftjob-nothing", 1, "worker")):
         pass
 
 
-def test_what_fails_inside_the_fence_leaves_nothing_behind(database):
+def test_what_fails_inside_the_fence_leaves_nothing_behind(database: Database) -> None:
     with database.write() as session:
         factories.job(session, factories.project(session))
         held = claim(session)
 
-    def stumble():
+    def stumble() -> None:
+        assert held is not None
         with lifecycle.fenced(database, held) as (session, job):
             lifecycle.release(session, job)
             raise ZeroDivisionError
@@ -635,6 +668,7 @@ def test_what_fails_inside_the_fence_leaves_nothing_behind(database):
     with pytest.raises(ZeroDivisionError):
         stumble()
 
+    assert held is not None
     with lifecycle.fenced(database, held) as (session, job):
         assert job.status == "running"
 
@@ -642,29 +676,35 @@ def test_what_fails_inside_the_fence_leaves_nothing_behind(database):
 # Leases.
 
 
-def test_a_heartbeat_keeps_the_job(session, project):
+def test_a_heartbeat_keeps_the_job(session: Session, project: Project) -> None:
     factories.job(session, project)
     held = claim(session, lease_seconds=-1)
 
+    assert held is not None
     assert lifecycle.heartbeat(session, held, 60)
     assert lifecycle.expire_leases(session, max_failures=3) == 0
 
 
-def test_a_lost_worker_costs_a_failure_and_the_job_waits_for_another(session, project):
+def test_a_lost_worker_costs_a_failure_and_the_job_waits_for_another(
+    session: Session, project: Project
+) -> None:
     job = factories.job(session, project)
     held = claim(session, lease_seconds=-1)
 
     assert lifecycle.expire_leases(session, max_failures=3) == 1
 
     assert (fresh(session, job).status, job.epoch, job.failures) == ("queued", 2, 1)
-    assert "the worker stopped answering" in last_event(session, job).message
+    assert "the worker stopped answering" in present(last_event(session, job)).message
+    assert held is not None
     assert not lifecycle.heartbeat(session, held, 60)
 
 
 @pytest.mark.parametrize(
     ("status", "expected"), [("pausing", "paused"), ("validating_files", "validating_files")]
 )
-def test_a_lost_worker_leaves_the_job_where_it_can_go_on(session, project, status, expected):
+def test_a_lost_worker_leaves_the_job_where_it_can_go_on(
+    session: Session, project: Project, status: str, expected: str
+) -> None:
     job = factories.job(session, project, status=status, lease_expires_at=1.0)
 
     assert lifecycle.expire_leases(session, max_failures=3) == 1
@@ -673,7 +713,7 @@ def test_a_lost_worker_leaves_the_job_where_it_can_go_on(session, project, statu
     assert (fresh(session, job).status, job.epoch, job.failures) == (expected, 2, 1)
 
 
-def test_a_job_that_loses_every_worker_fails(session, project):
+def test_a_job_that_loses_every_worker_fails(session: Session, project: Project) -> None:
     job = factories.job(session, project, status="running", lease_expires_at=1.0, failures=3)
 
     lifecycle.expire_leases(session, max_failures=3)
@@ -681,7 +721,7 @@ def test_a_job_that_loses_every_worker_fails(session, project):
     assert job.status == "failed"
 
 
-def test_a_live_lease_is_left_alone(session, project):
+def test_a_live_lease_is_left_alone(session: Session, project: Project) -> None:
     for status in HELD:
         factories.job(session, project, status=status)
 
@@ -691,7 +731,9 @@ def test_a_live_lease_is_left_alone(session, project):
 # Wake-ups.
 
 
-def test_work_that_nobody_was_told_of_is_announced_once_for_each_queue(session, project):
+def test_work_that_nobody_was_told_of_is_announced_once_for_each_queue(
+    session: Session, project: Project
+) -> None:
     for gpu_class in ("cpu", "cpu", "h200"):
         factories.job(session, project, gpu_class=gpu_class)
     for _ in range(2):
@@ -705,14 +747,16 @@ def test_work_that_nobody_was_told_of_is_announced_once_for_each_queue(session, 
     assert lifecycle.to_wake(session, older_than=30) == []
 
 
-def test_what_was_announced_long_ago_is_announced_again(session, project):
-    factories.job(session, project, dispatched_at=session.scalar(select(db_now())) - 40)
+def test_what_was_announced_long_ago_is_announced_again(session: Session, project: Project) -> None:
+    factories.job(session, project, dispatched_at=present(session.scalar(select(db_now()))) - 40)
 
     assert lifecycle.to_wake(session, older_than=50) == []
     assert lifecycle.to_wake(session, older_than=30) == [WAKE_CPU]
 
 
-def test_a_job_that_is_put_back_is_announced_without_waiting_for_the_last_time_to_be_old(session, project):
+def test_a_job_that_is_put_back_is_announced_without_waiting_for_the_last_time_to_be_old(
+    session: Session, project: Project
+) -> None:
     job = factories.job(session, project)
     lifecycle.to_wake(session, older_than=30)
     claim(session)
@@ -721,7 +765,7 @@ def test_a_job_that_is_put_back_is_announced_without_waiting_for_the_last_time_t
     assert lifecycle.to_wake(session, older_than=30) == [WAKE_CPU]
 
 
-def test_what_is_noted_for_a_long_line_is_one_row_of_it(session, project):
+def test_what_is_noted_for_a_long_line_is_one_row_of_it(session: Session, project: Project) -> None:
     waiting = [factories.job(session, project) for _ in range(5)]
     lifecycle.to_wake(session, older_than=30)
 
@@ -729,7 +773,9 @@ def test_what_is_noted_for_a_long_line_is_one_row_of_it(session, project):
     assert [job.dispatched_at > 0 for job in waiting] == [False] * 4 + [True]
 
 
-def test_a_project_whose_jobs_must_wait_does_not_keep_anothers_from_being_announced(session, project):
+def test_a_project_whose_jobs_must_wait_does_not_keep_anothers_from_being_announced(
+    session: Session, project: Project
+) -> None:
     factories.job(session, project)
     lifecycle.to_wake(session, older_than=30)
     factories.job(session, factories.project(session))
@@ -737,10 +783,10 @@ def test_a_project_whose_jobs_must_wait_does_not_keep_anothers_from_being_announ
     assert lifecycle.to_wake(session, older_than=30) == [WAKE_CPU]
 
 
-def test_nobody_is_woken_for_work_that_is_taken_over_or_not_due(session, project):
+def test_nobody_is_woken_for_work_that_is_taken_over_or_not_due(session: Session, project: Project) -> None:
     for status in EDGES.keys() - {"queued"}:
         factories.job(session, project, status=status)
-    factories.job(session, project, next_run_at=session.scalar(select(db_now())) + 60)
+    factories.job(session, project, next_run_at=present(session.scalar(select(db_now()))) + 60)
 
     assert lifecycle.to_wake(session, older_than=0) == []
 
@@ -748,11 +794,11 @@ def test_nobody_is_woken_for_work_that_is_taken_over_or_not_due(session, project
 # Attempts
 
 
-def outcomes(session, job):
+def outcomes(session: Session, job: Job) -> list[Any]:
     return [(one.kind, one.worker, one.outcome) for one in lifecycle.attempts(session, job.id)]
 
 
-def test_every_turn_at_a_job_is_an_attempt_with_an_outcome(session, project):
+def test_every_turn_at_a_job_is_an_attempt_with_an_outcome(session: Session, project: Project) -> None:
     job = factories.job(session, project, status="validating_files", lease_owner=None, lease_expires_at=None)
 
     lifecycle.claim_validation(session, owner="first", lease_seconds=60)
@@ -771,11 +817,13 @@ def test_every_turn_at_a_job_is_an_attempt_with_an_outcome(session, project):
         ("run", "third", "drained"),
         ("run", "fourth", "cancelled"),
     ]
-    assert all(one.started_at <= one.ended_at for one in lifecycle.attempts(session, job.id))
+    assert all(one.started_at <= present(one.ended_at) for one in lifecycle.attempts(session, job.id))
     assert lifecycle.attempts(session, job.id)[1].reason == "out of memory"
 
 
-def test_a_validation_that_is_taken_over_ends_the_attempt_of_the_silent_one(session, project):
+def test_a_validation_that_is_taken_over_ends_the_attempt_of_the_silent_one(
+    session: Session, project: Project
+) -> None:
     job = factories.job(session, project, status="validating_files", lease_owner=None, lease_expires_at=None)
 
     lifecycle.claim_validation(session, owner="first", lease_seconds=-1)
@@ -787,14 +835,16 @@ def test_a_validation_that_is_taken_over_ends_the_attempt_of_the_silent_one(sess
     ]
 
 
-def test_a_validation_that_was_given_back_writes_no_more(database):
+def test_a_validation_that_was_given_back_writes_no_more(database: Database) -> None:
     with database.write() as session:
         factories.job(session, factories.project(session), status="validating_files", lease_expires_at=0.0)
         ours = claim_validation(session)
+    assert ours is not None
     with lifecycle.fenced(database, ours) as (session, job):
         lifecycle.release(session, job)
 
     with pytest.raises(LeaseLost), lifecycle.fenced(database, ours):
         pass
     with database.write() as session:
+        assert ours is not None
         assert not lifecycle.heartbeat(session, ours, 60)

@@ -1,40 +1,45 @@
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
-from core.database.engine import Work
-from core.database.tables import ApiKey, AuditEntry, now
+from core.database.engine import Database, Work
+from core.database.tables import ApiKey, AuditEntry, Project, now
 from core.errors import InsufficientPermissions, InvalidApiKey, InvalidRequest, KeyNotFound
 from core.tenancy import keys
 from core.tenancy.audit import OPERATOR
+from core.tenancy.keys import Scope
 from tests import factories
 
 
 @pytest.fixture
-def session(database):
+def session(database: Database) -> Iterator[Session]:
     with database.write() as session:
         yield session
 
 
 @pytest.fixture
-def project(session):
+def project(session: Session) -> Project:
     return factories.project(session)
 
 
 @pytest.fixture
-def work(session):
+def work(session: Session) -> Work:
     return Work(session)
 
 
-def make(work, project, **fields):
+def make(work: Work, project: Project, **fields: Any) -> keys.NewKey:
     return keys.create_key(work, project, "ci", **fields)
 
 
-def actions(session):
+def actions(session: Session) -> list[Any]:
     return list(session.scalars(select(AuditEntry.action).order_by(AuditEntry.seq)))
 
 
 @pytest.mark.both_databases
-def test_a_key_opens_its_project_and_says_what_it_was_made_for(work, project):
+def test_a_key_opens_its_project_and_says_what_it_was_made_for(work: Work, project: Project) -> None:
     made = make(work, project, scope="read", owner="ana@example.org", expires_at=now() + 60)
 
     key, opened = keys.authenticate(work.session, made.token)
@@ -44,7 +49,7 @@ def test_a_key_opens_its_project_and_says_what_it_was_made_for(work, project):
 
 
 @pytest.mark.both_databases
-def test_nothing_stored_contains_the_key(work, project):
+def test_nothing_stored_contains_the_key(work: Work, project: Project) -> None:
     made = make(work, project)
 
     stored = [str(getattr(made.key, column.name)) for column in ApiKey.__table__.columns]
@@ -60,7 +65,9 @@ def test_nothing_stored_contains_the_key(work, project):
         ({"expires_at": 1}, "expired_api_key", "has expired"),
     ],
 )
-def test_a_dead_key_is_refused_and_says_why_without_showing_itself(work, project, fields, code, words):
+def test_a_dead_key_is_refused_and_says_why_without_showing_itself(
+    work: Work, project: Project, fields: dict[str, int], code: str, words: str
+) -> None:
     made = make(work, project)
     for name, value in fields.items():
         setattr(made.key, name, value)
@@ -73,7 +80,7 @@ def test_a_dead_key_is_refused_and_says_why_without_showing_itself(work, project
     assert made.token not in refused.value.message
 
 
-def test_the_keys_of_an_archived_project_are_refused(work, project):
+def test_the_keys_of_an_archived_project_are_refused(work: Work, project: Project) -> None:
     made = make(work, project)
     project.archived_at = now()
     work.session.flush()
@@ -82,7 +89,7 @@ def test_the_keys_of_an_archived_project_are_refused(work, project):
         keys.authenticate(work.session, made.token)
 
 
-def test_a_rotated_key_dies_at_once_and_its_successor_may_do_the_same(work, project):
+def test_a_rotated_key_dies_at_once_and_its_successor_may_do_the_same(work: Work, project: Project) -> None:
     old = make(work, project, scope="write", owner="ana")
 
     new = keys.rotate(work, old.key)
@@ -94,7 +101,9 @@ def test_a_rotated_key_dies_at_once_and_its_successor_may_do_the_same(work, proj
 
 
 @pytest.mark.both_databases
-def test_a_rotated_key_may_live_on_for_some_hours_but_never_longer_than_it_would_have(work, project):
+def test_a_rotated_key_may_live_on_for_some_hours_but_never_longer_than_it_would_have(
+    work: Work, project: Project
+) -> None:
     endless, ending = make(work, project), make(work, project, expires_at=now() + 600)
 
     keys.rotate(work, endless.key, grace_hours=2)
@@ -105,7 +114,7 @@ def test_a_rotated_key_may_live_on_for_some_hours_but_never_longer_than_it_would
     assert keys.authenticate(work.session, endless.token)
 
 
-def test_the_successor_of_a_key_for_a_time_gets_as_long_again(work, project):
+def test_the_successor_of_a_key_for_a_time_gets_as_long_again(work: Work, project: Project) -> None:
     old = make(work, project, expires_at=now() + 1000)
     old.key.created_at -= 500
 
@@ -114,7 +123,7 @@ def test_the_successor_of_a_key_for_a_time_gets_as_long_again(work, project):
     assert new.key.expires_at == pytest.approx(now() + 1500, abs=5)
 
 
-def test_a_dead_key_cannot_be_rotated_back_to_life(work, project):
+def test_a_dead_key_cannot_be_rotated_back_to_life(work: Work, project: Project) -> None:
     made = make(work, project)
     keys.revoke(work, made.key)
 
@@ -122,7 +131,7 @@ def test_a_dead_key_cannot_be_rotated_back_to_life(work, project):
         keys.rotate(work, made.key)
 
 
-def test_a_second_revocation_changes_nothing(work, project):
+def test_a_second_revocation_changes_nothing(work: Work, project: Project) -> None:
     made = make(work, project)
     keys.revoke(work, made.key)
     made.key.revoked_at = 123
@@ -135,7 +144,9 @@ def test_a_second_revocation_changes_nothing(work, project):
 
 @pytest.mark.parametrize("scope", keys.SCOPES)
 @pytest.mark.parametrize("needed", keys.SCOPES)
-def test_each_scope_reaches_as_far_as_those_before_it(work, project, scope, needed):
+def test_each_scope_reaches_as_far_as_those_before_it(
+    work: Work, project: Project, scope: str, needed: Scope
+) -> None:
     key = make(work, project, scope=scope).key
 
     if keys.SCOPES.index(scope) >= keys.SCOPES.index(needed):
@@ -146,7 +157,7 @@ def test_each_scope_reaches_as_far_as_those_before_it(work, project, scope, need
 
 
 @pytest.mark.both_databases
-def test_a_key_is_found_in_its_project_only(work, project):
+def test_a_key_is_found_in_its_project_only(work: Work, project: Project) -> None:
     key, other = make(work, project).key, factories.project(work.session)
 
     assert keys.get(work.session, key.id, project.id) is key
@@ -155,7 +166,7 @@ def test_a_key_is_found_in_its_project_only(work, project):
 
 
 @pytest.mark.both_databases
-def test_the_last_use_is_noted_once_a_minute(work, project):
+def test_the_last_use_is_noted_once_a_minute(work: Work, project: Project) -> None:
     key = make(work, project).key
 
     noted = []
@@ -171,7 +182,7 @@ def test_the_last_use_is_noted_once_a_minute(work, project):
 
 
 @pytest.mark.both_databases
-def test_the_first_key_of_a_service_is_the_operators_doing(session):
+def test_the_first_key_of_a_service_is_the_operators_doing(session: Session) -> None:
     keys.bootstrap(session)
 
     entry = session.scalars(select(AuditEntry)).one()

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+from _io import StringIO
 
 import pytest
 
@@ -11,7 +12,7 @@ from core.telemetry import logs
 
 
 @pytest.fixture
-def written(request):
+def written(request: pytest.FixtureRequest) -> tuple[logging.Logger, dict[str, StringIO]]:
     """What was logged as text and as JSON, to a logger of the test's own."""
     log, streams = logging.getLogger(f"test.{request.node.name}"), {}
     log.setLevel(logging.INFO)
@@ -22,7 +23,9 @@ def written(request):
     return log, streams
 
 
-def test_every_line_says_what_it_is_about_until_that_is_over(written):
+def test_every_line_says_what_it_is_about_until_that_is_over(
+    written: tuple[logging.Logger, dict[str, StringIO]],
+) -> None:
     log, streams = written
     with logs.bound(job_id="ftjob-1", attempt=2), logs.bound(step=3):
         log.warning("slow\nindeed", extra=logs.extra(seconds=1.5))
@@ -37,15 +40,17 @@ def test_every_line_says_what_it_is_about_until_that_is_over(written):
     assert streams["text"].getvalue().endswith(": over\n")
 
 
-def test_threads_and_tasks_that_are_started_meanwhile_belong_to_it(written):
+def test_threads_and_tasks_that_are_started_meanwhile_belong_to_it(
+    written: tuple[logging.Logger, dict[str, StringIO]],
+) -> None:
     log, streams = written
 
-    async def one(number):
+    async def one(number: int) -> None:
         with logs.bound(step=number):
             await asyncio.sleep(0)
             await asyncio.to_thread(log.info, "in a thread")
 
-    async def both():
+    async def both() -> None:
         await asyncio.gather(one(1), one(2))
 
     asyncio.run(both())
@@ -53,7 +58,7 @@ def test_threads_and_tasks_that_are_started_meanwhile_belong_to_it(written):
     assert sorted(json.loads(line)["step"] for line in streams["json"].getvalue().splitlines()) == [1, 2]
 
 
-def test_an_exception_is_part_of_its_line(written):
+def test_an_exception_is_part_of_its_line(written: tuple[logging.Logger, dict[str, StringIO]]) -> None:
     log, streams = written
     try:
         raise ValueError("what went wrong")
@@ -64,7 +69,7 @@ def test_an_exception_is_part_of_its_line(written):
     assert "ValueError: what went wrong" in json.loads(line)["exception"]
 
 
-def test_a_line_that_was_redrawn_is_its_last_version_without_colors():
+def test_a_line_that_was_redrawn_is_its_last_version_without_colors() -> None:
     text = "\rLoading:  10%|#\rLoading: 100%|##########\r\n\x1b[32mgreen\x1b[0m\x1b]8;;http://x\x07link\nplain\r\n"
 
     assert logs.cleaned(text) == "Loading: 100%|##########\ngreenlink\nplain\n"
@@ -94,5 +99,5 @@ GROUP = """  + Exception Group Traceback (most recent call last):
     ],
     ids=["nothing", "no traceback", "message of two lines", "second of two", "group", "cut off"],
 )  # fmt: skip
-def test_the_headline_of_a_log_is_its_last_exception_or_its_last_line(log, line):
+def test_the_headline_of_a_log_is_its_last_exception_or_its_last_line(log: str, line: str) -> None:
     assert logs.headline(log) == line

@@ -1,6 +1,7 @@
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from alembic import command
@@ -16,7 +17,7 @@ from core.database.tables import Table
 pytestmark = [pytest.mark.slow, pytest.mark.both_databases]
 
 
-def tables(url):
+def tables(url: str) -> set[str]:
     engine = open_engine(url)
     names = set(inspect(engine).get_table_names())
     engine.dispose()
@@ -26,7 +27,7 @@ def tables(url):
 ALL_TABLES = {table.name for table in Table.metadata.sorted_tables} | {"alembic_version"}
 
 
-def test_an_empty_database_gets_every_table_that_the_models_want(empty_url):
+def test_an_empty_database_gets_every_table_that_the_models_want(empty_url: str) -> None:
     upgrade(empty_url)
 
     assert tables(empty_url) == ALL_TABLES
@@ -37,7 +38,7 @@ def test_an_empty_database_gets_every_table_that_the_models_want(empty_url):
 RETIRED = [("remove_column", None, "jobs", "progress_at")]
 
 
-def test_the_migrations_and_the_models_agree(empty_url):
+def test_the_migrations_and_the_models_agree(empty_url: str) -> None:
     upgrade(empty_url)
 
     with migrating(empty_url) as connection:
@@ -45,7 +46,7 @@ def test_the_migrations_and_the_models_agree(empty_url):
     assert [(*one[:3], getattr(one[3], "name", one[3])) for one in found] == RETIRED
 
 
-def test_a_second_upgrade_changes_nothing_and_loses_nothing(empty_url):
+def test_a_second_upgrade_changes_nothing_and_loses_nothing(empty_url: str) -> None:
     upgrade(empty_url)
     with migrating(empty_url) as connection:
         connection.execute(text("insert into organizations values ('org-1', 'acme', 0)"))
@@ -56,7 +57,7 @@ def test_a_second_upgrade_changes_nothing_and_loses_nothing(empty_url):
         assert connection.scalar(text("select name from organizations")) == "acme"
 
 
-def test_every_migration_can_be_taken_back(empty_url):
+def test_every_migration_can_be_taken_back(empty_url: str) -> None:
     upgrade(empty_url)
 
     with migrating(empty_url) as connection:
@@ -65,7 +66,7 @@ def test_every_migration_can_be_taken_back(empty_url):
     assert tables(empty_url) == {"alembic_version"}
 
 
-def test_a_migration_that_fails_leaves_the_database_as_it_was(empty_url):
+def test_a_migration_that_fails_leaves_the_database_as_it_was(empty_url: str) -> None:
     with migrating(empty_url) as connection:
         connection.execute(text("create table tuned_models (oops integer)"))
 
@@ -75,7 +76,7 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(empty_url):
     assert tables(empty_url) == {"tuned_models"}
 
 
-def test_an_upgrade_does_not_fill_the_log(empty_url, caplog):
+def test_an_upgrade_does_not_fill_the_log(empty_url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     upgrade(empty_url)
@@ -83,7 +84,7 @@ def test_an_upgrade_does_not_fill_the_log(empty_url, caplog):
     assert caplog.messages == []
 
 
-def test_processes_that_start_at_once_all_find_a_database_that_is_ready(empty_url):
+def test_processes_that_start_at_once_all_find_a_database_that_is_ready(empty_url: str) -> None:
     start = [sys.executable, "-c", f"from core.database.migrate import upgrade; upgrade({empty_url!r})"]
     processes = [subprocess.Popen(start, stderr=subprocess.PIPE, text=True) for _ in range(4)]
 
@@ -94,7 +95,9 @@ def test_processes_that_start_at_once_all_find_a_database_that_is_ready(empty_ur
 
 
 @pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:"])
-def test_a_database_in_memory_is_refused_and_leaves_no_lock_behind(url, tmp_path, monkeypatch):
+def test_a_database_in_memory_is_refused_and_leaves_no_lock_behind(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(ValueError, match="in memory is not supported"):
@@ -103,7 +106,7 @@ def test_a_database_in_memory_is_refused_and_leaves_no_lock_behind(url, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_lock_of_a_file_lies_beside_it(tmp_path, monkeypatch):
+def test_the_lock_of_a_file_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     upgrade(f"sqlite:///{tmp_path}/data/regraft.db")

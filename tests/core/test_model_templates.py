@@ -1,6 +1,9 @@
 """The chat template of a model as the API reads it: what it finds is what transformers renders."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,10 +25,10 @@ DIALECT = (
 
 
 @pytest.fixture
-def entry(tmp_path):
+def entry(tmp_path: Path) -> Callable[..., BaseModelEntry]:
     """The entry of a model with these files."""
 
-    def entry(files, **fields):
+    def entry(files: dict[str, Any], **fields: Any) -> BaseModelEntry:
         folder = tmp_path / "model"
         folder.mkdir()
         for name, content in files.items():
@@ -39,7 +42,9 @@ TEMPLATES = FAMILIES | {name: chat_templates.text_of(name) for name in chat_temp
 
 
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), OFF, DIALECT], ids=[*TEMPLATES, "off", "dialect"])
-def test_it_finds_what_the_worker_finds(entry, tmp_path, template):
+def test_it_finds_what_the_worker_finds(
+    entry: Callable[..., BaseModelEntry], tmp_path: Path, template: str
+) -> None:
     worker = detect(thinking_tokenizer(template))
 
     found = reasons(entry({"chat_template.jinja": template}), tmp_path)
@@ -48,7 +53,7 @@ def test_it_finds_what_the_worker_finds(entry, tmp_path, template):
 
 
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), DIALECT], ids=[*TEMPLATES, "dialect"])
-def test_it_renders_as_transformers_does(template):
+def test_it_renders_as_transformers_does(template: str) -> None:
     tokenizer = thinking_tokenizer(template)
 
     ours = renderer(template, tokenizer.special_tokens_map)(CHAT[1])
@@ -72,11 +77,15 @@ def test_it_renders_as_transformers_does(template):
         ({"chat_template.jinja": "{{ 1 / 0 }}"}, False),
     ],
 )
-def test_where_the_template_stands(entry, tmp_path, files, expected):
+def test_where_the_template_stands(
+    entry: Callable[..., BaseModelEntry], tmp_path: Path, files: dict[str, Any], expected: bool
+) -> None:
     assert reasons(entry(files), tmp_path) is expected
 
 
-def test_the_template_of_the_entry_and_of_the_job_come_first(entry, tmp_path):
+def test_the_template_of_the_entry_and_of_the_job_come_first(
+    entry: Callable[..., BaseModelEntry], tmp_path: Path
+) -> None:
     thinks = entry({"chat_template.jinja": HYBRID})
 
     assert not reasons(thinks.model_copy(update={"chat_template": "plain"}), tmp_path)
@@ -84,7 +93,9 @@ def test_the_template_of_the_entry_and_of_the_job_come_first(entry, tmp_path):
     assert reasons(BaseModelEntry(hub="some/model", chat_template=HYBRID), tmp_path)
 
 
-def test_a_model_of_the_hub_is_read_where_the_hub_stores_it(tmp_path, monkeypatch):
+def test_a_model_of_the_hub_is_read_where_the_hub_stores_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -96,7 +107,7 @@ def test_a_model_of_the_hub_is_read_where_the_hub_stores_it(tmp_path, monkeypatc
     assert reasons(BaseModelEntry(hub="other/model"), tmp_path) is None
 
 
-def test_a_gguf_file_is_read_where_the_worker_has_converted_it(tmp_path):
+def test_a_gguf_file_is_read_where_the_worker_has_converted_it(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     entry = BaseModelEntry(path=file)
@@ -110,11 +121,11 @@ def test_a_gguf_file_is_read_where_the_worker_has_converted_it(tmp_path):
 
 
 @pytest.mark.parametrize("recorded", [True, False, None])
-def test_without_the_files_a_worker_has_said_it(tmp_path, recorded):
+def test_without_the_files_a_worker_has_said_it(tmp_path: Path, recorded: bool | None) -> None:
     entry = BaseModelEntry(hub="some/absent-model")
     assert not is_reasoning(entry, tmp_path)
 
-    found = {
+    found: dict[str, Any] = {
         "forward": "rows",
         "decode": None,
         "largest_difference": 1e-6,

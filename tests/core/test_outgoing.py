@@ -5,6 +5,9 @@ import datetime
 import socket
 import ssl
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -16,14 +19,15 @@ from hypothesis import strategies as st
 
 from core.outbound.http import Outgoing, Unreachable, UrlNotAllowed
 from tests.hooks import Receiver
+from tests.present import untyped
 
 
-def pointing_to(*addresses):
+def pointing_to(*addresses: str) -> Callable[..., list[str]]:
     """A name server that gives these for every name."""
     return lambda host: list(addresses)
 
 
-def post(outgoing, url, body=b"{}", **headers):
+def post(outgoing: Outgoing, url: str, body: bytes = b"{}", **headers: Any) -> int:
     return asyncio.run(outgoing.post(url, body, headers))
 
 
@@ -72,14 +76,14 @@ def post(outgoing, url, body=b"{}", **headers):
         "4000::1",
     ],
 )
-def test_a_name_with_an_address_that_is_not_public_is_refused(address):
+def test_a_name_with_an_address_that_is_not_public_is_refused(address: str) -> None:
     for addresses in [(address,), ("8.8.8.8", address)]:
         with pytest.raises(UrlNotAllowed, match=r"not on the public internet|link-local or cloud-metadata"):
             Outgoing(resolve=pointing_to(*addresses)).check("https://hooks.example/x")
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"])
-def test_a_name_with_a_public_address_is_not(address):
+def test_a_name_with_a_public_address_is_not(address: str) -> None:
     Outgoing(resolve=pointing_to(address)).check("https://hooks.example/x")
 
 
@@ -95,7 +99,7 @@ def test_a_name_with_a_public_address_is_not(address):
         "http://[::ffff:7f00:1]/",
     ],
 )
-def test_no_spelling_of_this_machine_gets_through(url):
+def test_no_spelling_of_this_machine_gets_through(url: str) -> None:
     with pytest.raises(UrlNotAllowed):
         Outgoing().check(url)
 
@@ -118,8 +122,8 @@ def test_no_spelling_of_this_machine_gets_through(url):
         ("http://a\u0300\u200d.example/", "not a URL"),
     ],
 )
-def test_what_cannot_be_sent_to_is_refused_with_the_reason(url, why):
-    def resolve(host):
+def test_what_cannot_be_sent_to_is_refused_with_the_reason(url: str, why: str) -> None:
+    def resolve(host: str) -> list[Any]:
         if host == "8.8.8.8":
             return [host]
         raise socket.gaierror("not known")
@@ -128,7 +132,7 @@ def test_what_cannot_be_sent_to_is_refused_with_the_reason(url, why):
         Outgoing(resolve=resolve).check(url)
 
 
-def test_a_name_that_points_elsewhere_by_now_is_refused_when_it_is_used():
+def test_a_name_that_points_elsewhere_by_now_is_refused_when_it_is_used() -> None:
     answers = [["8.8.8.8"], ["127.0.0.1"]]
     with Receiver() as receiver:
         outgoing = Outgoing(resolve=lambda host: answers.pop(0))
@@ -141,10 +145,10 @@ def test_a_name_that_points_elsewhere_by_now_is_refused_when_it_is_used():
     assert receiver.received == []
 
 
-def test_the_connection_goes_to_the_address_that_was_checked():
+def test_the_connection_goes_to_the_address_that_was_checked() -> None:
     asked = []
 
-    def resolve(host):
+    def resolve(host: str) -> list[Any]:
         asked.append(host)
         return ["127.0.0.1"]
 
@@ -159,7 +163,7 @@ def test_the_connection_goes_to_the_address_that_was_checked():
     assert received.headers["host"] == f"hooks.internal:{receiver.port}"
 
 
-def test_only_the_private_hosts_that_the_operator_names_are_let_through():
+def test_only_the_private_hosts_that_the_operator_names_are_let_through() -> None:
     outgoing = Outgoing(("*.internal",), pointing_to("10.0.0.1"))
 
     outgoing.check("http://hooks.internal/")
@@ -167,7 +171,7 @@ def test_only_the_private_hosts_that_the_operator_names_are_let_through():
         outgoing.check("http://internal.example/")
 
 
-def test_a_private_name_does_not_lead_to_the_metadata_of_the_cloud():
+def test_a_private_name_does_not_lead_to_the_metadata_of_the_cloud() -> None:
     outgoing = Outgoing(("*.internal", "169.254.169.254"), pointing_to("169.254.169.254"))
 
     with pytest.raises(UrlNotAllowed, match="as a literal IP address only"):
@@ -188,10 +192,10 @@ HOST = st.lists(LABEL, min_size=1, max_size=4).map(".".join)
 @example(host="xn--a", scheme="http", port=":1")
 @example(host="xn--a.xn--", scheme="https", port=":1")
 @settings(max_examples=50, deadline=None)
-def test_whatever_the_host_is_called_it_is_sent_to_or_refused(host, scheme, port):
+def test_whatever_the_host_is_called_it_is_sent_to_or_refused(host: Any, scheme: Any, port: Any) -> None:
     url = f"{scheme}://{host}{port}/x"
     # What `socket.getaddrinfo` does with a name before it asks anybody; nobody listens at port 1.
-    outgoing = Outgoing(("*",), lambda name: [name.encode("idna") and "127.0.0.1"], timeout_s=5.0)
+    outgoing = Outgoing(("*",), lambda name: ["127.0.0.1" if name.encode("idna") else ""], timeout_s=5.0)
     try:
         outgoing.check(url)
     except UrlNotAllowed as refused:
@@ -202,7 +206,7 @@ def test_whatever_the_host_is_called_it_is_sent_to_or_refused(host, scheme, port
 
 
 @pytest.mark.parametrize("host", ["xn--bcher-kva.example", "b\xfccher.example", "A.EXAMPLE"])
-def test_an_international_name_is_sent_to_in_ascii(host):
+def test_an_international_name_is_sent_to_in_ascii(host: str) -> None:
     with Receiver() as receiver:
         outgoing = Outgoing(("*",), pointing_to("127.0.0.1"))
 
@@ -211,44 +215,44 @@ def test_an_international_name_is_sent_to_in_ascii(host):
     assert receiver.received[0].headers["host"].isascii()
 
 
-def test_the_next_address_is_tried_when_nobody_listens_at_the_first():
+def test_the_next_address_is_tried_when_nobody_listens_at_the_first() -> None:
     with Receiver() as receiver:
         outgoing = Outgoing(("hooks.internal",), pointing_to("127.0.0.2", "127.0.0.1"))
 
         assert post(outgoing, f"http://hooks.internal:{receiver.port}/") == 200
 
 
-def test_a_redirect_is_an_answer_and_is_not_followed():
+def test_a_redirect_is_an_answer_and_is_not_followed() -> None:
     with Receiver([302]) as receiver:
         assert post(Outgoing(("127.0.0.1",)), receiver.url) == 302
 
     assert [one.path for one in receiver.received] == ["/"]
 
 
-def test_nothing_but_what_it_was_given_is_sent_along(monkeypatch, tmp_path):
+def test_nothing_but_what_it_was_given_is_sent_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
 
     with Receiver() as receiver:
-        post(Outgoing(("127.0.0.1",)), receiver.url, **{"webhook-id": "wh_1"})
+        post(Outgoing(("127.0.0.1",)), receiver.url, **untyped({"webhook-id": "wh_1"}))
 
     [received] = receiver.received
     assert "authorization" not in received.headers and "cookie" not in received.headers
     assert received.headers["webhook-id"] == "wh_1"
 
 
-def test_who_does_not_answer_in_time_is_unreachable():
+def test_who_does_not_answer_in_time_is_unreachable() -> None:
     with Receiver([0]) as receiver, pytest.raises(Unreachable, match=r"no response within 0\.2 seconds"):
         post(Outgoing(("127.0.0.1",), timeout_s=0.2), receiver.url)
 
     assert len(receiver.received) == 1
 
 
-def test_an_answer_that_trickles_in_does_not_take_longer_than_one_that_hangs():
+def test_an_answer_that_trickles_in_does_not_take_longer_than_one_that_hangs() -> None:
     done = threading.Event()
 
-    def trickle(listener):
+    def trickle(listener: Any) -> None:
         connection, _ = listener.accept()
         with connection:
             connection.recv(65536)
@@ -265,7 +269,7 @@ def test_an_answer_that_trickles_in_does_not_take_longer_than_one_that_hangs():
         thread.join()
 
 
-def test_nobody_listening_is_unreachable():
+def test_nobody_listening_is_unreachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
 
@@ -274,7 +278,7 @@ def test_nobody_listening_is_unreachable():
 
 
 @pytest.fixture
-def tls(tmp_path):
+def tls(tmp_path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """A certificate for hooks.internal: the side that shows it, and the side that trusts it."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "hooks.internal")])
@@ -302,7 +306,9 @@ def tls(tmp_path):
     return server, ssl.create_default_context(cafile=file)
 
 
-def test_https_asks_for_the_certificate_of_the_name_and_not_of_the_address(tls):
+def test_https_asks_for_the_certificate_of_the_name_and_not_of_the_address(
+    tls: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
     server, trusting = tls
     with Receiver(tls=server) as receiver:
         resolve = pointing_to("127.0.0.1")

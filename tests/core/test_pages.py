@@ -1,12 +1,16 @@
 import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from sqlalchemy import event, select, text
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
+from sqlalchemy.sql.selectable import Select
 
 from core.database.engine import Database, Work
-from core.database.pages import newest_first, oldest_first
-from core.database.tables import File, TunedModel
+from core.database.pages import Page, newest_first, oldest_first
+from core.database.tables import File, Project, TunedModel
 from core.errors import InvalidRequest
 from core.jobs import lifecycle
 from core.storage import files
@@ -16,30 +20,30 @@ pytestmark = pytest.mark.both_databases
 
 
 @pytest.fixture
-def session(database):
+def session(database: Database) -> Iterator[Session]:
     with database.write() as session:
         yield session
 
 
 @pytest.fixture
-def project(session):
+def project(session: Session) -> Project:
     return factories.project(session)
 
 
-def add_files(session, project, *ids):
+def add_files(session: Session, project: Project, *ids: str) -> None:
     for id in ids:
         factories.file(session, project, id=id)
 
 
-def files_of(project):
+def files_of(project: Project) -> Select[File]:
     return select(File).where(File.project_id == project.id)
 
 
-def ids(page):
+def ids(page: Page[Any]) -> list[Any]:
     return [file.id for file in page.items]
 
 
-def test_the_newest_rows_come_first(session, project):
+def test_the_newest_rows_come_first(session: Session, project: Project) -> None:
     add_files(session, project, "a", "b", "c")
 
     page = newest_first(session, files_of(project), File, limit=2)
@@ -47,7 +51,7 @@ def test_the_newest_rows_come_first(session, project):
     assert (ids(page), page.has_more) == (["c", "b"], True)
 
 
-def test_the_next_page_begins_behind_the_last_row_of_this_one(session, project):
+def test_the_next_page_begins_behind_the_last_row_of_this_one(session: Session, project: Project) -> None:
     add_files(session, project, "a", "b", "c", "d")
 
     page = newest_first(session, files_of(project), File, after="c", limit=2)
@@ -55,7 +59,7 @@ def test_the_next_page_begins_behind_the_last_row_of_this_one(session, project):
     assert (ids(page), page.has_more) == (["b", "a"], False)
 
 
-def test_behind_the_last_row_is_an_empty_page(session, project):
+def test_behind_the_last_row_is_an_empty_page(session: Session, project: Project) -> None:
     add_files(session, project, "a")
 
     page = newest_first(session, files_of(project), File, after="a", limit=2)
@@ -63,7 +67,7 @@ def test_behind_the_last_row_is_an_empty_page(session, project):
     assert (ids(page), page.has_more) == ([], False)
 
 
-def test_the_same_list_can_be_read_from_its_oldest_end(session, project):
+def test_the_same_list_can_be_read_from_its_oldest_end(session: Session, project: Project) -> None:
     add_files(session, project, "a", "b", "c", "d")
 
     page = oldest_first(session, files_of(project), File, after="a", limit=2)
@@ -71,7 +75,9 @@ def test_the_same_list_can_be_read_from_its_oldest_end(session, project):
     assert (ids(page), page.has_more) == (["b", "c"], True)
 
 
-def test_rows_inserted_while_somebody_reads_move_no_other_row_to_another_page(session, project):
+def test_rows_inserted_while_somebody_reads_move_no_other_row_to_another_page(
+    session: Session, project: Project
+) -> None:
     add_files(session, project, "a", "b", "c", "d")
     first = newest_first(session, files_of(project), File, limit=2)
     add_files(session, project, "e", "f", "g")
@@ -82,21 +88,23 @@ def test_rows_inserted_while_somebody_reads_move_no_other_row_to_another_page(se
 
 
 @pytest.mark.parametrize("read", [newest_first, oldest_first])
-def test_an_unknown_id_is_the_callers_mistake(session, project, read):
+def test_an_unknown_id_is_the_callers_mistake(
+    session: Session, project: Project, read: Callable[..., Page[Any]]
+) -> None:
     with pytest.raises(InvalidRequest, match="nothing") as refused:
         read(session, files_of(project), File, after="nothing", limit=2)
 
     assert refused.value.param == "after"
 
 
-def test_an_id_that_the_filters_leave_out_is_as_unknown_as_any(session, project):
+def test_an_id_that_the_filters_leave_out_is_as_unknown_as_any(session: Session, project: Project) -> None:
     add_files(session, factories.project(session), "theirs")
 
     with pytest.raises(InvalidRequest):
         newest_first(session, files_of(project), File, after="theirs", limit=2)
 
 
-def test_a_table_may_call_its_id_by_another_name(session, project):
+def test_a_table_may_call_its_id_by_another_name(session: Session, project: Project) -> None:
     for name in ("ft:one", "ft:two"):
         model = {"job_id": "ftjob-1", "checkpoint_id": "ftckpt_1", "base_model": "tiny"}
         session.add(TunedModel(name=name, project_id=project.id, **model))
@@ -109,7 +117,7 @@ def test_a_table_may_call_its_id_by_another_name(session, project):
     assert [model.name for model in models.items] == ["ft:one"]
 
 
-def test_a_page_deep_in_the_list_is_found_through_an_index(database):
+def test_a_page_deep_in_the_list_is_found_through_an_index(database: Database) -> None:
     """Neither reading the table from its start nor sorting it: the cost does not grow with the position."""
     with database.write() as session:
         project = factories.project(session)
@@ -123,7 +131,7 @@ def test_a_page_deep_in_the_list_is_found_through_an_index(database):
     assert re.search(r"project_id=\? AND seq<\?|Index Cond: .*project_id.* AND .*seq < ", plan), plan
 
 
-def explain(database: Database, read) -> str:
+def explain(database: Database, read: Callable[..., Page[Any]]) -> str:
     """How the database executes what `read` asks it."""
     asked = []
     event.listen(
@@ -150,7 +158,9 @@ def explain(database: Database, read) -> str:
 # On PostgreSQL a sequence counts at the insert and a row appears at the commit: 8 may be there before 7.
 
 
-def test_a_list_read_newest_first_shows_what_was_there_once_however_others_commit(postgres_database):
+def test_a_list_read_newest_first_shows_what_was_there_once_however_others_commit(
+    postgres_database: Database,
+) -> None:
     """A row that appears late may be missed, as one that is added after the reading began; nothing else changes."""
     database = postgres_database
     with database.write() as session:
@@ -167,7 +177,7 @@ def test_a_list_read_newest_first_shows_what_was_there_once_however_others_commi
     assert read_page(database, project, newest_first, after=None, limit=9) == ["d", "late", "c", "b", "a"]
 
 
-def test_without_a_lock_a_row_can_appear_behind_a_reader(postgres_database):
+def test_without_a_lock_a_row_can_appear_behind_a_reader(postgres_database: Database) -> None:
     """Why `keep_order` is there: whoever reads on from the newest row that it knows never sees the late one."""
     database = postgres_database
     with database.write() as session:
@@ -182,7 +192,9 @@ def test_without_a_lock_a_row_can_appear_behind_a_reader(postgres_database):
     assert read_page(database, project, oldest_first, after="d") == []
 
 
-def test_files_and_jobs_of_a_project_appear_in_the_order_of_their_numbers(postgres_database):
+def test_files_and_jobs_of_a_project_appear_in_the_order_of_their_numbers(
+    postgres_database: Database,
+) -> None:
     """The second of two that are added at once waits for the commit of the first; another project does not."""
     database = postgres_database
     with database.write() as session:
@@ -199,24 +211,32 @@ def test_files_and_jobs_of_a_project_appear_in_the_order_of_their_numbers(postgr
                     without_waiting(database, add, project, train)
 
 
-def without_waiting(database, add, project, train):
+def without_waiting(database: Database, add: Callable[..., Any], project: Project, train: File) -> None:
     with database.write() as session:
         session.execute(text("set local lock_timeout = '50ms'"))
         add(session, project, train)
 
 
-def add_file(session, project, train):
+def add_file(session: Session, project: Project, train: File) -> None:
     columns = {"filename": "x", "purpose": "fine-tune", "bytes": 1, "sha256": "", "blob_key": "x"}
     files.add(Work(session), File(project_id=project.id, **columns))
 
 
-def add_job(session, project, train):
-    asked = {"validation_file": None, "suffix": None, "seed": 1, "metadata": None, "reinforcement": {}}
+def add_job(session: Session, project: Project, train: Any) -> None:
+    asked: dict[str, Any] = {
+        "validation_file": None,
+        "suffix": None,
+        "seed": 1,
+        "metadata": None,
+        "reinforcement": {},
+    }
     lifecycle.create(
         Work(session), project=project, model="tiny", training_file=train, gpu_class="cpu", **asked
     )
 
 
-def read_page(database, project, read, *, after, limit=2):
+def read_page(
+    database: Database, project: Project, read: Callable[..., Page[Any]], *, after: str | None, limit: int = 2
+) -> list[Any]:
     with database.read() as session:
         return ids(read(session, files_of(project), File, after=after, limit=limit))

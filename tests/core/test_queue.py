@@ -16,14 +16,16 @@ from core.jobs.queue import WakeUps, open_celery, sender
         ("rediss://redis.example.com:6379/0?ssl_cert_reqs=none", ssl.CERT_NONE),
     ],
 )
-def test_the_certificate_of_an_encrypted_broker_is_checked_unless_its_url_says_otherwise(url, checked):
+def test_the_certificate_of_an_encrypted_broker_is_checked_unless_its_url_says_otherwise(
+    url: str, checked: ssl.VerifyMode
+) -> None:
     """kombu's own default is to check none, and to warn."""
     with open_celery(url, "cpu").connection() as connection:
         assert connection.ssl == {"ssl_cert_reqs": checked}
 
 
 @pytest.mark.parametrize("url", ["redis://redis.example.com:6379/0", "memory://"])
-def test_a_broker_without_encryption_is_asked_for_none(url):
+def test_a_broker_without_encryption_is_asked_for_none(url: str) -> None:
     with open_celery(url, "cpu").connection() as connection:
         assert not connection.ssl
 
@@ -45,7 +47,7 @@ class Broker:
         return True
 
 
-def test_nobody_waits_for_a_broker_and_what_waits_twice_is_sent_once():
+def test_nobody_waits_for_a_broker_and_what_waits_twice_is_sent_once() -> None:
     broker = Broker()
     wake_up = WakeUps(broker)
 
@@ -61,7 +63,7 @@ def test_nobody_waits_for_a_broker_and_what_waits_twice_is_sent_once():
     assert broker.got == [("run", "gpu.cpu"), *((task, "default") for task in ("validate", "run", "last"))]
 
 
-def test_a_broker_that_accepts_no_connection_delays_nobody():
+def test_a_broker_that_accepts_no_connection_delays_nobody() -> None:
     """Its port is there and nothing answers: the client's own patience is half a minute."""
     returned = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as silent:

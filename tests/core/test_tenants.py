@@ -1,12 +1,15 @@
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
-from core.database.engine import Work
-from core.database.tables import AuditEntry, Job, ProjectUsage, Upload, now
+from core.database.engine import Database, Work
+from core.database.tables import AuditEntry, Job, Project, ProjectUsage, Upload, now
 from core.errors import InvalidRequest, OrganizationNotFound, ProjectNotFound, QuotaExceeded
 from core.jobs import usage
 from core.tenancy import tenants
@@ -15,22 +18,22 @@ from tests import factories
 
 
 @pytest.fixture
-def session(database):
+def session(database: Database) -> Iterator[Session]:
     with database.write() as session:
         yield session
 
 
 @pytest.fixture
-def project(session):
+def project(session: Session) -> Project:
     return factories.project(session)
 
 
 @pytest.fixture
-def work(session):
+def work(session: Session) -> Work:
     return Work(session)
 
 
-def log(session):
+def log(session: Session) -> dict[Any, Any]:
     return {entry.action: entry.data for entry in session.scalars(select(AuditEntry))}
 
 
@@ -38,7 +41,7 @@ def log(session):
 
 
 @pytest.mark.both_databases
-def test_an_organisation_has_projects_oldest_first(work):
+def test_an_organisation_has_projects_oldest_first(work: Work) -> None:
     acme, other = (tenants.create_organization(work, name) for name in ("acme", "other"))
     first, second = (tenants.create_project(work, acme, name) for name in ("one", "two"))
     first.created_at, second.created_at = 1, 2
@@ -49,7 +52,7 @@ def test_an_organisation_has_projects_oldest_first(work):
     assert len(tenants.projects(work.session)) == 3
 
 
-def test_new_names_are_in_the_log_beside_the_old_ones(work):
+def test_new_names_are_in_the_log_beside_the_old_ones(work: Work) -> None:
     organization = tenants.create_organization(work, "acme")
     project = tenants.create_project(work, organization, "support")
 
@@ -63,12 +66,12 @@ def test_new_names_are_in_the_log_beside_the_old_ones(work):
 
 
 @pytest.mark.parametrize("name", ["", "   ", "x" * 65, "a\0b"])
-def test_a_name_that_cannot_be_shown_is_refused(work, name):
+def test_a_name_that_cannot_be_shown_is_refused(work: Work, name: str) -> None:
     with pytest.raises(InvalidRequest):
         tenants.create_organization(work, name)
 
 
-def test_what_is_not_there_is_said_to_be_missing(session):
+def test_what_is_not_there_is_said_to_be_missing(session: Session) -> None:
     with pytest.raises(OrganizationNotFound, match="org-x"):
         tenants.get_organization(session, "org-x")
     with pytest.raises(ProjectNotFound, match="proj_x"):
@@ -76,7 +79,7 @@ def test_what_is_not_there_is_said_to_be_missing(session):
 
 
 @pytest.mark.both_databases
-def test_archiving_a_project_stops_its_jobs_and_nobody_elses(work, project):
+def test_archiving_a_project_stops_its_jobs_and_nobody_elses(work: Work, project: Project) -> None:
     statuses = ("validating_files", "queued", "running", "pausing", "paused", "succeeded")
     mine = [factories.job(work.session, project, status=status) for status in statuses]
     theirs = factories.job(work.session, factories.project(work.session))
@@ -96,7 +99,7 @@ def test_archiving_a_project_stops_its_jobs_and_nobody_elses(work, project):
 
 
 @pytest.mark.both_databases
-def test_a_projects_own_limit_stands_before_the_default(work, project):
+def test_a_projects_own_limit_stands_before_the_default(work: Work, project: Project) -> None:
     tenants.set_limits(work, project, Limits(queued_jobs=5))
 
     limits = tenants.limits(project, Limits(queued_jobs=1, running_jobs=2))
@@ -105,7 +108,7 @@ def test_a_projects_own_limit_stands_before_the_default(work, project):
 
 
 @pytest.mark.both_databases
-def test_a_change_of_limits_is_logged_with_what_was_before(work, project):
+def test_a_change_of_limits_is_logged_with_what_was_before(work: Work, project: Project) -> None:
     tenants.set_limits(work, project, Limits(queued_jobs=5))
     tenants.set_limits(work, project, Limits())
 
@@ -119,13 +122,13 @@ def test_a_change_of_limits_is_logged_with_what_was_before(work, project):
 
 
 @pytest.mark.parametrize("wrong", [{"jobs": 1}, {"queued_jobs": -1}, {"requests_per_minute": 0}])
-def test_a_limit_that_means_nothing_is_refused(wrong):
+def test_a_limit_that_means_nothing_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValidationError):
         Limits(**wrong)
 
 
 @pytest.mark.both_databases
-def test_one_job_more_than_may_wait_is_refused_with_the_numbers(session, project):
+def test_one_job_more_than_may_wait_is_refused_with_the_numbers(session: Session, project: Project) -> None:
     for status in ("queued", "validating_files", "running", "paused"):
         factories.job(session, project, status=status)
     tenants.refuse_job_beyond(session, project.id, Limits(queued_jobs=2))
@@ -138,7 +141,9 @@ def test_one_job_more_than_may_wait_is_refused_with_the_numbers(session, project
 
 
 @pytest.mark.parametrize("limit", ["gpu_seconds_per_30_days", "grader_tokens_per_30_days"])
-def test_a_job_is_refused_when_nothing_is_left_to_run_it_on(session, project, limit):
+def test_a_job_is_refused_when_nothing_is_left_to_run_it_on(
+    session: Session, project: Project, limit: str
+) -> None:
     usage.add_usage(session, project.id, gpu_seconds=99.0, grader_tokens=99)
     limits = Limits(**{limit: 100})
     tenants.refuse_job_beyond(session, project.id, limits)
@@ -148,7 +153,7 @@ def test_a_job_is_refused_when_nothing_is_left_to_run_it_on(session, project, li
         tenants.refuse_job_beyond(session, project.id, limits)
 
 
-def test_another_projects_use_counts_for_nothing(session, project):
+def test_another_projects_use_counts_for_nothing(session: Session, project: Project) -> None:
     theirs = factories.project(session)
     usage.add_usage(session, theirs.id, gpu_seconds=1e6, grader_tokens=0)
     for _ in range(3):
@@ -158,7 +163,7 @@ def test_another_projects_use_counts_for_nothing(session, project):
 
 
 @pytest.mark.both_databases
-def test_storage_is_what_the_files_hold_that_are_not_deleted(session, project):
+def test_storage_is_what_the_files_hold_that_are_not_deleted(session: Session, project: Project) -> None:
     factories.file(session, project, bytes=60)
     factories.file(session, project, bytes=1000, deleted_at=now())
     limits = Limits(storage_bytes=100)
@@ -170,7 +175,7 @@ def test_storage_is_what_the_files_hold_that_are_not_deleted(session, project):
 
 
 @pytest.mark.both_databases
-def test_an_upload_that_may_still_be_completed_has_its_room_kept(session, project):
+def test_an_upload_that_may_still_be_completed_has_its_room_kept(session: Session, project: Project) -> None:
     about = {"project_id": project.id, "filename": "a", "purpose": "fine-tune", "mime_type": "x"}
     for bytes, status, ends in ((30, "pending", 60), (500, "pending", -1), (500, "cancelled", 60)):
         session.add(Upload(**about, bytes=bytes, status=status, expires_at=now() + ends))
@@ -180,13 +185,13 @@ def test_an_upload_that_may_still_be_completed_has_its_room_kept(session, projec
 
 
 @pytest.mark.both_databases
-def test_of_two_requests_at_once_the_second_sees_what_the_first_has_taken(database):
+def test_of_two_requests_at_once_the_second_sees_what_the_first_has_taken(database: Database) -> None:
     """On PostgreSQL neither would see the other's job, and both would be let in."""
     with database.write() as session:
         project = factories.project(session)
     together = Barrier(2)
 
-    def create(number):
+    def create(number: int) -> bool:
         together.wait()
         try:
             with database.write() as session:
@@ -208,7 +213,7 @@ def test_of_two_requests_at_once_the_second_sees_what_the_first_has_taken(databa
 
 
 @pytest.mark.both_databases
-def test_usage_adds_up_within_a_day_and_over_the_last_thirty(session, project):
+def test_usage_adds_up_within_a_day_and_over_the_last_thirty(session: Session, project: Project) -> None:
     today = now() // tenants.DAY
     for age, seconds in ((1, 10.0), (29, 100.0), (30, 1000.0)):
         session.add(ProjectUsage(project_id=project.id, day=today - age, gpu_seconds=seconds))
@@ -222,6 +227,6 @@ def test_usage_adds_up_within_a_day_and_over_the_last_thirty(session, project):
     assert len(rows) == 1
 
 
-def test_a_project_that_has_done_nothing_has_used_nothing(session, project):
+def test_a_project_that_has_done_nothing_has_used_nothing(session: Session, project: Project) -> None:
     assert set(tenants.in_use(session, project.id).values()) == {0}
     assert set(tenants.in_use(session, project.id)) == set(Limits.model_fields) - {"requests_per_minute"}

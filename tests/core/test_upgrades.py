@@ -4,16 +4,20 @@ The rows of the first schema are written out here and by SQL, so that they stay 
 """
 
 import hashlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import resources
+from typing import Any
 
 import pytest
 from alembic import command
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import JSON, Boolean, MetaData, String, inspect, select, text
+from sqlalchemy import JSON, Boolean, Connection, MetaData, String, inspect, select, text
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.sql.schema import Column, Table
+from sqlalchemy.util._collections import FacadeDict
 
 from core.database.engine import Database, Work
 from core.database.migrate import (
@@ -29,6 +33,8 @@ from core.jobs import events, fairness, lifecycle, usage
 from core.jobs.claim import Claim
 from core.storage import files
 from core.tenancy import keys
+from tests.present import present
+from tests.servers import Postgres
 
 pytestmark = [pytest.mark.slow, pytest.mark.both_databases]
 
@@ -39,7 +45,7 @@ TOKEN = "sk-of-the-first-version"
 CONTRACTED: dict[str, set[str]] = {}
 
 
-def job(seq, status, **fields):
+def job(seq: int, status: str, **fields: Any) -> dict[Any, Any]:
     return {
         "seq": seq,
         "id": f"ftjob-{seq}",
@@ -91,7 +97,7 @@ HELD = {"epoch": 3, "started_at": 1700000300, "lease_owner": "host/1", "lease_ex
 FAILED = {"finished_at": 1700000250, "error": {"code": "bad_grader", "message": "no", "param": None}}
 
 # Parents before children.
-ROWS = {
+ROWS: dict[str, Any] = {
     "organizations": [{"id": "org-1", "name": "acme", "created_at": 1}],
     "projects": [{"id": "proj_1", "organization_id": "org-1", "name": "support", "created_at": 2}],
     "api_keys": [
@@ -198,7 +204,7 @@ ROWS = {
 }
 
 
-def to(url, revision):
+def to(url: str, revision: str) -> None:
     """Migrate up or down, whichever it is."""
     with migrating(url) as connection:
         config = alembic_config(connection)
@@ -208,13 +214,13 @@ def to(url, revision):
         (command.downgrade if down else command.upgrade)(config, revision)
 
 
-def reflected(connection):
+def reflected(connection: Connection) -> FacadeDict[str, Table]:
     tables = MetaData()
     tables.reflect(connection)
     return tables.tables
 
 
-def write(url, rows):
+def write(url: str, rows: dict[str, Any]) -> None:
     with migrating(url) as connection:
         tables = reflected(connection)
         for name, values in rows.items():
@@ -222,7 +228,7 @@ def write(url, rows):
                 connection.execute(tables[name].insert(), row)
 
 
-def stored(url, rows):
+def stored(url: str, rows: dict[str, Any]) -> dict[Any, list[dict[Any, Any]]]:
     """Of the same tables and columns as `rows`, what the database has."""
     found = {}
     with migrating(url) as connection:
@@ -237,7 +243,7 @@ def stored(url, rows):
 
 
 @pytest.fixture
-def first_url(empty_url):
+def first_url(empty_url: str) -> str:
     """A database as the first version left it, with data in every table."""
     to(empty_url, FIRST)
     with migrating(empty_url) as connection:
@@ -252,7 +258,7 @@ def first_url(empty_url):
 
 
 @contextmanager
-def opened(url):
+def opened(url: str) -> Iterator[Database]:
     database = Database(url)
     try:
         yield database
@@ -260,7 +266,7 @@ def opened(url):
         database.close()
 
 
-def test_nothing_of_the_first_version_changes_on_the_way_up_down_and_up_again(first_url):
+def test_nothing_of_the_first_version_changes_on_the_way_up_down_and_up_again(first_url: str) -> None:
     upgrade(first_url)
     assert stored(first_url, ROWS) == ROWS
 
@@ -271,7 +277,7 @@ def test_nothing_of_the_first_version_changes_on_the_way_up_down_and_up_again(fi
     assert stored(first_url, ROWS) == ROWS
 
 
-def test_new_rows_get_new_numbers_after_an_upgrade(first_url):
+def test_new_rows_get_new_numbers_after_an_upgrade(first_url: str) -> None:
     """A table that was copied must not begin to count at 1 again: its `seq` is the cursor of lists."""
     upgrade(first_url)
 
@@ -279,7 +285,7 @@ def test_new_rows_get_new_numbers_after_an_upgrade(first_url):
         assert events.append(session, "ftjob-1", "new").seq == 4
 
 
-def test_the_rows_of_the_first_version_are_of_use_to_this_one(first_url):
+def test_the_rows_of_the_first_version_are_of_use_to_this_one(first_url: str) -> None:
     upgrade(first_url)
 
     with opened(first_url) as database:
@@ -310,7 +316,7 @@ def test_the_rows_of_the_first_version_are_of_use_to_this_one(first_url):
             lifecycle.cancel(Work(session), paused)
 
 
-def test_jobs_that_waited_ran_or_were_validated_during_the_upgrade_go_on(first_url):
+def test_jobs_that_waited_ran_or_were_validated_during_the_upgrade_go_on(first_url: str) -> None:
     upgrade(first_url)
 
     with opened(first_url) as database:
@@ -318,24 +324,25 @@ def test_jobs_that_waited_ran_or_were_validated_during_the_upgrade_go_on(first_u
             assert lifecycle.expire_leases(session, max_failures=3) == 1
             session.scalars(select(Job).where(Job.id == "ftjob-2")).one().next_run_at = 0.0
             validation = lifecycle.claim_validation(session, owner="new", lease_seconds=60)
+        assert validation is not None
         with lifecycle.fenced(database, validation) as (session, held):
             lifecycle.validated(session, held)
         claimed = []
         for _ in range(3):
             with database.write() as session:
                 claimed.append(lifecycle.claim(session, gpu_class="cpu", owner="new", lease_seconds=60))
-            with lifecycle.fenced(database, claimed[-1]) as (session, held):
+            with lifecycle.fenced(database, present(claimed[-1])) as (session, held):
                 lifecycle.succeed(session, held, fine_tuned_model="m")
         with database.read() as session:
             ended = session.scalars(
                 select(Attempt).where(Attempt.kind == "run").order_by(Attempt.started_at)
             ).all()
 
-    assert [claim.job_id for claim in claimed] == ["ftjob-2", "ftjob-3", "ftjob-5"]
+    assert [present(claim).job_id for claim in claimed] == ["ftjob-2", "ftjob-3", "ftjob-5"]
     assert [(one.worker, one.outcome) for one in ended] == [("new", "succeeded")] * 3
 
 
-def test_a_run_of_the_version_before_still_writes_after_the_upgrade(first_url):
+def test_a_run_of_the_version_before_still_writes_after_the_upgrade(first_url: str) -> None:
     """It holds its claim by the epoch alone; nothing that is new may take that from it."""
     upgrade(first_url)
 
@@ -349,7 +356,7 @@ def test_a_run_of_the_version_before_still_writes_after_the_upgrade(first_url):
             assert session.scalars(select(Job.status).where(Job.id == "ftjob-2")).one() == "queued"
 
 
-def test_going_back_gives_no_key_more_than_it_had(first_url):
+def test_going_back_gives_no_key_more_than_it_had(first_url: str) -> None:
     upgrade(first_url)
     with opened(first_url) as database, database.write() as session:
         project = session.scalars(select(Project)).one()
@@ -364,7 +371,7 @@ def test_going_back_gives_no_key_more_than_it_had(first_url):
     assert sorted(row["name"] for row in left) == ["first", "lasts"]
 
 
-def test_going_back_forgets_what_was_said_of_steps_that_were_done_again(first_url):
+def test_going_back_forgets_what_was_said_of_steps_that_were_done_again(first_url: str) -> None:
     upgrade(first_url)
     with opened(first_url) as database, database.write() as session:
         session.scalars(select(Event).where(Event.id == "ftevent-2")).one().superseded = True
@@ -378,13 +385,13 @@ def test_going_back_forgets_what_was_said_of_steps_that_were_done_again(first_ur
 # Two versions side by side.
 
 
-def revisions():
+def revisions() -> list[Any]:
     """All but the first, with the one before each."""
     script = ScriptDirectory(str(resources.files("migrations")))
     return [(one.down_revision, one.revision) for one in script.walk_revisions() if one.down_revision]
 
 
-def any_value(column, number):
+def any_value(column: Column[Any], number: int) -> dict[Any, Any] | str | int:
     if isinstance(column.type, JSON):
         return {"n": number}
     if isinstance(column.type, Boolean):
@@ -394,11 +401,11 @@ def any_value(column, number):
     return number
 
 
-def a_row_each(connection):
+def a_row_each(connection: Connection) -> dict[str, list[dict[str, Any]]]:
     """For every table, parents first, with a value in every column, as code that knows them all writes it."""
     tables = MetaData()
     tables.reflect(connection)
-    rows = {}
+    rows: dict[str, Any] = {}
     for table in tables.sorted_tables:
         if table.name == "alembic_version":
             continue
@@ -411,7 +418,9 @@ def a_row_each(connection):
 
 
 @pytest.mark.parametrize(("before", "after"), revisions())
-def test_the_version_before_can_write_and_read_on_the_new_schema(empty_url, before, after):
+def test_the_version_before_can_write_and_read_on_the_new_schema(
+    empty_url: str, before: Any, after: Any
+) -> None:
     """It knows no new column, so each is NULL or has a default in the database itself."""
     to(empty_url, before)
     with migrating(empty_url) as connection:
@@ -424,7 +433,9 @@ def test_the_version_before_can_write_and_read_on_the_new_schema(empty_url, befo
 
 
 @pytest.mark.parametrize(("before", "after"), revisions())
-def test_a_migration_takes_nothing_away_that_the_version_before_uses(empty_url, before, after):
+def test_a_migration_takes_nothing_away_that_the_version_before_uses(
+    empty_url: str, before: Any, after: Any
+) -> None:
     """First expand, then contract, a release later: docs/howto/operations.md."""
     to(empty_url, before)
     with migrating(empty_url) as connection:
@@ -439,7 +450,7 @@ def test_a_migration_takes_nothing_away_that_the_version_before_uses(empty_url, 
     assert taken | stricter == CONTRACTED.get(after, set())
 
 
-def what_code_relies_on(connection):
+def what_code_relies_on(connection: Connection) -> dict[str, str]:
     """Columns with their types, and rules (unique, foreign keys, checks) by the table they bind."""
     look = inspect(connection)
     found = {}
@@ -458,7 +469,7 @@ def what_code_relies_on(connection):
 
 
 @pytest.fixture
-def later_url(empty_url):
+def later_url(empty_url: str) -> str:
     """Migrated by a version after this one, which has added a column."""
     upgrade(empty_url)
     with migrating(empty_url) as connection:
@@ -467,7 +478,7 @@ def later_url(empty_url):
     return empty_url
 
 
-def test_a_version_that_starts_on_the_schema_of_its_successor_uses_it_as_it_is(later_url):
+def test_a_version_that_starts_on_the_schema_of_its_successor_uses_it_as_it_is(later_url: str) -> None:
     """A pod of the old version that is moved during a rollout, and the way back after one."""
     upgrade(later_url)
 
@@ -480,14 +491,14 @@ def test_a_version_that_starts_on_the_schema_of_its_successor_uses_it_as_it_is(l
         assert connection.scalar(text("select version_num from alembic_version")) == "9999"
 
 
-def test_a_version_that_waits_for_its_own_migration_is_not_ready(empty_url):
+def test_a_version_that_waits_for_its_own_migration_is_not_ready(empty_url: str) -> None:
     to(empty_url, FIRST)
 
     with opened(empty_url) as database, database.read() as session:
         assert not is_ready(session.connection())
 
 
-def test_a_request_that_reads_one_table_after_another_is_not_ended_by_a_migration(postgres):
+def test_a_request_that_reads_one_table_after_another_is_not_ended_by_a_migration(postgres: Postgres) -> None:
     """A migration that held the second and waited for the first would be a deadlock, and one of the two would fail."""
     to(url := postgres.new_database(), FIRST)
     waits = text("select count(*) from pg_locks where relation = 'projects'::regclass and not granted")
@@ -506,7 +517,7 @@ def test_a_request_that_reads_one_table_after_another_is_not_ended_by_a_migratio
             assert is_ready(session.connection())
 
 
-def test_a_migration_gives_up_before_requests_queue_behind_it_for_long(postgres):
+def test_a_migration_gives_up_before_requests_queue_behind_it_for_long(postgres: Postgres) -> None:
     """Somebody reads for longer than it may wait, such as a pg_dump. It may be tried again."""
     to(url := postgres.new_database(), FIRST)
     with opened(url) as database:
@@ -519,7 +530,7 @@ def test_a_migration_gives_up_before_requests_queue_behind_it_for_long(postgres)
             lock_all_tables(migration, seconds=0.1)
 
 
-def test_a_migration_does_not_queue_up_behind_a_backup(postgres):
+def test_a_migration_does_not_queue_up_behind_a_backup(postgres: Postgres) -> None:
     """ALTER TABLE would wait for a pg_dump, and every request for the ALTER TABLE."""
     with migrating(postgres.new_database()) as connection:
         assert connection.scalar(text("show lock_timeout")) == LOCK_PATIENCE

@@ -3,41 +3,45 @@
 import hashlib
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from sqlalchemy import select, update
 
-from core.database.engine import Work
+from core.database.engine import Database, Work
 from core.database.tables import File, Upload, UploadPart
 from core.errors import InvalidRequest, PayloadTooLarge, QuotaExceeded, UploadNotFound
 from core.storage import uploads
-from core.storage.store import FolderBlobs
+from core.storage.store import BlobInfo, FolderBlobs
 from core.tenancy import tenants
 from core.tenancy.limits import Limits
 from tests import factories
+from tests.present import present
 
 pytestmark = pytest.mark.both_databases
 
 
 @pytest.fixture
-def house(database, tmp_path):
+def house(database: Database, tmp_path: Path) -> "House":
     return House(database, tmp_path / "blobs")
 
 
 class House:
-    def __init__(self, database, folder):
+    def __init__(self, database: Database, folder: Path) -> None:
         self.database, self.folder, self.blobs = database, folder, FolderBlobs(folder)
         with database.write() as session:
             self.project = factories.project(session)
 
-    def begin(self, size, **fields):
+    def begin(self, size: int, **fields: Any) -> str:
         with self.database.write() as session:
-            asked = {"filename": "a.jsonl", "purpose": "fine-tune", "mime_type": "text/jsonl"}
+            asked: dict[str, Any] = {"filename": "a.jsonl", "purpose": "fine-tune", "mime_type": "text/jsonl"}
             asked |= {"file_expires_after": None} | fields
             return uploads.create(Work(session), self.project.id, size=size, **asked).id
 
-    def add(self, upload_id, *pieces, **more):
+    def add(self, upload_id: str, *pieces: bytes | Callable[..., bytes], **more: Any) -> str:
         part = uploads.PartWriter(self.database, self.blobs, self.project.id, upload_id, **more)
         try:
             for piece in pieces:
@@ -46,56 +50,59 @@ class House:
         finally:
             part.abort()
 
-    def complete(self, upload_id, *part_ids, blobs=None, **more):
+    def complete(
+        self, upload_id: str, *part_ids: str, blobs: FolderBlobs | None = None, **more: Any
+    ) -> tuple[Upload, File | None]:
         return uploads.complete(
             self.database, blobs or self.blobs, self.project.id, upload_id, part_ids=part_ids, **more
         )
 
-    def cancel(self, upload_id):
+    def cancel(self, upload_id: str) -> Upload:
         with self.database.write() as session:
             return uploads.cancel(Work(session), self.project.id, upload_id)
 
-    def change(self, upload_id, **values):
+    def change(self, upload_id: str, **values: Any) -> None:
         with self.database.write() as session:
             session.execute(update(Upload).where(Upload.id == upload_id).values(**values))
 
-    def rows(self, table):
+    def rows(self, table: type[Any]) -> Sequence[Any]:
         with self.database.read() as session:
             return session.scalars(select(table)).all()
 
-    def keys(self, prefix="files"):
+    def keys(self, prefix: str = "files") -> list[Any]:
         return list(self.blobs.list(f"projects/{self.project.id}/{prefix}/"))
 
 
 class Interrupting(FolderBlobs):
     """Does something else in the middle of every put."""
 
-    def __init__(self, root, meanwhile):
+    def __init__(self, root: Path, meanwhile: Callable[..., Any]) -> None:
         super().__init__(root)
         self.meanwhile = meanwhile
 
-    def put_stream(self, key, chunks, *, if_absent=False):
+    def put_stream(self, key: str, chunks: Iterable[bytes], *, if_absent: bool = False) -> BlobInfo:
         info = super().put_stream(key, chunks, if_absent=if_absent)
         self.meanwhile()
         return info
 
 
-def test_the_parts_become_one_file_in_the_order_that_is_asked_for(house):
+def test_the_parts_become_one_file_in_the_order_that_is_asked_for(house: House) -> None:
     upload_id = house.begin(11)
     world, hello = house.add(upload_id, b"world"), house.add(upload_id, b"hello ")
 
     upload, file = house.complete(upload_id, hello, world)
 
+    assert file is not None
     assert (upload.status, upload.file_id) == ("completed", file.id)
     assert house.blobs.read(file.blob_key) == b"hello world"
     assert (file.bytes, file.sha256) == (11, hashlib.sha256(b"hello world").hexdigest())
 
 
-def test_a_part_that_was_sent_twice_may_be_left_out(house):
+def test_a_part_that_was_sent_twice_may_be_left_out(house: House) -> None:
     upload_id = house.begin(1)
     first, _ = house.add(upload_id, b"a"), house.add(upload_id, b"a")
 
-    assert house.complete(upload_id, first)[1].bytes == 1
+    assert present(house.complete(upload_id, first)[1]).bytes == 1
 
 
 @pytest.mark.parametrize(
@@ -108,7 +115,9 @@ def test_a_part_that_was_sent_twice_may_be_left_out(house):
         ("md5", "not 00000000000000000000000000000000"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_and_can_be_put_right(house, name, message):
+def test_what_does_not_fit_together_is_refused_and_can_be_put_right(
+    house: House, name: str, message: str
+) -> None:
     upload_id, other = house.begin(4), house.begin(2)
     first, second, foreign = house.add(upload_id, b"ab"), house.add(upload_id, b"cd"), house.add(other, b"xy")
     asked = {
@@ -127,25 +136,26 @@ def test_what_does_not_fit_together_is_refused_and_can_be_put_right(house, name,
     assert house.complete(upload_id, first, second, md5=right)[0].status == "completed"
 
 
-def test_completing_twice_gives_the_same_file(house):
+def test_completing_twice_gives_the_same_file(house: House) -> None:
     upload_id = house.begin(1)
     part = house.add(upload_id, b"a")
     _, file = house.complete(upload_id, part)
     while uploads.discard_parts(house.database, house.blobs):
         pass
 
-    assert house.complete(upload_id, part)[1].id == file.id
+    assert present(house.complete(upload_id, part)[1]).id == present(file).id
+    assert file is not None
     assert house.keys() == [file.blob_key]
 
 
-def test_of_many_who_complete_at_once_all_get_the_same_file(house):
+def test_of_many_who_complete_at_once_all_get_the_same_file(house: House) -> None:
     upload_id = house.begin(1)
     part = house.add(upload_id, b"a")
     together = threading.Barrier(4)
 
-    def complete(_):
+    def complete(_: Any) -> Any:
         # All have read the parts before anybody is done.
-        return house.complete(upload_id, part, blobs=Interrupting(house.folder, together.wait))[1].id
+        return present(house.complete(upload_id, part, blobs=Interrupting(house.folder, together.wait))[1]).id
 
     with ThreadPoolExecutor(4) as threads:
         ids = set(threads.map(complete, range(4)))
@@ -155,12 +165,12 @@ def test_of_many_who_complete_at_once_all_get_the_same_file(house):
     assert house.keys() == [file.blob_key]
 
 
-def test_who_is_late_because_the_parts_are_gone_gets_the_file_of_the_first(house):
+def test_who_is_late_because_the_parts_are_gone_gets_the_file_of_the_first(house: House) -> None:
     upload_id = house.begin(1)
     part = house.add(upload_id, b"a")
 
     class Overtaken(FolderBlobs):
-        def open(self, key, **more):
+        def open(self, key: str, **more: int) -> Iterator[bytes]:
             house.complete(upload_id, part)
             uploads.discard_parts(house.database, house.blobs)
             return super().open(key, **more)
@@ -168,11 +178,12 @@ def test_who_is_late_because_the_parts_are_gone_gets_the_file_of_the_first(house
     slow = Overtaken(house.folder)
     _, file = house.complete(upload_id, part, blobs=slow)
 
+    assert file is not None
     assert [file.id] == [one.id for one in house.rows(File)]
 
 
 @pytest.mark.parametrize("end", ["completed", "cancelled", "expired"])
-def test_an_upload_that_ended_takes_no_more_parts(house, end):
+def test_an_upload_that_ended_takes_no_more_parts(house: House, end: str) -> None:
     upload_id = house.begin(1)
     part = house.add(upload_id, b"a")
     finish(house, end, upload_id, part)
@@ -185,7 +196,7 @@ def test_an_upload_that_ended_takes_no_more_parts(house, end):
 
 
 @pytest.mark.parametrize("end", ["cancelled", "expired"])
-def test_an_upload_that_ended_otherwise_cannot_be_completed(house, end):
+def test_an_upload_that_ended_otherwise_cannot_be_completed(house: House, end: str) -> None:
     upload_id = house.begin(1)
     part = house.add(upload_id, b"a")
     finish(house, end, upload_id, part)
@@ -195,7 +206,7 @@ def test_an_upload_that_ended_otherwise_cannot_be_completed(house, end):
     assert house.keys() == []
 
 
-def finish(house, end, upload_id, part):
+def finish(house: House, end: str, upload_id: str, part: str) -> None:
     if end == "completed":
         house.complete(upload_id, part)
     elif end == "cancelled":
@@ -204,10 +215,10 @@ def finish(house, end, upload_id, part):
         house.change(upload_id, expires_at=int(time.time()))
 
 
-def test_an_upload_that_is_cancelled_while_a_part_arrives_does_not_get_it(house):
+def test_an_upload_that_is_cancelled_while_a_part_arrives_does_not_get_it(house: House) -> None:
     upload_id = house.begin(1)
 
-    def arriving():
+    def arriving() -> bytes:
         house.cancel(upload_id)
         return b"a"
 
@@ -216,7 +227,7 @@ def test_an_upload_that_is_cancelled_while_a_part_arrives_does_not_get_it(house)
     assert (house.keys("uploads"), house.rows(UploadPart)) == ([], [])
 
 
-def test_an_upload_that_is_cancelled_while_it_is_put_together_makes_no_file(house):
+def test_an_upload_that_is_cancelled_while_it_is_put_together_makes_no_file(house: House) -> None:
     upload_id = house.begin(1)
     part = house.add(upload_id, b"a")
 
@@ -225,13 +236,13 @@ def test_an_upload_that_is_cancelled_while_it_is_put_together_makes_no_file(hous
     assert (house.keys(), house.rows(File)) == ([], [])
 
 
-def test_an_upload_does_not_expire_while_it_is_put_together(house):
+def test_an_upload_does_not_expire_while_it_is_put_together(house: House) -> None:
     upload_id = house.begin(1)
     part = house.add(upload_id, b"a")
     house.change(upload_id, expires_at=int(time.time()) + 5)
     seen = []
 
-    def expire():
+    def expire() -> None:
         with house.database.write() as session:
             seen.append(uploads.expire(session))
             # It was given more than the five seconds that it had left.
@@ -242,7 +253,7 @@ def test_an_upload_does_not_expire_while_it_is_put_together(house):
     assert seen == [0, True]
 
 
-def test_cancelling_twice_is_fine_and_cancelling_a_completed_one_is_not(house):
+def test_cancelling_twice_is_fine_and_cancelling_a_completed_one_is_not(house: House) -> None:
     upload_id, done = house.begin(1), house.begin(1)
     house.complete(done, house.add(done, b"a"))
 
@@ -251,24 +262,24 @@ def test_cancelling_twice_is_fine_and_cancelling_a_completed_one_is_not(house):
         house.cancel(done)
 
 
-def test_a_crash_before_the_commit_leaves_the_upload_as_it_was(house):
+def test_a_crash_before_the_commit_leaves_the_upload_as_it_was(house: House) -> None:
     upload_id = house.begin(1)
     part = house.add(upload_id, b"a")
 
     class Dies(BaseException):
         pass
 
-    def die():
+    def die() -> NoReturn:
         raise Dies
 
     with pytest.raises(Dies):
         house.complete(upload_id, part, blobs=Interrupting(house.folder, die))
 
     assert house.rows(File) == []
-    assert house.complete(upload_id, part)[1].bytes == 1
+    assert present(house.complete(upload_id, part)[1]).bytes == 1
 
 
-def test_parts_go_when_the_upload_has_ended_and_not_before(house):
+def test_parts_go_when_the_upload_has_ended_and_not_before(house: House) -> None:
     pending, ended = house.begin(1), house.begin(1)
     house.add(pending, b"a"), house.add(ended, b"b")
     house.cancel(ended)
@@ -280,7 +291,7 @@ def test_parts_go_when_the_upload_has_ended_and_not_before(house):
     assert (left.upload_id, house.keys("uploads")) == (pending, [left.blob_key])
 
 
-def test_only_late_uploads_expire(house):
+def test_only_late_uploads_expire(house: House) -> None:
     late, early, done = house.begin(1), house.begin(1), house.begin(1)
     house.complete(done, house.add(done, b"a"))
     for upload_id in (late, done):
@@ -296,17 +307,18 @@ def test_only_late_uploads_expire(house):
     }
 
 
-def test_an_upload_has_an_hour_and_its_file_the_time_that_was_asked_for(house):
+def test_an_upload_has_an_hour_and_its_file_the_time_that_was_asked_for(house: House) -> None:
     upload_id = house.begin(1, file_expires_after=7200)
 
     upload, file = house.complete(upload_id, house.add(upload_id, b"a"))
 
-    assert upload.created_at <= file.created_at <= file.expires_at - 7200
+    assert file is not None
+    assert upload.created_at <= file.created_at <= present(file.expires_at) - 7200
     [row] = house.rows(Upload)
     assert row.created_at + uploads.LIFETIME <= row.expires_at
 
 
-def test_every_part_may_be_sent_twice_and_then_there_is_an_end(house):
+def test_every_part_may_be_sent_twice_and_then_there_is_an_end(house: House) -> None:
     upload_id = house.begin(4)
     for piece in (b"ab", b"ab", b"cd", b"cd"):
         house.add(upload_id, piece)
@@ -317,7 +329,7 @@ def test_every_part_may_be_sent_twice_and_then_there_is_an_end(house):
         house.add(upload_id, b"e", most_parts=4)
 
 
-def test_a_part_larger_than_any_part_may_be_is_refused_while_it_arrives(house):
+def test_a_part_larger_than_any_part_may_be_is_refused_while_it_arrives(house: House) -> None:
     upload_id = house.begin(100)
 
     with pytest.raises(PayloadTooLarge, match="larger than the maximum of 3 bytes"):
@@ -326,11 +338,11 @@ def test_a_part_larger_than_any_part_may_be_is_refused_while_it_arrives(house):
     assert house.keys("uploads") == []
 
 
-def test_a_part_larger_than_the_upload_was_announced_is_refused_while_it_arrives(house):
+def test_a_part_larger_than_the_upload_was_announced_is_refused_while_it_arrives(house: House) -> None:
     upload_id = house.begin(1)
     asked = []
 
-    def more():
+    def more() -> bytes:
         asked.append(1)
         return b"x" * 1000
 
@@ -341,12 +353,12 @@ def test_a_part_larger_than_the_upload_was_announced_is_refused_while_it_arrives
     assert house.keys("uploads") == []
 
 
-def stored(house):
+def stored(house: House) -> int:
     with house.database.read() as session:
         return tenants.stored_bytes(session, house.project.id)
 
 
-def test_the_quota_counts_what_an_upload_announced_or_has_received_whichever_is_more(house):
+def test_the_quota_counts_what_an_upload_announced_or_has_received_whichever_is_more(house: House) -> None:
     upload_id, other = house.begin(4), house.begin(10)
     assert stored(house) == 14
 
@@ -358,7 +370,7 @@ def test_the_quota_counts_what_an_upload_announced_or_has_received_whichever_is_
     assert stored(house) == 6
 
 
-def test_what_an_ended_upload_has_received_counts_until_it_is_deleted(house):
+def test_what_an_ended_upload_has_received_counts_until_it_is_deleted(house: House) -> None:
     late, cancelled = house.begin(4), house.begin(4)
     house.add(late, b"abc")
     house.add(cancelled, b"ab")
@@ -373,7 +385,7 @@ def test_what_an_ended_upload_has_received_counts_until_it_is_deleted(house):
     assert stored(house) == 0
 
 
-def test_a_part_beyond_what_was_announced_needs_room_of_its_own(house):
+def test_a_part_beyond_what_was_announced_needs_room_of_its_own(house: House) -> None:
     limits = Limits(storage_bytes=5)
     upload_id = house.begin(4, limits=limits)
     house.add(upload_id, b"abc", limits=limits)
@@ -386,7 +398,7 @@ def test_a_part_beyond_what_was_announced_needs_room_of_its_own(house):
     assert len(house.keys("uploads")) == 2
 
 
-def test_a_project_has_no_more_than_so_many_pending_uploads(house):
+def test_a_project_has_no_more_than_so_many_pending_uploads(house: House) -> None:
     first = house.begin(1, most_pending=2)
     late = house.begin(1, most_pending=2)
     with pytest.raises(QuotaExceeded, match="pending_uploads is 2"):
@@ -398,7 +410,7 @@ def test_a_project_has_no_more_than_so_many_pending_uploads(house):
     assert house.begin(1, most_pending=2) and house.begin(1, most_pending=2)
 
 
-def test_another_projects_upload_does_not_exist(house):
+def test_another_projects_upload_does_not_exist(house: House) -> None:
     upload_id = house.begin(1)
     with house.database.write() as session:
         other = factories.project(session)

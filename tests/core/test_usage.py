@@ -1,16 +1,21 @@
 """What a job and its project have used, and what a budget makes of it."""
 
-import pytest
-from sqlalchemy import select
+from collections.abc import Iterator
+from typing import Any
 
-from core.database.engine import Work
-from core.database.tables import Checkpoint, Event, ProjectUsage
+import pytest
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from core.database.engine import Database, Work
+from core.database.tables import Checkpoint, Event, Job, ProjectUsage
 from core.errors import BudgetReached, InvalidJobState, InvalidRequest
 from core.jobs import budgets, lifecycle, usage
 from core.jobs.budgets import Price
 from core.jobs.estimates import Ahead
 from core.results.step_metrics import StepMetrics
 from tests import factories
+from tests.present import present
 
 pytestmark = pytest.mark.both_databases
 
@@ -19,27 +24,29 @@ MANY = Ahead(plain=10, validated=0, next_is_validated=False)
 
 
 @pytest.fixture
-def session(database):
+def session(database: Database) -> Iterator[Session]:
     with database.write() as session:
         yield session
 
 
 @pytest.fixture
-def job(session):
+def job(session: Session) -> Job:
     return factories.job(session, factories.project(session), status="running", started_at=1)
 
 
-def record(session, job, number, seconds=10.0, ahead=MANY, **more):
+def record(
+    session: Session, job: Job, number: int, seconds: float = 10.0, ahead: Ahead = MANY, **more: Any
+) -> None:
     row = factories.step(session, job, number, seconds=seconds, **more)
     usage.record(session, job, StepMetrics.load(row.data), ahead)
 
 
 class TestCounting:
-    def test_a_job_without_a_step_has_used_nothing_worth_showing(self, job):
+    def test_a_job_without_a_step_has_used_nothing_worth_showing(self, job: Job) -> None:
         assert usage.render(job, PAID) is None
         assert usage.render_estimate(job, PAID) is None
 
-    def test_steps_are_summed_as_they_are_recorded(self, session, job):
+    def test_steps_are_summed_as_they_are_recorded(self, session: Session, job: Job) -> None:
         judged = {"train_prompt_tokens": 5, "train_cached_tokens": 3, "train_completion_tokens": 1}
         record(session, job, 1, tokens=40, model_graders_token_usage={"wise": judged})
         record(session, job, 2, tokens=60, model_graders_token_usage={"wise": judged})
@@ -55,27 +62,29 @@ class TestCounting:
         }
         assert job.gpu_seconds == 20.0
 
-    def test_with_a_price_usage_and_estimate_have_a_cost(self, session, job):
+    def test_with_a_price_usage_and_estimate_have_a_cost(self, session: Session, job: Job) -> None:
         record(session, job, 1)
 
-        assert usage.render(job, PAID)["cost"] == {"amount": 0.1, "currency": "EUR"}
+        assert present(usage.render(job, PAID))["cost"] == {"amount": 0.1, "currency": "EUR"}
         estimate = usage.render_estimate(job, PAID)
+        assert estimate is not None
         assert estimate["remaining_seconds"] == {"low": 50.0, "expected": 100.0, "high": 150.0}
         assert estimate["total_gpu_seconds"] == {"low": 60.0, "expected": 110.0, "high": 160.0}
         assert estimate["cost"] == {"low": 0.6, "expected": 1.1, "high": 1.6, "currency": "EUR"}
-        assert usage.render_estimate(job, FREE)["cost"] is None
+        assert present(usage.render_estimate(job, FREE))["cost"] is None
 
-    def test_a_second_on_several_gpus_is_several_gpu_seconds(self, session, job):
+    def test_a_second_on_several_gpus_is_several_gpu_seconds(self, session: Session, job: Job) -> None:
         record(session, job, 1, gpus=4)
 
-        assert usage.render(job, FREE)["training_seconds"] == 10.0
-        assert usage.render(job, PAID)["cost"]["amount"] == 0.4
+        assert present(usage.render(job, FREE))["training_seconds"] == 10.0
+        assert present(usage.render(job, PAID))["cost"]["amount"] == 0.4
         estimate = usage.render_estimate(job, FREE)
+        assert estimate is not None
         assert estimate["remaining_seconds"]["expected"] == 100.0
         assert estimate["total_gpu_seconds"]["expected"] == 440.0
         assert "gpus" not in estimate
 
-    def test_a_recount_is_what_was_counted_step_by_step(self, session, job):
+    def test_a_recount_is_what_was_counted_step_by_step(self, session: Session, job: Job) -> None:
         for number in (1, 2, 3):
             record(session, job, number, seconds=0.1 * number)
         counted, seconds = job.usage, job.gpu_seconds
@@ -84,32 +93,36 @@ class TestCounting:
 
         assert (job.usage, job.gpu_seconds) == (counted, seconds)
 
-    def test_an_estimate_from_earlier_jobs_shrinks_by_the_first_validation(self, session, job):
+    def test_an_estimate_from_earlier_jobs_shrinks_by_the_first_validation(
+        self, session: Session, job: Job
+    ) -> None:
         job.usage = {"estimate": {"remaining_seconds": {"low": 5.0, "expected": 50.0, "high": 99.0}}}
         record(session, job, 0, seconds=10.0)
 
         estimate = usage.render_estimate(job, FREE)
+        assert estimate is not None
         assert estimate["remaining_seconds"] == {"low": 0.0, "expected": 40.0, "high": 89.0}
         assert estimate["total_gpu_seconds"]["expected"] == 50.0
         assert job.estimated_finish is not None
 
-    def test_a_settled_job_keeps_its_sums_only(self, session, job):
+    def test_a_settled_job_keeps_its_sums_only(self, session: Session, job: Job) -> None:
         record(session, job, 1, tokens=40)
         usage.settle(session, job)
 
-        assert set(job.usage) == set(usage.render(job, FREE))
+        assert job.usage is not None
+        assert set(job.usage) == set(present(usage.render(job, FREE)))
         assert job.trained_tokens == 40
 
 
 class TestOfAProject:
-    def test_it_adds_up_by_day(self, session, job):
+    def test_it_adds_up_by_day(self, session: Session, job: Job) -> None:
         for _ in range(2):
             usage.add_usage(session, job.project_id, gpu_seconds=1.5, grader_tokens=7)
 
         [row] = session.scalars(select(ProjectUsage)).all()
         assert (row.project_id, row.gpu_seconds, row.grader_tokens) == (job.project_id, 3.0, 14)
 
-    def test_grader_tokens_are_those_read_and_written(self, session, job):
+    def test_grader_tokens_are_those_read_and_written(self, session: Session, job: Job) -> None:
         judged = {"train_prompt_tokens": 5, "train_cached_tokens": 3, "train_completion_tokens": 1}
         record(session, job, 1, model_graders_token_usage={"wise": judged})
 
@@ -117,7 +130,7 @@ class TestOfAProject:
 
 
 class TestCap:
-    def test_seconds_are_kept_as_they_are_and_money_is_turned_into_them(self):
+    def test_seconds_are_kept_as_they_are_and_money_is_turned_into_them(self) -> None:
         assert budgets.to_row({"gpu_seconds": 60.0}, FREE) == {
             "asked": {"gpu_seconds": 60.0},
             "gpu_seconds": 60.0,
@@ -125,7 +138,7 @@ class TestCap:
         money = {"amount": 12.5, "currency": "EUR"}
         assert budgets.to_row(money, PAID) == {"asked": money, "gpu_seconds": 1250.0}
 
-    def test_money_needs_a_price_and_its_currency(self):
+    def test_money_needs_a_price_and_its_currency(self) -> None:
         with pytest.raises(InvalidRequest, match="REGRAFT_PRICE_PER_GPU_SECOND") as no_price:
             budgets.to_row({"amount": 1.0, "currency": "USD"}, FREE)
         with pytest.raises(InvalidRequest, match="REGRAFT_CURRENCY") as other:
@@ -133,27 +146,31 @@ class TestCap:
 
         assert (no_price.value.param, other.value.param) == ("budget.amount", "budget.currency")
 
-    def test_an_amount_without_end_is_refused(self):
+    def test_an_amount_without_end_is_refused(self) -> None:
         with pytest.raises(InvalidRequest, match="too large"):
             budgets.to_row({"amount": 1e12, "currency": "EUR"}, Price(1e-300, "EUR"))
 
     @pytest.mark.parametrize(
         ("cap", "reached"), [(19.9, True), (20.0, True), (29.9, True), (30.0, False), (100.0, False)]
     )
-    def test_it_is_reached_when_the_next_step_would_pass_it(self, session, job, cap, reached):
+    def test_it_is_reached_when_the_next_step_would_pass_it(
+        self, session: Session, job: Job, cap: float, reached: bool
+    ) -> None:
         record(session, job, 1)
         record(session, job, 2)
         job.budget = budgets.to_row({"gpu_seconds": cap}, FREE)
 
         assert (budgets.reached(job, job.gpu_seconds) is not None) == reached
 
-    def test_without_a_cap_nothing_is_ever_reached(self, session, job):
+    def test_without_a_cap_nothing_is_ever_reached(self, session: Session, job: Job) -> None:
         record(session, job, 1, seconds=1e9)
 
         assert budgets.reached(job, job.gpu_seconds) is None
         assert budgets.render(job) is None
 
-    def test_a_job_shows_what_it_may_what_it_has_used_and_what_remains(self, session, job):
+    def test_a_job_shows_what_it_may_what_it_has_used_and_what_remains(
+        self, session: Session, job: Job
+    ) -> None:
         record(session, job, 1)
         job.budget = budgets.to_row({"amount": 1.0, "currency": "EUR"}, PAID)
 
@@ -166,7 +183,7 @@ class TestCap:
 
 
 class TestPausingAtTheCap:
-    def test_a_running_job_is_pausing_and_says_why_once(self, session, job):
+    def test_a_running_job_is_pausing_and_says_why_once(self, session: Session, job: Job) -> None:
         for _ in range(2):
             lifecycle.pause_at_cap(session, job, "enough", {"used": 1})
 
@@ -176,7 +193,7 @@ class TestPausingAtTheCap:
         ]
 
     @pytest.fixture
-    def paused(self, session, job):
+    def paused(self, session: Session, job: Job) -> Job:
         """At step 3 of 60 GPU-seconds, with a checkpoint, and no room for a fourth step."""
         for number in (1, 2, 3):
             record(session, job, number, seconds=18.0)
@@ -184,7 +201,7 @@ class TestPausingAtTheCap:
         job.budget, job.status = budgets.to_row({"gpu_seconds": 60.0}, FREE), "paused"
         return job
 
-    def test_a_job_at_its_cap_is_not_resumed(self, session, paused):
+    def test_a_job_at_its_cap_is_not_resumed(self, session: Session, paused: Job) -> None:
         with pytest.raises(BudgetReached, match="54 of 60 GPU-seconds are used") as refused:
             lifecycle.resume(Work(session), paused)
 
@@ -192,7 +209,7 @@ class TestPausingAtTheCap:
         assert f"/v1/fine_tuning/jobs/{paused.id}/budget" in refused.value.message
         assert paused.status == "paused"
 
-    def test_with_a_higher_cap_or_none_it_is(self, session, paused):
+    def test_with_a_higher_cap_or_none_it_is(self, session: Session, paused: Job) -> None:
         lifecycle.set_budget(Work(session), paused, budgets.to_row({"gpu_seconds": 90.0}, FREE))
         lifecycle.resume(Work(session), paused)
         assert paused.status == "queued"
@@ -204,16 +221,18 @@ class TestPausingAtTheCap:
             "The budget was removed",
         ]
 
-    def test_steps_that_a_crash_lost_do_not_keep_it_from_going_on(self, session, paused):
+    def test_steps_that_a_crash_lost_do_not_keep_it_from_going_on(
+        self, session: Session, paused: Job
+    ) -> None:
         """The step after the newest checkpoint will be done again, so it does not count twice."""
-        session.execute(Checkpoint.__table__.update().values(step=2))
+        session.execute(update(Checkpoint).values(step=2))
 
         lifecycle.resume(Work(session), paused)
 
         assert paused.status == "queued"
 
     @pytest.mark.parametrize("status", sorted(lifecycle.FINAL))
-    def test_a_job_that_ended_has_no_use_for_a_budget(self, session, job, status):
+    def test_a_job_that_ended_has_no_use_for_a_budget(self, session: Session, job: Job, status: str) -> None:
         job.status = status
 
         with pytest.raises(InvalidJobState, match="already"):

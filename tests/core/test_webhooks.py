@@ -1,33 +1,39 @@
 """Who is told of what, in which transaction, and how it is signed."""
 
 import json
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from openai import InvalidWebhookSignatureError, OpenAI
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
-from core.database.engine import Work
-from core.database.tables import Job, WebhookDelivery, WebhookEndpoint
+from core.database.engine import Database, Work
+from core.database.tables import Job, Project, WebhookDelivery, WebhookEndpoint
 from core.errors import InvalidRequest, WebhookEndpointNotFound
 from core.jobs import lifecycle
 from core.jobs.claim import Claim
 from core.outbound import webhooks
 from core.results.step_metrics import StepMetrics
 from tests import factories
+from tests.present import present
 
 
 @pytest.fixture
-def session(database):
+def session(database: Database) -> Iterator[Session]:
     with database.write() as session:
         yield session
 
 
 @pytest.fixture
-def project(session):
+def project(session: Session) -> Project:
     return factories.project(session)
 
 
-def listen(session, project, *event_types, thresholds=None):
+def listen(
+    session: Session, project: Project, *event_types: str, thresholds: dict[str, Any] | None = None
+) -> WebhookEndpoint:
     return webhooks.create(
         session,
         project,
@@ -38,15 +44,15 @@ def listen(session, project, *event_types, thresholds=None):
     )
 
 
-def deliveries(session):
+def deliveries(session: Session) -> Sequence[WebhookDelivery]:
     return session.scalars(select(WebhookDelivery).order_by(WebhookDelivery.seq)).all()
 
 
-def told(session):
+def told(session: Session) -> list[Any]:
     return [delivery.type.removeprefix("fine_tuning.job.") for delivery in deliveries(session)]
 
 
-def everything(session, project):
+def everything(session: Session, project: Project) -> WebhookEndpoint:
     return listen(session, project, *(t for t in webhooks.EVENT_TYPES if t != webhooks.THRESHOLD_REACHED))
 
 
@@ -54,7 +60,7 @@ def everything(session, project):
 
 
 @pytest.mark.both_databases
-def test_a_job_that_succeeds_is_told_of(session, project):
+def test_a_job_that_succeeds_is_told_of(session: Session, project: Project) -> None:
     endpoint = listen(session, project)
     job = factories.job(session, project, status="running")
 
@@ -68,7 +74,7 @@ def test_a_job_that_succeeds_is_told_of(session, project):
     assert event == {"object": "event", "type": "fine_tuning.job.succeeded", "data": {"id": job.id}}
 
 
-def test_a_job_that_fails_is_told_of(session, project):
+def test_a_job_that_fails_is_told_of(session: Session, project: Project) -> None:
     everything(session, project)
 
     lifecycle.fail(session, factories.job(session, project, status="running"), code="x", message="no")
@@ -77,7 +83,7 @@ def test_a_job_that_fails_is_told_of(session, project):
 
 
 @pytest.mark.both_databases
-def test_a_second_cancel_tells_nobody_anything_new(session, project):
+def test_a_second_cancel_tells_nobody_anything_new(session: Session, project: Project) -> None:
     everything(session, project)
     job = factories.job(session, project)
 
@@ -87,7 +93,7 @@ def test_a_second_cancel_tells_nobody_anything_new(session, project):
     assert told(session) == ["cancelled"]
 
 
-def test_pausing_a_waiting_job_and_resuming_it_are_told_of(session, project):
+def test_pausing_a_waiting_job_and_resuming_it_are_told_of(session: Session, project: Project) -> None:
     everything(session, project)
     job = factories.job(session, project)
 
@@ -97,7 +103,9 @@ def test_pausing_a_waiting_job_and_resuming_it_are_told_of(session, project):
     assert told(session) == ["paused", "resumed"]
 
 
-def test_a_running_job_is_paused_when_its_run_has_stopped_and_not_before(session, project):
+def test_a_running_job_is_paused_when_its_run_has_stopped_and_not_before(
+    session: Session, project: Project
+) -> None:
     everything(session, project)
     job = factories.job(session, project, status="running")
 
@@ -108,7 +116,7 @@ def test_a_running_job_is_paused_when_its_run_has_stopped_and_not_before(session
     assert (before, told(session)) == ([], ["paused"])
 
 
-def test_a_worker_that_dies_or_drains_is_nothing_to_tell_of(session, project):
+def test_a_worker_that_dies_or_drains_is_nothing_to_tell_of(session: Session, project: Project) -> None:
     everything(session, project)
 
     lifecycle.crashed(
@@ -119,7 +127,7 @@ def test_a_worker_that_dies_or_drains_is_nothing_to_tell_of(session, project):
     assert told(session) == []
 
 
-def test_a_job_given_up_after_many_crashes_is_told_of_as_failed(session, project):
+def test_a_job_given_up_after_many_crashes_is_told_of_as_failed(session: Session, project: Project) -> None:
     everything(session, project)
 
     lifecycle.crashed(
@@ -129,7 +137,7 @@ def test_a_job_given_up_after_many_crashes_is_told_of_as_failed(session, project
     assert told(session) == ["failed"]
 
 
-def test_files_that_are_refused_are_told_of_as_a_failed_job(session, project):
+def test_files_that_are_refused_are_told_of_as_a_failed_job(session: Session, project: Project) -> None:
     everything(session, project)
     job = factories.job(session, project, status="validating_files")
 
@@ -141,7 +149,7 @@ def test_files_that_are_refused_are_told_of_as_a_failed_job(session, project):
 # Whom.
 
 
-def test_every_endpoint_that_asks_is_told_of_the_same_event(session, project):
+def test_every_endpoint_that_asks_is_told_of_the_same_event(session: Session, project: Project) -> None:
     listen(session, project, "fine_tuning.job.failed")
     endpoints = [listen(session, project), listen(session, project)]
 
@@ -152,7 +160,7 @@ def test_every_endpoint_that_asks_is_told_of_the_same_event(session, project):
     assert first.body == second.body and first.id != second.id
 
 
-def test_another_projects_endpoint_hears_nothing(session, project):
+def test_another_projects_endpoint_hears_nothing(session: Session, project: Project) -> None:
     listen(session, factories.project(session))
 
     lifecycle.succeed(session, factories.job(session, project, status="running"), fine_tuned_model="ft:tiny")
@@ -161,14 +169,14 @@ def test_another_projects_endpoint_hears_nothing(session, project):
 
 
 @pytest.mark.both_databases
-def test_a_change_that_is_rolled_back_was_never_told_of(database):
+def test_a_change_that_is_rolled_back_was_never_told_of(database: Database) -> None:
     with database.write() as session:
         project = factories.project(session)
         listen(session, project)
         job = factories.job(session, project, status="running")
     claim = Claim(job.id, job.epoch, "worker")
 
-    def succeed_and_crash():
+    def succeed_and_crash() -> None:
         with lifecycle.fenced(database, claim) as (session, held):
             lifecycle.succeed(session, held, fine_tuned_model="ft:tiny")
             assert len(deliveries(session)) == 1
@@ -185,20 +193,22 @@ def test_a_change_that_is_rolled_back_was_never_told_of(database):
 # Thresholds.
 
 
-def watch(session, project, **thresholds):
+def watch(session: Session, project: Project, **thresholds: Any) -> WebhookEndpoint:
     return listen(session, project, webhooks.THRESHOLD_REACHED, thresholds=thresholds)
 
 
-def reached(session):
+def reached(session: Session) -> list[Any]:
     return [json.loads(delivery.body)["data"] for delivery in deliveries(session)]
 
 
-def step(number, reward=None):
+def step(number: int, reward: float | None = None) -> StepMetrics:
     return StepMetrics(step=number, total_steps=10, full_valid_mean_reward=reward)
 
 
 @pytest.mark.both_databases
-def test_a_threshold_is_told_of_once_and_by_the_first_step_that_reaches_it(session, project):
+def test_a_threshold_is_told_of_once_and_by_the_first_step_that_reaches_it(
+    session: Session, project: Project
+) -> None:
     watch(session, project, full_valid_mean_reward=0.8)
     job = factories.job(session, project, status="running")
 
@@ -211,7 +221,9 @@ def test_a_threshold_is_told_of_once_and_by_the_first_step_that_reaches_it(sessi
 
 
 @pytest.mark.both_databases
-def test_a_step_that_is_repeated_after_a_crash_does_not_tell_again(session, project):
+def test_a_step_that_is_repeated_after_a_crash_does_not_tell_again(
+    session: Session, project: Project
+) -> None:
     watch(session, project, share_of_steps=0.5)
     job = factories.job(session, project, status="running")
 
@@ -221,7 +233,7 @@ def test_a_step_that_is_repeated_after_a_crash_does_not_tell_again(session, proj
     assert [data["step"] for data in reached(session)] == [5]
 
 
-def test_each_job_and_each_threshold_is_told_of_by_itself(session, project):
+def test_each_job_and_each_threshold_is_told_of_by_itself(session: Session, project: Project) -> None:
     watch(session, project, share_of_steps=0.1, gpu_seconds=60)
     first = factories.job(session, project, status="running", gpu_seconds=61.5)
     second = factories.job(session, project, status="running")
@@ -241,8 +253,8 @@ def test_each_job_and_each_threshold_is_told_of_by_itself(session, project):
     [(["fine_tuning.job.failed"], {"gpu_seconds": 1}), ([webhooks.THRESHOLD_REACHED], None)],
 )
 def test_a_threshold_without_its_event_or_the_other_way_round_is_refused(
-    session, project, event_types, thresholds
-):
+    session: Session, project: Project, event_types: list[str], thresholds: dict[str, int] | None
+) -> None:
     with pytest.raises(InvalidRequest, match="must be given together"):
         listen(session, project, *event_types, thresholds=thresholds)
 
@@ -251,7 +263,7 @@ def test_a_threshold_without_its_event_or_the_other_way_round_is_refused(
 
 
 @pytest.mark.both_databases
-def test_a_project_has_at_most_twenty_endpoints(session, project):
+def test_a_project_has_at_most_twenty_endpoints(session: Session, project: Project) -> None:
     for _ in range(20):
         listen(session, project)
 
@@ -262,7 +274,7 @@ def test_a_project_has_at_most_twenty_endpoints(session, project):
 
 
 @pytest.mark.both_databases
-def test_deleting_an_endpoint_ends_what_waits_for_it(session, project):
+def test_deleting_an_endpoint_ends_what_waits_for_it(session: Session, project: Project) -> None:
     endpoint, other = listen(session, project), listen(session, project)
     lifecycle.succeed(session, factories.job(session, project, status="running"), fine_tuned_model="ft:tiny")
 
@@ -283,31 +295,32 @@ BODY = (
 )
 
 
-def unwrapped(headers, secret, body=BODY):
+def unwrapped(headers: dict[str, str], secret: str, body: str = BODY) -> Any:
     return CLIENT.webhooks.unwrap(body, headers, secret=secret)
 
 
-def signed(endpoint, at):
+def signed(endpoint: WebhookEndpoint, at: int | None) -> dict[str, str]:
+    assert at is not None
     return webhooks.headers(endpoint, "wh_1", BODY, at)
 
 
 @pytest.fixture
-def endpoint(session, project):
+def endpoint(session: Session, project: Project) -> WebhookEndpoint:
     return listen(session, project)
 
 
 @pytest.fixture
-def at(endpoint):
+def at(endpoint: WebhookEndpoint) -> int:
     return endpoint.created_at
 
 
-def test_openais_client_reads_what_we_sign(endpoint, at):
+def test_openais_client_reads_what_we_sign(endpoint: WebhookEndpoint, at: int) -> None:
     event = unwrapped(signed(endpoint, at), endpoint.secret)
 
     assert (event.type, event.data.id) == ("fine_tuning.job.paused", "ftjob-1")
 
 
-def test_a_body_id_or_time_that_was_tampered_with_is_refused(endpoint, at):
+def test_a_body_id_or_time_that_was_tampered_with_is_refused(endpoint: WebhookEndpoint, at: int) -> None:
     headers = signed(endpoint, at)
 
     for changed, body in [
@@ -319,7 +332,7 @@ def test_a_body_id_or_time_that_was_tampered_with_is_refused(endpoint, at):
             unwrapped(changed, endpoint.secret, body)
 
 
-def test_a_rotated_secret_takes_the_old_ones_place_at_once(endpoint, at):
+def test_a_rotated_secret_takes_the_old_ones_place_at_once(endpoint: WebhookEndpoint, at: int) -> None:
     old = endpoint.secret
 
     webhooks.rotate_secret(endpoint, keep_old=False)
@@ -329,7 +342,7 @@ def test_a_rotated_secret_takes_the_old_ones_place_at_once(endpoint, at):
         unwrapped(signed(endpoint, at), old)
 
 
-def test_an_old_secret_that_is_kept_signs_too_for_24_hours(endpoint, at):
+def test_an_old_secret_that_is_kept_signs_too_for_24_hours(endpoint: WebhookEndpoint, at: int) -> None:
     old = endpoint.secret
 
     webhooks.rotate_secret(endpoint, keep_old=True)
@@ -337,11 +350,11 @@ def test_an_old_secret_that_is_kept_signs_too_for_24_hours(endpoint, at):
     for secret in (old, endpoint.secret):
         assert unwrapped(signed(endpoint, at), secret).id == "evt_1"
     later = signed(endpoint, endpoint.old_secret_until)
-    assert endpoint.old_secret_until - at in range(24 * 3600, 24 * 3600 + 60)
+    assert present(endpoint.old_secret_until) - at in range(24 * 3600, 24 * 3600 + 60)
     assert len(later["webhook-signature"].split()) == 1
 
 
-def test_every_endpoint_has_a_secret_of_its_own(session, project):
+def test_every_endpoint_has_a_secret_of_its_own(session: Session, project: Project) -> None:
     secrets = {listen(session, project).secret for _ in range(3)}
 
     assert len(secrets) == 3

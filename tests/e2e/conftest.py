@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import OpenAI
@@ -34,8 +35,9 @@ class Server:
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
-    def client(self, **options) -> OpenAI:
-        return OpenAI(**{"base_url": self.base_url, "api_key": self.key, "max_retries": 0} | options)
+    def client(self, **options: Any) -> OpenAI:
+        given: dict[str, Any] = {"base_url": self.base_url, "api_key": self.key, "max_retries": 0}
+        return OpenAI(**given | options)
 
     def stop(self) -> int:
         """Ctrl-C, as a terminal sends it; returns the exit status."""
@@ -110,5 +112,5 @@ def client(server: Server) -> OpenAI:
     return server.client()
 
 
-def jsonl(rows) -> bytes:
+def jsonl(rows: list[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()

@@ -11,12 +11,14 @@ import shlex
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 from regraft.cli import main
 
 from tests.e2e.conftest import ROOT, jsonl
 from tests.e2e.test_openai_client import GRADER, TRAIN, VALID
+from tests.present import present
 
 DOCS = ROOT / "docs"
 CLI = (DOCS / "howto/cli.md").read_text()
@@ -58,7 +60,7 @@ BROKEN = """def grade(sample, item):
     return float(sample["output_text"] == item["nope"])
 """
 CASES = [("yes", 1), ("no", 0), ("yess", 1)]
-BAD = [
+BAD: Any = [
     {"messages": [{"role": "user", "content": "hi"}]},
     {"messages": [{"role": "assistant", "content": "hi"}], "answer": "yes"},
 ]
@@ -75,7 +77,7 @@ def lay_out(folder: Path) -> None:
     (folder / "grader.json").write_text(json.dumps(GRADER))
     (folder / "broken.py").write_text(BROKEN)
     (folder / "openai.json").write_text(json.dumps(OPENAIS))
-    (folder / "job.toml").write_text(re.search(r"```toml\n(.*?)```", CLI, flags=re.S)[1] + QUICKLY)
+    (folder / "job.toml").write_text(present(re.search(r"```toml\n(.*?)```", CLI, flags=re.S))[1] + QUICKLY)
 
 
 def shown_commands() -> Iterator[tuple[str, list[str]]]:
@@ -90,7 +92,8 @@ class Terminal(io.TextIOWrapper):
     """One that remembers what was written."""
 
     def __init__(self, typed: str = "") -> None:
-        super().__init__(io.BytesIO(typed.encode()), encoding="utf-8", write_through=True)
+        self.memory = io.BytesIO(typed.encode())
+        super().__init__(self.memory, encoding="utf-8", write_through=True)
 
     def isatty(self) -> bool:
         return True
@@ -98,14 +101,15 @@ class Terminal(io.TextIOWrapper):
     @property
     def lines(self) -> list[str]:
         """What is left to be seen."""
-        written = self.buffer.getvalue().decode()
+        written = self.memory.getvalue().decode()
         return [line.split("\r\x1b[K")[-1] for line in written.removesuffix("\n").split("\n")]
 
 
 def entered(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
     """What a shell does with it: the exit code, and what is then on the screen. Questions are answered with no."""
-    words, screen, stdin = shlex.split(command), Terminal(), Terminal("n\n")
-    out = screen
+    words, screen = shlex.split(command), Terminal()
+    stdin: TextIO = Terminal("n\n")
+    out: TextIO = screen
     if words[-2] in "<>":
         *words, direction, name = words
         path = Path(name).expanduser()

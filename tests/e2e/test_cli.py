@@ -7,7 +7,10 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,7 @@ from core.tenancy.audit import operator_of
 from tests.e2e.conftest import ROOT, Server, jsonl
 from tests.e2e.documents import DOCS, ID, alike, entered, lay_out, run_examples, shown_commands
 from tests.e2e.test_openai_client import GRADER, TRAIN, VALID
+from tests.present import present
 
 ASKED_FOR_KEY = "API key: "
 JOB = """
@@ -43,7 +47,7 @@ lora_rank = 8
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory):
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what somebody begins with."""
     folder = tmp_path_factory.mktemp("desk")
     (folder / "train.jsonl").write_bytes(jsonl(TRAIN))
@@ -54,7 +58,7 @@ def desk(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def terminal(server: Server, desk):
+def terminal(server: Server, desk: Path) -> Callable[..., list[str]]:
     """Type a command in the folder, and to each prompt an answer. Returns the lines that are left to be seen."""
 
     def run(*argv: str, answers: Sequence[tuple[str, str]] = (), code: int = 0) -> list[str]:
@@ -93,22 +97,24 @@ def terminal(server: Server, desk):
 
 
 @pytest.fixture(scope="module")
-def watched(terminal):
+def watched(terminal: Callable[..., list[str]]) -> list[str]:
     """What a job leaves on the screen once it is done."""
     return terminal("jobs", "create", "-f", "job.toml", "--watch")
 
 
 @pytest.fixture(scope="module")
-def job_id(watched):
+def job_id(watched: list[str]) -> str:
     return next(found[0] for line in watched if (found := re.search(r"ftjob-\w+", line)))
 
 
 @pytest.fixture(scope="module")
-def model(watched):
+def model(watched: list[str]) -> str:
     return next(found[0] for line in watched if (found := re.search(r"ft:tiny:\S+", line)))
 
 
-def test_the_key_is_kept_for_its_owner_only_and_never_seen(terminal, desk, server):
+def test_the_key_is_kept_for_its_owner_only_and_never_seen(
+    terminal: Callable[..., list[str]], desk: Path, server: Server
+) -> None:
     shown = terminal("login", "--base-url", server.base_url, answers=[(ASKED_FOR_KEY, server.key + "\n")])
 
     assert not any(server.key in line for line in shown)
@@ -116,29 +122,32 @@ def test_the_key_is_kept_for_its_owner_only_and_never_seen(terminal, desk, serve
     assert (desk / "config.toml").stat().st_mode & 0o777 == 0o600
 
 
-def test_ctrl_d_at_a_question_is_an_interruption(terminal, server):
+def test_ctrl_d_at_a_question_is_an_interruption(terminal: Callable[..., list[str]], server: Server) -> None:
     shown = terminal("login", "--base-url", server.base_url, answers=[(ASKED_FOR_KEY, "\x04")], code=130)
 
     assert "Traceback" not in "".join(shown)
 
 
-def test_data_is_checked_before_it_is_sent(terminal):
+def test_data_is_checked_before_it_is_sent(terminal: Callable[..., list[str]]) -> None:
     shown = terminal("validate", "train.jsonl", "valid.jsonl", "--grader", "grader.json")
 
     assert [line.split(":")[0] for line in shown if "rows" in line] == ["train.jsonl", "valid.jsonl"]
 
 
-def test_a_job_is_one_live_line_that_ends_with_its_rewards(watched):
+def test_a_job_is_one_live_line_that_ends_with_its_rewards(watched: list[str]) -> None:
     [line] = [line for line in watched if line.startswith("succeeded")]
 
-    done, steps = re.search(r"step +(\d+)/(\d+) █+ ", line).groups()
+    done, steps = present(re.search(r"step +(\d+)/(\d+) █+ ", line)).groups()
     sparkline = re.search(r"  ([▁▂▃▄▅▆▇█]+)  train \d\.\d\d  valid \d\.\d\d", line)
     assert done == steps
+    assert sparkline is not None
     assert len(sparkline[1]) > 4
     assert sparkline[1][-1] > sparkline[1][0], "the rewards rose"
 
 
-def test_a_job_that_is_done_is_watched_as_one_line_too(terminal, job_id, model):
+def test_a_job_that_is_done_is_watched_as_one_line_too(
+    terminal: Callable[..., list[str]], job_id: str, model: str
+) -> None:
     done, verdict, name, rest = terminal("jobs", "watch", job_id)
 
     assert re.match(r"succeeded  step +12/12 █+  [▁▂▃▄▅▆▇█]+  train", done)
@@ -146,7 +155,7 @@ def test_a_job_that_is_done_is_watched_as_one_line_too(terminal, job_id, model):
     assert (name, rest) == (model, "")
 
 
-def test_a_preview_asks_and_what_it_makes_can_be_cancelled(terminal):
+def test_a_preview_asks_and_what_it_makes_can_be_cancelled(terminal: Callable[..., list[str]]) -> None:
     """The one command that takes an answer from a person before it spends anything."""
     preview = ("jobs", "create", "-f", "job.toml", "--preview", "--rows", "2", "--samples", "2")
     question = "Create the job? [y/N] "
@@ -158,7 +167,9 @@ def test_a_preview_asks_and_what_it_makes_can_be_cancelled(terminal):
     assert terminal("jobs", "cancel", job)[0] == f"{job} is cancelled"
 
 
-def test_the_job_its_answers_and_its_checkpoints_can_be_looked_at(terminal, job_id, model):
+def test_the_job_its_answers_and_its_checkpoints_can_be_looked_at(
+    terminal: Callable[..., list[str]], job_id: str, model: str
+) -> None:
     shown = "\n".join(terminal("jobs", "show", job_id))
     answers = terminal("rollouts", job_id, "--worst", "--limit", "3")
     checkpoints = "\n".join(terminal("checkpoints", "list", job_id))
@@ -168,14 +179,14 @@ def test_the_job_its_answers_and_its_checkpoints_can_be_looked_at(terminal, job_
     assert "best" in checkpoints and f"{model}:ckpt-step-" in checkpoints
 
 
-def test_the_adapter_is_taken_home(terminal, job_id, desk):
+def test_the_adapter_is_taken_home(terminal: Callable[..., list[str]], job_id: str, desk: Path) -> None:
     terminal("checkpoints", "download", job_id, "-o", "adapter")
 
     assert json.loads((desk / "adapter" / "adapter_config.json").read_text())["peft_type"] == "LORA"
     assert (desk / "adapter" / "adapter_model.safetensors").stat().st_size > 1000
 
 
-def test_the_tuned_model_is_talked_to(terminal, model):
+def test_the_tuned_model_is_talked_to(terminal: Callable[..., list[str]], model: str) -> None:
     """One question as an argument, and a conversation that ends with Ctrl-D."""
     asked = terminal("chat", model, "say it", "--temperature", "0", "--max-tokens", "3")
     talked = terminal(
@@ -187,7 +198,7 @@ def test_the_tuned_model_is_talked_to(terminal, model):
 
 
 @pytest.fixture
-def key(server):
+def key(server: Server) -> str:
     """One of a new project: what is listed is what the document's own commands made."""
     database = Database(Settings(data_dir=server.folder).database)
     with database.write() as session:
@@ -200,7 +211,7 @@ def key(server):
 
 
 @pytest.fixture
-def home(key, tmp_path, monkeypatch):
+def home(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that the documents are about, of somebody for whom no server is configured yet."""
     lay_out(tmp_path)
     (tmp_path / ".regraft").mkdir()
@@ -213,11 +224,13 @@ def home(key, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_librarys_examples_run_one_after_the_other(home, server, key, monkeypatch, capsys):
+def test_the_librarys_examples_run_one_after_the_other(
+    home: Path, server: Server, key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the server and the key from the environment; those of rollouts.md are of the same job."""
     monkeypatch.setenv("REGRAFT_BASE_URL", server.base_url)
     monkeypatch.setenv("REGRAFT_API_KEY", key)
-    names = {}
+    names: dict[str, Any] = {}
 
     ran = run_examples(DOCS / "howto/sdk.md", names) + run_examples(DOCS / "howto/rollouts.md", names)
 
@@ -228,7 +241,9 @@ def test_the_librarys_examples_run_one_after_the_other(home, server, key, monkey
     assert "Could not find fine tune: ftjob-none" in capsys.readouterr().out
 
 
-def test_the_commands_print_what_the_document_shows(home, server, monkeypatch):
+def test_the_commands_print_what_the_document_shows(
+    home: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Line by line, but for ids, numbers and what a model says."""
     ids: dict[str, str] = {}
     failing = {
@@ -239,7 +254,7 @@ def test_the_commands_print_what_the_document_shows(home, server, monkeypatch):
     said = []
 
     for command, expected in shown_commands():
-        real = ID.sub(lambda found, ids=ids: ids[found[0]], command)
+        real = ID.sub(partial(lambda ids, found: ids[found[0]], ids), command)
         code, lines = entered(real.replace("http://127.0.0.1:8000", server.base_url), monkeypatch)
 
         assert code == (command in failing), (command, lines)

@@ -1,13 +1,15 @@
 """Models that are computed in different ways, trained through the official client."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 import regraft
 
-from tests.e2e.conftest import launch
+from tests.e2e.conftest import Server, launch
 from tests.e2e.test_openai_client import create, wait
 from tests.families.zoo import CONTEXT, FAMILIES
+from tests.present import present, untyped
 from tests.thinking import DISTILL, make_thinking_model
 
 CHOSEN = {"Qwen 3.5": "hybrid", "Gemma 3": "window", "Qwen 3 MoE": "mixture"}
@@ -16,7 +18,7 @@ ROWS = "computes each answer in a separate row"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("families")
     tables = [
         f'[models.{CHOSEN[family.title]}]\npath = "{family.save(folder / family.model_type)}"\n'
@@ -32,7 +34,7 @@ def server(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("model", "forward"), [("hybrid", ROWS), ("window", PACKED), ("mixture", PACKED)])
-def test_a_job_on_it_succeeds_and_says_how_it_is_computed(server, model, forward):
+def test_a_job_on_it_succeeds_and_says_how_it_is_computed(server: Server, model: str, forward: str) -> None:
     client = server.client()
 
     job = wait(client, create(client, model=model))
@@ -42,10 +44,10 @@ def test_a_job_on_it_succeeds_and_says_how_it_is_computed(server, model, forward
     [said] = [event for event in events if "are those of transformers" in event.message]
     assert forward in said.message
     metrics = [event.data for event in events if event.type == "metrics"]
-    assert max(one["logprob_gap"] for one in metrics if "logprob_gap" in one) < 1e-4
+    assert max(untyped(one)["logprob_gap"] for one in metrics if "logprob_gap" in untyped(one)) < 1e-4
 
 
-def test_a_model_that_reasons_is_trained_on_json_after_its_thoughts_and_answers_so(server):
+def test_a_model_that_reasons_is_trained_on_json_after_its_thoughts_and_answers_so(server: Server) -> None:
     client = server.client()
     schema = {
         "type": "object",
@@ -91,9 +93,9 @@ def test_a_model_that_reasons_is_trained_on_json_after_its_thoughts_and_answers_
     assert all(step["reasoning_tokens_mean"] > 0 for step in steps)
 
     answer = client.chat.completions.create(
-        model=job.fine_tuned_model,
+        model=present(job.fine_tuned_model),
         messages=[{"role": "user", "content": "say yes"}],
-        response_format=response_format,
+        response_format=untyped(response_format),
         reasoning_effort="low",
         max_completion_tokens=128,
         n=8,
@@ -101,6 +103,6 @@ def test_a_model_that_reasons_is_trained_on_json_after_its_thoughts_and_answers_
     # A model this small may end its turn inside a thought: such a choice has no answer.
     said = [choice.message for choice in answer.choices if choice.message.content]
     assert len(said) > 4
-    assert all(json.loads(message.content)["answer"] in ("yes", "no") for message in said)
-    assert any(message.reasoning_content for message in said)
-    assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+    assert all(json.loads(present(message.content))["answer"] in ("yes", "no") for message in said)
+    assert any(untyped(message).reasoning_content for message in said)
+    assert untyped(answer.usage).completion_tokens_details.reasoning_tokens > 0

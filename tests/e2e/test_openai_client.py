@@ -7,18 +7,24 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 import regraft
 from openai import AsyncOpenAI
+from openai.types.file_object import FileObject
+from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
+from openai.types.fine_tuning.fine_tuning_job_event import FineTuningJobEvent
 
-from tests.e2e.conftest import jsonl, start_server
+from tests.e2e.conftest import Server, jsonl, start_server
 from tests.graders.servers import serving, verdict
+from tests.present import present, untyped
 from tests.tiny import make_byte_model
 
-GRADER = {
+GRADER: Any = {
     "type": "multi",
     "name": "m",
     "graders": {
@@ -65,12 +71,16 @@ TRAIN = [{"messages": [{"role": "user", "content": q}], "answer": "yes"} for q i
 VALID = [{"messages": [{"role": "user", "content": q}], "answer": "yes"} for q in ("tell me", "is it green")]
 
 
-def upload(client, rows=TRAIN, name="train.jsonl"):
+def upload(
+    client: openai.OpenAI, rows: list[dict[str, Sequence[Any]]] = TRAIN, name: str = "train.jsonl"
+) -> FileObject:
     return client.files.create(file=(name, jsonl(rows)), purpose="fine-tune")
 
 
-def create(client, train=None, valid=None, **changes):
-    arguments = {
+def create(
+    client: openai.OpenAI, train: str | None = None, valid: str | None = None, **changes: Any
+) -> FineTuningJob:
+    arguments: dict[str, Any] = {
         "model": "tiny",
         "training_file": train or upload(client).id,
         "validation_file": valid or upload(client, VALID, "valid.jsonl").id,
@@ -83,14 +93,14 @@ def create(client, train=None, valid=None, **changes):
     return client.fine_tuning.jobs.create(**arguments | changes)
 
 
-def wait(client, job):
+def wait(client: openai.OpenAI, job: FineTuningJob) -> FineTuningJob:
     for _ in regraft.events(client, job.id, poll_seconds=0.2):
         pass
     return client.fine_tuning.jobs.retrieve(job.id)
 
 
 @pytest.fixture(scope="module")
-def finished(server):
+def finished(server: Server) -> FineTuningJob:
     """One job from upload to model, shared by the tests that look at what it left."""
     client = server.client()
     client.fine_tuning.alpha.graders.validate(grader=GRADER)
@@ -98,7 +108,7 @@ def finished(server):
     return wait(client, job)
 
 
-def test_the_job_succeeds_and_its_reward_rises(client, finished):
+def test_the_job_succeeds_and_its_reward_rises(client: openai.OpenAI, finished: FineTuningJob) -> None:
     steps = regraft.metrics(client, finished.id)
 
     assert finished.status == "succeeded"
@@ -106,8 +116,8 @@ def test_the_job_succeeds_and_its_reward_rises(client, finished):
     assert steps[-1]["full_valid_mean_reward"] > steps[0]["full_valid_mean_reward"] + 0.3
 
 
-def test_auto_and_asked_hyperparameters_are_shown_resolved(finished):
-    shown = finished.to_dict()["method"]["reinforcement"]["hyperparameters"]
+def test_auto_and_asked_hyperparameters_are_shown_resolved(finished: FineTuningJob) -> None:
+    shown = untyped(finished.to_dict()["method"])["reinforcement"]["hyperparameters"]
 
     assert shown["n_epochs"] == 6
     assert shown["eval_samples"] == 1
@@ -115,7 +125,7 @@ def test_auto_and_asked_hyperparameters_are_shown_resolved(finished):
     assert shown["advanced"]["loss"] == "dapo"
 
 
-def test_the_events_tell_the_story_in_openais_words(client, finished):
+def test_the_events_tell_the_story_in_openais_words(client: openai.OpenAI, finished: FineTuningJob) -> None:
     events = list(client.fine_tuning.jobs.list_events(finished.id, limit=5))  # several pages
 
     messages = [event.message for event in reversed(events)]
@@ -127,48 +137,54 @@ def test_the_events_tell_the_story_in_openais_words(client, finished):
     assert messages[-1] == "The job has successfully completed"
     assert len({event.id for event in events}) == len(events)
     metrics = [event.data for event in events if event.type == "metrics"]
-    assert {m["step"] for m in metrics} == set(range(13))
+    assert {untyped(m)["step"] for m in metrics} == set(range(13))
 
 
-def test_checkpoints_are_the_best_and_callable_by_name(client, finished):
+def test_checkpoints_are_the_best_and_callable_by_name(
+    client: openai.OpenAI, finished: FineTuningJob
+) -> None:
     checkpoints = list(client.fine_tuning.jobs.checkpoints.list(finished.id))
 
     assert [c.step_number for c in checkpoints] == [12, 8, 4]
     assert all(c.fine_tuned_model_checkpoint.endswith(f":ckpt-step-{c.step_number}") for c in checkpoints)
-    assert checkpoints[0].metrics.full_valid_mean_reward > 0
+    assert untyped(checkpoints[0].metrics).full_valid_mean_reward > 0
     for checkpoint in checkpoints:
         assert client.models.retrieve(checkpoint.fine_tuned_model_checkpoint).id
     assert finished.fine_tuned_model in [model.id for model in client.models.list()]
 
 
-def test_the_adapter_of_a_checkpoint_loads_with_peft(client, finished, tiny_model):
+def test_the_adapter_of_a_checkpoint_loads_with_peft(
+    client: openai.OpenAI, finished: FineTuningJob, tiny_model: Path
+) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     checkpoint = next(iter(client.fine_tuning.jobs.checkpoints.list(finished.id)))
 
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), checkpoint.adapter)
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_model), untyped(checkpoint).adapter
+    )
 
     assert model.peft_config["default"].r == 8
 
 
-def test_the_result_file_is_plain_csv(client, finished):
+def test_the_result_file_is_plain_csv(client: openai.OpenAI, finished: FineTuningJob) -> None:
     text = client.files.content(finished.result_files[0]).text
 
     rows = list(csv.DictReader(io.StringIO(text)))
     assert [row["step"] for row in rows] == [str(n) for n in range(13)]
 
 
-def test_graded_answers_can_be_read(client, finished):
+def test_graded_answers_can_be_read(client: openai.OpenAI, finished: FineTuningJob) -> None:
     answers = regraft.rollouts(client, finished.id, step=1, split="train")
 
     assert len(answers) == 4 * 16
     assert all(a["score"] is not None and a["sub_scores"].keys() == {"says", "close"} for a in answers)
 
 
-def test_validations_are_runs_of_the_jobs_eval(client, finished):
+def test_validations_are_runs_of_the_jobs_eval(client: openai.OpenAI, finished: FineTuningJob) -> None:
     """From the job to the grade of one answer, as OpenAI's client walks there."""
-    eval_ = client.evals.retrieve(finished.eval_id)
+    eval_ = client.evals.retrieve(untyped(finished).eval_id)
     runs = list(client.evals.runs.list(eval_.id, order="asc", limit=2))  # several pages
     items = {
         run.id: list(client.evals.runs.output_items.list(run.id, eval_id=eval_.id, limit=1)) for run in runs
@@ -184,7 +200,7 @@ def test_validations_are_runs_of_the_jobs_eval(client, finished):
     assert runs[-1].result_counts.passed > runs[0].result_counts.passed
     assert {one.datasource_item["answer"] for one in items[runs[0].id]} == {"yes"}
     assert [result.name for result in item.results] == ["m", "says", "close"]
-    assert item.sample.output[0].content.count("yes") >= 1
+    assert present(item.sample.output[0].content).count("yes") >= 1
     again = client.evals.runs.output_items.retrieve(item.id, eval_id=eval_.id, run_id=runs[-1].id)
     assert (again.id, again.results[0].score) == (item.id, item.results[0].score)
     with pytest.raises(openai.APIStatusError) as refused:
@@ -192,7 +208,7 @@ def test_validations_are_runs_of_the_jobs_eval(client, finished):
     assert refused.value.status_code == 405
 
 
-def test_a_grader_runs_on_a_sample(client):
+def test_a_grader_runs_on_a_sample(client: openai.OpenAI) -> None:
     result = client.fine_tuning.alpha.graders.run(grader=GRADER, model_sample="yes", item={"answer": "yes"})
 
     assert result.reward == 1.0
@@ -206,7 +222,7 @@ JUDGE = {
     "model": "gpt-4o",
     "input": [{"role": "user", "content": "How good is this? {{sample.output_text}}"}],
 }
-PYTHON = {
+PYTHON: Any = {
     "type": "python",
     "name": "counts",
     "source": "def grade(sample, item):\n    words = sample['output_text'].split()\n"
@@ -214,7 +230,7 @@ PYTHON = {
 }
 
 
-def test_a_python_grader_runs_on_a_sample_and_trains_a_job(client):
+def test_a_python_grader_runs_on_a_sample_and_trains_a_job(client: openai.OpenAI) -> None:
     result = client.fine_tuning.alpha.graders.run(
         grader=PYTHON, model_sample="yes no", item={"answer": "yes"}
     )
@@ -228,27 +244,28 @@ def test_a_python_grader_runs_on_a_sample_and_trains_a_job(client):
     assert all(a["output"] == f"{a['output_text'].split()}\n" for a in answers)
 
 
-def test_a_python_grader_that_raises_fails_the_job_with_its_traceback(client):
+def test_a_python_grader_that_raises_fails_the_job_with_its_traceback(client: openai.OpenAI) -> None:
     broken = PYTHON | {"source": "def grade(sample, item):\n    return 1 / 0\n"}
 
     job = wait(client, create(client, method=method(broken, n_epochs=4)))
 
     assert job.status == "failed"
+    assert job.error is not None
     assert job.error.code == "grader_failed"
     assert "ZeroDivisionError" in job.error.message
 
 
-def test_a_grader_that_this_server_cannot_run_is_refused_at_create(client):
+def test_a_grader_that_this_server_cannot_run_is_refused_at_create(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         create(client, method=method(JUDGE))
 
     assert refused.value.param == "method.reinforcement.grader.model"
 
 
-def test_judges_and_endpoints_that_the_operator_named_train_a_job(tmp_path, tiny_model):
+def test_judges_and_endpoints_that_the_operator_named_train_a_job(tmp_path: Path, tiny_model: Path) -> None:
     """Their tokens are counted, and what is secret is in no answer of the service."""
 
-    def answer(path, asked):
+    def answer(path: str, asked: Any) -> tuple[int, str]:
         if path == "/score":
             return 200, json.dumps(
                 {"score": float(asked["item"]["answer"] in asked["sample"]["output_text"])}
@@ -280,21 +297,21 @@ def test_judges_and_endpoints_that_the_operator_named_train_a_job(tmp_path, tiny
 
     assert job.status == "succeeded", job.error
     assert "hush" not in job.model_dump_json(warnings=False) + "".join(events)
-    shown = job.to_dict()["method"]["reinforcement"]["grader"]
+    shown = untyped(job.to_dict()["method"])["reinforcement"]["grader"]
     assert shown["graders"]["mine"]["headers"] == {"X-Api-Key": "***"}
-    tokens = job.to_dict()["usage_metrics"]["model_grader_tokens"]["wise"]
+    tokens = untyped(job.to_dict()["usage_metrics"])["model_grader_tokens"]["wise"]
     assert tokens["prompt_tokens"] == 2 * tokens["completion_tokens"] > 0
     used = steps[1]["usage"]["graders"][0]
     assert (used["name"], used["model"]) == ("j", "wise")
     assert used["train_prompt_tokens_count"] > 0
 
 
-def test_a_model_of_the_registry_judges_a_job(tmp_path, tiny_model):
+def test_a_model_of_the_registry_judges_a_job(tmp_path: Path, tiny_model: Path) -> None:
     """Without any server elsewhere: the service starts one for it, and again when it dies."""
     judge = make_byte_model(tmp_path / "judge")
     (tmp_path / "graders.toml").write_text('[judges.local]\nmodel = "judge"\nexplains = false\n')
     label = JUDGE | {"type": "label_model", "name": "label", "model": "local", "labels": ["good", "bad"]}
-    grader = {"type": "multi", "name": "m", "calculate_output": "label"}
+    grader: Any = {"type": "multi", "name": "m", "calculate_output": "label"}
     grader["graders"] = {"label": label | {"passing_labels": ["good"]}}
     server = start_server(
         tmp_path / "data", tiny_model, judge=judge, REGRAFT_GRADERS_FILE=str(tmp_path / "graders.toml")
@@ -316,7 +333,7 @@ def test_a_model_of_the_registry_judges_a_job(tmp_path, tiny_model):
     assert processes_of(server.folder) == []
 
 
-def test_a_job_learns_answers_that_are_held_to_a_schema(tmp_path, tiny_model):
+def test_a_job_learns_answers_that_are_held_to_a_schema(tmp_path: Path, tiny_model: Path) -> None:
     """What it writes is always JSON of the schema; what it learns is what to put into it."""
     schema = {"type": "object", "properties": {"label": {"enum": ["yes", "no"]}}, "required": ["label"]}
     right = {"type": "string_check", "name": "right", "operation": "eq"}
@@ -327,7 +344,7 @@ def test_a_job_learns_answers_that_are_held_to_a_schema(tmp_path, tiny_model):
             "json_schema": {"name": "answer", "schema": schema | {"additionalProperties": False}},
         },
         "hyperparameters": HYPERPARAMETERS
-        | {"n_epochs": 4, "advanced": HYPERPARAMETERS["advanced"] | {"max_completion_tokens": 24}},
+        | {"n_epochs": 4, "advanced": HYPERPARAMETERS["advanced"] | untyped({"max_completion_tokens": 24})},
     }
     server = start_server(tmp_path / "data", tiny_model, judge=make_byte_model(tmp_path / "bytes"))
     try:
@@ -346,18 +363,19 @@ def test_a_job_learns_answers_that_are_held_to_a_schema(tmp_path, tiny_model):
     assert all(step["logprob_gap"] < 1e-4 for step in steps[1:] if step["logprob_gap"] is not None)
 
 
-def test_a_job_with_bad_data_fails_with_its_lines(client):
+def test_a_job_with_bad_data_fails_with_its_lines(client: openai.OpenAI) -> None:
     bad = client.files.create(file=("bad.jsonl", b'{"messages": []}\nnot json\n'), purpose="fine-tune")
 
     job = wait(client, create(client, train=bad.id))
 
     assert job.status == "failed"
+    assert job.error is not None
     assert job.error.param == "training_file"
     assert "line 1" in job.error.message
     assert "line 2" in job.error.message
 
 
-def test_a_cancel_acts_at_once_and_keeps_what_was_measured(client):
+def test_a_cancel_acts_at_once_and_keeps_what_was_measured(client: openai.OpenAI) -> None:
     job = create(client)
     for event in regraft.events(client, job.id, poll_seconds=0.2):
         if event.type == "metrics":
@@ -370,7 +388,7 @@ def test_a_cancel_acts_at_once_and_keeps_what_was_measured(client):
     assert until(lambda: client.fine_tuning.jobs.retrieve(job.id).result_files)
 
 
-def test_what_is_wrong_with_a_request_is_said(client):
+def test_what_is_wrong_with_a_request_is_said(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         create(client, model="gpt-9")
     assert unknown.value.code == "model_not_found"
@@ -386,19 +404,21 @@ def test_what_is_wrong_with_a_request_is_said(client):
         )
     assert typo.value.param == "method.reinforcement.hyperparameters.n_epoch"
     assert typo.value.code == "unknown_parameter"
+    assert typo.value.request_id is not None
     assert typo.value.request_id.startswith("req_")
 
 
-def test_a_wrong_key_is_refused(server):
+def test_a_wrong_key_is_refused(server: Server) -> None:
     with pytest.raises(openai.AuthenticationError) as refused:
         server.client(api_key="rg-wrong").models.list()
 
     assert refused.value.code == "invalid_api_key"
 
 
-def test_a_tuned_model_can_be_deleted_and_a_base_model_not(client):
+def test_a_tuned_model_can_be_deleted_and_a_base_model_not(client: openai.OpenAI) -> None:
     job = wait(client, create(client, method=method(n_epochs=1)))
 
+    assert job.fine_tuned_model is not None
     assert client.models.delete(job.fine_tuned_model).deleted
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve(job.fine_tuned_model)
@@ -406,8 +426,8 @@ def test_a_tuned_model_can_be_deleted_and_a_base_model_not(client):
         client.models.delete("tiny")
 
 
-def test_the_async_client_does_the_same(server):
-    async def whole_job():
+def test_the_async_client_does_the_same(server: Server) -> None:
+    async def whole_job() -> tuple[FineTuningJob, list[FineTuningJobEvent]]:
         async with AsyncOpenAI(base_url=server.base_url, api_key=server.key) as client:
             train = await client.files.create(file=("a.jsonl", jsonl(TRAIN)), purpose="fine-tune")
             valid = await client.files.create(file=("b.jsonl", jsonl(VALID)), purpose="fine-tune")
@@ -426,14 +446,16 @@ def test_the_async_client_does_the_same(server):
     assert events[0].message == "The job has successfully completed"
 
 
-def test_one_ctrl_c_ends_everything_and_the_job_goes_on_at_the_next_start(tmp_path, tiny_model):
+def test_one_ctrl_c_ends_everything_and_the_job_goes_on_at_the_next_start(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     """The run is checkpointed, no process is left, and the same job finishes after a restart."""
     folder = tmp_path / "data"
     server = start_server(folder, tiny_model)
     client = server.client()
     job = create(client, method=method(n_epochs=20, eval_interval=10))  # long enough to be interrupted
     for event in regraft.events(client, job.id, poll_seconds=0.1):
-        if event.type == "metrics" and event.data["step"] >= 1:
+        if event.type == "metrics" and untyped(event.data)["step"] >= 1:
             break
 
     status = server.stop()
@@ -454,12 +476,12 @@ def test_one_ctrl_c_ends_everything_and_the_job_goes_on_at_the_next_start(tmp_pa
     assert any(m.startswith("Resuming from the checkpoint of step") for m in messages)
 
 
-def method(grader=GRADER, **hyperparameters):
+def method(grader: dict[str, Any] = GRADER, **hyperparameters: Any) -> Any:
     merged = HYPERPARAMETERS | hyperparameters
     return {"type": "reinforcement", "reinforcement": {"grader": grader, "hyperparameters": merged}}
 
 
-def until(condition, seconds=20.0):
+def until(condition: Callable[..., Any], seconds: float = 20.0) -> Any:
     """Ask until the answer is true; the server is another process, so there is nothing to wait on."""
     deadline = time.monotonic() + seconds
     while not (result := condition()) and time.monotonic() < deadline:

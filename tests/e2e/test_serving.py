@@ -9,23 +9,28 @@ import signal
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 import regraft
 from openai import AsyncOpenAI, OpenAI
+from openai.types.chat.chat_completion import ChatCompletion
+from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 from pydantic import BaseModel
 
 from tests.e2e.conftest import ROOT, Server, jsonl, start_server
 from tests.e2e.test_openai_client import until
+from tests.present import present, untyped
 from tests.servers import reserve_port
 from tests.tiny import make_byte_model, make_tiny_model
 from worker.rollout.samplers.vllm import installed
 
-USER = [{"role": "user", "content": "say it"}]
+USER: Any = [{"role": "user", "content": "say it"}]
 GRADER = {
     "type": "string_check",
     "name": "says",
@@ -51,14 +56,14 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(
         tmp_path_factory.mktemp("tiny"), head_dim=32
     )  # no kernel of vLLM's for a CPU takes 16
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory, tiny_model):
+def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("serving")
     server = start_server(folder / "data", tiny_model, judge=make_byte_model(folder / "bytes"))
     yield server
@@ -66,14 +71,14 @@ def service(tmp_path_factory, tiny_model):
 
 
 @pytest.fixture(scope="module")
-def client(service: Server):
+def client(service: Server) -> OpenAI:
     return service.client(timeout=120)
 
 
 @pytest.fixture(scope="module")
-def job(client):
+def job(client: OpenAI) -> FineTuningJob:
     files = [client.files.create(file=(n, jsonl(ROWS)), purpose="fine-tune").id for n in ("train", "valid")]
-    method = {
+    method: Any = {
         "type": "reinforcement",
         "reinforcement": {"grader": GRADER, "hyperparameters": HYPERPARAMETERS},
     }
@@ -87,16 +92,19 @@ def job(client):
     return done
 
 
-def say(client, model, **options):
+def say(client: OpenAI, model: str | None, **options: Any) -> Any:
     asked = {"max_completion_tokens": 6, "temperature": 0, "logprobs": True} | options
+    assert model is not None
     return client.chat.completions.create(model=model, messages=USER, **asked)
 
 
-def distribution(completion):
-    return [token.logprob for token in completion.choices[0].logprobs.content]
+def distribution(completion: ChatCompletion) -> list[Any]:
+    return [token.logprob for token in present(present(completion.choices[0].logprobs).content)]
 
 
-def test_base_model_tuned_model_and_every_checkpoint_answer_each_in_its_own_way(client, job):
+def test_base_model_tuned_model_and_every_checkpoint_answer_each_in_its_own_way(
+    client: OpenAI, job: FineTuningJob
+) -> None:
     names = [c.fine_tuned_model_checkpoint for c in client.fine_tuning.jobs.checkpoints.list(job.id)]
     said = {name: say(client, name) for name in ("tiny", job.fine_tuned_model, *names)}
 
@@ -107,10 +115,11 @@ def test_base_model_tuned_model_and_every_checkpoint_answer_each_in_its_own_way(
     assert {*said} <= {model.id for model in client.models.list()}
 
 
-def test_a_stream_says_the_same_as_one_piece(client, job):
+def test_a_stream_says_the_same_as_one_piece(client: OpenAI, job: FineTuningJob) -> None:
     options = {"n": 2, "temperature": 1, "seed": 3, "stop": ["salt"], "max_completion_tokens": 20}
     whole = say(client, job.fine_tuned_model, **options)
-    texts, reasons, logprobs, chunks = ["", ""], [None, None], [], 0
+    texts, reasons, chunks = ["", ""], [None, None], 0
+    logprobs: list[Any] = []
     for chunk in say(
         client, job.fine_tuned_model, stream=True, stream_options={"include_usage": True}, **options
     ):
@@ -123,11 +132,12 @@ def test_a_stream_says_the_same_as_one_piece(client, job):
     assert texts == [choice.message.content for choice in whole.choices]
     assert reasons == [choice.finish_reason for choice in whole.choices]
     assert [one.logprob for one in logprobs] == pytest.approx(distribution(whole), abs=1e-4)
+    assert whole.usage is not None
     assert chunk.usage.completion_tokens == whole.usage.completion_tokens
     assert chunks > 10
 
 
-def test_a_preview_tries_the_rows_of_a_job_with_the_base_model(service, job):
+def test_a_preview_tries_the_rows_of_a_job_with_the_base_model(service: Server, job: FineTuningJob) -> None:
     """Sampled as the job's first step was, in the same template, up to the same length, and judged alike."""
     body = {
         "model": "tiny",
@@ -144,9 +154,11 @@ def test_a_preview_tries_the_rows_of_a_job_with_the_base_model(service, job):
     assert [(one.line, one.tokens) for one in first.prompts] == [(1, 4), (2, 4), (3, 5)]
     assert (first.answers, first.completion_tokens.max, first.grading.failed) == (48, 3, 0)
     assert first.cut_off > 0.5 * first.answers and step["truncated_share"] > 0.5
+    assert first.pass_rate is not None
     assert first.pass_rate.low <= step["train_mean_reward"] <= first.pass_rate.high
     assert [one.rewards for one in again.prompts] == [one.rewards for one in first.prompts]
     assert len({one.answer for one in first.prompts}) > 1
+    assert first.estimate is not None
     assert "steps of 1 earlier job" in first.estimate["based_on"]
     assert first.recommendation.startswith(f"{first.passed} of 48 answers pass")
 
@@ -155,7 +167,7 @@ class Verdict(BaseModel):
     label: bool
 
 
-def test_a_pydantic_model_is_parsed(client):
+def test_a_pydantic_model_is_parsed(client: OpenAI) -> None:
     parsed = client.chat.completions.parse(
         model="judge", messages=USER, response_format=Verdict, max_tokens=60
     )
@@ -163,8 +175,8 @@ def test_a_pydantic_model_is_parsed(client):
     assert isinstance(parsed.choices[0].message.parsed, Verdict)
 
 
-def test_a_conversation_goes_on_with_the_clients_own_messages(client):
-    messages: list = [*USER]
+def test_a_conversation_goes_on_with_the_clients_own_messages(client: OpenAI) -> None:
+    messages: list[Any] = [*USER]
     first = client.chat.completions.parse(
         model="judge", messages=messages, response_format=Verdict, max_tokens=60
     )
@@ -173,10 +185,13 @@ def test_a_conversation_goes_on_with_the_clients_own_messages(client):
     messages += [second.choices[0].message, *USER]
     third = client.chat.completions.create(model="judge", messages=messages, max_tokens=4)
 
+    assert first.usage is not None
+    assert second.usage is not None
+    assert third.usage is not None
     assert first.usage.prompt_tokens < second.usage.prompt_tokens < third.usage.prompt_tokens
 
 
-def test_a_pydantic_model_is_parsed_from_a_stream(client):
+def test_a_pydantic_model_is_parsed_from_a_stream(client: OpenAI) -> None:
     with client.chat.completions.stream(model="judge", messages=USER, response_format=Verdict) as stream:
         kinds = [event.type for event in stream]
         parsed = stream.get_final_completion().choices[0].message.parsed
@@ -185,10 +200,10 @@ def test_a_pydantic_model_is_parsed_from_a_stream(client):
     assert kinds.count("content.delta") > 1
 
 
-def test_many_at_once_get_what_each_would_get_alone(client, job):
+def test_many_at_once_get_what_each_would_get_alone(client: OpenAI, job: FineTuningJob) -> None:
     models = ("tiny", job.fine_tuned_model)
 
-    def ask(number):
+    def ask(number: int) -> Any:
         return say(client, models[number % 2], temperature=1, seed=number).choices[0].message.content
 
     alone = [ask(number) for number in range(12)]
@@ -199,9 +214,12 @@ def test_many_at_once_get_what_each_would_get_alone(client, job):
     assert len(set(alone)) > 4
 
 
-def test_the_async_client_leaves_a_stream_early_and_the_next_request_is_answered(service, job):
-    async def leave():
+def test_the_async_client_leaves_a_stream_early_and_the_next_request_is_answered(
+    service: Server, job: FineTuningJob
+) -> None:
+    async def leave() -> ChatCompletion:
         async with AsyncOpenAI(base_url=service.base_url, api_key=service.key) as client:
+            assert job.fine_tuned_model is not None
             async with await client.chat.completions.create(
                 model=job.fine_tuned_model, messages=USER, stream=True, n=16
             ) as stream:
@@ -209,10 +227,10 @@ def test_the_async_client_leaves_a_stream_early_and_the_next_request_is_answered
                     break
             return await client.chat.completions.create(model="tiny", messages=USER, max_tokens=2)
 
-    assert asyncio.run(leave()).usage.completion_tokens <= 2
+    assert present(asyncio.run(leave()).usage).completion_tokens <= 2
 
 
-def test_the_next_request_starts_an_inference_process_that_has_died(client, service):
+def test_the_next_request_starts_an_inference_process_that_has_died(client: OpenAI, service: Server) -> None:
     say(client, "tiny")
     [pid] = [int(p.name) for p in Path("/proc").glob("[0-9]*") if serves(p, service)]
     os.kill(pid, signal.SIGKILL)
@@ -220,7 +238,7 @@ def test_the_next_request_starts_an_inference_process_that_has_died(client, serv
     assert say(client.with_options(max_retries=2), "tiny").choices
 
 
-def test_what_is_wrong_is_said_by_its_name(client):
+def test_what_is_wrong_is_said_by_its_name(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         say(client, "tiny", tools=[{"type": "function", "function": {"name": "f"}}])
     assert refused.value.param == "tools"
@@ -232,8 +250,8 @@ def test_what_is_wrong_is_said_by_its_name(client):
 
 
 def test_the_archive_of_a_checkpoint_loads_with_transformers_and_peft(
-    client, service, job, tiny_model, tmp_path
-):
+    client: OpenAI, service: Server, job: FineTuningJob, tiny_model: Path, tmp_path: Path
+) -> None:
     """Its logits are those that the server reports, and its hashes those of what was uploaded."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -259,7 +277,9 @@ def test_the_archive_of_a_checkpoint_loads_with_transformers_and_peft(
 
 @pytest.mark.slow
 @pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
-def test_the_archive_of_a_checkpoint_is_served_by_vllm(client, service, job, tiny_model, tmp_path):
+def test_the_archive_of_a_checkpoint_is_served_by_vllm(
+    client: OpenAI, service: Server, job: FineTuningJob, tiny_model: Path, tmp_path: Path
+) -> None:
     """By its own server, which knows nothing of regraft, and with the log-probabilities that we report."""
     checkpoint = next(iter(client.fine_tuning.jobs.checkpoints.list(job.id)))
     adapter = taken_home(service, checkpoint.id, tmp_path)
@@ -270,7 +290,7 @@ def test_the_archive_of_a_checkpoint_is_served_by_vllm(client, service, job, tin
     command += ["--enforce-eager"]
     environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
     with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        server = subprocess.Popen(untyped(command), env=environment, stdout=log, stderr=log)
     try:
         vllm = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         assert until(lambda: answers(vllm) or server.poll() is not None, 200)
@@ -278,21 +298,24 @@ def test_the_archive_of_a_checkpoint_is_served_by_vllm(client, service, job, tin
 
         for theirs, ours in (("mine", checkpoint.fine_tuned_model_checkpoint), (str(tiny_model), "tiny")):
             expected, said = say(client, ours), say(vllm, theirs)
-            assert said.choices[0].message.content.split() == expected.choices[0].message.content.split()
+            assert (
+                present(said.choices[0].message.content).split()
+                == present(expected.choices[0].message.content).split()
+            )
             assert distribution(said) == pytest.approx(distribution(expected), abs=1e-3)
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(60)
 
 
-def answers(vllm):
+def answers(vllm: OpenAI) -> list[Any]:
     try:
         return [model.id for model in vllm.models.list()]
     except openai.APIConnectionError:
         return []
 
 
-def taken_home(service, checkpoint_id, folder):
+def taken_home(service: Server, checkpoint_id: str, folder: Path) -> Path:
     url = f"{service.base_url}/regraft/checkpoints/{checkpoint_id}/archive"
     answer = httpx.get(url, headers={"authorization": f"Bearer {service.key}"})
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
@@ -301,7 +324,9 @@ def taken_home(service, checkpoint_id, folder):
     return found
 
 
-def test_a_job_is_exported_as_a_merged_model(client, service, job, tmp_path):
+def test_a_job_is_exported_as_a_merged_model(
+    client: OpenAI, service: Server, job: FineTuningJob, tmp_path: Path
+) -> None:
     """It is a plain model of transformers that answers as the adapter does."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -322,9 +347,10 @@ def test_a_job_is_exported_as_a_merged_model(client, service, job, tmp_path):
     assert model(ids).logits[0, -1].log_softmax(-1).max().item() == pytest.approx(said[0], abs=1e-4)
 
 
-def test_a_deleted_model_stops_at_once_and_its_checkpoint_goes_on(client, job):
+def test_a_deleted_model_stops_at_once_and_its_checkpoint_goes_on(client: OpenAI, job: FineTuningJob) -> None:
     checkpoint = next(iter(client.fine_tuning.jobs.checkpoints.list(job.id))).fine_tuned_model_checkpoint
     say(client, job.fine_tuned_model)
+    assert job.fine_tuned_model is not None
     client.models.delete(job.fine_tuned_model)
 
     with pytest.raises(openai.NotFoundError):

@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.conftest import ROOT, Server, wait_until_ready
 from tests.e2e.test_openai_client import TRAIN, VALID, create, upload
 from tests.e2e.test_production_size import redis_url as redis_url
-from tests.servers import reserve_port
+from tests.servers import Postgres, reserve_port
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def git(*words: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def before(tmp_path_factory) -> Path:
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the code of the version before."""
     newest = max((ROOT / "migrations/versions").glob("[0-9]*.py")).relative_to(ROOT)
     try:
@@ -93,7 +93,9 @@ def asking(server: Server, headers: dict[str, str]) -> Iterator[Counter[int]]:
         thread.join()
 
 
-def test_both_answer_on_the_new_schema_and_read_what_the_other_wrote(before, postgres, redis_url, tmp_path):
+def test_both_answer_on_the_new_schema_and_read_what_the_other_wrote(
+    before: Path, postgres: Postgres, redis_url: str, tmp_path: Path
+) -> None:
     models = tmp_path / "models.toml"
     models.write_text('[models.tiny]\nhub = "regraft/tiny"\n')
     environment = os.environ | {

@@ -24,6 +24,7 @@ from core.tenancy import keys, tenants
 from core.tenancy.limits import Limits
 from graders.backends import Backends
 from graders.judge.judges import JudgeModel
+from tests import factories
 from tests.api.conftest import second_project
 from tests.evals.servers import ChatServer, chat_server, verdict
 from worker.evals.runner import EvalRunner
@@ -33,15 +34,15 @@ SCHEMA = {
     "properties": {"question": {"type": "string"}, "answer": {"type": "string"}},
     "required": ["question", "answer"],
 }
-CONFIG = {"type": "custom", "item_schema": SCHEMA, "include_sample_schema": True}
-EXACT = {
+CONFIG: Any = {"type": "custom", "item_schema": SCHEMA, "include_sample_schema": True}
+EXACT: Any = {
     "type": "string_check",
     "name": "exact",
     "input": "{{sample.output_text}}",
     "reference": "{{item.answer}}",
     "operation": "eq",
 }
-JUDGED = {
+JUDGED: Any = {
     "type": "label_model",
     "name": "polite",
     "model": "judge",
@@ -56,7 +57,7 @@ def row(number: int, answer: str | None = None) -> dict[str, Any]:
     return {"item": {"question": f"q{number}", "answer": f"q{number}" if answer is None else answer}}
 
 
-def completions(count: int, **more: Any) -> dict[str, Any]:
+def completions(count: int, **more: Any) -> Any:
     """A data source of `count` rows, to which the echoing model has the right answer."""
     content = [row(number) for number in range(count)]
     source = {"type": "file_content", "content": content}
@@ -164,7 +165,7 @@ def open_house(database: Database, tmp_path: Path) -> Iterator[House]:
             blobs,
             registry,
             backends,
-            lambda *wake: sent.append(wake) is None,
+            factories.noting(sent),
             LocalRates(),
         )
         portal = stack.enter_context(start_blocking_portal())

@@ -1,24 +1,30 @@
 """Leaving OpenAI: evals are exported with the official client and imported here, with our own server as the source."""
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
-from openai import AuthenticationError, BadRequestError, RateLimitError
+from httpx2._models import Request, Response
+from openai import AuthenticationError, BadRequestError, OpenAI, RateLimitError
 from regraft.eval_archive import UnsafeArchive, export, import_folder
+from starlette.testclient import TestClient
 
 from core.tenancy import tenants
-from tests.evals.conftest import EXACT, JUDGED, completions, row
+from tests.evals.conftest import EXACT, JUDGED, House, completions, row
 from tests.evals.test_runs import upload
+from tests.present import untyped
 
 
-def contents(folder):
+def contents(folder: Path) -> dict[Any, Any]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
-def source(client, new_eval, house):
+def source(client: OpenAI, new_eval: Callable[..., Any], house: House) -> House:
     """A server with two evals: runs with rows in the request and in a file, items of every status, and one queued."""
     made = new_eval(EXACT, JUDGED, metadata={"team": "maps"})
     house.model.fails.add("q1")
@@ -33,7 +39,7 @@ def source(client, new_eval, house):
     return house
 
 
-def test_export_import_export_is_equal(source, second_house, tmp_path):
+def test_export_import_export_is_equal(source: House, second_house: House, tmp_path: Path) -> None:
     report = export(source.openai(), tmp_path / "first")
     imported = import_folder(second_house.openai(), tmp_path / "first")
     export(second_house.openai(), tmp_path / "second")
@@ -46,7 +52,9 @@ def test_export_import_export_is_equal(source, second_house, tmp_path):
     assert first == second
 
 
-def test_old_runs_are_readable_and_new_ones_can_be_created(source, second_house, tmp_path):
+def test_old_runs_are_readable_and_new_ones_can_be_created(
+    source: House, second_house: House, tmp_path: Path
+) -> None:
     export(source.openai(), tmp_path)
     import_folder(second_house.openai(), tmp_path)
     client = second_house.openai()
@@ -62,11 +70,11 @@ def test_old_runs_are_readable_and_new_ones_can_be_created(source, second_house,
     new = client.evals.runs.create(made.id, data_source=completions(3))
     second_house.work()
     assert client.evals.runs.retrieve(new.id, eval_id=made.id).status == "completed"
-    compared = client.get(f"/regraft/evals/{made.id}/compare?runs={runs[0].id},{new.id}", cast_to=object)
+    compared: Any = client.get(f"/regraft/evals/{made.id}/compare?runs={runs[0].id},{new.id}", cast_to=object)
     assert compared["rows"] == 3
 
 
-def test_an_export_can_be_repeated(source, tmp_path):
+def test_an_export_can_be_repeated(source: House, tmp_path: Path) -> None:
     export(source.openai(), tmp_path)
     before = contents(tmp_path)
 
@@ -79,17 +87,17 @@ def test_an_export_can_be_repeated(source, tmp_path):
 class Broken(httpx2.BaseTransport):
     """Passes requests on, except to one path, which it answers itself."""
 
-    def __init__(self, inner, path, answer):
+    def __init__(self, inner: TestClient, path: str, answer: Response) -> None:
         self.inner, self.path, self.answer = inner, path, answer
 
-    def handle_request(self, request):
+    def handle_request(self, request: Request) -> Response:
         if request.url.path.endswith(self.path):
             return self.answer
         answer = self.inner.send(request)
         return httpx2.Response(answer.status_code, headers=answer.headers, content=answer.content)
 
 
-def broken(source, path, answer):
+def broken(source: House, path: str, answer: Response) -> OpenAI:
     """A client of the server, for which one path has another answer."""
     http = httpx2.Client(transport=Broken(source.client(source.key), path, answer))
     return source.openai().copy(http_client=http, default_headers={"Authorization": f"Bearer {source.key}"})
@@ -105,11 +113,13 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("answer", UNREADABLE, ids=["500", "404", "null item", "not JSON", "a page"])
-def test_a_run_that_cannot_be_read_is_left_out_and_named(source, tmp_path, answer):
+def test_a_run_that_cannot_be_read_is_left_out_and_named(
+    source: House, tmp_path: Path, answer: Response
+) -> None:
     client = source.openai()
     [made] = [made for made in client.evals.list() if made.name == "geography"]
     first, second, _ = client.evals.runs.list(made.id).data
-    lines = []
+    lines: list[str] = []
 
     path = f"/{first.id}/output_items"
     report = export(broken(source, path, answer), tmp_path, tell=lines.append)
@@ -128,7 +138,7 @@ def test_a_run_that_cannot_be_read_is_left_out_and_named(source, tmp_path, answe
     assert not (tmp_path / "unreadable.json").exists()
 
 
-def test_an_eval_whose_runs_cannot_be_listed_does_not_stop_the_export(source, tmp_path):
+def test_an_eval_whose_runs_cannot_be_listed_does_not_stop_the_export(source: House, tmp_path: Path) -> None:
     [made] = [made for made in source.openai().evals.list() if made.name == "geography"]
 
     report = export(broken(source, f"/{made.id}/runs", UNREADABLE[0]), tmp_path)
@@ -137,7 +147,7 @@ def test_an_eval_whose_runs_cannot_be_listed_does_not_stop_the_export(source, tm
     assert f"{made.id}: the list of its runs: " in report.left_out[0]
 
 
-def test_an_export_whose_key_is_refused_ends(source, tmp_path):
+def test_an_export_whose_key_is_refused_ends(source: House, tmp_path: Path) -> None:
     """Otherwise each run would be named, and the reason lost among them."""
     [made] = [made for made in source.openai().evals.list() if made.name == "geography"]
     refused = httpx2.Response(401, json={"error": {"message": "no", "code": "invalid_api_key"}})
@@ -146,7 +156,7 @@ def test_an_export_whose_key_is_refused_ends(source, tmp_path):
         export(broken(source, f"/{made.id}/runs", refused), tmp_path)
 
 
-def test_ids_that_are_in_use_become_new_ones(source, tmp_path):
+def test_ids_that_are_in_use_become_new_ones(source: House, tmp_path: Path) -> None:
     export(source.openai(), tmp_path)
     client = source.openai()
     import_folder(client, tmp_path)
@@ -154,7 +164,7 @@ def test_ids_that_are_in_use_become_new_ones(source, tmp_path):
     assert len({made.id for made in client.evals.list()}) == 4
 
 
-def test_a_bad_import_creates_nothing(house):
+def test_a_bad_import_creates_nothing(house: House) -> None:
     client = house.openai()
     file = client.files.create(file=("items.jsonl", b'{"no": "item"}\n'), purpose="evals").id
     made = {"data_source_config": {"type": "custom", "item_schema": {}}, "testing_criteria": [EXACT]}
@@ -171,16 +181,16 @@ def test_a_bad_import_creates_nothing(house):
     assert client.evals.list().data == []
 
 
-def test_an_openai_eval_with_an_unknown_judge_is_imported_but_not_run(house):
+def test_an_openai_eval_with_an_unknown_judge_is_imported_but_not_run(house: House) -> None:
     client = house.openai()
-    made = {
+    made: dict[str, Any] = {
         "id": "eval_68" + "0" * 30,
         "name": "theirs",
         "created_at": 1700000000,
         "data_source_config": {"type": "custom", "schema": {"type": "object", "properties": {"item": {}}}},
         "testing_criteria": [JUDGED | {"model": "gpt-4o", "name": "polite-1234"}],
     }
-    created = client.post(
+    created: Any = client.post(
         "/regraft/evals/import", body={"eval": json.loads(json.dumps(made))}, cast_to=object
     )
 
@@ -192,21 +202,23 @@ def test_an_openai_eval_with_an_unknown_judge_is_imported_but_not_run(house):
         client.evals.runs.create(made["id"], data_source=completions(1))
 
 
-def run_files(folder):
+def run_files(folder: Path) -> tuple[Path, Path]:
     """The run.json of each run that has rows in a file, and of each that has them in the request."""
     found = sorted(folder.glob("evals/*/runs/*/run.json"))
     by_kind = {json.loads(path.read_text())["data_source"]["source"]["type"]: path for path in found}
     return by_kind["file_id"], by_kind["file_content"]
 
 
-def change_source(path, **fields):
+def change_source(path: Path, **fields: Any) -> None:
     run = json.loads(path.read_text())
     run["data_source"]["source"].update(fields)
     path.write_text(json.dumps(run))
 
 
 @pytest.mark.parametrize("name", ["files/../../secret.jsonl", "/etc/hostname", "files/rows.jsonl"])
-def test_only_files_of_the_export_are_uploaded(source, second_house, tmp_path, name):
+def test_only_files_of_the_export_are_uploaded(
+    source: House, second_house: House, tmp_path: Path, name: str
+) -> None:
     folder = tmp_path / "export"
     export(source.openai(), folder)
     (tmp_path / "secret.jsonl").write_text("{}")
@@ -219,7 +231,7 @@ def test_only_files_of_the_export_are_uploaded(source, second_house, tmp_path, n
     assert second_house.openai().files.list().data == []
 
 
-def test_a_link_out_of_the_folder_is_not_followed(source, second_house, tmp_path):
+def test_a_link_out_of_the_folder_is_not_followed(source: House, second_house: House, tmp_path: Path) -> None:
     folder = tmp_path / "export"
     export(source.openai(), folder)
     outside = tmp_path / "outside.jsonl"
@@ -234,7 +246,7 @@ def test_a_link_out_of_the_folder_is_not_followed(source, second_house, tmp_path
 
 
 @pytest.mark.parametrize("name", ["../evals", ".hidden", "", "a/b", 3])
-def test_names_in_the_order_are_plain(tmp_path, client, name):
+def test_names_in_the_order_are_plain(tmp_path: Path, client: OpenAI, name: str | int) -> None:
     (tmp_path / "evals").mkdir()
     (tmp_path / "evals" / "order.json").write_text(json.dumps([name]))
 
@@ -242,7 +254,9 @@ def test_names_in_the_order_are_plain(tmp_path, client, name):
         import_folder(client, tmp_path)
 
 
-def test_rows_that_do_not_fit_a_request_are_uploaded_as_a_file(source, second_house, tmp_path):
+def test_rows_that_do_not_fit_a_request_are_uploaded_as_a_file(
+    source: House, second_house: House, tmp_path: Path
+) -> None:
     export(source.openai(), tmp_path)
     rows = [{"item": {"question": "q" * 1000, "answer": "a"}}] * 3000
     change_source(run_files(tmp_path)[1], content=rows)
@@ -253,11 +267,11 @@ def test_rows_that_do_not_fit_a_request_are_uploaded_as_a_file(source, second_ho
     client = second_house.openai()
     [made] = [made for made in client.evals.list() if made.name == "geography"]
     [inline] = [run for run in client.evals.runs.list(made.id) if run.name == "inline"]
-    content = client.files.content(inline.data_source.source.id).text
+    content = client.files.content(untyped(inline.data_source.source).id).text
     assert len(content.splitlines()) == 3000
 
 
-def test_one_bad_eval_does_not_stop_the_others(source, second_house, tmp_path):
+def test_one_bad_eval_does_not_stop_the_others(source: House, second_house: House, tmp_path: Path) -> None:
     export(source.openai(), tmp_path)
     run_files(tmp_path)[0].with_name("items.jsonl").write_text('{"no": "item"}\n')
 
@@ -269,7 +283,9 @@ def test_one_bad_eval_does_not_stop_the_others(source, second_house, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", None])
-def test_a_run_without_items_is_imported_with_the_others(source, second_house, tmp_path, content):
+def test_a_run_without_items_is_imported_with_the_others(
+    source: House, second_house: House, tmp_path: Path, content: bytes | None
+) -> None:
     """Such as a run that failed before its first item. The server refuses to store an empty file."""
     export(source.openai(), tmp_path)
     items = run_files(tmp_path)[0].with_name("items.jsonl")
@@ -290,7 +306,9 @@ def test_a_run_without_items_is_imported_with_the_others(source, second_house, t
     assert len(client.evals.runs.output_items.list(inline.id, eval_id=made.id).data) == 3
 
 
-def test_a_run_whose_file_of_rows_is_empty_is_imported(source, second_house, tmp_path):
+def test_a_run_whose_file_of_rows_is_empty_is_imported(
+    source: House, second_house: House, tmp_path: Path
+) -> None:
     export(source.openai(), tmp_path)
     [rows] = (tmp_path / "files").iterdir()
     rows.write_bytes(b"")
@@ -305,7 +323,9 @@ def test_a_run_whose_file_of_rows_is_empty_is_imported(source, second_house, tmp
 @pytest.mark.parametrize(
     ("fields", "words"), [({"status": "queued"}, "only finished runs"), ({"metadata": 3}, "metadata")]
 )
-def test_a_run_that_is_refused_is_named(source, second_house, tmp_path, fields, words):
+def test_a_run_that_is_refused_is_named(
+    source: House, second_house: House, tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
     export(source.openai(), tmp_path)
     path = run_files(tmp_path)[0]
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
@@ -316,7 +336,7 @@ def test_a_run_that_is_refused_is_named(source, second_house, tmp_path, fields, 
     assert words in why
 
 
-def test_a_run_whose_items_are_refused_is_named(source, second_house, tmp_path):
+def test_a_run_whose_items_are_refused_is_named(source: House, second_house: House, tmp_path: Path) -> None:
     export(source.openai(), tmp_path)
     items = run_files(tmp_path)[0].with_name("items.jsonl")
     items.write_text('{"no": "item"}\n')
@@ -327,7 +347,7 @@ def test_a_run_whose_items_are_refused_is_named(source, second_house, tmp_path):
     assert "line 1" in why
 
 
-def test_a_run_that_is_not_json_is_named(source, second_house, tmp_path):
+def test_a_run_that_is_not_json_is_named(source: House, second_house: House, tmp_path: Path) -> None:
     export(source.openai(), tmp_path)
     path = run_files(tmp_path)[0]
     path.write_text("{")
@@ -337,7 +357,7 @@ def test_a_run_that_is_not_json_is_named(source, second_house, tmp_path):
     assert f"{path.parent.name}: " in why
 
 
-def test_imported_items_are_found_whatever_their_numbers_say(house):
+def test_imported_items_are_found_whatever_their_numbers_say(house: House) -> None:
     client = house.openai()
     run_id = "evalrun_" + "a" * 24
     lines = [
@@ -350,11 +370,11 @@ def test_imported_items_are_found_whatever_their_numbers_say(house):
     run = {"id": run_id, "status": "completed", "data_source": {"type": "jsonl"}}
     made = {"data_source_config": {"type": "custom", "item_schema": {}}, "testing_criteria": [EXACT]}
     body = {"eval": made, "runs": [{"run": run, "items_file": file}]}
-    created = client.post("/regraft/evals/import", body=body, cast_to=object)
+    created: Any = client.post("/regraft/evals/import", body=body, cast_to=object)
 
     for number in (0, 199):
         item = client.evals.runs.output_items.retrieve(
-            lines[number]["id"], eval_id=created["eval"]["id"], run_id=run_id
+            untyped(lines[number]["id"]), eval_id=created["eval"]["id"], run_id=run_id
         )
         assert item.datasource_item == {"n": number}
 
@@ -364,7 +384,12 @@ RUN = {"status": "completed", "data_source": {"type": "jsonl"}}
 ITEM = {"id": "outputitem_1", "status": "pass", "datasource_item": {}, "results": []}
 
 
-def send(client, made=MADE, runs=(), lines=(ITEM,)):
+def send(
+    client: OpenAI,
+    made: dict[str, Any] = MADE,
+    runs: list[Any] | tuple[()] = (),
+    lines: list[Any] | tuple[dict[str, Any]] = (ITEM,),
+) -> Any:
     content = "\n".join(map(json.dumps, lines)).encode()
     file = client.files.create(file=("items.jsonl", content), purpose="evals").id
     body = {"eval": made, "runs": [{"run": run, "items_file": file} for run in runs]}
@@ -389,10 +414,13 @@ def send(client, made=MADE, runs=(), lines=(ITEM,)):
         ({"error": "no"}, "error"),
     ],
 )
-def test_a_run_of_another_shape_is_refused_by_name(client, house, fields, param):
+def test_a_run_of_another_shape_is_refused_by_name(
+    client: OpenAI, house: House, fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(BadRequestError) as refused:
         send(client, runs=[RUN | fields])
 
+    assert refused.value.param is not None
     assert refused.value.param.startswith("runs[0].run.")
     assert param in refused.value.param
     assert client.evals.list().data == []
@@ -409,10 +437,13 @@ def test_a_run_of_another_shape_is_refused_by_name(client, house, fields, param)
         {"type": "multi", "name": "x", "graders": {"a": 3}},
     ],
 )
-def test_criteria_of_another_shape_are_refused_by_name(client, criterion):
+def test_criteria_of_another_shape_are_refused_by_name(
+    client: OpenAI, criterion: dict[str, Any] | int
+) -> None:
     with pytest.raises(BadRequestError) as refused:
         send(client, MADE | {"testing_criteria": [criterion]})
 
+    assert refused.value.param is not None
     assert "testing_criteria[0]" in refused.value.param
 
 
@@ -437,7 +468,9 @@ def test_criteria_of_another_shape_are_refused_by_name(client, criterion):
         {"sample": "text"},
     ],
 )
-def test_an_item_of_another_shape_is_refused_by_its_line(client, house, fields):
+def test_an_item_of_another_shape_is_refused_by_its_line(
+    client: OpenAI, house: House, fields: dict[str, Any]
+) -> None:
     with pytest.raises(BadRequestError, match="line 2: is not an output item") as refused:
         send(client, runs=[RUN, RUN], lines=[ITEM, ITEM | {"id": "b"} | fields])
 
@@ -455,18 +488,20 @@ def test_an_item_of_another_shape_is_refused_by_its_line(client, house, fields):
     ],
 )
 @pytest.mark.both_databases
-def test_an_odd_item_that_is_imported_is_listed_and_compared(client, fields, database_kind):
+def test_an_odd_item_that_is_imported_is_listed_and_compared(
+    client: OpenAI, fields: dict[str, Any], database_kind: str
+) -> None:
     created = send(client, runs=[RUN], lines=[ITEM | fields, ITEM | {"id": "b"}])
     eval_id, [run] = created["eval"]["id"], created["runs"]
 
-    [first, _] = client.get(f"/evals/{eval_id}/runs/{run}/output_items", cast_to=object)["data"]
+    [first, _] = client.get(f"/evals/{eval_id}/runs/{run}/output_items", cast_to=dict[str, Any])["data"]
     assert first["results"] == (fields.get("results") or [])
     assert first["sample"] == (fields.get("sample") or {})
-    compared = client.get(f"/regraft/evals/{eval_id}/compare?runs={run},{run}", cast_to=object)
+    compared = client.get(f"/regraft/evals/{eval_id}/compare?runs={run},{run}", cast_to=dict[str, Any])
     assert compared["rows"] == 2
 
 
-def test_an_import_has_no_id_twice(client):
+def test_an_import_has_no_id_twice(client: OpenAI) -> None:
     with pytest.raises(BadRequestError, match="two runs have the same id"):
         send(client, runs=[RUN | {"id": "evalrun_12345678"}] * 2)
     with pytest.raises(BadRequestError, match="line 2: has the id of an earlier item"):
@@ -474,7 +509,7 @@ def test_an_import_has_no_id_twice(client):
 
 
 @pytest.mark.both_databases
-def test_imports_at_the_same_time_get_different_ids(client, house, database_kind):
+def test_imports_at_the_same_time_get_different_ids(client: OpenAI, house: House, database_kind: str) -> None:
     made = MADE | {"id": "eval_12345678"}
     with ThreadPoolExecutor(4) as pool:
         sent = [pool.submit(send, client, made, [RUN | {"id": "evalrun_12345678"}]) for _ in range(4)]
@@ -487,8 +522,10 @@ def test_imports_at_the_same_time_get_different_ids(client, house, database_kind
         assert [item.id for item in items] == ["outputitem_1"]
 
 
-def test_rows_and_items_of_runs_count_as_stored(client, new_eval, house):
-    def stored():
+def test_rows_and_items_of_runs_count_as_stored(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    def stored() -> int:
         with house.database.read() as session:
             return tenants.stored_bytes(session, house.project.id)
 

@@ -3,17 +3,19 @@
 import json
 import socket
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import uvicorn
 from regraft.cli import main
 from regraft.resources.evals import Evals
 
-from tests.evals.conftest import CONFIG, EXACT, PROMPT, completions, row
+from tests.evals.conftest import CONFIG, EXACT, PROMPT, House, completions, row
 
 
 @pytest.fixture
-def server(house, monkeypatch):
+def server(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The service at an address of its own, with a worker that looks for runs."""
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(house.app, log_level="warning", lifespan="off"))
@@ -21,7 +23,7 @@ def server(house, monkeypatch):
     serving.start()
     stop = threading.Event()
 
-    def work():
+    def work() -> None:
         while not stop.wait(0.1):
             house.work()
 
@@ -38,7 +40,9 @@ def server(house, monkeypatch):
     serving.join()
 
 
-def test_two_models_are_run_compared_gated_and_taken_along(server, capsys, tmp_path):
+def test_two_models_are_run_compared_gated_and_taken_along(
+    server: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     source = {"type": "file", "path": "rows.jsonl"}
     config = {
         "data_source_config": CONFIG,
@@ -96,7 +100,9 @@ def test_two_models_are_run_compared_gated_and_taken_along(server, capsys, tmp_p
     assert main(["evals", "compare", eval_id, theirs["id"], "evalrun_none"]) == 3
 
 
-def test_what_is_left_out_makes_the_exit_code_1(server, house, capsys, tmp_path):
+def test_what_is_left_out_makes_the_exit_code_1(
+    server: None, house: House, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     client, out = house.openai(), tmp_path / "out"
     made = client.evals.create(data_source_config=CONFIG, testing_criteria=[EXACT])
     run = client.evals.runs.create(made.id, data_source=completions(1))

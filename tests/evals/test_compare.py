@@ -1,16 +1,19 @@
 """Statistics of runs, the comparison of two, and gates."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from openai import BadRequestError, NotFoundError
+from openai import BadRequestError, NotFoundError, OpenAI
+from openai.types.evals.run_create_response import RunCreateResponse
 from regraft.resources.evals import Evals, InvalidGate
 
 from core.evals import summary
-from tests.evals.conftest import EXACT, completions, row
+from tests.evals.conftest import EXACT, House, completions, row
 
 
-def item(question, passed, score=None):
+def item(question: str, passed: bool | None, score: float | None = None) -> dict[Any, Any]:
     status = {True: "pass", False: "fail", None: "error"}[passed]
     value = score if score is not None else None if passed is None else float(passed)
     return {
@@ -20,13 +23,13 @@ def item(question, passed, score=None):
     }
 
 
-def test_the_standard_error_of_a_rate():
+def test_the_standard_error_of_a_rate() -> None:
     assert summary.rate(3, 4)["standard_error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
     assert summary.rate(1, 1) == {"pass_rate": 1.0, "standard_error": None}
     assert summary.rate(0, 0) == {"pass_rate": None, "standard_error": None}
 
 
-def test_a_summary_counts_scores_and_tokens():
+def test_a_summary_counts_scores_and_tokens() -> None:
     counts = summary.empty(["exact"])
     for one in (item("a", True, 1.0), item("b", False, 0.0), item("c", None)):
         summary.add_item(counts, one)
@@ -39,7 +42,7 @@ def test_a_summary_counts_scores_and_tokens():
     assert counts["models"]["judge"]["total_tokens"] == 5
 
 
-def test_rows_pair_by_their_content_and_not_by_their_order():
+def test_rows_pair_by_their_content_and_not_by_their_order() -> None:
     first = [item("a", False), item("b", False), item("c", True), item("only here", True)]
     second = [item("c", True), item("b", True), item("a", False)]
 
@@ -53,7 +56,7 @@ def test_rows_pair_by_their_content_and_not_by_their_order():
     assert passed["ci_high"] == pytest.approx(1 / 3 + 4.3027 / 3, abs=1e-3)
 
 
-def test_what_cannot_be_graded_is_left_out():
+def test_what_cannot_be_graded_is_left_out() -> None:
     compared = summary.compare([item("a", True), item("b", True)], [item("a", None), item("b", False)])
 
     assert compared["passed"]["ungraded"] == 1
@@ -61,7 +64,7 @@ def test_what_cannot_be_graded_is_left_out():
     assert compared["passed"]["ci_low"] is None
 
 
-def two_runs(client, new_eval, house):
+def two_runs(client: OpenAI, new_eval: Callable[..., Any], house: House) -> tuple[Any, ...]:
     made = new_eval(EXACT)
     runs = []
     for wrong in (5, 0):
@@ -74,16 +77,16 @@ def two_runs(client, new_eval, house):
             }
             for n, _ in enumerate(content)
         ]
-        source = {"type": "jsonl", "source": {"type": "file_content", "content": sampled}}
+        source: Any = {"type": "jsonl", "source": {"type": "file_content", "content": sampled}}
         runs.append(client.evals.runs.create(made.id, data_source=source).id)
     house.work()
     return made.id, *runs
 
 
-def test_two_runs_are_compared(client, new_eval, house):
+def test_two_runs_are_compared(client: OpenAI, new_eval: Callable[..., Any], house: House) -> None:
     eval_id, first, second = two_runs(client, new_eval, house)
 
-    compared = client.get(f"/regraft/evals/{eval_id}/compare?runs={first},{second}", cast_to=object)
+    compared: Any = client.get(f"/regraft/evals/{eval_id}/compare?runs={first},{second}", cast_to=object)
 
     passed = compared["passed"]
     assert (compared["rows"], passed["first"], passed["second"]) == (20, 0.75, 1.0)
@@ -92,7 +95,9 @@ def test_two_runs_are_compared(client, new_eval, house):
     assert compared["criteria"]["exact"]["difference"] == 0.25
 
 
-def test_runs_of_different_evals_cannot_be_compared(client, new_eval, house):
+def test_runs_of_different_evals_cannot_be_compared(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     eval_id, first, _ = two_runs(client, new_eval, house)
     other = new_eval()
     foreign = client.evals.runs.create(other.id, data_source=completions(1)).id
@@ -109,7 +114,9 @@ def test_runs_of_different_evals_cannot_be_compared(client, new_eval, house):
         client.get(f"/regraft/evals/{eval_id}/compare?runs={first}", cast_to=object)
 
 
-def test_a_gate_passes_a_good_run_and_names_why_another_fails(client, new_eval, house):
+def test_a_gate_passes_a_good_run_and_names_why_another_fails(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     eval_id, worse, better = two_runs(client, new_eval, house)
     evals = Evals(client)
 
@@ -121,7 +128,9 @@ def test_a_gate_passes_a_good_run_and_names_why_another_fails(client, new_eval, 
     assert evals.gate(eval_id, worse, baseline=better, max_drop=0.3).passed
 
 
-def test_a_gate_fails_a_run_without_a_grade_and_one_with_too_many_errors(client, new_eval, house):
+def test_a_gate_fails_a_run_without_a_grade_and_one_with_too_many_errors(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval()
     house.foreign.fails.update(["q0", "q1"])
     none, some = (
@@ -136,7 +145,7 @@ def test_a_gate_fails_a_run_without_a_grade_and_one_with_too_many_errors(client,
     assert evals.gate(made.id, some, allow_errors=2).passed
 
 
-def test_a_run_in_progress_does_not_pass(client, new_eval, house):
+def test_a_run_in_progress_does_not_pass(client: OpenAI, new_eval: Callable[..., Any], house: House) -> None:
     run = client.evals.runs.create(new_eval().id, data_source=completions(2))
 
     assert evals_reasons(client, run) == ["the run is queued", "no item is graded"]
@@ -144,7 +153,7 @@ def test_a_run_in_progress_does_not_pass(client, new_eval, house):
     assert evals_reasons(client, run) == ["the run is canceled", "no item is graded"]
 
 
-def evals_reasons(client, run):
+def evals_reasons(client: OpenAI, run: RunCreateResponse) -> list[str]:
     return Evals(client).gate(run.eval_id, run.id).reasons
 
 
@@ -153,6 +162,6 @@ def evals_reasons(client, run):
     [{"min_pass_rate": 80}, {"min_pass_rate": math.nan}, {"max_drop": 0.1}, {"allow_errors": -1}],
     ids=str,
 )
-def test_a_gate_that_decides_nothing_is_refused(client, wrong):
+def test_a_gate_that_decides_nothing_is_refused(client: OpenAI, wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidGate):
         Evals(client).gate("eval_1", "evalrun_1", **wrong)

@@ -1,14 +1,17 @@
 """evals.create, update, list and delete with OpenAI's client, and each bad input refused by name."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
-from openai import BadRequestError, NotFoundError
+from openai import BadRequestError, NotFoundError, OpenAI
 
 from core.database.tables import Eval
-from tests.evals.conftest import CONFIG, EXACT, JUDGED
+from tests.evals.conftest import CONFIG, EXACT, JUDGED, House
 
 
 @pytest.mark.both_databases
-def test_an_eval_is_returned_as_openai_returns_it(client, database_kind):
+def test_an_eval_is_returned_as_openai_returns_it(client: OpenAI, database_kind: str) -> None:
     made = client.evals.create(
         name="geography",
         metadata={"team": "maps"},
@@ -19,14 +22,14 @@ def test_an_eval_is_returned_as_openai_returns_it(client, database_kind):
     assert made.id.startswith("eval_")
     assert made.object == "eval"
     assert made.metadata == {"team": "maps"}
-    schema = made.data_source_config.schema_
+    schema: dict[str, Any] = made.data_source_config.schema_
     assert schema["properties"]["item"] == CONFIG["item_schema"]
     assert "sample" in schema["required"]
     assert [criterion.name for criterion in made.testing_criteria] == ["exact", "polite"]
     assert client.evals.retrieve(made.id).to_dict() == made.to_dict()
 
 
-def test_logs_are_a_config_without_rows_of_a_schema(client):
+def test_logs_are_a_config_without_rows_of_a_schema(client: OpenAI) -> None:
     made = client.evals.create(
         data_source_config={"type": "logs", "metadata": {"use": "chat"}}, testing_criteria=[EXACT]
     )
@@ -35,7 +38,7 @@ def test_logs_are_a_config_without_rows_of_a_schema(client):
     assert made.data_source_config.metadata == {"use": "chat"}
 
 
-def test_name_and_metadata_can_be_changed(client, new_eval):
+def test_name_and_metadata_can_be_changed(client: OpenAI, new_eval: Callable[..., Any]) -> None:
     made = new_eval(metadata={"a": "1"})
 
     renamed = client.evals.update(made.id, name="history", metadata={"b": "2"})
@@ -45,7 +48,9 @@ def test_name_and_metadata_can_be_changed(client, new_eval):
 
 
 @pytest.mark.both_databases
-def test_the_list_pages_in_both_orders_and_past_a_deleted_eval(client, new_eval, database_kind):
+def test_the_list_pages_in_both_orders_and_past_a_deleted_eval(
+    client: OpenAI, new_eval: Callable[..., Any], database_kind: str
+) -> None:
     made = [new_eval(name=str(number)).id for number in range(5)]
 
     assert [one.id for one in client.evals.list(limit=2)] == made
@@ -57,7 +62,9 @@ def test_the_list_pages_in_both_orders_and_past_a_deleted_eval(client, new_eval,
         client.evals.list(after="eval_none")
 
 
-def test_the_list_can_be_ordered_by_the_last_update(client, new_eval, house):
+def test_the_list_can_be_ordered_by_the_last_update(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = [new_eval(name=str(number)).id for number in range(3)]
     with house.database.write() as session:
         session.query(Eval).where(Eval.id == made[0]).one().updated_at += 100
@@ -66,7 +73,7 @@ def test_the_list_can_be_ordered_by_the_last_update(client, new_eval, house):
     assert [one.id for one in listed] == [made[0], made[2], made[1]]
 
 
-def test_a_deleted_eval_is_gone_with_its_runs(client, new_eval):
+def test_a_deleted_eval_is_gone_with_its_runs(client: OpenAI, new_eval: Callable[..., Any]) -> None:
     made = new_eval()
 
     deleted = client.evals.delete(made.id)
@@ -77,7 +84,7 @@ def test_a_deleted_eval_is_gone_with_its_runs(client, new_eval):
             call(made.id)
 
 
-def test_another_project_does_not_see_it(house, new_eval):
+def test_another_project_does_not_see_it(house: House, new_eval: Callable[..., Any]) -> None:
     made, theirs = new_eval(), house.openai(house.other_key)
 
     assert theirs.evals.list().data == []
@@ -143,18 +150,19 @@ BAD = [
 
 
 @pytest.mark.parametrize(("wrong", "param", "words"), BAD, ids=[f"{case[1]}-{case[2]}" for case in BAD])
-def test_a_bad_eval_is_refused_by_name(client, wrong, param, words):
+def test_a_bad_eval_is_refused_by_name(client: OpenAI, wrong: dict[str, Any], param: str, words: str) -> None:
     fields = {"name": "n", "data_source_config": CONFIG, "testing_criteria": [EXACT]} | wrong
 
     with pytest.raises(BadRequestError) as refused:
         client.evals.create(**fields)
 
+    assert refused.value.param is not None
     assert refused.value.param.startswith(param)
     assert words in str(refused.value)
     assert client.evals.list().data == []
 
 
-def test_a_repeated_request_gets_the_first_answer_with_its_status(house):
+def test_a_repeated_request_gets_the_first_answer_with_its_status(house: House) -> None:
     body = {"data_source_config": {"type": "logs"}, "testing_criteria": [EXACT]}
     client = house.client(house.key)
     first, again = (

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 from regraft.cli import parser
 from regraft.resources.evals import Evals, read_config
 
 from graders.backends import Backends
+from tests.evals.conftest import House
 
 PAGE = (Path(__file__).parents[2] / "docs/howto/evals.md").read_text()
 
@@ -20,7 +22,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.S)
 
 
-def test_the_python_blocks_run_one_after_another(client, house):
+def test_the_python_blocks_run_one_after_another(client: OpenAI, house: House) -> None:
     create, read = blocks("python")
     names: dict[str, Any] = {"client": client}
 
@@ -32,7 +34,9 @@ def test_the_python_blocks_run_one_after_another(client, house):
     assert (run.status, run.result_counts.total) == ("completed", 1)
 
 
-def test_the_configuration_runs_and_its_eval_is_used_again(client, house, tmp_path):
+def test_the_configuration_runs_and_its_eval_is_used_again(
+    client: OpenAI, house: House, tmp_path: Path
+) -> None:
     [config] = blocks("json")
     (tmp_path / "capitals.json").write_text(config)
     rows = [{"item": {"question": "The capital of Peru? Lima", "answer": "Lima"}}]
@@ -48,7 +52,7 @@ def test_the_configuration_runs_and_its_eval_is_used_again(client, house, tmp_pa
     assert evals.gate(done.eval_id, done.id, min_pass_rate=0.8, baseline=runs[1].id).passed
 
 
-def test_the_models_file_is_valid(tmp_path):
+def test_the_models_file_is_valid(tmp_path: Path) -> None:
     [models] = blocks("toml")
     (tmp_path / "graders.toml").write_text(models)
 
@@ -60,7 +64,7 @@ def test_the_models_file_is_valid(tmp_path):
 @pytest.mark.parametrize(
     "command", re.findall(r"^(?:\$ |[- ]*run: | +)(?:\w+=\S+ )?(regraft .*)$", PAGE, flags=re.M)
 )
-def test_its_commands_exist(command):
+def test_its_commands_exist(command: Any) -> None:
     words = shlex.split(command.split(">")[0])
 
     assert parser.build().parse_args(words[1:])

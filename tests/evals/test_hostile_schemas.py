@@ -2,31 +2,36 @@
 
 import threading
 import time
+from typing import Any
 
 import pytest
-from openai import BadRequestError
+from openai import BadRequestError, OpenAI
+from openai.types.evals.run_create_response import RunCreateResponse
 
-from tests.evals.conftest import EXACT, completions
+from tests.evals.conftest import EXACT, House, completions
+from tests.present import untyped
 
 ANSWERS = {"type": "object", "properties": {"question": {}, "answer": {"type": "string"}}}
 SCHEMA, CONTENT = "data_source_config.item_schema", "data_source.source.content"
 
 
-def schema(question, **more):
-    return ANSWERS | {"properties": ANSWERS["properties"] | {"question": question}} | more
+def schema(question: dict[Any, Any], **more: Any) -> dict[Any, Any]:
+    return ANSWERS | {"properties": ANSWERS["properties"] | untyped({"question": question})} | more
 
 
-def doubling(depth):
+def doubling(depth: int) -> dict[Any, Any]:
     """Each definition applies the next one twice: 2 ** depth applications."""
     definitions = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(depth)}
     return schema({"$ref": "#/$defs/d0"}, **{"$defs": definitions | {f"d{depth}": {"type": "string"}}})
 
 
-def create(client, item_schema, item=None):
+def create(
+    client: OpenAI, item_schema: dict[Any, Any], item: dict[str, Any] | None = None
+) -> RunCreateResponse:
     made = client.evals.create(
         data_source_config={"type": "custom", "item_schema": item_schema}, testing_criteria=[EXACT]
     )
-    source = completions(1)
+    source: Any = completions(1)
     if item is not None:
         source["source"]["content"] = [{"item": item}]
     return client.evals.runs.create(made.id, data_source=source)
@@ -78,7 +83,9 @@ HOSTILE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("item_schema", "item", "param", "words"), HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_schema_is_refused_by_name(client, item_schema, item, param, words):
+def test_a_hostile_schema_is_refused_by_name(
+    client: OpenAI, item_schema: dict[Any, Any], item: dict[str, Any] | None, param: str, words: str
+) -> None:
     with pytest.raises(BadRequestError) as refused:
         create(client, item_schema, item)
 
@@ -87,11 +94,11 @@ def test_a_hostile_schema_is_refused_by_name(client, item_schema, item, param, w
 
 
 @pytest.mark.slow
-def test_others_are_answered_while_a_schema_is_applied(client, house):
+def test_others_are_answered_while_a_schema_is_applied(client: OpenAI, house: House) -> None:
     """The pattern runs in a process of the hazard pool, and a thread waits for it."""
     refused = []
 
-    def attack():
+    def attack() -> None:
         with pytest.raises(BadRequestError) as caught:
             create(client, BACKTRACKS, LONG)
         refused.append(caught.value)

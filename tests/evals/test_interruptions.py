@@ -7,28 +7,31 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from openai import BadRequestError, RateLimitError
+from openai import BadRequestError, OpenAI, RateLimitError
 from sqlalchemy import update
 
-from core.database.engine import Work
+from core.database.engine import Database, Work
 from core.database.tables import EvalRun, Project, WebhookDelivery
 from core.evals import lifecycle
-from core.jobs.claim import LeaseLost
+from core.jobs.claim import Claim, LeaseLost
 from core.outbound import webhooks
 from core.storage import fsck, orphans
 from core.tenancy import tenants
-from tests.evals.conftest import EXACT, JUDGED, completions
+from tests.evals.conftest import EXACT, JUDGED, House, completions
 from tests.evals.servers import chat_server, verdict
+from tests.present import present
 from worker.evals.record import Call, Record
 
 ROOT = Path(__file__).parents[2]
 KILLS, ROWS = 20, 200
 
 
-def expire(database):
+def expire(database: Database) -> None:
     """Let the lease of every run end, as it does a minute after its worker died, and its back-off pass."""
     with database.write() as session:
         session.execute(update(EvalRun).values(lease_expires_at=0.0))
@@ -39,13 +42,13 @@ def expire(database):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_each_item_is_there_once_after_a_worker_was_killed_twenty_times(
-    client, new_eval, house, sqlite_database, tmp_path
-):
+    client: OpenAI, new_eval: Callable[..., Any], house: House, sqlite_database: Database, tmp_path: Path
+) -> None:
     """What was paid for and recorded is not paid for again: only requests in flight at a kill are repeated."""
     pace = threading.Event()
 
-    def slowly(said):
-        def answer(body):
+    def slowly(said: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(body: Any) -> Any:
             pace.wait(0.02)  # never set: only takes time
             return said(body)
 
@@ -61,11 +64,14 @@ def test_each_item_is_there_once_after_a_worker_was_killed_twenty_times(
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         ) as worker:
+            assert worker.stdout is not None
             assert worker.stdout.readline() == "ready\n"
             kills = 0
             while True:
+                assert worker.stdin is not None
                 worker.stdin.write("\n")
                 worker.stdin.flush()
+                assert worker.stdout is not None
                 child = int(worker.stdout.readline())
                 before = sum(house.row(run.id).summary["counts"].values())
                 if kills < KILLS:
@@ -76,6 +82,7 @@ def test_each_item_is_there_once_after_a_worker_was_killed_twenty_times(
                 if worker.stdout.readline() == "ended\n":
                     break
                 expire(house.database)
+            assert worker.stdin is not None
             worker.stdin.close()
 
     items = list(client.evals.runs.output_items.list(run.id, eval_id=made.id, limit=100))
@@ -94,7 +101,9 @@ def test_each_item_is_there_once_after_a_worker_was_killed_twenty_times(
     assert not list(fsck.damaged(house.database, house.blobs))
 
 
-def test_a_resumed_run_asks_for_nothing_that_was_recorded(client, new_eval, house):
+def test_a_resumed_run_asks_for_nothing_that_was_recorded(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     """A worker that stops hands over its samples and grades."""
     made = new_eval(EXACT, JUDGED)
     run = client.evals.runs.create(made.id, data_source=completions(20))
@@ -115,14 +124,19 @@ def test_a_resumed_run_asks_for_nothing_that_was_recorded(client, new_eval, hous
     assert [one.invocation_count for one in done.per_model_usage] == [20, 20]
 
 
-def test_a_worker_that_lost_its_run_writes_nothing(client, new_eval, house):
+def test_a_worker_that_lost_its_run_writes_nothing(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval()
     run = client.evals.runs.create(made.id, data_source=completions(2))
     old = house.runner().claim()
     expire(house.database)
     new = house.runner().claim()
 
+    assert new is not None
+    assert old is not None
     assert new.epoch == old.epoch + 2
+    assert old is not None
     with pytest.raises(LeaseLost), lifecycle.fenced(house.database, old):
         pass
     house.runner().run(old)
@@ -131,7 +145,9 @@ def test_a_worker_that_lost_its_run_writes_nothing(client, new_eval, house):
     assert house.row(run.id).status == "completed"
 
 
-def test_a_run_without_progress_fails_after_some_attempts(client, new_eval, house):
+def test_a_run_without_progress_fails_after_some_attempts(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval()
     run = client.evals.runs.create(made.id, data_source=completions(2))
     for _ in range(4):
@@ -143,7 +159,9 @@ def test_a_run_without_progress_fails_after_some_attempts(client, new_eval, hous
 
 
 @pytest.mark.both_databases
-def test_a_cancelled_run_ends_at_once_and_keeps_its_items(client, new_eval, house, database_kind):
+def test_a_cancelled_run_ends_at_once_and_keeps_its_items(
+    client: OpenAI, new_eval: Callable[..., Any], house: House, database_kind: str
+) -> None:
     made = new_eval()
     run = client.evals.runs.create(made.id, data_source=completions(5))
     claim = house.runner().claim()
@@ -151,12 +169,15 @@ def test_a_cancelled_run_ends_at_once_and_keeps_its_items(client, new_eval, hous
     canceled = client.evals.runs.cancel(run.id, eval_id=made.id)
 
     assert canceled.status == "canceled"
+    assert claim is not None
     house.runner().run(claim)  # finds that the run is no longer its own
     assert client.evals.runs.retrieve(run.id, eval_id=made.id).result_counts.total == 0
     assert client.evals.runs.cancel(run.id, eval_id=made.id).status == "canceled"
 
 
-def test_cancelling_stops_requests_within_a_second(client, new_eval, house):
+def test_cancelling_stops_requests_within_a_second(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval()
     run = client.evals.runs.create(made.id, data_source=completions(2000))
     worker = threading.Thread(target=house.work)
@@ -172,7 +193,9 @@ def test_cancelling_stops_requests_within_a_second(client, new_eval, house):
     assert house.row(run.id).status == "canceled"
 
 
-def test_a_finished_run_cannot_be_cancelled(client, new_eval, house):
+def test_a_finished_run_cannot_be_cancelled(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval()
     run = client.evals.runs.create(made.id, data_source=completions(1))
     house.work()
@@ -182,20 +205,24 @@ def test_a_finished_run_cannot_be_cancelled(client, new_eval, house):
 
 
 @pytest.mark.both_databases
-def test_projects_take_turns(client, new_eval, house, database_kind):
+def test_projects_take_turns(
+    client: OpenAI, new_eval: Callable[..., Any], house: House, database_kind: str
+) -> None:
     made = new_eval()
     mine = [client.evals.runs.create(made.id, data_source=completions(1)).id for _ in range(3)]
     theirs = house.openai(house.other_key)
     other = theirs.evals.create(data_source_config={"type": "logs"}, testing_criteria=[EXACT])
     second = theirs.evals.runs.create(other.id, data_source=completions(1)).id
 
-    order = [house.runner().claim().job_id for _ in range(4)]
+    order = [present(house.runner().claim()).job_id for _ in range(4)]
 
     assert order == [mine[0], second, mine[1], mine[2]]
 
 
 @pytest.mark.both_databases
-def test_a_project_runs_and_queues_no_more_than_its_limits(client, new_eval, house, database_kind):
+def test_a_project_runs_and_queues_no_more_than_its_limits(
+    client: OpenAI, new_eval: Callable[..., Any], house: House, database_kind: str
+) -> None:
     made = new_eval()
     house.limit(running_eval_runs=1, queued_eval_runs=2)
     for _ in range(2):
@@ -207,7 +234,9 @@ def test_a_project_runs_and_queues_no_more_than_its_limits(client, new_eval, hou
     assert house.runner().claim() is None
 
 
-def test_a_run_stops_at_the_project_s_limit_of_grader_tokens(client, new_eval, house):
+def test_a_run_stops_at_the_project_s_limit_of_grader_tokens(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     house.limit(grader_tokens_per_30_days=100)
     made = new_eval(JUDGED)
     run = client.evals.runs.create(made.id, data_source=completions(2000))
@@ -220,7 +249,9 @@ def test_a_run_stops_at_the_project_s_limit_of_grader_tokens(client, new_eval, h
         client.evals.runs.create(made.id, data_source=completions(1))
 
 
-def test_samples_of_the_operators_models_count_as_grader_tokens(client, new_eval, house):
+def test_samples_of_the_operators_models_count_as_grader_tokens(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     house.limit(grader_tokens_per_30_days=100)
     made = new_eval()
     own = client.evals.runs.create(made.id, data_source=completions(20))
@@ -234,7 +265,9 @@ def test_samples_of_the_operators_models_count_as_grader_tokens(client, new_eval
     assert failed.result_counts.total < 2000
 
 
-def test_the_runs_of_an_archived_project_end(client, new_eval, house):
+def test_the_runs_of_an_archived_project_end(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval()
     run = client.evals.runs.create(made.id, data_source=completions(1))
     with house.database.write() as session:
@@ -243,7 +276,9 @@ def test_the_runs_of_an_archived_project_end(client, new_eval, house):
     assert house.row(run.id).status == "canceled"
 
 
-def test_the_blobs_of_a_deleted_run_are_deleted_and_no_others(client, new_eval, house):
+def test_the_blobs_of_a_deleted_run_are_deleted_and_no_others(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval()
     runs = [client.evals.runs.create(made.id, data_source=completions(3)).id for _ in range(2)]
     house.work()
@@ -254,7 +289,7 @@ def test_the_blobs_of_a_deleted_run_are_deleted_and_no_others(client, new_eval, 
     assert [found for found in orphans.find(house.database, house.blobs, older_than=2e12) if found] == []
 
 
-def test_subscribers_hear_how_a_run_ended(client, new_eval, house):
+def test_subscribers_hear_how_a_run_ended(client: OpenAI, new_eval: Callable[..., Any], house: House) -> None:
     with house.database.write() as session:
         webhooks.create(
             session,
@@ -282,8 +317,8 @@ def test_subscribers_hear_how_a_run_ended(client, new_eval, house):
 
 @pytest.mark.both_databases
 def test_calls_that_were_answered_before_the_worker_saw_the_cancellation_are_counted(
-    client, new_eval, house, database_kind
-):
+    client: OpenAI, new_eval: Callable[..., Any], house: House, database_kind: str
+) -> None:
     made = new_eval(JUDGED)
     run = client.evals.runs.create(made.id, data_source=completions(2))
     record = record_of(house, house.runner().claim())
@@ -301,7 +336,9 @@ def test_calls_that_were_answered_before_the_worker_saw_the_cancellation_are_cou
         assert tenants.usage_since(session, house.project.id).grader_tokens == 15
 
 
-def test_the_calls_of_a_worker_that_lost_its_run_to_another_are_not_counted(client, new_eval, house):
+def test_the_calls_of_a_worker_that_lost_its_run_to_another_are_not_counted(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval(JUDGED)
     run = client.evals.runs.create(made.id, data_source=completions(2))
     record = record_of(house, house.runner().claim())
@@ -314,7 +351,8 @@ def test_the_calls_of_a_worker_that_lost_its_run_to_another_are_not_counted(clie
     assert client.evals.runs.retrieve(run.id, eval_id=made.id).per_model_usage == []
 
 
-def record_of(house, claim):
+def record_of(house: House, claim: Claim | None) -> Record:
+    assert claim is not None
     record = Record(house.database, house.blobs, claim, house.settings.default_limits, 1.0)
     with house.database.read() as session:
         record.load(session, house.row(claim.job_id))

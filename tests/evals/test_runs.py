@@ -2,16 +2,20 @@
 
 import json
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
-from openai import BadRequestError, NotFoundError
-from sqlalchemy import delete, event
+from openai import BadRequestError, NotFoundError, OpenAI
+from openai.types import FilePurpose
+from sqlalchemy import Engine, delete, event
 
 from core.database.tables import EvalJournal, EvalPage
 from core.evals import items
 from core.telemetry.metrics import COUNTED
-from tests.evals.conftest import EXACT, JUDGED, completions, row
+from tests.evals.conftest import EXACT, JUDGED, House, completions, row
+from tests.present import untyped
 
 PYTHON = {
     "type": "python",
@@ -36,17 +40,19 @@ SCORED = {
 }
 
 
-def inline(*rows):
+def inline(*rows: dict[str, Any]) -> Any:
     return {"type": "jsonl", "source": {"type": "file_content", "content": list(rows)}}
 
 
-def upload(client, *rows, purpose="evals"):
+def upload(client: OpenAI, *rows: dict[str, Any], purpose: FilePurpose = "evals") -> str:
     text = "\n".join(json.dumps(one) for one in rows)
     return client.files.create(file=("rows.jsonl", text.encode()), purpose=purpose).id
 
 
 @pytest.mark.both_databases
-def test_rows_with_samples_are_graded_as_they_are(client, new_eval, house, database_kind):
+def test_rows_with_samples_are_graded_as_they_are(
+    client: OpenAI, new_eval: Callable[..., Any], house: House, database_kind: str
+) -> None:
     made = new_eval(EXACT, NEAR)
     rows = [
         row(1, "red") | {"sample": {"output_text": "red"}},
@@ -64,13 +70,15 @@ def test_rows_with_samples_are_graded_as_they_are(client, new_eval, house, datab
         ("exact", 1, 1),
         ("near", 1, 1),
     ]
-    assert run.data_source.source.content[0].item == rows[0]["item"]
-    assert run.pass_rate == 0.5
-    assert run.standard_error == pytest.approx(0.5)
+    assert untyped(run.data_source.source).content[0].item == rows[0]["item"]
+    assert untyped(run).pass_rate == 0.5
+    assert untyped(run).standard_error == pytest.approx(0.5)
     assert not house.model.requests
 
 
-def test_an_item_shows_its_row_its_sample_and_every_result(client, new_eval, house):
+def test_an_item_shows_its_row_its_sample_and_every_result(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval(EXACT, JUDGED)
     run = client.evals.runs.create(made.id, data_source=completions(1, sampling_params={"seed": 7}))
     house.work()
@@ -92,14 +100,14 @@ def test_an_item_shows_its_row_its_sample_and_every_result(client, new_eval, hou
     assert same.to_dict() == item.to_dict()
 
 
-def test_every_kind_of_criterion_grades(client, new_eval, house):
+def test_every_kind_of_criterion_grades(client: OpenAI, new_eval: Callable[..., Any], house: House) -> None:
     made = new_eval(EXACT, NEAR, JUDGED, SCORED, PYTHON)
-    run = client.evals.runs.create(made.id, data_source=completions(2))
+    run: Any = client.evals.runs.create(made.id, data_source=completions(2))
     house.work()
 
     run = client.evals.runs.retrieve(run.id, eval_id=made.id)
     [first, *_] = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
-    results = {one.name: one for one in first.results}
+    results: dict[str, Any] = {one.name: one for one in first.results}
 
     assert results["short"].passed
     # The judge answers "yes", which is no number: the criterion could not be graded, which is not 0.
@@ -111,10 +119,12 @@ def test_every_kind_of_criterion_grades(client, new_eval, house):
     assert usage["judge"].prompt_tokens > 0
 
 
-def test_responses_take_templates_in_parts_and_a_text_format(client, new_eval, house):
+def test_responses_take_templates_in_parts_and_a_text_format(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval()
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
-    source = completions(1) | {
+    source: Any = completions(1) | {
         "type": "responses",
         "input_messages": {
             "type": "template",
@@ -134,7 +144,10 @@ def test_responses_take_templates_in_parts_and_a_text_format(client, new_eval, h
     house.work()
 
     [listed] = client.evals.runs.list(made.id).data
-    assert listed.data_source.sampling_params.text.format.to_dict() == {
+    assert untyped(listed.data_source).sampling_params is not None
+    assert untyped(listed.data_source).sampling_params.text is not None
+    assert untyped(listed.data_source).sampling_params.text.format is not None
+    assert untyped(listed.data_source).sampling_params.text.format.to_dict() == {
         "type": "json_schema",
         "name": "x",
         "schema": schema,
@@ -147,11 +160,11 @@ def test_responses_take_templates_in_parts_and_a_text_format(client, new_eval, h
     assert sent["regraft"]["base_model"] == "tiny"
 
 
-def test_messages_may_be_in_the_rows(client, new_eval, house):
+def test_messages_may_be_in_the_rows(client: OpenAI, new_eval: Callable[..., Any], house: House) -> None:
     made = new_eval()
     trajectory = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
     item = row(0)["item"] | {"input_trajectory": [*trajectory, {"role": "user", "content": "q0"}]}
-    source = completions(0) | {
+    source: Any = completions(0) | {
         "source": {"type": "file_content", "content": [{"item": item}]},
         "input_messages": {"type": "item_reference", "item_reference": "item.input_trajectory"},
     }
@@ -162,9 +175,11 @@ def test_messages_may_be_in_the_rows(client, new_eval, house):
     assert client.evals.runs.retrieve(run.id, eval_id=made.id).result_counts.passed == 1
 
 
-def test_a_model_that_the_operator_names_is_asked_with_its_own_name_and_key(client, new_eval, house):
+def test_a_model_that_the_operator_names_is_asked_with_its_own_name_and_key(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval()
-    source = completions(2, model="gpt-foreign", sampling_params={"reasoning_effort": "low"})
+    source: Any = completions(2, model="gpt-foreign", sampling_params={"reasoning_effort": "low"})
     run = client.evals.runs.create(made.id, data_source=source)
     house.work()
 
@@ -174,7 +189,9 @@ def test_a_model_that_the_operator_names_is_asked_with_its_own_name_and_key(clie
     assert "regraft" not in house.foreign.requests[0]
 
 
-def test_rows_may_be_in_a_file_which_may_be_deleted_while_the_run_waits(client, new_eval, house):
+def test_rows_may_be_in_a_file_which_may_be_deleted_while_the_run_waits(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval()
     file = upload(client, row(1), row(2))
     run = client.evals.runs.create(
@@ -187,11 +204,13 @@ def test_rows_may_be_in_a_file_which_may_be_deleted_while_the_run_waits(client, 
 
 
 @pytest.mark.both_databases
-def test_items_page_across_blocks_in_both_orders_and_by_status(client, new_eval, house, database_kind):
+def test_items_page_across_blocks_in_both_orders_and_by_status(
+    client: OpenAI, new_eval: Callable[..., Any], house: House, database_kind: str
+) -> None:
     made = new_eval()
     count = items.BLOCK_ROWS + 20
     rows = [row(number, "x" if number % 10 == 0 else None) for number in range(count)]
-    source = completions(0) | {"source": {"type": "file_content", "content": rows}}
+    source: Any = completions(0) | {"source": {"type": "file_content", "content": rows}}
     run = client.evals.runs.create(made.id, data_source=source)
     house.work()
 
@@ -207,11 +226,13 @@ def test_items_page_across_blocks_in_both_orders_and_by_status(client, new_eval,
 
 
 @pytest.mark.both_databases
-def test_items_that_become_a_page_during_the_read_are_there_once(client, new_eval, house, database_kind):
+def test_items_that_become_a_page_during_the_read_are_there_once(
+    client: OpenAI, new_eval: Callable[..., Any], house: House, database_kind: str
+) -> None:
     """The read sees one snapshot: the pages before the worker's transaction, and the journal before it."""
     made = new_eval()
     run = client.evals.runs.create(made.id, data_source=completions(2))
-    found = [
+    found: list[dict[str, Any]] = [
         {"id": items.item_id(run.id, line), "line": line, "datasource_item_id": line, "status": "pass",
          "created_at": 1, "datasource_item": {}, "results": [], "sample": {}}
         for line in (1, 2)
@@ -221,14 +242,14 @@ def test_items_that_become_a_page_during_the_read_are_there_once(client, new_eva
     page = items.encode(found)
     house.blobs.put_bytes("page", page.data)
 
-    def becomes_a_page():
+    def becomes_a_page() -> None:
         with house.database.write() as session:
             session.add(
                 EvalPage(run_id=run.id, number=0, blob_key="page", items=2, bytes=1, sha256=page.sha256)
             )
             session.execute(delete(EvalJournal).where(EvalJournal.run_id == run.id))
 
-    def listed():
+    def listed() -> list[Any]:
         return [item.id for item in client.evals.runs.output_items.list(run.id, eval_id=made.id)]
 
     with after_first_read(house.database.engine, "eval_pages", becomes_a_page) as done:
@@ -239,11 +260,11 @@ def test_items_that_become_a_page_during_the_read_are_there_once(client, new_eva
 
 
 @contextmanager
-def after_first_read(engine, table, act):
+def after_first_read(engine: Engine, table: str, act: Callable[..., None]) -> Iterator[threading.Event]:
     """Act between the first read of a table and the reader's next statement. Yields the event that it did."""
     done = threading.Event()
 
-    def on_execute(connection, cursor, statement, parameters, context, executemany):
+    def on_execute(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
         if f"FROM {table}" in statement and not done.is_set():
             done.set()
             act()
@@ -253,7 +274,7 @@ def after_first_read(engine, table, act):
     event.remove(engine, "after_cursor_execute", on_execute)
 
 
-def test_runs_are_listed_by_status(client, new_eval, house):
+def test_runs_are_listed_by_status(client: OpenAI, new_eval: Callable[..., Any], house: House) -> None:
     made = new_eval()
     done = client.evals.runs.create(made.id, data_source=completions(1))
     house.work()
@@ -266,13 +287,15 @@ def test_runs_are_listed_by_status(client, new_eval, house):
     assert [run.id for run in listed(made.id, after=waiting[0])] == waiting[1:]
 
 
-def test_a_sample_that_fails_is_an_errored_item_and_not_a_failed_run(client, new_eval, house):
+def test_a_sample_that_fails_is_an_errored_item_and_not_a_failed_run(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval()
-    source = completions(0, model="gpt-foreign") | {
+    source: Any = completions(0, model="gpt-foreign") | {
         "source": {"type": "file_content", "content": [row(1), row(2)]},
     }
     house.foreign.fails.add("q1")
-    run = client.evals.runs.create(made.id, data_source=source)
+    run: Any = client.evals.runs.create(made.id, data_source=source)
     house.work()
 
     run = client.evals.runs.retrieve(run.id, eval_id=made.id)
@@ -325,11 +348,11 @@ BAD = [
 MESSAGES = "data_source.input_messages"
 
 
-def template(*messages):
+def template(*messages: dict[Any, Any] | int) -> dict[Any, Any]:
     return {"input_messages": {"type": "template", "template": list(messages)}}
 
 
-def content(value):
+def content(value: int | list[Any] | str) -> dict[Any, Any]:
     return template({"role": "user", "content": value})
 
 
@@ -361,7 +384,9 @@ WRONG_TYPES = [
 
 
 @pytest.mark.parametrize(("wrong", "param", "words"), WRONG_TYPES, ids=[case[1] for case in WRONG_TYPES])
-def test_a_parameter_is_named_as_it_was_written(client, new_eval, wrong, param, words):
+def test_a_parameter_is_named_as_it_was_written(
+    client: OpenAI, new_eval: Callable[..., Any], wrong: dict[str, Any], param: str, words: str
+) -> None:
     made = new_eval()
 
     with pytest.raises(BadRequestError) as refused:
@@ -372,30 +397,35 @@ def test_a_parameter_is_named_as_it_was_written(client, new_eval, wrong, param, 
 
 
 @pytest.mark.parametrize(("wrong", "param", "words"), BAD, ids=[case[2] or case[1] for case in BAD])
-def test_a_bad_run_is_refused_by_name_and_leaves_nothing(client, new_eval, wrong, param, words):
+def test_a_bad_run_is_refused_by_name_and_leaves_nothing(
+    client: OpenAI, new_eval: Callable[..., Any], wrong: dict[str, Any], param: str, words: str
+) -> None:
     made = new_eval()
 
     with pytest.raises(BadRequestError) as refused:
         client.evals.runs.create(made.id, data_source=completions(1) | wrong)
 
+    assert refused.value.param is not None
     assert refused.value.param.startswith(param), refused.value.param
     assert words in str(refused.value)
     assert client.evals.runs.list(made.id).data == []
 
 
 @pytest.mark.both_databases
-def test_runs_are_in_the_usage_of_the_project(client, new_eval, house, database_kind):
+def test_runs_are_in_the_usage_of_the_project(
+    client: OpenAI, new_eval: Callable[..., Any], house: House, database_kind: str
+) -> None:
     made = new_eval()
     for _ in range(3):
         client.evals.runs.create(made.id, data_source=completions(1))
     house.runner().claim()
 
-    usage = client.get(f"/organization/projects/{house.project.id}/usage", cast_to=object)
+    usage = client.get(f"/organization/projects/{house.project.id}/usage", cast_to=dict[str, Any])
 
     assert (usage["running_eval_runs"], usage["queued_eval_runs"]) == (1, 2)
 
 
-def test_a_model_that_does_not_exist_is_not_found(client, new_eval):
+def test_a_model_that_does_not_exist_is_not_found(client: OpenAI, new_eval: Callable[..., Any]) -> None:
     made = new_eval()
 
     with pytest.raises(NotFoundError, match="gpt-foreign") as refused:
@@ -404,7 +434,7 @@ def test_a_model_that_does_not_exist_is_not_found(client, new_eval):
     assert (refused.value.param, refused.value.code) == ("data_source.model", "model_not_found")
 
 
-def test_every_bad_line_of_a_file_is_named(client, new_eval):
+def test_every_bad_line_of_a_file_is_named(client: OpenAI, new_eval: Callable[..., Any]) -> None:
     made = new_eval()
     file = upload(client, row(1), {"input": "x"}, row(2), {"item": {"question": "a"}})
 
@@ -419,7 +449,9 @@ def test_every_bad_line_of_a_file_is_named(client, new_eval):
     assert "line 1: has no 'sample', which the criterion 'exact' reads" in str(refused.value)
 
 
-def test_a_deleted_file_and_one_of_another_purpose_are_refused(client, new_eval):
+def test_a_deleted_file_and_one_of_another_purpose_are_refused(
+    client: OpenAI, new_eval: Callable[..., Any]
+) -> None:
     made = new_eval()
     file, other = upload(client, row(1)), upload(client, row(1), purpose="user_data")
     client.files.delete(file)
@@ -432,11 +464,13 @@ def test_a_deleted_file_and_one_of_another_purpose_are_refused(client, new_eval)
         assert refused.value.param == "data_source.source.id"
 
 
-def test_the_messages_of_a_row_are_bounded_together(client, new_eval, house):
+def test_the_messages_of_a_row_are_bounded_together(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval()
     long = row(1) | {"item": {"question": "q" * 30_000, "answer": "a"}}
     messages = [{"role": "user", "content": "{{item.question}}"}] * 100
-    source = completions(0) | {
+    source: Any = completions(0) | {
         "source": {"type": "file_content", "content": [row(0), long]},
         "input_messages": {"type": "template", "template": messages},
     }
@@ -448,7 +482,7 @@ def test_the_messages_of_a_row_are_bounded_together(client, new_eval, house):
     assert second.sample.error.message == "the messages have more than 2000000 characters together"
 
 
-def test_the_references_of_all_messages_are_bounded(client, new_eval):
+def test_the_references_of_all_messages_are_bounded(client: OpenAI, new_eval: Callable[..., Any]) -> None:
     made = new_eval()
     message = {"role": "user", "content": "{{item.question}}" * 900}
     template = {"type": "template", "template": [message] * 30}
@@ -457,13 +491,16 @@ def test_the_references_of_all_messages_are_bounded(client, new_eval):
         client.evals.runs.create(made.id, data_source=completions(1, input_messages=template))
 
 
-def test_parameters_of_sampling_reach_our_own_server(client, new_eval, house):
+def test_parameters_of_sampling_reach_our_own_server(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
     made = new_eval()
     params = {"max_completions_tokens": 7, "reasoning_effort": "low"}
     run = client.evals.runs.create(made.id, data_source=completions(1, sampling_params=params))
     house.work()
 
-    assert run.data_source.sampling_params.to_dict() == {
+    assert untyped(run.data_source).sampling_params is not None
+    assert untyped(run.data_source).sampling_params.to_dict() == {
         "max_completion_tokens": 7,
         "reasoning_effort": "low",
     }
@@ -471,14 +508,18 @@ def test_parameters_of_sampling_reach_our_own_server(client, new_eval, house):
     assert (sent["max_completion_tokens"], sent["reasoning_effort"]) == (7, "low")
 
 
-def test_finished_items_and_their_seconds_are_counted(client, new_eval, house):
-    def counted():
+def test_finished_items_and_their_seconds_are_counted(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    def counted() -> dict[Any, Any]:
         samples = [sample for family in COUNTED.collect() for sample in family.samples]
         return {(one.name, *one.labels.values()): one.value for one in samples if "le" not in one.labels}
 
     before = counted()
     content = [row(0), row(1, "x"), row(2)]
-    source = completions(0, model="gpt-foreign") | {"source": {"type": "file_content", "content": content}}
+    source: Any = completions(0, model="gpt-foreign") | {
+        "source": {"type": "file_content", "content": content}
+    }
     house.foreign.fails.add("q2")
     client.evals.runs.create(new_eval().id, data_source=source)
     house.work()
@@ -491,7 +532,9 @@ def test_finished_items_and_their_seconds_are_counted(client, new_eval, house):
 
 
 @pytest.mark.both_databases
-def test_a_lone_surrogate_in_a_reason_is_replaced(client, new_eval, house, database_kind):
+def test_a_lone_surrogate_in_a_reason_is_replaced(
+    client: OpenAI, new_eval: Callable[..., Any], house: House, database_kind: str
+) -> None:
     """UTF-8 cannot encode it, and JSON can carry it."""
     source = "def grade(sample, item):\n    raise ValueError('broken: \\ud800')\n"
     made = new_eval({"type": "python", "name": "broken", "source": source})
@@ -504,8 +547,10 @@ def test_a_lone_surrogate_in_a_reason_is_replaced(client, new_eval, house, datab
     assert "broken: ?" in json.dumps(item.model_dump())
 
 
-def test_a_row_that_is_nested_too_deeply_is_refused_by_its_line(client, new_eval):
-    deep = "red"
+def test_a_row_that_is_nested_too_deeply_is_refused_by_its_line(
+    client: OpenAI, new_eval: Callable[..., Any]
+) -> None:
+    deep: Any = "red"
     for _ in range(900):
         deep = [deep]
     made = new_eval()

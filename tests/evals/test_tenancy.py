@@ -1,9 +1,17 @@
 """A second project's key must not tell a created eval of the first from one that was never there."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import pytest
+from openai import OpenAI
+from starlette.testclient import TestClient
 
 from tests.api.test_tenancy import BODIES
-from tests.evals.conftest import completions
+from tests.evals.conftest import House, completions
+
+if TYPE_CHECKING:
+    from httpx2 import Response
 
 pytestmark = pytest.mark.both_databases
 
@@ -11,7 +19,7 @@ CANCEL = ("post", "/v1/evals/{eval_id}/runs/{run_id}")  # of OpenAI's specificat
 
 
 @pytest.fixture
-def rows(client, new_eval, house):
+def rows(client: OpenAI, new_eval: Callable[..., Any], house: House) -> dict[Any, Any]:
     """A created eval with a finished run, by the names that ids have in paths."""
     made = new_eval()
     run = client.evals.runs.create(made.id, data_source=completions(2))
@@ -20,18 +28,18 @@ def rows(client, new_eval, house):
     return {"eval_id": made.id, "run_id": run.id, "output_item_id": item.id}
 
 
-def routes(house):
+def routes(house: House) -> list[Any]:
     paths = house.app.openapi()["paths"]
     listed = [(method, path) for path, methods in paths.items() if "{eval_id}" in path for method in methods]
     return [*listed, CANCEL]
 
 
-def ask(client, method, path, rows):
+def ask(client: TestClient, method: str, path: str, rows: dict[Any, Any]) -> "Response":
     query = "?runs={run_id},{run_id}" if path.endswith("/compare") else ""
     return client.request(method, (path + query).format(**rows), json=BODIES.get(path))
 
 
-def test_what_belongs_to_another_does_not_exist(house, rows, client):
+def test_what_belongs_to_another_does_not_exist(house: House, rows: dict[Any, Any], client: OpenAI) -> None:
     theirs = house.client(house.other_key)
 
     answers = {(method, path): ask(theirs, method, path, rows) for method, path in routes(house)}
@@ -41,7 +49,7 @@ def test_what_belongs_to_another_does_not_exist(house, rows, client):
     assert client.evals.runs.retrieve(rows["run_id"], eval_id=rows["eval_id"]).status == "completed"
 
 
-def test_the_answer_is_the_same_as_for_what_never_was(house, rows):
+def test_the_answer_is_the_same_as_for_what_never_was(house: House, rows: dict[Any, Any]) -> None:
     theirs = house.client(house.other_key)
     unknown = {name: "x" * len(value) for name, value in rows.items()}
 
@@ -52,7 +60,9 @@ def test_the_answer_is_the_same_as_for_what_never_was(house, rows):
         assert foreign == ask(theirs, method, path, unknown).text
 
 
-def test_a_run_and_an_item_of_another_eval_of_ones_own_are_not_found(house, rows, new_eval):
+def test_a_run_and_an_item_of_another_eval_of_ones_own_are_not_found(
+    house: House, rows: dict[Any, Any], new_eval: Callable[..., Any]
+) -> None:
     """An id under the wrong parent is an unknown one."""
     mine, elsewhere = house.client(house.key), rows | {"eval_id": new_eval().id}
 
@@ -62,7 +72,7 @@ def test_a_run_and_an_item_of_another_eval_of_ones_own_are_not_found(house, rows
     assert ask(mine, "get", "/v1/evals/{eval_id}/runs/{run_id}", rows).status_code == 200
 
 
-def test_the_same_routes_work_for_the_owner(house, rows):
+def test_the_same_routes_work_for_the_owner(house: House, rows: dict[Any, Any]) -> None:
     """Or the tests above would pass on a service that finds nothing at all."""
     mine = house.client(house.key)
     reading = [path for method, path in routes(house) if method == "get"]
@@ -70,7 +80,9 @@ def test_the_same_routes_work_for_the_owner(house, rows):
     assert {path: ask(mine, "get", path, rows).status_code for path in reading} == dict.fromkeys(reading, 200)
 
 
-def test_anothers_run_is_no_partner_of_a_comparison(house, rows, new_eval):
+def test_anothers_run_is_no_partner_of_a_comparison(
+    house: House, rows: dict[Any, Any], new_eval: Callable[..., Any]
+) -> None:
     theirs = house.openai(house.other_key)
     made = theirs.evals.create(data_source_config={"type": "logs"}, testing_criteria=[_exact()])
     own = theirs.evals.runs.create(made.id, data_source=completions(1)).id
@@ -83,7 +95,9 @@ def test_anothers_run_is_no_partner_of_a_comparison(house, rows, new_eval):
     assert rows["eval_id"] not in answer.text
 
 
-def test_anothers_rows_are_no_source_and_its_evals_no_cursor(house, rows, client):
+def test_anothers_rows_are_no_source_and_its_evals_no_cursor(
+    house: House, rows: dict[Any, Any], client: OpenAI
+) -> None:
     file = client.files.create(file=("rows.jsonl", b'{"item": {}, "sample": {}}'), purpose="evals").id
     theirs = house.client(house.other_key)
     made = theirs.post(
@@ -98,7 +112,7 @@ def test_anothers_rows_are_no_source_and_its_evals_no_cursor(house, rows, client
     assert [one["id"] for one in theirs.get("/v1/evals").json()["data"]] == [made["id"]]
 
 
-def _exact():
+def _exact() -> Any:
     return {
         "type": "string_check",
         "name": "said",

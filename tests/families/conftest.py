@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,7 +40,7 @@ def loaded(folder: Path) -> Loaded:
 
 
 @pytest.fixture(scope="session")
-def load(tmp_path_factory):
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Loaded]]:
     """A family's folder and what became of loading it; each is loaded once."""
 
     @cache

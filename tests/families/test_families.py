@@ -4,6 +4,10 @@ Tiny random models; prompts longer than their attention windows. The reference i
 eager attention on a model of its own, one sequence at a time.
 """
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
@@ -12,9 +16,10 @@ from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from graders.types import Grade
 from tests.fakes import learn
-from tests.families.conftest import policy_on
+from tests.families.conftest import Loaded, policy_on
 from tests.families.table import in_docs, table
 from tests.families.zoo import CONTEXT, FAMILIES, Family
+from tests.present import present
 from worker.learn.batch import split, tensors_of
 from worker.learn.trainer import PeftTrainer
 from worker.model.architecture import class_of
@@ -36,11 +41,14 @@ SETTINGS = resolve(
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.title)
-def family(request) -> Family:
-    return request.param
+def family(request: pytest.FixtureRequest) -> Family:
+    family: Family = request.param
+    return family
 
 
-def test_a_family_is_computed_as_transformers_does_or_refused_by_name(family, load):
+def test_a_family_is_computed_as_transformers_does_or_refused_by_name(
+    family: Family, load: Callable[..., tuple[Path, Loaded]]
+) -> None:
     """Never accepted and wrong."""
     folder, loaded = load(family)
     if loaded.policy is None:
@@ -72,7 +80,9 @@ def test_a_family_is_computed_as_transformers_does_or_refused_by_name(family, lo
         assert trained[: len(ids)].tolist() == pytest.approx(logprobs, abs=near)
 
 
-def plainly_generated(model, prompt_ids, *, cached):
+def plainly_generated(
+    model: Any, prompt_ids: tuple[int, ...], *, cached: bool
+) -> tuple[tuple[Any, ...], list[float]]:
     """The greedy answer to one prompt and its tokens' log-probabilities."""
     output = model.generate(
         torch.tensor([prompt_ids]),
@@ -87,11 +97,13 @@ def plainly_generated(model, prompt_ids, *, cached):
     return tuple(ids), [logprobs[t, token].item() for t, token in enumerate(ids)]
 
 
-def as_trained(ids):
+def as_trained(ids: tuple[Any, ...]) -> Answer:
     return Answer(tuple(ids), (0.0,) * len(ids), (1.0,) * len(ids), 1.0)
 
 
-def test_a_step_changes_the_adapter_of_a_supported_family(family, load):
+def test_a_step_changes_the_adapter_of_a_supported_family(
+    family: Family, load: Callable[..., tuple[Path, Loaded]]
+) -> None:
     _, loaded = load(family)
     if loaded.policy is None:
         pytest.skip("refused")
@@ -110,8 +122,8 @@ def test_a_step_changes_the_adapter_of_a_supported_family(family, load):
     try:
         metrics = learn(PeftTrainer(policy, SETTINGS, token_budget=512), [group])
 
-        assert metrics.logprob_gap < 1e-4
-        assert metrics.grad_norm > 0
+        assert present(metrics.logprob_gap) < 1e-4
+        assert present(metrics.grad_norm) > 0
         moved = [not torch.equal(a, b.detach()) for a, b in zip(before, policy.trainable, strict=True)]
         # The gradient of A is zero while B is. Nearly every B moves; those of Gemma 3n's gates for the embeddings of
         # a layer do not in its tiny model.
@@ -122,18 +134,22 @@ def test_a_step_changes_the_adapter_of_a_supported_family(family, load):
                 parameter.copy_(weight)
 
 
-def test_nearly_every_family_is_supported(load):
+def test_nearly_every_family_is_supported(load: Callable[..., tuple[Path, Loaded]]) -> None:
     supported = [family.model_type for family in FAMILIES if load(family)[1].policy is not None]
 
     assert len(set(supported)) >= 115
 
 
-def test_the_page_says_of_each_family_what_the_checks_at_load_say(load):
+def test_the_page_says_of_each_family_what_the_checks_at_load_say(
+    load: Callable[..., tuple[Path, Loaded]],
+) -> None:
     """If it differs, `python -m tests.families.table` writes the table anew."""
     assert in_docs() == table(lambda family: load(family)[1])
 
 
-def test_a_mixture_of_experts_has_its_router_and_experts_left_alone(load):
+def test_a_mixture_of_experts_has_its_router_and_experts_left_alone(
+    load: Callable[..., tuple[Path, Loaded]],
+) -> None:
     families = [
         one
         for one in FAMILIES
@@ -142,13 +158,16 @@ def test_a_mixture_of_experts_has_its_router_and_experts_left_alone(load):
     assert len(families) == 6
     for one in families:
         policy = load(one)[1].policy
+        assert policy is not None
         names = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
         assert names
         left_alone = (".experts.", ".gate.", "_gate.", "router")
         assert not [name for name in names if any(part in name for part in left_alone)]
 
 
-def test_a_merged_model_is_the_base_with_its_adapter_whichever_class_loads_it(load, tmp_path):
+def test_a_merged_model_is_the_base_with_its_adapter_whichever_class_loads_it(
+    load: Callable[..., tuple[Path, Loaded]], tmp_path: Path
+) -> None:
     """Mistral 4's automatic class is that of a multimodal model."""
     [family] = [one for one in FAMILIES if one.title == "Mistral 4"]
     folder, loaded = load(family)
@@ -166,6 +185,7 @@ def test_a_merged_model_is_the_base_with_its_adapter_whichever_class_loads_it(lo
     merged = class_of(read_config(tmp_path / "merged")).from_pretrained(tmp_path / "merged")
     ids = torch.tensor([list(range(3, 23))])
     with torch.no_grad():
+        assert loaded.policy is not None
         expected, base = policy.model(input_ids=ids).logits, loaded.policy.model(input_ids=ids).logits
         torch.testing.assert_close(merged.eval()(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
         assert (expected - base).abs().max() > 1e-2

@@ -10,7 +10,7 @@ from worker.model import memory
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_memory_is_planned_for_the_forward_of_the_page():
+def test_memory_is_planned_for_the_forward_of_the_page() -> None:
     """From the config alone. Where it is another, the sampler takes more waves, or the plan asks for more."""
     forwards = {
         cells[1].strip(): cells[3].strip() for row in in_docs().splitlines()[2:] if (cells := row.split("|"))
@@ -28,7 +28,7 @@ def test_memory_is_planned_for_the_forward_of_the_page():
     assert all(memory.shape_of(config, torch.float32).own_token_bytes > 0 for config in configs.values())
 
 
-def test_the_readme_counts_the_families_of_the_page():
+def test_the_readme_counts_the_families_of_the_page() -> None:
     rows = in_docs().splitlines()[2:]
     supported = [row for row in rows if "| refused" not in row]
 

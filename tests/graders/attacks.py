@@ -17,6 +17,7 @@ from typing import Any
 from graders.sandbox import lockdown
 from graders.sandbox.pool import GradeOutcome, Pool, SandboxFailed, SandboxLimits
 from tests.graders import packages
+from tests.present import untyped
 
 ROOT = Path(__file__).parents[2]
 SECRET = "hunter2-of-the-service"
@@ -376,7 +377,7 @@ def unprivileged(folder: str) -> Iterator[tuple[str, list[dict[str, object]]]]:
     """Every attack on a service without rights."""
     drop_rights(folder)
     pools = Pools()
-    yield "layers", [pools.long.layers()]
+    yield "layers", [untyped(pools.long.layers())]
     for name, attack in ATTACKS.items():
         try:
             ends = run(pools, attack, f"{folder}/regraft.db")

@@ -60,7 +60,7 @@ class ScriptedServer:
         """`hold`: answer nobody before that many requests are open at once."""
         self.replies, self.hold = list(replies), asyncio.Semaphore(0)
         self.holding = hold
-        self.requests: list[dict] = []
+        self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
         self.open = self.most_open = 0
@@ -101,7 +101,8 @@ class Time:
     """Sleeping takes no time and is written down; the clock shows what has been slept."""
 
     def __init__(self) -> None:
-        self.now, self.slept = 0.0, []
+        self.now = 0.0
+        self.slept: list[float] = []
 
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)

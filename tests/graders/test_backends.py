@@ -1,25 +1,26 @@
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
 from graders.backends import Backends, Inference, InvalidBackends
 from graders.build import NotConfigured
 from graders.spec import parse_grader
-from graders.types import Sample
+from graders.types import Grade, Sample
 from tests.graders.servers import Reply, ScriptedServer, verdict
 
 SCORE = {"type": "score_model", "name": "s", "model": "wise", "input": [{"role": "user", "content": "?"}]}
 ENDPOINT = {"type": "endpoint", "name": "e", "url": "https://score.example.com/g"}
 
 
-def written(folder, text):
+def written(folder: Path, text: str) -> Path:
     file = folder / "graders.toml"
     file.write_text(text)
     return file
 
 
-def test_without_a_file_nobody_can_be_asked():
+def test_without_a_file_nobody_can_be_asked() -> None:
     backends = Backends.load(None)
 
     for raw, param in ((SCORE, "grader.model"), (ENDPOINT, "grader.type")):
@@ -28,10 +29,10 @@ def test_without_a_file_nobody_can_be_asked():
         assert refused.value.param == param
 
 
-def test_a_judge_is_asked_under_its_own_name_with_its_key_at_its_address(tmp_path):
+def test_a_judge_is_asked_under_its_own_name_with_its_key_at_its_address(tmp_path: Path) -> None:
     server = ScriptedServer([verdict(0.5)])
 
-    async def grade():
+    async def grade() -> Grade:
         async with server as url:
             file = written(
                 tmp_path,
@@ -46,10 +47,10 @@ def test_a_judge_is_asked_under_its_own_name_with_its_key_at_its_address(tmp_pat
     assert server.headers[0]["authorization"] == "Bearer sk-1"
 
 
-def test_a_judge_of_the_registry_is_asked_where_those_are_served(tmp_path):
+def test_a_judge_of_the_registry_is_asked_where_those_are_served(tmp_path: Path) -> None:
     server = ScriptedServer([verdict(0.5)])
 
-    async def grade():
+    async def grade() -> Grade:
         async with server as url:
             file = written(tmp_path, '[judges.wise]\nmodel = "Small-1B"\nexplains = false\n')
             backends = Backends.load(file, Inference(f"{url}/v1", "k1"))
@@ -64,7 +65,7 @@ def test_a_judge_of_the_registry_is_asked_where_those_are_served(tmp_path):
     assert list(schema["properties"]) == schema["required"] == ["result"]
 
 
-def test_a_key_that_is_not_in_the_environment_is_missed_at_the_start(tmp_path):
+def test_a_key_that_is_not_in_the_environment_is_missed_at_the_start(tmp_path: Path) -> None:
     file = written(tmp_path, '[judges.wise]\nbase_url = "https://x/v1"\napi_key_env = "KEY"\n')
 
     with pytest.raises(InvalidBackends, match=r"\[judges.wise\].*KEY, which is not set"):
@@ -86,12 +87,12 @@ def test_a_key_that_is_not_in_the_environment_is_missed_at_the_start(tmp_path):
         ("[judge]\n", "judge"),
     ],
 )
-def test_a_mistake_in_the_file_is_named(tmp_path, text, names):
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, names: str) -> None:
     with pytest.raises(InvalidBackends, match=names):
         Backends.load(written(tmp_path, text), None, {})
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidBackends, match=r"absent\.toml"):
         Backends.load(tmp_path / "absent.toml", None, {})
 
@@ -108,7 +109,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         ("http://127.0.0.1:8000/v1", False),
     ],
 )
-def test_only_hosts_that_the_operator_named_are_called(tmp_path, url, allowed):
+def test_only_hosts_that_the_operator_named_are_called(tmp_path: Path, url: str, allowed: bool) -> None:
     backends = Backends.load(written(tmp_path, '[endpoints]\nhosts = ["*.Example.com"]\n'), None, {})
     spec = parse_grader(ENDPOINT | {"url": url})
 
@@ -120,11 +121,11 @@ def test_only_hosts_that_the_operator_named_are_called(tmp_path, url, allowed):
         assert refused.value.param == "method.grader.url"
 
 
-def test_an_endpoint_is_sent_the_trace_id_it_is_given(tmp_path):
+def test_an_endpoint_is_sent_the_trace_id_it_is_given(tmp_path: Path) -> None:
     backends = Backends.load(written(tmp_path, '[endpoints]\nhosts = ["127.0.0.1"]\n'), None, {})
     server = ScriptedServer([Reply(200, json.dumps({"score": 1}))])
 
-    async def grade(trace_id):
+    async def grade(trace_id: str | None) -> Grade:
         async with server as url:
             spec = parse_grader(ENDPOINT | {"url": url})
             async with backends.open(spec, trace_id=trace_id) as grader:

@@ -13,22 +13,23 @@ ONE = "def grade(sample, item): return 1"
 
 
 @pytest.fixture
-def tree(tmp_path):
+def tree(tmp_path: Path) -> Path:
     """A hierarchy of v2, with the files that the kernel would put there."""
     (tmp_path / "cgroup.controllers").write_text("cpu memory pids\n")
     (tmp_path / "cgroup.subtree_control").write_text("memory\n")
     return tmp_path
 
 
-def test_of_v2_the_group_gets_half_the_usual_weight(tree):
+def test_of_v2_the_group_gets_half_the_usual_weight(tree: Path) -> None:
     folder, why = cgroup.make("0::/\n", f"cgroup2 {tree} cgroup2 rw,relatime 0 0\n")
 
     assert (folder, why) == (tree / cgroup.NAME, "")
     assert (tree / "cgroup.subtree_control").read_text() == "+cpu"
+    assert folder is not None
     assert (folder / "cpu.weight").read_text() == "50"
 
 
-def test_of_v2_a_hierarchy_without_the_controller_is_no_place(tree):
+def test_of_v2_a_hierarchy_without_the_controller_is_no_place(tree: Path) -> None:
     (tree / "cgroup.controllers").write_text("memory pids\n")
 
     folder, why = cgroup.make("0::/\n", f"cgroup2 {tree} cgroup2 rw 0 0\n")
@@ -37,7 +38,7 @@ def test_of_v2_a_hierarchy_without_the_controller_is_no_place(tree):
     assert not (tree / cgroup.NAME).exists()
 
 
-def test_of_v1_the_group_of_the_service_gets_one_below_it(tmp_path):
+def test_of_v1_the_group_of_the_service_gets_one_below_it(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     memberships = "9:name=systemd:/x\n4:cpu,cpuacct:/a/b\n1:memory:/c\n0::/\n"
     mounts = f"cgroup /nowhere cgroup rw,memory 0 0\ncgroup {tmp_path} cgroup rw,relatime,cpu,cpuacct 0 0\n"
@@ -45,17 +46,18 @@ def test_of_v1_the_group_of_the_service_gets_one_below_it(tmp_path):
     folder, why = cgroup.make(memberships, mounts)
 
     assert (folder, why) == (tmp_path / "a" / "b" / cgroup.NAME, "")
+    assert folder is not None
     assert (folder / "cpu.shares").read_text() == "512"
 
 
-def test_where_nothing_is_mounted_the_layer_is_missing():
+def test_where_nothing_is_mounted_the_layer_is_missing() -> None:
     assert cgroup.make("0::/\n", "proc /proc proc rw 0 0\n") == (
         None,
         "no control group for processor time is mounted",
     )
 
 
-def test_a_group_that_cannot_be_made_says_why_and_leaves_nothing(tree):
+def test_a_group_that_cannot_be_made_says_why_and_leaves_nothing(tree: Path) -> None:
     (tree / "cgroup.subtree_control").unlink()
     (
         tree / "cgroup.subtree_control"
@@ -67,7 +69,7 @@ def test_a_group_that_cannot_be_made_says_why_and_leaves_nothing(tree):
     assert not (tree / cgroup.NAME).exists()
 
 
-def test_a_group_of_a_service_above_which_systemd_delegated_nothing_is_left_alone(tree):
+def test_a_group_of_a_service_above_which_systemd_delegated_nothing_is_left_alone(tree: Path) -> None:
     own = tree / "service"
     own.mkdir()
     (own / "cgroup.controllers").write_text("")
@@ -76,7 +78,7 @@ def test_a_group_of_a_service_above_which_systemd_delegated_nothing_is_left_alon
     assert not (tree / cgroup.NAME).exists()
 
 
-def test_graders_are_in_the_group_of_this_host():
+def test_graders_are_in_the_group_of_this_host() -> None:
     pool = Pool(SandboxLimits(wall_s=60), size=1)
     try:
         if why := pool.layers()["cgroup"]:

@@ -19,6 +19,7 @@ from core.storage.store import FolderBlobs
 from core.tenancy import keys
 from graders.backends import Backends
 from graders.sandbox.pool import SandboxFailed
+from graders.types import Item, Sample
 from tests.graders.servers import chat, serving, verdict
 
 ITEM = {"answer": "42", "question": "6 * 7?"}
@@ -67,7 +68,7 @@ def client(address: str, tmp_path_factory: pytest.TempPathFactory, migrated_sqli
         key = keys.bootstrap(session)
     backends = Backends.load(folder / "graders.toml")
     blobs = FolderBlobs(folder / "blobs")
-    app = create_app(settings, database, blobs, Registry(models={}), backends, lambda task, queue: None)
+    app = create_app(settings, database, blobs, Registry(models={}), backends, lambda task, queue: True)
     with TestClient(app) as web:
         yield OpenAI(api_key=key, base_url="http://testserver/v1", http_client=web, max_retries=0)
     database.close()
@@ -93,7 +94,7 @@ def labelled(model: str) -> dict[str, Any]:
     return multi("label", label=label)
 
 
-def endpoint(url: str) -> dict[str, Any]:
+def endpoint(url: str) -> Any:
     return {"type": "endpoint", "name": "mine", "url": url, "headers": {"X-Api-Key": "secret"}}
 
 
@@ -101,9 +102,7 @@ def multi(formula: str, **graders: Any) -> dict[str, Any]:
     return {"type": "multi", "name": "both", "graders": graders, "calculate_output": formula}
 
 
-def run(
-    client: OpenAI, grader: dict[str, Any], sample: str = "It is 42.", **fields: Any
-) -> GraderRunResponse:
+def run(client: OpenAI, grader: Any, sample: str = "It is 42.", **fields: Any) -> GraderRunResponse:
     body = {"item": ITEM} | fields
     return client.fine_tuning.alpha.graders.run(grader=grader, model_sample=sample, extra_body=body)
 
@@ -123,7 +122,7 @@ def run(
         (multi("0.5 * a + 0.5 * b", a=string_check(), b=judged("wise")), 0.875),
     ],
 )  # fmt: skip
-def test_each_type_earns_its_reward(client, grader, reward):
+def test_each_type_earns_its_reward(client: OpenAI, grader: dict[str, Any], reward: float) -> None:
     report = run(client, grader)
 
     assert report.reward == pytest.approx(reward)
@@ -131,7 +130,7 @@ def test_each_type_earns_its_reward(client, grader, reward):
     assert not any(report.metadata.errors.model_dump().values())
 
 
-def test_an_endpoint_gets_the_trace_id_of_the_request(client, address):
+def test_an_endpoint_gets_the_trace_id_of_the_request(client: OpenAI, address: str) -> None:
     assert run(client, endpoint(f"{address}/score"), trace_id="trace_mine").reward == 0.25
     assert run(client, endpoint(f"{address}/score")).reward == 0.5
 
@@ -151,7 +150,9 @@ def test_an_endpoint_gets_the_trace_id_of_the_request(client, address):
         ("endpoint_grader_internal_error", endpoint("{address}/prose")),
     ],
 )
-def test_a_failure_raises_its_own_flag_and_no_other(client, address, flag, grader):
+def test_a_failure_raises_its_own_flag_and_no_other(
+    client: OpenAI, address: str, flag: str, grader: dict[str, Any]
+) -> None:
     if "url" in grader:
         grader["url"] = grader["url"].format(address=address)
 
@@ -171,10 +172,10 @@ def raw_errors(report: GraderRunResponse) -> dict[str, Any]:
     return errors
 
 
-def test_a_sandbox_that_breaks_is_the_servers_fault(client, monkeypatch):
+def test_a_sandbox_that_breaks_is_the_servers_fault(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     from graders.sandbox.pool import ZygoteProcess
 
-    def broken(self: ZygoteProcess, sample: Any, item: Any) -> None:
+    def broken(self: ZygoteProcess, sample: Sample, item: Item) -> None:
         raise SandboxFailed("it went away")
 
     monkeypatch.setattr(ZygoteProcess, "grade", broken)
@@ -185,14 +186,14 @@ def test_a_sandbox_that_breaks_is_the_servers_fault(client, monkeypatch):
     assert not errors.python_grader_runtime_error
 
 
-def test_there_are_twenty_four_flags_and_details_and_the_client_reads_them(client):
+def test_there_are_twenty_four_flags_and_details_and_the_client_reads_them(client: OpenAI) -> None:
     report = run(client, judged("vague"))
 
     assert len(raw_errors(report)) == 24
     assert report.metadata.errors.api_model_grader_parse_error is True
 
 
-def test_what_a_judge_read_and_wrote_is_counted(client):
+def test_what_a_judge_read_and_wrote_is_counted(client: OpenAI) -> None:
     report = run(client, multi("a + b", a=judged("wise"), b=judged("wise", range=[0, 0.5])))
     once = {"prompt_tokens": 10, "total_tokens": 15, "completion_tokens": 5, "cached_tokens": 4}
 
@@ -203,12 +204,14 @@ def test_what_a_judge_read_and_wrote_is_counted(client):
     assert report.metadata.sampled_model_name == "wise"
 
 
-def test_what_a_python_grader_prints_comes_back_and_so_does_its_traceback(client):
+def test_what_a_python_grader_prints_comes_back_and_so_does_its_traceback(client: OpenAI) -> None:
     source = "def grade(sample, item):\n    print('looking at', item['answer'])\n    raise ValueError('hm')"
 
     report = run(client, python(source))
 
+    assert report.metadata.model_extra is not None
     assert report.metadata.model_extra["output"] == "looking at 42\n"
+    assert report.metadata.errors.python_grader_runtime_error_details is not None
     assert "line 3, in grade" in report.metadata.errors.python_grader_runtime_error_details
     assert "ValueError: hm" in report.metadata.errors.python_grader_runtime_error_details
 
@@ -226,14 +229,16 @@ def test_what_a_python_grader_prints_comes_back_and_so_does_its_traceback(client
         (string_check(input="{{env.HOME}}"), "grader.input"),
     ],
 )
-def test_what_cannot_work_is_refused_before_it_runs(client, grader, param):
+def test_what_cannot_work_is_refused_before_it_runs(
+    client: OpenAI, grader: dict[str, Any], param: str
+) -> None:
     for call in (run, lambda client, grader: client.fine_tuning.alpha.graders.validate(grader=grader)):
         with pytest.raises(BadRequestError) as refused:
             call(client, grader)
         assert refused.value.param == param
 
 
-def test_validate_gives_the_grader_back_with_its_secrets_masked(client, address):
+def test_validate_gives_the_grader_back_with_its_secrets_masked(client: OpenAI, address: str) -> None:
     validate = client.fine_tuning.alpha.graders.with_raw_response.validate
 
     answer = validate(grader=endpoint(f"{address}/score")).text
@@ -242,7 +247,7 @@ def test_validate_gives_the_grader_back_with_its_secrets_masked(client, address)
     assert json.loads(answer)["grader"]["headers"] == {"X-Api-Key": "***"}
 
 
-def test_every_flag_that_we_can_raise_is_tested_here():
+def test_every_flag_that_we_can_raise_is_tested_here() -> None:
     """The rest have no cause in this service, and stay false."""
     source = Path(__file__).read_text()
     never = {"formula_parse_error", "truncated_observation_error", "unresponsive_reward_error",

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,25 +19,25 @@ SAMPLE = Sample("<think>6 * 7</think><answer>42</answer>")
 ITEM = {"answer": "42", "question": "6 * 7?"}
 
 
-def test_every_example_says_its_score():
+def test_every_example_says_its_score() -> None:
     assert len(EXAMPLES) == PAGE.count("```json") == 10
 
 
 @pytest.mark.parametrize(("score", "example"), EXAMPLES)
-def test_an_example_is_accepted_as_it_stands(score, example):
+def test_an_example_is_accepted_as_it_stands(score: Any, example: Any) -> None:
     raw = json.loads(example)
 
     assert dump(parse_grader(raw)) == raw
 
 
 @pytest.mark.parametrize(("score", "example"), [e for e in EXAMPLES if not e[0].startswith("asks")])
-def test_an_example_gets_the_score_it_says(score, example):
+def test_an_example_gets_the_score_it_says(score: Any, example: Any) -> None:
     [grade] = asyncio.run(grade_all(build(parse_grader(json.loads(example))), [(SAMPLE, ITEM)]))
 
     assert grade.score == pytest.approx(float(score)), grade.reason
 
 
 @pytest.mark.parametrize(("score", "example"), [e for e in EXAMPLES if e[0].startswith("asks")])
-def test_an_example_that_asks_someone_cannot_be_built_without_them(score, example):
+def test_an_example_that_asks_someone_cannot_be_built_without_them(score: Any, example: Any) -> None:
     with pytest.raises(NotConfigured):
         build(parse_grader(json.loads(example)))

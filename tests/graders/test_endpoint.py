@@ -1,4 +1,6 @@
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +11,7 @@ from graders.run import grade_all
 from graders.spec import InvalidGrader, dump, parse_grader
 from graders.types import ErrorKind, Grade, Sample, StepScore
 from tests.graders.servers import Reply, ScriptedServer, Time, serving
+from tests.present import untyped
 
 RAW = {
     "type": "endpoint",
@@ -19,7 +22,7 @@ RAW = {
 
 
 class Asked:
-    def __init__(self, *replies: Reply, samples=("hi",), **changes: object) -> None:
+    def __init__(self, *replies: Reply, samples: tuple[Any, ...] = ("hi",), **changes: object) -> None:
         self.server, self.time = ScriptedServer(replies), Time()
         patience = CallRetryPolicy(sleep=self.time.sleep, jitter=lambda: 0.5, first_wait_s=1.0)
         endpoints = Endpoints(
@@ -35,7 +38,7 @@ class Asked:
         self.grade = asyncio.run(run())[0]
 
 
-def test_the_endpoint_gets_sample_item_and_trace_and_says_the_score():
+def test_the_endpoint_gets_sample_item_and_trace_and_says_the_score() -> None:
     asked = Asked(Reply(200, '{"score": 0.25}'))
 
     assert asked.grade.score == 0.25
@@ -63,37 +66,37 @@ def test_the_endpoint_gets_sample_item_and_trace_and_says_the_score():
         ),
     ],
 )
-def test_each_way_to_fail_has_its_flag(reply, kind):
+def test_each_way_to_fail_has_its_flag(reply: Reply, kind: ErrorKind) -> None:
     grade = Asked(reply).grade
 
     assert (grade.score, grade.error) == (None, kind)
 
 
-def test_the_endpoint_may_score_an_answer_step_by_step():
+def test_the_endpoint_may_score_an_answer_step_by_step() -> None:
     reply = '{"score": 0.5, "steps": [{"end": 1, "score": 1}, {"end": 2, "score": -0.5}]}'
 
     assert Asked(Reply(200, reply)).grade.steps == (StepScore(1.0, 1), StepScore(-0.5, 2))
 
 
-def test_a_server_that_is_not_there_is_asked_four_times():
+def test_a_server_that_is_not_there_is_asked_four_times() -> None:
     asked = Asked(Reply(200, "{}"), url="http://127.0.0.1:1/")
 
     assert asked.grade.error is ErrorKind.endpoint_grader_server_error
     assert asked.time.slept == [1.0, 2.0, 4.0]
 
 
-def test_a_passing_trouble_passes():
+def test_a_passing_trouble_passes() -> None:
     assert Asked(Reply(502, ""), Reply(200, '{"score": 1}')).grade.score == 1.0
 
 
-def test_a_request_larger_than_a_megabyte_is_not_sent():
+def test_a_request_larger_than_a_megabyte_is_not_sent() -> None:
     asked = Asked(Reply(200, '{"score": 1}'), samples=("x" * 600_000,))  # it is in the sample twice
 
     assert asked.grade.error is ErrorKind.endpoint_grader_internal_error
     assert asked.server.requests == []
 
 
-def test_the_rate_limit_is_kept():
+def test_the_rate_limit_is_kept() -> None:
     asked = Asked(Reply(200, '{"score": 1}'), samples=("a", "b"), rate_limit=1)
 
     assert asked.time.slept == [1.0]
@@ -115,7 +118,7 @@ def test_the_rate_limit_is_kept():
         "",
     ],
 )
-def test_only_https_and_this_machine(url):
+def test_only_https_and_this_machine(url: str) -> None:
     with pytest.raises(InvalidGrader) as caught:
         parse_grader({**RAW, "url": url})
 
@@ -125,12 +128,12 @@ def test_only_https_and_this_machine(url):
 @pytest.mark.parametrize(
     "url", ["http://localhost:1/", "http://127.0.0.1/", "http://[::1]:9/", "https://a.b/c"]
 )
-def test_these_are_fine(url):
-    assert parse_grader({**RAW, "url": url}).url == url
+def test_these_are_fine(url: str) -> None:
+    assert untyped(parse_grader({**RAW, "url": url})).url == url
 
 
 @pytest.mark.parametrize("headers", [{"a b": "x"}, {"Host": "x"}, {"X": "secret\r\nY: z"}, {"X": "sécret"}])
-def test_headers_that_cannot_be_sent_are_refused_without_repeating_the_value(headers):
+def test_headers_that_cannot_be_sent_are_refused_without_repeating_the_value(headers: dict[str, str]) -> None:
     with pytest.raises(InvalidGrader) as caught:
         parse_grader({**RAW, "headers": headers})
 
@@ -138,7 +141,7 @@ def test_headers_that_cannot_be_sent_are_refused_without_repeating_the_value(hea
     assert "cret" not in str(caught.value)
 
 
-def test_header_values_can_be_masked_and_are_in_no_representation():
+def test_header_values_can_be_masked_and_are_in_no_representation() -> None:
     multi = {"type": "multi", "name": "m", "graders": {"e": RAW}, "calculate_output": "e"}
 
     assert dump(parse_grader(RAW)) == RAW
@@ -147,12 +150,12 @@ def test_header_values_can_be_masked_and_are_in_no_representation():
     assert "secret" not in repr(parse_grader(multi))
 
 
-def graded_by(url, endpoints):
+def graded_by(url: str, endpoints: Endpoints) -> Grade:
     grader = build(parse_grader({**RAW, "url": url}), endpoints=endpoints)
     return asyncio.run(grader.grade(Sample("hi"), {}))
 
 
-def test_a_name_that_the_operator_lists_must_not_lead_to_a_private_address():
+def test_a_name_that_the_operator_lists_must_not_lead_to_a_private_address() -> None:
     """Whoever has the name decides where it leads, and that need not be the operator."""
     for hosts in [("graders.example.com",), ("*.example.com",), ("*",)]:
         inward = Endpoints(hosts, resolve=lambda host: ["127.0.0.1"])
@@ -163,8 +166,8 @@ def test_a_name_that_the_operator_lists_must_not_lead_to_a_private_address():
         assert "not on the public internet" in grade.reason
 
 
-def test_a_private_name_is_called_where_the_operator_says_that_it_is_private():
-    async def status(endpoints, url):
+def test_a_private_name_is_called_where_the_operator_says_that_it_is_private() -> None:
+    async def status(endpoints: Endpoints, url: str) -> int:
         async with endpoints.connect() as client:
             return (await client.post(url, content=b"{}")).status_code
 
@@ -176,12 +179,14 @@ def test_a_private_name_is_called_where_the_operator_says_that_it_is_private():
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1/", "https://10.0.0.1/", "https://[::ffff:169.254.169.254]/"]
 )
-def test_a_pattern_does_not_list_private_addresses(url):
+def test_a_pattern_does_not_list_private_addresses(url: str) -> None:
     with pytest.raises(NotConfigured):
         build(parse_grader({**RAW, "url": url}), endpoints=Endpoints(("*",)))
 
 
-def test_nothing_of_the_environment_is_sent_to_an_endpoint(monkeypatch, tmp_path):
+def test_nothing_of_the_environment_is_sent_to_an_endpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
@@ -192,14 +197,14 @@ def test_nothing_of_the_environment_is_sent_to_an_endpoint(monkeypatch, tmp_path
     assert "authorization" not in asked.server.headers[0]
 
 
-def test_a_redirect_is_not_followed():
+def test_a_redirect_is_not_followed() -> None:
     asked = Asked(Reply(307, "", {"location": "http://127.0.0.1:1/"}), Reply(200, '{"score": 1}'))
 
     assert asked.grade.error is ErrorKind.endpoint_grader_server_error
     assert len(asked.server.requests) == 1
 
 
-def test_a_compressed_answer_is_not_unpacked():
+def test_a_compressed_answer_is_not_unpacked() -> None:
     asked = Asked(Reply(200, '{"score": 1}', {"content-encoding": "gzip"}))
 
     assert asked.grade.error is ErrorKind.endpoint_grader_server_error
@@ -207,11 +212,11 @@ def test_a_compressed_answer_is_not_unpacked():
 
 
 @pytest.mark.parametrize("url", ["https://xn--bcher-kva.example.com/", "https://b\xfccher.example.com/"])
-def test_an_international_name_is_a_host_like_others(url):
-    assert parse_grader({**RAW, "url": url}).url == url
+def test_an_international_name_is_a_host_like_others(url: str) -> None:
+    assert untyped(parse_grader({**RAW, "url": url})).url == url
     assert Endpoints(("*.example.com",)).allow(url)
 
 
-def test_endpoints_have_to_be_enabled():
+def test_endpoints_have_to_be_enabled() -> None:
     with pytest.raises(NotConfigured, match="not enabled"):
         build(parse_grader(RAW))

@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,7 @@ from graders.sandbox.source import named_modules
 from graders.spec import InvalidGrader, parse_grader
 from graders.types import Sample
 from tests.graders.packages import SOURCE, USES
+from tests.present import present, untyped
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,7 +65,7 @@ VERSIONS = {
 
 
 @pytest.fixture(scope="module")
-def pool():
+def pool() -> Iterator[Pool]:
     with_one = Pool(size=1)
     yield with_one
     with_one.close()
@@ -78,18 +81,18 @@ def graded(pool: Pool, body: str, **item: object) -> GradeOutcome:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_every_package_of_openais_image_works_in_the_sandbox(pool, name):
+def test_every_package_of_openais_image_works_in_the_sandbox(pool: Pool, name: str) -> None:
     outcome = pool.submit(SOURCE, {}, {"package": name}).result()
 
     assert (outcome.score, outcome.reason) == (1.0, "")
 
 
-def test_the_pins_are_openais_versions_and_name_everything_that_is_installed():
+def test_the_pins_are_openais_versions_and_name_everything_that_is_installed() -> None:
     lines = [line for line in catalog.pins(DEFAULT).read_text().splitlines() if not line.startswith("#")]
     pinned = dict(line.split("==") for line in lines)
     installed = {
         re.sub(r"[-_.]+", "-", folder.name.partition("-")[0]).lower()
-        for folder in Path(find(default_folder()).packages).glob("*.dist-info")
+        for folder in Path(present(find(default_folder()).packages)).glob("*.dist-info")
     }
 
     assert pinned | VERSIONS == pinned
@@ -99,7 +102,7 @@ def test_the_pins_are_openais_versions_and_name_everything_that_is_installed():
 @pytest.mark.parametrize(
     "name", ["fastapi", "sqlalchemy", "httpx2", "graders", "graders.types", "core", "worker"]
 )
-def test_nothing_of_the_service_can_be_imported(pool, name):
+def test_nothing_of_the_service_can_be_imported(pool: Pool, name: str) -> None:
     assert find_spec(name) is not None
     # Where the service's packages and its own source lie.
     folders = [sysconfig.get_paths()["purelib"], str(Path(__file__).parents[2])]
@@ -111,7 +114,7 @@ def test_nothing_of_the_service_can_be_imported(pool, name):
     assert f"No module named '{name.partition('.')[0]}" in outcome.reason
 
 
-def test_nothing_of_the_service_can_be_read(pool):
+def test_nothing_of_the_service_can_be_read(pool: Pool) -> None:
     import fastapi
 
     outcome = graded(pool, "return len(open(item['file']).read())", file=fastapi.__file__)
@@ -119,7 +122,7 @@ def test_nothing_of_the_service_can_be_read(pool):
     assert "No such file" in outcome.reason or "Permission denied" in outcome.reason
 
 
-def test_packages_in_the_pythons_own_library_are_no_part_of_it(tmp_path):
+def test_packages_in_the_pythons_own_library_are_no_part_of_it(tmp_path: Path) -> None:
     """As in an image that has the service installed into its Python."""
     library = tmp_path / "lib/python3.11"
     (library / "site-packages/service").mkdir(parents=True)
@@ -145,14 +148,14 @@ def test_packages_in_the_pythons_own_library_are_no_part_of_it(tmp_path):
         ("import secrets, idlelib", []),
     ],
 )
-def test_packages_that_a_source_names_are_loaded_before_its_grades(line, modules):
+def test_packages_that_a_source_names_are_loaded_before_its_grades(line: str, modules: list[Any]) -> None:
     assert named_modules(ast.parse(line)) == modules
 
 
 # The scratch folder
 
 
-def test_temporary_files_and_folders_work_and_are_gone_for_the_next_grade(pool):
+def test_temporary_files_and_folders_work_and_are_gone_for_the_next_grade(pool: Pool) -> None:
     body = (
         "import os, tempfile\nhome = os.environ['HOME']\nleft = os.listdir(home)\n"
         "with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as file:\n"
@@ -165,14 +168,14 @@ def test_temporary_files_and_folders_work_and_are_gone_for_the_next_grade(pool):
     assert [graded(pool, body).score for _ in range(3)] == [0, 0, 0]
 
 
-def test_a_full_scratch_folder_is_an_error_that_names_its_size(pool):
+def test_a_full_scratch_folder_is_an_error_that_names_its_size(pool: Pool) -> None:
     outcome = graded(pool, "with open('x', 'wb') as file:\n    while True: file.write(bytes(1 << 20))")
 
     assert outcome.kind in ("user_error", "scratch_limit")
     assert "256 MiB" in outcome.reason
 
 
-def test_a_folder_of_the_hosts_is_counted_in_bytes_and_in_entries(tmp_path):
+def test_a_folder_of_the_hosts_is_counted_in_bytes_and_in_entries(tmp_path: Path) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/b/file").write_bytes(bytes(100_000))
 
@@ -183,7 +186,7 @@ def test_a_folder_of_the_hosts_is_counted_in_bytes_and_in_entries(tmp_path):
     assert scratch.is_over(str(tmp_path), 200_000)
 
 
-def test_a_folder_is_emptied_however_deep_it_is(tmp_path):
+def test_a_folder_is_emptied_however_deep_it_is(tmp_path: Path) -> None:
     inside, folder = tmp_path, os.open(tmp_path, os.O_RDONLY)
     (inside / ".moved-1-0").mkdir()
     for _ in range(1000):  # longer than any path may be
@@ -198,7 +201,7 @@ def test_a_folder_is_emptied_however_deep_it_is(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_pool_removes_its_folders(tmp_path, monkeypatch):
+def test_each_pool_removes_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     pool = Pool(SandboxLimits(), size=1)
     pool.submit(PYTHON["source"], {}, {}).result()
@@ -214,14 +217,14 @@ def test_each_pool_removes_its_folders(tmp_path, monkeypatch):
 # Finding and building
 
 
-def test_a_grader_without_an_image_tag_has_the_default_environment():
-    grader = build(parse_grader(PYTHON))
+def test_a_grader_without_an_image_tag_has_the_default_environment() -> None:
+    grader = untyped(build(parse_grader(PYTHON)))
 
-    assert grader.environment == build(parse_grader({**PYTHON, "image_tag": DEFAULT})).environment
+    assert grader.environment == untyped(build(parse_grader({**PYTHON, "image_tag": DEFAULT}))).environment
     assert grader.environment.tag == DEFAULT
 
 
-def test_the_environment_is_named_in_the_answer():
+def test_the_environment_is_named_in_the_answer() -> None:
     multi = {"type": "multi", "graders": {"a": PYTHON}, "calculate_output": "a"}
     text = {"type": "string_check", "input": "a", "reference": "a", "operation": "eq"}
 
@@ -232,7 +235,7 @@ def test_the_environment_is_named_in_the_answer():
         assert environments_of(spec) == ([named] if named else [])
 
 
-def test_an_unknown_image_tag_is_refused_with_the_known_ones():
+def test_an_unknown_image_tag_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidGrader, match=f"no environment '2099'; there is '{DEFAULT}'") as caught:
         parse_grader({**PYTHON, "image_tag": "2099"})
 
@@ -241,7 +244,7 @@ def test_an_unknown_image_tag_is_refused_with_the_known_ones():
         find(default_folder(), "2099")
 
 
-def test_an_environment_that_is_not_built_is_refused_with_the_command_that_builds_it(tmp_path):
+def test_an_environment_that_is_not_built_is_refused_with_the_command_that_builds_it(tmp_path: Path) -> None:
     command = f"`regraft-server environments build {DEFAULT}`"
     multi = {"type": "multi", "graders": {"a": PYTHON}, "calculate_output": "a"}
 
@@ -258,7 +261,9 @@ def test_an_environment_that_is_not_built_is_refused_with_the_command_that_build
         ({"standard": None}, "is not built"),
     ],
 )
-def test_an_environment_that_cannot_be_trusted_is_as_good_as_none(tmp_path, change, says):
+def test_an_environment_that_cannot_be_trusted_is_as_good_as_none(
+    tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
     marker = json.loads((default_folder() / DEFAULT / catalog.MARKER).read_text())
     (tmp_path / DEFAULT).mkdir()
     (tmp_path / DEFAULT / catalog.MARKER).write_text(json.dumps(marker | change))
@@ -285,21 +290,24 @@ class Installer:
 
 
 @pytest.fixture
-def installer():
+def installer() -> Installer:
     return Installer()
 
 
-def test_a_build_is_found_and_not_done_twice(tmp_path, installer):
+def test_a_build_is_found_and_not_done_twice(tmp_path: Path, installer: Installer) -> None:
     environment, built = building.build(tmp_path, install=installer)
     again, built_again = building.build(tmp_path, install=installer)
 
     assert (built, built_again) == (True, False)
     assert environment == again == find(tmp_path)
+    assert environment.corpora is not None
     assert [path.name for path in Path(environment.corpora, "corpora").iterdir()] == ["stopwords"]
     assert len(installer.targets) == 2  # the packages and the data
 
 
-def test_an_interrupted_build_is_no_environment_and_the_next_one_ends_it(tmp_path, installer):
+def test_an_interrupted_build_is_no_environment_and_the_next_one_ends_it(
+    tmp_path: Path, installer: Installer
+) -> None:
     installer.fails_at = 2
     with pytest.raises(BuildFailed):
         building.build(tmp_path, install=installer)
@@ -310,7 +318,7 @@ def test_an_interrupted_build_is_no_environment_and_the_next_one_ends_it(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", DEFAULT]
 
 
-def test_a_failed_build_leaves_the_environment_that_there_was(tmp_path, installer):
+def test_a_failed_build_leaves_the_environment_that_there_was(tmp_path: Path, installer: Installer) -> None:
     environment, _ = building.build(tmp_path, install=installer)
     installer.fails_at = 3
 
@@ -320,7 +328,7 @@ def test_a_failed_build_leaves_the_environment_that_there_was(tmp_path, installe
     assert find(tmp_path) == environment
 
 
-def test_data_for_nltk_can_be_added(tmp_path, installer):
+def test_data_for_nltk_can_be_added(tmp_path: Path, installer: Installer) -> None:
     names = tmp_path / "mine/corpora/names"
     names.mkdir(parents=True)
     (names / "female.txt").write_text("Ada\n")
@@ -328,19 +336,24 @@ def test_data_for_nltk_can_be_added(tmp_path, installer):
     environment, built = building.build(tmp_path / "built", corpora=tmp_path / "mine", install=installer)
 
     assert built
+    assert environment.corpora is not None
     assert sorted(path.name for path in Path(environment.corpora, "corpora").iterdir()) == [
         "names",
         "stopwords",
     ]
 
 
-def test_a_corpus_that_was_added_is_found_and_one_that_is_missing_is_named(pool, tmp_path):
+def test_a_corpus_that_was_added_is_found_and_one_that_is_missing_is_named(
+    pool: Pool, tmp_path: Path
+) -> None:
     real = find(default_folder())
     added = replace(real, folder=tmp_path)
+    assert added.corpora is not None
     names = Path(added.corpora, "corpora/names")
     names.mkdir(parents=True)
     (names / "female.txt").write_text("Ada\n")
-    shutil.copytree(real.packages, added.packages, copy_function=os.link)
+    assert real.packages is not None
+    shutil.copytree(real.packages, present(added.packages), copy_function=os.link)
     source = "from nltk.corpus import {0}\ndef grade(sample, item):\n    return len({0}.{1})"
 
     found = pool.submit(source.format("names", "words('female.txt')"), {}, {}, added).result()
@@ -350,7 +363,7 @@ def test_a_corpus_that_was_added_is_found_and_one_that_is_missing_is_named(pool,
     assert re.search(r"Resource.*wordnet.* not found", missing.reason)
 
 
-def test_the_command_names_what_it_does_not_know():
+def test_the_command_names_what_it_does_not_know() -> None:
     done = subprocess.run(
         [Path(sys.executable).parent / "regraft-server", "environments", "build", "2099"],
         capture_output=True,
@@ -361,7 +374,7 @@ def test_the_command_names_what_it_does_not_know():
     assert f"there is no environment '2099'; there is '{DEFAULT}'" in done.stderr
 
 
-def test_the_command_says_that_there_is_nothing_to_do():
+def test_the_command_says_that_there_is_nothing_to_do() -> None:
     done = subprocess.run(
         [Path(sys.executable).parent / "regraft-server", "environments", "build"],
         capture_output=True,

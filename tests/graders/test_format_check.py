@@ -1,4 +1,5 @@
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -21,12 +22,12 @@ def refused(**how: object) -> InvalidGrader:
 
 
 @pytest.mark.parametrize(("text", "score"), [("2026-11-21", 1), ("on 2026-11-21", 0), ("", 0)])
-def test_a_pattern_has_to_match_all_of_the_text(text, score):
+def test_a_pattern_has_to_match_all_of_the_text(text: str, score: int) -> None:
     assert grade(text, pattern=r"\d{4}-\d{2}-\d{2}").score == score
 
 
 @pytest.mark.slow
-def test_a_pattern_that_goes_on_forever_is_stopped():
+def test_a_pattern_that_goes_on_forever_is_stopped() -> None:
     ungraded = grade("a" * 60, pattern="(a|aa)+b")
 
     assert (ungraded.score, ungraded.error) == (None, ErrorKind.other_error)
@@ -42,14 +43,14 @@ def test_a_pattern_that_goes_on_forever_is_stopped():
         ("(" * 490 + ")" * 490, "not a regular expression"),
     ],
 )
-def test_a_pattern_we_cannot_run_is_refused(pattern, why):
+def test_a_pattern_we_cannot_run_is_refused(pattern: str, why: str) -> None:
     error = refused(pattern=pattern)
 
     assert error.param == "grader.pattern"
     assert why in str(error)
 
 
-def test_the_pattern_of_a_part_of_a_multi_is_named():
+def test_the_pattern_of_a_part_of_a_multi_is_named() -> None:
     multi = {
         "type": "multi",
         "name": "m",
@@ -78,12 +79,12 @@ GOOD = "<think>hm</think>\n<answer>4</answer>"
         ("4", 0, 0),
     ],
 )
-def test_think_answer_is_all_or_nothing_unless_asked(text, full, partial):
+def test_think_answer_is_all_or_nothing_unless_asked(text: str, full: int, partial: float) -> None:
     assert grade(text, template="think_answer").score == full
     assert grade(text, template="think_answer", credit="partial").score == partial
 
 
-def test_the_reason_names_what_is_off():
+def test_the_reason_names_what_is_off() -> None:
     assert grade("hm</think>", template="think_answer").reason == (
         "not exactly once: <think>, <answer>, </answer>"
     )
@@ -92,5 +93,5 @@ def test_the_reason_names_what_is_off():
 @pytest.mark.parametrize(
     "how", [{}, {"pattern": "a", "template": "think_answer"}, {"pattern": "a", "credit": "partial"}]
 )
-def test_it_is_either_a_pattern_or_a_template(how):
+def test_it_is_either_a_pattern_or_a_template(how: dict[str, Any]) -> None:
     assert refused(**how).code == "invalid_value"

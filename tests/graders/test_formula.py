@@ -51,15 +51,15 @@ def mistake(text: str) -> FormulaError:
         ("\n ( a\t) ", 0.5),
     ],
 )
-def test_a_formula_means_what_it_means_on_paper(text, expected):
+def test_a_formula_means_what_it_means_on_paper(text: str, expected: float) -> None:
     assert value(text) == pytest.approx(expected)
 
 
-def test_a_grader_may_be_called_like_a_function_and_both_are_told_apart():
+def test_a_grader_may_be_called_like_a_function_and_both_are_told_apart() -> None:
     assert value("max(max, 1)", max=7.0) == 7.0
 
 
-def test_a_long_sum_is_not_a_deep_one():
+def test_a_long_sum_is_not_a_deep_one() -> None:
     assert value("+".join(["1"] * 2000)) == 2000
 
 
@@ -95,16 +95,16 @@ def test_a_long_sum_is_not_a_deep_one():
         ("٣", 0),
     ],
 )
-def test_a_mistake_is_refused_with_its_position(text, position):
+def test_a_mistake_is_refused_with_its_position(text: str, position: int) -> None:
     assert mistake(text).position == position
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones():
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     assert str(mistake("a + nope")) == "unknown name 'nope', known are a, b, x, zero (at position 4)"
 
 
 @pytest.mark.parametrize("opening", ["(", "-", "2^", "abs(", "1*(", "-("])
-def test_nesting_beyond_the_limit_is_refused_and_does_not_exhaust_the_stack(opening):
+def test_nesting_beyond_the_limit_is_refused_and_does_not_exhaust_the_stack(opening: str) -> None:
     """Each way to nest, once as deep as the length allows and once just past the limit."""
     closing = ")" * opening.count("(")
 
@@ -112,13 +112,13 @@ def test_nesting_beyond_the_limit_is_refused_and_does_not_exhaust_the_stack(open
         assert "deep" in mistake(opening * levels + "1" + closing * levels).message
 
 
-def test_nesting_within_the_limit_is_fine():
+def test_nesting_within_the_limit_is_fine() -> None:
     levels = MAX_DEPTH - 1
 
     assert value("(" * levels + "a" + ")" * levels) == 0.5
 
 
-def test_a_formula_beyond_the_length_limit_is_refused():
+def test_a_formula_beyond_the_length_limit_is_refused() -> None:
     assert mistake("1" + " " * MAX_LENGTH).position == MAX_LENGTH
 
 
@@ -138,24 +138,24 @@ def test_a_formula_beyond_the_length_limit_is_refused():
         "1 / (1e308 * 10)",
     ],
 )
-def test_leaving_the_finite_real_numbers_is_an_error_even_where_a_later_step_would_hide_it(text):
+def test_leaving_the_finite_real_numbers_is_an_error_even_where_a_later_step_would_hide_it(text: str) -> None:
     with pytest.raises(FormulaDomainError, match="has no finite value"):
         value(text)
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf])
-def test_a_score_that_is_not_finite_does_not_pass_through(score):
+def test_a_score_that_is_not_finite_does_not_pass_through(score: float) -> None:
     with pytest.raises(FormulaDomainError, match="a is"):
         value("min(a, 1)", a=score)
 
 
-def test_the_message_shows_the_step_that_failed():
+def test_the_message_shows_the_step_that_failed() -> None:
     with pytest.raises(FormulaDomainError, match=r"^3 / 0 has no finite value$"):
         value("1 + x / zero")
 
 
 @given(st.text(alphabet="ab1.+-*/^(),e xmin", max_size=40))
-def test_any_text_is_either_a_formula_or_a_mistake_within_it(text):
+def test_any_text_is_either_a_formula_or_a_mistake_within_it(text: str) -> None:
     try:
         Formula.parse(text, SCORES)
     except FormulaError as error:
@@ -191,12 +191,12 @@ def python_value(text: str) -> float | None:
 
 
 @given(expressions("+-*"))
-def test_sums_and_products_are_exactly_those_of_python(text):
+def test_sums_and_products_are_exactly_those_of_python(text: str) -> None:
     assert value(text) == python_value(text)
 
 
 @given(expressions("+-*/^"))
-def test_a_formula_has_the_value_python_gives_it_or_neither_has_one(text):
+def test_a_formula_has_the_value_python_gives_it_or_neither_has_one(text: str) -> None:
     expected = python_value(text)
 
     if expected is None:

@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def pool():
+def pool() -> Iterator[HazardPool]:
     pool = HazardPool(size=2)
     yield pool
     pool.close()
@@ -71,11 +72,11 @@ def touch(path: Path) -> str:
     return f"__import__('pathlib').Path({str(path)!r}).touch()"
 
 
-def test_a_call_returns_what_the_function_returns(pool):
+def test_a_call_returns_what_the_function_returns(pool: HazardPool) -> None:
     assert results(pool, "1 + 1", "{'a': [None, 'ż', '\\ud800']}") == [2, {"a": [None, "ż", "\ud800"]}]
 
 
-def test_results_belong_to_their_calls_in_any_number(pool):
+def test_results_belong_to_their_calls_in_any_number(pool: HazardPool) -> None:
     assert results(pool, *map(str, range(1000))) == list(range(1000))
 
 
@@ -90,7 +91,9 @@ def test_results_belong_to_their_calls_in_any_number(pool):
         ("__import__('os')._exit(3)", "crash"),
     ],
 )
-def test_a_call_that_breaks_a_limit_takes_no_other_call_with_it(pool, bomb, limit):
+def test_a_call_that_breaks_a_limit_takes_no_other_call_with_it(
+    pool: HazardPool, bomb: str, limit: str
+) -> None:
     """Those of its batch, before and after, have their results."""
     one_batch = Hazard("one batch", EVAL.function, EVAL.cpu_s, EVAL.memory, batch=8)
     alone = HazardPool(size=1)
@@ -102,14 +105,14 @@ def test_a_call_that_breaks_a_limit_takes_no_other_call_with_it(pool, bomb, limi
     assert met == [0, 1, 2, limit, 4, limit, 6]
 
 
-def test_a_call_that_gets_no_processor_is_ended_and_says_nothing_of_its_input(pool):
+def test_a_call_that_gets_no_processor_is_ended_and_says_nothing_of_its_input(pool: HazardPool) -> None:
     sleeper = Hazard("sleeper", "time:sleep", cpu_s=0.1, slack_s=0.1)
 
     with pytest.raises(HazardFailed, match=r"no result within 0\.2 s, .*: the host is overloaded"):
         pool.submit(sleeper, 60).result(60)
 
 
-def test_the_error_says_which_limit_and_how_much(pool):
+def test_the_error_says_which_limit_and_how_much(pool: HazardPool) -> None:
     assert str(pool.submit(EVAL, "sum(iter(int, 1))").exception()) == "it takes more than 0.5 s"
     assert (
         str(pool.submit(EVAL, "len(bytearray(1 << 30))").exception())
@@ -118,19 +121,19 @@ def test_the_error_says_which_limit_and_how_much(pool):
     assert "it ended its process" in str(pool.submit(EVAL, "__import__('os').abort()").exception())
 
 
-def test_a_function_that_raises_is_the_services_fault(pool):
+def test_a_function_that_raises_is_the_services_fault(pool: HazardPool) -> None:
     with pytest.raises(HazardFailed, match="ZeroDivisionError: division by zero"):
         pool.submit(EVAL, "1 / 0").result()
 
 
-def test_nothing_is_kept_from_one_batch_to_the_next(pool):
+def test_nothing_is_kept_from_one_batch_to_the_next(pool: HazardPool) -> None:
     remembers = "__import__('sys').__dict__.setdefault('kept', [])"
     once = f"({remembers}.append(1), len({remembers}))[1]"
 
     assert [pool.submit(EVAL, once).result() for _ in range(3)] == [1, 1, 1]
 
 
-def test_a_process_that_dies_is_replaced_and_its_calls_are_made_again(pool):
+def test_a_process_that_dies_is_replaced_and_its_calls_are_made_again(pool: HazardPool) -> None:
     parent = "__import__('os').getppid()"
     before = pool.submit(EVAL, parent).result()
     os.kill(before, signal.SIGKILL)
@@ -139,13 +142,13 @@ def test_a_process_that_dies_is_replaced_and_its_calls_are_made_again(pool):
     assert pool.submit(EVAL, parent).result() != before
 
 
-def test_its_processes_are_the_first_to_be_killed_when_memory_runs_out(pool):
+def test_its_processes_are_the_first_to_be_killed_when_memory_runs_out(pool: HazardPool) -> None:
     zygote = pool.submit(EVAL, "__import__('os').getppid()").result()
 
     assert Path(f"/proc/{zygote}/oom_score_adj").read_text().strip() == "1000"
 
 
-def test_it_runs_without_any_layer_of_the_sandbox():
+def test_it_runs_without_any_layer_of_the_sandbox() -> None:
     bare = HazardPool(size=1, without=LAYERS)
     try:
         assert results(bare, "1", "sum(iter(int, 1))", "2") == [1, "time", 2]
@@ -153,7 +156,7 @@ def test_it_runs_without_any_layer_of_the_sandbox():
         bare.close()
 
 
-def test_calls_do_not_reach_the_hosts_files_processes_or_network(pool):
+def test_calls_do_not_reach_the_hosts_files_processes_or_network(pool: HazardPool) -> None:
     attempts = ("open('/etc/passwd')", "__import__('socket').socket()", "__import__('os').fork()")
 
     for attempt in attempts:
@@ -161,15 +164,15 @@ def test_calls_do_not_reach_the_hosts_files_processes_or_network(pool):
             pool.submit(EVAL, attempt).result()
 
 
-def test_a_coroutine_waits_for_a_result_without_a_thread(pool):
+def test_a_coroutine_waits_for_a_result_without_a_thread(pool: HazardPool) -> None:
     async def ask() -> list[int]:
         calls = (asyncio.wrap_future(pool.submit(EVAL, str(number))) for number in range(200))
-        return await asyncio.gather(*calls)
+        return list(await asyncio.gather(*calls))
 
     assert asyncio.run(ask()) == list(range(200))
 
 
-def test_a_call_that_nobody_waits_for_is_not_made():
+def test_a_call_that_nobody_waits_for_is_not_made() -> None:
     alone = HazardPool(size=1)
     try:
         one_a_batch = Hazard("one a batch", EVAL.function, EVAL.cpu_s, EVAL.memory, batch=1)
@@ -183,7 +186,7 @@ def test_a_call_that_nobody_waits_for_is_not_made():
         alone.close()
 
 
-def test_a_closed_pool_fails_the_calls_it_has_and_takes_no_more():
+def test_a_closed_pool_fails_the_calls_it_has_and_takes_no_more() -> None:
     closing = HazardPool(size=1)
     assert closing.submit(EVAL, "1").result() == 1
     waiting = closing.submit(Hazard("sleeper", "time:sleep"), 60)
@@ -194,7 +197,7 @@ def test_a_closed_pool_fails_the_calls_it_has_and_takes_no_more():
         closing.submit(EVAL, "1")
 
 
-def test_a_schema_that_makes_llguidance_abort_ends_one_call(pool):
+def test_a_schema_that_makes_llguidance_abort_ends_one_call(pool: HazardPool) -> None:
     counts = [{"type": "array", "items": {"type": "object"}, "minItems": count} for count in (10**9, 1)]
     calls = [pool.submit(SCHEMA, json.dumps(schema)) for schema in counts]
 
@@ -202,7 +205,7 @@ def test_a_schema_that_makes_llguidance_abort_ends_one_call(pool):
     assert calls[1].result() == ""
 
 
-def test_owners_take_turns_and_a_bomb_ends_a_turn():
+def test_owners_take_turns_and_a_bomb_ends_a_turn() -> None:
     alone = HazardPool(size=1)
     try:
         bombs = submit_for("a", alone, EVAL, *["sum(iter(int, 1))"] * 4)
@@ -215,7 +218,7 @@ def test_owners_take_turns_and_a_bomb_ends_a_turn():
         alone.close()
 
 
-def test_a_turn_that_has_lasted_long_enough_ends_before_the_batch_does():
+def test_a_turn_that_has_lasted_long_enough_ends_before_the_batch_does() -> None:
     alone, order = HazardPool(size=1), []
     try:
         calls = submit_for("a", alone, SHORT_TURNS, "'a0'", "'a1'", "'a2'")
@@ -230,7 +233,7 @@ def test_a_turn_that_has_lasted_long_enough_ends_before_the_batch_does():
     assert order == ["a0", "b0", "a1", "b1", "a2"]
 
 
-def test_what_is_left_of_a_turn_goes_behind_the_owners_that_came_during_it():
+def test_what_is_left_of_a_turn_goes_behind_the_owners_that_came_during_it() -> None:
     alone, order = HazardPool(size=1), []
     late: list[Future[Any]] = []
 
@@ -253,11 +256,11 @@ def test_what_is_left_of_a_turn_goes_behind_the_owners_that_came_during_it():
     assert order == ["a0", "b0", "a1", "a2", "a3"]
 
 
-def test_a_call_that_ends_its_process_as_a_turn_ends_is_not_made_for_ever(pool):
+def test_a_call_that_ends_its_process_as_a_turn_ends_is_not_made_for_ever(pool: HazardPool) -> None:
     assert results(pool, "1", "__import__('os')._exit(101)", "2") == [1, "crash", 2]
 
 
-def test_one_slot_is_kept_for_other_owners():
+def test_one_slot_is_kept_for_other_owners() -> None:
     two = HazardPool(size=2)
     one_a_batch = replace(EVAL, batch=1)
     late: list[Future[Any]] = []
@@ -275,7 +278,9 @@ def test_one_slot_is_kept_for_other_owners():
 
 
 @pytest.mark.parametrize(("owner", "size"), [("", 2), ("a", 3)])
-def test_an_owner_may_have_all_other_slots_and_the_process_of_one_job_every_slot(owner, size, tmp_path):
+def test_an_owner_may_have_all_other_slots_and_the_process_of_one_job_every_slot(
+    owner: str, size: int, tmp_path: Path
+) -> None:
     slots = HazardPool(size=size, without=LAYERS)
     one, other = tmp_path / "one", tmp_path / "other"
     try:
@@ -286,7 +291,7 @@ def test_an_owner_may_have_all_other_slots_and_the_process_of_one_job_every_slot
         slots.close()
 
 
-def test_a_call_that_is_cancelled_while_its_batch_runs_is_not_made(tmp_path):
+def test_a_call_that_is_cancelled_while_its_batch_runs_is_not_made(tmp_path: Path) -> None:
     alone = HazardPool(size=1, without=LAYERS)
     made, cancelled = tmp_path / "made", []
     try:
@@ -301,7 +306,7 @@ def test_a_call_that_is_cancelled_while_its_batch_runs_is_not_made(tmp_path):
     assert not made.exists()
 
 
-def test_a_result_that_nobody_waits_for_any_more_is_dropped():
+def test_a_result_that_nobody_waits_for_any_more_is_dropped() -> None:
     alone = HazardPool(size=1)
     try:
         first, second, third = submit_for("a", alone, EVAL, "1", "2", "3")
@@ -313,11 +318,11 @@ def test_a_result_that_nobody_waits_for_any_more_is_dropped():
         alone.close()
 
 
-def test_a_call_that_is_too_large_is_not_made(pool):
+def test_a_call_that_is_too_large_is_not_made(pool: HazardPool) -> None:
     assert "its input is more than" in str(pool.submit(EVAL, " " * MAX_CALL).exception())
 
 
-def test_calls_that_wait_are_bounded_by_their_size():
+def test_calls_that_wait_are_bounded_by_their_size() -> None:
     alone = HazardPool(size=1)
     try:
         large = "1" + " " * (MAX_CALL - 10)
@@ -333,7 +338,7 @@ def test_calls_that_wait_are_bounded_by_their_size():
         alone.close()
 
 
-def test_an_owner_whose_calls_fill_its_room_leaves_room_to_others():
+def test_an_owner_whose_calls_fill_its_room_leaves_room_to_others() -> None:
     alone = HazardPool(size=1)
     try:
         large = "1" + " " * (MAX_CALL - 10)
@@ -347,7 +352,7 @@ def test_an_owner_whose_calls_fill_its_room_leaves_room_to_others():
         alone.close()
 
 
-def test_a_cancelled_call_leaves_its_room_to_others():
+def test_a_cancelled_call_leaves_its_room_to_others() -> None:
     alone = HazardPool(size=1)
     one_a_batch = replace(EVAL, batch=1)
     large = "1" + " " * (MAX_CALL - 10)

@@ -1,5 +1,7 @@
 import asyncio
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +33,7 @@ LABEL = {
 }
 
 
-def multi_of(calculate_output: str, **graders: dict) -> dict:
+def multi_of(calculate_output: str, **graders: dict[str, Any]) -> dict[str, Any]:
     return {"type": "multi", "name": "all", "graders": graders, "calculate_output": calculate_output}
 
 
@@ -39,7 +41,13 @@ class Asked:
     """What came of grading some samples with a judge on a scripted server."""
 
     def __init__(
-        self, raw: dict, *replies: Reply, samples=("hi",), concurrency: int = 1, hold: int = 1, **served
+        self,
+        raw: dict[str, Any],
+        *replies: Reply,
+        samples: tuple[Any, ...] = ("hi",),
+        concurrency: int = 1,
+        hold: int = 1,
+        **served: Any,
     ) -> None:
         self.server, self.time = ScriptedServer(replies, hold), Time()
         self.spec = parse_grader(raw)
@@ -60,14 +68,14 @@ class Asked:
         self.grade = self.grades[0]
 
 
-def test_the_number_is_the_score_and_the_reason_has_the_conclusion():
+def test_the_number_is_the_score_and_the_reason_has_the_conclusion() -> None:
     asked = Asked(SCORE, verdict(0.75))
 
     assert asked.grade.score == 0.75
     assert asked.grade.reason == "j says 0.75: 'fine'"
 
 
-def test_the_request_is_a_chat_completion_under_a_schema():
+def test_the_request_is_a_chat_completion_under_a_schema() -> None:
     sampling = {"seed": 1, "temperature": 0, "max_completions_tokens": 64, "reasoning_effort": "low"}
     asked = Asked({**SCORE, "sampling_params": sampling}, verdict(1), api_key="k", served_as="tiny")
 
@@ -90,7 +98,7 @@ def test_the_request_is_a_chat_completion_under_a_schema():
     assert asked.server.headers[0]["authorization"] == "Bearer k"
 
 
-def test_parts_are_sent_as_the_chat_api_has_them():
+def test_parts_are_sent_as_the_chat_api_has_them() -> None:
     parts = [
         {"type": "input_text", "text": "{{sample.output_text}}"},
         {"type": "input_image", "image_url": "{{item.q}}", "detail": "low"},
@@ -106,7 +114,7 @@ def test_parts_are_sent_as_the_chat_api_has_them():
 
 
 @pytest.mark.parametrize(("said", "score"), [(7, 5), (-3, 1), (2.5, 2.5)])
-def test_a_result_is_clamped_into_the_range(said, score):
+def test_a_result_is_clamped_into_the_range(said: float, score: float) -> None:
     assert Asked({**SCORE, "range": [1, 5]}, verdict(said)).grade.score == score
 
 
@@ -130,45 +138,45 @@ def test_a_result_is_clamped_into_the_range(said, score):
         (Reply(200, " " * 1_000_001), ErrorKind.model_grader_server_error),
     ],
 )
-def test_each_way_to_fail_has_its_flag(reply, kind):
+def test_each_way_to_fail_has_its_flag(reply: Reply, kind: ErrorKind) -> None:
     grade = Asked(SCORE, reply).grade
 
     assert (grade.score, grade.error) == (None, kind)
 
 
-def test_a_busy_server_is_asked_again_when_it_says():
+def test_a_busy_server_is_asked_again_when_it_says() -> None:
     asked = Asked(SCORE, Reply(429, "", {"retry-after": "7"}), Reply(503, ""), verdict(1))
 
     assert asked.grade.score == 1.0
     assert asked.time.slept == [7.0, 2.0]
 
 
-def test_a_date_to_retry_after_is_waited_for():
+def test_a_date_to_retry_after_is_waited_for() -> None:
     asked = Asked(SCORE, Reply(429, "", {"retry-after": "Thu, 01 Jan 1970 00:00:09 GMT"}), verdict(1))
 
     assert asked.time.slept == [9.0]
 
 
 @pytest.mark.parametrize("nonsense", ["soon", "nan", "1e99"])
-def test_what_makes_no_sense_to_wait_for_is_not_waited_for(nonsense):
+def test_what_makes_no_sense_to_wait_for_is_not_waited_for(nonsense: str) -> None:
     asked = Asked(SCORE, Reply(429, "", {"retry-after": nonsense}), verdict(1))
 
     assert asked.grade.score == 1.0
     assert asked.time.slept[0] <= 60.0
 
 
-def test_after_four_attempts_the_last_answer_counts():
+def test_after_four_attempts_the_last_answer_counts() -> None:
     asked = Asked(SCORE, Reply(500, "boom"))
 
     assert len(asked.server.requests) == 4
     assert asked.grade.reason == "j: HTTP 500: 'boom'"
 
 
-def test_a_request_that_is_wrong_is_not_repeated():
+def test_a_request_that_is_wrong_is_not_repeated() -> None:
     assert len(Asked(SCORE, Reply(400, "bad")).server.requests) == 1
 
 
-def test_the_same_prompt_is_asked_once_and_paid_once():
+def test_the_same_prompt_is_asked_once_and_paid_once() -> None:
     asked = Asked(SCORE, verdict(0.5), verdict(0.9), samples=("a", "a", "b"))
 
     assert [grade.score for grade in asked.grades] == [0.5, 0.5, 0.9]
@@ -180,14 +188,14 @@ def test_the_same_prompt_is_asked_once_and_paid_once():
     assert asked.ledger == {"j": TokenUsage(20, 10, 8)}
 
 
-def test_an_unreadable_answer_is_not_remembered():
+def test_an_unreadable_answer_is_not_remembered() -> None:
     asked = Asked(SCORE, chat("what?"), verdict(1), samples=("a", "a"))
 
     assert [grade.score for grade in asked.grades] == [None, 1.0]
     assert asked.ledger["j"].prompt_tokens == 20
 
 
-def test_no_more_questions_at_once_than_the_model_takes():
+def test_no_more_questions_at_once_than_the_model_takes() -> None:
     bounded, free = (
         Asked(SCORE, verdict(1), samples=tuple("abcdefgh"), concurrency=8, hold=2, max_concurrency=most)
         for most in (2, 8)
@@ -198,7 +206,7 @@ def test_no_more_questions_at_once_than_the_model_takes():
     assert free.server.most_open > 2
 
 
-def test_equal_answers_that_come_at_once_are_judged_once():
+def test_equal_answers_that_come_at_once_are_judged_once() -> None:
     asked = Asked(SCORE, verdict(0.5), verdict(0.9), samples=("a",) * 8, concurrency=8)
 
     assert [grade.score for grade in asked.grades] == [0.5] * 8
@@ -206,21 +214,21 @@ def test_equal_answers_that_come_at_once_are_judged_once():
     assert asked.ledger == {"j": TokenUsage(10, 5, 4)}
 
 
-def test_what_befalls_the_one_who_asks_befalls_all_who_wait():
+def test_what_befalls_the_one_who_asks_befalls_all_who_wait() -> None:
     asked = Asked(SCORE, Reply(400, "bad"), verdict(0.9), samples=("a",) * 8, concurrency=8)
 
     assert {grade.error for grade in asked.grades} == {ErrorKind.model_grader_server_error}
     assert len(asked.server.requests) == 1
 
 
-def test_questions_are_spaced_as_the_model_wants():
+def test_questions_are_spaced_as_the_model_wants() -> None:
     asked = Asked(SCORE, verdict(1), samples=tuple("abc"), requests_per_second=2.0)
 
     assert asked.time.slept == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(("said", "score"), [("good", 1.0), ("bad", 0.0), ("else", None)])
-def test_a_label_scores_by_whether_it_passes(said, score):
+def test_a_label_scores_by_whether_it_passes(said: str, score: float | None) -> None:
     asked = Asked(multi_of("l", l=LABEL), verdict(said))
 
     assert asked.grade.score == score
@@ -228,7 +236,7 @@ def test_a_label_scores_by_whether_it_passes(said, score):
     assert schema["properties"]["result"] == {"type": "string", "enum": ["good", "bad"]}
 
 
-def test_tokens_are_summed_over_a_multi_and_reported_by_model():
+def test_tokens_are_summed_over_a_multi_and_reported_by_model() -> None:
     asked = Asked(multi_of("s + l", s=SCORE, l=LABEL), verdict(0.5), verdict("good"))
     body = run_report(asked.spec, asked.grade)
 
@@ -239,12 +247,12 @@ def test_tokens_are_summed_over_a_multi_and_reported_by_model():
     assert json.loads(json.dumps(body)) == body
 
 
-def test_a_verdict_that_failed_has_cost_tokens_too():
+def test_a_verdict_that_failed_has_cost_tokens_too() -> None:
     assert Asked(SCORE, chat("what?")).grade.usage == {"j": TokenUsage(10, 5, 4)}
 
 
 @pytest.mark.parametrize("count", ODD_COUNTS, ids=lambda count: count[:12])
-def test_a_count_of_tokens_that_is_none_is_estimated(count):
+def test_a_count_of_tokens_that_is_none_is_estimated(count: str) -> None:
     usage = f'{{"prompt_tokens": {count}, "completion_tokens": {count}}}'
     asked = Asked(SCORE, with_usage(chat('{"steps": [], "result": 1}'), usage))
 
@@ -253,12 +261,14 @@ def test_a_count_of_tokens_that_is_none_is_estimated(count):
     assert asked.grade.usage == {"j": TokenUsage(-(-len(body) // 4), 7, 0)}
 
 
-def test_an_api_key_is_in_no_message_and_no_representation():
+def test_an_api_key_is_in_no_message_and_no_representation() -> None:
     assert "secret" not in repr(JudgeModel("http://127.0.0.1/v1", api_key="secret"))
     assert "secret" not in Asked(SCORE, Reply(401, "who?"), api_key="secret").grade.reason
 
 
-def test_nothing_of_the_environment_is_sent_to_a_judge(monkeypatch, tmp_path):
+def test_nothing_of_the_environment_is_sent_to_a_judge(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
@@ -270,14 +280,14 @@ def test_nothing_of_the_environment_is_sent_to_a_judge(monkeypatch, tmp_path):
     assert "authorization" not in asked.server.headers[0]
 
 
-def test_without_judges_a_model_grader_cannot_be_built():
+def test_without_judges_a_model_grader_cannot_be_built() -> None:
     with pytest.raises(NotConfigured, match="No judge model is configured") as caught:
         build(parse_grader(multi_of("s", s=SCORE)), param="grader")
 
     assert caught.value.param == "grader.graders.s.model"
 
 
-def test_a_model_that_is_not_configured_is_answered_with_those_that_are():
+def test_a_model_that_is_not_configured_is_answered_with_those_that_are() -> None:
     judges = HttpJudges({"a": JudgeModel("http://127.0.0.1/v1")})
 
     with pytest.raises(NotConfigured, match="configured on this server are: 'a'"):
@@ -307,14 +317,14 @@ MESSAGE = SCORE["input"][0]
         ({"sampling_params": {"seed": 1.5}}, "grader.sampling_params.seed"),
     ],
 )
-def test_a_mistake_in_a_score_model_is_named_by_its_path(changes, param):
+def test_a_mistake_in_a_score_model_is_named_by_its_path(changes: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidGrader) as caught:
         parse_grader({**SCORE, **changes})
 
     assert caught.value.param == param
 
 
-def test_what_was_sent_is_what_is_echoed():
+def test_what_was_sent_is_what_is_echoed() -> None:
     part = {"type": "output_text", "text": "x"}
     raw = {**SCORE, "input": [{"role": "user", "content": part}], "range": [0, 2]}
 
@@ -322,27 +332,27 @@ def test_what_was_sent_is_what_is_echoed():
 
 
 @pytest.mark.parametrize(("label", "score"), [("good", 1.0), ("bad", 0.0)])
-def test_a_label_model_may_stand_alone(label, score):
+def test_a_label_model_may_stand_alone(label: str, score: float) -> None:
     asked = Asked(LABEL, verdict(label))
 
     assert dump(asked.spec) == LABEL
     assert asked.grade.score == score
 
 
-def test_the_limit_of_a_judges_answer_may_be_spelled_max_tokens():
+def test_the_limit_of_a_judges_answer_may_be_spelled_max_tokens() -> None:
     asked = Asked({**LABEL, "sampling_params": {"max_tokens": 64}}, verdict("good"))
 
     assert asked.server.requests[0]["max_completion_tokens"] == 64
     assert "max_tokens" not in asked.server.requests[0]
 
 
-def test_two_limits_of_a_judges_answer_are_one_too_many():
+def test_two_limits_of_a_judges_answer_are_one_too_many() -> None:
     with pytest.raises(InvalidGrader, match="which mean the same") as caught:
         parse_grader({**LABEL, "sampling_params": {"max_tokens": 64, "max_completions_tokens": 64}})
 
     assert caught.value.param == "grader.sampling_params"
 
 
-def test_a_passing_label_must_be_a_label():
+def test_a_passing_label_must_be_a_label() -> None:
     with pytest.raises(InvalidGrader, match="'great' is not among 'labels'"):
         parse_grader(multi_of("l", l={**LABEL, "passing_labels": ["great"]}))

@@ -40,7 +40,7 @@ def judge(output: str, reference: str) -> Grade:
         ("<answer>6", "6"),
     ],
 )
-def test_the_answer_is_boxed_else_tagged_else_the_last_number(text, answer):
+def test_the_answer_is_boxed_else_tagged_else_the_last_number(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
 
 
@@ -62,12 +62,12 @@ def test_the_answer_is_boxed_else_tagged_else_the_last_number(text, answer):
         (r"\boxed{}}{", "42", 0),
     ],
 )
-def test_answers_are_compared_as_mathematics(output, reference, score):
+def test_answers_are_compared_as_mathematics(output: str, reference: str | int, score: int) -> None:
     assert judge(output, str(reference)).score == score
 
 
 @pytest.mark.parametrize("reference", ["", "  ", "9" * 2000, "="])
-def test_a_reference_that_is_no_mathematics_leaves_the_sample_ungraded(reference):
+def test_a_reference_that_is_no_mathematics_leaves_the_sample_ungraded(reference: str) -> None:
     grade = judge("42", reference)
 
     assert (grade.score, grade.error) == (None, ErrorKind.invalid_variable_error)
@@ -87,7 +87,7 @@ BOMBS = (
 
 
 @pytest.mark.slow
-def test_an_answer_or_a_reference_that_takes_for_ever_costs_its_own_grade_alone():
+def test_an_answer_or_a_reference_that_takes_for_ever_costs_its_own_grade_alone() -> None:
     limited = replace(table.MATH, cpu_s=0.25, batch=64)
     pool = HazardPool(size=2)
     pairs = [pair for bomb in BOMBS for pair in (("1", bomb), (bomb, "1"), ("7", "7"))]
@@ -105,7 +105,7 @@ def test_an_answer_or_a_reference_that_takes_for_ever_costs_its_own_grade_alone(
 
 
 @pytest.mark.slow
-def test_an_answer_that_runs_into_the_limit_is_not_graded_and_the_reason_has_its_text():
+def test_an_answer_that_runs_into_the_limit_is_not_graded_and_the_reason_has_its_text() -> None:
     grade = judge(r"so \boxed{\sqrt[10^{-9}]{7}}", "1")
 
     assert (grade.score, grade.error) == (None, ErrorKind.other_error)
@@ -115,7 +115,7 @@ def test_an_answer_that_runs_into_the_limit_is_not_graded_and_the_reason_has_its
 
 
 @pytest.mark.slow
-def test_grading_leaves_the_event_loop_free():
+def test_grading_leaves_the_event_loop_free() -> None:
     """A run samples and writes its heartbeat in the same loop."""
     grader = build(parse_grader(MATH))
 
@@ -131,7 +131,7 @@ def test_grading_leaves_the_event_loop_free():
     assert result.score is None
 
 
-def test_sums_integrals_and_factorials_are_mathematics():
+def test_sums_integrals_and_factorials_are_mathematics() -> None:
     assert judge(r"\boxed{55}", r"\sum_{n=1}^{10} n").score == 1.0
     assert judge(r"\boxed{5!}", "120").score == 1.0
     assert judge(r"\boxed{0.5}", r"\int_0^1 x dx").score == 1.0
@@ -148,7 +148,7 @@ def plain_texts() -> list[str]:
     return texts
 
 
-def test_a_plain_number_is_read_without_math_verify_and_as_it_does():
+def test_a_plain_number_is_read_without_math_verify_and_as_it_does() -> None:
     math_verify.parser.TIMEOUT_WARNING_SHOWN = True
     kinds = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]
     read = [(text, math_answer.plain_number(text)) for text in plain_texts()]
@@ -160,7 +160,7 @@ def test_a_plain_number_is_read_without_math_verify_and_as_it_does():
         assert sympy.srepr(theirs) == sympy.srepr(number), text
 
 
-def test_grades_belong_to_their_samples():
+def test_grades_belong_to_their_samples() -> None:
     grader = build(parse_grader(MATH))
     pairs = [(Sample(rf"\boxed{{{number}}}"), {"answer": number - number % 3}) for number in range(300)]
 
@@ -169,7 +169,7 @@ def test_grades_belong_to_their_samples():
     assert [grade.score for grade in grades] == [float(number % 3 == 0) for number in range(300)]
 
 
-def test_the_grader_renders_both_sides_and_says_what_is_missing():
+def test_the_grader_renders_both_sides_and_says_what_is_missing() -> None:
     grader = build(parse_grader(MATH))
 
     assert asyncio.run(grader.grade(Sample("so 42"), {"answer": 42})).reason == "expected '42', got '42'"

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from graders.sandbox import folders, users
 from graders.sandbox.pool import Pool, SandboxFailed, SandboxLimits
 from graders.sandbox.turns import Turns
 from graders.types import Sample
+from tests.present import present
 
 ROOT = Path(__file__).parents[2]
 ONE = "def grade(sample, item):\n    return 1\n"
@@ -24,7 +27,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is 
 
 
 @pytest.fixture
-def pool():
+def pool() -> Iterator[Pool]:
     pool = Pool(SandboxLimits(wall_s=60), size=1)
     yield pool
     pool.close()
@@ -36,7 +39,7 @@ def begun(pool: Pool) -> None:
         os.sched_yield()
 
 
-def test_owners_take_turns_however_many_items_one_of_them_has():
+def test_owners_take_turns_however_many_items_one_of_them_has() -> None:
     turns: Turns[int] = Turns()
     for owner, item in [("a", 1), ("a", 2), ("a", 3), ("b", 4), ("c", 5)]:
         turns.put(owner, item)
@@ -46,7 +49,7 @@ def test_owners_take_turns_however_many_items_one_of_them_has():
     assert taken == [("a", 1), ("b", 4), ("c", 5), ("a", 2), ("a", 3), None]
 
 
-def test_an_owner_whose_turn_ends_is_behind_those_that_came_meanwhile():
+def test_an_owner_whose_turn_ends_is_behind_those_that_came_meanwhile() -> None:
     turns: Turns[int] = Turns(most=1)
     for item in (1, 2, 3):
         turns.put("a", item)
@@ -57,7 +60,7 @@ def test_an_owner_whose_turn_ends_is_behind_those_that_came_meanwhile():
     assert turns.take() == ("b", 4)
 
 
-def test_no_owner_has_more_than_its_share_under_way_but_for_the_one_without_a_name():
+def test_no_owner_has_more_than_its_share_under_way_but_for_the_one_without_a_name() -> None:
     turns: Turns[int] = Turns(most=1)
     for owner, item in [("a", 1), ("a", 2), ("b", 3), ("", 4), ("", 5)]:
         turns.put(owner, item)
@@ -68,7 +71,7 @@ def test_no_owner_has_more_than_its_share_under_way_but_for_the_one_without_a_na
     assert turns.take() == ("a", 2)
 
 
-def test_the_next_item_is_of_the_owner_with_the_fewest_under_way():
+def test_the_next_item_is_of_the_owner_with_the_fewest_under_way() -> None:
     turns: Turns[int] = Turns()
     for owner, item in [("a", 1), ("a", 2), ("a", 3)]:
         turns.put(owner, item)
@@ -82,13 +85,13 @@ def test_the_next_item_is_of_the_owner_with_the_fewest_under_way():
     assert turns.take() == ("b", 5)
 
 
-def test_a_grade_of_another_project_does_not_wait_for_all_of_the_first():
+def test_a_grade_of_another_project_does_not_wait_for_all_of_the_first() -> None:
     pool = Pool(SandboxLimits(wall_s=60), size=1)
     ended: list[str] = []
     try:
         calls = [pool.submit(ONE, {}, {}, owner=owner) for owner in ("first",) * 6 + ("second",)]
         for call, name in zip(calls, ["first"] * 6 + ["second"], strict=True):
-            call.add_done_callback(lambda done, name=name: ended.append(name))
+            call.add_done_callback(partial(lambda name, done: ended.append(name), name))
         for call in calls:
             call.result()
     finally:
@@ -97,7 +100,7 @@ def test_a_grade_of_another_project_does_not_wait_for_all_of_the_first():
     assert "second" in ended[:3]
 
 
-def test_a_grade_that_was_cancelled_in_line_keeps_nothing_of_its_input_in_memory():
+def test_a_grade_that_was_cancelled_in_line_keeps_nothing_of_its_input_in_memory() -> None:
     class Item(dict[str, str]):
         """Can be referred to weakly, as a dict cannot."""
 
@@ -116,7 +119,7 @@ def test_a_grade_that_was_cancelled_in_line_keeps_nothing_of_its_input_in_memory
         pool.close()
 
 
-def test_a_grade_that_runs_ends_when_it_is_cancelled(pool):
+def test_a_grade_that_runs_ends_when_it_is_cancelled(pool: Pool) -> None:
     call = pool.submit(SPINS, {}, {})
     begun(pool)
 
@@ -126,7 +129,7 @@ def test_a_grade_that_runs_ends_when_it_is_cancelled(pool):
     assert pool.submit(ONE, {}, {}).result().score == 1
 
 
-def test_code_that_stops_waiting_for_a_grade_ends_it(pool):
+def test_code_that_stops_waiting_for_a_grade_ends_it(pool: Pool) -> None:
     async def leave() -> None:
         task = asyncio.create_task(PythonGrader("py", SPINS, pool).grade(Sample(""), {}))
         await asyncio.to_thread(begun, pool)
@@ -138,7 +141,7 @@ def test_code_that_stops_waiting_for_a_grade_ends_it(pool):
     assert pool.submit(ONE, {}, {}).result(timeout=30).score == 1
 
 
-def test_a_grade_that_waits_is_cancelled_without_a_process(pool):
+def test_a_grade_that_waits_is_cancelled_without_a_process(pool: Pool) -> None:
     running = pool.submit(SPINS, {}, {})
     begun(pool)
     waiting = pool.submit(ONE, {}, {})
@@ -148,14 +151,14 @@ def test_a_grade_that_waits_is_cancelled_without_a_process(pool):
     assert pool.load().grades <= 1
 
 
-def test_its_processes_are_the_first_to_be_killed_when_memory_runs_out(pool):
+def test_its_processes_are_the_first_to_be_killed_when_memory_runs_out(pool: Pool) -> None:
     pool.submit(ONE, {}, {}).result()
 
     [zygote] = pool.zygotes
     assert Path(f"/proc/{zygote.process.pid}/oom_score_adj").read_text().strip() == "1000"
 
 
-def test_idle_processes_end_after_their_time():
+def test_idle_processes_end_after_their_time() -> None:
     now = [0.0]
     pool = Pool(size=1, idle_s=600, clock=lambda: now[0])
     try:
@@ -171,7 +174,9 @@ def test_idle_processes_end_after_their_time():
         pool.close()
 
 
-def test_the_folder_of_a_killed_service_is_removed_by_the_next(tmp_path, monkeypatch):
+def test_the_folder_of_a_killed_service_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = (
         "import os, pathlib, signal\nfrom graders.sandbox.folders import Folder, make\n"
         "left = Folder.claim()\npathlib.Path(make(left.path), 'x').write_text('x')\n"
@@ -200,7 +205,9 @@ def test_the_folder_of_a_killed_service_is_removed_by_the_next(tmp_path, monkeyp
         ("0 1000 1", 65534, 65535),
     ],
 )
-def test_users_of_graders_are_ones_that_the_container_has_and_nobody_uses(tmp_path, mapped, first, last):
+def test_users_of_graders_are_ones_that_the_container_has_and_nobody_uses(
+    tmp_path: Path, mapped: str, first: int, last: int
+) -> None:
     (tmp_path / "map").write_text(mapped)
 
     found = users.available((tmp_path / "map",))
@@ -209,7 +216,7 @@ def test_users_of_graders_are_ones_that_the_container_has_and_nobody_uses(tmp_pa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user is root's to take")
-def test_as_root_each_process_has_a_user_of_its_own(pool):
+def test_as_root_each_process_has_a_user_of_its_own(pool: Pool) -> None:
     who = "import os\ndef grade(sample, item):\n    return os.getuid()\n"
 
     mine, others = pool.submit(who, {}, {}).result().score, pool.submit(who, {}, {}, owner="b").result().score
@@ -218,7 +225,7 @@ def test_as_root_each_process_has_a_user_of_its_own(pool):
     assert not {mine, others} & {0.0, float(os.geteuid())}
 
 
-def test_the_next_grade_finds_nothing_of_the_one_before_in_memory(pool):
+def test_the_next_grade_finds_nothing_of_the_one_before_in_memory(pool: Pool) -> None:
     source = (
         "import gc, sys\n"
         "def grade(sample, item):\n"
@@ -236,7 +243,7 @@ def test_the_next_grade_finds_nothing_of_the_one_before_in_memory(pool):
         for text in ("secret-of-the-first", "second", "third")
     ]
 
-    assert scores[0] > 0
+    assert present(scores[0]) > 0
     assert scores[1:] == [0, 0]
 
 
@@ -263,7 +270,7 @@ pool.close()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rights", ["as we are", "unprivileged"])
-def test_threads_of_the_service_do_not_count_against_those_of_a_grade(rights):
+def test_threads_of_the_service_do_not_count_against_those_of_a_grade(rights: str) -> None:
     """With a service of 300 threads numpy works, and a bomb of threads is still contained."""
     program = [sys.executable, "-c", CROWDED, rights]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=240)

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,15 +31,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is 
 
 
 @pytest.fixture(scope="module")
-def pool():
+def pool() -> Iterator[Pool]:
     pool = Pool(SandboxLimits(wall_s=30), size=2)
     yield pool
     pool.close()
 
 
 @pytest.fixture
-def grade(pool):
-    def grade(source: str, text: str = "42", item: dict | None = None) -> Grade:
+def grade(pool: Pool) -> Callable[..., Grade]:
+    def grade(source: str, text: str = "42", item: dict[str, Any] | None = None) -> Grade:
         grader = PythonGrader("py", source, pool)
         return asyncio.run(grade_all(grader, [(Sample(text), item or {"answer": "42"})]))[0]
 
@@ -55,7 +57,7 @@ def refused(source: object) -> InvalidGrader:
     return caught.value
 
 
-def test_the_score_is_what_grade_returns(grade):
+def test_the_score_is_what_grade_returns(grade: Callable[..., Grade]) -> None:
     assert grade(EXACT).score == 1.0
     assert grade(EXACT, "41").score == 0.0
     assert grade(returns("0.25")).reason == "grade() returned 0.25"
@@ -64,11 +66,11 @@ def test_the_score_is_what_grade_returns(grade):
 @pytest.mark.parametrize(
     ("expression", "score"), [("True", 1.0), ("3", 3.0), ("-0.5", -0.5), ("len(item)", 1.0)]
 )
-def test_any_finite_number_is_a_score(grade, expression, score):
+def test_any_finite_number_is_a_score(grade: Callable[..., Grade], expression: str, score: float) -> None:
     assert grade(returns(expression)).score == score
 
 
-def test_a_numpy_scalar_is_a_score(grade):
+def test_a_numpy_scalar_is_a_score(grade: Callable[..., Grade]) -> None:
     pytest.importorskip("numpy")
 
     assert grade(returns("np.float32(0.5)", "import numpy as np")).score == 0.5
@@ -76,7 +78,7 @@ def test_a_numpy_scalar_is_a_score(grade):
     assert "not ndarray" in grade(returns("np.ones(3)", "import numpy as np")).reason
 
 
-def test_it_may_score_an_answer_step_by_step(grade):
+def test_it_may_score_an_answer_step_by_step(grade: Callable[..., Grade]) -> None:
     source = (
         "def grade(sample, item):\n    text, steps, end = sample['output_text'], [], 0\n"
         "    for line in text.splitlines(keepends=True):\n        end += len(line)\n"
@@ -90,7 +92,7 @@ def test_it_may_score_an_answer_step_by_step(grade):
     assert grade(EXACT).steps == ()
 
 
-def test_steps_may_be_numpy_scalars(grade):
+def test_steps_may_be_numpy_scalars(grade: Callable[..., Grade]) -> None:
     pytest.importorskip("numpy")
     steps = "{'score': np.float64(1), 'steps': [{'end': np.int64(2), 'score': np.float32(0.5)}]}"
 
@@ -114,7 +116,9 @@ def test_steps_may_be_numpy_scalars(grade):
         ("({'end': 1, 'score': 1},)", "'steps' must be a list of at most 256"),
     ],
 )
-def test_steps_that_cannot_be_used_are_its_authors_to_mend(grade, steps, says):
+def test_steps_that_cannot_be_used_are_its_authors_to_mend(
+    grade: Callable[..., Grade], steps: str, says: str
+) -> None:
     result = grade(returns(f"{{'score': 1.0, 'steps': {steps}}}"))
 
     assert (result.score, result.error) == (None, ErrorKind.python_grader_runtime_error)
@@ -122,36 +126,36 @@ def test_steps_that_cannot_be_used_are_its_authors_to_mend(grade, steps, says):
 
 
 @pytest.mark.parametrize("value", ["{'score': 1}", "{}", "{'score': 1, 'steps': [], 'note': ''}"])
-def test_a_dict_has_a_score_and_steps_and_nothing_else(grade, value):
+def test_a_dict_has_a_score_and_steps_and_nothing_else(grade: Callable[..., Grade], value: str) -> None:
     assert "must have 'score' and 'steps'" in grade(returns(value)).reason
 
 
-def test_the_sample_has_what_a_template_can_name(grade):
+def test_the_sample_has_what_a_template_can_name(grade: Callable[..., Grade]) -> None:
     keys = "sorted(sample) == sorted(item['keys'])"
 
     assert grade(returns(keys), item={"keys": list(Sample("").as_namespace())}).score == 1.0
 
 
-def test_text_outside_ascii_arrives_and_leaves_as_it_is(grade):
+def test_text_outside_ascii_arrives_and_leaves_as_it_is(grade: Callable[..., Grade]) -> None:
     result = grade("def grade(sample, item):\n    print(sample['output_text'])\n    return 1", "żółć 🦊")
 
     assert result.output == "żółć 🦊\n"
 
 
-def test_what_it_prints_comes_back_with_the_grade_cut_to_size(grade):
+def test_what_it_prints_comes_back_with_the_grade_cut_to_size(grade: Callable[..., Grade]) -> None:
     result = grade("def grade(sample, item):\n    print('a' * 100_000)\n    return 1")
 
     assert result.score == 1.0
     assert result.output == "a" * 16384 + "\n... cut: the first 16,384 of 100,001 bytes are shown"
 
 
-def test_what_it_printed_before_it_failed_comes_back_too(grade):
+def test_what_it_printed_before_it_failed_comes_back_too(grade: Callable[..., Grade]) -> None:
     result = grade("def grade(sample, item):\n    print('so far')\n    return 1 / 0")
 
     assert result.output == "so far\n"
 
 
-def test_an_exception_becomes_a_reason_with_the_authors_own_lines(grade):
+def test_an_exception_becomes_a_reason_with_the_authors_own_lines(grade: Callable[..., Grade]) -> None:
     result = grade("def grade(sample, item):\n    return item['absent']\n")
 
     assert (result.score, result.error) == (None, ErrorKind.python_grader_runtime_error)
@@ -161,7 +165,7 @@ def test_an_exception_becomes_a_reason_with_the_authors_own_lines(grade):
     assert "zygote" not in result.reason
 
 
-def test_a_grader_out_of_time_is_its_authors_to_mend():
+def test_a_grader_out_of_time_is_its_authors_to_mend() -> None:
     pool = Pool(SandboxLimits(wall_s=0.2), size=1)
     try:
         result = asyncio.run(
@@ -174,7 +178,7 @@ def test_a_grader_out_of_time_is_its_authors_to_mend():
     assert result.reason == "no grade within 0.2 s"
 
 
-def test_modules_of_the_standard_library_can_be_used(grade):
+def test_modules_of_the_standard_library_can_be_used(grade: Callable[..., Grade]) -> None:
     modules = "ast bisect base64 collections contextlib copy csv dataclasses datetime decimal difflib enum fractions"
     modules += (
         " functools hashlib heapq html io itertools json math operator pathlib random re statistics string"
@@ -184,7 +188,7 @@ def test_modules_of_the_standard_library_can_be_used(grade):
     assert grade(returns("1", f"import {', '.join(modules.split())}")).score == 1.0
 
 
-def test_threads_work(grade):
+def test_threads_work(grade: Callable[..., Grade]) -> None:
     source = (
         "from concurrent.futures import ThreadPoolExecutor\n"
         "def grade(sample, item):\n"
@@ -194,13 +198,13 @@ def test_threads_work(grade):
     assert grade(source).score == 6.0
 
 
-def test_nothing_is_kept_from_one_grade_to_the_next(grade):
+def test_nothing_is_kept_from_one_grade_to_the_next(grade: Callable[..., Grade]) -> None:
     source = "calls = []\ndef grade(sample, item):\n    calls.append(1)\n    return len(calls)"
 
     assert [grade(source).score for _ in range(3)] == [1, 1, 1]
 
 
-def test_many_grades_at_once_each_get_their_own_answer(pool):
+def test_many_grades_at_once_each_get_their_own_answer(pool: Pool) -> None:
     grader = PythonGrader("py", returns("float(sample['output_text'])"), pool)
 
     grades = asyncio.run(grade_all(grader, [(Sample(str(n)), {}) for n in range(40)]))
@@ -208,7 +212,7 @@ def test_many_grades_at_once_each_get_their_own_answer(pool):
     assert [grade.score for grade in grades] == list(range(40))
 
 
-def test_a_python_grader_works_inside_a_multi():
+def test_a_python_grader_works_inside_a_multi() -> None:
     spec = parse_grader(
         {
             "type": "multi",
@@ -225,7 +229,7 @@ def test_a_python_grader_works_inside_a_multi():
 # the spec
 
 
-def test_what_was_sent_is_what_is_echoed():
+def test_what_was_sent_is_what_is_echoed() -> None:
     raw = {**PYTHON, "image_tag": "2025-05-08", "pass_threshold": 0.5}
 
     assert dump(parse_grader(raw)) == raw
@@ -241,7 +245,7 @@ def test_what_was_sent_is_what_is_echoed():
         (EXACT + "#" + "é" * 128_000, "must have less than 256000"),
     ],
 )
-def test_a_source_that_can_never_grade_is_refused_with_its_line(source, says):
+def test_a_source_that_can_never_grade_is_refused_with_its_line(source: str, says: str) -> None:
     assert says in refused(source).message
 
 
@@ -266,7 +270,7 @@ def test_a_source_that_can_never_grade_is_refused_with_its_line(source, says):
         (EXACT + "x = " + "-" * 100_000 + "1", "nested too deeply"),
     ],
 )
-def test_a_source_of_which_no_grader_can_be_made_is_refused_with_its_line(source, says):
+def test_a_source_of_which_no_grader_can_be_made_is_refused_with_its_line(source: str, says: str) -> None:
     assert says in compile_error(source)
     assert bool(says) == bool(compile_error(source))
 
@@ -279,7 +283,7 @@ def compile_error(source: str) -> str:
     return ""
 
 
-def test_the_sandbox_compiles_and_a_grade_of_what_does_not_compile_says_the_same(pool):
+def test_the_sandbox_compiles_and_a_grade_of_what_does_not_compile_says_the_same(pool: Pool) -> None:
     source = "def grade(sample, item):\n  return ("
 
     assert pool.compile_error(source).result() == "line 2: '(' was never closed"
@@ -298,7 +302,7 @@ def nested_finally(depth: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_source_that_takes_gigabytes_to_compile_is_its_authors_to_mend(pool):
+def test_a_source_that_takes_gigabytes_to_compile_is_its_authors_to_mend(pool: Pool) -> None:
     assert pool.compile_error("def grade(a, b): return 1").result() == ""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -309,7 +313,7 @@ def test_a_source_that_takes_gigabytes_to_compile_is_its_authors_to_mend(pool):
     assert pool.submit(EXACT, {"output_text": ""}, {"answer": ""}).result().score == 1
 
 
-def test_a_source_has_to_be_a_string():
+def test_a_source_has_to_be_a_string() -> None:
     assert refused(1).code == "invalid_type"
 
 
@@ -325,7 +329,7 @@ def test_a_source_has_to_be_a_string():
         "*both",
     ],
 )
-def test_further_parameters_are_fine_if_they_need_no_value(pool, parameters):
+def test_further_parameters_are_fine_if_they_need_no_value(pool: Pool, parameters: str) -> None:
     source = f"def grade({parameters}): return 1"
     parse_grader({**PYTHON, "source": source})
 
@@ -338,7 +342,7 @@ def test_further_parameters_are_fine_if_they_need_no_value(pool, parameters):
 @pytest.mark.parametrize(
     ("limit", "most"), [("max 100000", 1 << 20), ("100000 100000", 1), ("150000 100000", 2)]
 )
-def test_as_many_grades_go_on_as_the_container_has_cores(tmp_path, limit, most):
+def test_as_many_grades_go_on_as_the_container_has_cores(tmp_path: Path, limit: str, most: int) -> None:
     assert cores(tmp_path) == len(os.sched_getaffinity(0))
     (tmp_path / "cpu.max").write_text(limit + "\n")
 
@@ -346,7 +350,7 @@ def test_as_many_grades_go_on_as_the_container_has_cores(tmp_path, limit, most):
 
 
 @pytest.mark.parametrize("layer", ["no_new_privs", "seccomp", "rlimits"])
-def test_without_a_layer_python_graders_are_refused_by_its_name(layer):
+def test_without_a_layer_python_graders_are_refused_by_its_name(layer: str) -> None:
     pool = Pool(without=[layer], size=1)
     try:
         with pytest.raises(SandboxUnavailable, match=f"{layer} is missing"):
@@ -359,7 +363,7 @@ def test_without_a_layer_python_graders_are_refused_by_its_name(layer):
     assert f"{layer} is missing" in result.reason
 
 
-def test_landlock_or_a_user_and_a_root_of_its_own_are_enough_and_less_is_not():
+def test_landlock_or_a_user_and_a_root_of_its_own_are_enough_and_less_is_not() -> None:
     held = dict.fromkeys(["no_new_privs", "seccomp", "rlimits", "landlock", "uid", "namespaces"], "")
 
     assert missing_layers(held) == missing_layers({**held, "landlock": "old kernel"}) == []
@@ -369,7 +373,7 @@ def test_landlock_or_a_user_and_a_root_of_its_own_are_enough_and_less_is_not():
     assert "landlock (old kernel) and namespaces (not allowed) are missing" in only_a_user
 
 
-def test_a_user_that_all_graders_share_does_not_keep_them_out_of_each_others_scratch():
+def test_a_user_that_all_graders_share_does_not_keep_them_out_of_each_others_scratch() -> None:
     pool = Pool(without=["namespaces", "landlock"], size=1)
     try:
         with pytest.raises(SandboxUnavailable, match=r"both landlock .* and namespaces .* are missing"):
@@ -378,7 +382,7 @@ def test_a_user_that_all_graders_share_does_not_keep_them_out_of_each_others_scr
         pool.close()
 
 
-def test_who_insists_may_run_without_a_layer():
+def test_who_insists_may_run_without_a_layer() -> None:
     pool = Pool(without=["seccomp"], size=1, insecure=True)
     try:
         outcome = pool.submit(returns("1"), {}, {}).result()
@@ -388,7 +392,7 @@ def test_who_insists_may_run_without_a_layer():
     assert outcome.score == 1.0
 
 
-def test_the_probe_names_every_layer():
+def test_the_probe_names_every_layer() -> None:
     assert set(probe()) == {
         "cgroup", "pid_namespace", "namespaces", "uid", "no_new_privs", "landlock", "signal_scope", "rlimits",
         "seccomp",
@@ -396,26 +400,26 @@ def test_the_probe_names_every_layer():
 
 
 @pytest.mark.parametrize("machine", TABLES)
-def test_there_is_a_filter_for_every_machine_we_have_a_table_for(machine):
+def test_there_is_a_filter_for_every_machine_we_have_a_table_for(machine: str) -> None:
     program = grader_filter(machine)
 
     assert len(program) % 8 == 0
     assert len(program) // 8 < 4096  # the kernel's limit
 
 
-def test_a_machine_without_a_table_has_no_filter():
+def test_a_machine_without_a_table_has_no_filter() -> None:
     with pytest.raises(OSError, match="mips"):
         grader_filter("mips")
 
 
 @pytest.mark.parametrize(("used_s", "status"), [(11.5, "cpu_limit"), (1.0, "memory")])
-def test_why_the_kernel_ended_a_grade_shows_in_the_processor_time_it_used(used_s, status):
+def test_why_the_kernel_ended_a_grade_shows_in_the_processor_time_it_used(used_s: float, status: str) -> None:
     watch = Watch(0, 0, 0, {"output": 1, "wall_s": 5})
 
     assert watch.why_killed(signal.SIGKILL, used_s) == status
 
 
-def test_a_zygote_killed_from_outside_is_replaced(pool):
+def test_a_zygote_killed_from_outside_is_replaced(pool: Pool) -> None:
     source = returns("1") + "# killed\n"
     pool.submit(source, {}, {}).result()
     victim = pool.idle[-1]
@@ -426,7 +430,7 @@ def test_a_zygote_killed_from_outside_is_replaced(pool):
     assert pool.submit(source, {}, {}).result().score == 1.0
 
 
-def test_closing_ends_all_processes_and_refuses_further_work():
+def test_closing_ends_all_processes_and_refuses_further_work() -> None:
     pool = Pool(size=1)
     pool.submit(EXACT, {"output_text": ""}, {"answer": ""}).result()
     [zygote] = pool.zygotes
@@ -438,7 +442,7 @@ def test_closing_ends_all_processes_and_refuses_further_work():
 
 
 @pytest.mark.slow
-def test_old_zygotes_make_room_for_new_sources():
+def test_old_zygotes_make_room_for_new_sources() -> None:
     pool = Pool(size=1)
     try:
         for n in range(4):
@@ -448,7 +452,7 @@ def test_old_zygotes_make_room_for_new_sources():
         pool.close()
 
 
-def test_zygotes_die_with_the_service():
+def test_zygotes_die_with_the_service() -> None:
     program = (
         "import os, signal\nfrom graders.sandbox.pool import Pool\npool = Pool(size=1)\n"
         "pool.submit('def grade(s, i): return 1', {}, {}).result()\n"
@@ -463,7 +467,7 @@ def test_zygotes_die_with_the_service():
 
 
 @pytest.mark.slow
-def test_grading_leaves_no_descriptors_open(pool):
+def test_grading_leaves_no_descriptors_open(pool: Pool) -> None:
     source = returns("1") + "# descriptors\n"
     pool.submit(source, {}, {}).result()
     gc.collect()

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ NO_ERRORS = {
 }
 
 
-def check(reference: str) -> dict:
+def check(reference: str) -> dict[str, Any]:
     return {
         "type": "string_check",
         "name": "check",
@@ -51,19 +52,19 @@ def check(reference: str) -> dict:
 EXACT = parse_grader(check("{{item.answer}}"))
 
 
-def multi(**extra: object):
+def multi(**extra: object) -> Any:
     graders = {"acc": check("{{item.answer}}"), "fmt": check("{{sample.output_json.x}}")}
     return parse_grader(
         {"type": "multi", "name": "both", "graders": graders, "calculate_output": "acc + fmt", **extra}
     )
 
 
-def report(spec, text: str, item: dict) -> dict:
+def report(spec: Any, text: str, item: dict[str, Any]) -> dict[str, Any]:
     [grade] = asyncio.run(grade_all(build(spec), [(Sample(text), item)]))
     return run_report(spec, grade)
 
 
-def test_a_single_grader_is_reported_in_the_shape_of_the_api():
+def test_a_single_grader_is_reported_in_the_shape_of_the_api() -> None:
     grade = Grade(1.0, "expected '42', got '42'", seconds=0.25)
 
     assert run_report(EXACT, grade) == {
@@ -85,13 +86,13 @@ def test_a_single_grader_is_reported_in_the_shape_of_the_api():
     }
 
 
-def test_all_error_keys_are_there_in_the_order_of_the_api():
+def test_all_error_keys_are_there_in_the_order_of_the_api() -> None:
     assert list(run_report(EXACT, Grade(1.0))["metadata"]["errors"]) == list(NO_ERRORS)
     assert len(NO_ERRORS) == 24
 
 
 @pytest.mark.parametrize("kind", list(ErrorKind))
-def test_an_ungraded_sample_earns_nothing_and_raises_one_flag(kind):
+def test_an_ungraded_sample_earns_nothing_and_raises_one_flag(kind: Any) -> None:
     body = run_report(EXACT, Grade(None, "because", kind))
 
     errors = body["metadata"]["errors"]
@@ -100,14 +101,14 @@ def test_an_ungraded_sample_earns_nothing_and_raises_one_flag(kind):
     assert errors.get(f"{kind}_details", "because") == "because"
 
 
-def test_the_details_say_what_was_missing():
+def test_the_details_say_what_was_missing() -> None:
     body = report(EXACT, "42", {})
 
     assert body["metadata"]["errors"]["invalid_variable_error_details"] == "item.answer is missing"
     assert body["metadata"]["reason"] == "item.answer is missing"
 
 
-def test_a_multi_reports_each_sub_grader_twice_as_clients_look_in_both_places():
+def test_a_multi_reports_each_sub_grader_twice_as_clients_look_in_both_places() -> None:
     spec = parse_grader(
         {
             "type": "multi",
@@ -123,7 +124,7 @@ def test_a_multi_reports_each_sub_grader_twice_as_clients_look_in_both_places():
     assert body["metadata"]["scores"] == body["sub_rewards"] == {"a": 1.0, "b": 0.0}
 
 
-def test_a_multi_raises_the_flags_of_all_its_sub_graders():
+def test_a_multi_raises_the_flags_of_all_its_sub_graders() -> None:
     """Neither sub-grader could judge, each for its own reason."""
     body = report(multi(), "not json", {})
 
@@ -135,7 +136,7 @@ def test_a_multi_raises_the_flags_of_all_its_sub_graders():
     assert errors["sample_parse_error_details"].startswith("fmt: ")
 
 
-def test_where_the_whole_and_a_part_failed_alike_the_details_are_those_of_the_whole():
+def test_where_the_whole_and_a_part_failed_alike_the_details_are_those_of_the_whole() -> None:
     part = Grade(None, "item.x is missing", ErrorKind.invalid_variable_error)
     whole = Grade(None, "acc could not be judged", ErrorKind.invalid_variable_error, {"acc": part})
 
@@ -143,7 +144,7 @@ def test_where_the_whole_and_a_part_failed_alike_the_details_are_those_of_the_wh
     assert errors["invalid_variable_error_details"] == "acc could not be judged"
 
 
-def test_a_sub_grader_that_could_not_judge_claims_no_score():
+def test_a_sub_grader_that_could_not_judge_claims_no_score() -> None:
     body = report(multi(), "42", {"answer": "42"})
 
     assert body["reward"] == 0.0
@@ -151,7 +152,7 @@ def test_a_sub_grader_that_could_not_judge_claims_no_score():
     assert body["sub_rewards"] == {"acc": 1.0}
 
 
-def test_an_invalid_grade_counts_as_the_reward_and_the_flag_stays_up():
+def test_an_invalid_grade_counts_as_the_reward_and_the_flag_stays_up() -> None:
     body = report(multi(invalid_grade=-0.5), "42", {"answer": "42"})
 
     assert body["reward"] == 0.5
@@ -159,7 +160,7 @@ def test_an_invalid_grade_counts_as_the_reward_and_the_flag_stays_up():
     assert body["metadata"]["errors"]["sample_parse_error"] is True
 
 
-def test_the_report_is_json():
+def test_the_report_is_json() -> None:
     body = report(multi(), "not json", {})
 
     assert json.loads(json.dumps(body, allow_nan=False)) == body

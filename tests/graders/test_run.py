@@ -1,6 +1,8 @@
 import asyncio
 import doctest
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -8,7 +10,7 @@ import graders
 from graders.builtin.multi import Multi
 from graders.formula import Formula
 from graders.run import grade_all
-from graders.types import ErrorKind, Grade, Sample
+from graders.types import ErrorKind, Grade, Item, Sample
 
 
 class Calls:
@@ -16,18 +18,18 @@ class Calls:
 
     name, type = "calls", "string_check"
 
-    def __init__(self, function) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
-    async def grade(self, sample, item):
+    async def grade(self, sample: Sample, item: Item) -> Any:
         return await self.function(sample.output_text)
 
 
-def pairs(*texts: str) -> list[tuple[Sample, dict]]:
+def pairs(*texts: str) -> list[tuple[Sample, dict[str, Any]]]:
     return [(Sample(text), {}) for text in texts]
 
 
-def run(function, *texts: str, **limits) -> list[Grade]:
+def run(function: Callable[..., Any], *texts: str, **limits: Any) -> list[Grade]:
     return asyncio.run(grade_all(Calls(function), pairs(*texts), **limits))
 
 
@@ -40,7 +42,7 @@ async def forever(text: str) -> Grade:
     raise AssertionError
 
 
-def test_grades_come_back_in_the_order_of_the_samples():
+def test_grades_come_back_in_the_order_of_the_samples() -> None:
     """The first to start is made the last to finish."""
     others_done = asyncio.Event()
 
@@ -56,11 +58,11 @@ def test_grades_come_back_in_the_order_of_the_samples():
     assert [grade.score for grade in grades] == [0, 1, 2, 3, 4]
 
 
-def test_no_samples_give_no_grades():
+def test_no_samples_give_no_grades() -> None:
     assert run(number) == []
 
 
-def test_a_grader_that_raises_leaves_only_its_own_sample_ungraded():
+def test_a_grader_that_raises_leaves_only_its_own_sample_ungraded() -> None:
     good, bad = run(number, "1", "one")
 
     assert good.score == 1.0
@@ -68,21 +70,21 @@ def test_a_grader_that_raises_leaves_only_its_own_sample_ungraded():
     assert "calls: ValueError(" in bad.reason
 
 
-def test_a_score_that_is_not_finite_is_reported_and_does_not_spread():
+def test_a_score_that_is_not_finite_is_reported_and_does_not_spread() -> None:
     async def nan(text: str) -> Grade:
         return Grade(math.nan)
 
     assert "must be finite" in run(nan, "")[0].reason
 
 
-def test_an_answer_that_is_no_grade_leaves_the_sample_ungraded():
+def test_an_answer_that_is_no_grade_leaves_the_sample_ungraded() -> None:
     async def nothing(text: str) -> None:
         return None
 
     assert run(nothing, "")[0].error is ErrorKind.other_error
 
 
-def test_a_grader_that_takes_too_long_leaves_its_sample_ungraded():
+def test_a_grader_that_takes_too_long_leaves_its_sample_ungraded() -> None:
     async def slow_on_request(text: str) -> Grade:
         return await (forever(text) if text == "slow" else number(text))
 
@@ -93,21 +95,21 @@ def test_a_grader_that_takes_too_long_leaves_its_sample_ungraded():
     assert quick.score == 1.0
 
 
-def test_the_deadline_reaches_into_a_multi():
+def test_the_deadline_reaches_into_a_multi() -> None:
     multi = Multi("both", {"a": Calls(forever), "b": Calls(forever)}, Formula.parse("a + b", ["a", "b"]))
     [grade] = asyncio.run(grade_all(multi, pairs(""), timeout_s=0.01))
 
     assert grade.reason == "both: no grade within 0.01 s"
 
 
-def test_a_timeout_of_the_graders_own_is_not_taken_for_ours():
+def test_a_timeout_of_the_graders_own_is_not_taken_for_ours() -> None:
     async def impatient(text: str) -> Grade:
         raise TimeoutError("upstream")
 
     assert run(impatient, "")[0].reason == "calls: TimeoutError('upstream')"
 
 
-def test_a_grader_cancelled_from_within_loses_its_sample_and_no_other():
+def test_a_grader_cancelled_from_within_loses_its_sample_and_no_other() -> None:
     async def cancelled(text: str) -> Grade:
         if text == "bad":
             raise asyncio.CancelledError
@@ -119,7 +121,7 @@ def test_a_grader_cancelled_from_within_loses_its_sample_and_no_other():
     assert "cancelled from within" in grades[1].reason
 
 
-def test_cancelling_the_run_stops_it_and_every_grader_in_it():
+def test_cancelling_the_run_stops_it_and_every_grader_in_it() -> None:
     stopped = []
 
     async def noted(text: str) -> Grade:
@@ -140,7 +142,7 @@ def test_cancelling_the_run_stops_it_and_every_grader_in_it():
     assert sorted(stopped) == ["a", "b"]
 
 
-def test_no_more_graders_run_at_once_than_allowed():
+def test_no_more_graders_run_at_once_than_allowed() -> None:
     running, most = 0, 0
 
     async def counted(text: str) -> Grade:
@@ -156,12 +158,12 @@ def test_no_more_graders_run_at_once_than_allowed():
     assert most == 3
 
 
-def test_a_run_without_any_concurrency_is_refused():
+def test_a_run_without_any_concurrency_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         run(number, "1", concurrency=0)
 
 
-def test_each_grade_says_how_long_it_took():
+def test_each_grade_says_how_long_it_took() -> None:
     async def yields(text: str) -> Grade:
         await asyncio.sleep(0)
         return Grade(1.0, seconds=-1.0)
@@ -169,6 +171,6 @@ def test_each_grade_says_how_long_it_took():
     assert run(yields, "")[0].seconds > 0
 
 
-def test_the_example_in_the_package_docstring_works():
+def test_the_example_in_the_package_docstring_works() -> None:
     assert doctest.testmod(graders).failed == 0
     assert doctest.testmod(graders).attempted > 0

@@ -1,6 +1,8 @@
 import asyncio
 import pickle
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -8,6 +10,7 @@ from graders import complaints
 from graders.build import build, item_paths, missing_item_paths
 from graders.spec import MAX_REFERENCES, InvalidGrader, MultiSpec, dump, parse_grader
 from graders.types import Sample
+from tests.present import untyped
 
 EXACT = {
     "type": "string_check",
@@ -37,43 +40,43 @@ def refused(raw: object, param: str = "grader") -> InvalidGrader:
     return caught.value
 
 
-def without(raw: dict, key: str) -> dict:
+def without(raw: dict[str, Any], key: str) -> dict[str, Any]:
     return {k: v for k, v in raw.items() if k != key}
 
 
-def with_sub(**changes: object) -> dict:
+def with_sub(**changes: object) -> dict[str, Any]:
     return {**MULTI, "graders": {"acc": {**EXACT, **changes}}, "calculate_output": "acc"}
 
 
 @pytest.mark.parametrize("raw", [EXACT, SIMILAR, MULTI])
-def test_what_was_sent_is_what_is_echoed(raw):
+def test_what_was_sent_is_what_is_echoed(raw: dict[str, Any]) -> None:
     assert dump(parse_grader(raw)) == raw
 
 
 @pytest.mark.parametrize("raw", [EXACT, SIMILAR, {**MULTI, "invalid_grade": -1}])
-def test_an_echo_parses_to_the_same_spec(raw):
+def test_an_echo_parses_to_the_same_spec(raw: dict[str, Any]) -> None:
     spec = parse_grader({**raw, "pass_threshold": 0.5})
 
     assert parse_grader(dump(spec)) == spec
 
 
-def test_an_optional_sent_as_null_counts_as_not_sent():
+def test_an_optional_sent_as_null_counts_as_not_sent() -> None:
     assert dump(parse_grader({**EXACT, "pass_threshold": None})) == EXACT
 
 
-def test_a_spec_cannot_be_changed():
+def test_a_spec_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        parse_grader(EXACT).name = "other"
+        untyped(parse_grader(EXACT)).name = "other"
 
 
-def test_graders_may_be_a_list_and_their_names_become_the_variables():
+def test_graders_may_be_a_list_and_their_names_become_the_variables() -> None:
     spec = parse_grader({**MULTI, "graders": [EXACT, SIMILAR], "calculate_output": "exact * similar"})
 
     assert isinstance(spec, MultiSpec)
     assert list(spec.graders) == ["exact", "similar"]
 
 
-def test_the_key_in_a_map_is_the_variable_whatever_the_name_says():
+def test_the_key_in_a_map_is_the_variable_whatever_the_name_says() -> None:
     spec = parse_grader(MULTI)
 
     assert isinstance(spec, MultiSpec)
@@ -169,19 +172,21 @@ def test_the_key_in_a_map_is_the_variable_whatever_the_name_says():
         ),
     ],
 )
-def test_a_mistake_is_named_in_the_words_of_the_api(raw, param, code, message):
+def test_a_mistake_is_named_in_the_words_of_the_api(
+    raw: str | dict[str, Any] | None, param: str, code: str, message: str
+) -> None:
     error = refused(raw)
 
     assert (error.param, error.code, error.message) == (param, code, message)
 
 
-def test_the_path_starts_where_the_caller_says():
+def test_the_path_starts_where_the_caller_says() -> None:
     error = refused(with_sub(input=1), param="method.reinforcement.grader")
 
     assert error.param == "method.reinforcement.grader.graders.acc.input"
 
 
-def test_a_metric_that_needs_an_embedding_model_is_refused_with_the_reason():
+def test_a_metric_that_needs_an_embedding_model_is_refused_with_the_reason() -> None:
     error = refused({**SIMILAR, "evaluation_metric": "cosine"})
 
     assert error.param == "grader.evaluation_metric"
@@ -190,20 +195,20 @@ def test_a_metric_that_needs_an_embedding_model_is_refused_with_the_reason():
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("key", ["pass_threshold", "invalid_grade"])
-def test_numbers_must_be_finite(key, number):
+def test_numbers_must_be_finite(key: str, number: float) -> None:
     assert refused({**MULTI, key: number}).param == f"grader.{key}"
 
 
 @pytest.mark.parametrize("value", [True, "1", [1]])
-def test_nothing_but_a_number_is_a_number(value):
+def test_nothing_but_a_number_is_a_number(value: bool | str | list[int]) -> None:
     assert refused({**MULTI, "invalid_grade": value}).code == "invalid_type"
 
 
-def test_a_name_must_not_be_empty():
+def test_a_name_must_not_be_empty() -> None:
     assert refused({**EXACT, "name": ""}).param == "grader.name"
 
 
-def test_a_bad_template_is_refused_with_its_position():
+def test_a_bad_template_is_refused_with_its_position() -> None:
     error = refused({**EXACT, "reference": "x {{ row.answer }}"})
 
     assert (error.param, error.code) == ("grader.reference", "invalid_value")
@@ -222,14 +227,14 @@ def test_a_bad_template_is_refused_with_its_position():
         ("", "got the end (at position 0)"),
     ],
 )
-def test_a_bad_formula_is_refused_with_its_position(formula, says):
+def test_a_bad_formula_is_refused_with_its_position(formula: str, says: str) -> None:
     error = refused({**MULTI, "calculate_output": formula})
 
     assert (error.param, error.code) == ("grader.calculate_output", "invalid_value")
     assert says in error.message
 
 
-def test_a_multi_inside_a_multi_is_refused():
+def test_a_multi_inside_a_multi_is_refused() -> None:
     error = refused({**MULTI, "graders": {"inner": MULTI}})
 
     assert error.param == "grader.graders.inner.type"
@@ -237,11 +242,11 @@ def test_a_multi_inside_a_multi_is_refused():
 
 
 @pytest.mark.parametrize("graders", [{}, []])
-def test_a_multi_of_nothing_is_refused(graders):
+def test_a_multi_of_nothing_is_refused(graders: dict[Any, Any] | list[Any]) -> None:
     assert refused({**MULTI, "graders": graders}).param == "grader.graders"
 
 
-def test_two_listed_graders_of_one_name_are_refused():
+def test_two_listed_graders_of_one_name_are_refused() -> None:
     error = refused({**MULTI, "graders": [EXACT, EXACT]})
 
     assert error.param == "grader.graders[1].name"
@@ -249,7 +254,7 @@ def test_two_listed_graders_of_one_name_are_refused():
 
 
 @pytest.mark.parametrize("raw", [EXACT, SIMILAR, MULTI])
-def test_a_grader_without_a_name_is_given_one_and_keeps_it(raw):
+def test_a_grader_without_a_name_is_given_one_and_keeps_it(raw: dict[str, Any]) -> None:
     spec = parse_grader(without(raw, "name"))
 
     assert re.fullmatch(r"grader-[A-Za-z0-9]{12}", spec.name)
@@ -257,14 +262,14 @@ def test_a_grader_without_a_name_is_given_one_and_keeps_it(raw):
     assert parse_grader(dump(spec)) == spec
 
 
-def test_the_graders_of_a_multi_are_given_names_too():
+def test_the_graders_of_a_multi_are_given_names_too() -> None:
     spec = parse_grader({**MULTI, "graders": {"acc": without(EXACT, "name")}, "calculate_output": "acc"})
 
     assert isinstance(spec, MultiSpec)
     assert spec.graders["acc"].name.startswith("grader-")
 
 
-def test_a_near_miss_hears_what_was_probably_meant():
+def test_a_near_miss_hears_what_was_probably_meant() -> None:
     judge = {"type": "score_model", "model": "m", "input": [{"role": "user", "content": "x"}]}
 
     assert "Did you mean 'ne'?" in str(refused({**EXACT, "operation": "neq"}))
@@ -275,14 +280,14 @@ def test_a_near_miss_hears_what_was_probably_meant():
 
 
 @pytest.mark.parametrize("raw", [EXACT, SIMILAR, MULTI])
-def test_a_name_sent_as_null_counts_as_not_sent(raw):
+def test_a_name_sent_as_null_counts_as_not_sent(raw: dict[str, Any]) -> None:
     spec = parse_grader({**raw, "name": None})
 
     assert re.fullmatch(r"grader-[A-Za-z0-9]{12}", spec.name)
     assert dump(spec) == {**raw, "name": spec.name}
 
 
-def test_a_null_name_inside_a_multi_counts_as_not_sent():
+def test_a_null_name_inside_a_multi_counts_as_not_sent() -> None:
     spec = parse_grader(with_sub(name=None))
 
     assert isinstance(spec, MultiSpec)
@@ -290,24 +295,24 @@ def test_a_null_name_inside_a_multi_counts_as_not_sent():
 
 
 @pytest.mark.parametrize("unnamed", [without(SIMILAR, "name"), {**SIMILAR, "name": None}])
-def test_listed_graders_need_names_because_the_formula_mentions_them(unnamed):
+def test_listed_graders_need_names_because_the_formula_mentions_them(unnamed: dict[str, Any]) -> None:
     error = refused({**MULTI, "graders": [EXACT, unnamed]})
 
     assert (error.param, error.code) == ("grader.graders[1].name", "missing_required_parameter")
 
 
-def test_a_mistake_in_a_listed_grader_is_found_by_its_index():
+def test_a_mistake_in_a_listed_grader_is_found_by_its_index() -> None:
     assert (
         refused({**MULTI, "graders": [EXACT, without(SIMILAR, "input")]}).param == "grader.graders[1].input"
     )
 
 
 @pytest.mark.parametrize("key", ["a b", "a-b", "1a", ""])
-def test_a_key_that_no_formula_can_mention_is_refused(key):
+def test_a_key_that_no_formula_can_mention_is_refused(key: str) -> None:
     assert "cannot be a variable" in str(refused({**MULTI, "graders": {key: EXACT}}))
 
 
-def test_a_pass_threshold_inside_a_multi_is_kept_and_leaves_the_score_alone():
+def test_a_pass_threshold_inside_a_multi_is_kept_and_leaves_the_score_alone() -> None:
     raw = with_sub(pass_threshold=2.0)
 
     spec = parse_grader(raw)
@@ -316,31 +321,31 @@ def test_a_pass_threshold_inside_a_multi_is_kept_and_leaves_the_score_alone():
     assert asyncio.run(build(spec).grade(Sample("a"), {"answer": "a"})).score == 1.0
 
 
-def test_the_error_survives_a_process_border():
+def test_the_error_survives_a_process_border() -> None:
     error = pickle.loads(pickle.dumps(refused({})))
 
     assert (str(error), error.param) == ("Missing required parameter: 'grader.type'.", "grader.type")
 
 
 @pytest.mark.parametrize("raw", [EXACT, SIMILAR, MULTI])
-def test_what_parses_can_be_built(raw):
+def test_what_parses_can_be_built(raw: dict[str, Any]) -> None:
     grader = build(parse_grader(raw))
 
     assert (grader.name, grader.type) == (raw["name"], raw["type"])
 
 
-def test_a_spec_knows_what_it_reads_from_a_row():
+def test_a_spec_knows_what_it_reads_from_a_row() -> None:
     assert item_paths(parse_grader(MULTI)) == [("answer",), ("explanations", 0)]
 
 
-def test_what_a_row_lacks_is_named_as_in_the_template():
+def test_what_a_row_lacks_is_named_as_in_the_template() -> None:
     spec = parse_grader(MULTI)
 
     assert missing_item_paths(spec, {"explanations": []}) == ["item.answer", "item.explanations[0]"]
     assert missing_item_paths(spec, {"answer": None, "explanations": ["because"]}) == []
 
 
-def judge_of(**fields: object) -> dict:
+def judge_of(**fields: object) -> dict[str, Any]:
     message = {"role": "user", "content": "{{item.a}}"}
     return {"type": "label_model", "name": "l", "model": "m", "input": [message], **fields}
 
@@ -387,7 +392,7 @@ MANY = [str(number) for number in range(100_000)]
         ),
     ],
 )
-def test_every_list_has_a_maximum_which_the_error_names(raw, param, most):
+def test_every_list_has_a_maximum_which_the_error_names(raw: dict[str, Any], param: str, most: int) -> None:
     with pytest.raises(InvalidGrader) as caught:
         parse_grader(raw)
 
@@ -395,7 +400,7 @@ def test_every_list_has_a_maximum_which_the_error_names(raw, param, most):
     assert f"at most {most}" in caught.value.message
 
 
-def test_labels_are_looked_up_and_not_searched(counting):
+def test_labels_are_looked_up_and_not_searched(counting: Any) -> None:
     """As many comparisons as there are labels, and not their square."""
     labels = [counting(str(number)) for number in range(1000)]
     parse_grader(judge_of(labels=labels, passing_labels=labels[::-1]))
@@ -404,7 +409,7 @@ def test_labels_are_looked_up_and_not_searched(counting):
 
 
 @pytest.fixture
-def counting():
+def counting() -> Any:
     class Counting(str):
         comparisons = 0
 
@@ -417,7 +422,7 @@ def counting():
     return Counting
 
 
-def test_the_references_of_all_templates_of_a_grader_are_bounded():
+def test_the_references_of_all_templates_of_a_grader_are_bounded() -> None:
     """Each template may have a thousand, a judge's message a hundred templates, and a judge a hundred messages."""
     parts = [{"type": "input_text", "text": "{{item.a}}" * 900} for _ in range(MAX_REFERENCES // 900 + 1)]
     judge = {"type": "score_model", "name": "j", "model": "m", "input": [{"role": "user", "content": parts}]}
@@ -438,12 +443,14 @@ def test_the_references_of_all_templates_of_a_grader_are_bounded():
     ],
     ids=["unknown keys", "parts", "messages", "texts"],
 )  # fmt: skip
-def test_a_grader_with_thousands_of_mistakes_is_refused_for_the_first(grader: dict, monkeypatch):
+def test_a_grader_with_thousands_of_mistakes_is_refused_for_the_first(
+    grader: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each complaint of pydantic takes a kilobyte and some microseconds, in the event loop of the API."""
     counts = []
     first_of = complaints.first_of
 
-    def counted(all_of_them, *more):
+    def counted(all_of_them: Any, *more: Any) -> tuple[str, list[Mapping[str, Any]]]:
         counts.append(len(all_of_them))
         return first_of(all_of_them, *more)
 
@@ -454,5 +461,5 @@ def test_a_grader_with_thousands_of_mistakes_is_refused_for_the_first(grader: di
     assert counts[0] <= 2
 
 
-def test_the_first_unknown_field_is_named():
+def test_the_first_unknown_field_is_named() -> None:
     assert refused(EXACT | {"first": 1, "second": 2}).param == "grader.first"

@@ -2,13 +2,13 @@ import asyncio
 
 import pytest
 
-from graders.builtin.string_check import StringCheck
+from graders.builtin.string_check import Operation, StringCheck
 from graders.template import Template
 from graders.types import ErrorKind, Grade, Sample
 
 
 def grade(
-    operation: str,
+    operation: Operation,
     got: str,
     want: object,
     *,
@@ -36,34 +36,36 @@ def grade(
         ("ilike", "Rome", "paris", 0),
     ],
 )
-def test_each_operation_compares_the_texts_as_they_are(operation, got, want, score):
+def test_each_operation_compares_the_texts_as_they_are(
+    operation: Operation, got: str, want: str, score: int
+) -> None:
     assert grade(operation, got, want).score == score
 
 
-def test_a_number_in_the_row_matches_its_text_in_the_output():
+def test_a_number_in_the_row_matches_its_text_in_the_output() -> None:
     assert grade("eq", "42", 42).score == 1.0
 
 
-def test_the_reason_shows_both_sides():
+def test_the_reason_shows_both_sides() -> None:
     assert grade("eq", "Rome", "Paris").reason == "expected 'Paris', got 'Rome'"
     assert grade("like", "Rome", "Paris").reason == "expected something with 'Paris' in it, got 'Rome'"
 
 
-def test_braces_in_the_data_do_not_disturb_the_reason():
+def test_braces_in_the_data_do_not_disturb_the_reason() -> None:
     assert grade("eq", "{0}", "{}").reason == "expected '{}', got '{0}'"
 
 
-def test_the_reason_stays_short_when_the_output_is_long():
+def test_the_reason_stays_short_when_the_output_is_long() -> None:
     assert len(grade("eq", "x" * 100_000, "y" * 100_000).reason) < 300
 
 
-def test_a_missing_path_leaves_the_sample_ungraded():
+def test_a_missing_path_leaves_the_sample_ungraded() -> None:
     ungraded = grade("eq", "Paris", "Paris", reference="{{item.answer}}")
 
     assert ungraded == Grade(None, "item.answer is missing", ErrorKind.invalid_variable_error)
 
 
-def test_an_output_that_is_not_json_leaves_the_sample_ungraded():
+def test_an_output_that_is_not_json_leaves_the_sample_ungraded() -> None:
     ungraded = grade("eq", "Paris", "Paris", input="{{sample.output_json.city}}")
 
     assert (ungraded.score, ungraded.error) == (None, ErrorKind.sample_parse_error)

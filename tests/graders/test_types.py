@@ -1,27 +1,29 @@
+from typing import Any
+
 import pytest
 
 from graders.types import ErrorKind, Grade, Sample
 
 
-def test_a_json_object_is_parsed_when_asked_for():
+def test_a_json_object_is_parsed_when_asked_for() -> None:
     assert Sample.from_text(' {"a": 1} ', parse_json=True).output_json == {"a": 1}
 
 
-def test_json_is_left_alone_unless_asked_for():
+def test_json_is_left_alone_unless_asked_for() -> None:
     assert Sample.from_text('{"a": 1}').output_json is None
 
 
 @pytest.mark.parametrize("text", ["42", "[1]", '"a"', "null", "{", "", '{"a": NaN}', '{"a": 1e999}'])
-def test_what_is_not_a_json_object_has_no_output_json(text):
+def test_what_is_not_a_json_object_has_no_output_json(text: str) -> None:
     assert Sample.from_text(text, parse_json=True).output_json is None
 
 
 @pytest.mark.parametrize("text", ['{"a":' * 100_000, '{"a":' + "9" * 10_000 + "}"])
-def test_hostile_json_is_only_not_json(text):
+def test_hostile_json_is_only_not_json(text: str) -> None:
     assert Sample.from_text(text, parse_json=True).output_json is None
 
 
-def test_the_namespace_has_the_fields_and_shapes_of_the_api():
+def test_the_namespace_has_the_fields_and_shapes_of_the_api() -> None:
     assert Sample("hi", finish_reason="length").as_namespace() == {
         "choices": [
             {
@@ -40,16 +42,16 @@ def test_the_namespace_has_the_fields_and_shapes_of_the_api():
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), float("-inf")])
-def test_a_score_that_is_not_finite_is_a_programming_error(score):
+def test_a_score_that_is_not_finite_is_a_programming_error(score: float) -> None:
     with pytest.raises(ValueError, match="finite"):
         Grade(score)
 
 
 @pytest.mark.parametrize("why", [{}, {"reason": "because"}, {"error": ErrorKind.other_error}])
-def test_a_grade_without_a_score_must_say_why(why):
+def test_a_grade_without_a_score_must_say_why(why: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must say why"):
         Grade(None, **why)
 
 
-def test_an_error_kind_is_the_flag_it_raises_in_the_response():
+def test_an_error_kind_is_the_flag_it_raises_in_the_response() -> None:
     assert f"{ErrorKind.model_grader_parse_error}" == "model_grader_parse_error"

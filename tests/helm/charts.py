@@ -29,7 +29,8 @@ def merged(below: Any, above: Any) -> Any:
 
 
 def profile(name: str, **changes: Any) -> dict[str, Any]:
-    return merged(yaml.safe_load((CHART / f"values-{name}.yaml").read_text()), changes)
+    values: dict[str, Any] = merged(yaml.safe_load((CHART / f"values-{name}.yaml").read_text()), changes)
+    return values
 
 
 POOL = {
@@ -178,11 +179,13 @@ class Pod:
 
     @property
     def spec(self) -> Manifest:
-        return self.template["spec"]
+        spec: Manifest = self.template["spec"]
+        return spec
 
     @property
     def labels(self) -> dict[str, str]:
-        return self.template["metadata"]["labels"]
+        labels: dict[str, str] = self.template["metadata"]["labels"]
+        return labels
 
     @property
     def component(self) -> str:
@@ -190,7 +193,8 @@ class Pod:
 
     @property
     def containers(self) -> list[Manifest]:
-        return self.spec.get("initContainers", []) + self.spec["containers"]
+        containers: list[Manifest] = self.spec.get("initContainers", []) + self.spec["containers"]
+        return containers
 
 
 def pods(manifests: list[Manifest], component: str | None = None) -> list[Pod]:

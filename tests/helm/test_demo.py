@@ -6,17 +6,20 @@ Not its PostgreSQL, which the image's own script sets up, and not its model, whi
 import json
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
 
 from tests.e2e.conftest import Server
 from tests.e2e.test_openai_client import until
-from tests.helm.charts import of_kind, pods, profile, render
+from tests.helm.charts import Pod, of_kind, pods, profile, render
 from tests.helm.kubelet import Kubelet
-from tests.servers import SeaweedFS, reserve_ports
+from tests.present import present, untyped
+from tests.servers import Postgres, SeaweedFS, reserve_ports
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +27,7 @@ WEED = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc",
 
 
 @pytest.fixture(scope="module")
-def bin(tmp_path_factory):
+def bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the images have on their path, made of what the tests have on theirs."""
     here = Path(sys.executable).parent
     if not (here / "redis-server").exists() or SeaweedFS.find() is None:
@@ -32,14 +35,14 @@ def bin(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bin")
     for name in ("server", "cli"):
         (folder / f"valkey-{name}").symlink_to(here / f"redis-{name}")
-    (folder / "weed").symlink_to(SeaweedFS.find())
+    (folder / "weed").symlink_to(present(SeaweedFS.find()))
     for name in ("regraft-server", "python"):
         (folder / name).symlink_to(here / name)
     return folder
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory, postgres, bin):
+def demo(tmp_path_factory: pytest.TempPathFactory, postgres: Postgres, bin: Path) -> Iterator[Kubelet]:
     """The chart's Valkey and SeaweedFS, then its migration, API and worker."""
     manifests = render(profile("cpu-demo", settings={"torch_threads": 1, "reconcile_seconds": 3600}))
     [config], [secret] = of_kind(manifests, "ConfigMap"), of_kind(manifests, "Secret")
@@ -68,7 +71,7 @@ def demo(tmp_path_factory, postgres, bin):
     valkey.containers[0]["readinessProbe"]["exec"]["command"][1:1] = ["-p", str(ports["valkey"])]
     with ExitStack() as stack:
 
-        def start(pod, probe="readinessProbe"):
+        def start(pod: Pod, probe: str = "readinessProbe") -> None:
             process = kubelet.start(pod)
             stack.callback(process.wait)
             stack.callback(process.kill)
@@ -83,7 +86,7 @@ def demo(tmp_path_factory, postgres, bin):
         yield kubelet
 
 
-def buckets(kubelet):
+def buckets(kubelet: Kubelet) -> list[Any]:
     made = kubelet.secrets["regraft-bundled"]
     session = boto3.Session(made["AWS_ACCESS_KEY_ID"], made["AWS_SECRET_ACCESS_KEY"])
     endpoint = f"http://127.0.0.1:{kubelet.ports['seaweedfs']}"
@@ -91,10 +94,10 @@ def buckets(kubelet):
     return [one["Name"] for one in client.list_buckets()["Buckets"]]
 
 
-def test_the_first_upload_makes_the_bucket_and_the_worker_reads_from_it(demo):
+def test_the_first_upload_makes_the_bucket_and_the_worker_reads_from_it(demo: Kubelet) -> None:
     """The job is one that the worker refuses: so it has heard of it by the broker, and has read its file."""
     (demo.folder / "api_key").write_text(demo.secrets["regraft-bundled"]["first-key"])
-    server = Server(None, demo.ports["api"], demo.folder)
+    server = Server(untyped(None), demo.ports["api"], demo.folder)
     client = server.client(max_retries=5)
     assert buckets(demo) == []
 
@@ -118,14 +121,15 @@ def test_the_first_upload_makes_the_bucket_and_the_worker_reads_from_it(demo):
         model=model.id,
         training_file=bad.id,
         validation_file=other.id,
-        method={"type": "reinforcement", "reinforcement": {"grader": grader}},
+        method=untyped({"type": "reinforcement", "reinforcement": {"grader": grader}}),
     )
     assert until(lambda: client.fine_tuning.jobs.retrieve(job.id).status == "failed", 60)
     error = client.fine_tuning.jobs.retrieve(job.id).error
+    assert error is not None
     assert (error.code, "line 2" in error.message) == ("invalid_training_file", True)
 
 
-def test_the_servers_ask_for_the_password_that_the_chart_has_made(demo):
+def test_the_servers_ask_for_the_password_that_the_chart_has_made(demo: Kubelet) -> None:
     with socket.create_connection(("127.0.0.1", demo.ports["valkey"]), timeout=10) as stranger:
         stranger.sendall(b"PING\r\n")
         assert stranger.recv(100).startswith(b"-NOAUTH")

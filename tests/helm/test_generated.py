@@ -1,23 +1,26 @@
 """What follows from other files is up to date."""
 
+from collections.abc import Iterator
+from typing import Any
+
 from helm import generate
 from tests.helm.charts import CHART, helm
 
 
-def test_table_and_schema_are_current():
+def test_table_and_schema_are_current() -> None:
     due = [str(path) for path, content in generate.generated().items() if path.read_text() != content]
 
     assert due == [], "run `make chart-docs`"
 
 
-def test_every_value_has_its_comment():
+def test_every_value_has_its_comment() -> None:
     """A key without one has keys below it that do."""
     import yaml
 
     text = (CHART / "values.yaml").read_text()
     documented = {tuple(path) for path, _ in generate.documented(text.splitlines())}
 
-    def missing(values, path=()):
+    def missing(values: dict[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[Any]:
         for key, value in values.items():
             here = (*path, key)
             if here in documented:
@@ -31,7 +34,7 @@ def test_every_value_has_its_comment():
     assert len(documented) > 50
 
 
-def test_the_chart_and_the_service_have_one_version():
+def test_the_chart_and_the_service_have_one_version() -> None:
     import tomllib
 
     project = tomllib.loads((generate.ROOT / "pyproject.toml").read_text())["project"]

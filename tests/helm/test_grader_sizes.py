@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def memory_of(pod: Pod, weights: dict[str, int]) -> Memory:
     return Memory(pod.name, quantity(limits["memory"]), graders_at_worst(limits), service)
 
 
-def memories(manifests: list) -> list[Memory]:
+def memories(manifests: list[Any]) -> list[Memory]:
     """Of every pod that grades."""
     weights: dict[str, int] = {}
     for name, entry in registry_of(manifests).models.items():
@@ -67,14 +68,14 @@ def memories(manifests: list) -> list[Memory]:
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_graders_at_their_worst_leave_the_service_its_memory(name):
+def test_graders_at_their_worst_leave_the_service_its_memory(name: str) -> None:
     found = memories(render(profile(name)))
 
     assert len(found) >= 2
     assert [memory for memory in found if not memory.is_enough] == []
 
 
-def test_the_production_profile_counts_the_weights_of_each_pool():
+def test_the_production_profile_counts_the_weights_of_each_pool() -> None:
     [small, large] = [
         memory.service
         for memory in memories(render(profile("production")))
@@ -85,7 +86,7 @@ def test_the_production_profile_counts_the_weights_of_each_pool():
     assert large > WORKER + 27 * GIB
 
 
-def test_a_pool_whose_trainer_the_graders_could_have_killed_would_be_seen():
+def test_a_pool_whose_trainer_the_graders_could_have_killed_would_be_seen() -> None:
     values = profile("production")
     for pool in values["workers"]:
         pool["resources"]["limits"]["memory"] = "48Gi" if pool["gpuClass"] == "h200" else "96Gi"
@@ -105,12 +106,14 @@ def test_a_pool_whose_trainer_the_graders_could_have_killed_would_be_seen():
         (1, 4, 1, 384, 32),
     ],
 )
-def test_graders_get_half_of_the_memory_in_equal_parts(gib, cores, slots, memory_mib, scratch_mib):
+def test_graders_get_half_of_the_memory_in_equal_parts(
+    gib: int, cores: int, slots: int, memory_mib: int, scratch_mib: int
+) -> None:
     share = sizes(gib * GIB, cores)
 
     assert (share.slots, share.memory >> 20, share.scratch_bytes >> 20) == (slots, memory_mib, scratch_mib)
 
 
-def test_fewer_graders_run_at_once_where_there_is_not_enough_memory_for_one_on_each_core():
+def test_fewer_graders_run_at_once_where_there_is_not_enough_memory_for_one_on_each_core() -> None:
     assert sizes(3 * GIB, 4).slots == 1
     assert sizes(4 * GIB, 4).slots == 2

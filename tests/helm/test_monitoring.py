@@ -5,11 +5,14 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from api.http import request_metrics as _requests  # noqa: F401 - it makes the API's
+from core.database.engine import Database
 from core.settings import Settings
 from core.storage.disk import Disks
 from core.telemetry.metrics import COUNTED
@@ -18,6 +21,7 @@ from tests import factories
 from tests.helm.charts import CHART, VARIATIONS, of_kind, pods, profile, render
 from tests.helm.test_policy import allowed
 from tests.helm.test_service import environment
+from tests.present import untyped
 from worker import instruments
 from worker.serve import serving_metrics
 from worker.supervise.telemetry import Gpus, Runs, Sandbox
@@ -29,7 +33,7 @@ OTHERS = {"process_resident_memory_bytes"}
 
 
 @pytest.fixture
-def watched():
+def watched() -> list[dict[str, Any]]:
     return render(VARIATIONS["watched"])
 
 
@@ -39,7 +43,7 @@ class TwoGpus(Gpus):
 
 
 @pytest.fixture
-def exported(sqlite_database, tmp_path):
+def exported(sqlite_database: Database, tmp_path: Path) -> set[Any]:
     """Every metric of API, workers and runs, by the names that it has in expressions."""
     with sqlite_database.write() as session:
         factories.job(session, factories.project(session))
@@ -56,18 +60,18 @@ def exported(sqlite_database, tmp_path):
     return {
         family.name + end
         for collector in [*collectors, Sandbox("regraft_sandbox")]
-        for family in collector.collect()
+        for family in untyped(collector).collect()
         for end in ends[family.type]
     }
 
 
-def expressions():
+def expressions() -> tuple[list[Any], list[Any]]:
     rules = [rule["expr"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
     panels = json.loads(DASHBOARD.read_text())["panels"]
     return rules, [target["expr"] for panel in panels for target in panel.get("targets", [])]
 
 
-def test_alerts_and_panels_ask_for_nothing_but_what_is_exported(exported):
+def test_alerts_and_panels_ask_for_nothing_but_what_is_exported(exported: set[Any]) -> None:
     rules, panels = expressions()
     asked = {name for one in [*rules, *panels] for name in re.findall(r"\b(?:regraft|process)_\w+", one)}
 
@@ -75,7 +79,7 @@ def test_alerts_and_panels_ask_for_nothing_but_what_is_exported(exported):
     assert asked - OTHERS - exported == set()
 
 
-def test_the_dashboard_shows_everything_that_is_exported(exported):
+def test_the_dashboard_shows_everything_that_is_exported(exported: set[Any]) -> None:
     _, panels = expressions()
     shown = set(re.findall(r"\bregraft_\w+", " ".join(panels)))
     families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in exported}
@@ -84,7 +88,7 @@ def test_the_dashboard_shows_everything_that_is_exported(exported):
     assert families - {re.sub(r"_(bucket|count|sum)$", "", name) for name in shown} == set()
 
 
-def test_the_chart_ships_the_files_as_they_are(watched):
+def test_the_chart_ships_the_files_as_they_are(watched: list[dict[str, Any]]) -> None:
     [rule] = of_kind(watched, "PrometheusRule")
     [dashboard] = [one for one in of_kind(watched, "ConfigMap") if "regraft.json" in one["data"]]
 
@@ -93,7 +97,7 @@ def test_the_chart_ships_the_files_as_they_are(watched):
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
-def test_monitors_lead_to_a_port_at_which_the_service_listens(watched):
+def test_monitors_lead_to_a_port_at_which_the_service_listens(watched: list[dict[str, Any]]) -> None:
     [monitor], pod_monitors = of_kind(watched, "ServiceMonitor"), of_kind(watched, "PodMonitor")
     [service] = [
         one
@@ -120,7 +124,7 @@ def test_monitors_lead_to_a_port_at_which_the_service_listens(watched):
 
 
 @pytest.mark.parametrize("component", ["api", "worker", "inference"])
-def test_prometheus_is_let_in_and_nobody_else(watched, component):
+def test_prometheus_is_let_in_and_nobody_else(watched: list[dict[str, Any]], component: str) -> None:
     [rule] = [one for one in allowed(watched, component)["ingress"] if one["ports"][0]["port"] == 9200]
 
     assert rule["from"] == [
@@ -128,7 +132,7 @@ def test_prometheus_is_let_in_and_nobody_else(watched, component):
     ]
 
 
-def test_by_default_there_is_no_such_port():
+def test_by_default_there_is_no_such_port() -> None:
     manifests = render(profile("production"))
 
     assert not [one for one in manifests if one["apiVersion"].startswith("monitoring.coreos.com")]
@@ -142,14 +146,14 @@ PROMTOOL = pytest.mark.skipif(
 )
 
 
-def promtool(*words, **options):
+def promtool(*words: str, **options: Any) -> Any:
     done = subprocess.run(["promtool", *words], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @PROMTOOL
-def test_promtool_takes_the_alerts_and_every_expression_of_the_dashboard(tmp_path):
+def test_promtool_takes_the_alerts_and_every_expression_of_the_dashboard(tmp_path: Path) -> None:
     assert "14 rules found" in promtool("check", "rules", str(RULES))
 
     panels = []
@@ -164,5 +168,5 @@ def test_promtool_takes_the_alerts_and_every_expression_of_the_dashboard(tmp_pat
 
 
 @PROMTOOL
-def test_alerts_fire_when_they_should_and_not_before():
+def test_alerts_fire_when_they_should_and_not_before() -> None:
     promtool("test", "rules", "tests/helm/alerts.yaml", cwd=CHART.parents[1])

@@ -1,5 +1,7 @@
 """What no values can make the chart do."""
 
+from typing import Any
+
 import pytest
 
 from tests.graders.attacks import ATTACKS
@@ -7,11 +9,11 @@ from tests.helm.charts import ANYWHERE_PUBLIC, VARIATIONS, of_kind, pods, profil
 
 
 @pytest.fixture(params=VARIATIONS)
-def manifests(request):
+def manifests(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return render(VARIATIONS[request.param])
 
 
-def test_no_container_has_rights(manifests):
+def test_no_container_has_rights(manifests: list[dict[str, Any]]) -> None:
     for pod in pods(manifests):
         security = pod.spec["securityContext"]
         assert security["runAsNonRoot"] is True and security["runAsUser"] > 0, pod.name
@@ -26,7 +28,7 @@ def test_no_container_has_rights(manifests):
             }, pod.name
 
 
-def test_nothing_holds_a_token_of_kubernetes(manifests):
+def test_nothing_holds_a_token_of_kubernetes(manifests: list[dict[str, Any]]) -> None:
     for pod in pods(manifests):
         assert pod.spec["automountServiceAccountToken"] is False, pod.name
     for account in of_kind(manifests, "ServiceAccount"):
@@ -34,26 +36,26 @@ def test_nothing_holds_a_token_of_kubernetes(manifests):
     assert not [one for one in manifests if one["kind"].endswith(("Role", "RoleBinding"))]
 
 
-def test_every_container_says_what_it_needs_and_how_far_it_may_go(manifests):
+def test_every_container_says_what_it_needs_and_how_far_it_may_go(manifests: list[dict[str, Any]]) -> None:
     for pod in pods(manifests):
         for container in pod.containers:
             for bound in ("requests", "limits"):
                 assert {"cpu", "memory"} <= container["resources"][bound].keys(), pod.name
 
 
-def test_every_container_that_stays_is_probed(manifests):
+def test_every_container_that_stays_is_probed(manifests: list[dict[str, Any]]) -> None:
     for pod in pods(manifests):
         for container in pod.containers if pod.owner["kind"] != "Job" else ():
             assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys(), pod.name
 
 
-def test_every_folder_in_a_pod_has_a_bound(manifests):
+def test_every_folder_in_a_pod_has_a_bound(manifests: list[dict[str, Any]]) -> None:
     for pod in pods(manifests):
         for volume in pod.spec["volumes"]:
             assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}), f"{pod.name} {volume['name']}"
 
 
-def test_every_image_is_pinned(manifests):
+def test_every_image_is_pinned(manifests: list[dict[str, Any]]) -> None:
     for pod in pods(manifests):
         for container in pod.containers:
             name, _, tag = container["image"].rpartition(":")
@@ -63,7 +65,7 @@ def test_every_image_is_pinned(manifests):
 SECRET = ("KEY", "PASSWORD", "TOKEN", "SECRET", "DATABASE_URL", "BROKER_URL")
 
 
-def test_no_secret_is_written_into_a_pod(manifests):
+def test_no_secret_is_written_into_a_pod(manifests: list[dict[str, Any]]) -> None:
     seen = 0
     for pod in pods(manifests):
         for variable in (one for container in pod.containers for one in container.get("env", [])):
@@ -73,7 +75,7 @@ def test_no_secret_is_written_into_a_pod(manifests):
     assert seen >= 4
 
 
-def test_the_passwords_that_the_chart_makes_are_nowhere_but_in_their_secret():
+def test_the_passwords_that_the_chart_makes_are_nowhere_but_in_their_secret() -> None:
     manifests = render(profile("cpu-demo"))
     [secret] = of_kind(manifests, "Secret")
     made = [
@@ -88,7 +90,7 @@ def test_the_passwords_that_the_chart_makes_are_nowhere_but_in_their_secret():
 
 
 @pytest.mark.parametrize("name", ["cpu-demo", "production"])
-def test_only_the_api_has_the_first_key_and_only_from_a_secret(name):
+def test_only_the_api_has_the_first_key_and_only_from_a_secret(name: str) -> None:
     manifests = render(profile(name))
     holders = {
         one["metadata"]["name"] for one in manifests for text in strings(one) if text == "REGRAFT_FIRST_KEY"
@@ -97,7 +99,7 @@ def test_only_the_api_has_the_first_key_and_only_from_a_secret(name):
     assert holders == {"regraft-api"}
 
 
-def test_the_migration_makes_no_key_and_leaves_no_job_behind():
+def test_the_migration_makes_no_key_and_leaves_no_job_behind() -> None:
     [job] = of_kind(render(profile("production")), "Job")
 
     assert job["spec"]["template"]["spec"]["containers"][0]["command"] == [
@@ -112,11 +114,11 @@ def test_the_migration_makes_no_key_and_leaves_no_job_behind():
     assert job["spec"]["ttlSecondsAfterFinished"] <= 3600
 
 
-def test_with_servers_of_your_own_the_chart_makes_no_secret():
+def test_with_servers_of_your_own_the_chart_makes_no_secret() -> None:
     assert of_kind(render(profile("production")), "Secret") == []
 
 
-def allowed(manifests, component):
+def allowed(manifests: list[dict[str, Any]], component: str) -> Any:
     """The one policy of all of a component's pods."""
     [policy] = [
         one
@@ -129,7 +131,7 @@ def allowed(manifests, component):
 
 
 @pytest.mark.parametrize("name", [name for name in VARIATIONS if "without policies" not in name])
-def test_every_pod_is_under_a_policy_that_names_whom_it_reaches(name):
+def test_every_pod_is_under_a_policy_that_names_whom_it_reaches(name: Any) -> None:
     manifests = render(VARIATIONS[name])
     for component in {pod.component for pod in pods(manifests)}:
         for rule in allowed(manifests, component)["egress"]:
@@ -137,7 +139,7 @@ def test_every_pod_is_under_a_policy_that_names_whom_it_reaches(name):
             assert rule.get("ports"), f"{component} may use every port"
 
 
-def reached(policy):
+def reached(policy: dict[str, Any]) -> list[Any]:
     """Every door that a policy leaves open: a part of the chart or an address, and the port."""
     return [
         (
@@ -156,7 +158,7 @@ GRADING = ["worker", "api"]
 
 
 @pytest.mark.parametrize("component", GRADING)
-def test_pods_where_graders_run_reach_database_broker_store_and_names_only(component):
+def test_pods_where_graders_run_reach_database_broker_store_and_names_only(component: str) -> None:
     assert reached(allowed(render(profile("cpu-demo")), component)) == [
         ("dns", 53),
         ("postgresql", 5432),
@@ -167,7 +169,9 @@ def test_pods_where_graders_run_reach_database_broker_store_and_names_only(compo
 
 
 @pytest.mark.parametrize("component", GRADING)
-def test_in_production_they_reach_the_servers_that_the_operator_named_and_what_they_let_out(component):
+def test_in_production_they_reach_the_servers_that_the_operator_named_and_what_they_let_out(
+    component: str,
+) -> None:
     more = {"to": [{"ipBlock": {"cidr": "10.9.9.9/32"}}], "ports": [{"port": 8443}]}
     values = profile("production", networkPolicy={f"{component}Egress": [more]})
 
@@ -181,16 +185,16 @@ def test_in_production_they_reach_the_servers_that_the_operator_named_and_what_t
     ]
 
 
-def test_nobody_reaches_a_worker():
+def test_nobody_reaches_a_worker() -> None:
     assert allowed(render(profile("cpu-demo")), "worker")["ingress"] == []
 
 
-def test_what_a_policy_would_let_through_a_grader_is_refused_by_itself():
+def test_what_a_policy_would_let_through_a_grader_is_refused_by_itself() -> None:
     """The pod has to reach its database, so the first fence is another: tests/graders/test_sandbox_attacks.py."""
     assert {"open a socket", "send a datagram", "open a socket by its number"} <= ATTACKS.keys()
 
 
-def test_members_reach_leaders_and_what_is_named_for_them_and_nobody_reaches_them():
+def test_members_reach_leaders_and_what_is_named_for_them_and_nobody_reaches_them() -> None:
     policy = allowed(render(VARIATIONS["groups"]), "member")
 
     assert policy["ingress"] == []
@@ -202,7 +206,7 @@ def test_members_reach_leaders_and_what_is_named_for_them_and_nobody_reaches_the
     assert named == [ANYWHERE_PUBLIC]
 
 
-def test_leaders_are_reached_at_their_port_by_members_of_their_own_pool_only():
+def test_leaders_are_reached_at_their_port_by_members_of_their_own_pool_only() -> None:
     manifests = render(VARIATIONS["groups"])
     policies = [
         one
@@ -228,7 +232,7 @@ def test_leaders_are_reached_at_their_port_by_members_of_their_own_pool_only():
         assert port["port"] == listening["containerPort"]
 
 
-def test_members_hold_no_credentials_but_their_groups_and_the_hubs():
+def test_members_hold_no_credentials_but_their_groups_and_the_hubs() -> None:
     values = VARIATIONS["groups"] | {"weights": {"hubSecret": "hub"}}
     for member in pods(render(values), "member"):
         [container] = member.containers
@@ -239,13 +243,13 @@ def test_members_hold_no_credentials_but_their_groups_and_the_hubs():
         assert member.spec["serviceAccountName"] == "default", "which has no cloud's role"
 
 
-def test_the_migration_reaches_the_database_only():
+def test_the_migration_reaches_the_database_only() -> None:
     policy = allowed(render(profile("production")), "migrate")
 
     assert [rule["ports"][0]["port"] for rule in policy["egress"]] == [53, 5432]
 
 
-def test_servers_of_the_demo_reach_nobody_and_are_reached_by_the_service_only():
+def test_servers_of_the_demo_reach_nobody_and_are_reached_by_the_service_only() -> None:
     manifests = render(profile("cpu-demo"))
     for component in ("postgresql", "valkey", "seaweedfs"):
         policy = allowed(manifests, component)
@@ -253,7 +257,7 @@ def test_servers_of_the_demo_reach_nobody_and_are_reached_by_the_service_only():
         assert all(rule["from"] for rule in policy["ingress"])
 
 
-def test_what_production_lets_out_leads_to_no_private_address():
+def test_what_production_lets_out_leads_to_no_private_address() -> None:
     rules = allowed(render(profile("production")), "worker")["egress"]
     wide = [
         peer["ipBlock"]

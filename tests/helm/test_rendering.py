@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import Any
 
 import jsonschema
 import pytest
@@ -40,7 +41,7 @@ _TRIGGER = {
 }
 
 
-def _monitor(endpoints):
+def _monitor(endpoints: str) -> dict[Any, Any]:
     """Both kinds of monitor differ in this name only."""
     endpoint = {
         "type": "object",
@@ -146,12 +147,12 @@ CUSTOM = {
 
 
 @pytest.fixture(params=VARIATIONS)
-def manifests(request):
+def manifests(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return render(VARIATIONS[request.param])
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_every_manifest_is_one_that_kubernetes_takes(version):
+def test_every_manifest_is_one_that_kubernetes_takes(version: str) -> None:
     every = [one for values in VARIATIONS.values() for one in render(values)]
     different = {json.dumps(one): one for one in every}.values()  # most are the same in many variations
 
@@ -166,7 +167,7 @@ def test_every_manifest_is_one_that_kubernetes_takes(version):
             kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_a_mistake_in_a_manifest_would_be_seen():
+def test_a_mistake_in_a_manifest_would_be_seen() -> None:
     [api] = pods(render(profile("cpu-demo")), "api")
     api.owner["spec"]["replicaz"] = 2
 
@@ -175,14 +176,14 @@ def test_a_mistake_in_a_manifest_would_be_seen():
 
 
 @pytest.mark.parametrize("name", ["cpu-demo", "production"])
-def test_lint_has_nothing_to_say(name):
+def test_lint_has_nothing_to_say(name: str) -> None:
     report = helm.lint(CHART, profile(name), strict=True, kube_version=f"v{OLDEST}")
 
     assert [m for m in report["messages"] if m["severity"] > 1 or "icon" not in m["error"]] == []
     assert report["total_charts_linted"] == 1
 
 
-def test_names_are_unique_and_short_enough_for_labels():
+def test_names_are_unique_and_short_enough_for_labels() -> None:
     longest = POOL | {"name": "a-pool-with-20-chars"}
     every = VARIATIONS["every corner"]
     values = every | {"workers": [*every["workers"], longest]}
@@ -194,7 +195,7 @@ def test_names_are_unique_and_short_enough_for_labels():
         assert all(len(one) <= 63 for _, one in names)
 
 
-def test_selectors_find_the_pods_they_mean(manifests):
+def test_selectors_find_the_pods_they_mean(manifests: list[dict[str, Any]]) -> None:
     for pod in pods(manifests):
         selector = pod.owner["spec"].get("selector", {}).get("matchLabels", {})
         assert selector.items() <= pod.labels.items()
@@ -211,7 +212,7 @@ def test_selectors_find_the_pods_they_mean(manifests):
         assert port["targetPort"] in [p["name"] for c in targets[0].containers for p in c["ports"]]
 
 
-def test_budgets_and_scalers_lead_to_a_deployment(manifests):
+def test_budgets_and_scalers_lead_to_a_deployment(manifests: list[dict[str, Any]]) -> None:
     deployments = {one["metadata"]["name"]: one for one in of_kind(manifests, "Deployment")}
     groups = {one["metadata"]["name"]: one for one in of_kind(manifests, "LeaderWorkerSet")}
     for scaler in of_kind(manifests, "HorizontalPodAutoscaler") + of_kind(manifests, "ScaledObject"):
@@ -230,7 +231,7 @@ def test_budgets_and_scalers_lead_to_a_deployment(manifests):
     assert budgets == (deployments | groups).keys() - scaled_to_gpus
 
 
-def test_every_volume_that_is_mounted_is_there(manifests):
+def test_every_volume_that_is_mounted_is_there(manifests: list[dict[str, Any]]) -> None:
     for pod in pods(manifests):
         claims = [one["metadata"]["name"] for one in pod.owner["spec"].get("volumeClaimTemplates", [])]
         there = {one["name"] for one in pod.spec.get("volumes", [])} | set(claims)
@@ -238,7 +239,7 @@ def test_every_volume_that_is_mounted_is_there(manifests):
         assert mounted == there
 
 
-def test_a_file_of_the_operators_is_in_every_pod_of_the_service_and_in_no_other():
+def test_a_file_of_the_operators_is_in_every_pod_of_the_service_and_in_no_other() -> None:
     """Such as the certificate of whoever signs for their database, the migration's included."""
     given = {
         "extraVolumes": [{"name": "ca", "configMap": {"name": "our-ca"}}],
@@ -256,7 +257,7 @@ def test_a_file_of_the_operators_is_in_every_pod_of_the_service_and_in_no_other(
     assert has_it == {(name, "/etc/our-ca") for name in ("api", "worker", "inference", "migrate")}
 
 
-def test_the_files_that_pods_mount_are_in_the_config_map(manifests):
+def test_the_files_that_pods_mount_are_in_the_config_map(manifests: list[dict[str, Any]]) -> None:
     [config] = [one for one in of_kind(manifests, "ConfigMap") if "models.toml" in one["data"]]
     for pod in pods(manifests, "worker") + pods(manifests, "api"):
         [volume] = [one for one in pod.spec["volumes"] if one["name"] == "config"]
@@ -265,8 +266,8 @@ def test_the_files_that_pods_mount_are_in_the_config_map(manifests):
         assert files <= {f"/etc/regraft/{name}" for name in config["data"]}
 
 
-def test_pods_start_anew_when_their_files_change():
-    def checksum(**changes):
+def test_pods_start_anew_when_their_files_change() -> None:
+    def checksum(**changes: Any) -> Any:
         [api] = pods(render(profile("production", **changes)), "api")
         return api.template["metadata"]["annotations"]["checksum/config"]
 
@@ -274,7 +275,7 @@ def test_pods_start_anew_when_their_files_change():
     assert checksum() != checksum(models={"Another": {"hub": "some/model"}})
 
 
-def test_a_worker_with_several_gpus_has_a_rank_on_each():
+def test_a_worker_with_several_gpus_has_a_rank_on_each() -> None:
     pools = [POOL | {"name": f"p{gpus}", "gpus": gpus, "gpuClass": f"p{gpus}"} for gpus in (0, 1, 4)]
     workers = pods(
         render(profile("production", workers=[*pools, *profile("production")["workers"]])), "worker"
@@ -290,7 +291,7 @@ def test_a_worker_with_several_gpus_has_a_rank_on_each():
     assert {pool: ranks[pool] for pool in ("p0", "p1", "p4")} == {"p0": None, "p1": None, "p4": "4"}
 
 
-def test_a_pool_on_several_nodes_is_a_group_of_a_leader_and_its_members():
+def test_a_pool_on_several_nodes_is_a_group_of_a_leader_and_its_members() -> None:
     manifests = render(VARIATIONS["groups"])
     sets = {
         one["metadata"]["labels"]["regraft.dev/pool"]: one for one in of_kind(manifests, "LeaderWorkerSet")
@@ -315,12 +316,12 @@ def test_a_pool_on_several_nodes_is_a_group_of_a_leader_and_its_members():
         assert {"name": "weights", "mountPath": "/models", "readOnly": True} in container["volumeMounts"]
 
 
-def test_a_gpu_pool_gets_its_gpu_and_the_image_that_can_use_it():
+def test_a_gpu_pool_gets_its_gpu_and_the_image_that_can_use_it() -> None:
     workers = {
         pod.labels["regraft.dev/pool"]: pod for pod in pods(render(VARIATIONS["every corner"]), "worker")
     }
 
-    def gpus(pod: Pod):
+    def gpus(pod: Pod) -> dict[Any, Any]:
         limits = pod.containers[0]["resources"]["limits"]
         return {name: number for name, number in limits.items() if name.startswith("nvidia.com/")}
 
@@ -332,15 +333,15 @@ def test_a_gpu_pool_gets_its_gpu_and_the_image_that_can_use_it():
     assert workers["a100"].owner["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
 
 
-def test_pools_and_inference_each_have_the_priority_that_they_were_given():
+def test_pools_and_inference_each_have_the_priority_that_they_were_given() -> None:
     values = profile("cpu-demo", workers=[POOL], inference={"priorityClassName": "serving"})
 
     given = {pod.component: pod.spec.get("priorityClassName") for pod in pods(render(values))}
     assert {name: one for name, one in given.items() if one} == {"worker": "training", "inference": "serving"}
 
 
-def test_the_migration_comes_before_the_pods_unless_the_database_comes_with_them():
-    def hook(name):
+def test_the_migration_comes_before_the_pods_unless_the_database_comes_with_them() -> None:
+    def hook(name: str) -> Any:
         [job] = of_kind(render(profile(name)), "Job")
         return job["metadata"]["annotations"]["helm.sh/hook"]
 
@@ -348,7 +349,7 @@ def test_the_migration_comes_before_the_pods_unless_the_database_comes_with_them
     assert hook("cpu-demo") == "post-install,pre-upgrade"
 
 
-def test_the_migration_needs_nothing_that_the_chart_makes_later():
+def test_the_migration_needs_nothing_that_the_chart_makes_later() -> None:
     """Of what it refers to, only the Secret with the database's URL exists before the chart."""
     [job] = pods(render(profile("production")), "migrate")
 
@@ -358,7 +359,7 @@ def test_the_migration_needs_nothing_that_the_chart_makes_later():
     assert secrets == ["regraft-database"]
 
 
-def test_a_worker_has_longer_than_its_drain_before_it_is_killed():
+def test_a_worker_has_longer_than_its_drain_before_it_is_killed() -> None:
     for seconds in (0, 0.5, 600):
         manifests = render(profile("production", settings={"drain_seconds": seconds}))
         for worker in pods(manifests, "worker"):

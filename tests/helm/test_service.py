@@ -6,6 +6,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -18,24 +19,25 @@ from core.settings import Settings
 from graders.backends import Backends, Inference
 from helm.generate import OWN, settings_schema
 from tests import factories
-from tests.helm.charts import CHART, ROOT, VARIATIONS, of_kind, pods, profile, render
+from tests.helm.charts import CHART, ROOT, VARIATIONS, Pod, of_kind, pods, profile, render
+from tests.servers import Postgres
 from worker.cli.parser import build
 from worker.supervise import liveness
 
 
-def environment(pod, secrets="secret" * 6):
+def environment(pod: Pod, secrets: str = "secret" * 6) -> dict[Any, Any]:
     """The environment of a pod's container, with the same word for all that comes from Secrets."""
     return {one["name"]: one.get("value", secrets) for one in pod.containers[0]["env"]}
 
 
 @pytest.fixture(params=VARIATIONS)
-def ours(request):
+def ours(request: pytest.FixtureRequest) -> list[Any]:
     manifests = render(VARIATIONS[request.param])
     names = ("api", "worker", "member", "migrate", "inference")
     return [pod for name in names for pod in pods(manifests, name)]
 
 
-def test_every_variable_is_one_that_the_service_reads(ours):
+def test_every_variable_is_one_that_the_service_reads(ours: list[Any]) -> None:
     for pod in ours:
         names = [one["name"] for one in pod.containers[0]["env"]]
         assert len(names) == len(set(names)), pod.name
@@ -45,7 +47,7 @@ def test_every_variable_is_one_that_the_service_reads(ours):
         assert not unknown, pod.name
 
 
-def test_the_service_takes_the_environment_as_it_is(ours, monkeypatch):
+def test_the_service_takes_the_environment_as_it_is(ours: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for pod in ours:
         with monkeypatch.context() as patched:
             for name in [one for one in os.environ if one.startswith("REGRAFT_")]:
@@ -55,7 +57,7 @@ def test_the_service_takes_the_environment_as_it_is(ours, monkeypatch):
             assert Settings().data_dir.as_posix() == "/data"
 
 
-def example(schema):
+def example(schema: Any) -> Any:
     """A value that the schema of one setting takes, as large as it may be: large numbers are where YAML goes wrong."""
     if "enum" in schema:
         return schema["enum"][-1]
@@ -71,7 +73,7 @@ def example(schema):
     return next(text for text in texts if re.search(schema.get("pattern", ""), text))
 
 
-def test_every_setting_can_be_given_and_arrives(monkeypatch):
+def test_every_setting_can_be_given_and_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     known = settings_schema()["properties"]
     given = {name: example(of) for name, of in known.items()}
     for pod in pods(render(profile("cpu-demo", settings=given)), "worker"):
@@ -89,7 +91,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     return build().parse_args(words[1:])
 
 
-def test_every_command_is_one_of_the_service(ours):
+def test_every_command_is_one_of_the_service(ours: list[Any]) -> None:
     for pod in ours:
         words = pod.containers[0]["command"]
 
@@ -98,7 +100,7 @@ def test_every_command_is_one_of_the_service(ours):
 
 
 @pytest.mark.parametrize("file", ["helm/regraft/templates/NOTES.txt", "docs/howto/kubernetes.md"])
-def test_what_operators_are_told_to_type_are_commands_of_the_service(file):
+def test_what_operators_are_told_to_type_are_commands_of_the_service(file: str) -> None:
     lines = re.findall(r"-- (regraft-server .*)", (ROOT / file).read_text())
 
     assert lines
@@ -106,7 +108,7 @@ def test_what_operators_are_told_to_type_are_commands_of_the_service(file):
         assert parse(line.split()).command == "admin"
 
 
-def test_the_api_listens_where_probes_and_service_look():
+def test_the_api_listens_where_probes_and_service_look() -> None:
     [api] = pods(render(profile("cpu-demo")), "api")
     variables = environment(api)
 
@@ -114,7 +116,7 @@ def test_the_api_listens_where_probes_and_service_look():
     assert variables["REGRAFT_PORT"] == str(api.containers[0]["ports"][0]["containerPort"])
 
 
-def test_the_probe_of_a_worker_looks_at_the_file_that_it_writes():
+def test_the_probe_of_a_worker_looks_at_the_file_that_it_writes() -> None:
     [worker] = pods(render(profile("cpu-demo")), "worker")
     folder = environment(worker)["REGRAFT_DATA_DIR"]
 
@@ -124,7 +126,7 @@ def test_the_probe_of_a_worker_looks_at_the_file_that_it_writes():
     assert 4 * liveness.EVERY_SECONDS < 60
 
 
-def test_members_look_for_their_leader_where_it_listens():
+def test_members_look_for_their_leader_where_it_listens() -> None:
     """The leader's name is put before these variables by LeaderWorkerSet, and into this one by Kubernetes."""
     manifests = render(VARIATIONS["groups"])
     for member in pods(manifests, "member"):
@@ -141,7 +143,7 @@ def test_members_look_for_their_leader_where_it_listens():
         assert variables.get("REGRAFT_RANKS") == environment(member).get("REGRAFT_RANKS")
 
 
-def test_new_jobs_go_to_the_first_pool():
+def test_new_jobs_go_to_the_first_pool() -> None:
     manifests = render(VARIATIONS["every corner"])
     [api] = pods(manifests, "api")
 
@@ -152,7 +154,7 @@ def test_new_jobs_go_to_the_first_pool():
     assert classes == {"a100": "a100", "h100": "h100", "h200": "h200", "keeper": "keeper"}
 
 
-def test_the_service_reads_the_models_and_judges_that_were_asked_for(tmp_path):
+def test_the_service_reads_the_models_and_judges_that_were_asked_for(tmp_path: Path) -> None:
     [config] = of_kind(render(VARIATIONS["every corner"]), "ConfigMap")
     for name, content in config["data"].items():
         (tmp_path / name).write_text(content)
@@ -177,8 +179,8 @@ def test_the_service_reads_the_models_and_judges_that_were_asked_for(tmp_path):
     assert backends.endpoints.private_hosts == ("graders.internal",)
 
 
-def test_a_model_of_the_chart_has_every_field_of_the_registry(tmp_path):
-    values = {
+def test_a_model_of_the_chart_has_every_field_of_the_registry(tmp_path: Path) -> None:
+    values: dict[str, dict[str, Any]] = {
         "a": {
             "path": "/models/a",
             "dtype": "float32",
@@ -204,7 +206,7 @@ def test_a_model_of_the_chart_has_every_field_of_the_registry(tmp_path):
         assert written[name] == {of_service(field): value for field, value in model.items()}
 
 
-def test_the_scaler_counts_waiting_and_running_jobs_of_its_class(postgres):
+def test_the_scaler_counts_waiting_and_running_jobs_of_its_class(postgres: Postgres) -> None:
     """KEDA's query, on the real tables."""
     [scaler] = [
         one
@@ -236,7 +238,7 @@ def test_the_scaler_counts_waiting_and_running_jobs_of_its_class(postgres):
 
 
 @pytest.mark.parametrize("component", ["api", "worker", "member", "migrate", "inference"])
-def test_the_hubs_token_is_known_to_what_loads_models_and_to_nobody_else(component):
+def test_the_hubs_token_is_known_to_what_loads_models_and_to_nobody_else(component: str) -> None:
     pair = VARIATIONS["groups"]["workers"][1]
     values = profile(
         "production",

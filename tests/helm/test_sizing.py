@@ -2,12 +2,15 @@
 
 import json
 import tomllib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from core.registry import Registry, sampler_of
 from core.settings import GpuClass, Settings
-from tests.helm.charts import CHART, helm, of_kind, pods, profile, render
+from tests.helm.charts import CHART, Pod, helm, of_kind, pods, profile, render
+from tests.present import present
 from worker.model import sizing
 from worker.model.sizing import GIB
 
@@ -31,16 +34,16 @@ BYTES = {"bfloat16": 2, "float32": 4}
 GPU_OF_INFERENCE = {"NVIDIA-H100-80GB-HBM3": 78}
 
 
-def registry_of(manifests):
+def registry_of(manifests: list[dict[str, Any]]) -> Registry:
     [config] = [one for one in of_kind(manifests, "ConfigMap") if "models.toml" in one["data"]]
     return Registry.model_validate({"models": {}} | tomllib.loads(config["data"]["models.toml"]))
 
 
-def environment(pod):
+def environment(pod: Pod) -> dict[Any, Any]:
     return {one["name"]: one.get("value") for one in pod.spec["containers"][0]["env"]}
 
 
-def settings_of(pod):
+def settings_of(pod: Pod) -> Settings:
     """What the service in a pod reads of its environment."""
     names = {"GPU_CLASS": "gpu_class", "SAMPLER": "sampler", "KV_CACHE_GIB": "kv_cache_gib"}
     told = environment(pod)
@@ -49,7 +52,9 @@ def settings_of(pod):
     return Settings(gpu_classes=classes, **given)
 
 
-def needs(manifests):
+def needs(
+    manifests: list[dict[str, Any]],
+) -> Iterator[tuple[str, sizing.Shape | None, sizing.Workload, sizing.Plan]]:
     """For each model that a profile trains: its plan for prompts and answers as long as its context."""
     [api] = pods(manifests, "api")
     settings = settings_of(api)
@@ -65,25 +70,31 @@ def needs(manifests):
             eval_samples=1,
         )  # fmt: skip
         sampler = sampler_of(entry, of_class.sampler, "cuda")
+        assert sampler is not None
         machine = sizing.machine(of_class, "cuda", int(memory * GIB), sampler, gpu_class=gpu_class)
+        assert shape is not None
         yield name, shape, work, sizing.plan(name, shape, work, machine)
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_every_model_of_a_profile_can_be_trained_at_its_whole_context(name):
+def test_every_model_of_a_profile_can_be_trained_at_its_whole_context(name: str) -> None:
     for _, shape, work, plan in needs(render(profile(name))):
+        assert shape is not None
         assert plan.cache_bytes // (shape.token_cache_bytes * work.longest) >= 16
 
 
-def test_the_production_profile_has_models_to_check():
+def test_the_production_profile_has_models_to_check() -> None:
     assert {name for name, *_ in needs(render(profile("production")))} == set(CONFIGS)
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_every_model_of_a_profile_can_be_served_and_all_at_once(name):
+def test_every_model_of_a_profile_can_be_served_and_all_at_once(name: str) -> None:
     manifests = render(profile(name))
-    [pod] = pods(manifests, "inference") or [None]
-    product = pod and pod.spec.get("nodeSelector", {}).get("nvidia.com/gpu.product")
+    found = pods(manifests, "inference")
+    if not found:
+        return
+    [pod] = found
+    product = pod.spec.get("nodeSelector", {}).get("nvidia.com/gpu.product")
     if product is None:
         return  # on CPUs
     assert environment(pod)["REGRAFT_INFERENCE_KV_CACHE_GIB"] == "auto"
@@ -92,10 +103,11 @@ def test_every_model_of_a_profile_can_be_served_and_all_at_once(name):
         (sizing.shape_of_config(CONFIGS[name], BYTES[entry.dtype]), entry.context)
         for name, entry in registry_of(manifests).models.items()
     ]
-    least = [sizing.serving(shape, context=context, slots=8, rank=64) for shape, context in models]
+    least = [sizing.serving(present(shape), context=context, slots=8, rank=64) for shape, context in models]
     assert sum(need.least for need in least) <= free, [str(need) for need in least]
     for (shape, context), need in zip(models, least, strict=True):
         others = [other.least for other in least if other is not need]
+        assert shape is not None
         cache = sizing.serving_cache(shape, need, context=context, free=free, others=others)
         assert cache // shape.cache_bytes(context) >= 8
 
@@ -107,7 +119,9 @@ def test_every_model_of_a_profile_can_be_served_and_all_at_once(name):
         ({"gpuMemoryGiB": 24}, r"at 8192 tokens needs [\d.]+ GiB: weights 2 x [\d.]+.*class `h100` has 24\.0"),
     ],
 )  # fmt: skip
-def test_a_profile_whose_models_do_not_fit_would_be_seen_with_numbers(changes, said):
+def test_a_profile_whose_models_do_not_fit_would_be_seen_with_numbers(
+    changes: dict[str, int], said: str
+) -> None:
     """The first is what the service's default was."""
     values = profile("production")
     values["workers"] = [pool | changes if pool["gpuClass"] == "h100" else pool for pool in values["workers"]]
@@ -116,7 +130,7 @@ def test_a_profile_whose_models_do_not_fit_would_be_seen_with_numbers(changes, s
         list(needs(render(values)))
 
 
-def test_what_a_pool_says_reaches_the_api_and_every_worker():
+def test_what_a_pool_says_reaches_the_api_and_every_worker() -> None:
     values = profile("production")
     values["workers"][0] |= {"kvCacheGiB": 30, "trainTokenBudget": 4096, "sampler": "vllm"}
     manifests = render(values)
@@ -135,7 +149,7 @@ def test_what_a_pool_says_reaches_the_api_and_every_worker():
     }
 
 
-def test_inference_has_settings_of_its_own():
+def test_inference_has_settings_of_its_own() -> None:
     values = profile(
         "production", settings={"sampler": "vllm"}, inference={"kvCacheGiB": 12.5, "sampler": "registry"}
     )
@@ -150,7 +164,7 @@ def test_inference_has_settings_of_its_own():
     assert len(names) == len(set(names))
 
 
-def test_pools_of_one_class_that_differ_are_refused():
+def test_pools_of_one_class_that_differ_are_refused() -> None:
     pool = profile("production")["workers"][0]
     other = pool | {"name": "other", "gpuMemoryGiB": 140}
 

@@ -6,16 +6,18 @@ Instead of a cluster: volumes are folders of this machine, Secrets are those of 
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
 from tests.e2e.conftest import Server
 from tests.e2e.test_openai_client import create, method, wait
 from tests.e2e.test_production_size import redis_url as redis_url
-from tests.helm.charts import of_kind, pods, profile, render
+from tests.helm.charts import Pod, of_kind, pods, profile, render
 from tests.helm.kubelet import Kubelet
-from tests.servers import SeaweedFS, reserve_ports
+from tests.servers import Postgres, SeaweedFS, reserve_ports
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -24,7 +26,9 @@ FIRST_KEY = "a-first-key-of-the-operators-own-choice"
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory, postgres, redis_url, seaweed):
+def installed(
+    tmp_path_factory: pytest.TempPathFactory, postgres: Postgres, redis_url: str, seaweed: SeaweedFS
+) -> Iterator[tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]]]:
     """The production profile for one CPU pool: migrated by its hook, then API and worker, both ready."""
     assert shutil.which("regraft-server", path=str(Path(sys.executable).parent)), (
         "the program is not installed"
@@ -80,13 +84,15 @@ def installed(tmp_path_factory, postgres, redis_url, seaweed):
             process.wait()
 
 
-def server_of(kubelet: Kubelet, process) -> Server:
+def server_of(kubelet: Kubelet, process: Popen[bytes]) -> Server:
     """The first key is that of the Secret."""
     (kubelet.folder / "api_key").write_text(FIRST_KEY)
     return Server(process, kubelet.ports["api"], kubelet.folder)
 
 
-def test_a_job_is_done_by_what_the_chart_starts(installed, seaweed):
+def test_a_job_is_done_by_what_the_chart_starts(
+    installed: tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]], seaweed: SeaweedFS
+) -> None:
     kubelet, running = installed
     client = server_of(kubelet, running["api"][1]).client()
 
@@ -96,12 +102,15 @@ def test_a_job_is_done_by_what_the_chart_starts(installed, seaweed):
     assert client.files.content(job.result_files[0]).text.startswith("step,")
 
 
-def test_the_tuned_model_answers_through_the_api(installed):
+def test_the_tuned_model_answers_through_the_api(
+    installed: tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]],
+) -> None:
     kubelet, running = installed
     kubelet.wait_for(running["inference"][0], "readinessProbe", running["inference"][1])
     client = server_of(kubelet, running["api"][1]).client(max_retries=5)
     [job] = client.fine_tuning.jobs.list()
 
+    assert job.fine_tuned_model is not None
     answer = client.chat.completions.create(
         model=job.fine_tuned_model, messages=[{"role": "user", "content": "say it"}], max_completion_tokens=3
     )
@@ -110,14 +119,18 @@ def test_the_tuned_model_answers_through_the_api(installed):
     assert answer.model == job.fine_tuned_model
 
 
-def test_every_probe_is_content_while_all_is_well(installed):
+def test_every_probe_is_content_while_all_is_well(
+    installed: tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]],
+) -> None:
     kubelet, running = installed
     for pod, _ in running.values():
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert kubelet.probe(pod, kind), f"{pod.name} {kind}"
 
 
-def test_pods_end_by_themselves_when_told_to(installed):
+def test_pods_end_by_themselves_when_told_to(
+    installed: tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]],
+) -> None:
     """Last: nothing runs afterwards."""
     _, running = installed
     for pod, process in reversed(running.values()):

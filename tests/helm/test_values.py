@@ -1,12 +1,14 @@
 """A wrong value is refused with its name and what would do."""
 
+from typing import Any
+
 import pytest
 
 from tests.helm.charts import CHART, helm, profile, render
 
 POOL = profile("cpu-demo")["workers"][0]
 
-WRONG_TYPE_OR_BOUND = {
+WRONG_TYPE_OR_BOUND: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"imagee": {}}, "imagee"),
     "unknown, deeper": ({"api": {"replica": 2}}, "'/api'.*replica"),
     "text for a number": ({"api": {"replicas": "two"}}, "/api/replicas.*want integer"),
@@ -46,7 +48,7 @@ WRONG_TYPE_OR_BOUND = {
 
 
 @pytest.mark.parametrize("case", WRONG_TYPE_OR_BOUND)
-def test_a_wrong_value_is_named(case):
+def test_a_wrong_value_is_named(case: str) -> None:
     changes, words = WRONG_TYPE_OR_BOUND[case]
 
     with pytest.raises(helm.HelmError, match=f"(?s){words}"):
@@ -56,7 +58,7 @@ def test_a_wrong_value_is_named(case):
 SCALED = {key: value for key, value in POOL.items() if key != "replicas"} | {
     "autoscaling": {"minReplicas": 0, "maxReplicas": 2}
 }
-WRONG_TOGETHER = {
+WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
     "no database": ({"bundled": {"postgresql": {"enabled": False}}}, "database.existingSecret: name the Secret"),
     "no broker": ({"bundled": {"valkey": {"enabled": False}}}, "broker.existingSecret: name the Secret"),
     "no bucket": ({"bundled": {"seaweedfs": {"enabled": False}}}, "objectStore.bucket: name your bucket"),
@@ -118,14 +120,14 @@ WRONG_TOGETHER = {
 
 
 @pytest.mark.parametrize("case", WRONG_TOGETHER)
-def test_values_that_do_not_fit_together_are_named(case):
+def test_values_that_do_not_fit_together_are_named(case: str) -> None:
     changes, words = WRONG_TOGETHER[case]
 
     with pytest.raises(helm.HelmRenderError, match=words):
         render(profile("cpu-demo", **changes))
 
 
-def test_a_group_whose_pods_would_have_names_too_long_is_refused():
+def test_a_group_whose_pods_would_have_names_too_long_is_refused() -> None:
     """A StatefulSet of it has the pool's name and a number, and labels of that one's pods have eleven more."""
     values = profile("cpu-demo", workers=[POOL | {"nodes": 2}], groups={"existingSecret": "groups"})
     render(values, name="a-regraft-of-34-characters-in-full")
@@ -135,12 +137,12 @@ def test_a_group_whose_pods_would_have_names_too_long_is_refused():
         render(long, name="a-regraft-of-34-characters-in-full")
 
 
-def test_everything_that_is_missing_is_told_at_once():
+def test_everything_that_is_missing_is_told_at_once() -> None:
     with pytest.raises(
         helm.HelmRenderError, match=r"(?s)database\.existing.*broker\.existing.*objectStore\.bucket"
     ):
         render({})
 
 
-def test_the_values_of_the_chart_itself_follow_its_schema():
+def test_the_values_of_the_chart_itself_follow_its_schema() -> None:
     helm.Chart.load(CHART).validate_schema({})

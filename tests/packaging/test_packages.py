@@ -11,8 +11,9 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def uv():
+def uv() -> Callable[..., None]:
     if not UV.exists():
         pytest.skip("make setup INSTALLER=pip installs no uv")
 
@@ -63,7 +64,7 @@ def uv():
 
 
 @pytest.fixture(scope="module")
-def built(uv, tmp_path_factory) -> dict[str, Path]:
+def built(uv: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The source distribution and the wheel of each package, the wheel built from the former."""
     folder = tmp_path_factory.mktemp("dist")
     for source in (ROOT, ROOT / "sdk"):
@@ -90,7 +91,9 @@ def sources(folder: Path, packages: tuple[str, ...]) -> Mapping[str, bytes]:
     ("wheel", "folder", "packages"),
     [("server_wheel", ROOT, SERVER_PACKAGES), ("client_wheel", ROOT / "sdk", ("regraft",))],
 )
-def test_a_wheel_has_every_file_of_its_packages_and_no_other(built, wheel, folder, packages):
+def test_a_wheel_has_every_file_of_its_packages_and_no_other(
+    built: dict[str, Path], wheel: str, folder: Path, packages: tuple[Any, ...]
+) -> None:
     """Migrations, the registry, graders' data and py.typed among them; a linked file is there with its contents."""
     expected = sources(folder, packages)
 
@@ -102,7 +105,7 @@ def test_a_wheel_has_every_file_of_its_packages_and_no_other(built, wheel, folde
     assert [name for name in got if got[name] != expected[name]] == []
 
 
-def test_the_wheels_have_what_is_read_at_run_time(built):
+def test_the_wheels_have_what_is_read_at_run_time(built: dict[str, Path]) -> None:
     """By name, so that a change of the folders' layout is seen here."""
     server, client = contents(built["server_wheel"]), contents(built["client_wheel"])
 
@@ -117,7 +120,9 @@ def test_the_wheels_have_what_is_read_at_run_time(built):
         assert f"{name}-{VERSION}.dist-info/licenses/LICENSE" in files
 
 
-def test_the_servers_wheel_has_the_documentation_site_where_the_api_looks_for_it(built):
+def test_the_servers_wheel_has_the_documentation_site_where_the_api_looks_for_it(
+    built: dict[str, Path],
+) -> None:
     inside = f"regraft_server-{VERSION}.data/data/share/regraft/docs/"
     site = {name.removeprefix(inside) for name in contents(built["server_wheel"]) if name.startswith(inside)}
 
@@ -126,7 +131,7 @@ def test_the_servers_wheel_has_the_documentation_site_where_the_api_looks_for_it
 
 
 @pytest.mark.parametrize("sdist", ["server_sdist", "client_sdist"])
-def test_a_source_distribution_has_no_links(built, sdist):
+def test_a_source_distribution_has_no_links(built: dict[str, Path], sdist: str) -> None:
     with tarfile.open(fileobj=io.BytesIO(built[sdist].read_bytes())) as archive:
         members = archive.getmembers()
 
@@ -134,7 +139,7 @@ def test_a_source_distribution_has_no_links(built, sdist):
 
 
 @pytest.mark.parametrize("wheel", ["server_wheel", "client_wheel"])
-def test_nothing_installed_imports_what_stays_in_the_repository(built, wheel):
+def test_nothing_installed_imports_what_stays_in_the_repository(built: dict[str, Path], wheel: str) -> None:
     def imports(source: bytes) -> set[str]:
         nodes = list(ast.walk(ast.parse(source)))
         plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -148,7 +153,7 @@ def test_nothing_installed_imports_what_stays_in_the_repository(built, wheel):
 
 
 @pytest.fixture
-def installed(built, uv, tmp_path):
+def installed(built: dict[str, Path], uv: Callable[..., None], tmp_path: Path) -> Iterator[Path]:
     """The folder of the programs of an environment that has the two wheels and what they depend on."""
     prefix = tmp_path / "venv"
     uv("venv", "--quiet", "--python", sys.executable, prefix)
@@ -160,7 +165,7 @@ def installed(built, uv, tmp_path):
     shutil.rmtree(prefix)  # a gigabyte, where it could not be linked
 
 
-def test_the_installed_packages_train_a_job(installed, tmp_path):
+def test_the_installed_packages_train_a_job(installed: Path, tmp_path: Path) -> None:
     """`regraft-server up` and `regraft`, in a folder that has nothing of the repository."""
     desk, data = tmp_path / "desk", tmp_path / "data"
     desk.mkdir()
@@ -184,7 +189,7 @@ def test_the_installed_packages_train_a_job(installed, tmp_path):
     )
 
     def regraft(*arguments: str, stdin: str | None = None) -> str:
-        command = [installed / "regraft", *arguments]
+        command: list[str | Path] = [installed / "regraft", *arguments]
         done = subprocess.run(command, cwd=desk, env=settings, capture_output=True, text=True, input=stdin)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

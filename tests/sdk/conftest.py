@@ -6,7 +6,7 @@ import json
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from core.tenancy import keys
 from graders.backends import Backends
 from tests import factories
 
-GRADER = {
+GRADER: Any = {
     "type": "string_check",
     "name": "exact",
     "input": "{{sample.output_text}}",
@@ -63,7 +63,7 @@ class House:
             return events.append(session, job_id, message, **more).id
 
     def step(self, job_id: str, step: int, total: int, reward: float, **more: Any) -> None:
-        data = {"step": step, "total_steps": total, "train_mean_reward": reward}
+        data: dict[str, Any] = {"step": step, "total_steps": total, "train_mean_reward": reward}
         data |= {"timing": {"step": {"full_iteration": 1.5, "eval": 0.0}}, **more}
         with self.database.write() as session:
             session.add(StepMetric(job_id=job_id, step=step, epoch=1, data=data))
@@ -175,7 +175,7 @@ def client(house: House) -> Iterator[Regraft]:
 
 
 @pytest.fixture
-def make_async(house: House) -> Any:
+def make_async(house: House) -> Callable[[], AsyncRegraft]:
     return lambda: AsyncRegraft(base_url=house.base_url, api_key=house.key, max_retries=0)
 
 

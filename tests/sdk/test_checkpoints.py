@@ -3,19 +3,25 @@ import hashlib
 import io
 import json
 import tarfile
+from _io import BytesIO
+from collections.abc import Callable
+from pathlib import Path
+from socket import socket
+from typing import Any
 
 import openai
 import pytest
 import regraft
+from regraft import AsyncRegraft
 from regraft.resources.checkpoints import unpack
 
-from tests.sdk.conftest import Proxy
+from tests.sdk.conftest import House, Proxy
 
 FILES = {"adapter_config.json": b'{"r": 16}', "adapter_model.safetensors": bytes(range(256)) * 20_000}
 
 
 @pytest.fixture
-def job_id(house):
+def job_id(house: House) -> str:
     """A job with three checkpoints, the best in the middle, and as good as the one behind it."""
     job_id = house.job(status="succeeded")
     for step, reward in ((1, 0.1), (2, 0.7), (3, 0.7)):
@@ -23,7 +29,9 @@ def job_id(house):
     return job_id
 
 
-def test_the_best_one_is_downloaded_unless_another_is_asked_for(client, job_id, tmp_path):
+def test_the_best_one_is_downloaded_unless_another_is_asked_for(
+    client: regraft.Regraft, job_id: str, tmp_path: Path
+) -> None:
     newest = client.checkpoints.list(job_id)[0]
 
     best = client.checkpoints.download(job_id, to=tmp_path / "best")
@@ -35,8 +43,10 @@ def test_the_best_one_is_downloaded_unless_another_is_asked_for(client, job_id, 
     assert json.loads((best / "reproduce.json").read_text())["checkpoint"]["step"] == 2
 
 
-def test_the_async_client_downloads_it_too(make_async, job_id, tmp_path):
-    async def download():
+def test_the_async_client_downloads_it_too(
+    make_async: Callable[[], AsyncRegraft], job_id: str, tmp_path: Path
+) -> None:
+    async def download() -> Any:
         async with make_async() as client:
             return await client.checkpoints.download(job_id, to=tmp_path / "best")
 
@@ -45,27 +55,29 @@ def test_the_async_client_downloads_it_too(make_async, job_id, tmp_path):
     assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
 
 
-def test_a_folder_that_is_there_is_left_alone(client, job_id, tmp_path):
+def test_a_folder_that_is_there_is_left_alone(client: regraft.Regraft, job_id: str, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
 
     with pytest.raises(FileExistsError):
         client.checkpoints.download(job_id, to=tmp_path / "mine")
 
 
-def test_a_job_without_checkpoints_and_an_unknown_one(house, client, job_id, tmp_path):
+def test_a_job_without_checkpoints_and_an_unknown_one(
+    house: House, client: regraft.Regraft, job_id: str, tmp_path: Path
+) -> None:
     with pytest.raises(FileNotFoundError, match="no checkpoint yet"):
         client.checkpoints.download(house.job(), to=tmp_path / "x")
     with pytest.raises(regraft.CheckpointNotFound):
         client.checkpoints.download(job_id, "ftckpt_none", to=tmp_path / "x")
 
 
-def test_a_download_that_breaks_off_leaves_nothing(house, job_id, tmp_path):
+def test_a_download_that_breaks_off_leaves_nothing(house: House, job_id: str, tmp_path: Path) -> None:
     class Short(Proxy):
         """Cuts when a megabyte has come."""
 
         passed = 0
 
-        def _copy(self, source, sink):
+        def _copy(self, source: socket, sink: socket) -> None:
             if sink not in self.open[::2]:
                 return super()._copy(source, sink)
             while self.passed < 1_000_000 and (data := source.recv(65536)):
@@ -82,7 +94,7 @@ def test_a_download_that_breaks_off_leaves_nothing(house, job_id, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def archive(files, manifest=None):
+def archive(files: dict[Any, Any], manifest: dict[Any, Any] | None = None) -> BytesIO:
     out = io.BytesIO()
     listed = [
         {"name": name, "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()
@@ -110,7 +122,7 @@ def archive(files, manifest=None):
         (io.BytesIO(b"not a tar at all"), "cannot be read"),
     ],
 )
-def test_what_is_not_right_is_not_kept(tmp_path, sent, problem):
+def test_what_is_not_right_is_not_kept(tmp_path: Path, sent: BytesIO, problem: str) -> None:
     with pytest.raises(regraft.DownloadCorrupt, match=problem):
         unpack(sent, tmp_path / "deep" / "target")
 

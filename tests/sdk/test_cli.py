@@ -7,19 +7,27 @@ import shutil
 import subprocess
 import sys
 import threading
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from regraft import Regraft
 from regraft.cli import main
 
-from tests.sdk.conftest import GRADER, ROWS
+from tests.present import present, untyped
+from tests.sdk.conftest import GRADER, ROWS, House
 
 SDK = Path(__file__).parents[2] / "sdk"
 
 
 @pytest.fixture
-def regraft(house, monkeypatch, capsys, tmp_path):
+def regraft(
+    house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
     """Run the command line, logged in; returns its exit code, stdout and stderr."""
     monkeypatch.setenv("REGRAFT_BASE_URL", house.base_url)
     monkeypatch.setenv("REGRAFT_API_KEY", house.key)
@@ -37,10 +45,10 @@ def regraft(house, monkeypatch, capsys, tmp_path):
 
 
 @pytest.fixture
-def in_json(regraft):
+def in_json(regraft: Callable[..., tuple[int, str, str]]) -> Callable[..., Any]:
     """The one document that a command prints."""
 
-    def run(*argv: str):
+    def run(*argv: str) -> Any:
         code, out, err = regraft(*argv, "--output", "json")
         assert code == 0, err
         return json.loads(out)
@@ -49,7 +57,7 @@ def in_json(regraft):
 
 
 @pytest.fixture
-def learned(house):
+def learned(house: House) -> str:
     """A job that is done, with rewards, answers and a checkpoint."""
     job_id = house.job(status="running")
     house.say(job_id, "Fine-tuning job started")
@@ -67,7 +75,9 @@ def learned(house):
     return job_id
 
 
-def test_files_are_uploaded_listed_shown_downloaded_and_deleted(regraft, in_json, tmp_path):
+def test_files_are_uploaded_listed_shown_downloaded_and_deleted(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], tmp_path: Path
+) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text("{}\n")
 
@@ -83,7 +93,9 @@ def test_files_are_uploaded_listed_shown_downloaded_and_deleted(regraft, in_json
     assert regraft("files", "show", made["id"])[0] == 3
 
 
-def test_validate_names_lines_as_compilers_do(regraft, in_json, tmp_path):
+def test_validate_names_lines_as_compilers_do(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], tmp_path: Path
+) -> None:
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     good.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     bad.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n{"messages": 1}\n')
@@ -103,7 +115,9 @@ def test_validate_names_lines_as_compilers_do(regraft, in_json, tmp_path):
     ]
 
 
-def test_a_job_is_created_from_a_file_and_steered(regraft, in_json, job_file):
+def test_a_job_is_created_from_a_file_and_steered(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], job_file: Path
+) -> None:
     code, out, _ = regraft("jobs", "create", "-f", str(job_file), "--set", "seed=11")
     job_id = out.strip()
 
@@ -117,7 +131,9 @@ def test_a_job_is_created_from_a_file_and_steered(regraft, in_json, job_file):
     assert regraft("jobs", "resume", job_id)[0] == 2
 
 
-def test_an_estimate_creates_nothing(regraft, in_json, job_file):
+def test_an_estimate_creates_nothing(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], job_file: Path
+) -> None:
     code, out, _ = regraft("jobs", "create", "-f", str(job_file), "--estimate")
 
     assert code == 0
@@ -129,7 +145,9 @@ def test_an_estimate_creates_nothing(regraft, in_json, job_file):
     assert in_json("jobs", "list") == []
 
 
-def test_a_preview_in_a_pipe_creates_nothing(regraft, in_json, job_file, model):
+def test_a_preview_in_a_pipe_creates_nothing(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], job_file: Path, model: None
+) -> None:
     asked = ("jobs", "create", "-f", str(job_file), "--preview", "--rows", "2", "--samples", "2")
     code, out, err = regraft(*asked)
 
@@ -149,7 +167,9 @@ def test_a_preview_in_a_pipe_creates_nothing(regraft, in_json, job_file, model):
     assert in_json("jobs", "list") == []
 
 
-def test_yes_creates_the_job_after_the_preview(regraft, in_json, job_file, model):
+def test_yes_creates_the_job_after_the_preview(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], job_file: Path, model: None
+) -> None:
     asked = ("jobs", "create", "-f", str(job_file), "--preview", "--yes", "--rows", "2", "--samples", "2")
     code, out, err = regraft(*asked)
     found = in_json(*asked)
@@ -161,7 +181,9 @@ def test_yes_creates_the_job_after_the_preview(regraft, in_json, job_file, model
 
 @pytest.mark.slow  # each starts a process, in a second; so do the others in this file that have this mark
 @pytest.mark.parametrize(("said", "code", "created"), [(b"y\n", 0, 1), (b"\n", 0, 0), (b"\x04", 130, 0)])
-def test_in_a_terminal_a_preview_asks(house, client, job_file, model, said, code, created):
+def test_in_a_terminal_a_preview_asks(
+    house: House, client: Regraft, job_file: Path, model: None, said: bytes, code: int, created: int
+) -> None:
     primary, secondary = pty.openpty()
     ends = {"stdout": secondary, "stderr": secondary, "stdin": secondary}
     process = command(house, "jobs", "create", "-f", str(job_file), "--preview", **ends)
@@ -182,19 +204,23 @@ def test_in_a_terminal_a_preview_asks(house, client, job_file, model, said, code
     assert len(list(client.jobs.list())) == created
 
 
-def test_what_belongs_to_a_preview_is_refused_without_one(regraft, job_file):
+def test_what_belongs_to_a_preview_is_refused_without_one(
+    regraft: Callable[..., tuple[int, str, str]], job_file: Path
+) -> None:
     code, _, err = regraft("jobs", "create", "-f", str(job_file), "--yes")
 
     assert (code, "require --preview" in err) == (2, True)
 
 
-def test_a_preview_without_an_inference_server_says_what_is_missing(regraft, job_file):
+def test_a_preview_without_an_inference_server_says_what_is_missing(
+    regraft: Callable[..., tuple[int, str, str]], job_file: Path
+) -> None:
     code, _, err = regraft("jobs", "create", "-f", str(job_file), "--preview")
 
     assert (code, "REGRAFT_INFERENCE_URL" in err) == (2, True)
 
 
-def test_what_is_known_of_time_and_cost_is_a_range():
+def test_what_is_known_of_time_and_cost_is_a_range() -> None:
     from regraft.cli.commands import estimate_text
 
     size = {"training_rows": 1, "validation_rows": 1, "total_steps": 2, "n_epochs": 1, "batch_size": 1}
@@ -210,7 +236,9 @@ def test_what_is_known_of_time_and_cost_is_a_range():
     ]
 
 
-def test_a_job_is_shown_with_the_course_of_its_rewards(regraft, learned):
+def test_a_job_is_shown_with_the_course_of_its_rewards(
+    regraft: Callable[..., tuple[int, str, str]], learned: str
+) -> None:
     _, out, _ = regraft("jobs", "show", learned)
 
     lines = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
@@ -220,7 +248,9 @@ def test_a_job_is_shown_with_the_course_of_its_rewards(regraft, learned):
     assert lines["finished"] == "2023-11-14 22:13 UTC"
 
 
-def test_watching_in_a_pipe_prints_lines_and_then_the_model(regraft, learned):
+def test_watching_in_a_pipe_prints_lines_and_then_the_model(
+    regraft: Callable[..., tuple[int, str, str]], learned: str
+) -> None:
     code, out, _ = regraft("jobs", "watch", learned)
 
     assert code == 0
@@ -234,7 +264,9 @@ def test_watching_in_a_pipe_prints_lines_and_then_the_model(regraft, learned):
     ]
 
 
-def test_watching_in_json_is_a_document_a_line_the_job_last(regraft, learned):
+def test_watching_in_json_is_a_document_a_line_the_job_last(
+    regraft: Callable[..., tuple[int, str, str]], learned: str
+) -> None:
     code, out, _ = regraft("jobs", "watch", learned, "--output", "json")
 
     *told, job = map(json.loads, out.splitlines())
@@ -264,7 +296,9 @@ WORSE = (
 )
 
 
-def test_watching_a_job_that_ends_worse_than_its_base_says_so_and_is_exit_code_1(regraft, in_json, house):
+def test_watching_a_job_that_ends_worse_than_its_base_says_so_and_is_exit_code_1(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House
+) -> None:
     job_id = house.job()
     house.end(job_id, "succeeded", fine_tuned_model="ft:tiny:acme:worse:1", verdict=VERDICT)
 
@@ -279,7 +313,9 @@ def test_watching_a_job_that_ends_worse_than_its_base_says_so_and_is_exit_code_1
     assert f"verdict      {WORSE}\n" in shown
 
 
-def test_a_damaged_model_with_too_few_rows_for_an_interval_is_exit_code_1(regraft, house):
+def test_a_damaged_model_with_too_few_rows_for_an_interval_is_exit_code_1(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
     job_id, changes = house.job(), {"ci_low": None, "ci_high": None, "ground": "kl_jump"}
     house.end(job_id, "succeeded", fine_tuned_model="ft:tiny:acme:worse:1", verdict=VERDICT | changes)
 
@@ -306,7 +342,13 @@ def test_a_damaged_model_with_too_few_rows_for_an_interval_is_exit_code_1(regraf
         ),
     ],
 )
-def test_any_other_verdict_is_said_and_is_exit_code_0(regraft, client, house, changes, said):
+def test_any_other_verdict_is_said_and_is_exit_code_0(
+    regraft: Callable[..., tuple[int, str, str]],
+    client: Regraft,
+    house: House,
+    changes: dict[str, Any],
+    said: str,
+) -> None:
     job_id = house.job()
     house.end(job_id, "succeeded", fine_tuned_model="ft:tiny:acme::1", verdict=VERDICT | changes)
 
@@ -314,10 +356,12 @@ def test_any_other_verdict_is_said_and_is_exit_code_0(regraft, client, house, ch
 
     assert code == 0
     assert said in err
-    assert client.jobs.verdict(job_id).outcome == changes["outcome"]
+    assert present(client.jobs.verdict(job_id)).outcome == changes["outcome"]
 
 
-def test_a_best_checkpoint_below_the_base_is_marked_so(regraft, house):
+def test_a_best_checkpoint_below_the_base_is_marked_so(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
     job_id = house.job()
     house.checkpoint(job_id, 2, 0.25, {}, full_valid_difference=-0.25)
     house.checkpoint(job_id, 1, 0.20, {}, full_valid_difference=-0.3)
@@ -328,7 +372,9 @@ def test_a_best_checkpoint_below_the_base_is_marked_so(regraft, house):
     assert re.search(r" 1 +0\.200 +-0\.300 +-", out)
 
 
-def test_a_job_that_failed_is_exit_code_1_with_the_servers_reason(regraft, house):
+def test_a_job_that_failed_is_exit_code_1_with_the_servers_reason(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
     job_id = house.job(status="failed", error={"code": "invalid_grader", "message": "no", "param": None})
 
     code, _, err = regraft("jobs", "watch", job_id)
@@ -337,7 +383,9 @@ def test_a_job_that_failed_is_exit_code_1_with_the_servers_reason(regraft, house
     assert regraft("jobs", "watch", job_id, "--output", "json")[0] == 1
 
 
-def test_a_list_of_bad_lines_is_told_by_the_event_and_not_again(regraft, house):
+def test_a_list_of_bad_lines_is_told_by_the_event_and_not_again(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
     message = "Training file file-x: line 1: is blank\nline 2: is blank"
     job_id = house.job(status="failed", error={"code": "invalid_file", "message": message, "param": None})
 
@@ -346,7 +394,9 @@ def test_a_list_of_bad_lines_is_told_by_the_event_and_not_again(regraft, house):
     assert err == f"regraft: The job {job_id} failed: Training file file-x: line 1: is blank (invalid_file)\n"
 
 
-def test_answers_of_the_last_step_are_a_table(regraft, in_json, learned):
+def test_answers_of_the_last_step_are_a_table(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], learned: str
+) -> None:
     _, out, err = regraft("rollouts", learned, "--worst")
 
     rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
@@ -360,7 +410,9 @@ def test_answers_of_the_last_step_are_a_table(regraft, in_json, learned):
     assert in_json("rollouts", learned, "--ungraded")[0]["reason"] == "the judge is asleep"
 
 
-def test_answers_of_several_steps_are_a_table_or_a_file(regraft, house, learned, tmp_path):
+def test_answers_of_several_steps_are_a_table_or_a_file(
+    regraft: Callable[..., tuple[int, str, str]], house: House, learned: str, tmp_path: Path
+) -> None:
     answer = {"split": "train", "member": 0, "messages": [], "finish_reason": "stop", "reason": ""}
     house.rollouts(learned, 2, [answer | {"step": 2, "line": 1, "output_text": "vier", "score": 0.25}])
 
@@ -383,12 +435,16 @@ def test_answers_of_several_steps_are_a_table_or_a_file(regraft, house, learned,
     )
 
 
-def test_what_belongs_to_a_file_of_answers_and_what_to_a_table(regraft, learned):
+def test_what_belongs_to_a_file_of_answers_and_what_to_a_table(
+    regraft: Callable[..., tuple[int, str, str]], learned: str
+) -> None:
     for wrong in (["--format", "parquet"], ["--to", "x", "--worst"], ["--to", "x", "--limit", "1"]):
         assert regraft("rollouts", learned, *wrong)[0] == 2
 
 
-def test_checkpoints_are_listed_and_downloaded(regraft, in_json, learned, tmp_path):
+def test_checkpoints_are_listed_and_downloaded(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], learned: str, tmp_path: Path
+) -> None:
     _, out, _ = regraft("checkpoints", "list", learned)
     made = in_json("checkpoints", "download", learned, "-o", str(tmp_path / "adapter"))
 
@@ -397,7 +453,9 @@ def test_checkpoints_are_listed_and_downloaded(regraft, in_json, learned, tmp_pa
     assert regraft("checkpoints", "download", learned, "-o", str(tmp_path / "adapter"))[0] == 2
 
 
-def test_a_grader_is_validated_and_run(regraft, in_json, tmp_path):
+def test_a_grader_is_validated_and_run(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], tmp_path: Path
+) -> None:
     grader, cases = tmp_path / "grader.json", tmp_path / "cases.jsonl"
     grader.write_text(json.dumps(GRADER))
     cases.write_text(
@@ -424,7 +482,9 @@ def grade(sample, item):
 """
 
 
-def test_what_a_grader_prints_and_its_whole_traceback_are_shown(regraft, in_json, tmp_path):
+def test_what_a_grader_prints_and_its_whole_traceback_are_shown(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], tmp_path: Path
+) -> None:
     grader = tmp_path / "grader.py"
     grader.write_text(RAISES)
     command = ("graders", "run", "--grader", str(grader), "--sample", "4", "--item", '{"answer": "4"}')
@@ -444,7 +504,9 @@ def test_what_a_grader_prints_and_its_whole_traceback_are_shown(regraft, in_json
     assert test["error_details"] == {"python_grader_runtime_error": test["reason"]}
 
 
-def test_the_failure_of_a_sub_grader_is_shown_once_and_also_where_a_score_stands_in_for_it(regraft, tmp_path):
+def test_the_failure_of_a_sub_grader_is_shown_once_and_also_where_a_score_stands_in_for_it(
+    regraft: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     grader = tmp_path / "grader.json"
     python = {"type": "python", "name": "p", "source": RAISES}
     multi = {"type": "multi", "name": "m", "calculate_output": "p + e", "graders": {"p": python, "e": GRADER}}
@@ -458,7 +520,7 @@ def test_the_failure_of_a_sub_grader_is_shown_once_and_also_where_a_score_stands
         assert out.count("p: line one\n") == 1
 
 
-def test_models(regraft, in_json):
+def test_models(regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any]) -> None:
     assert [model["id"] for model in in_json("models", "list")] == ["tiny", "o4-mini-2025-04-16"]
     assert regraft("models", "list")[1].splitlines()[1].split() == ["tiny", "-", "-"]
     assert regraft("models", "delete", "tiny")[0] == 2
@@ -474,23 +536,27 @@ def test_models(regraft, in_json):
         (["files", "upload", "none.jsonl"], 2, "No such file: none.jsonl"),
     ],
 )
-def test_what_goes_wrong_has_a_line_and_a_code(regraft, argv, code, said):
+def test_what_goes_wrong_has_a_line_and_a_code(
+    regraft: Callable[..., tuple[int, str, str]], argv: list[str], code: int, said: str
+) -> None:
     got, out, err = regraft(*argv)
 
     assert (got, out) == (code, "")
     assert said in err
 
 
-def test_the_version_is_that_of_the_installed_package(regraft):
+def test_the_version_is_that_of_the_installed_package(regraft: Callable[..., tuple[int, str, str]]) -> None:
     assert regraft("--version") == (0, f"regraft {version('regraft')}\n", "")
 
 
-def test_the_output_may_be_chosen_in_front_of_the_command(regraft):
+def test_the_output_may_be_chosen_in_front_of_the_command(
+    regraft: Callable[..., tuple[int, str, str]],
+) -> None:
     assert json.loads(regraft("--output", "json", "models", "list")[1])[0]["id"] == "tiny"
     assert regraft("--output", "json", "models", "list", "--output", "text")[1].startswith("id ")
 
 
-def test_errors_are_json_too(regraft):
+def test_errors_are_json_too(regraft: Callable[..., tuple[int, str, str]]) -> None:
     code, out, err = regraft("jobs", "show", "ftjob-none", "--output", "json")
 
     error = json.loads(err)["error"]
@@ -499,7 +565,9 @@ def test_errors_are_json_too(regraft):
     assert error["request_id"].startswith("req_")
 
 
-def test_who_is_refused_and_what_cannot_be_reached(regraft, monkeypatch):
+def test_who_is_refused_and_what_cannot_be_reached(
+    regraft: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("REGRAFT_API_KEY", "rg-wrong")
     assert regraft("models", "list")[0] == 4
     monkeypatch.setenv("REGRAFT_BASE_URL", "http://127.0.0.1:9")
@@ -509,7 +577,12 @@ def test_who_is_refused_and_what_cannot_be_reached(regraft, monkeypatch):
     assert regraft("models", "list")[0] == 4
 
 
-def test_logging_in_tries_the_key_before_it_is_kept(regraft, house, monkeypatch, tmp_path):
+def test_logging_in_tries_the_key_before_it_is_kept(
+    regraft: Callable[..., tuple[int, str, str]],
+    house: House,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     import io
 
     monkeypatch.delenv("REGRAFT_API_KEY")
@@ -528,9 +601,9 @@ def test_logging_in_tries_the_key_before_it_is_kept(regraft, house, monkeypatch,
 class Speaker(http.server.BaseHTTPRequestHandler):
     """A chat endpoint that says "Hello, <the last message>", in pieces when it is asked to."""
 
-    heard: list = []
+    heard: list[Any] = []
 
-    def do_POST(self):
+    def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.heard.append(body)
         pieces = ["Hello", ", ", body["messages"][-1]["content"]]
@@ -548,12 +621,14 @@ class Speaker(http.server.BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
 
-    def log_message(self, *args):
+    def log_message(self, *args: Any) -> None:
         pass
 
 
 @pytest.fixture
-def speaker(regraft, monkeypatch):
+def speaker(
+    regraft: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ThreadingHTTPServer]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Speaker)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -565,7 +640,9 @@ def speaker(regraft, monkeypatch):
     server.server_close()
 
 
-def test_chatting_streams_the_answer(regraft, in_json, speaker):
+def test_chatting_streams_the_answer(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], speaker: ThreadingHTTPServer
+) -> None:
     code, out, _ = regraft("chat", "ft:tiny", "you", "--system", "Be kind.", "--max-tokens", "9")
 
     assert (code, out) == (0, "Hello, you\n")
@@ -574,7 +651,11 @@ def test_chatting_streams_the_answer(regraft, in_json, speaker):
     assert in_json("chat", "ft:tiny", "you")["choices"][0]["message"]["content"] == "Hello, you"
 
 
-def test_a_pipe_is_one_message(regraft, speaker, monkeypatch):
+def test_a_pipe_is_one_message(
+    regraft: Callable[..., tuple[int, str, str]],
+    speaker: ThreadingHTTPServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import io
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("all of this"))
@@ -582,7 +663,7 @@ def test_a_pipe_is_one_message(regraft, speaker, monkeypatch):
     assert regraft("chat", "ft:tiny")[1] == "Hello, all of this\n"
 
 
-def command(house, *argv: str, **options):
+def command(house: House, *argv: str, **options: Any) -> subprocess.Popen[Any]:
     environment = os.environ | {
         "REGRAFT_BASE_URL": house.base_url,
         "REGRAFT_API_KEY": house.key,
@@ -593,7 +674,7 @@ def command(house, *argv: str, **options):
 
 
 @pytest.mark.slow
-def test_in_a_terminal_there_is_a_live_line(house, learned):
+def test_in_a_terminal_there_is_a_live_line(house: House, learned: str) -> None:
     primary, secondary = pty.openpty()
     process = command(house, "jobs", "watch", learned, stdout=secondary, stderr=secondary, stdin=secondary)
     os.close(secondary)
@@ -615,16 +696,18 @@ def test_in_a_terminal_there_is_a_live_line(house, learned):
 
 
 @pytest.mark.slow
-def test_a_reader_that_has_seen_enough_is_no_error(house, learned):
+def test_a_reader_that_has_seen_enough_is_no_error(house: House, learned: str) -> None:
     process = command(house, "jobs", "watch", learned, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
     process.stdout.close()
 
     assert process.wait() == 0
+    assert process.stderr is not None
     assert process.stderr.read() == b""
     process.stderr.close()
 
 
-def test_help_and_completion_need_nothing_of_the_client():
+def test_help_and_completion_need_nothing_of_the_client() -> None:
     code = (
         "import sys\nfrom regraft.cli import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit: pass\nmain(['completion', 'fish'])\n"
@@ -651,7 +734,7 @@ def completions(shell_script: str, words: list[str]) -> list[str]:
     return done.stdout.split()
 
 
-def test_bash_completes_commands_options_and_choices(regraft):
+def test_bash_completes_commands_options_and_choices(regraft: Callable[..., tuple[int, str, str]]) -> None:
     script = regraft("completion", "bash")[1]
 
     assert completions(script, ["regraft", "jo"]) == ["jobs"]
@@ -661,7 +744,7 @@ def test_bash_completes_commands_options_and_choices(regraft):
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_other_shells_scripts_are_whole(regraft, shell):
+def test_the_other_shells_scripts_are_whole(regraft: Callable[..., tuple[int, str, str]], shell: str) -> None:
     script = regraft("completion", shell)[1]
 
     assert "jobs" in script and "migrate-from-openai" in script
@@ -670,14 +753,14 @@ def test_the_other_shells_scripts_are_whole(regraft, shell):
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_every_command_has_its_function():
+def test_every_command_has_its_function() -> None:
     from regraft.cli.commands import COMMANDS
     from regraft.cli.parser import build
 
-    def named(parser):
+    def named(parser: ArgumentParser) -> Iterator[Any]:
         for action in parser._actions:
             for sub in getattr(action, "choices", None) or {} if hasattr(action, "_choices_actions") else {}:
-                yield from named(action.choices[sub])
+                yield from named(untyped(action.choices)[sub])
         if run := parser.get_default("run"):
             yield run
 

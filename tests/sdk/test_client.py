@@ -1,6 +1,9 @@
 import asyncio
 import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
@@ -8,10 +11,14 @@ import regraft
 from openai.types.fine_tuning import FineTuningJob
 from regraft import AsyncRegraft, Regraft
 
-from tests.sdk.conftest import GRADER, ROWS
+from tests.present import present, untyped
+from tests.sdk.conftest import GRADER, ROWS, House
+
+if TYPE_CHECKING:
+    from httpx2 import Request
 
 
-def test_it_is_openais_client(house, client):
+def test_it_is_openais_client(house: House, client: Regraft) -> None:
     made = client.files.create(file=("train.jsonl", b"{}"), purpose="fine-tune")
 
     assert isinstance(client, openai.OpenAI)
@@ -19,21 +26,25 @@ def test_it_is_openais_client(house, client):
     assert [model.id for model in client.models.list()] == ["tiny", "o4-mini-2025-04-16"]
 
 
-def test_a_copy_with_other_options_is_still_ours(client):
+def test_a_copy_with_other_options_is_still_ours(client: Regraft) -> None:
     copy = client.with_options(timeout=3)
 
     assert isinstance(copy, Regraft)
     assert [model.id for model in copy.models.list()] == ["tiny", "o4-mini-2025-04-16"]
 
 
-def test_where_the_server_is_comes_from_the_environment(house, monkeypatch):
+def test_where_the_server_is_comes_from_the_environment(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("REGRAFT_BASE_URL", house.base_url.removesuffix("/v1"))
     monkeypatch.setenv("REGRAFT_API_KEY", house.key)
 
     assert [model.id for model in Regraft().models.list()] == ["tiny", "o4-mini-2025-04-16"]
 
 
-def test_nothing_of_openais_own_service_is_used(house, monkeypatch, tmp_path):
+def test_nothing_of_openais_own_service_is_used(
+    house: House, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("REGRAFT_CONFIG", str(tmp_path / "none.toml"))
     monkeypatch.setenv("OPENAI_API_KEY", "sk-theirs")
     monkeypatch.setenv("OPENAI_BASE_URL", house.base_url)
@@ -47,7 +58,9 @@ def test_nothing_of_openais_own_service_is_used(house, monkeypatch, tmp_path):
     assert list(Regraft(base_url=house.base_url, api_key=house.key).models.list())  # no foreign organization
 
 
-def test_a_saved_key_is_for_the_server_it_was_saved_for(house, monkeypatch, tmp_path):
+def test_a_saved_key_is_for_the_server_it_was_saved_for(
+    house: House, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("REGRAFT_CONFIG", str(tmp_path / "config.toml"))
     path = regraft.config.save(regraft.config.Login(house.base_url, house.key))
 
@@ -80,7 +93,9 @@ def test_a_saved_key_is_for_the_server_it_was_saved_for(house, monkeypatch, tmp_
         ),
     ],
 )
-def test_errors_have_names_of_their_own_and_openais(client, ask, ours, openais):
+def test_errors_have_names_of_their_own_and_openais(
+    client: Regraft, ask: Callable[..., Any], ours: type[Any], openais: type[Any]
+) -> None:
     with pytest.raises(ours) as caught:
         ask(client)
 
@@ -88,34 +103,34 @@ def test_errors_have_names_of_their_own_and_openais(client, ask, ours, openais):
     assert caught.value.request_id.startswith("req_")
 
 
-def test_a_job_that_has_ended_cannot_be_resumed(house, client):
+def test_a_job_that_has_ended_cannot_be_resumed(house: House, client: Regraft) -> None:
     job_id = house.job(status="succeeded")
 
     with pytest.raises(regraft.InvalidJobState, match="already completed"):
         client.jobs.resume(job_id)
 
 
-def test_a_job_file_is_submitted_with_its_files_and_grader(client, job_file):
+def test_a_job_file_is_submitted_with_its_files_and_grader(client: Regraft, job_file: Path) -> None:
     job = client.jobs.submit(job_file, set=["hyperparameters.n_epochs=2", "suffix=mine"])
 
-    shown = job.to_dict()["method"]["reinforcement"]
+    shown = untyped(job.to_dict()["method"])["reinforcement"]
     assert (job.model, job.seed, job.status) == ("tiny", 7, "validating_files")
     assert (shown["grader"], shown["hyperparameters"]["n_epochs"]) == (GRADER, 2)
     assert client.files.content(job.training_file).text == (job_file.parent / "train.jsonl").read_text()
 
 
-def test_a_clone_asks_for_what_was_asked_for(client, job_file):
+def test_a_clone_asks_for_what_was_asked_for(client: Regraft, job_file: Path) -> None:
     job = client.jobs.submit(job_file)
 
     clone = client.jobs.clone(job.id, set=["hyperparameters.batch_size=4", 'metadata={"try": "2"}'])
 
-    first, second = (one.to_dict()["method"]["reinforcement"] for one in (job, clone))
+    first, second = (untyped(one.to_dict()["method"])["reinforcement"] for one in (job, clone))
     assert clone.id != job.id
     assert (clone.training_file, clone.seed, clone.metadata) == (job.training_file, 7, {"try": "2"})
     assert second["hyperparameters"] == first["hyperparameters"] | {"batch_size": 4}
 
 
-def test_a_clone_never_sends_a_mask_for_a_secret(house, client):
+def test_a_clone_never_sends_a_mask_for_a_secret(house: House, client: Regraft) -> None:
     secret = {
         "type": "endpoint",
         "name": "e",
@@ -128,21 +143,24 @@ def test_a_clone_never_sends_a_mask_for_a_secret(house, client):
         client.jobs.clone(job_id)
 
 
-def test_metrics_are_rows_without_pandas(house, client):
+def test_metrics_are_rows_without_pandas(house: House, client: Regraft) -> None:
     job_id = house.job(status="running")
     house.step(job_id, 1, 2, 0.25)
 
     assert [step["train_mean_reward"] for step in client.jobs.metrics(job_id, frame=False)] == [0.25]
 
 
-def test_metrics_are_a_frame_where_pandas_is(house, client, monkeypatch):
+def test_metrics_are_a_frame_where_pandas_is(
+    house: House, client: Regraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stand-in for pandas: all that is asked of it."""
 
     class Frame:
-        def __init__(self, rows):
-            self.rows, self.index = rows, None
+        def __init__(self, rows: Any) -> None:
+            self.rows = rows
+            self.index: list[Any] | None = None
 
-        def set_index(self, name):
+        def set_index(self, name: str) -> Any:
             self.index = [row[name] for row in self.rows]
             return self
 
@@ -153,7 +171,7 @@ def test_metrics_are_a_frame_where_pandas_is(house, client, monkeypatch):
     assert client.jobs.metrics(job_id).index == [1]
 
 
-def test_a_grader_is_tested_with_what_is_expected_of_it(client, tmp_path):
+def test_a_grader_is_tested_with_what_is_expected_of_it(client: Regraft, tmp_path: Path) -> None:
     cases = tmp_path / "cases.jsonl"
     rows = [
         {"sample": "4", "answer": "4", "expect": 1},
@@ -169,11 +187,11 @@ def test_a_grader_is_tested_with_what_is_expected_of_it(client, tmp_path):
     assert (broken.passed, broken.errors, broken.line) == (False, ["invalid_variable_error"], 3)
 
 
-def test_a_server_that_is_too_old_is_told_apart(client, job_file):
+def test_a_server_that_is_too_old_is_told_apart(client: Regraft, job_file: Path) -> None:
     class Old(Regraft):
         """As a server without the URL answers."""
 
-        def post(self, path, **options):
+        def post(self, path: Any, **options: Any) -> Any:
             return super().post("/regraft/none" if path.startswith("/regraft/") else path, **options)
 
     old = Old(base_url=client.base_url, api_key=client.api_key)
@@ -184,7 +202,7 @@ def test_a_server_that_is_too_old_is_told_apart(client, job_file):
         old.preview(job_file)
 
 
-def test_an_estimate_says_how_large_a_job_would_be_and_creates_none(client, job_file):
+def test_an_estimate_says_how_large_a_job_would_be_and_creates_none(client: Regraft, job_file: Path) -> None:
     estimate = client.estimate(job_file)
 
     assert (estimate.training_rows, estimate.validation_rows, estimate.n_epochs) == (4, 4, 3)
@@ -192,22 +210,27 @@ def test_an_estimate_says_how_large_a_job_would_be_and_creates_none(client, job_
     assert list(client.jobs.list()) == []
 
 
-def test_a_preview_has_the_models_answers_and_creates_none(client, make_async, job_file, model):
+def test_a_preview_has_the_models_answers_and_creates_none(
+    client: Regraft, make_async: Callable[[], AsyncRegraft], job_file: Path, model: None
+) -> None:
     async def use(client: AsyncRegraft) -> regraft.Preview:
         async with client:
             return await client.preview(job_file, rows=2, samples=2)
 
     for preview in (client.preview(job_file, rows=2, samples=2), asyncio.run(use(make_async()))):
         assert (preview.answers, preview.passed, preview.training_rows) == (4, 2, 4)
+        assert preview.pass_rate is not None
         assert preview.pass_rate.low < preview.pass_rate.expected == 0.5 < preview.pass_rate.high
-        assert sorted(preview.prompts[0].rewards) == [0.0, 1.0]
+        assert sorted(present(reward) for reward in preview.prompts[0].rewards) == [0.0, 1.0]
         assert [one.group_size for one in preview.signal if not one.at_least] == [2]
         assert preview.verdict == "good" and preview.recommendation
     assert client.preview(job_file).answers == 32  # all four rows, eight samples each
     assert list(client.jobs.list()) == []
 
 
-def test_the_async_client_can_do_the_same(house, make_async, job_file):
+def test_the_async_client_can_do_the_same(
+    house: House, make_async: Callable[[], AsyncRegraft], job_file: Path
+) -> None:
     async def use(client: AsyncRegraft) -> tuple[FineTuningJob, FineTuningJob, float]:
         async with client:
             job = await client.jobs.submit(job_file, set=["seed=9"])
@@ -223,12 +246,12 @@ def test_the_async_client_can_do_the_same(house, make_async, job_file):
     assert reward == 1.0
 
 
-def test_a_create_that_is_sent_again_says_so(house, job_file):
+def test_a_create_that_is_sent_again_says_so(house: House, job_file: Path) -> None:
     """The server needs the same key on both to make one job."""
     keys = []
 
     class Noting(Regraft):
-        def _prepare_request(self, request):
+        def _prepare_request(self, request: "Request") -> None:
             if request.url.path.endswith("/fine_tuning/jobs"):
                 keys.append(request.headers["idempotency-key"])
 
@@ -238,7 +261,7 @@ def test_a_create_that_is_sent_again_says_so(house, job_file):
     assert len(set(keys)) == 2  # one each, made anew
 
 
-def test_importing_it_imports_nothing_heavy():
+def test_importing_it_imports_nothing_heavy() -> None:
     import subprocess
 
     code = "import sys, regraft; print(sorted({'openai', 'pydantic', 'httpx2'} & set(sys.modules)))"
@@ -247,7 +270,7 @@ def test_importing_it_imports_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
-def test_everything_it_promises_is_there():
+def test_everything_it_promises_is_there() -> None:
     for name in regraft.__all__:
         assert getattr(regraft, name) is not None
     assert set(dir(regraft)) == set(regraft.__all__)

@@ -1,6 +1,9 @@
 """The same file gets the same words from the client and from the server."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import regraft
@@ -9,6 +12,7 @@ from regraft._rules import datasets as shipped
 
 from core.database.tables import File
 from core.storage import datasets as core
+from core.storage.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS
 from core.storage.store import FolderBlobs
 from graders.build import item_paths
 from graders.spec import parse_grader
@@ -57,8 +61,8 @@ GRADERS = [
 
 
 @pytest.fixture
-def write(tmp_path):
-    def write(content: bytes):
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def write(content: bytes) -> Path:
         path = tmp_path / "train.jsonl"
         path.write_bytes(content)
         return path
@@ -66,19 +70,17 @@ def write(tmp_path):
     return write
 
 
-def servers_words(path, tmp_path, grader) -> str:
+def servers_words(path: Any, tmp_path: Path, grader: dict[str, str]) -> str:
     """What a job with this file would fail with."""
     blobs = FolderBlobs(tmp_path / "blobs")
     info = blobs.put_file("file", path)
     file = File(id="file-1", filename=path.name, blob_key="file", bytes=info.size, sha256=info.sha256)
     with pytest.raises(validation.BadFile) as bad:
-        validation.check_file(
-            blobs, file, parse_grader(grader), "training_file", validation.MAX_TRAINING_ROWS
-        )
+        validation.check_file(blobs, file, parse_grader(grader), "training_file", MAX_TRAINING_ROWS)
     return bad.value.message.removeprefix("Training file file-1: ")
 
 
-def test_a_bad_file_is_told_in_the_servers_words(write, tmp_path):
+def test_a_bad_file_is_told_in_the_servers_words(write: Callable[..., Any], tmp_path: Path) -> None:
     path = write(BAD)
 
     with pytest.raises(InvalidDataset) as bad:
@@ -89,24 +91,24 @@ def test_a_bad_file_is_told_in_the_servers_words(write, tmp_path):
 
 
 @pytest.mark.parametrize("grader", GRADERS, ids=lambda grader: f"{grader['type']}-{grader['name']}")
-def test_what_a_grader_reads_is_found_without_the_server(grader):
+def test_what_a_grader_reads_is_found_without_the_server(grader: dict[str, Any]) -> None:
     assert datasets.item_paths(grader) == item_paths(parse_grader(json.loads(json.dumps(grader))))
 
 
-def test_a_good_file_is_summed_up(write):
+def test_a_good_file_is_summed_up(write: Callable[..., Any]) -> None:
     summary = regraft.datasets.validate(write("".join(json.dumps(row) + "\n" for row in ROWS).encode()))
 
     assert (summary.rows, summary.fields) == (4, ("answer",))
 
 
-def test_the_limits_are_the_servers():
+def test_the_limits_are_the_servers() -> None:
     assert dict(datasets.MAX_ROWS) == {
-        "train": validation.MAX_TRAINING_ROWS,
-        "valid": validation.MAX_VALIDATION_ROWS,
+        "train": MAX_TRAINING_ROWS,
+        "valid": MAX_VALIDATION_ROWS,
     }
 
 
-def test_the_rules_are_the_servers_own_file():
+def test_the_rules_are_the_servers_own_file() -> None:
     """A link in the repository, which the wheel has as a file."""
     from pathlib import Path
 
@@ -114,7 +116,7 @@ def test_the_rules_are_the_servers_own_file():
     assert Path(shipped.__file__).resolve() == Path(core.__file__).resolve()
 
 
-def test_a_file_that_is_too_long_for_validation(write):
+def test_a_file_that_is_too_long_for_validation(write: Callable[..., Any]) -> None:
     path = write(b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 1001)
 
     with pytest.raises(InvalidDataset, match="line 1001: the file must have at most 1000 examples"):

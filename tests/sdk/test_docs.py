@@ -11,21 +11,21 @@ DOCS = Path(__file__).parents[2] / "docs"
 SHOWN = re.findall(r"^\$ (regraft .*)$", (DOCS / "howto/cli.md").read_text(), flags=re.M)
 
 
-def test_there_are_commands_of_every_group():
+def test_there_are_commands_of_every_group() -> None:
     assert {line.split()[1] for line in SHOWN} >= {
         "login", "files", "validate", "graders", "jobs", "rollouts", "checkpoints", "models", "migrate-from-openai",
         "completion",
     }  # fmt: skip
 
 
-def test_the_exit_codes_are_those_of_the_help():
+def test_the_exit_codes_are_those_of_the_help() -> None:
     text = (DOCS / "howto/cli.md").read_text()
 
     for code, meaning in re.findall(r"^ *(\d+)  (.*)$", EXIT_CODES, flags=re.M):
         assert f"| {code} | {meaning} |" in text
 
 
-def test_what_the_librarys_document_names_exists():
+def test_what_the_librarys_document_names_exists() -> None:
     text = (DOCS / "howto/sdk.md").read_text()
     client = Regraft(base_url="http://127.0.0.1:1", api_key="k")
 

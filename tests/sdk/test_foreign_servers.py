@@ -7,7 +7,10 @@ import json
 import os
 import pty
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 import regraft
@@ -31,12 +34,12 @@ class Answer:
 
 
 @pytest.fixture
-def stranger(monkeypatch, tmp_path):
+def stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Answer]:
     """A server that is not ours, where the command line looks for one."""
     answer = Answer()
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
+        def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("content-length", 0)))
             answer.asked.append(self.path)
             is_job = bool(answer.job) and self.path.endswith("/fine_tuning/jobs/ftjob-1")
@@ -51,7 +54,7 @@ def stranger(monkeypatch, tmp_path):
 
         do_POST = do_GET
 
-        def log_message(self, *args):
+        def log_message(self, *args: Any) -> None:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -68,7 +71,9 @@ def stranger(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def run(stranger, capsys, monkeypatch):
+def run(
+    stranger: Answer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str]]:
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # connections are made again without waiting
 
     def run(*argv: str) -> tuple[int, str]:
@@ -79,7 +84,9 @@ def run(stranger, capsys, monkeypatch):
     return run
 
 
-def test_an_answer_that_ends_in_an_error_is_the_servers_failure(run, stranger):
+def test_an_answer_that_ends_in_an_error_is_the_servers_failure(
+    run: Callable[..., tuple[int, str]], stranger: Answer
+) -> None:
     stranger.kind = "text/event-stream"
     error = {"message": "the model failed", "type": "server_error", "code": "model_failed", "param": None}
     stranger.body = "".join(
@@ -90,7 +97,7 @@ def test_an_answer_that_ends_in_an_error_is_the_servers_failure(run, stranger):
     assert run("chat", "tiny", "hi") == (5, "regraft: the model failed (model_failed)\n")
 
 
-def test_an_answer_that_breaks_off_is_too(run, stranger):
+def test_an_answer_that_breaks_off_is_too(run: Callable[..., tuple[int, str]], stranger: Answer) -> None:
     stranger.kind, stranger.missing = "text/event-stream", 10
     stranger.body = 'data: {"choices": [{"index": 0, "delta": {"content": "Hel"}}]}\n\n'
 
@@ -99,7 +106,9 @@ def test_an_answer_that_breaks_off_is_too(run, stranger):
     assert (code, said.startswith("regraft: Cannot reach http://127.0.0.1:")) == (5, True)
 
 
-def test_a_stream_of_events_that_never_ends_the_job_is_given_up(run, stranger):
+def test_a_stream_of_events_that_never_ends_the_job_is_given_up(
+    run: Callable[..., tuple[int, str]], stranger: Answer
+) -> None:
     stranger.kind, stranger.body = "text/event-stream", ": nothing\n\n"
     stranger.job = '{"id": "ftjob-1", "object": "fine_tuning.job", "status": "running"}'
 
@@ -110,7 +119,9 @@ def test_a_stream_of_events_that_never_ends_the_job_is_given_up(run, stranger):
 
 
 @pytest.mark.parametrize("command", [["files", "download", "file-1"], ["rollouts", "ftjob-1"]])
-def test_a_download_that_breaks_off_leaves_the_file_that_was_there(run, stranger, tmp_path, command):
+def test_a_download_that_breaks_off_leaves_the_file_that_was_there(
+    run: Callable[..., tuple[int, str]], stranger: Answer, tmp_path: Path, command: list[str]
+) -> None:
     stranger.kind, stranger.body, stranger.missing = "application/octet-stream", "half", 4
     target = tmp_path / "folder" / "data"
     target.parent.mkdir()
@@ -122,7 +133,9 @@ def test_a_download_that_breaks_off_leaves_the_file_that_was_there(run, stranger
     assert (target.read_text(), list(target.parent.iterdir())) == ("before", [target])
 
 
-def test_a_download_makes_no_folder_and_replaces_what_a_link_leads_to_but_no_device(run, stranger, tmp_path):
+def test_a_download_makes_no_folder_and_replaces_what_a_link_leads_to_but_no_device(
+    run: Callable[..., tuple[int, str]], stranger: Answer, tmp_path: Path
+) -> None:
     stranger.kind, stranger.body = "application/octet-stream", "whole"
     (tmp_path / "link").symlink_to(tmp_path / "target")
     primary, secondary = pty.openpty()
@@ -154,7 +167,9 @@ def test_a_download_makes_no_folder_and_replaces_what_a_link_leads_to_but_no_dev
     ],
     ids=["page", "page-404", "sign-in", "text", "json-404", "json", "no-json"],
 )
-def test_a_login_to_something_else_says_so_and_keeps_no_key(run, stranger, tmp_path, foreign):
+def test_a_login_to_something_else_says_so_and_keeps_no_key(
+    run: Callable[..., tuple[int, str]], stranger: Answer, tmp_path: Path, foreign: dict[str, Any]
+) -> None:
     for name, value in foreign.items():
         setattr(stranger, name, value)
 
@@ -181,7 +196,13 @@ def test_a_login_to_something_else_says_so_and_keeps_no_key(run, stranger, tmp_p
     ],
     ids=" ".join,
 )
-def test_no_command_takes_a_page_for_an_answer(run, stranger, monkeypatch, tmp_path, command):
+def test_no_command_takes_a_page_for_an_answer(
+    run: Callable[..., tuple[int, str]],
+    stranger: Answer,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: list[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     stranger.kind, stranger.body = "text/html", PAGE
 
@@ -191,10 +212,10 @@ def test_no_command_takes_a_page_for_an_answer(run, stranger, monkeypatch, tmp_p
     assert not (tmp_path / "x").exists()
 
 
-def test_the_library_says_it_with_a_class(stranger):
+def test_the_library_says_it_with_a_class(stranger: Answer) -> None:
     stranger.kind, stranger.body, stranger.leads_to = "text/html", PAGE, "/sign-in"
 
-    async def ask():
+    async def ask() -> None:
         async with regraft.AsyncRegraft() as client:
             await client.jobs.retrieve("ftjob-1")
 
@@ -206,7 +227,7 @@ def test_the_library_says_it_with_a_class(stranger):
         asyncio.run(ask())
 
 
-def test_an_address_that_is_none_is_the_commands_mistake(run):
+def test_an_address_that_is_none_is_the_commands_mistake(run: Callable[..., tuple[int, str]]) -> None:
     code, said = run("login", "--base-url", "http://127.0.0.1:port")
 
     assert (code, said.startswith("regraft: Invalid port")) == (2, True)

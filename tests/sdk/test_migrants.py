@@ -3,7 +3,9 @@
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -15,38 +17,39 @@ from core.registry import Registry
 from core.tenancy import tenants
 from graders.backends import Backends, Inference
 from tests.e2e.documents import run_examples
-from tests.sdk.conftest import GRADER, ROWS
+from tests.present import untyped
+from tests.sdk.conftest import GRADER, ROWS, House
 
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 DOCS = Path(__file__).parents[2] / "docs"
-METHOD = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
+METHOD: Any = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
 OPENAIS = "o4-mini-2025-04-16"
 VERSION = "2025-04-01-preview"
-QUESTION = [{"role": "user", "content": "1 + 1?"}]
+QUESTION: Any = [{"role": "user", "content": "1 + 1?"}]
 
 
 @pytest.fixture
-def openai_client(house):
+def openai_client(house: House) -> Iterator[OpenAI]:
     with OpenAI(base_url=house.base_url, api_key=house.key, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-def origin(house):
+def origin(house: House) -> str:
     return house.base_url.removesuffix("/v1")
 
 
 @pytest.fixture
-def azure_client(house, origin):
+def azure_client(house: House, origin: str) -> Iterator[AzureOpenAI]:
     with AzureOpenAI(azure_endpoint=origin, api_version=VERSION, api_key=house.key, max_retries=0) as client:
         yield client
 
 
-def uploaded(client):
+def uploaded(client: OpenAI | AzureOpenAI) -> list[Any]:
     return [client.files.create(file=(f"{n}.jsonl", LINES), purpose="fine-tune").id for n in "ab"]
 
 
-def test_openais_supervised_quickstart_gets_one_clear_answer(openai_client):
+def test_openais_supervised_quickstart_gets_one_clear_answer(openai_client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         openai_client.fine_tuning.jobs.create(training_file="file-abc123", model="gpt-4o-mini-2024-07-18")
 
@@ -57,7 +60,7 @@ def test_openais_supervised_quickstart_gets_one_clear_answer(openai_client):
     )
 
 
-def test_an_alias_is_answered_with_the_model_it_leads_to(openai_client):
+def test_an_alias_is_answered_with_the_model_it_leads_to(openai_client: OpenAI) -> None:
     train, valid = uploaded(openai_client)
 
     job = openai_client.fine_tuning.jobs.create(
@@ -65,11 +68,13 @@ def test_an_alias_is_answered_with_the_model_it_leads_to(openai_client):
     )
 
     assert job.model == "tiny"
-    assert openai_client.models.retrieve(OPENAIS).root == "tiny"
+    assert untyped(openai_client.models.retrieve(OPENAIS)).root == "tiny"
     assert OPENAIS in [model.id for model in openai_client.models.list()]
 
 
-def test_the_environments_organization_and_project_are_ignored(house, monkeypatch):
+def test_the_environments_organization_and_project_are_ignored(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_ORG_ID", "org-of-openai")
     monkeypatch.setenv("OPENAI_PROJECT_ID", "proj_of_openai")
 
@@ -78,7 +83,9 @@ def test_the_environments_organization_and_project_are_ignored(house, monkeypatc
         assert client.files.list().data == []
 
 
-def test_an_organization_of_this_service_is_still_enforced(house, monkeypatch):
+def test_an_organization_of_this_service_is_still_enforced(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with house.database.write() as session:
         session.add(Organization(id="org-other", name="other"))
     monkeypatch.setenv("OPENAI_ORG_ID", "org-other")
@@ -91,7 +98,7 @@ def test_an_organization_of_this_service_is_still_enforced(house, monkeypatch):
     assert refused.value.code == "mismatched_organization"
 
 
-def test_azures_client_trains(azure_client, house):
+def test_azures_client_trains(azure_client: AzureOpenAI, house: House) -> None:
     train, valid = uploaded(azure_client)
 
     job = azure_client.fine_tuning.jobs.create(
@@ -99,19 +106,21 @@ def test_azures_client_trains(azure_client, house):
         training_file=train,
         validation_file=valid,
         suffix="desk v1.2",
-        method={
-            "type": "reinforcement",
-            "reinforcement": {
-                "grader": GRADER,
-                "hyperparameters": {"reasoning_effort": "medium"},
-                "tools": [],
-                "max_episode_steps": None,
-            },
-        },
+        method=untyped(
+            {
+                "type": "reinforcement",
+                "reinforcement": {
+                    "grader": GRADER,
+                    "hyperparameters": {"reasoning_effort": "medium"},
+                    "tools": [],
+                    "max_episode_steps": None,
+                },
+            }
+        ),
         extra_body={"trainingType": "globalStandard"},
     )
 
-    assert (job.model, job.user_provided_suffix) == ("tiny", "desk v1.2")
+    assert (job.model, untyped(job).user_provided_suffix) == ("tiny", "desk v1.2")
     jobs = azure_client.fine_tuning.jobs
     assert [one.id for one in jobs.list()] == [job.id]
     assert jobs.retrieve(job.id).status == "validating_files"
@@ -125,7 +134,9 @@ def test_azures_client_trains(azure_client, house):
     assert azure_client.fine_tuning.alpha.graders.validate(grader=GRADER).grader is not None
 
 
-def test_azures_client_chats_by_deployment(azure_client, house, origin, model):
+def test_azures_client_chats_by_deployment(
+    azure_client: AzureOpenAI, house: House, origin: str, model: None
+) -> None:
     answer = azure_client.chat.completions.create(model=OPENAIS, messages=QUESTION)
     with AzureOpenAI(
         azure_endpoint=origin, azure_deployment="tiny", api_version=VERSION, api_key=house.key
@@ -136,13 +147,13 @@ def test_azures_client_chats_by_deployment(azure_client, house, origin, model):
     assert {answer.choices[0].message.content, same.choices[0].message.content} == {"no", "2"}
 
 
-def test_azures_v1_urls_work_with_openais_client(house, origin):
+def test_azures_v1_urls_work_with_openais_client(house: House, origin: str) -> None:
     with OpenAI(base_url=f"{origin}/openai/v1/", api_key=house.key) as client:
         assert client.files.with_raw_response.list().status_code == 200
         assert client.models.retrieve("tiny").id == "tiny"
 
 
-def test_a_wrong_key_of_azures_is_refused_as_any(origin):
+def test_a_wrong_key_of_azures_is_refused_as_any(origin: str) -> None:
     with (
         AzureOpenAI(azure_endpoint=origin, api_version=VERSION, api_key="nobody", max_retries=0) as client,
         pytest.raises(openai.AuthenticationError) as refused,
@@ -151,7 +162,7 @@ def test_a_wrong_key_of_azures_is_refused_as_any(origin):
     assert refused.value.code == "invalid_api_key"
 
 
-def test_what_is_not_there_is_not_there_below_azures_path_either(azure_client):
+def test_what_is_not_there_is_not_there_below_azures_path_either(azure_client: AzureOpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         azure_client.fine_tuning.jobs.retrieve("ftjob-none")
     with pytest.raises(openai.NotFoundError) as refused:
@@ -159,8 +170,8 @@ def test_what_is_not_there_is_not_there_below_azures_path_either(azure_client):
     assert refused.value.code == "unknown_url"
 
 
-def test_the_asynchronous_clients_do_the_same(house, origin, model):
-    async def ask():
+def test_the_asynchronous_clients_do_the_same(house: House, origin: str, model: None) -> None:
+    async def ask() -> tuple[str | None, str, list[str]]:
         async with AsyncAzureOpenAI(azure_endpoint=origin, api_version=VERSION, api_key=house.key) as azure:
             said = await azure.chat.completions.create(model="tiny", messages=QUESTION)
             file = await azure.files.create(file=("a.jsonl", LINES), purpose="fine-tune")
@@ -174,7 +185,13 @@ def test_the_asynchronous_clients_do_the_same(house, origin, model):
     assert listed == [file_id]
 
 
-def test_what_the_document_shows_runs(house, origin, tmp_path, monkeypatch, capsys):
+def test_what_the_document_shows_runs(
+    house: House,
+    origin: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """With the variables that it sets, and this server's address and key in the place of those it prints."""
     document = (DOCS / "howto/migrating.md").read_text()
     here = document.replace("http://127.0.0.1:8000", origin).replace("rg-...", house.key)
@@ -191,7 +208,7 @@ def test_what_the_document_shows_runs(house, origin, tmp_path, monkeypatch, caps
     assert listed == f"{created.split()[0]} validating_files"
 
 
-def test_the_files_that_the_document_shows_are_valid(tmp_path):
+def test_the_files_that_the_document_shows_are_valid(tmp_path: Path) -> None:
     models, graders = re.findall(r"```toml\n(.*?)```", (DOCS / "howto/migrating.md").read_text(), flags=re.S)
     (tmp_path / "models.toml").write_text(models)
     (tmp_path / "graders.toml").write_text(graders)
@@ -203,7 +220,9 @@ def test_the_files_that_the_document_shows_are_valid(tmp_path):
     assert backends.registry_models == {"Qwen3-4B"}
 
 
-def test_permissions_of_a_checkpoint_are_created_listed_and_deleted(openai_client, house):
+def test_permissions_of_a_checkpoint_are_created_listed_and_deleted(
+    openai_client: OpenAI, house: House
+) -> None:
     name = "ft:tiny:default::12345678:ckpt-step-2"
     with house.database.write() as session:
         row = TunedModel(name=name, project_id=house.project.id, job_id="ftjob-1", base_model="tiny")

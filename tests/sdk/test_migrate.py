@@ -1,5 +1,7 @@
 import json
 import tomllib
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from regraft.migrate import migrate, toml
 from regraft.requests import InvalidRequestFile, read_job
 
 from api.resources.jobs import JobCreate
+from tests.present import present
 from tests.sdk.conftest import GRADER
 
 SOURCE = """import re
@@ -24,7 +27,7 @@ JUDGE = {
     "input": [{"role": "user", "content": "{{sample.output_text}}"}],
     "range": [0, 1],
 }
-OPENAIS = {
+OPENAIS: dict[str, Any] = {
     "object": "fine_tuning.job",
     "id": "ftjob-QRLPhli5Hi1Yzoe1ODNRrnhH",
     "model": "o4-mini-2025-04-16",
@@ -60,7 +63,7 @@ OPENAIS = {
 }
 
 
-def test_the_job_file_is_a_job_here(tmp_path):
+def test_the_job_file_is_a_job_here(tmp_path: Path) -> None:
     result = migrate(OPENAIS, model="tiny")
     for name in ("train", "valid"):
         (tmp_path / f"{name}.jsonl").write_text("{}")
@@ -74,15 +77,15 @@ def test_the_job_file_is_a_job_here(tmp_path):
     assert created.method.reinforcement.hyperparameters.batch_size == 16
     assert (created.model, created.seed, created.suffix) == ("tiny", 42, "my desk!")
     assert created.metadata == {"team": "a b"}
-    [only] = created.integrations
+    [only] = present(created.integrations)
     assert only.model_dump(exclude_none=True) == {"type": "wandb", "wandb": {"project": "p", "tags": ["a"]}}
 
 
-def test_python_keeps_its_lines():
+def test_python_keeps_its_lines() -> None:
     assert f"source = '''\n{SOURCE}'''" in migrate(OPENAIS).text
 
 
-def test_it_says_what_is_to_do_first():
+def test_it_says_what_is_to_do_first() -> None:
     result = migrate(OPENAIS)
 
     assert [one.split(":")[0] for one in result.to_do] == [
@@ -95,7 +98,7 @@ def test_it_says_what_is_to_do_first():
     assert migrate(OPENAIS, model="tiny").to_do == result.to_do[1:]
 
 
-def test_it_says_what_differs():
+def test_it_says_what_differs() -> None:
     told = "\n".join(migrate(OPENAIS).differs)
 
     for word in (
@@ -112,7 +115,7 @@ def test_it_says_what_differs():
     assert "batch_size is" not in told
 
 
-def test_a_cosine_and_an_endpoint_need_a_hand():
+def test_a_cosine_and_an_endpoint_need_a_hand() -> None:
     graders = {
         "type": "multi",
         "name": "m",
@@ -134,12 +137,12 @@ def test_a_cosine_and_an_endpoint_need_a_hand():
     "params",
     [{}, {"method": {"type": "dpo"}}, {"method": {"type": "reinforcement", "reinforcement": {}}}],
 )
-def test_what_is_no_reinforcement_job_is_refused(params):
+def test_what_is_no_reinforcement_job_is_refused(params: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestFile):
         migrate(params)
 
 
-def test_the_command_writes_the_file_once(tmp_path, capsys):
+def test_the_command_writes_the_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "openai.json", tmp_path / "job.toml"
     source.write_text(json.dumps(OPENAIS))
 
@@ -157,5 +160,5 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text(), VALUES, max_size=4))
-def test_any_table_is_read_back_as_it_was(table):
+def test_any_table_is_read_back_as_it_was(table: Any) -> None:
     assert tomllib.loads(toml(table)) == table

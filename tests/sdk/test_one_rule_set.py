@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
+from regraft import Regraft
 from regraft.cli import main
 
-from tests.sdk.conftest import GRADER, ROWS
+from tests.sdk.conftest import GRADER, ROWS, House
 
 RFT = "o4-mini-2025-04-16"
 # As the guide prints it: no name on any grader, a reasoning effort, a schema.
@@ -35,12 +37,14 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
 
 
-def job(grader=GRADER, inside=None, **fields):
+def job(
+    grader: dict[str, Any] = GRADER, inside: dict[Any, Any] | None = None, **fields: Any
+) -> dict[Any, Any]:
     reinforcement = {"grader": grader} | (inside or {})
     return {"model": RFT, "method": {"type": "reinforcement", "reinforcement": reinforcement}} | fields
 
 
-def efforts(**values):
+def efforts(**values: Any) -> dict[Any, Any]:
     return {"hyperparameters": values}
 
 
@@ -50,7 +54,7 @@ GOOD = {
     "a suffix with a blank": job(suffix="my desk v1.2"),
     "a model of this server": job(model="tiny", seed=7, metadata={"team": "a"}),
 }
-BAD = {
+BAD: dict[str, Any] = {
     "a supervised job": {"model": RFT, "method": {"type": "supervised"}},
     "the supervised quickstart": {"model": RFT},
     "a formula with an unknown name": job(GUIDES | {"calculate_output": "exact + far"}),
@@ -70,7 +74,7 @@ LINES = {"train.jsonl": ROWS, "valid.jsonl": ROWS[:2]}
 
 
 @pytest.fixture
-def desk(house, tmp_path, monkeypatch):
+def desk(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the datasets, for a command line that is logged in."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REGRAFT_BASE_URL", house.base_url)
@@ -80,7 +84,7 @@ def desk(house, tmp_path, monkeypatch):
     return tmp_path
 
 
-def created(house, spec):
+def created(house: House, spec: dict[Any, Any]) -> bool:
     with OpenAI(base_url=house.base_url, api_key=house.key, max_retries=0) as client:
         ids = {
             field: client.files.create(file=Path(name), purpose="fine-tune").id
@@ -93,13 +97,13 @@ def created(house, spec):
     return True
 
 
-def validated(desk, spec):
+def validated(desk: Path, spec: dict[Any, Any]) -> bool:
     files = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
     (desk / "job.json").write_text(json.dumps(spec | files))
     return main(["validate", "job.json"]) == 0
 
 
-def migrated(desk, spec):
+def migrated(desk: Path, spec: dict[Any, Any]) -> bool:
     (desk / "openai.json").write_text(
         json.dumps(spec | {"training_file": "file-1", "validation_file": "file-2"})
     )
@@ -107,23 +111,25 @@ def migrated(desk, spec):
 
 
 @pytest.mark.parametrize("spec", GOOD.values(), ids=GOOD.keys())
-def test_a_good_job_is_good_for_all_three(desk, house, spec):
+def test_a_good_job_is_good_for_all_three(desk: Path, house: House, spec: dict[Any, Any]) -> None:
     assert [created(house, spec), validated(desk, spec), migrated(desk, spec)] == [True] * 3
     assert main(["validate", "job.toml"]) == 0
 
 
 @pytest.mark.parametrize("spec", BAD.values(), ids=BAD.keys())
-def test_a_bad_job_is_bad_for_all_three(desk, house, spec):
+def test_a_bad_job_is_bad_for_all_three(desk: Path, house: House, spec: Any) -> None:
     assert [created(house, spec), validated(desk, spec), migrated(desk, spec)] == [False] * 3
 
 
-def test_the_refusal_is_the_servers(desk, capsys):
+def test_the_refusal_is_the_servers(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     validated(desk, BAD["a formula with an unknown name"])
 
     assert "job.json: method.reinforcement.grader" in capsys.readouterr().out
 
 
-def test_the_supervised_quickstart_is_an_unsupported_method_for_both(desk, capsys):
+def test_the_supervised_quickstart_is_an_unsupported_method_for_both(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (desk / "job.json").write_text(json.dumps({"model": RFT, "training_file": "file-1"}))
 
     for command in (["validate", "job.json"], ["jobs", "create", "-f", "job.json"]):
@@ -136,8 +142,8 @@ def test_the_supervised_quickstart_is_an_unsupported_method_for_both(desk, capsy
 
 
 def test_hyperparameters_beside_a_method_are_refused_by_name_and_migration_says_that_they_are_left_out(
-    desk, capsys
-):
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     both = job() | {"training_file": "file-1", "validation_file": "file-2"} | efforts(n_epochs=3)
     (desk / "job.json").write_text(json.dumps(both))
 
@@ -149,21 +155,25 @@ def test_hyperparameters_beside_a_method_are_refused_by_name_and_migration_says_
     assert "hyperparameters at the top level is left out" in capsys.readouterr().out
 
 
-def test_a_jobs_rows_are_checked_with_it(desk, capsys):
+def test_a_jobs_rows_are_checked_with_it(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (desk / "train.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
 
     assert not validated(desk, job())
     assert "the grader reads {{item.answer}}" in capsys.readouterr().out
 
 
-def test_a_grader_that_the_server_refuses_is_no_good_for_a_dataset(desk, capsys):
+def test_a_grader_that_the_server_refuses_is_no_good_for_a_dataset(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (desk / "grader.json").write_text(json.dumps(GUIDES | {"calculate_output": "exact + far"}))
 
     assert main(["validate", "train.jsonl", "--grader", "grader.json"]) == 1
     assert "grader.json: grader.calculate_output" in capsys.readouterr().out
 
 
-def test_without_a_server_rows_are_checked_and_the_rest_is_said_not_to_be(desk, monkeypatch, capsys):
+def test_without_a_server_rows_are_checked_and_the_rest_is_said_not_to_be(
+    desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("REGRAFT_BASE_URL", "http://127.0.0.1:1/v1")
     (desk / "grader.json").write_text(json.dumps(GRADER))
 
@@ -171,7 +181,7 @@ def test_without_a_server_rows_are_checked_and_the_rest_is_said_not_to_be(desk, 
     assert "grader.json: the server is unavailable" in capsys.readouterr().err
 
 
-def test_the_client_validates_without_uploading(client, job_file):
+def test_the_client_validates_without_uploading(client: Regraft, job_file: Path) -> None:
     answer = client.jobs.validate(job_file, set=["hyperparameters.reasoning_effort=low"])
 
     assert answer["model"] == "tiny"
@@ -180,7 +190,7 @@ def test_the_client_validates_without_uploading(client, job_file):
     assert list(client.files.list()) == []
 
 
-def test_a_secret_of_an_endpoint_is_not_in_the_answer(client, job_file):
+def test_a_secret_of_an_endpoint_is_not_in_the_answer(client: Regraft, job_file: Path) -> None:
     endpoint = {"type": "endpoint", "name": "e", "url": "https://example.org/", "headers": {"k": "secret"}}
     (job_file.parent / "grader.json").write_text(json.dumps(endpoint))
 

@@ -1,5 +1,7 @@
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from regraft.requests import InvalidRequestFile, read_grader, read_job, refuse_masked, set_path
@@ -7,7 +9,7 @@ from regraft.requests import InvalidRequestFile, read_grader, read_job, refuse_m
 from tests.sdk.conftest import GRADER
 
 
-def test_paths_are_beside_the_file_and_ids_stay(job_file):
+def test_paths_are_beside_the_file_and_ids_stay(job_file: Path) -> None:
     text = job_file.read_text().replace('"valid.jsonl"', '"file-abc"')
     job_file.write_text(text)
 
@@ -25,7 +27,9 @@ def test_paths_are_beside_the_file_and_ids_stay(job_file):
     }
 
 
-def test_what_is_set_on_the_command_line_is_beside_the_caller(job_file, tmp_path, monkeypatch):
+def test_what_is_set_on_the_command_line_is_beside_the_caller(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "other.jsonl").write_text("{}")
     (tmp_path / "g.py").write_text("def grade(sample, item):\n    return 1.0\n")
     monkeypatch.chdir(tmp_path)
@@ -37,7 +41,7 @@ def test_what_is_set_on_the_command_line_is_beside_the_caller(job_file, tmp_path
     assert job.body["validation_file"] == "file-x"
 
 
-def test_openais_own_shape_is_taken_as_it_is():
+def test_openais_own_shape_is_taken_as_it_is() -> None:
     asked = {
         "model": "tiny",
         "training_file": "file-a",
@@ -48,7 +52,7 @@ def test_openais_own_shape_is_taken_as_it_is():
     assert read_job(asked).body == asked
 
 
-def test_the_callers_request_is_left_alone():
+def test_the_callers_request_is_left_alone() -> None:
     asked = {"training_file": "file-a", "hyperparameters": {"n_epochs": 1}}
 
     read_job(asked, ["hyperparameters.n_epochs=2"])
@@ -56,7 +60,9 @@ def test_the_callers_request_is_left_alone():
     assert asked["hyperparameters"] == {"n_epochs": 1}
 
 
-def test_yaml_is_read_where_pyyaml_is_and_named_where_it_is_not(tmp_path, monkeypatch):
+def test_yaml_is_read_where_pyyaml_is_and_named_where_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("yaml")
     path = tmp_path / "job.yaml"
     path.write_text("model: tiny\nhyperparameters: {n_epochs: 2}\n")
@@ -67,7 +73,7 @@ def test_yaml_is_read_where_pyyaml_is_and_named_where_it_is_not(tmp_path, monkey
         read_job(path)
 
 
-def test_a_grader_comes_from_code_a_spec_or_a_job_file(tmp_path, job_file):
+def test_a_grader_comes_from_code_a_spec_or_a_job_file(tmp_path: Path, job_file: Path) -> None:
     code = tmp_path / "polite.py"
     code.write_text("def grade(sample, item):\n    return 1.0\n")
 
@@ -84,13 +90,13 @@ def test_a_grader_comes_from_code_a_spec_or_a_job_file(tmp_path, job_file):
         ("model.name=1", "model is not a table"),
     ],
 )
-def test_a_change_that_makes_no_sense_is_refused(assignment, problem):
+def test_a_change_that_makes_no_sense_is_refused(assignment: str, problem: str) -> None:
     with pytest.raises(InvalidRequestFile, match=problem):
         set_path({"model": "tiny"}, assignment)
 
 
-def test_values_are_json_or_text():
-    body: dict = {}
+def test_values_are_json_or_text() -> None:
+    body: dict[str, Any] = {}
     for assignment in ("seed=1", "suffix=desk", "metadata.team=a", 'response_format={"type": "json_schema"}'):
         set_path(body, assignment)
 
@@ -117,7 +123,9 @@ def test_values_are_json_or_text():
         ),
     ],
 )
-def test_a_file_that_is_no_job_is_named_with_its_mistake(tmp_path, name, text, problem):
+def test_a_file_that_is_no_job_is_named_with_its_mistake(
+    tmp_path: Path, name: str, text: str, problem: str
+) -> None:
     path = tmp_path / name
     path.write_text(text)
 
@@ -125,7 +133,7 @@ def test_a_file_that_is_no_job_is_named_with_its_mistake(tmp_path, name, text, p
         read_job(path)
 
 
-def test_masks_are_found_wherever_they_are():
+def test_masks_are_found_wherever_they_are() -> None:
     body = {"method": {"reinforcement": {"grader": {"graders": {"e": {"headers": {"key": "***"}}}}}}}
 
     with pytest.raises(InvalidRequestFile, match=r"grader\.graders\.e\.headers\.key"):

@@ -1,15 +1,22 @@
 import asyncio
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import regraft
+from regraft import AsyncRegraft
+
+from tests.present import untyped
+from tests.sdk.conftest import House
 
 STEPS = (1, 2, 3)
 
 
 @pytest.fixture
-def job_id(house):
+def job_id(house: House) -> str:
     """Two answers a step, the second of which could not be graded."""
     job_id = house.job(status="running")
     for step in STEPS:
@@ -21,8 +28,8 @@ def job_id(house):
     return job_id
 
 
-def test_an_answer_has_every_field_of_the_server(client, job_id):
-    shown = client.get(f"/regraft/jobs/{job_id}/rollouts?step=1", cast_to=object)["data"][1]
+def test_an_answer_has_every_field_of_the_server(client: regraft.Regraft, job_id: str) -> None:
+    shown = untyped(client.get(f"/regraft/jobs/{job_id}/rollouts?step=1", cast_to=object))["data"][1]
 
     good, bad = client.rollouts.list(job_id, step=1)
 
@@ -31,8 +38,10 @@ def test_an_answer_has_every_field_of_the_server(client, job_id):
     assert set(regraft.Rollout.model_fields) == set(shown)
 
 
-def test_a_list_goes_on_over_all_its_pages(client, make_async, job_id):
-    async def walk():
+def test_a_list_goes_on_over_all_its_pages(
+    client: regraft.Regraft, make_async: Callable[[], AsyncRegraft], job_id: str
+) -> None:
+    async def walk() -> list[Any]:
         async with make_async() as client:
             return [one.id async for one in client.rollouts.list(job_id, limit=2)]
 
@@ -45,8 +54,8 @@ def test_a_list_goes_on_over_all_its_pages(client, make_async, job_id):
     assert asyncio.run(walk()) == expected
 
 
-def test_filters_hold_on_every_page(client, job_id):
-    expected = [
+def test_filters_hold_on_every_page(client: regraft.Regraft, job_id: str) -> None:
+    expected: list[tuple[dict[str, Any], list[str]]] = [
         ({"step": 2}, ["2_t_0_0", "2_t_0_1"]),
         ({"step_from": 2, "graded": True}, ["2_t_0_0", "3_t_0_0"]),
         ({"step_to": 2, "graded": False}, ["1_t_0_1", "2_t_0_1"]),
@@ -64,13 +73,17 @@ def test_filters_hold_on_every_page(client, job_id):
         assert [one.id for one in listed] == [f"rollout_{place}" for place in places], filters
 
 
-def test_a_filter_that_there_is_not_is_refused_before_anything_is_sent(client, job_id):
+def test_a_filter_that_there_is_not_is_refused_before_anything_is_sent(
+    client: regraft.Regraft, job_id: str
+) -> None:
     with pytest.raises(TypeError, match=r"no filter 'max_scores'; available: step, .*, max_score\."):
-        client.rollouts.list(job_id, max_scores=0.5)
+        untyped(client.rollouts).list(job_id, max_scores=0.5)
 
 
-def test_all_that_is_wanted_is_downloaded_as_one_file(client, make_async, job_id, tmp_path):
-    async def download():
+def test_all_that_is_wanted_is_downloaded_as_one_file(
+    client: regraft.Regraft, make_async: Callable[[], AsyncRegraft], job_id: str, tmp_path: Path
+) -> None:
+    async def download() -> Any:
         async with make_async() as client:
             return await client.rollouts.download(job_id, tmp_path / "async.jsonl", graded=False)
 
@@ -85,7 +98,9 @@ def test_all_that_is_wanted_is_downloaded_as_one_file(client, make_async, job_id
     assert len(ungraded.read_text().splitlines()) == 3
 
 
-def test_what_cannot_be_downloaded_leaves_no_file(client, job_id, tmp_path):
+def test_what_cannot_be_downloaded_leaves_no_file(
+    client: regraft.Regraft, job_id: str, tmp_path: Path
+) -> None:
     with pytest.raises(regraft.JobNotFound):
         client.rollouts.download("ftjob-none", tmp_path / "x.jsonl")
 

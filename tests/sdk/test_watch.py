@@ -3,23 +3,26 @@ import io
 import os
 import pty
 import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import openai
 import pytest
 import regraft
 from regraft import AsyncRegraft, Regraft
 
-from tests.sdk.conftest import Proxy
+from tests.present import present, untyped
+from tests.sdk.conftest import House, Proxy
 
 
 @pytest.fixture
-def proxy(house):
+def proxy(house: House) -> Iterator[Proxy]:
     proxy = Proxy(house.port)
     yield proxy
     proxy.close()
 
 
-def test_all_events_come_in_order_and_typed(house, client):
+def test_all_events_come_in_order_and_typed(house: House, client: Regraft) -> None:
     job_id = house.job(status="running")
     house.say(job_id, "one")
     house.step(job_id, 1, 4, 0.25, full_valid_mean_reward=0.5)
@@ -29,10 +32,10 @@ def test_all_events_come_in_order_and_typed(house, client):
 
     assert [event.message for event in told] == ["one", "Step 1/4", "now succeeded"]
     assert told[0].metrics is None
-    assert (told[1].metrics.step, told[1].metrics.full_valid_mean_reward) == (1, 0.5)
+    assert (present(told[1].metrics).step, present(told[1].metrics).full_valid_mean_reward) == (1, 0.5)
 
 
-def test_a_connection_that_is_cut_is_made_again_and_nothing_is_missed(house, proxy):
+def test_a_connection_that_is_cut_is_made_again_and_nothing_is_missed(house: House, proxy: Proxy) -> None:
     job_id = house.job(status="running")
     house.say(job_id, "one")
     house.say(job_id, "two")
@@ -50,7 +53,7 @@ def test_a_connection_that_is_cut_is_made_again_and_nothing_is_missed(house, pro
     assert proxy.connections == 2
 
 
-def test_the_async_client_goes_on_as_well(house, proxy):
+def test_the_async_client_goes_on_as_well(house: House, proxy: Proxy) -> None:
     job_id = house.job(status="running")
     house.say(job_id, "one")
 
@@ -68,7 +71,7 @@ def test_the_async_client_goes_on_as_well(house, proxy):
     assert proxy.connections == 2
 
 
-def test_events_that_are_written_meanwhile_arrive(house, client):
+def test_events_that_are_written_meanwhile_arrive(house: House, client: Regraft) -> None:
     job_id = house.job(status="running")
     house.say(job_id, "one")
 
@@ -83,7 +86,7 @@ def test_events_that_are_written_meanwhile_arrive(house, client):
     assert told == ["one", "two", "Fine-tuning job cancelled"]
 
 
-def test_it_can_begin_behind_an_event(house, client):
+def test_it_can_begin_behind_an_event(house: House, client: Regraft) -> None:
     job_id = house.job(status="running")
     one = house.say(job_id, "one")
     house.end(job_id, "cancelled")
@@ -91,19 +94,19 @@ def test_it_can_begin_behind_an_event(house, client):
     assert [event.message for event in client.jobs.watch(job_id, after=one)] == ["Fine-tuning job cancelled"]
 
 
-def test_a_paused_job_ends_the_watching(house, client):
+def test_a_paused_job_ends_the_watching(house: House, client: Regraft) -> None:
     job_id = house.job(status="paused")
 
     assert list(client.jobs.watch(job_id)) == []
-    assert client.jobs.wait(job_id).status == "paused"
+    assert untyped(client.jobs.wait(job_id)).status == "paused"
 
 
-def test_an_unknown_job_is_not_waited_for(client):
+def test_an_unknown_job_is_not_waited_for(client: Regraft) -> None:
     with pytest.raises(regraft.JobNotFound):
         list(client.jobs.watch("ftjob-none"))
 
 
-def test_leaving_early_frees_the_connection(house, client):
+def test_leaving_early_frees_the_connection(house: House, client: Regraft) -> None:
     job_id = house.job(status="running")
     house.say(job_id, "one")
 
@@ -113,7 +116,7 @@ def test_leaving_early_frees_the_connection(house, client):
     assert client.jobs.cancel(job_id).status == "cancelled"  # on the same client
 
 
-def test_waiting_returns_the_job_or_says_why_there_is_none(house, client):
+def test_waiting_returns_the_job_or_says_why_there_is_none(house: House, client: Regraft) -> None:
     good = house.job(status="succeeded", fine_tuned_model="ft:tiny:x::1")
     bad = house.job(
         status="failed", error={"code": "invalid_training_file", "message": "line 3: is blank", "param": "p"}
@@ -126,7 +129,7 @@ def test_waiting_returns_the_job_or_says_why_there_is_none(house, client):
     assert isinstance(failed.value, openai.OpenAIError)
 
 
-def test_waiting_in_a_pipe_prints_a_line_for_everything(house, client):
+def test_waiting_in_a_pipe_prints_a_line_for_everything(house: House, client: Regraft) -> None:
     job_id = house.job(status="running")
     house.say(job_id, "Fine-tuning job started")
     house.step(job_id, 1, 2, 0.25)
@@ -146,12 +149,12 @@ def test_waiting_in_a_pipe_prints_a_line_for_everything(house, client):
     ]
 
 
-def in_a_terminal(columns, encoding, use):
+def in_a_terminal(columns: int, encoding: str, use: Callable[..., Any]) -> str:
     """What `use`, given the terminal as a file, writes to one of that many columns."""
     primary, secondary = pty.openpty()
     written = bytearray()
 
-    def read():
+    def read() -> None:
         try:
             while chunk := os.read(primary, 65536):
                 written.extend(chunk)
@@ -170,7 +173,7 @@ def in_a_terminal(columns, encoding, use):
 
 
 @pytest.fixture
-def learning(house):
+def learning(house: House) -> str:
     """A job that learned, with a warning in the middle."""
     job_id = house.job(status="running")
     for step, reward in enumerate((0.1, 0.2, 0.4, 0.8), start=1):
@@ -181,7 +184,7 @@ def learning(house):
     return job_id
 
 
-def test_a_terminal_has_one_live_line_with_the_rewards(client, learning):
+def test_a_terminal_has_one_live_line_with_the_rewards(client: Regraft, learning: str) -> None:
     text = in_a_terminal(100, "utf-8", lambda out: client.jobs.wait(learning, progress=out))
 
     shown = [line.split("\r\x1b[K")[-1] for line in text.split("\r\n")]
@@ -192,19 +195,19 @@ def test_a_terminal_has_one_live_line_with_the_rewards(client, learning):
     ]
 
 
-def test_a_narrow_terminal_and_one_without_blocks(client, learning):
+def test_a_narrow_terminal_and_one_without_blocks(client: Regraft, learning: str) -> None:
     text = in_a_terminal(40, "ascii", lambda out: client.jobs.wait(learning, progress=out))
 
     assert all(len(line) < 40 for line in text.replace("\r\x1b[K", "\n").splitlines())
     assert "step 4/4 ##########" in text
 
 
-def test_ctrl_c_stops_the_waiting_and_not_the_job(house, client):
+def test_ctrl_c_stops_the_waiting_and_not_the_job(house: House, client: Regraft) -> None:
     job_id = house.job(status="running")
     house.say(job_id, "one")
 
     class Impatient(io.StringIO):
-        def write(self, text):
+        def write(self, text: str) -> int:
             if "one" in text:
                 raise KeyboardInterrupt
             return super().write(text)

@@ -5,6 +5,9 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,19 +19,19 @@ from worker.serve.adapters import AdapterDamaged, AdapterFolders, AdapterGone
 class CountingBlobs(FolderBlobs):
     reads = 0
 
-    def open(self, key, **options):
+    def open(self, key: str, **options: int) -> Iterator[bytes]:
         self.reads += 1
         return super().open(key, **options)
 
 
 @pytest.fixture
-def blobs(tmp_path):
+def blobs(tmp_path: Path) -> CountingBlobs:
     return CountingBlobs(tmp_path / "blobs")
 
 
 @pytest.fixture
-def store(blobs):
-    def store(prefix, weights: bytes, damaged: bool = False) -> Adapter:
+def store(blobs: CountingBlobs) -> Callable[..., Adapter]:
+    def store(prefix: str, weights: bytes, damaged: bool = False) -> Adapter:
         files = [
             {"name": name, "bytes": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}
             for name in ("adapter_config.json", "adapter_model.safetensors", "trainer.pt")
@@ -42,11 +45,13 @@ def store(blobs):
     return store
 
 
-def weights_in(folder):
+def weights_in(folder: Path) -> bytes:
     return (folder / "adapter_model.safetensors").read_bytes()
 
 
-def test_an_adapter_is_fetched_once_however_many_ask(blobs, store, tmp_path):
+def test_an_adapter_is_fetched_once_however_many_ask(
+    blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path
+) -> None:
     folders, adapter = AdapterFolders(blobs, tmp_path / "cache"), store("a", b"one")
     threads = [threading.Thread(target=folders.folder, args=(adapter,)) for _ in range(8)]
     for thread in threads:
@@ -58,7 +63,9 @@ def test_an_adapter_is_fetched_once_however_many_ask(blobs, store, tmp_path):
     assert blobs.reads == 3  # the manifest and two files; not what only the trainer needs
 
 
-def test_new_weights_under_an_old_prefix_are_another_adapter(blobs, store, tmp_path):
+def test_new_weights_under_an_old_prefix_are_another_adapter(
+    blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path
+) -> None:
     folders = AdapterFolders(blobs, tmp_path / "cache")
     old = store("a", b"old")
     folders.folder(old)
@@ -69,7 +76,9 @@ def test_new_weights_under_an_old_prefix_are_another_adapter(blobs, store, tmp_p
 
 
 @pytest.mark.parametrize("what", ["overwritten", "damaged", "deleted"])
-def test_what_is_not_the_right_adapter_is_not_kept(blobs, store, tmp_path, what):
+def test_what_is_not_the_right_adapter_is_not_kept(
+    blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path, what: str
+) -> None:
     adapter = store("a", b"old", damaged=what == "damaged")
     if what == "overwritten":
         store("a", b"new")
@@ -81,7 +90,9 @@ def test_what_is_not_the_right_adapter_is_not_kept(blobs, store, tmp_path, what)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_the_one_that_was_not_asked_for_the_longest_goes_first(blobs, store, tmp_path):
+def test_the_one_that_was_not_asked_for_the_longest_goes_first(
+    blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path
+) -> None:
     folders = AdapterFolders(blobs, tmp_path / "cache", kept=2)
     a, b, c = (store(name, name.encode()) for name in "abc")
     for adapter in (a, b, a, c):
@@ -93,12 +104,14 @@ def test_the_one_that_was_not_asked_for_the_longest_goes_first(blobs, store, tmp
     }
 
 
-def test_one_that_is_asked_for_while_it_is_removed_is_fetched_again(blobs, store, tmp_path, monkeypatch):
+def test_one_that_is_asked_for_while_it_is_removed_is_fetched_again(
+    blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders, rmtree = AdapterFolders(blobs, tmp_path / "cache", kept=1), shutil.rmtree
     asked, meanwhile = threading.Event(), []
     old, new = store("a", b"old"), store("b", b"new")
 
-    def remove(path, **options):
+    def remove(path: Any, **options: Any) -> None:
         if weights_of(path) == b"old" and not asked.is_set():
             asked.set()
             meanwhile.append(folders.folder(old))
@@ -111,27 +124,31 @@ def test_one_that_is_asked_for_while_it_is_removed_is_fetched_again(blobs, store
     assert [weights_in(folder) for folder in meanwhile] == [b"old"]
 
 
-def weights_of(folder):
+def weights_of(folder: Path) -> bytes | None:
     return weights_in(folder) if (folder / "adapter_model.safetensors").exists() else None
 
 
-def test_one_that_another_process_has_removed_is_fetched_again(blobs, store, tmp_path, monkeypatch):
+def test_one_that_another_process_has_removed_is_fetched_again(
+    blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders, adapter = AdapterFolders(blobs, tmp_path / "cache"), store("a", b"one")
     folder, utime = folders.folder(adapter), os.utime
 
-    def removed_first(path, *given, **options):
+    def removed_first(path: Any, *given: Any, **options: Any) -> None:
         if not gone:
             gone.append(path.rename(tmp_path / "gone"))
         utime(path, *given, **options)
 
-    gone = []
+    gone: list[Any] = []
     monkeypatch.setattr("worker.serve.adapters.os.utime", removed_first)
 
     assert weights_in(folders.folder(adapter)) == b"one"
     assert folder.exists() and gone
 
 
-def test_what_a_killed_process_was_removing_goes_with_the_next_one(blobs, store, tmp_path):
+def test_what_a_killed_process_was_removing_goes_with_the_next_one(
+    blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path
+) -> None:
     folders = AdapterFolders(blobs, tmp_path / "cache", kept=1)
     left = tmp_path / "cache" / ".gone-1"
     left.mkdir(parents=True)

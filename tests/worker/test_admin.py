@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,21 +21,21 @@ from worker.cli.parser import build
 
 
 @pytest.fixture
-def settings(tmp_path, migrated_sqlite):
+def settings(tmp_path: Path, migrated_sqlite: Path) -> Settings:
     settings = Settings(data_dir=tmp_path, default_limits=Limits(queued_jobs=10))
     shutil.copy(migrated_sqlite, tmp_path / "regraft.db")
     return settings
 
 
 @pytest.fixture
-def database(settings):
+def database(settings: Settings) -> Iterator[Database]:
     database = Database(settings.database)
     yield database
     database.close()
 
 
 @pytest.fixture
-def type_(settings, capsys):
+def type_(settings: Settings, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Type a command; returns its exit code, and what it printed to stdout and stderr."""
 
     def type_(line: str) -> tuple[int, str, str]:
@@ -44,10 +47,10 @@ def type_(settings, capsys):
 
 
 @pytest.fixture
-def ask(type_):
+def ask(type_: Callable[..., tuple[int, str, str]]) -> Callable[..., Any]:
     """The same, as a program does."""
 
-    def ask(line: str):
+    def ask(line: str) -> Any:
         code, out, err = type_(f"{line} --json")
         assert (code, err) == (0, "")
         return json.loads(out)
@@ -55,7 +58,7 @@ def ask(type_):
     return ask
 
 
-def test_from_nothing_to_a_key_that_works(ask, database):
+def test_from_nothing_to_a_key_that_works(ask: Callable[..., Any], database: Database) -> None:
     organization = ask("org create acme")
     project = ask(f"project create support --org {organization['id']}")
     made = ask("key create --scope write --owner ana --expires-in-days 30")  # there is one project only
@@ -67,7 +70,7 @@ def test_from_nothing_to_a_key_that_works(ask, database):
     assert [one["name"] for one in ask("project list")] == ["support"]
 
 
-def test_keys_are_listed_rotated_and_revoked(ask, database):
+def test_keys_are_listed_rotated_and_revoked(ask: Callable[..., Any], database: Database) -> None:
     ask("org create acme")
     ask("project create support")
     old, doomed = ask("key create --name old"), ask("key create --name doomed")
@@ -86,7 +89,7 @@ def test_keys_are_listed_rotated_and_revoked(ask, database):
         keys.authenticate(session, doomed["key"])
 
 
-def test_limits_are_set_unset_and_shown_with_the_defaults(ask):
+def test_limits_are_set_unset_and_shown_with_the_defaults(ask: Callable[..., Any]) -> None:
     ask("org create acme")
     project = ask("project create support")["id"]
 
@@ -101,7 +104,9 @@ def test_limits_are_set_unset_and_shown_with_the_defaults(ask):
 @pytest.mark.parametrize(
     "change", ["--set jobs=2", "--set running_jobs=many", "--set running_jobs", "--unset jobs"]
 )
-def test_a_limit_that_is_none_is_refused_with_those_that_are(type_, ask, change):
+def test_a_limit_that_is_none_is_refused_with_those_that_are(
+    type_: Callable[..., tuple[int, str, str]], ask: Callable[..., Any], change: str
+) -> None:
     ask("org create acme")
     project = ask("project create support")["id"]
 
@@ -111,7 +116,7 @@ def test_a_limit_that_is_none_is_refused_with_those_that_are(type_, ask, change)
     assert "requests_per_minute" in err
 
 
-def test_usage_stands_beside_its_maximum(ask, database):
+def test_usage_stands_beside_its_maximum(ask: Callable[..., Any], database: Database) -> None:
     ask("org create acme")
     project = ask("project create support")["id"]
     with database.write() as session:
@@ -127,7 +132,7 @@ def test_usage_stands_beside_its_maximum(ask, database):
     assert (rows["queued_jobs"]["used"], rows["queued_jobs"]["maximum"]) == (0, 10)
 
 
-def test_the_operators_changes_are_in_the_projects_log(ask):
+def test_the_operators_changes_are_in_the_projects_log(ask: Callable[..., Any]) -> None:
     ask("org create acme")
     ask("org create others")
     organization = ask("org list")[0]["id"]
@@ -151,7 +156,9 @@ def test_the_operators_changes_are_in_the_projects_log(ask):
     assert [entry["action"] for entry in ask("audit --limit 1")] == ["project.archived"]
 
 
-def test_an_archived_project_is_not_the_one_that_is_meant(ask, type_):
+def test_an_archived_project_is_not_the_one_that_is_meant(
+    ask: Callable[..., Any], type_: Callable[..., tuple[int, str, str]]
+) -> None:
     ask("org create acme")
     first, _ = ask("project create one"), ask("project create two")
 
@@ -179,14 +186,16 @@ def test_an_archived_project_is_not_the_one_that_is_meant(ask, type_):
         ("usage", "set --project"),
     ],
 )
-def test_what_is_not_there_is_named_and_the_exit_code_is_one(type_, command, said):
+def test_what_is_not_there_is_named_and_the_exit_code_is_one(
+    type_: Callable[..., tuple[int, str, str]], command: str, said: str
+) -> None:
     code, out, err = type_(command)
 
     assert (code, out) == (1, "")
     assert said in err
 
 
-def test_people_get_tables(type_, database):
+def test_people_get_tables(type_: Callable[..., tuple[int, str, str]], database: Database) -> None:
     with database.write() as session:
         factories.project(session, name="support")
 

@@ -1,11 +1,14 @@
 """The file that tells a probe whether a worker is at work."""
 
 import threading
+from pathlib import Path
+
+import pytest
 
 from worker.supervise import liveness
 
 
-def test_the_file_is_there_while_all_threads_work(tmp_path):
+def test_the_file_is_there_while_all_threads_work(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
 
@@ -14,7 +17,7 @@ def test_the_file_is_there_while_all_threads_work(tmp_path):
     assert (tmp_path / "alive").exists()
 
 
-def test_a_thread_that_has_ended_is_not_covered_up(tmp_path, caplog):
+def test_a_thread_that_has_ended_is_not_covered_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ended = threading.Thread(target=lambda: None, name="reconciler")
     ended.start()
     ended.join()

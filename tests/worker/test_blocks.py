@@ -1,21 +1,25 @@
 """The mask of FlexAttention: the same as torch's own, found without a tensor of all pairs of tokens."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
+from tests.present import untyped
 from worker.model.attention import PADDING, PROMPT, Layout, block_mask
 
 
-def chunks(batch, head, query, key):
+def chunks(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Llama 4's: a token sees those of its own chunk of 100 positions."""
     return (query >= key) & (query // 100 == key // 100)
 
 
-def packed(width, *lengths_of_rows):
+def packed(width: int, *lengths_of_rows: tuple[Any, ...]) -> Layout:
     """Rows of a prompt, its answers and padding up to `width`."""
     positions, segments = [], []
     for prompt, *answers in lengths_of_rows:
@@ -39,7 +43,7 @@ def packed(width, *lengths_of_rows):
     [packed(1300, (260, 500, 130, 400), (500, 40, 3)), packed(128, (10, 20)), packed(1, (1,))],
     ids=["several blocks", "one block", "one token"],
 )
-def test_the_mask_is_that_of_torch(rule, layout):
+def test_the_mask_is_that_of_torch(rule: Any, layout: Layout) -> None:
     rows, width = layout.query_position.shape
 
     ours = block_mask(layout, rule)
@@ -53,10 +57,12 @@ def test_the_mask_is_that_of_torch(rule, layout):
         assert torch.equal(getattr(ours, indices)[used], getattr(theirs, indices)[used])
 
 
-class LargestTensor(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     elements = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= tensor.nbytes:
@@ -64,10 +70,10 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_a_long_row_needs_no_tensor_of_all_pairs():
+def test_a_long_row_needs_no_tensor_of_all_pairs() -> None:
     layout = packed(8192, (192, 4000, 4000))
 
-    with LargestTensor() as largest:
+    with untyped(LargestTensor)() as largest:
         mask = block_mask(layout, causal_mask_function)
 
     assert largest.elements <= 8192**2 / 8

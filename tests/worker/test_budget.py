@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from sqlalchemy import update
@@ -16,6 +18,8 @@ from core.results.step_metrics import StepMetrics
 from core.settings import Settings
 from graders.backends import Backends
 from tests.fakes import WatchedRun, crash_at
+from tests.present import present
+from tests.worker.conftest import Bench
 from worker.run import RunOutcome
 from worker.supervise.validation import validate_next
 
@@ -25,62 +29,64 @@ PRICE = Price(None, "USD")
 
 
 @pytest.fixture
-def timed(bench):
+def timed(bench: Bench) -> Callable[..., Any]:
     """A run of eight steps of which each takes ten seconds of the GPU, and those with a validation five more."""
 
     class TenSeconds(WatchedRun):
-        def measure(self, step, *args):
+        def measure(self, step: int, *args: Any) -> StepMetrics:
             seconds = 5.0 if step == 0 else 15.0 if self.is_measured(step) else 10.0
             return StepMetrics.load(
                 super().measure(step, *args).to_data() | {"timing": {"step": {"full_iteration": seconds}}}
             )
 
-    def make(**settings):
+    def make(**settings: Any) -> Any:
         return bench.run(kind=TenSeconds, **{"n_epochs": 2} | settings)
 
     return make
 
 
-def change(bench, **columns):
+def change(bench: Bench, **columns: Any) -> None:
     with bench.database.write() as session:
         session.execute(update(Job).values(**columns))
 
 
-def cap(bench, gpu_seconds):
+def cap(bench: Bench, gpu_seconds: float) -> None:
     change(bench, budget=budgets.to_row({"gpu_seconds": gpu_seconds}, PRICE))
 
 
-def train(run):
+def train(run: Any) -> Any:
     return asyncio.run(run.train())
 
 
-def pause(bench):
+def pause(bench: Bench) -> None:
     """What the supervisor does with a run that says it was interrupted."""
     with lifecycle.fenced(bench.database, bench.claim) as (session, job):
         lifecycle.release(session, job)
 
 
-def resume(bench):
+def resume(bench: Bench) -> None:
     with bench.database.write() as session:
         lifecycle.resume(Work(session), session.get_one(Job, bench.job().seq))
     take(bench)
 
 
-def take(bench):
+def take(bench: Bench) -> None:
     with bench.database.write() as session:
         claim = lifecycle.claim(session, gpu_class="cpu", owner="second", lease_seconds=60)
     assert claim is not None
     bench.claim = claim
 
 
-def callable_steps(bench):
+def callable_steps(bench: Bench) -> list[Any]:
     """The steps whose checkpoints have a name."""
     with bench.database.read() as session:
         names = [model.name for model in session.query(TunedModel)]
     return sorted(int(name.rsplit("-", 1)[1]) for name in names if ":ckpt-step-" in name)
 
 
-def test_a_job_pauses_before_the_step_that_would_pass_its_cap(bench, timed):
+def test_a_job_pauses_before_the_step_that_would_pass_its_cap(
+    bench: Bench, timed: Callable[..., Any]
+) -> None:
     cap(bench, 44.0)  # steps 0, 1 and 2 take 5 + 10 + 15; a third ten more, a fourth fifteen more
 
     assert train(timed()) is RunOutcome.INTERRUPTED
@@ -99,7 +105,9 @@ def test_a_job_pauses_before_the_step_that_would_pass_its_cap(bench, timed):
     assert (told["used_gpu_seconds"], told["cap_gpu_seconds"]) == (40.0, 44.0)
 
 
-def test_what_it_leaves_behind_is_a_model_that_was_not_validated(bench, timed):
+def test_what_it_leaves_behind_is_a_model_that_was_not_validated(
+    bench: Bench, timed: Callable[..., Any]
+) -> None:
     cap(bench, 44.0)
     train(timed())
     pause(bench)
@@ -110,6 +118,7 @@ def test_what_it_leaves_behind_is_a_model_that_was_not_validated(bench, timed):
         found = tuned_models.find(session, bench.project.id, names[kept[0].id])
     assert [one.step for one in kept] == [3, 2]
     assert kept[0].valid_reward is None
+    assert found is not None
     assert found.checkpoint_id == kept[0].id
     assert found.name.endswith(":ckpt-step-3")
     assert any(e.endswith(f"Snapshot ID: {found.name}") for e in bench.events())
@@ -117,7 +126,9 @@ def test_what_it_leaves_behind_is_a_model_that_was_not_validated(bench, timed):
     assert manifest["step"] == 3
 
 
-def test_at_its_cap_it_is_not_resumed_and_with_a_higher_one_it_ends_as_if_it_had_never_paused(bench, timed):
+def test_at_its_cap_it_is_not_resumed_and_with_a_higher_one_it_ends_as_if_it_had_never_paused(
+    bench: Bench, timed: Callable[..., Any]
+) -> None:
     cap(bench, 44.0)
     train(timed())
     pause(bench)
@@ -137,7 +148,7 @@ def test_at_its_cap_it_is_not_resumed_and_with_a_higher_one_it_ends_as_if_it_had
     assert resumed.trainer.updates == 8
 
 
-def test_a_pause_changes_nothing_of_what_is_learned(bench, timed):
+def test_a_pause_changes_nothing_of_what_is_learned(bench: Bench, timed: Callable[..., Any]) -> None:
     rewards = {}
     for limit in (1000.0, 44.0):
         cap(bench, limit)
@@ -159,7 +170,9 @@ def test_a_pause_changes_nothing_of_what_is_learned(bench, timed):
     assert rewards[44.0] == rewards[1000.0]
 
 
-def test_the_model_of_a_pause_stays_until_its_name_is_deleted(bench, timed):
+def test_the_model_of_a_pause_stays_until_its_name_is_deleted(
+    bench: Bench, timed: Callable[..., Any]
+) -> None:
     """Somebody may be using it, whatever becomes of the job."""
     cap(bench, 44.0)
     train(timed())
@@ -180,7 +193,7 @@ def test_the_model_of_a_pause_stays_until_its_name_is_deleted(bench, timed):
     assert 3 not in [one.step for one in bench.checkpoints()]
 
 
-def test_a_drain_leaves_no_model_behind(bench, timed):
+def test_a_drain_leaves_no_model_behind(bench: Bench, timed: Callable[..., Any]) -> None:
     run = timed()
     run.stop_requested = lambda: run.trainer.updates == 3
 
@@ -190,10 +203,10 @@ def test_a_drain_leaves_no_model_behind(bench, timed):
     assert callable_steps(bench) == [2]
 
 
-def test_the_model_of_a_users_own_pause_can_be_called_too(bench, timed):
+def test_the_model_of_a_users_own_pause_can_be_called_too(bench: Bench, timed: Callable[..., Any]) -> None:
     run = timed()
 
-    def paused_during_three(number):
+    def paused_during_three(number: int) -> None:
         if number == 3:
             with bench.database.write() as session:
                 lifecycle.pause(Work(session), session.get_one(Job, bench.job().seq))
@@ -204,7 +217,9 @@ def test_the_model_of_a_users_own_pause_can_be_called_too(bench, timed):
     assert callable_steps(bench) == [2, 3]
 
 
-def test_a_cap_below_the_first_validation_pauses_before_anything_is_learned(bench, timed):
+def test_a_cap_below_the_first_validation_pauses_before_anything_is_learned(
+    bench: Bench, timed: Callable[..., Any]
+) -> None:
     cap(bench, 4.0)
     run = timed()
 
@@ -218,7 +233,7 @@ def test_a_cap_below_the_first_validation_pauses_before_anything_is_learned(benc
     assert [step["step"] for step in bench.steps()] == list(range(9))
 
 
-def test_a_cap_that_the_last_step_reaches_pauses_nothing(bench, timed):
+def test_a_cap_that_the_last_step_reaches_pauses_nothing(bench: Bench, timed: Callable[..., Any]) -> None:
     cap(bench, 105.0)
 
     assert train(timed()) is RunOutcome.DONE
@@ -227,7 +242,9 @@ def test_a_cap_that_the_last_step_reaches_pauses_nothing(bench, timed):
     assert not bench.events("warn")
 
 
-def test_steps_that_a_crash_lost_count_once_for_the_job_and_twice_for_the_project(bench, timed):
+def test_steps_that_a_crash_lost_count_once_for_the_job_and_twice_for_the_project(
+    bench: Bench, timed: Callable[..., Any]
+) -> None:
     run = timed()
     run.before_step = crash_at(4)
     with pytest.raises(RuntimeError):
@@ -238,7 +255,7 @@ def test_steps_that_a_crash_lost_count_once_for_the_job_and_twice_for_the_projec
     resumed = timed()
     resumed.checkpoints.restore(resumed.trainer)
     assert (
-        bench.job().gpu_seconds == bench.job().usage["gpu_seconds"] == 30.0
+        bench.job().gpu_seconds == present(bench.job().usage)["gpu_seconds"] == 30.0
     )  # back at the checkpoint of step 2
     train(resumed)
 
@@ -248,46 +265,52 @@ def test_steps_that_a_crash_lost_count_once_for_the_job_and_twice_for_the_projec
     assert today.gpu_seconds == 105.0 + 10.0
 
 
-def test_usage_and_estimate_live_on_the_row_while_the_job_runs(bench, timed):
+def test_usage_and_estimate_live_on_the_row_while_the_job_runs(
+    bench: Bench, timed: Callable[..., Any]
+) -> None:
     run = timed()
     run.stop_requested = lambda: run.trainer.updates == 4
     train(run)
 
     shown = usage.render(bench.job(), Price(0.5, "EUR"))
+    assert shown is not None
     assert (shown["gpu_seconds"], shown["sampled_tokens"]) == (55.0, 4 * 2 * 8)
     assert shown["cost"] == {"amount": 27.5, "currency": "EUR"}
     estimate = usage.render_estimate(bench.job(), PRICE)
+    assert estimate is not None
     assert estimate["remaining_seconds"] == {"low": 37.5, "expected": 50.0, "high": 62.5}
     assert estimate["total_gpu_seconds"]["expected"] == 105.0
     assert estimate["based_on"] == "this job's steps"
 
 
-def test_a_run_on_several_gpus_says_so_with_each_step(bench, timed):
+def test_a_run_on_several_gpus_says_so_with_each_step(bench: Bench, timed: Callable[..., Any]) -> None:
     run = bench.run()
     run.gpus = 4
     train(run)
 
     used = bench.job().usage
+    assert used is not None
     assert 0 < used["gpu_seconds"] == pytest.approx(4 * used["training_seconds"])
     assert {step["gpus"] for step in bench.steps()} == {4}
 
 
-def test_the_expected_finish_knows_which_steps_are_validated(bench, timed):
+def test_the_expected_finish_knows_which_steps_are_validated(bench: Bench, timed: Callable[..., Any]) -> None:
     run = timed()
     run.stop_requested = lambda: run.trainer.updates == 4
     train(run)
 
     with bench.database.read() as session:
         last = session.query(Event).where(Event.type == "metrics").order_by(Event.seq.desc()).first()
-    assert bench.job().estimated_finish - last.created_at in (50, 51)
+    assert last is not None
+    assert present(bench.job().estimated_finish) - last.created_at in (50, 51)
 
 
 class TestBeforeTheStart:
     @pytest.fixture
-    def validate(self, bench, timed):
+    def validate(self, bench: Bench, timed: Callable[..., Any]) -> Callable[..., Job]:
         """Validate the files of a job, after another one of its model has run or not. Returns the job."""
 
-        def run(*, after_another):
+        def run(*, after_another: Any) -> Job:
             if after_another:
                 train(timed())
             models = bench.tmp_path / "models.toml"
@@ -319,11 +342,14 @@ class TestBeforeTheStart:
 
         return run
 
-    def test_a_validated_job_has_the_estimate_that_earlier_jobs_give(self, validate):
+    def test_a_validated_job_has_the_estimate_that_earlier_jobs_give(
+        self, validate: Callable[..., Any]
+    ) -> None:
         job = validate(after_another=True)
 
         estimate = usage.render_estimate(job, PRICE)
         assert job.status == "queued"
+        assert estimate is not None
         assert estimate["based_on"] == "8 steps of 1 earlier job"
         ranges = estimate["remaining_seconds"]
         # 8 rows, 10 epochs, 8 answers each, and 11 greedy validations of 2 rows, at two tokens an answer.
@@ -332,13 +358,13 @@ class TestBeforeTheStart:
         assert ranges["high"] <= answers * 64 / 1.0
         assert usage.render(job, PRICE) is None
 
-    def test_where_no_job_has_run_there_is_none(self, validate):
+    def test_where_no_job_has_run_there_is_none(self, validate: Callable[..., Any]) -> None:
         job = validate(after_another=False)
 
         assert (job.status, job.usage) == ("queued", None)
 
 
-def test_a_job_pauses_when_its_project_has_used_what_it_may(bench, timed):
+def test_a_job_pauses_when_its_project_has_used_what_it_may(bench: Bench, timed: Callable[..., Any]) -> None:
     with bench.database.write() as session:
         project = session.get_one(Project, bench.project.id)
         project.limits = {"gpu_seconds_per_30_days": 40}

@@ -1,12 +1,16 @@
 """What a machine without a GPU knows of a model and of a GPU class: refusals with numbers, before the queue."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.jobs.hyperparameters import Hyperparameters
 from core.registry import BaseModelEntry, Registry
 from core.settings import GpuClass, Settings
+from tests.present import present
 from tests.worker.test_memory import QWEN3_4B, QWEN3_14B
 from worker.model import capacity
 from worker.model.sizing import GIB
@@ -15,7 +19,7 @@ from worker.serve.vllm_engine import VllmBuilder
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> Path:
     """Two models without weights."""
     for name, config in (("4b", QWEN3_4B), ("14b", QWEN3_14B)):
         (tmp_path / name).mkdir()
@@ -23,38 +27,41 @@ def folder(tmp_path):
     return tmp_path
 
 
-def settings(**of_class):
+def settings(**of_class: Any) -> Settings:
     return Settings(gpu_class="gpu", gpu_classes={"gpu": GpuClass(**of_class)})
 
 
-def entry(folder, name="14b", **changes):
+def entry(folder: Path, name: str = "14b", **changes: Any) -> BaseModelEntry:
     return BaseModelEntry(path=folder / name, **{"context": 8192} | changes)
 
 
-def problem(of, model, **advanced):
+def problem(of: Settings, model: BaseModelEntry, **advanced: Any) -> str | None:
     asked = Hyperparameters.model_validate({"advanced": advanced})
     return capacity.job_problem(of, "Qwen3-14B", model, gpu_class="gpu", asked=asked, rows=100, valid_rows=16)
 
 
 class TestJobs:
-    def test_one_that_cannot_fit_is_named_with_its_numbers_and_those_of_the_gpu(self, folder):
+    def test_one_that_cannot_fit_is_named_with_its_numbers_and_those_of_the_gpu(self, folder: Path) -> None:
         said = problem(settings(gpu_memory_gib=48), entry(folder), max_completion_tokens=4096)
 
+        assert said is not None
         assert said.startswith("Qwen3-14B at 4097 tokens needs ")
         assert "weights 2 x 27.5" in said
         assert "the GPU class `gpu` has 48.0 GiB" in said
         assert "sampler `transformers`" in said
 
-    def test_the_same_job_fits_on_a_larger_gpu_and_with_one_copy_of_the_weights(self, folder):
+    def test_the_same_job_fits_on_a_larger_gpu_and_with_one_copy_of_the_weights(self, folder: Path) -> None:
         assert problem(settings(gpu_memory_gib=78), entry(folder), max_completion_tokens=4096) is None
         assert problem(settings(gpu_memory_gib=48, sampler="transformers"), entry(folder)) is None
 
-    def test_what_is_set_for_the_class_counts(self, folder):
+    def test_what_is_set_for_the_class_counts(self, folder: Path) -> None:
         of = settings(gpu_memory_gib=139, kv_cache_gib=0.5)
 
-        assert "REGRAFT_KV_CACHE_GIB is 0.5" in problem(of, entry(folder), max_completion_tokens=8000)
+        assert "REGRAFT_KV_CACHE_GIB is 0.5" in present(
+            problem(of, entry(folder), max_completion_tokens=8000)
+        )
 
-    def test_nothing_is_said_of_what_is_not_known(self, folder, tmp_path):
+    def test_nothing_is_said_of_what_is_not_known(self, folder: Path, tmp_path: Path) -> None:
         of = settings(gpu_memory_gib=8)
 
         assert problem(settings(), entry(folder)) is None  # no memory is stated
@@ -63,7 +70,9 @@ class TestJobs:
         assert problem(of, BaseModelEntry(hub="nobody/has-this-cached")) is None
 
 
-def test_models_of_the_registry_that_do_not_fit_are_named_when_a_worker_starts(folder, caplog):
+def test_models_of_the_registry_that_do_not_fit_are_named_when_a_worker_starts(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (folder / "models.toml").write_text(
         '[models.small]\npath = "4b"\ncontext = 8192\n[models.large]\npath = "14b"\ncontext = 8192\n'
     )
@@ -81,8 +90,8 @@ class TestServing:
     """The inference server's builder, as it is on a GPU of 78 GiB; nothing is loaded."""
 
     @pytest.fixture
-    def builder(self, monkeypatch):
-        def builder(**changes):
+    def builder(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., VllmBuilder]:
+        def builder(**changes: Any) -> VllmBuilder:
             # Not one process for everything, so the GPU is not shared with jobs.
             made = VllmBuilder(Settings(broker_url="redis://elsewhere", **changes))
             made.device = "cuda"
@@ -91,11 +100,13 @@ class TestServing:
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
         return builder
 
-    def cache(self, made, one, others, free=78 * GIB):
+    def cache(self, made: VllmBuilder, one: BaseModelEntry, others: list[Any], free: int = 78 * GIB) -> int:
         shape, need = made.need(one)
         return made.cache_bytes(shape, need, one.context, free, others)
 
-    def test_two_models_that_fit_beside_each_other_leave_room_for_each_other(self, folder, builder):
+    def test_two_models_that_fit_beside_each_other_leave_room_for_each_other(
+        self, folder: Path, builder: Callable[..., VllmBuilder]
+    ) -> None:
         small, large = entry(folder, "4b"), entry(folder, "14b")
         made = builder()
 
@@ -107,18 +118,22 @@ class TestServing:
         assert abs(first - second) < 0.2 * GIB
         assert first > 12 * GIB
 
-    def test_beside_jobs_on_the_same_gpu_it_takes_16_sequences(self, folder, builder):
+    def test_beside_jobs_on_the_same_gpu_it_takes_16_sequences(
+        self, folder: Path, builder: Callable[..., VllmBuilder]
+    ) -> None:
         made = builder()
         made.settings = Settings()
 
-        assert self.cache(made, entry(folder, "4b"), []) == 16 * capacity.shape_of(
-            entry(folder, "4b")
+        assert self.cache(made, entry(folder, "4b"), []) == 16 * present(
+            capacity.shape_of(entry(folder, "4b"))
         ).cache_bytes(8192)
 
-    def test_a_number_is_taken_as_it_is(self, folder, builder):
+    def test_a_number_is_taken_as_it_is(self, folder: Path, builder: Callable[..., VllmBuilder]) -> None:
         assert self.cache(builder(inference_kv_cache_gib=3), entry(folder), []) == 3 * GIB
 
-    def test_a_number_that_holds_no_sequence_is_refused_before_anything_is_unloaded(self, folder, builder):
+    def test_a_number_that_holds_no_sequence_is_refused_before_anything_is_unloaded(
+        self, folder: Path, builder: Callable[..., VllmBuilder]
+    ) -> None:
         with pytest.raises(
             EngineRefused, match=r"a KV cache of 1\.27 GiB, and REGRAFT_INFERENCE_KV_CACHE_GIB is 1:"
         ) as no:
@@ -126,7 +141,9 @@ class TestServing:
 
         assert (no.value.status, no.value.code) == (503, "not_enough_memory")
 
-    def test_a_model_too_large_for_the_gpu_is_named_at_the_start(self, folder, builder, monkeypatch):
+    def test_a_model_too_large_for_the_gpu_is_named_at_the_start(
+        self, folder: Path, builder: Callable[..., VllmBuilder], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (20 * GIB, 24 * GIB))
         registry = Registry(models={"small": entry(folder, "4b"), "large": entry(folder, "14b")})
 
@@ -137,9 +154,11 @@ class TestServing:
         )
         assert said.endswith("this GPU has 24.0 GiB.")
 
-    def test_on_a_cpu_the_cache_is_bounded(self, folder, builder):
+    def test_on_a_cpu_the_cache_is_bounded(self, folder: Path, builder: Callable[..., VllmBuilder]) -> None:
         made = builder()
         made.device = "cpu"
 
         assert self.cache(made, entry(folder, context=1024), []) == GIB
-        assert self.cache(made, entry(folder), []) == capacity.shape_of(entry(folder)).cache_bytes(8192)
+        assert self.cache(made, entry(folder), []) == present(capacity.shape_of(entry(folder))).cache_bytes(
+            8192
+        )

@@ -1,3 +1,6 @@
+from pathlib import Path
+from typing import Any
+
 import pytest
 from jinja2.exceptions import SecurityError
 from pydantic import ValidationError
@@ -16,32 +19,32 @@ CHAT = [
 ]
 
 
-def rendered(template, messages=CHAT):
+def rendered(template: str, messages: list[dict[str, str]] = CHAT) -> Any:
     tokenizer = tiny_tokenizer(chat_template=chat_templates.text_of(template))
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
 
-def test_plain_is_a_conversation_in_plain_text():
+def test_plain_is_a_conversation_in_plain_text() -> None:
     assert rendered("plain") == (
         "Be brief.\n\nUser: What is 6 x 7?\nAssistant: 42<end>\nUser: And 6 x 8?\nAssistant:"
     )
 
 
-def test_r1_zero_asks_for_reasoning_and_an_answer_in_tags():
+def test_r1_zero_asks_for_reasoning_and_an_answer_in_tags() -> None:
     text = rendered("r1_zero", CHAT[1:2])
 
     assert "</think>" in text and "</answer>" in text
     assert text.endswith("\n\nUser: What is 6 x 7?\nAssistant:")
 
 
-def test_the_first_token_of_the_model_comes_first_where_it_has_one():
+def test_the_first_token_of_the_model_comes_first_where_it_has_one() -> None:
     tokenizer = tiny_tokenizer(chat_template=chat_templates.text_of("plain"))
     tokenizer.bos_token = "<user>"
 
     assert tokenizer.apply_chat_template(CHAT[1:2], tokenize=False).startswith("<user>User: What")
 
 
-def test_a_template_may_be_a_file_beside_the_registry(tmp_path):
+def test_a_template_may_be_a_file_beside_the_registry(tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
     file = tmp_path / "models.toml"
     file.write_text('[models.a]\nhub = "a/b"\nchat_template = "mine.jinja"\n')
@@ -50,7 +53,7 @@ def test_a_template_may_be_a_file_beside_the_registry(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["nothing.jinja", "{{ x }}" + " " * chat_templates.MAX_CHARACTERS])
-def test_what_is_no_template_is_refused_when_the_registry_is_read(tmp_path, text):
+def test_what_is_no_template_is_refused_when_the_registry_is_read(tmp_path: Path, text: str) -> None:
     file = tmp_path / "models.toml"
     file.write_text(f'[models.a]\nhub = "a/b"\nchat_template = "{text}"\n')
 
@@ -58,7 +61,7 @@ def test_what_is_no_template_is_refused_when_the_registry_is_read(tmp_path, text
         Registry.load(file)
 
 
-def test_a_job_names_one_and_brings_none_of_its_own():
+def test_a_job_names_one_and_brings_none_of_its_own() -> None:
     asked = Hyperparameters.model_validate({"advanced": {"chat_template": "r1_zero"}})
 
     assert asked.advanced.sampling.chat_template == "r1_zero"
@@ -67,14 +70,14 @@ def test_a_job_names_one_and_brings_none_of_its_own():
             Hyperparameters.model_validate({"advanced": {"chat_template": other}})
 
 
-def test_templates_are_rendered_in_a_sandbox():
+def test_templates_are_rendered_in_a_sandbox() -> None:
     reach_out = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
 
     with pytest.raises(SecurityError):
         rendered(reach_out)
 
 
-def test_a_model_without_a_chat_template_gets_that_of_its_entry(tmp_path):
+def test_a_model_without_a_chat_template_gets_that_of_its_entry(tmp_path: Path) -> None:
     from tests.tiny import make_tiny_model
     from worker.model.policy import load_base
 

@@ -3,11 +3,16 @@
 import asyncio
 import errno
 import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.database.tables import TunedModel
-from core.storage.store import BlobExists, FolderBlobs, StoreEmpty
+from core.storage.store import BlobExists, BlobInfo, FolderBlobs, StoreEmpty
+from tests.present import untyped
+from tests.worker.conftest import Bench
 from worker.record.checkpoints import Checkpoints, model_name
 from worker.retry import RetryPolicy
 
@@ -15,51 +20,53 @@ from worker.retry import RetryPolicy
 class Weights:
     """Saves and loads what it was given."""
 
-    def __init__(self, **files):
+    def __init__(self, **files: Any) -> None:
         self.files = files
 
-    def save(self, folder):
+    def save(self, folder: Path) -> None:
         for name, data in self.files.items():
             (folder / name).write_bytes(data)
 
-    def load(self, folder):
+    def load(self, folder: Path) -> None:
         self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 class Recording(FolderBlobs):
     """Notes what is put, and with what condition."""
 
-    def __init__(self, root):
+    def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.puts = []
+        self.puts: list[Any] = []
 
-    def put_stream(self, key, chunks, *, if_absent=False):
+    def put_stream(self, key: str, chunks: Iterable[bytes], *, if_absent: bool = False) -> BlobInfo:
         self.puts.append((key.rpartition("/")[2], if_absent))
         return super().put_stream(key, chunks, if_absent=if_absent)
 
 
 @pytest.fixture
-def checkpoints(bench):
+def checkpoints(bench: Bench) -> Checkpoints:
     blobs = Recording(bench.tmp_path / "blobs")
     return Checkpoints(bench.attempt(blobs=blobs), bench.tmp_path)
 
 
-def save(checkpoints, weights, step=2):
+def save(checkpoints: Checkpoints, weights: Weights, step: int = 2) -> None:
     checkpoints.save(weights, step=step, valid_reward=None, metrics={})
 
 
-def test_the_manifest_is_put_last_and_only_where_there_is_none(checkpoints):
+def test_the_manifest_is_put_last_and_only_where_there_is_none(checkpoints: Checkpoints) -> None:
     save(checkpoints, Weights(adapter=b"a", zeros=b"z"))
 
-    assert checkpoints.blobs.puts == [("adapter", False), ("zeros", False), ("manifest.json", True)]
+    assert untyped(checkpoints.blobs).puts == [("adapter", False), ("zeros", False), ("manifest.json", True)]
 
 
-def manifest_of(checkpoints):
+def manifest_of(checkpoints: Checkpoints) -> str:
     [key] = [key for key in checkpoints.blobs.list("projects/") if key.endswith("manifest.json")]
     return key
 
 
-def test_a_manifest_that_is_there_already_and_says_the_same_is_fine(bench, checkpoints):
+def test_a_manifest_that_is_there_already_and_says_the_same_is_fine(
+    bench: Bench, checkpoints: Checkpoints
+) -> None:
     """The attempt wrote it, and could not say so: the database was away."""
     key = written_without_row(bench, checkpoints, Weights(adapter=b"a"))
     before = checkpoints.blobs.read(key)
@@ -72,7 +79,7 @@ def test_a_manifest_that_is_there_already_and_says_the_same_is_fine(bench, check
     assert checkpoints.blobs.read(key) == before
 
 
-def test_a_manifest_that_says_something_else_is_not_overruled(bench, checkpoints):
+def test_a_manifest_that_says_something_else_is_not_overruled(bench: Bench, checkpoints: Checkpoints) -> None:
     key = written_without_row(bench, checkpoints, Weights(adapter=b"a"))
 
     with pytest.raises(BlobExists):
@@ -82,7 +89,7 @@ def test_a_manifest_that_says_something_else_is_not_overruled(bench, checkpoints
     assert json.loads(checkpoints.blobs.read(key))["files"][0]["bytes"] == 1
 
 
-def written_without_row(bench, checkpoints, weights):
+def written_without_row(bench: Bench, checkpoints: Checkpoints, weights: Weights) -> str:
     save(checkpoints, weights)
     with bench.database.write() as session:
         for row in bench.checkpoints():
@@ -90,9 +97,11 @@ def written_without_row(bench, checkpoints, weights):
     return manifest_of(checkpoints)
 
 
-def test_a_store_that_fails_before_the_manifest_leaves_no_checkpoint(bench, checkpoints):
+def test_a_store_that_fails_before_the_manifest_leaves_no_checkpoint(
+    bench: Bench, checkpoints: Checkpoints
+) -> None:
     class Full(Recording):
-        def put_stream(self, key, chunks, *, if_absent=False):
+        def put_stream(self, key: str, chunks: Iterable[bytes], *, if_absent: bool = False) -> BlobInfo:
             if key.endswith("zeros"):
                 raise OSError("no space left")
             return super().put_stream(key, chunks, if_absent=if_absent)
@@ -106,13 +115,13 @@ def test_a_store_that_fails_before_the_manifest_leaves_no_checkpoint(bench, chec
 
 
 @pytest.fixture
-def three(bench, checkpoints):
+def three(bench: Bench, checkpoints: Checkpoints) -> Callable[..., None]:
     """Three checkpoints, all kept since they were validated; `damage(step, file, change)` damages one of them."""
     for step in (1, 2, 3):
         weights = Weights(adapter=b"a%d" % step, state=b"s%d" % step)
         checkpoints.save(weights, step=step, valid_reward=0.5, metrics={"step": step})
 
-    def damage(step, file, change):
+    def damage(step: int, file: Path, change: Any) -> None:
         [row] = [row for row in bench.checkpoints() if row.step == step]
         key = f"{row.blob_prefix}/{file}"
         if change is None:
@@ -138,7 +147,9 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_job_resumes_from_the_newest_whole_checkpoint(bench, checkpoints, three, what):
+def test_a_job_resumes_from_the_newest_whole_checkpoint(
+    bench: Bench, checkpoints: Checkpoints, three: Callable[..., None], what: str
+) -> None:
     file, change = DAMAGE[what]
     [newest] = [row for row in bench.checkpoints() if row.step == 3]
     three(3, file, change)
@@ -154,7 +165,9 @@ def test_a_job_resumes_from_the_newest_whole_checkpoint(bench, checkpoints, thre
     assert [row.step for row in bench.checkpoints()] == [1, 2]
 
 
-def test_the_step_of_a_damaged_checkpoint_is_stored_again_under_its_name(bench, checkpoints, three):
+def test_the_step_of_a_damaged_checkpoint_is_stored_again_under_its_name(
+    bench: Bench, checkpoints: Checkpoints, three: Callable[..., None]
+) -> None:
     three(3, *DAMAGE["a flipped bit"])
     bench.again()
     checkpoints = Checkpoints(bench.attempt(blobs=checkpoints.blobs), bench.tmp_path)
@@ -170,7 +183,9 @@ def test_the_step_of_a_damaged_checkpoint_is_stored_again_under_its_name(bench, 
     assert sum(name.endswith(":ckpt-step-3") for name in names) == 1
 
 
-def test_without_a_whole_checkpoint_the_job_starts_from_its_first_step_and_says_so(bench, checkpoints, three):
+def test_without_a_whole_checkpoint_the_job_starts_from_its_first_step_and_says_so(
+    bench: Bench, checkpoints: Checkpoints, three: Callable[..., None]
+) -> None:
     for step in (1, 2, 3):
         three(step, *DAMAGE["a file that is gone"])
 
@@ -185,7 +200,9 @@ def test_without_a_whole_checkpoint_the_job_starts_from_its_first_step_and_says_
 
 
 @pytest.mark.parametrize("left", [[], ["projects/p/jobs/j/attempts/2/log.txt"]], ids=["empty", "only a log"])
-def test_an_empty_store_is_waited_for_and_no_checkpoint_is_withdrawn(bench, checkpoints, three, left):
+def test_an_empty_store_is_waited_for_and_no_checkpoint_is_withdrawn(
+    bench: Bench, checkpoints: Checkpoints, three: Callable[..., None], left: list[Any]
+) -> None:
     """Another bucket, or a folder that is not mounted. Attempts that failed there have left their logs."""
     right, wrong = checkpoints.blobs, FolderBlobs(bench.tmp_path / "not mounted")
     for key in left:
@@ -196,10 +213,10 @@ def test_an_empty_store_is_waited_for_and_no_checkpoint_is_withdrawn(bench, chec
         checkpoints.restore(Weights())
     assert [row.step for row in bench.checkpoints()] == [1, 2, 3]
 
-    def mount(seconds):
+    def mount(seconds: float) -> None:
         checkpoints.blobs = right
 
-    incidents = []
+    incidents: list[Any] = []
     checkpoints.attempt = bench.attempt(retry=RetryPolicy(600, incidents.append, wait=mount))
     assert checkpoints.restore(Weights()) == 3
     assert [row.step for row in bench.checkpoints()] == [1, 2, 3]
@@ -207,9 +224,11 @@ def test_an_empty_store_is_waited_for_and_no_checkpoint_is_withdrawn(bench, chec
     assert "The blob store is empty; is it the right one?" in incident
 
 
-def test_a_sector_that_the_disk_cannot_read_is_damage(bench, checkpoints, three):
+def test_a_sector_that_the_disk_cannot_read_is_damage(
+    bench: Bench, checkpoints: Checkpoints, three: Callable[..., None]
+) -> None:
     class Failing(Recording):
-        def download(self, key, path, *, sha256=None):
+        def download(self, key: str, path: Path, *, sha256: str | None = None) -> None:
             if "step-000003" in key:
                 raise OSError(errno.EIO, "Input/output error")
             super().download(key, path, sha256=sha256)
@@ -221,7 +240,7 @@ def test_a_sector_that_the_disk_cannot_read_is_damage(bench, checkpoints, three)
     assert "adapter cannot be read (I/O error). The job resumes" in warning
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_ends_as_one_that_was_not_interrupted(bench):
+def test_a_run_whose_newest_checkpoint_is_damaged_ends_as_one_that_was_not_interrupted(bench: Bench) -> None:
     """What was recorded after the whole checkpoint is done again, once."""
     run = bench.run(n_epochs=2, eval_interval=1)
     run.stop_requested = lambda: run.trainer.updates == 3
@@ -251,7 +270,9 @@ def test_a_run_whose_newest_checkpoint_is_damaged_ends_as_one_that_was_not_inter
         (None, ""),
     ],
 )
-def test_a_suffix_is_one_plain_segment_of_the_models_name(bench, suffix, segment):
+def test_a_suffix_is_one_plain_segment_of_the_models_name(
+    bench: Bench, suffix: str | None, segment: str
+) -> None:
     job = bench.job()
     job.suffix = suffix
 

@@ -5,8 +5,11 @@ import json
 import subprocess
 import sys
 from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic import command
@@ -18,6 +21,7 @@ from core.database.migrate import alembic_config, migrating
 from core.database.tables import ApiKey
 from core.settings import Settings
 from core.tenancy import keys
+from tests.present import untyped
 from worker.cli import admin, main, parser, service
 from worker.cli.parser import UsageError
 
@@ -29,7 +33,7 @@ HELP = [
 ]
 
 
-def test_help_imports_nothing_but_the_standard_library():
+def test_help_imports_nothing_but_the_standard_library() -> None:
     """Which is why it takes a tenth of a second: the service's own imports take three."""
     program = (
         "import json, sys; before = set(sys.modules)\n"
@@ -50,13 +54,13 @@ def test_help_imports_nothing_but_the_standard_library():
 
 
 @pytest.mark.parametrize("command", parser.COMMANDS, ids=lambda command: command.name)
-def test_every_command_has_a_handler(command):
+def test_every_command_has_a_handler(command: parser.Command) -> None:
     module, function = command.handler.split(":")
 
     assert callable(getattr(import_module(module), function))
 
 
-def test_every_verb_of_admin_has_a_function():
+def test_every_verb_of_admin_has_a_function() -> None:
     def leaves(parser: ArgumentParser, words: tuple[str, ...] = ()) -> set[str]:
         groups = [
             action for action in parser._actions if hasattr(action, "choices") and action.nargs == "A..."
@@ -66,7 +70,7 @@ def test_every_verb_of_admin_has_a_function():
         return {
             leaf
             for group in groups
-            for name, below in group.choices.items()
+            for name, below in untyped(group.choices).items()
             for leaf in leaves(below, (*words, name))
         }
 
@@ -75,11 +79,11 @@ def test_every_verb_of_admin_has_a_function():
     assert {leaf.removeprefix("admin ") for leaf in known} == set(admin.COMMANDS)
 
 
-def test_the_scopes_are_those_of_keys():
+def test_the_scopes_are_those_of_keys() -> None:
     assert parser.SCOPES == keys.SCOPES
 
 
-def test_the_version_is_that_of_the_installed_package(capsys):
+def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
 
@@ -87,7 +91,7 @@ def test_the_version_is_that_of_the_installed_package(capsys):
     assert capsys.readouterr().out == f"regraft-server {version('regraft-server')}\n"
 
 
-def test_the_login_command_names_the_server_and_its_key_file(tmp_path):
+def test_the_login_command_names_the_server_and_its_key_file(tmp_path: Path) -> None:
     folder = tmp_path / "my data"
     folder.mkdir()
     settings = Settings(data_dir=folder, host="0.0.0.0", port=8123)
@@ -97,7 +101,7 @@ def test_the_login_command_names_the_server_and_its_key_file(tmp_path):
     assert service.login_command(settings).endswith(f":8123 < '{folder}/api_key'")
 
 
-def keys_of(settings):
+def keys_of(settings: Settings) -> Sequence[ApiKey]:
     database = Database(settings.database)
     with database.read() as session:
         found = session.scalars(select(ApiKey)).all()
@@ -105,7 +109,9 @@ def keys_of(settings):
     return found
 
 
-def test_without_a_terminal_the_first_key_is_in_its_file_and_in_no_log(tmp_path, capfd):
+def test_without_a_terminal_the_first_key_is_in_its_file_and_in_no_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     settings = Settings(data_dir=tmp_path)
 
     service.prepare(settings)
@@ -116,7 +122,7 @@ def test_without_a_terminal_the_first_key_is_in_its_file_and_in_no_log(tmp_path,
     assert str(tmp_path / "api_key") in printed and key not in printed
 
 
-def test_a_new_data_folder_is_its_owners_only(tmp_path):
+def test_a_new_data_folder_is_its_owners_only(tmp_path: Path) -> None:
     folder = tmp_path / "data"
 
     service.prepare(Settings(data_dir=folder))
@@ -125,7 +131,7 @@ def test_a_new_data_folder_is_its_owners_only(tmp_path):
     assert (folder / "regraft.db").stat().st_mode & 0o777 == 0o600
 
 
-def test_the_mode_of_a_data_folder_that_exists_is_kept(tmp_path):
+def test_the_mode_of_a_data_folder_that_exists_is_kept(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
 
     service.prepare(Settings(data_dir=tmp_path))
@@ -133,7 +139,7 @@ def test_the_mode_of_a_data_folder_that_exists_is_kept(tmp_path):
     assert tmp_path.stat().st_mode & 0o777 == 0o750
 
 
-def test_a_first_key_that_cannot_be_written_is_not_made(tmp_path):
+def test_a_first_key_that_cannot_be_written_is_not_made(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path)
     (tmp_path / "api_key").mkdir()
 
@@ -147,7 +153,9 @@ def test_a_first_key_that_cannot_be_written_is_not_made(tmp_path):
     assert key.sha256 == hashlib.sha256((tmp_path / "api_key").read_bytes().strip()).hexdigest()
 
 
-def test_the_first_key_is_the_one_that_the_operator_gives(tmp_path, capfd):
+def test_the_first_key_is_the_one_that_the_operator_gives(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Once: later starts change nothing, whatever it is by then."""
     for token in ("first" * 8, "other" * 8):
         service.prepare(Settings(data_dir=tmp_path, first_key=token))
@@ -158,25 +166,27 @@ def test_the_first_key_is_the_one_that_the_operator_gives(tmp_path, capfd):
     assert "first" * 8 not in "".join(capfd.readouterr())
 
 
-def test_a_first_key_that_is_short_enough_to_guess_is_refused():
+def test_a_first_key_that_is_short_enough_to_guess_is_refused() -> None:
     with pytest.raises(ValidationError):
         Settings(first_key="password")
 
 
-def test_a_migration_of_the_schema_alone_makes_no_key(tmp_path):
+def test_a_migration_of_the_schema_alone_makes_no_key(tmp_path: Path) -> None:
     service.prepare(Settings(data_dir=tmp_path), first_key=False)
 
     assert keys_of(Settings(data_dir=tmp_path)) == []
 
 
 @pytest.fixture
-def fsck(tmp_path, monkeypatch, capsys):
+def fsck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
     """The exit status of `regraft-server fsck` on this data folder, and what it prints to stderr."""
     monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path))
 
-    def run():
+    def run() -> tuple[int, str]:
         try:
-            status = main(["fsck"])
+            status: Any = main(["fsck"])
         except SystemExit as refused:
             status = refused.code
         return status, capsys.readouterr().err
@@ -184,14 +194,16 @@ def fsck(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_fsck_makes_no_database_and_no_key(tmp_path, fsck):
+def test_fsck_makes_no_database_and_no_key(tmp_path: Path, fsck: Callable[..., tuple[int, Any]]) -> None:
     status, printed = fsck()
 
     assert status == 2 and "There is no database" in printed
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fsck_refuses_the_schema_of_an_older_version_and_leaves_it(tmp_path, fsck):
+def test_fsck_refuses_the_schema_of_an_older_version_and_leaves_it(
+    tmp_path: Path, fsck: Callable[..., tuple[int, Any]]
+) -> None:
     settings = Settings(data_dir=tmp_path)
     with migrating(settings.database) as connection:
         command.upgrade(alembic_config(connection), "+1")
@@ -204,7 +216,9 @@ def test_fsck_refuses_the_schema_of_an_older_version_and_leaves_it(tmp_path, fsc
         assert inspect(connection).get_table_names() == before
 
 
-def test_fsck_of_a_service_without_blobs_finds_nothing(tmp_path, fsck):
+def test_fsck_of_a_service_without_blobs_finds_nothing(
+    tmp_path: Path, fsck: Callable[..., tuple[int, Any]]
+) -> None:
     service.prepare(Settings(data_dir=tmp_path), first_key=False)
 
     assert fsck() == (0, "0 findings.\n")

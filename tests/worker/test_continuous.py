@@ -4,16 +4,20 @@ import asyncio
 import contextlib
 import gc
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from core.registry import BaseModelEntry
 from core.response_format import SchemaTooLarge, held_to
+from tests.present import untyped
 from tests.tiny import make_byte_model
-from worker.model.policy import load_base
-from worker.serve.continuous import ContinuousEngine, ServedModel, sample
-from worker.serve.engine import Ask
+from worker.model.policy import Policy, load_base
+from worker.serve.continuous import ContinuousEngine, Lora, RowCache, ServedModel, sample
+from worker.serve.engine import Ask, Token
 
 # Of which llguidance cannot follow all: each of the branches is open when an answer begins.
 TOO_LARGE = {
@@ -28,11 +32,11 @@ TOO_LARGE = {
         for n in range(299)
     ]
 }
-TEMPERATE = {"temperature": 1.0, "top_p": 1.0}
+TEMPERATE: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 
 
-def ask(length=4, adapter=None, **options):
-    defaults = {
+def ask(length: int = 4, adapter: Path | None = None, **options: Any) -> Ask:
+    defaults: dict[str, Any] = {
         "temperature": 0.0,
         "top_p": 1.0,
         "seed": 1,
@@ -44,10 +48,10 @@ def ask(length=4, adapter=None, **options):
 
 
 @pytest.fixture
-def make_engine(tiny_model):
+def make_engine(tiny_model: Path) -> Iterator[Callable[..., ContinuousEngine]]:
     engines = []
 
-    def make(folder=tiny_model, **options):
+    def make(folder: Path = tiny_model, **options: Any) -> ContinuousEngine:
         entry = BaseModelEntry(path=folder, dtype="float32", context=128)
         engines.append(ContinuousEngine(load_base("tiny", entry, folder, "cpu"), **options))
         return engines[-1]
@@ -58,7 +62,7 @@ def make_engine(tiny_model):
 
 
 @pytest.fixture
-def adapters(make_policy, tmp_path):
+def adapters(make_policy: Callable[..., Policy], tmp_path: Path) -> dict[Path, Policy]:
     """Two that have learned different things, each with the policy that it was saved from."""
     policies = {tmp_path / str(seed): make_policy(moved=True, seed=seed) for seed in (1, 2)}
     for folder, policy in policies.items():
@@ -66,17 +70,19 @@ def adapters(make_policy, tmp_path):
     return policies
 
 
-def answer(engine, *asks):
-    async def one(ask):
+def answer(engine: ContinuousEngine, *asks: Ask) -> list[Any]:
+    async def one(ask: Ask) -> list[Any]:
         return [token async for token in engine.generate(ask)]
 
-    async def everyone():
-        return await asyncio.gather(*map(one, asks))
+    async def everyone() -> list[Any]:
+        return list(await asyncio.gather(*map(one, asks)))
 
     return asyncio.run(everyone())
 
 
-def test_greedy_answers_of_mixed_adapters_are_those_of_transformers_own_generate(make_engine, adapters):
+def test_greedy_answers_of_mixed_adapters_are_those_of_transformers_own_generate(
+    make_engine: Callable[..., ContinuousEngine], adapters: dict[Any, Any]
+) -> None:
     """Base model and two adapters in one batch, prompts of different lengths; logprobs are of a plain forward pass."""
     folders = [None, *adapters]
     asks = [ask(length, folders[length % 3]) for length in range(1, 25)]
@@ -109,13 +115,17 @@ def test_greedy_answers_of_mixed_adapters_are_those_of_transformers_own_generate
         ]
 
 
-def test_the_adapters_of_that_test_say_different_things(make_engine, adapters):
+def test_the_adapters_of_that_test_say_different_things(
+    make_engine: Callable[..., ContinuousEngine], adapters: dict[Any, Any]
+) -> None:
     said = answer(make_engine(), *(ask(9, folder) for folder in (None, *adapters)))
 
     assert len({tuple(token.id for token in tokens) for tokens in said}) == 3
 
 
-def test_an_answer_depends_on_its_seed_and_on_nothing_else_in_the_batch(make_engine, adapters):
+def test_an_answer_depends_on_its_seed_and_on_nothing_else_in_the_batch(
+    make_engine: Callable[..., ContinuousEngine], adapters: dict[Any, Any]
+) -> None:
     asks = [ask(5, folder, seed=seed, **TEMPERATE) for seed in range(6) for folder in (None, *adapters)]
     engine = make_engine()
     together = answer(engine, *asks)
@@ -125,16 +135,16 @@ def test_an_answer_depends_on_its_seed_and_on_nothing_else_in_the_batch(make_eng
     assert len({tuple(token.id for token in tokens) for tokens in alone}) > 10
 
 
-def test_more_than_fit_wait_for_their_turn(make_engine):
+def test_more_than_fit_wait_for_their_turn(make_engine: Callable[..., ContinuousEngine]) -> None:
     answers = answer(make_engine(most_rows=3), *(ask(3, seed=seed, **TEMPERATE) for seed in range(10)))
 
     assert all(tokens[-1].last for tokens in answers)
 
 
-def test_who_leaves_is_not_computed_for(make_engine):
+def test_who_leaves_is_not_computed_for(make_engine: Callable[..., ContinuousEngine]) -> None:
     engine = make_engine()
 
-    async def leave():
+    async def leave() -> list[Token]:
         tokens = engine.generate(ask(max_tokens=100, seed=3, **TEMPERATE))
         await anext(tokens)
         await tokens.aclose()
@@ -145,7 +155,9 @@ def test_who_leaves_is_not_computed_for(make_engine):
     assert engine.steps < 50
 
 
-def test_an_answer_is_held_to_its_own_schema_and_its_neighbours_to_none(make_engine, tmp_path):
+def test_an_answer_is_held_to_its_own_schema_and_its_neighbours_to_none(
+    make_engine: Callable[..., ContinuousEngine], tmp_path: Path
+) -> None:
     engine = make_engine(make_byte_model(tmp_path / "bytes"))
     schemas = [held_to({"enum": ["yes"]}), held_to({"type": "boolean"}), ""]
     answers = answer(engine, *(ask(held_to=schema, max_tokens=40, **TEMPERATE) for schema in schemas))
@@ -156,10 +168,12 @@ def test_an_answer_is_held_to_its_own_schema_and_its_neighbours_to_none(make_eng
     assert said[2] not in ('"yes"', "true", "false")
 
 
-def test_a_schema_that_allows_too_much_at_once_ends_its_own_answer_alone(make_engine, tmp_path):
+def test_a_schema_that_allows_too_much_at_once_ends_its_own_answer_alone(
+    make_engine: Callable[..., ContinuousEngine], tmp_path: Path
+) -> None:
     engine = make_engine(make_byte_model(tmp_path / "bytes"))
 
-    async def beside():
+    async def beside() -> list[Any]:
         other = engine.generate(ask(max_tokens=60, **TEMPERATE))
         first = await anext(other)
         with pytest.raises(SchemaTooLarge, match="max is 2000"):
@@ -172,14 +186,14 @@ def test_a_schema_that_allows_too_much_at_once_ends_its_own_answer_alone(make_en
 class Failing(ServedModel):
     """Fails to write with each of `failures` once, after the model has checked itself."""
 
-    failures = ()
+    failures: tuple[Exception, ...] | list[Exception] = ()
 
-    def __init__(self, base):
+    def __init__(self, base: Any) -> None:
         super().__init__(base)
         self.failures = [ZeroDivisionError()]
 
-    def write(self, *given):
-        if self.failures:
+    def write(self, *given: Any) -> torch.Tensor:
+        if isinstance(self.failures, list) and self.failures:
             raise self.failures.pop()
         return super().write(*given)
 
@@ -192,12 +206,15 @@ class Gated(ServedModel):
 
     checked = False
 
-    def __init__(self, base):
-        self.begun, self.go, self.readings = threading.Event(), threading.Event(), []
+    def __init__(self, base: Any) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.readings: list[list[int]] = []
         super().__init__(base)
         self.checked = True
 
-    def read(self, prompts, loras):
+    def read(
+        self, prompts: Sequence[Sequence[int]], loras: Sequence[Lora | None]
+    ) -> tuple[RowCache, torch.Tensor]:
         if not self.checked:
             return super().read(prompts, loras)
         if not self.go.is_set():
@@ -212,7 +229,9 @@ class GatedFailing(Gated, Failing):
     pass
 
 
-def test_a_failure_reaches_those_it_concerns_and_the_next_is_answered(make_engine):
+def test_a_failure_reaches_those_it_concerns_and_the_next_is_answered(
+    make_engine: Callable[..., ContinuousEngine],
+) -> None:
     engine = make_engine(served=Failing)
     with pytest.raises(ZeroDivisionError):
         answer(engine, ask())
@@ -220,43 +239,49 @@ def test_a_failure_reaches_those_it_concerns_and_the_next_is_answered(make_engin
     assert answer(engine, ask())[0][-1].last
 
 
-def together(engine, *asks):
+def together(engine: ContinuousEngine, *asks: Ask) -> list[Any]:
     """Their answers, when they arrive while another prompt is read. The engine's model is `Gated`."""
 
-    async def everyone():
+    async def everyone() -> list[Any]:
         first = asyncio.create_task(collect(engine, ask(2, max_tokens=1)))
-        assert await asyncio.to_thread(engine.model.begun.wait, 10)
+        assert await asyncio.to_thread(untyped(engine.model).begun.wait, 10)
         answering = [asyncio.create_task(collect(engine, one)) for one in asks]
         while engine.arriving < len(asks):
             await asyncio.sleep(0)
-        engine.model.go.set()
+        untyped(engine.model).go.set()
         await first
-        return await asyncio.gather(*answering, return_exceptions=True)
+        return list(await asyncio.gather(*answering, return_exceptions=True))
 
     return asyncio.run(everyone())
 
 
-async def collect(engine, ask):
+async def collect(engine: ContinuousEngine, ask: Ask) -> list[Any]:
     return [token async for token in engine.generate(ask)]
 
 
-def test_a_long_prompt_and_short_ones_are_not_read_as_if_all_were_long(make_engine):
+def test_a_long_prompt_and_short_ones_are_not_read_as_if_all_were_long(
+    make_engine: Callable[..., ContinuousEngine],
+) -> None:
     """They are padded to the longest; an n of 4 is four rows of one prompt."""
     asks = [ask(30), *(ask(length, seed=seed) for length in (3, 4, 5) for seed in range(4))]
     engine = make_engine(served=Gated, most_prompt_tokens=40)
 
     assert all(tokens[-1].last for tokens in together(engine, *asks))
-    assert engine.model.readings == [[30], [3, 4, 5]]
+    assert untyped(engine.model).readings == [[30], [3, 4, 5]]
 
 
-def test_a_failure_leaves_those_alone_that_wait_for_their_turn(make_engine):
+def test_a_failure_leaves_those_alone_that_wait_for_their_turn(
+    make_engine: Callable[..., ContinuousEngine],
+) -> None:
     failed, answered = together(make_engine(served=GatedFailing, most_rows=1), ask(3), ask(4))
 
     assert isinstance(failed, ZeroDivisionError)
     assert answered[-1].last
 
 
-def test_an_adapter_under_a_new_name_is_read_anew(make_engine, make_policy, tmp_path):
+def test_an_adapter_under_a_new_name_is_read_anew(
+    make_engine: Callable[..., ContinuousEngine], make_policy: Callable[..., Policy], tmp_path: Path
+) -> None:
     """What was trained again lies in a folder of another name; nothing of the old one is used."""
     engine = make_engine()
     old, new = make_policy(moved=True, seed=1), make_policy(moved=True, seed=5)
@@ -272,11 +297,12 @@ def test_an_adapter_under_a_new_name_is_read_anew(make_engine, make_policy, tmp_
 class Reading(ServedModel):
     """Remembers which adapters it has read; a second reading frees the first, or 0.3 s do."""
 
-    def __init__(self, base):
+    def __init__(self, base: Any) -> None:
         super().__init__(base)
-        self.folders, self.second = [], threading.Event()
+        self.folders: list[Path] = []
+        self.second = threading.Event()
 
-    def lora(self, folder):
+    def lora(self, folder: Path) -> Lora:
         self.folders.append(folder)
         if len(self.folders) > 1:
             self.second.set()
@@ -284,16 +310,20 @@ class Reading(ServedModel):
         return super().lora(folder)
 
 
-def test_an_adapter_that_many_ask_for_at_once_is_read_once(make_engine, adapters):
+def test_an_adapter_that_many_ask_for_at_once_is_read_once(
+    make_engine: Callable[..., ContinuousEngine], adapters: dict[Any, Any]
+) -> None:
     """Two copies of it would be two adapters to the batch, and what is forgotten must not be what another reads."""
     engine = make_engine(served=Reading)
 
     answer(engine, *(ask(9, next(iter(adapters)), seed=seed) for seed in range(4)))
 
-    assert len(engine.model.folders) == 1
+    assert len(untyped(engine.model).folders) == 1
 
 
-def test_closing_an_engine_ends_its_thread_and_frees_its_weights(make_engine):
+def test_closing_an_engine_ends_its_thread_and_frees_its_weights(
+    make_engine: Callable[..., ContinuousEngine],
+) -> None:
     import weakref
 
     engine = make_engine()
@@ -301,13 +331,13 @@ def test_closing_an_engine_ends_its_thread_and_frees_its_weights(make_engine):
     weights = weakref.ref(engine.model)
     asyncio.run(engine.close())
     assert engine.lost
-    engine.model = None
+    untyped(engine).model = None
     gc.collect()
 
     assert weights() is None
 
 
-def test_top_p_keeps_the_likeliest_tokens_that_reach_it():
+def test_top_p_keeps_the_likeliest_tokens_that_reach_it() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     draws = [number / 100 for number in range(100)]
     chosen = [sample(logits, [ask(temperature=1.0, top_p=0.7)], [draw]).item() for draw in draws]
@@ -316,7 +346,7 @@ def test_top_p_keeps_the_likeliest_tokens_that_reach_it():
     assert chosen.count(0) == pytest.approx(62, abs=2)
 
 
-def test_each_row_has_its_own_temperature():
+def test_each_row_has_its_own_temperature() -> None:
     logits = torch.tensor([[1.0, 0.9], [1.0, 0.9]])
     asks = [ask(temperature=0.0), ask(temperature=1.0)]
 

@@ -1,6 +1,7 @@
 """The order of the prompts: what each seed has always given, without shuffling a file for every prompt."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -8,15 +9,15 @@ from worker.rollout.prompts import PromptStream
 from worker.types import Prompt
 
 
-def prompts(count):
+def prompts(count: int) -> list[Any]:
     return [Prompt(line, (1,), {}) for line in range(1, count + 1)]
 
 
-def lines(of):
+def lines(of: list[Prompt]) -> list[Any]:
     return [prompt.line for prompt in of]
 
 
-def shuffled_epoch(seed, epoch, count):
+def shuffled_epoch(seed: int, epoch: int, count: int) -> list[int]:
     """The definition of the order: a job that resumes must find it again, so it may not change."""
     order = list(range(1, count + 1))
     random.Random(f"{seed}/{epoch}").shuffle(order)
@@ -24,7 +25,7 @@ def shuffled_epoch(seed, epoch, count):
 
 
 @pytest.mark.parametrize(("rows", "batch_size"), [(10, 4), (7, 7), (5, 3), (3, 8), (1, 1)])
-def test_batches_follow_the_shuffled_epochs_and_may_straddle_them(rows, batch_size):
+def test_batches_follow_the_shuffled_epochs_and_may_straddle_them(rows: int, batch_size: int) -> None:
     stream = PromptStream(prompts(rows), batch_size=batch_size, seed=5)
     endless = [line for epoch in range(40) for line in shuffled_epoch(5, epoch, rows)]
 
@@ -33,7 +34,7 @@ def test_batches_follow_the_shuffled_epochs_and_may_straddle_them(rows, batch_si
         assert lines(stream.batch(step)) == endless[first : first + batch_size]
 
 
-def test_a_run_that_resumes_in_the_middle_finds_the_same_batches():
+def test_a_run_that_resumes_in_the_middle_finds_the_same_batches() -> None:
     whole = PromptStream(prompts(10), batch_size=4, seed=5)
     from_the_start = [lines(whole.batch(step)) for step in range(1, 9)]
 
@@ -42,7 +43,7 @@ def test_a_run_that_resumes_in_the_middle_finds_the_same_batches():
     assert lines(resumed.batch(1)) == from_the_start[0], "also backwards"
 
 
-def test_an_epoch_is_shuffled_once_and_only_the_last_two_are_kept():
+def test_an_epoch_is_shuffled_once_and_only_the_last_two_are_kept() -> None:
     stream = PromptStream(prompts(1000), batch_size=7, seed=1)
     first = stream.order(0)
 
@@ -55,7 +56,7 @@ def test_an_epoch_is_shuffled_once_and_only_the_last_two_are_kept():
     assert stream.kept_epochs == [5, 6], "memory does not grow with the epochs"
 
 
-def test_stand_ins_are_all_prompts_outside_the_batch_in_an_order_of_the_step():
+def test_stand_ins_are_all_prompts_outside_the_batch_in_an_order_of_the_step() -> None:
     stream = PromptStream(prompts(12), batch_size=4, seed=5)
     batch = set(lines(stream.batch(2)))
     rest = [line for line in range(1, 13) if line not in batch]

@@ -1,6 +1,8 @@
 """Decoding with a model's own cache: rows that have ended leave it, and prompts are computed once."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from core.registry import BaseModelEntry
 from core.settings import Settings
 from tests.families.zoo import CONTEXT, FAMILIES
+from tests.present import untyped
 from worker.model import memory, sizing
 from worker.model.architecture import without_weights
 from worker.model.policy import Policy, Route, load_base
@@ -20,13 +23,13 @@ HYBRIDS = ["Qwen 3.5", "Falcon-H1", "LFM 2", "DeepSeek V3.2", "MiniMax-Text-01",
 PROMPTS = [tuple(range(3, 3 + length)) for length in (20, 9)]
 
 
-def policy_of(title, folder):
+def policy_of(title: str, folder: Path) -> Policy:
     [family] = [one for one in FAMILIES if one.title == title]
     entry = BaseModelEntry(path=family.save(folder), dtype="float32", context=CONTEXT)
     return Policy(load_base(title, entry, folder, "cpu"), rank=4, alpha=8, seed=0)
 
 
-def plan_of(shape):
+def plan_of(shape: sizing.Shape) -> sizing.Plan:
     """Two prompts of 20 tokens with four answers of 8 each."""
     work = sizing.workload(
         rank=4, prompt=20, completion=8, batch=2, group=4, valid_rows=1, eval_samples=1, copied=True
@@ -36,14 +39,14 @@ def plan_of(shape):
 
 class TestForked:
     @pytest.mark.parametrize("title", HYBRIDS)
-    def test_rows_that_have_ended_leave_and_the_rest_is_the_same(self, title, tmp_path):
+    def test_rows_that_have_ended_leave_and_the_rest_is_the_same(self, title: str, tmp_path: Path) -> None:
         policy = policy_of(title, tmp_path)
         # Which rows continue after each step, as indices into those that are left.
         leaving = [[0, 1, 2, 3, 4, 5], [0, 2, 3, 5], [1, 2, 3], [2]]
         found, widths = {}, {}
         for decode in ("forked", "padded"):
             policy.use(Route("rows", decode))
-            computed = []
+            computed: list[Any] = []
             embeddings = policy.model.get_base_model().get_input_embeddings()
             handle = embeddings.register_forward_hook(
                 lambda module, args, output, computed=computed: computed.append(tuple(args[0].shape))
@@ -63,7 +66,7 @@ class TestForked:
         assert widths["padded"] == [(6, 20), (6, 1), (6, 1), (6, 1), (6, 1)]
 
     @pytest.mark.parametrize("title", ["Qwen 3.5", "BLOOM"])
-    def test_waves_of_parts_of_a_group_give_what_one_batch_gives(self, title, tmp_path):
+    def test_waves_of_parts_of_a_group_give_what_one_batch_gives(self, title: str, tmp_path: Path) -> None:
         policy = policy_of(title, tmp_path)
         policy.use(Route("rows", "forked"))
         prompts = [Prompt(line, ids, {}) for line, ids in enumerate(PROMPTS)]
@@ -80,13 +83,13 @@ class TestForked:
 
 
 class TestCacheOfARow:
-    def test_keys_and_values_are_counted_by_token(self, tmp_path):
+    def test_keys_and_values_are_counted_by_token(self, tmp_path: Path) -> None:
         policy = policy_of("BLOOM", tmp_path)
         policy.use(Route("rows", "forked"))
 
         assert policy.row_bytes() == (2 * 2 * 64 * 4, 0)  # two layers, keys and values of 64 float32 numbers
 
-    def test_recurrent_states_are_counted_beside_the_tokens(self, tmp_path):
+    def test_recurrent_states_are_counted_beside_the_tokens(self, tmp_path: Path) -> None:
         policy = policy_of("Qwen 3.5", tmp_path)
         policy.use(Route("rows", "forked"))
 
@@ -98,27 +101,31 @@ class TestCacheOfARow:
         # One layer: 4 heads of 16 x 16, and 4 inputs of the convolution over queries, keys (2 heads) and values.
         assert state == 4 * (4 * 16 * 16 + 4 * (2 * 32 + 64))
 
-    def test_the_sampler_keeps_to_the_bytes_of_the_plan(self, tmp_path):
+    def test_the_sampler_keeps_to_the_bytes_of_the_plan(self, tmp_path: Path) -> None:
         policy = policy_of("Qwen 3.5", tmp_path)
         shape = memory.shape_of(policy.model.get_base_model().config, torch.float32)
         plan = plan_of(shape)
         policy.use(Route("rows", "forked"))
         token, state = policy.row_bytes()
 
-        sampler = choice.build("transformers", policy, Settings(), None, shape=shape, plan=plan, longest=28)
+        sampler = untyped(choice.build)(
+            "transformers", policy, Settings(), None, shape=shape, plan=plan, longest=28
+        )
 
         assert plan.cache_bytes == 2 * 4 * 28 * token
         assert sampler.max_tokens_in_flight * token == plan.cache_bytes
         assert state <= sampler.row_tokens * token < state + token
 
-    def test_without_a_cache_there_is_nothing(self, tmp_path):
+    def test_without_a_cache_there_is_nothing(self, tmp_path: Path) -> None:
         policy = policy_of("BLOOM", tmp_path)
         policy.use(Route("rows", "recomputed"))
 
         assert policy.row_bytes() == (0, 0)
         shape = memory.shape_of(policy.model.get_base_model().config, torch.float32)
         plan = replace(plan_of(shape), cache_bytes=1 << 40)
-        sampler = choice.build("transformers", policy, Settings(), None, shape=shape, plan=plan, longest=28)
+        sampler = untyped(choice.build)(
+            "transformers", policy, Settings(), None, shape=shape, plan=plan, longest=28
+        )
         assert sampler.max_tokens_in_flight == sizing.MAX_TOKENS_IN_FLIGHT
 
 
@@ -131,7 +138,7 @@ class TestCacheOfARow:
         *((title, True) for title in HYBRIDS),
     ],
 )
-def test_the_forward_is_expected_from_the_config(title, rows):
+def test_the_forward_is_expected_from_the_config(title: str, rows: bool) -> None:
     [family] = [one for one in FAMILIES if one.title == title]
 
     assert memory.expects_rows(family.config()) is rows

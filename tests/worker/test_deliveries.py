@@ -4,15 +4,18 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import OpenAI
 from sqlalchemy import select
 
-from core.database.engine import Work
-from core.database.tables import WebhookDelivery, WebhookEndpoint
+from core.database.engine import Database, Work
+from core.database.tables import Project, WebhookDelivery, WebhookEndpoint
 from core.jobs import lifecycle
 from core.outbound import webhooks
 from core.outbound.http import Outgoing
@@ -22,6 +25,8 @@ from core.storage.store import FolderBlobs
 from tests import factories
 from tests.fakes import crash_at
 from tests.hooks import Receiver
+from tests.present import present, untyped
+from tests.worker.conftest import Bench
 from worker.supervise import deliveries
 from worker.supervise.deliveries import Deliveries, DeliveryResult, back_off
 from worker.supervise.reconciler import Reconciler
@@ -34,35 +39,36 @@ HOUR = 3600
 class Clock:
     """Shows what it is set to; what is written meanwhile has the real time."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = time.time()
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now
 
 
 @pytest.fixture
-def database(request, database_kind):
-    return request.getfixturevalue(f"{database_kind}_database")
+def database(request: pytest.FixtureRequest, database_kind: str) -> Database:
+    database: Database = request.getfixturevalue(f"{database_kind}_database")
+    return database
 
 
 @pytest.fixture
-def clock():
+def clock() -> Clock:
     return Clock()
 
 
 @pytest.fixture
-def sender(database, clock):
+def sender(database: Database, clock: Clock) -> Deliveries:
     return Deliveries(database, Outgoing(("127.0.0.1",), timeout_s=30), clock=clock, jitter=lambda: 1.0)
 
 
 @pytest.fixture
-def project(database):
+def project(database: Database) -> Project:
     with database.write() as session:
         return factories.project(session)
 
 
-def listen(database, project, url):
+def listen(database: Database, project: Project, url: str) -> WebhookEndpoint:
     with database.write() as session:
         return webhooks.create(
             session,
@@ -74,24 +80,24 @@ def listen(database, project, url):
         )
 
 
-def happen(database, project, times=1):
+def happen(database: Database, project: Project, times: int = 1) -> None:
     """A job is cancelled."""
     with database.write() as session:
         for _ in range(times):
             lifecycle.cancel(Work(session), factories.job(session, project))
 
 
-def rows(database):
+def rows(database: Database) -> Sequence[WebhookDelivery]:
     with database.read() as session:
         return session.scalars(select(WebhookDelivery).order_by(WebhookDelivery.seq)).all()
 
 
-def row(database):
+def row(database: Database) -> WebhookDelivery:
     [only] = rows(database)
     return only
 
 
-def deliver_due(sender):
+def deliver_due(sender: Deliveries) -> None:
     """Everything that is due, one after the other."""
     while claimed := sender.claim():
         sender.deliver(claimed)
@@ -101,7 +107,9 @@ def deliver_due(sender):
 
 
 @both_databases
-def test_what_arrives_is_what_openais_client_unwraps(database, project, sender):
+def test_what_arrives_is_what_openais_client_unwraps(
+    database: Database, project: Project, sender: Deliveries
+) -> None:
     with Receiver([204]) as receiver:
         endpoint = listen(database, project, f"{receiver.url}/hook")
         happen(database, project)
@@ -111,14 +119,16 @@ def test_what_arrives_is_what_openais_client_unwraps(database, project, sender):
     event = OpenAI(api_key="unused").webhooks.unwrap(received.body, received.headers, secret=endpoint.secret)
     delivery = row(database)
     assert (received.path, event.type) == ("/hook", "fine_tuning.job.cancelled")
-    assert event.data.id == delivery.job_id
+    assert untyped(event.data).id == delivery.job_id
     assert received.headers["webhook-id"] == delivery.id
     assert (delivery.settled, delivery.attempts, delivery.last_status) == (True, 1, 204)
     assert delivery.delivered_at is not None
 
 
 @both_databases
-def test_an_event_that_arrived_is_not_sent_again(database, project, sender, clock):
+def test_an_event_that_arrived_is_not_sent_again(
+    database: Database, project: Project, sender: Deliveries, clock: Clock
+) -> None:
     with Receiver() as receiver:
         listen(database, project, receiver.url)
         happen(database, project)
@@ -132,12 +142,12 @@ def test_an_event_that_arrived_is_not_sent_again(database, project, sender, cloc
 # Trying again.
 
 
-def test_the_waits_grow_from_five_seconds_to_four_hours():
+def test_the_waits_grow_from_five_seconds_to_four_hours() -> None:
     assert [back_off(attempts) for attempts in (1, 2, 3, 4)] == [5.0, 10.0, 20.0, 40.0]
     assert back_off(13) == back_off(10_000) == 4 * HOUR
 
 
-def test_no_two_endpoints_that_fail_together_come_back_together(database):
+def test_no_two_endpoints_that_fail_together_come_back_together(database: Database) -> None:
     jitter = Deliveries(database, Outgoing()).jitter
 
     waits = {jitter() for _ in range(100)}
@@ -146,7 +156,9 @@ def test_no_two_endpoints_that_fail_together_come_back_together(database):
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 400, 404, 410, 429, 500, 503])
-def test_every_other_status_is_tried_again_later_and_not_before(database, project, sender, clock, status):
+def test_every_other_status_is_tried_again_later_and_not_before(
+    database: Database, project: Project, sender: Deliveries, clock: Clock, status: int
+) -> None:
     with Receiver([status, 200]) as receiver:
         listen(database, project, receiver.url)
         happen(database, project)
@@ -164,7 +176,9 @@ def test_every_other_status_is_tried_again_later_and_not_before(database, projec
     assert row(database).settled and row(database).last_error is None
 
 
-def test_a_retry_has_the_same_id_and_body_and_a_signature_of_its_own_time(database, project, sender, clock):
+def test_a_retry_has_the_same_id_and_body_and_a_signature_of_its_own_time(
+    database: Database, project: Project, sender: Deliveries, clock: Clock
+) -> None:
     with Receiver([500, 200]) as receiver:
         listen(database, project, receiver.url)
         happen(database, project)
@@ -180,7 +194,9 @@ def test_a_retry_has_the_same_id_and_body_and_a_signature_of_its_own_time(databa
     assert first.headers["webhook-signature"] != second.headers["webhook-signature"]
 
 
-def test_an_endpoint_that_hangs_or_is_not_there_is_tried_again(database, project, clock):
+def test_an_endpoint_that_hangs_or_is_not_there_is_tried_again(
+    database: Database, project: Project, clock: Clock
+) -> None:
     impatient = Deliveries(database, Outgoing(("127.0.0.1",), timeout_s=0.2), clock=clock)
     with Receiver([0]) as receiver:
         listen(database, project, receiver.url)
@@ -201,7 +217,9 @@ def test_an_endpoint_that_hangs_or_is_not_there_is_tried_again(database, project
 
 
 @both_databases
-def test_it_is_given_up_72_hours_after_the_event_and_not_before(database, project, sender, clock):
+def test_it_is_given_up_72_hours_after_the_event_and_not_before(
+    database: Database, project: Project, sender: Deliveries, clock: Clock
+) -> None:
     with Receiver([500]) as receiver:
         listen(database, project, receiver.url)
         happen(database, project)
@@ -221,7 +239,9 @@ def test_it_is_given_up_72_hours_after_the_event_and_not_before(database, projec
     assert (delivery.delivered_at, delivery.last_error) == (None, "the endpoint answered 500")
 
 
-def test_after_days_without_any_worker_it_is_still_tried_once(database, project, sender, clock):
+def test_after_days_without_any_worker_it_is_still_tried_once(
+    database: Database, project: Project, sender: Deliveries, clock: Clock
+) -> None:
     with Receiver() as receiver:
         listen(database, project, receiver.url)
         happen(database, project)
@@ -231,7 +251,9 @@ def test_after_days_without_any_worker_it_is_still_tried_once(database, project,
     assert len(receiver.received) == 1 and row(database).delivered_at is not None
 
 
-def test_a_name_that_points_to_a_private_address_by_now_is_sent_nothing(database, project, clock):
+def test_a_name_that_points_to_a_private_address_by_now_is_sent_nothing(
+    database: Database, project: Project, clock: Clock
+) -> None:
     with Receiver() as receiver:
         listen(database, project, f"http://hooks.example:{receiver.port}/")
         happen(database, project)
@@ -239,15 +261,17 @@ def test_a_name_that_points_to_a_private_address_by_now_is_sent_nothing(database
         deliver_due(Deliveries(database, outgoing, clock=clock))
 
     assert receiver.received == []
-    assert "not on the public internet" in row(database).last_error
+    assert "not on the public internet" in present(row(database).last_error)
 
 
 class Broken(Outgoing):
-    async def post(self, url, body, headers):
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> int:
         raise RuntimeError("a mistake of ours")
 
 
-def test_a_mistake_of_ours_is_an_attempt_like_any_other(database, project, clock):
+def test_a_mistake_of_ours_is_an_attempt_like_any_other(
+    database: Database, project: Project, clock: Clock
+) -> None:
     listen(database, project, "https://hooks.example/")
     happen(database, project)
 
@@ -255,6 +279,7 @@ def test_a_mistake_of_ours_is_an_attempt_like_any_other(database, project, clock
 
     delivery = row(database)
     assert (delivery.settled, delivery.attempts) == (False, 1)
+    assert delivery.last_error is not None
     assert "a mistake of ours" in delivery.last_error
 
 
@@ -262,7 +287,9 @@ def test_a_mistake_of_ours_is_an_attempt_like_any_other(database, project, clock
 
 
 @both_databases
-def test_a_deleted_endpoint_is_sent_nothing_more(database, project, sender, clock):
+def test_a_deleted_endpoint_is_sent_nothing_more(
+    database: Database, project: Project, sender: Deliveries, clock: Clock
+) -> None:
     with Receiver([500]) as receiver:
         endpoint = listen(database, project, receiver.url)
         happen(database, project)
@@ -277,7 +304,9 @@ def test_a_deleted_endpoint_is_sent_nothing_more(database, project, sender, cloc
 
 
 @both_databases
-def test_an_event_that_was_written_just_as_its_endpoint_went_is_settled(database, project, sender):
+def test_an_event_that_was_written_just_as_its_endpoint_went_is_settled(
+    database: Database, project: Project, sender: Deliveries
+) -> None:
     happen(database, project)
     with database.write() as session:
         session.add(WebhookDelivery(endpoint_id="whep_gone", job_id="ftjob-1", type="t", body="{}"))
@@ -288,7 +317,9 @@ def test_an_event_that_was_written_just_as_its_endpoint_went_is_settled(database
 
 
 @both_databases
-def test_a_new_url_gets_what_is_still_to_be_sent(database, project, sender, clock):
+def test_a_new_url_gets_what_is_still_to_be_sent(
+    database: Database, project: Project, sender: Deliveries, clock: Clock
+) -> None:
     with Receiver([500]) as old, Receiver() as new:
         endpoint = listen(database, project, old.url)
         happen(database, project)
@@ -306,13 +337,13 @@ def test_a_new_url_gets_what_is_still_to_be_sent(database, project, sender, cloc
 
 
 @both_databases
-def test_each_delivery_is_taken_by_one_of_many_workers(database, project):
+def test_each_delivery_is_taken_by_one_of_many_workers(database: Database, project: Project) -> None:
     listen(database, project, "https://hooks.example/")
     happen(database, project, times=12)
     senders = [Deliveries(database, Outgoing()) for _ in range(4)]
     start = threading.Barrier(4)
 
-    def take_all(sender):
+    def take_all(sender: Any) -> list[Any]:
         start.wait()
         taken = []
         misses = 0
@@ -330,12 +361,12 @@ def test_each_delivery_is_taken_by_one_of_many_workers(database, project):
 
 @both_databases
 def test_a_crash_between_sending_and_writing_it_down_sends_the_same_id_again(
-    database, project, sender, clock
-):
+    database: Database, project: Project, sender: Deliveries, clock: Clock
+) -> None:
     with Receiver() as receiver:
         listen(database, project, receiver.url)
         happen(database, project)
-        assert sender.send(sender.claim()).delivered  # and then the power goes
+        assert sender.send(present(sender.claim())).delivered  # and then the power goes
         meanwhile = sender.claim()
         clock.now += deliveries.LEASE_SECONDS + 1
         deliver_due(sender)
@@ -346,20 +377,23 @@ def test_a_crash_between_sending_and_writing_it_down_sends_the_same_id_again(
 
 
 @both_databases
-def test_a_slow_attempt_that_failed_does_not_undo_the_one_that_arrived(database, project, sender, clock):
+def test_a_slow_attempt_that_failed_does_not_undo_the_one_that_arrived(
+    database: Database, project: Project, sender: Deliveries, clock: Clock
+) -> None:
     with Receiver() as receiver:
         listen(database, project, receiver.url)
         happen(database, project)
         slow = sender.claim()
         clock.now += deliveries.LEASE_SECONDS + 1
         deliver_due(sender)
+        assert slow is not None
         sender.settle(slow, DeliveryResult(error="no answer"))
 
     assert row(database).delivered_at is not None and row(database).last_error is None
 
 
 @both_databases
-def test_an_endpoint_that_hangs_holds_up_no_other(database, project):
+def test_an_endpoint_that_hangs_holds_up_no_other(database: Database, project: Project) -> None:
     stop = threading.Event()
     with Receiver([0]) as hanging, Receiver() as healthy:
         listen(database, project, hanging.url)
@@ -384,13 +418,15 @@ def test_an_endpoint_that_hangs_holds_up_no_other(database, project):
     assert hung <= 2
 
 
-def test_a_database_that_is_away_for_a_moment_does_not_end_deliveries(database, project):
+def test_a_database_that_is_away_for_a_moment_does_not_end_deliveries(
+    database: Database, project: Project
+) -> None:
     stop = threading.Event()
 
     class Hiccup(Deliveries):
         calls = 0
 
-        def claim(self, **options):
+        def claim(self, **options: Iterable[str]) -> deliveries.Claimed | None:
             self.calls += 1
             if self.calls == 1:
                 raise OSError("connection reset")
@@ -414,7 +450,7 @@ def test_a_database_that_is_away_for_a_moment_does_not_end_deliveries(database, 
 # Thresholds of a real run.
 
 
-def test_a_run_tells_of_each_threshold_once_though_it_repeats_the_step_that_reached_it(bench):
+def test_a_run_tells_of_each_threshold_once_though_it_repeats_the_step_that_reached_it(bench: Bench) -> None:
     with bench.database.write() as session:
         webhooks.create(
             session,
@@ -444,7 +480,9 @@ def test_a_run_tells_of_each_threshold_once_though_it_repeats_the_step_that_reac
 
 
 @both_databases
-def test_what_was_settled_is_kept_for_a_month(database, project, sender, clock):
+def test_what_was_settled_is_kept_for_a_month(
+    database: Database, project: Project, sender: Deliveries, clock: Clock
+) -> None:
     with Receiver() as receiver:
         listen(database, project, receiver.url)
         happen(database, project)
@@ -459,7 +497,9 @@ def test_what_was_settled_is_kept_for_a_month(database, project, sender, clock):
     assert (kept, rows(database)) == (1, [])
 
 
-def test_what_an_unfinished_job_told_is_kept_so_that_it_is_not_told_again(database, project, clock):
+def test_what_an_unfinished_job_told_is_kept_so_that_it_is_not_told_again(
+    database: Database, project: Project, clock: Clock
+) -> None:
     with database.write() as session:
         webhooks.create(
             session,
@@ -481,7 +521,7 @@ def test_what_an_unfinished_job_told_is_kept_so_that_it_is_not_told_again(databa
     assert [one.job_id for one in rows(database)] == [job.id]
 
 
-def test_the_reconciler_forgets_old_deliveries(database, project, tmp_path):
+def test_the_reconciler_forgets_old_deliveries(database: Database, project: Project, tmp_path: Path) -> None:
     with database.write() as session:
         job = factories.job(session, project, status="cancelled")
         for age in (31, 29):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from core.results import export
 from core.settings import Settings
 from tests.families.conftest import policy_on
 from tests.families.zoo import CONTEXT, FAMILIES
+from tests.worker.conftest import Bench
 from worker.assemble import assemble
 from worker.child import run_attempt
 from worker.model.architecture import class_of
@@ -54,7 +56,9 @@ GRADER = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("title", TITLES)
-def test_a_job_succeeds_and_its_adapter_is_the_same_in_plain_peft(bench, tmp_path, monkeypatch, title):
+def test_a_job_succeeds_and_its_adapter_is_the_same_in_plain_peft(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, title: str
+) -> None:
     [family] = [one for one in FAMILIES if one.title == title]
     folder = family.save(tmp_path / "model")
     registry = tmp_path / "models.toml"
@@ -105,7 +109,7 @@ def test_a_job_succeeds_and_its_adapter_is_the_same_in_plain_peft(bench, tmp_pat
     assert not torch.equal(ours, untrained)
 
 
-def prepare(bench):
+def prepare(bench: Bench) -> None:
     """The job of `bench` with these rows and two steps."""
     info = bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in ROWS).encode())
     with bench.database.write() as session:

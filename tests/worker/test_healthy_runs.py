@@ -9,6 +9,7 @@ import pytest
 from core.database.tables import Event
 from core.jobs.thresholds import Thresholds
 from graders.types import Grade, Item, Sample
+from tests.worker.conftest import Bench
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
 from worker.rollout.prompts import PromptStream
@@ -43,10 +44,10 @@ class ShareOfColors:
         return Grade(sum(word in ("red", "green", "blue") for word in words) / max(1, len(words)))
 
 
-def run_of(bench, policy: Policy, seed: int, learning_rate: float) -> Run:
+def run_of(bench: Bench, policy: Policy, seed: int, learning_rate: float) -> Run:
     """Twelve steps on prompts that a random model answers alike, so that training carries over to validation."""
     advanced = ADVANCED | {"learning_rate": learning_rate}
-    run = bench.run(ShareOfColors(), batch_size=4, n_epochs=6, eval_interval=4, advanced=advanced)
+    run: Run = bench.run(ShareOfColors(), batch_size=4, n_epochs=6, eval_interval=4, advanced=advanced)
     prompts = []
     for line, subject in enumerate(SUBJECTS, start=1):
         messages = [{"role": "user", "content": f"what colour is {subject}"}]
@@ -63,7 +64,7 @@ def run_of(bench, policy: Policy, seed: int, learning_rate: float) -> Run:
     )
 
 
-def warnings(bench) -> list[str]:
+def warnings(bench: Bench) -> list[str]:
     with bench.database.read() as session:
         rows = session.query(Event).where(Event.level != "info").order_by(Event.seq)
         return [row.message for row in rows]
@@ -74,7 +75,9 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_that_learns_raises_no_warning(bench, make_policy: Callable[..., Policy], seed):
+def test_a_run_that_learns_raises_no_warning(
+    bench: Bench, make_policy: Callable[..., Policy], seed: int
+) -> None:
     asyncio.run(run_of(bench, make_policy(seed=seed), seed, learning_rate=5e-3).train())
 
     first, *_, last = [step["train_mean_reward"] for step in bench.steps()[1:]]

@@ -4,17 +4,19 @@ import asyncio
 import csv
 import io
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import Connection, event
 
 from core.database.engine import Work
-from core.database.tables import Event, File, Project, StepMetric, TunedModel, WebhookDelivery
+from core.database.tables import Checkpoint, Event, File, Project, StepMetric, TunedModel, WebhookDelivery
 from core.jobs import events, lifecycle
 from core.jobs.thresholds import Thresholds
 from core.outbound import webhooks
 from core.results.step_metrics import StepMetrics
-from graders.types import Grade
+from graders.types import Grade, Grader, Item, Sample
 from tests.fakes import (
     ExactGrader,
     IdleTrainer,
@@ -25,6 +27,8 @@ from tests.fakes import (
     WatchedRun,
     crash_at,
 )
+from tests.present import present
+from tests.worker.conftest import Bench
 from worker.clock import Clock
 from worker.record.metrics import no_signal
 from worker.record.recorder import Quota, Recorder
@@ -34,7 +38,14 @@ from worker.run import RunOutcome
 pytestmark = pytest.mark.slow  # runs whole jobs
 
 
-def trained(bench, *, trainer=None, grader=None, chance=0.3, **settings):
+def trained(
+    bench: Bench,
+    *,
+    trainer: type[Any] | None = None,
+    grader: "Grader | None" = None,
+    chance: float = 0.3,
+    **settings: Any,
+) -> Any:
     """A job on 24 validation rows, enough to tell a difference."""
     run = bench.run(grader, skill=Skill(chance), **settings)
     run.valid_prompts = [*run.train_prompts.prompts] * 3
@@ -43,16 +54,17 @@ def trained(bench, *, trainer=None, grader=None, chance=0.3, **settings):
     return run
 
 
-def told(bench, level):
+def told(bench: Bench, level: str) -> list[Any]:
     with bench.database.read() as session:
         rows = session.query(Event).where(Event.level == level).order_by(Event.seq)
         return [(row.message, row.data) for row in rows if not row.superseded]
 
 
-def test_a_job_that_learned_ends_improved_with_the_numbers_everywhere(bench):
+def test_a_job_that_learned_ends_improved_with_the_numbers_everywhere(bench: Bench) -> None:
     asyncio.run(trained(bench, n_epochs=6).train())
 
     job, verdict = bench.job(), bench.job().verdict
+    assert verdict is not None
     assert verdict["outcome"] == "improved"
     assert verdict["ci_low"] > 0
     assert verdict["wins"] + verdict["losses"] + verdict["ties"] == verdict["rows"] == 24
@@ -72,12 +84,12 @@ def test_a_job_that_learned_ends_improved_with_the_numbers_everywhere(bench):
     assert float(delivered["full_valid_difference"]) == pytest.approx(verdict["difference"])
 
 
-def test_a_ruined_job_ends_worse_with_an_error_that_names_the_cause(bench):
+def test_a_ruined_job_ends_worse_with_an_error_that_names_the_cause(bench: Bench) -> None:
     asyncio.run(trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2).train())
 
     assert bench.job().status == "succeeded"
-    assert bench.job().verdict["outcome"] == "worse"
-    assert bench.job().verdict["tuned_reward"] == 0.0
+    assert present(bench.job().verdict)["outcome"] == "worse"
+    assert present(bench.job().verdict)["tuned_reward"] == 0.0
     [(message, data)] = told(bench, "error")
     assert message.startswith(
         "The delivered model is worse than the base model. Compared with the base model on 24 validation rows: 0."
@@ -90,21 +102,22 @@ def test_a_ruined_job_ends_worse_with_an_error_that_names_the_cause(bench):
     assert sorted(rules) == ["below_base", "collapse"]
 
 
-def test_a_model_that_did_not_move_makes_no_difference(bench):
+def test_a_model_that_did_not_move_makes_no_difference(bench: Bench) -> None:
     asyncio.run(trained(bench, trainer=IdleTrainer, chance=0.5).train())
 
     verdict = bench.job().verdict
+    assert verdict is not None
     assert (verdict["outcome"], verdict["difference"], verdict["ties"]) == ("no_difference", 0.0, 24)
     assert not told(bench, "error")
 
 
-def test_a_model_a_little_below_its_base_is_not_silent(bench):
+def test_a_model_a_little_below_its_base_is_not_silent(bench: Bench) -> None:
     """One row of 24: no difference beyond chance, and still an event that says so."""
     run = trained(bench, grader=LosesOneRow(), trainer=IdleTrainer, eval_interval=4)
     asyncio.run(run.train())
 
-    assert bench.job().verdict["outcome"] == "no_difference"
-    assert bench.job().verdict["losses"] == 1
+    assert present(bench.job().verdict)["outcome"] == "no_difference"
+    assert present(bench.job().verdict)["losses"] == 1
     [(message, data)] = told(bench, "error")
     assert message.startswith(
         "The delivered model is below the base model, not significantly. Compared with the base model on 24 "
@@ -120,10 +133,10 @@ class LosesOneRow:
 
     name, type = "exact", "string_check"
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.seen = 0
 
-    async def grade(self, sample, item):
+    async def grade(self, sample: Sample, item: Item) -> Grade:
         self.seen += 1
         return Grade(0.0 if self.seen == 24 + 32 + 1 else 1.0)
 
@@ -131,7 +144,7 @@ class LosesOneRow:
 class TestRequireImprovement:
     ADVANCED = {"group_size": 4, "require_improvement": True}
 
-    def test_fails_a_job_that_is_not_better_and_keeps_its_checkpoints(self, bench):
+    def test_fails_a_job_that_is_not_better_and_keeps_its_checkpoints(self, bench: Bench) -> None:
         run = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2, advanced=self.ADVANCED)
         with pytest.raises(
             UserMistake, match=r"not significantly above the base model.* 0 wins.*: worse\."
@@ -140,32 +153,34 @@ class TestRequireImprovement:
         run.recorder.fail(code=failed.value.code, message=failed.value.message, param=failed.value.param)
 
         job = bench.job()
+        assert job.error is not None
         assert failed.value.code == job.error["code"] == "no_improvement"
         assert (job.status, job.fine_tuned_model) == ("failed", None)
+        assert job.verdict is not None
         assert job.verdict["outcome"] == "worse"
         assert len(bench.checkpoints()) == 4
         with bench.database.read() as session:
             assert all(":ckpt-step-" in model.name for model in session.query(TunedModel))
         assert [row["verdict/outcome"] for row in result(bench) if row["verdict/outcome"]] == ["worse"]
 
-    def test_fails_a_job_that_makes_no_difference(self, bench):
+    def test_fails_a_job_that_makes_no_difference(self, bench: Bench) -> None:
         run = trained(bench, trainer=IdleTrainer, chance=0.5, advanced=self.ADVANCED)
 
         with pytest.raises(UserMistake, match=r"24 ties: no difference\. The checkpoints are kept"):
             asyncio.run(run.train())
 
-    def test_lets_a_job_succeed_that_is_better(self, bench):
+    def test_lets_a_job_succeed_that_is_better(self, bench: Bench) -> None:
         asyncio.run(trained(bench, n_epochs=6, advanced=self.ADVANCED).train())
 
         assert bench.job().status == "succeeded"
 
 
-def test_a_base_that_could_not_be_graded_has_no_verdict_and_a_warning(bench):
+def test_a_base_that_could_not_be_graded_has_no_verdict_and_a_warning(bench: Bench) -> None:
     class GradesLater(ExactGrader):
-        def __init__(self):
+        def __init__(self) -> None:
             self.seen = 0
 
-        async def grade(self, sample, item):
+        async def grade(self, sample: Sample, item: Mapping[str, Any]) -> Grade:
             self.seen += 1
             return await (NeverGrades() if self.seen <= 24 else ExactGrader()).grade(sample, item)
 
@@ -178,17 +193,17 @@ def test_a_base_that_could_not_be_graded_has_no_verdict_and_a_warning(bench):
     )
 
 
-def test_the_verdict_needs_no_stored_rollouts(bench):
+def test_the_verdict_needs_no_stored_rollouts(bench: Bench) -> None:
     """The quota of samples is 0: not one answer is stored, and every row is compared."""
     run = trained(bench, n_epochs=6)
     run.recorder.quota = Quota(bytes_per_job=0, samples_per_page=0)
     asyncio.run(run.train())
 
-    assert bench.job().verdict["rows"] == 24
+    assert present(bench.job().verdict)["rows"] == 24
 
 
-def test_a_run_that_resumes_comes_to_the_same_verdict_and_warns_once(bench):
-    def run(**more):
+def test_a_run_that_resumes_comes_to_the_same_verdict_and_warns_once(bench: Bench) -> None:
+    def run(**more: Any) -> Any:
         return trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2, **more)
 
     first = run()
@@ -197,12 +212,12 @@ def test_a_run_that_resumes_comes_to_the_same_verdict_and_warns_once(bench):
     bench.again()
     asyncio.run(run().train())
 
-    assert bench.job().verdict["outcome"] == "worse"
+    assert present(bench.job().verdict)["outcome"] == "worse"
     rules = [data["rule"] for _, data in told(bench, "warn") if "rule" in data]
     assert sorted(rules) == ["below_base", "collapse"]
 
 
-def test_a_warning_of_a_step_that_is_done_again_is_told_again_and_listed_once(bench):
+def test_a_warning_of_a_step_that_is_done_again_is_told_again_and_listed_once(bench: Bench) -> None:
     run = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2, eval_interval=4)
     run.before_step = crash_at(3)
     with pytest.raises(RuntimeError):
@@ -216,9 +231,9 @@ def test_a_warning_of_a_step_that_is_done_again_is_told_again_and_listed_once(be
     assert rules.count("collapse") == 1
 
 
-def test_a_crash_between_the_verdict_and_the_end_tells_the_verdict_once(bench):
+def test_a_crash_between_the_verdict_and_the_end_tells_the_verdict_once(bench: Bench) -> None:
     class Killed(Recorder):
-        def succeed(self, best):
+        def succeed(self, best: Checkpoint) -> None:
             raise RuntimeError("killed")
 
     run = trained(bench, n_epochs=2)
@@ -232,7 +247,7 @@ def test_a_crash_between_the_verdict_and_the_end_tells_the_verdict_once(bench):
     assert len([message for message in bench.events() if message.startswith("Compared with")]) == 1
 
 
-def test_a_job_of_a_version_without_row_scores_says_that_it_cannot_compare(bench):
+def test_a_job_of_a_version_without_row_scores_says_that_it_cannot_compare(bench: Bench) -> None:
     run = trained(bench, n_epochs=2)
     run.stop_requested = lambda: run.trainer.updates == 2
     asyncio.run(run.train())
@@ -246,16 +261,16 @@ def test_a_job_of_a_version_without_row_scores_says_that_it_cannot_compare(bench
     assert "earlier version of the service" in told(bench, "warn")[-1][0]
 
 
-def test_thresholds_can_be_changed_and_switched_off(bench):
+def test_thresholds_can_be_changed_and_switched_off(bench: Bench) -> None:
     run = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2)
     run.thresholds = Thresholds(entropy_share=None, below_base=None)
     asyncio.run(run.train())
 
     assert not [data for _, data in told(bench, "warn") if "rule" in data]
-    assert bench.job().verdict["outcome"] == "worse"
+    assert present(bench.job().verdict)["outcome"] == "worse"
 
 
-def test_validations_have_a_standard_error_and_a_difference_to_the_base(bench):
+def test_validations_have_a_standard_error_and_a_difference_to_the_base(bench: Bench) -> None:
     asyncio.run(trained(bench, n_epochs=2, eval_samples=2).train())
 
     base, later = bench.steps()[0], bench.steps()[-1]
@@ -265,7 +280,7 @@ def test_validations_have_a_standard_error_and_a_difference_to_the_base(bench):
     assert low < later["full_valid_difference"] < high
 
 
-def test_a_webhook_of_a_job_that_ended_has_the_verdict(bench):
+def test_a_webhook_of_a_job_that_ended_has_the_verdict(bench: Bench) -> None:
     with bench.database.write() as session:
         webhooks.create(
             session,
@@ -282,7 +297,7 @@ def test_a_webhook_of_a_job_that_ended_has_the_verdict(bench):
     assert json.loads(delivery.body)["data"] == {"id": bench.job().id, "verdict": bench.job().verdict}
 
 
-def test_the_no_signal_text_names_no_cause_once_the_collapse_rule_has_warned(bench):
+def test_the_no_signal_text_names_no_cause_once_the_collapse_rule_has_warned(bench: Bench) -> None:
     run = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2)
     run.history.warned.add("collapse")
     asyncio.run(run.train())
@@ -291,7 +306,7 @@ def test_the_no_signal_text_names_no_cause_once_the_collapse_rule_has_warned(ben
     assert silence.endswith("groups did the answers differ in score.")
 
 
-def test_the_no_signal_text_blames_collapse_where_the_model_was_better_before(bench):
+def test_the_no_signal_text_blames_collapse_where_the_model_was_better_before(bench: Bench) -> None:
     run = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2)
     run.thresholds = Thresholds(entropy_share=None)
     asyncio.run(run.train())
@@ -301,7 +316,7 @@ def test_the_no_signal_text_blames_collapse_where_the_model_was_better_before(be
     assert "too hard" not in silence
 
 
-def test_the_no_signal_text_blames_the_task_where_the_model_never_was_better(bench):
+def test_the_no_signal_text_blames_the_task_where_the_model_never_was_better(bench: Bench) -> None:
     run = trained(bench, grader=SameForAll(0.0))
     groups_P, _ = asyncio.run(run.collector.collect(1, Clock()))
 
@@ -312,7 +327,9 @@ def test_the_no_signal_text_blames_the_task_where_the_model_never_was_better(ben
 
 
 @pytest.mark.parametrize(("earlier_share", "is_success"), [(0.5, True), (0.0, False)])
-def test_full_scores_after_steps_with_signal_are_no_reason_for_a_warning(bench, earlier_share, is_success):
+def test_full_scores_after_steps_with_signal_are_no_reason_for_a_warning(
+    bench: Bench, earlier_share: float, is_success: bool
+) -> None:
     run = trained(bench, grader=SameForAll(1.0))
     groups_P, _ = asyncio.run(run.collector.collect(1, Clock()))
     steps = [
@@ -328,17 +345,17 @@ def test_full_scores_after_steps_with_signal_are_no_reason_for_a_warning(bench, 
     assert ("too easy" in silence.message) != is_success
 
 
-def test_a_step_reads_no_metrics_of_earlier_steps(bench):
+def test_a_step_reads_no_metrics_of_earlier_steps(bench: Bench) -> None:
     """Counted in rows, so that it holds for 3,000 steps as for 8."""
     statements = []
 
-    def note(connection, cursor, statement, *rest):
+    def note(connection: Connection, cursor: Any, statement: Any, *rest: Any) -> None:
         statements.append(statement)
 
     counts = []
 
     class Counted(WatchedRun):
-        async def step(self, step):
+        async def step(self, step: int) -> RunOutcome | None:
             statements.clear()
             ended = await super().step(step)
             counts.append(len(statements))
@@ -357,7 +374,7 @@ def test_a_step_reads_no_metrics_of_earlier_steps(bench):
     assert counts[6] == counts[2]  # both without a validation
 
 
-def test_a_paused_job_that_was_cancelled_has_no_verdict(bench):
+def test_a_paused_job_that_was_cancelled_has_no_verdict(bench: Bench) -> None:
     run = trained(bench, n_epochs=2)
     run.stop_requested = lambda: run.trainer.updates == 2
     asyncio.run(run.train())
@@ -367,15 +384,15 @@ def test_a_paused_job_that_was_cancelled_has_no_verdict(bench):
     assert bench.job().verdict is None
 
 
-def test_row_scores_stay_out_of_the_listed_metrics(bench):
+def test_row_scores_stay_out_of_the_listed_metrics(bench: Bench) -> None:
     asyncio.run(trained(bench).train())
 
     with bench.database.read() as session:
-        assert len(events.valid_scores(session, bench.claim.job_id, 0)) == 24
+        assert len(present(events.valid_scores(session, bench.claim.job_id, 0))) == 24
         assert "valid_scores" not in events.steps(session, bench.claim.job_id)[0].__dict__
 
 
-def result(bench):
+def result(bench: Bench) -> list[Any]:
     with bench.database.read() as session:
         file = session.query(File).where(File.id == bench.job().result_file).one()
     return list(csv.DictReader(io.StringIO(bench.blobs.read(file.blob_key).decode())))

@@ -21,7 +21,7 @@ BAR = "Loading weights"
 
 
 @pytest.fixture
-def registry(tiny_model, tmp_path, monkeypatch):
+def registry(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of a service with one tiny model."""
     models = tmp_path / "models.toml"
     models.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
@@ -54,7 +54,7 @@ def load_model(port: int) -> None:
 
 
 @pytest.mark.usefixtures("registry")
-def test_the_inference_process_of_up_draws_no_progress_bars(capfd):
+def test_the_inference_process_of_up_draws_no_progress_bars(capfd: pytest.CaptureFixture[str]) -> None:
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     server = InferenceServer(listening)
@@ -69,7 +69,9 @@ def test_the_inference_process_of_up_draws_no_progress_bars(capfd):
 
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("bars", [False, True])
-def test_an_inference_server_draws_progress_bars_only_if_the_operator_asks_for_them(bars, tmp_path):
+def test_an_inference_server_draws_progress_bars_only_if_the_operator_asks_for_them(
+    bars: bool, tmp_path: Path
+) -> None:
     asked = {"TQDM_DISABLE": "", "HF_HUB_DISABLE_PROGRESS_BARS": "0"} if bars else {}
     command = [sys.executable, "-m", "worker.cli", "inference", "--port", "0"]
     with subprocess.Popen(

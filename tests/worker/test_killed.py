@@ -2,9 +2,11 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
+from tests.present import present
 from tests.worker.kernel import GIB, FakeKernel
 from worker.supervise.killed import KernelMemory, Kills
 
@@ -12,11 +14,11 @@ PEAK = int(8.8 * GIB)
 
 
 @pytest.fixture
-def kernel(tmp_path):
+def kernel(tmp_path: Path) -> FakeKernel:
     return FakeKernel(tmp_path)
 
 
-def test_a_kill_in_our_group_is_out_of_memory_with_its_peak_and_limit(kernel):
+def test_a_kill_in_our_group_is_out_of_memory_with_its_peak_and_limit(kernel: FakeKernel) -> None:
     memory = kernel.memory()
     before = memory.kills()
     kernel.write(events="oom 1\noom_kill 2\n")
@@ -28,7 +30,7 @@ def test_a_kill_in_our_group_is_out_of_memory_with_its_peak_and_limit(kernel):
     assert memory.explain(before, PEAK).endswith("of 10.00 GiB, its own peak 8.80 GiB")
 
 
-def test_the_limit_may_be_that_of_a_group_above(kernel):
+def test_the_limit_may_be_that_of_a_group_above(kernel: FakeKernel) -> None:
     memory = kernel.memory()
     kernel.write(events="oom_kill 1\n", max="max\n", peak=str(GIB))
     (kernel.group.parent / "memory.max").write_text(f"{4 * GIB}\n")
@@ -37,7 +39,7 @@ def test_the_limit_may_be_that_of_a_group_above(kernel):
     assert memory.explain(Kills(0, 3), None).endswith("; peak 4.00 GiB of 4.00 GiB")
 
 
-def test_a_group_without_a_limit_shares_the_machine(kernel):
+def test_a_group_without_a_limit_shares_the_machine(kernel: FakeKernel) -> None:
     memory = kernel.memory()
     kernel.write(events="oom_kill 1\n", max="max\n")
 
@@ -46,7 +48,9 @@ def test_a_group_without_a_limit_shares_the_machine(kernel):
     )
 
 
-def test_a_kernel_that_keeps_no_peak_of_a_group_has_the_limit_and_the_peak_of_the_run(kernel):
+def test_a_kernel_that_keeps_no_peak_of_a_group_has_the_limit_and_the_peak_of_the_run(
+    kernel: FakeKernel,
+) -> None:
     """memory.peak came with Linux 5.19."""
     memory = kernel.memory()
     (kernel.group / "memory.peak").unlink()
@@ -57,7 +61,7 @@ def test_a_kernel_that_keeps_no_peak_of_a_group_has_the_limit_and_the_peak_of_th
     )
 
 
-def test_a_kill_somewhere_on_the_machine_makes_it_likely(kernel):
+def test_a_kill_somewhere_on_the_machine_makes_it_likely(kernel: FakeKernel) -> None:
     memory = kernel.memory()
     (kernel.proc / "vmstat").write_text("oom_kill 4\n")
 
@@ -66,7 +70,7 @@ def test_a_kill_somewhere_on_the_machine_makes_it_likely(kernel):
     )
 
 
-def test_without_evidence_nothing_is_claimed(kernel, tmp_path):
+def test_without_evidence_nothing_is_claimed(kernel: FakeKernel, tmp_path: Path) -> None:
     assert kernel.memory().explain(Kills(0, 3), PEAK) == (
         "killed (SIGKILL), peak 8.80 GiB; the kernel reports no lack of memory"
     )
@@ -76,7 +80,7 @@ def test_without_evidence_nothing_is_claimed(kernel, tmp_path):
     assert elsewhere.explain(Kills(None, None), None) == "killed (SIGKILL)"
 
 
-def test_version_1_of_control_groups_is_read_as_well(kernel):
+def test_version_1_of_control_groups_is_read_as_well(kernel: FakeKernel) -> None:
     shutil.rmtree(kernel.cgroup)
     group = kernel.cgroup / "memory/docker/1"
     group.mkdir(parents=True)
@@ -96,7 +100,7 @@ def test_version_1_of_control_groups_is_read_as_well(kernel):
     assert memory.explain(before, None).endswith("; peak 10.00 GiB of 10.00 GiB")
 
 
-def test_in_a_container_the_group_is_where_the_mount_begins(kernel):
+def test_in_a_container_the_group_is_where_the_mount_begins(kernel: FakeKernel) -> None:
     """Its name in /proc is then the host's, or one that leads out of what can be seen."""
     shutil.rmtree(kernel.cgroup)
     kernel.cgroup.mkdir()
@@ -106,12 +110,12 @@ def test_in_a_container_the_group_is_where_the_mount_begins(kernel):
     assert kernel.memory().kills().group == 7
 
 
-def test_the_peak_of_a_process_is_read_while_it_lives(tmp_path):
+def test_the_peak_of_a_process_is_read_while_it_lives(tmp_path: Path) -> None:
     memory = KernelMemory()
     child = os.fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
 
-    assert memory.peak_of(os.getpid()) > 2**20
+    assert present(memory.peak_of(os.getpid())) > 2**20
     assert memory.peak_of(child) is None

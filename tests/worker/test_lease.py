@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -12,8 +15,9 @@ from core.database.tables import File, Job
 from core.jobs import lifecycle
 from core.jobs.claim import LeaseLost
 from core.settings import Settings
-from graders.types import Grade
-from tests.worker.conftest import GRADER
+from graders.types import Grade, Item, Sample
+from tests.present import present, untyped
+from tests.worker.conftest import GRADER, Bench
 from worker.supervise.lease import LeaseKeeper
 from worker.supervise.validation import validate_next
 
@@ -22,31 +26,31 @@ HELD_OUT = {"messages": [{"role": "user", "content": "say it in red"}], "answer"
 
 
 class Clock:
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = 0.0
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now
 
 
-def expires_at(bench):
-    return bench.job().lease_expires_at
+def expires_at(bench: Bench) -> float:
+    return present(bench.job().lease_expires_at)
 
 
-def let_expire(bench):
+def let_expire(bench: Bench) -> float:
     """Have the lease end a minute ago."""
     with bench.database.write() as session:
         assert lifecycle.heartbeat(session, bench.claim, -60.0)
     return expires_at(bench)
 
 
-def cancel(bench):
+def cancel(bench: Bench) -> None:
     with bench.database.write() as session:
         lifecycle.cancel(Work(session), session.get_one(Job, bench.job().seq))
 
 
 class TestKeeper:
-    def test_it_renews_while_there_is_progress(self, bench):
+    def test_it_renews_while_there_is_progress(self, bench: Bench) -> None:
         clock = Clock()
         keeper = LeaseKeeper(bench.database, bench.claim, 60, stall_seconds=100, clock=clock)
         for _ in range(20):  # 13 s a row, far beyond a lease in all
@@ -56,7 +60,7 @@ class TestKeeper:
             keeper.renew()
             assert expires_at(bench) > before + 100
 
-    def test_work_that_stalls_is_not_renewed(self, bench):
+    def test_work_that_stalls_is_not_renewed(self, bench: Bench) -> None:
         clock = Clock()
         keeper = LeaseKeeper(bench.database, bench.claim, 60, stall_seconds=100, clock=clock)
         clock.now = 101
@@ -69,7 +73,7 @@ class TestKeeper:
         keeper.renew()
         assert expires_at(bench) > before
 
-    def test_a_lost_lease_stops_the_work_and_says_so_once(self, bench):
+    def test_a_lost_lease_stops_the_work_and_says_so_once(self, bench: Bench) -> None:
         stopped = []
         keeper = LeaseKeeper(bench.database, bench.claim, 60)
         keeper.when_lost(lambda: stopped.append(True))
@@ -82,12 +86,12 @@ class TestKeeper:
         with pytest.raises(LeaseLost):
             keeper.progressed()
 
-    def test_a_database_that_is_away_is_asked_again(self, bench):
+    def test_a_database_that_is_away_is_asked_again(self, bench: Bench) -> None:
         class Away:
-            def write(self):
+            def write(self) -> NoReturn:
                 raise OperationalError("select 1", {}, Exception("gone"))
 
-        keeper = LeaseKeeper(Away(), bench.claim, 60)
+        keeper = LeaseKeeper(untyped(Away()), bench.claim, 60)
         keeper.renew()
         keeper.database = bench.database
         before = let_expire(bench)
@@ -96,7 +100,7 @@ class TestKeeper:
         keeper.progressed()
         assert expires_at(bench) > before
 
-    def test_its_thread_ends_with_it(self, bench):
+    def test_its_thread_ends_with_it(self, bench: Bench) -> None:
         with LeaseKeeper(bench.database, bench.claim, 3600) as keeper:
             assert keeper.is_running
 
@@ -106,22 +110,22 @@ class TestKeeper:
 class With:
     """Backends that have one grader for everything."""
 
-    def __init__(self, grader):
+    def __init__(self, grader: Any) -> None:
         self.grader = grader
 
-    def check(self, spec):
+    def check(self, spec: Any) -> None:
         pass
 
     @asynccontextmanager
-    async def open(self, spec, *, owner=""):
+    async def open(self, spec: Any, *, owner: str = "") -> AsyncIterator[Any]:
         yield self.grader
 
 
 @pytest.fixture
-def validate(bench, tmp_path):
+def validate(bench: Bench, tmp_path: Path) -> Callable[..., list[tuple[str, str]] | None]:
     """Validate the bench's job with this grader, under a lease that is renewed all the time."""
 
-    def run(grader):
+    def run(grader: Any) -> list[tuple[str, str]] | None:
         with bench.database.write() as session:
             for name, row in (("file-a", ROW), ("file-b", HELD_OUT)):
                 info = bench.blobs.put_bytes(f"files/{name}", json.dumps(row).encode())
@@ -131,7 +135,7 @@ def validate(bench, tmp_path):
             job.status, job.lease_expires_at = "validating_files", None
             job.reinforcement = {**job.reinforcement, "grader": GRADER}
         settings = Settings(data_dir=tmp_path, lease_seconds=0.04)
-        return validate_next(settings, bench.database, bench.blobs, With(grader), "tester")
+        return validate_next(settings, bench.database, bench.blobs, untyped(With(grader)), "tester")
 
     return run
 
@@ -141,10 +145,10 @@ class Slow:
 
     name, type = "slow", "string_check"
 
-    def __init__(self, bench):
+    def __init__(self, bench: Bench) -> None:
         self.bench = bench
 
-    async def grade(self, sample, item):
+    async def grade(self, sample: Sample, item: Item) -> Grade:
         for _ in range(2):
             before = expires_at(self.bench)
             while expires_at(self.bench) == before:
@@ -152,7 +156,9 @@ class Slow:
         return Grade(float(sample.output_text == "red"))
 
 
-def test_a_slow_grader_does_not_cost_the_validation_its_job(bench, validate):
+def test_a_slow_grader_does_not_cost_the_validation_its_job(
+    bench: Bench, validate: Callable[..., list[tuple[str, str]] | None]
+) -> None:
     assert validate(Slow(bench)) == [("regraft.run_next", "gpu.cpu")]
 
     assert bench.job().status == "queued"
@@ -164,11 +170,11 @@ class Hangs:
 
     name, type = "hangs", "string_check"
 
-    def __init__(self, bench):
+    def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.stopped = False
 
-    async def grade(self, sample, item):
+    async def grade(self, sample: Sample, item: Item) -> None:
         cancel(self.bench)
         try:
             await asyncio.Event().wait()
@@ -176,7 +182,9 @@ class Hangs:
             self.stopped = True
 
 
-def test_a_lost_lease_stops_a_grader_that_hangs(bench, validate):
+def test_a_lost_lease_stops_a_grader_that_hangs(
+    bench: Bench, validate: Callable[..., list[tuple[str, str]] | None]
+) -> None:
     grader = Hangs(bench)
 
     assert validate(grader) == []

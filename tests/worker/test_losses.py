@@ -3,18 +3,23 @@
 import math
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from core.jobs.hyperparameters import Hyperparameters, resolve
-from graders.types import Grade
+from core.jobs.hyperparameter_groups import Importance, KlEstimator, Loss
+from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
+from graders.types import ErrorKind, Grade
+from tests.present import untyped
 from worker.learn import batch, grpo
 from worker.types import Group, Prompt, Rollout
 
-LOSSES = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
+LOSSES: list[Loss] = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
 BOUNDS = {
     "grpo": (0.8, 1.2),
     "dr_grpo": (0.8, 1.2),
@@ -61,16 +66,18 @@ def ragged_groups(seed: int) -> list[list[Answer]]:
 # The reference: no tensors, no autograd, nothing of worker.grpo.
 
 
-def graded(group):
+def graded(group: list[Answer]) -> list[Any]:
     return [a.reward for a in group if a.reward is not None]
 
 
-def has_signal(group):
+def has_signal(group: list[Answer]) -> bool:
     return len(set(graded(group))) > 1
 
 
-def reference_advantages(groups, scale, std, normalize="papers"):
-    def deviation(values):
+def reference_advantages(
+    groups: list[list[Answer]], scale: str, std: str, normalize: str = "papers"
+) -> list[list[float]]:
+    def deviation(values: list[Any]) -> float:
         mean = sum(values) / len(values)
         return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - (std == "sample")))
 
@@ -79,8 +86,8 @@ def reference_advantages(groups, scale, std, normalize="papers"):
     result = []
     for group in groups:
         rewards = graded(group)
-        by = {
-            "group": lambda r=rewards: deviation(r),
+        by: dict[str, Callable[[], float]] = {
+            "group": partial(deviation, rewards),
             "batch": lambda: deviation(everything),
             "none": lambda: 1.0,
         }
@@ -94,7 +101,17 @@ def reference_advantages(groups, scale, std, normalize="papers"):
     return result
 
 
-def reference(groups, name, scale, std, kl, estimator, importance, cap, normalize="papers"):
+def reference(
+    groups: list[list[Answer]],
+    name: str,
+    scale: str,
+    std: Any,
+    kl: Any,
+    estimator: Any,
+    importance: Any,
+    cap: Any,
+    normalize: str = "papers",
+) -> tuple[float, list[Any]]:
     """(loss, its derivative by the log-probability of each token of a graded answer), in the order of the tokens."""
     advantages = reference_advantages(groups, scale, std, normalize)
     answers = [
@@ -142,23 +159,29 @@ def reference(groups, name, scale, std, kl, estimator, importance, cap, normaliz
     return loss, slopes
 
 
-def settings_of(name, scale, std, kl, normalize, *, batch_size=8, **more):
+def settings_of(
+    name: str, scale: str, std: str | None, kl: float, normalize: str, *, batch_size: int = 8, **more: Any
+) -> Resolved:
     advanced = {"loss": name, "advantage_scale": scale, "kl": kl, "normalize": normalize} | more
     advanced |= {"max_completion_tokens": LONGEST} | ({} if std is None else {"std": std})
     asked = Hyperparameters.model_validate({"batch_size": batch_size, "advanced": advanced})
     return resolve(asked, rows=100, parameters=1, context=128)
 
 
-def trained_on(groups):
+def trained_on(groups: list[Any]) -> list[Any]:
     """The groups as the worker has them. A token's number is its place among all tokens."""
     number = iter(range(10**6))
 
-    def rollout(answer):
+    def rollout(answer: Any) -> Rollout:
         ids = tuple(next(number) for _ in answer.tokens)
         return Rollout(ids, tuple(t.sampled for t in answer.tokens), "", "stop")
 
-    def grade(answer):
-        return Grade(answer.reward) if answer.reward is not None else Grade(None, "broken", "other_error")
+    def grade(answer: Any) -> Grade:
+        return (
+            Grade(answer.reward)
+            if answer.reward is not None
+            else Grade(None, "broken", ErrorKind.other_error)
+        )
 
     return [
         Group(Prompt(line, (0,), {}), tuple(map(rollout, group)), tuple(map(grade, group)))
@@ -166,7 +189,17 @@ def trained_on(groups):
     ]
 
 
-def ours(groups, name, scale, std, kl, estimator, importance, cap, normalize="papers"):
+def ours(
+    groups: list[list[Answer]],
+    name: Loss,
+    scale: str,
+    std: str | None,
+    kl: float,
+    estimator: KlEstimator | None,
+    importance: Importance,
+    cap: float | None,
+    normalize: str = "papers",
+) -> tuple[float, list[Any]]:
     """The same as `reference` by the worker's own code, from the grades on, in float64."""
     settings = settings_of(name, scale, std, kl, normalize)
     shares = batch.batch_of([batch.share_of(group, settings, str) for group in trained_on(groups)], settings)
@@ -211,10 +244,12 @@ def ours(groups, name, scale, std, kl, estimator, importance, cap, normalize="pa
     ],
 )
 @pytest.mark.parametrize("normalize", ["papers", "signal"])
-def test_each_loss_and_scale_equals_its_formula_written_as_loops(name, scale, std, normalize):
+def test_each_loss_and_scale_equals_its_formula_written_as_loops(
+    name: str, scale: str, std: str | None, normalize: str
+) -> None:
     for seed in range(5):
         groups = ragged_groups(seed)
-        how = (name, scale, std, 0.0, None, "none", None, normalize)
+        how: tuple[Any, ...] = (name, scale, std, 0.0, None, "none", None, normalize)
 
         loss, gradient = ours(groups, *how)
 
@@ -228,10 +263,15 @@ def test_each_loss_and_scale_equals_its_formula_written_as_loops(name, scale, st
 @pytest.mark.parametrize(("importance", "cap"), [("truncate", 1.3), ("mask", 1.3), ("none", None)])
 @pytest.mark.parametrize("normalize", ["papers", "signal"])
 def test_penalty_and_correction_equal_their_formulas_written_as_loops(
-    name, kl, estimator, importance, cap, normalize
-):
+    name: str,
+    kl: float,
+    estimator: KlEstimator | None,
+    importance: Importance,
+    cap: float | None,
+    normalize: str,
+) -> None:
     groups = ragged_groups(7)
-    how = (name, "batch", "population", kl, estimator, importance, cap, normalize)
+    how: tuple[Any, ...] = (name, "batch", "population", kl, estimator, importance, cap, normalize)
 
     loss, gradient = ours(groups, *how)
 
@@ -241,10 +281,10 @@ def test_penalty_and_correction_equal_their_formulas_written_as_loops(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_comparison_fails_when_the_old_numbers_are_off_by_one(name):
+def test_the_comparison_fails_when_the_old_numbers_are_off_by_one(name: str) -> None:
     """The control of the tests above: whoever shifts a list by one token is seen."""
     groups = ragged_groups(7)
-    how = (name, "batch", "population", 0.0, None, "none", None)
+    how: tuple[Any, ...] = (name, "batch", "population", 0.0, None, "none", None)
     expected = reference(groups, *how)
     tokens = [t for group in groups for answer in group for t in answer.tokens]
     shifted = [t.old for t in tokens[1:] + tokens[:1]]
@@ -257,11 +297,11 @@ def test_the_comparison_fails_when_the_old_numbers_are_off_by_one(name):
 # What a step is a mean over, when only some of its groups have signal.
 
 
-def one_of_four_has_signal(seed):
+def one_of_four_has_signal(seed: int) -> list[Any]:
     """A sparse task: one group of eight answers has signal, three have none, with other rewards and lengths."""
     rng = random.Random(seed)
 
-    def answer(reward):
+    def answer(reward: float) -> Answer:
         logp = [rng.uniform(-3, 0) for _ in range(rng.randint(1, LONGEST))]
         return Answer(reward, [Token(p, p + rng.gauss(0, 0.1), p, p + rng.gauss(0, 0.5)) for p in logp])
 
@@ -269,11 +309,11 @@ def one_of_four_has_signal(seed):
     return [[answer(reward) for reward in rewards] for rewards in rewards_PG]
 
 
-def norm(gradient):
+def norm(gradient: list[Any]) -> float:
     return math.sqrt(sum(g * g for g in gradient))
 
 
-def difference(ours, expected):
+def difference(ours: list[Any], expected: list[Any]) -> float:
     return norm([a - b for a, b in zip(ours, expected, strict=True)]) / norm(expected)
 
 
@@ -283,7 +323,9 @@ SCALES = [("group", "population"), ("batch", "sample"), ("none", None)]
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("scale", "std"), SCALES)
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_a_vanishing_penalty_vanishes_from_the_step(name, scale, std, estimator):
+def test_a_vanishing_penalty_vanishes_from_the_step(
+    name: Loss, scale: str, std: str | None, estimator: KlEstimator
+) -> None:
     """It has groups computed that would not be without it, and so it may change nothing else."""
     groups = one_of_four_has_signal(3)
 
@@ -294,13 +336,13 @@ def test_a_vanishing_penalty_vanishes_from_the_step(name, scale, std, estimator)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_groups_without_signal_shrink_the_step_by_the_papers_rule_and_by_the_other_do_not(name):
+def test_groups_without_signal_shrink_the_step_by_the_papers_rule_and_by_the_other_do_not(name: Loss) -> None:
     """One group of four: under "signal" a step is as large as if nothing else had been sampled, 4 times the papers'."""
     groups = one_of_four_has_signal(3)
     lengths = [[len(a.tokens) for a in group] for group in groups]
     by_answers = name in ("grpo", "gspo", "dr_grpo")
     factor = 4.0 if by_answers else sum(map(sum, lengths)) / sum(lengths[1])
-    how = ("group", "population", 0.0, None, "none", None)
+    how: tuple[str, str, float, None, Importance, None] = ("group", "population", 0.0, None, "none", None)
 
     papers, signal = (norm(ours(groups, name, *how, rule)[1]) for rule in ("papers", "signal"))
     alone = norm(ours(groups[1:2], name, *how)[1])
@@ -309,8 +351,8 @@ def test_groups_without_signal_shrink_the_step_by_the_papers_rule_and_by_the_oth
     assert signal == pytest.approx(alone, rel=1e-12)
 
 
-def test_the_std_of_the_batch_is_that_of_all_graded_rewards_or_of_those_in_groups_with_signal():
-    rewards_PG = [[1.0, 0.0, None], [1.0, 1.0, 1.0], [0.0, 0.5, 1.0]]
+def test_the_std_of_the_batch_is_that_of_all_graded_rewards_or_of_those_in_groups_with_signal() -> None:
+    rewards_PG: Any = [[1.0, 0.0, None], [1.0, 1.0, 1.0], [0.0, 0.5, 1.0]]
 
     papers, signal = (grpo.batch_deviation(rewards_PG, "population", rule) for rule in ("papers", "signal"))
 
@@ -319,9 +361,9 @@ def test_the_std_of_the_batch_is_that_of_all_graded_rewards_or_of_those_in_group
     assert grpo.batch_deviation([[0.0, 0.0], [1.0, 1.0]], "population", "papers") == 0.0, "nothing to divide"
 
 
-def test_the_gradient_is_the_slope_of_the_loss_with_groups_that_have_no_signal():
+def test_the_gradient_is_the_slope_of_the_loss_with_groups_that_have_no_signal() -> None:
     groups = one_of_four_has_signal(5)
-    how = ("grpo", "batch", "population", 0.1, "k3", "none", None)
+    how: tuple[Any, ...] = ("grpo", "batch", "population", 0.1, "k3", "none", None)
     _, gradient = ours(groups, *how)
     tokens = [t for group in groups for a in group for t in a.tokens]
 
@@ -339,10 +381,10 @@ def test_the_gradient_is_the_slope_of_the_loss_with_groups_that_have_no_signal()
 # Dynamic sampling: its batch is what is left when groups without signal have been filtered out and others filled it up.
 
 
-def drawn(rewards_PG):
+def drawn(rewards_PG: list[Any]) -> list[Any]:
     rng = random.Random(1)
 
-    def answer(reward):
+    def answer(reward: Any) -> Answer:
         return Answer(reward, [Token(-1.0, -1.0, -1.0, -1.2) for _ in range(rng.randint(1, LONGEST))])
 
     return trained_on([[answer(reward) for reward in rewards] for rewards in rewards_PG])
@@ -359,7 +401,9 @@ def drawn(rewards_PG):
         ([[0.5, 0.5]], [0, 1, 2]),
     ],
 )
-def test_the_batch_of_dynamic_sampling_is_full_and_has_no_group_that_was_replaced(kl, others, counted):
+def test_the_batch_of_dynamic_sampling_is_full_and_has_no_group_that_was_replaced(
+    kl: float, others: list[Any], counted: list[int]
+) -> None:
     settings = settings_of("dapo", "batch", "population", kl, "papers", resample_prompts=8, batch_size=3)
     groups = drawn([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], *others])
     shares = [batch.share_of(group, settings, str) for group in groups]
@@ -367,7 +411,7 @@ def test_the_batch_of_dynamic_sampling_is_full_and_has_no_group_that_was_replace
     chosen = batch.batch_of(shares, settings)
 
     assert chosen == [shares[number] for number in counted]
-    assert batch.divisors(chosen, settings) == (
+    assert untyped(batch.divisors(chosen, settings)) == (
         sum(len(r.output_ids_T) for number in counted for r in groups[number].rollouts_G),
         pytest.approx(grpo.deviation([r for n in counted for r in groups[n].rewards_G], "population")),
     )
@@ -376,7 +420,7 @@ def test_the_batch_of_dynamic_sampling_is_full_and_has_no_group_that_was_replace
     assert learned == (counted if kl else [n for n in counted if len(set(groups[n].rewards_G)) > 1])
 
 
-def test_which_groups_are_replaced_does_not_depend_on_the_order_in_which_they_were_sampled():
+def test_which_groups_are_replaced_does_not_depend_on_the_order_in_which_they_were_sampled() -> None:
     settings = settings_of("dapo", "batch", "population", 0.0, "papers", resample_prompts=8, batch_size=3)
     *own, stand_in = drawn([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
 
@@ -389,7 +433,7 @@ def test_which_groups_are_replaced_does_not_depend_on_the_order_in_which_they_we
     assert lines == {(2, 3, 4)}
 
 
-def toy(theta):
+def toy(theta: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of two answers, of three tokens and one, under a policy of two parameters a token."""
     picked = torch.stack([theta, torch.zeros_like(theta)], -1).log_softmax(-1)
     return picked[:, 0]
@@ -397,7 +441,7 @@ def toy(theta):
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_the_gradient_is_the_slope_of_the_loss(name, estimator):
+def test_the_gradient_is_the_slope_of_the_loss(name: Loss, estimator: KlEstimator) -> None:
     theta = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
     # With cispo every ratio is above the cap: there the factor that has no gradient is a constant.
     moved = 1.0 if name == "cispo" else 0.05
@@ -406,7 +450,7 @@ def test_the_gradient_is_the_slope_of_the_loss(name, estimator):
     )
     ref = old - 0.2
 
-    def loss_at(parameters):
+    def loss_at(parameters: torch.Tensor) -> torch.Tensor:
         return grpo.loss(
             toy(parameters),
             old,
@@ -432,21 +476,21 @@ def test_the_gradient_is_the_slope_of_the_loss(name, estimator):
 # What the papers say of the first update, when the policy is still the one that sampled.
 
 
-def first_update(name, advantage, lengths):
+def first_update(name: Loss, advantage: list[Any], lengths: list[Any]) -> tuple[float, torch.Tensor, Any]:
     weights = [grpo.token_weight(n, name) / grpo.normaliser(lengths, name, LONGEST) for n in lengths]
-    lengths = torch.tensor(lengths)
-    logp = torch.linspace(-2, -0.5, int(lengths.sum()), dtype=torch.float64, requires_grad=True)
-    advantage, weight = (
-        torch.tensor(values).double().repeat_interleave(lengths) for values in (advantage, weights)
+    counts = torch.tensor(lengths)
+    logp = torch.linspace(-2, -0.5, sum(lengths), dtype=torch.float64, requires_grad=True)
+    advantages, weight = (
+        torch.tensor(values).double().repeat_interleave(counts) for values in (advantage, weights)
     )
-    answer = torch.arange(len(lengths)).repeat_interleave(lengths)
-    loss = grpo.loss(logp, logp.detach(), advantage, weight, answer, name=name, bounds=BOUNDS[name], kl=0.0)
+    answer = torch.arange(len(lengths)).repeat_interleave(counts)
+    loss = grpo.loss(logp, logp.detach(), advantages, weight, answer, name=name, bounds=BOUNDS[name], kl=0.0)
     [gradient] = torch.autograd.grad(loss, logp)
-    return loss.item(), gradient, weight * advantage
+    return loss.item(), gradient, weight * advantages
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_first_update_is_reinforce_with_a_baseline(name):
+def test_the_first_update_is_reinforce_with_a_baseline(name: Loss) -> None:
     _, gradient, weighted = first_update(name, [1.0, -0.5, 0.25], [3, 1, 4])
 
     if name == "gspo":  # one objective an answer, shared out evenly, which comes to the same
@@ -454,7 +498,7 @@ def test_the_first_update_is_reinforce_with_a_baseline(name):
     assert torch.allclose(gradient, -weighted, rtol=1e-12)
 
 
-def test_on_the_policy_itself_losses_with_the_same_mean_agree():
+def test_on_the_policy_itself_losses_with_the_same_mean_agree() -> None:
     gradients = {name: first_update(name, [1.0, -0.5, 0.25], [3, 1, 4])[1] for name in LOSSES}
 
     assert torch.allclose(gradients["dapo"], gradients["cispo"], rtol=1e-12)
@@ -467,7 +511,9 @@ def test_on_the_policy_itself_losses_with_the_same_mean_agree():
 # CISPO, GSPO and the KL where they differ from GRPO.
 
 
-def gradient_of(name, log_ratio, advantage, bounds):
+def gradient_of(
+    name: Loss, log_ratio: list[float], advantage: float, bounds: tuple[float, float]
+) -> list[Any]:
     logp = torch.full((len(log_ratio),), -1.0, dtype=torch.float64, requires_grad=True)
     loss = grpo.loss(
         logp,
@@ -481,14 +527,14 @@ def gradient_of(name, log_ratio, advantage, bounds):
     return torch.autograd.grad(loss, logp)[0].tolist()
 
 
-def test_cispo_shrinks_a_token_that_grpo_silences():
+def test_cispo_shrinks_a_token_that_grpo_silences() -> None:
     far = [math.log(8.0), math.log(2.0)]
 
     assert gradient_of("dapo", far, 1.0, (0.8, 1.28)) == [0.0, 0.0]
     assert gradient_of("cispo", far, 1.0, (0.0, 5.0)) == pytest.approx([-5.0, -2.0])
 
 
-def test_gspo_clips_an_answer_and_not_its_tokens():
+def test_gspo_clips_an_answer_and_not_its_tokens() -> None:
     balanced, gone = [math.log(2.0), -math.log(2.0)], [math.log(2.0), math.log(1.1)]
 
     assert gradient_of("gspo", balanced, 1.0, (0.9997, 1.0004)) == pytest.approx([-1.0, -1.0])
@@ -499,7 +545,9 @@ def test_gspo_clips_an_answer_and_not_its_tokens():
 @pytest.mark.parametrize(
     ("estimator", "right"), [("k1", True), ("k3", True), ("k3 alone", False), ("k1 alone", False)]
 )
-def test_the_penalty_has_the_gradient_of_the_kl_in_the_mean_even_off_policy(estimator, right):
+def test_the_penalty_has_the_gradient_of_the_kl_in_the_mean_even_off_policy(
+    estimator: str, right: bool
+) -> None:
     """Over all tokens of a small vocabulary, weighted by how often the old policy draws them: exact, no samples."""
     theta = torch.tensor([0.5, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
     old, ref = (torch.tensor(v).double().log_softmax(-1) for v in ([0.2, 0.4, -0.3], [-1.0, 0.6, 0.2]))
@@ -508,7 +556,9 @@ def test_the_penalty_has_the_gradient_of_the_kl_in_the_mean_even_off_policy(esti
 
     bare = {"k1 alone": grpo.kl_k1, "k3 alone": grpo.kl_k3}
     each = (
-        bare[estimator](logp, ref) if estimator in bare else grpo.kl_penalty(logp, logp - old, ref, estimator)
+        bare[estimator](logp, ref)
+        if estimator in bare
+        else grpo.kl_penalty(logp, logp - old, ref, untyped(estimator))
     )
     [mean] = torch.autograd.grad((old.exp() * each).sum(), theta)
 
@@ -520,7 +570,7 @@ def test_the_penalty_has_the_gradient_of_the_kl_in_the_mean_even_off_policy(esti
 WANTED = torch.tensor([3, 1, 4])
 
 
-def expected_reward(theta):
+def expected_reward(theta: torch.Tensor) -> float:
     p = theta.softmax(-1)
     alive, total = torch.tensor(1.0), torch.tensor(0.0)
     for position in range(3):
@@ -529,7 +579,9 @@ def expected_reward(theta):
     return total.item()
 
 
-def played(name, *, shuffled=False, steps=40, groups=4, size=16, passes=2):
+def played(
+    name: Loss, *, shuffled: bool = False, steps: int = 40, groups: int = 4, size: int = 16, passes: int = 2
+) -> float:
     generator = torch.Generator().manual_seed(3)
     theta = torch.zeros(3, 6, requires_grad=True)
     optimizer = torch.optim.Adam([theta], lr=0.2)
@@ -559,13 +611,13 @@ def played(name, *, shuffled=False, steps=40, groups=4, size=16, passes=2):
             old = logp.detach() if old is None else old
             loss = grpo.loss(logp, old, flat[answer], weight[answer], answer, name=name, bounds=BOUNDS[name])
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
     return expected_reward(theta.detach())
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_bandit_is_solved_and_with_shuffled_advantages_it_is_not(name):
+def test_a_bandit_is_solved_and_with_shuffled_advantages_it_is_not(name: Loss) -> None:
     assert played(name) > 0.95
     assert played(name, shuffled=True) < 0.5
 
@@ -578,17 +630,21 @@ def test_a_bandit_is_solved_and_with_shuffled_advantages_it_is_not(name):
 @pytest.mark.parametrize(
     "sample", [lambda: ragged_groups(5), lambda: one_of_four_has_signal(5)], ids=["4_of_5", "1_of_4"]
 )
-def test_each_loss_equals_that_of_trl(name, extra, sample):
+def test_each_loss_equals_that_of_trl(name: Loss, extra: str, sample: Callable[..., Any]) -> None:
     """However few groups have signal: `_compute_loss` gets all answers, as in TRL's own step."""
     trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
     if (name, extra) == ("gspo", "kl"):
         pytest.skip("TRL weighs each token's KL with the ratio of its answer, we with its own")
     groups = [[answer for answer in group if answer.reward is not None] for group in sample()]
     answers = [answer for group in groups for answer in group]
+    kl: float
+    estimator: KlEstimator | None
     kl, estimator = (0.3, "k3") if extra == "kl" else (0.0, None)
+    importance: Importance
+    cap: float | None
     importance, cap = ("truncate", 1.3) if extra == "gap" else ("none", None)
 
-    def padded(field):
+    def padded(field: str) -> torch.Tensor:
         rows = [[getattr(t, field) for t in a.tokens] + [0.0] * (LONGEST - len(a.tokens)) for a in answers]
         return torch.tensor(rows, dtype=torch.float64)
 

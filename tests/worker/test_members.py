@@ -11,17 +11,21 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
+from core.jobs.hyperparameters import Resolved
 from core.registry import BaseModelEntry
 from core.settings import Settings
 from tests.fakes import learn
+from tests.present import untyped
 from tests.servers import reserve_port
 from tests.worker.test_ranks import like_the_policy, sampled
 from tests.worker.test_training import relative_difference
@@ -39,6 +43,7 @@ from worker.learn.members import (
 from worker.learn.rank import start
 from worker.learn.ranks import Line, Model, RankLost, Ranks, Start
 from worker.learn.trainer import PeftTrainer
+from worker.model.policy import Policy
 
 pytestmark = pytest.mark.slow
 
@@ -46,12 +51,12 @@ KEY = b"a key of the group"
 
 
 @pytest.fixture(scope="module")
-def port():
+def port() -> int:
     return reserve_port()
 
 
 @pytest.fixture(scope="module")
-def member(port, tmp_path_factory):
+def member(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
     """`regraft-server member`, as an operator starts it."""
     settings = {"leader": f"127.0.0.1:{port}", "ranks_key": KEY.decode(), "data_dir": "data"}
     variables = {f"REGRAFT_{name.upper()}": value for name, value in settings.items()}
@@ -66,21 +71,21 @@ def member(port, tmp_path_factory):
     assert process.wait(timeout=60) == 0
 
 
-def coming(port, count=1, patience=60.0):
+def coming(port: int, count: int = 1, patience: float = 60.0) -> Members:
     return Members(("127.0.0.1", port), KEY, count, patience_seconds=patience)
 
 
-def the_model(folder, settings):
+def the_model(folder: Path, settings: Resolved) -> Model:
     entry = BaseModelEntry(path=folder, dtype="float32", context=128)
     return Model("tiny", entry, folder, settings, 0, False, sampled=True)
 
 
-def started(ranks, folder, settings, budget=64):
+def started(ranks: Ranks, folder: Path, settings: Resolved, budget: int = 64) -> None:
     ranks.start(the_model(folder, settings), device="cpu", threads=1, token_budget=budget, held_to="")
     ranks.wait()
 
 
-def rank_of(member):
+def rank_of(member: subprocess.Popen[bytes]) -> int:
     """The process id of the only one that the member keeps."""
     files = Path(f"/proc/{member.pid}/task").glob("*/children")
     [found] = [int(pid) for file in files for pid in file.read_text().split()]
@@ -89,8 +94,8 @@ def rank_of(member):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_a_run_with_a_member_learns_what_one_process_does_and_ends_when_it_loses_it(
-    member, port, make_policy, tiny_model
-):
+    member: subprocess.Popen[bytes], port: int, make_policy: Callable[..., Policy], tiny_model: Path
+) -> None:
     settings = like_the_policy(
         {"loss": "gspo", "updates_per_batch": 2, "kl": 0.1, "reference_refresh_steps": 1}
     )
@@ -102,7 +107,7 @@ def test_a_run_with_a_member_learns_what_one_process_does_and_ends_when_it_loses
             for helpers in ((), ranks.helpers)
         )
         for one in (alone, together):
-            one.optimizer = torch.optim.SGD(one.policy.trainable, lr=0.01)
+            untyped(one).optimizer = torch.optim.SGD(one.policy.trainable, lr=0.01)
         began = [parameter.detach().clone() for parameter in alone.policy.trainable]
         for step in (1, 2):
             groups = sampled(alone.policy, step)
@@ -137,8 +142,8 @@ except EOFError:
 """
 
 
-def test_a_member_is_there_for_the_next_run_with_a_process_of_its_own(port):
-    def command(gpu):
+def test_a_member_is_there_for_the_next_run_with_a_process_of_its_own(port: int) -> None:
+    def command(gpu: int) -> list[Any]:
         assert gpu == 3
         return [sys.executable, "-c", WAITING, f"127.0.0.1:{port}", KEY.decode()]
 
@@ -159,7 +164,7 @@ def test_a_member_is_there_for_the_next_run_with_a_process_of_its_own(port):
 
 
 @pytest.fixture
-def connection():
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Both ends of one over TCP: the leader's, the member's."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         theirs = socket.create_connection(listening.getsockname())
@@ -169,7 +174,7 @@ def connection():
 
 
 @pytest.fixture
-def greeted(connection):
+def greeted(connection: tuple[socket.socket, socket.socket]) -> tuple[members.Signed, members.Signed]:
     """Both ends after the handshake."""
     ours, theirs = connection
     with ThreadPoolExecutor() as pool:
@@ -177,7 +182,7 @@ def greeted(connection):
         return join(theirs, KEY), admitted.result()
 
 
-def test_both_sides_show_that_they_know_the_key(greeted):
+def test_both_sides_show_that_they_know_the_key(greeted: tuple[members.Signed, members.Signed]) -> None:
     member, leader = greeted
 
     for number in range(3):
@@ -188,7 +193,7 @@ def test_both_sides_show_that_they_know_the_key(greeted):
         assert leader.receive() == number
 
 
-def test_a_member_with_another_key_is_not_admitted(connection):
+def test_a_member_with_another_key_is_not_admitted(connection: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = connection
     with ThreadPoolExecutor() as pool:
         joined = pool.submit(join, theirs, b"another key")
@@ -199,7 +204,9 @@ def test_a_member_with_another_key_is_not_admitted(connection):
         assert isinstance(joined.exception(), EOFError | ConnectionError)
 
 
-def test_a_member_does_not_join_a_leader_that_only_repeats_what_it_hears(connection):
+def test_a_member_does_not_join_a_leader_that_only_repeats_what_it_hears(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
     """Who does not know the key may send back the member's own proof, or anything else."""
     ours, theirs = connection
     ours.sendall(b"n" * members.NONCE)
@@ -215,14 +222,16 @@ def test_a_member_does_not_join_a_leader_that_only_repeats_what_it_hears(connect
 class Touches:
     """Leaves a file behind where it is unpickled."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
         return Path.touch, (self.path,)
 
 
-def test_nothing_of_a_stranger_is_unpickled(tmp_path, port, caplog):
+def test_nothing_of_a_stranger_is_unpickled(
+    tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
     trace = tmp_path / "trace"
     pickle.loads(pickle.dumps(Touches(trace)))
     assert trace.exists(), "it would leave a trace"
@@ -242,8 +251,11 @@ def test_nothing_of_a_stranger_is_unpickled(tmp_path, port, caplog):
 
 @pytest.mark.parametrize("change", ["put in", "repeated", "sent back"])
 def test_a_message_that_was_not_sent_by_the_other_side_is_not_unpickled(
-    greeted, connection, tmp_path, change
-):
+    greeted: tuple[members.Signed, members.Signed],
+    connection: tuple[socket.socket, socket.socket],
+    tmp_path: Path,
+    change: str,
+) -> None:
     member, leader = greeted
     ours, theirs = connection
     trace = tmp_path / "trace"
@@ -253,7 +265,7 @@ def test_a_message_that_was_not_sent_by_the_other_side_is_not_unpickled(
         reader = leader
     else:
         recorded = Recorded(theirs)
-        member.end = recorded
+        member.end = untyped(recorded)
         member.send(Touches(trace))
         member.end = theirs
         reader = leader if change == "repeated" else member
@@ -270,16 +282,16 @@ def test_a_message_that_was_not_sent_by_the_other_side_is_not_unpickled(
 class Recorded:
     """A socket that remembers what was sent."""
 
-    def __init__(self, end):
+    def __init__(self, end: socket.socket) -> None:
         self._end = end
         self.sent = b""
 
-    def sendall(self, data):
+    def sendall(self, data: bytes) -> None:
         self.sent += bytes(data)
         self._end.sendall(data)
 
 
-def test_what_is_read_ahead_stays_as_it_was_sent(greeted):
+def test_what_is_read_ahead_stays_as_it_was_sent(greeted: tuple[members.Signed, members.Signed]) -> None:
     member, leader = greeted
     ended = threading.Event()
     ahead = ReadAhead(member, lambda cause: ended.set())
@@ -292,7 +304,7 @@ def test_what_is_read_ahead_stays_as_it_was_sent(greeted):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such settings of a connection")
-def test_a_machine_that_vanishes_is_noticed_within_a_minute(port):
+def test_a_machine_that_vanishes_is_noticed_within_a_minute(port: int) -> None:
     gathering = coming(port, patience=5)
     gathering.listen()
     with ThreadPoolExecutor() as pool:
@@ -312,7 +324,7 @@ def test_a_machine_that_vanishes_is_noticed_within_a_minute(port):
         helper.receive()
 
 
-def test_a_port_is_free_again_when_all_have_come(port):
+def test_a_port_is_free_again_when_all_have_come(port: int) -> None:
     """A process that is started anew finds the next run, not the end of this one."""
     gathering = coming(port, count=2, patience=5)
     gathering.listen()
@@ -325,19 +337,19 @@ def test_a_port_is_free_again_when_all_have_come(port):
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
     for one in [*found, *lines]:
-        one.close()
+        untyped(one).close()
 
 
 @pytest.mark.parametrize("name", ["nodes", "leader"])
-def test_a_group_needs_a_key(name):
-    value = {"nodes": 2, "leader": "leader:8200"}[name]
+def test_a_group_needs_a_key(name: str) -> None:
+    value: Any = {"nodes": 2, "leader": "leader:8200"}[name]
 
     with pytest.raises(ValidationError, match=re.escape("REGRAFT_RANKS_KEY")):
         Settings(**{name: value})
     assert KEY.decode() not in repr(Settings(**{name: value}, ranks_key=KEY.decode()))
 
 
-def test_a_run_waits_for_all_ranks_of_the_other_machines():
+def test_a_run_waits_for_all_ranks_of_the_other_machines() -> None:
     told = Settings(nodes=3, ranks=4, ranks_key="x", host="127.0.0.1", ranks_port=8201, patience_seconds=7)
     whom = members.members_of(told)
 
@@ -346,9 +358,9 @@ def test_a_run_waits_for_all_ranks_of_the_other_machines():
     assert members.members_of(Settings(ranks=4)) is None
 
 
-def test_each_rank_has_a_gpu_of_its_own_machine(monkeypatch, tiny_model):
+def test_each_rank_has_a_gpu_of_its_own_machine(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
     """The leader numbers its own; a member goes by the number of its process there."""
-    chosen = []
+    chosen: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(Model, "load_checked", lambda model, device: chosen.append(device))
     with socket.socket() as end:

@@ -1,11 +1,15 @@
 """What a job needs of memory: numbers that can be checked by hand, and what follows from them."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._C import dtype
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -18,9 +22,11 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
+from core.registry import Device
 from graders.types import Grade
 from tests.fakes import learn
 from tests.families.zoo import FAMILIES
+from tests.present import present, untyped
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling
 from worker.learn import batch
 from worker.learn.gradient import OwnGradient
@@ -40,7 +46,7 @@ QWEN3_8B = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288, "tie_wor
 QWEN3_14B = QWEN3_8B | {
     "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40
 }  # fmt: skip
-LARGE = sizing.shape_of_config(QWEN3_8B, 2)
+LARGE = present(sizing.shape_of_config(QWEN3_8B, 2))
 H100 = Machine("cuda", 78 * GIB, "vllm")
 # 8 prompts of up to 1,024 tokens, 8 answers of up to 1,024.
 WORK = workload(
@@ -48,14 +54,15 @@ WORK = workload(
 )  # fmt: skip
 
 
-def estimated(shape=LARGE, machine=H100, **changes):
+def estimated(shape: sizing.Shape | None = LARGE, machine: Machine = H100, **changes: Any) -> sizing.Estimate:
     needs = {"rank": 32, "token_budget": 16_384, "cache": 10 * GIB, "checkpointed": False} | changes
+    assert shape is not None
     return sizing.estimate(shape, machine=machine, **needs)
 
 
 class TestEstimate:
     @pytest.mark.parametrize("title", ["Gemma 2", "gpt-oss"])
-    def test_soft_caps_and_sinks_keep_the_scores_of_each_head(self, title):
+    def test_soft_caps_and_sinks_keep_the_scores_of_each_head(self, title: str) -> None:
         [family] = [one for one in FAMILIES if one.title == title]
         shape = memory.shape_of(family.config(), torch.float32)
 
@@ -64,7 +71,7 @@ class TestEstimate:
         scores = 2 * 4 * 1000**2 * shape.heads * shape.layers
         assert estimated(shape, token_budget=1000).attention == fused + scores
 
-    def test_the_parts_are_those_of_the_formulas(self):
+    def test_the_parts_are_those_of_the_formulas(self) -> None:
         plain = estimated()
 
         assert (plain.copies, plain.weights) == (2, 2 * LARGE.parameters)
@@ -74,13 +81,13 @@ class TestEstimate:
         assert plain.cache == 10 * GIB
         assert plain.total == 2 * plain.weights + plain.parts + plain.cache + plain.margin
 
-    def test_checkpointing_keeps_the_layers_inputs_and_one_layer(self):
+    def test_checkpointing_keeps_the_layers_inputs_and_one_layer(self) -> None:
         one_layer = sizing.saved_bytes_per_token(LARGE, 32)
         plain, checkpointed = estimated(), estimated(checkpointed=True)
 
         assert plain.activations - checkpointed.activations == 16_384 * (35 * one_layer - 36 * 2 * 4096)
 
-    def test_a_cpu_keeps_a_bias_of_each_layer(self):
+    def test_a_cpu_keeps_a_bias_of_each_layer(self) -> None:
         there = Machine("cpu", 0, "transformers")
 
         assert estimated(machine=there, token_budget=1000).attention == 1000**2 * (1 + 4 * 36)
@@ -89,7 +96,9 @@ class TestEstimate:
     @pytest.mark.parametrize(
         ("tokens", "checkpointed", "gib"), [(1016, False, 3.9), (2040, False, 6.3), (2040, True, 3.1)]
     )
-    def test_it_is_above_the_peaks_that_were_measured_on_a_cpu(self, tokens, checkpointed, gib):
+    def test_it_is_above_the_peaks_that_were_measured_on_a_cpu(
+        self, tokens: int, checkpointed: bool, gib: float
+    ) -> None:
         """SmolLM2-135M in float32, rank 16: the whole process while it trained."""
         config = {
             "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
@@ -109,7 +118,7 @@ class TestEstimate:
 
         assert gib * GIB <= found.total <= 1.35 * gib * GIB
 
-    def test_it_reads_as_a_sum(self):
+    def test_it_reads_as_a_sum(self) -> None:
         shown = str(estimated())
 
         total, _, parts = shown.partition(" GiB: ")
@@ -126,8 +135,8 @@ class TestEstimate:
         ],
     )
     def test_it_is_at_most_a_third_above_what_the_real_code_keeps(
-        self, monkeypatch, dtype, layers, checkpointed
-    ):
+        self, monkeypatch: pytest.MonkeyPatch, dtype: dtype, layers: int, checkpointed: bool
+    ) -> None:
         """The trainer's own forward and backward pass of an 8 B model at 2,048 tokens, on tensors without data."""
         config = Qwen3Config(**QWEN3_8B | {"num_hidden_layers": layers})
         trainer, policy = on_meta(monkeypatch, config, dtype, checkpointed)
@@ -147,7 +156,7 @@ class TestEstimate:
             kept -= width * (sizing.saved_bytes_per_token(shape, 16) + 4 * (2 * 12288 + 4 * 4096))
         assert saved <= kept <= 1.35 * saved
 
-    def test_llama_3_8b_keeps_at_most_10_gib_for_2048_tokens(self, monkeypatch):
+    def test_llama_3_8b_keeps_at_most_10_gib_for_2048_tokens(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Counted in 4 of its 32 layers."""
         config = LlamaConfig(
             vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=4,
@@ -162,7 +171,7 @@ class TestEstimate:
 
 
 class TestPlan:
-    def test_8b_at_2048_tokens_keeps_its_activations_on_an_80_gib_gpu(self):
+    def test_8b_at_2048_tokens_keeps_its_activations_on_an_80_gib_gpu(self) -> None:
         made = sizing.plan("Qwen3-8B", LARGE, WORK, H100)
 
         assert not made.checkpointed
@@ -174,7 +183,9 @@ class TestPlan:
         st.sampled_from([24, 40, 78, 139]), st.sampled_from(["vllm", "transformers"]),
         st.sampled_from([QWEN3_4B, QWEN3_8B, QWEN3_14B]),
     )  # fmt: skip
-    def test_what_is_planned_fits_and_is_enough(self, prompt, completion, batch, group, gib, sampler, config):
+    def test_what_is_planned_fits_and_is_enough(
+        self, prompt: Any, completion: Any, batch: Any, group: Any, gib: Any, sampler: Any, config: Any
+    ) -> None:
         shape = sizing.shape_of_config(config, 2)
         work = workload(
             rank=16,
@@ -187,8 +198,10 @@ class TestPlan:
         )
         there = Machine("cuda", gib * GIB, sampler)
         try:
+            assert shape is not None
             made = sizing.plan("m", shape, work, there)
         except DoesNotFit as refused:
+            assert shape is not None
             smallest = sizing.estimate(
                 shape, rank=16, token_budget=sizing.bucket(work.longest),
                 cache=min(sizing.least_cache(shape, work, there), sizing.wanted_cache(shape, work, there)),
@@ -199,35 +212,38 @@ class TestPlan:
             return
         assert made.estimate.total <= there.available
         assert made.token_budget == sizing.bucket(made.token_budget) >= work.longest
+        assert shape is not None
         assert made.cache_bytes <= sizing.wanted_cache(shape, work, there)
         one = shape.cache_bytes(work.longest) if sampler == "vllm" else shape.token_cache_bytes * work.longest
         assert made.cache_bytes >= one
 
-    def test_the_cache_comes_before_kept_activations_up_to_32_sequences(self):
+    def test_the_cache_comes_before_kept_activations_up_to_32_sequences(self) -> None:
         """14 B twice leaves 23 GiB of 78: activations are computed twice, and the cache gets the rest."""
         shape = sizing.shape_of_config(QWEN3_14B, 2)
 
+        assert shape is not None
         made = sizing.plan("Qwen3-14B", shape, WORK, H100)
 
         assert made.checkpointed
         assert made.cache_bytes >= 32 * shape.cache_bytes(2048)
 
-    def test_more_than_the_job_can_fill_is_not_taken(self):
+    def test_more_than_the_job_can_fill_is_not_taken(self) -> None:
         shape = sizing.shape_of_config(QWEN3_4B, 2)
         small = workload(rank=16, prompt=100, completion=100, batch=2, group=2, valid_rows=1, eval_samples=1)
 
+        assert shape is not None
         made = sizing.plan("m", shape, small, H100)
 
         assert made.cache_bytes == max(600 * shape.token_cache_bytes, shape.cache_bytes(200))
         assert made.token_budget == sizing.bucket(made.token_budget) >= 4096
 
-    def test_what_the_operator_sets_is_taken_as_it_is(self):
+    def test_what_the_operator_sets_is_taken_as_it_is(self) -> None:
         made = sizing.plan("m", LARGE, WORK, replace(H100, kv_cache_bytes=3 * GIB, token_budget=4096))
 
         assert made.cache_bytes == 3 * GIB
         assert made.token_budget == 4096
 
-    def test_a_cache_that_holds_no_sequence_is_refused_by_the_settings_name(self):
+    def test_a_cache_that_holds_no_sequence_is_refused_by_the_settings_name(self) -> None:
         at_8192 = replace(WORK, prompt=4096, completion=4096)
 
         with pytest.raises(
@@ -236,10 +252,11 @@ class TestPlan:
         ):
             sizing.plan("m", LARGE, at_8192, replace(H100, kv_cache_bytes=GIB))
 
-    def test_what_does_not_fit_is_refused_with_numbers(self):
+    def test_what_does_not_fit_is_refused_with_numbers(self) -> None:
         shape = sizing.shape_of_config(QWEN3_14B, 2)
         there = Machine("cuda", 40 * GIB, "vllm", gpu_class="l40s")
 
+        assert shape is not None
         with pytest.raises(DoesNotFit) as refused:
             sizing.plan("Qwen3-14B", shape, replace(WORK, prompt=4096, completion=4096), there)
 
@@ -248,7 +265,7 @@ class TestPlan:
         assert "weights 2 x 27.5, " in said
         assert "; the GPU class `l40s` has 40.0 GiB. Choose a smaller" in said
 
-    def test_a_cpu_keeps_2048_tokens_and_a_bounded_cache(self):
+    def test_a_cpu_keeps_2048_tokens_and_a_bounded_cache(self) -> None:
         there = Machine("cpu", 64 * GIB, "vllm")
 
         made = sizing.plan("m", LARGE, WORK, there)
@@ -260,7 +277,7 @@ class TestPlan:
             "m", LARGE, long, replace(there, available=400 * GIB)
         ).cache_bytes == LARGE.cache_bytes(8192)
 
-    def test_the_transformers_sampler_on_a_cpu_has_the_cache_of_its_whole_step(self):
+    def test_the_transformers_sampler_on_a_cpu_has_the_cache_of_its_whole_step(self) -> None:
         made = sizing.plan("m", LARGE, WORK, Machine("cpu", 200 * GIB, "transformers"))
 
         assert made.cache_bytes == LARGE.token_cache_bytes * 8 * (1024 + 8 * 1024)
@@ -272,7 +289,7 @@ class TestPlan:
 class TestRows:
     """With the transformers sampler in rows mode, each answer has a copy of its prompt in the cache."""
 
-    HOW = {
+    HOW: dict[str, Any] = {
         "rank": 16,
         "prompt": 900,
         "completion": 100,
@@ -282,7 +299,7 @@ class TestRows:
         "eval_samples": 2,
     }
 
-    def test_each_answer_counts_its_prompt(self):
+    def test_each_answer_counts_its_prompt(self) -> None:
         rows, packed = (workload(**self.HOW, copied=copied) for copied in (True, False))
 
         assert rows.in_flight == 4 * 8 * (900 + 100)
@@ -292,30 +309,33 @@ class TestRows:
         assert made.cache_bytes == LARGE.own_token_bytes * 32_000
 
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
-    def test_what_fits_one_answer_at_a_time_is_not_refused(self, device):
+    def test_what_fits_one_answer_at_a_time_is_not_refused(self, device: Device) -> None:
         work = workload(**self.HOW, copied=True)
         shape = sizing.shape_of_config(QWEN3_4B, 2)
 
-        def planned(gib):
+        def planned(gib: int) -> sizing.Plan:
+            assert shape is not None
             return sizing.plan("m", shape, work, Machine(device, gib * GIB, "transformers"))
 
         roomy = planned(100)
         tight = next(found for gib in range(1, 60) if (found := fitting(planned, gib)) is not None)
+        assert shape is not None
         assert shape.own_token_bytes * 1000 <= tight.cache_bytes < roomy.cache_bytes
         for gib in (20, 24, 40):
             made = fitting(planned, gib)
             assert made is None or made.estimate.total <= gib * GIB
 
-    def test_recurrent_layers_have_no_keys_in_the_cache_of_the_transformers_sampler(self):
+    def test_recurrent_layers_have_no_keys_in_the_cache_of_the_transformers_sampler(self) -> None:
         """Of Qwen 3.5, three layers of four."""
         hybrid = replace(LARGE, recurrent_layers=27)
 
+        assert hybrid is not None
         assert hybrid.own_token_bytes == LARGE.own_token_bytes // 4
         assert hybrid.token_cache_bytes == LARGE.token_cache_bytes  # vLLM has pages for every layer
         assert replace(LARGE, recurrent_layers=36).own_token_bytes > 0
 
 
-def fitting(planned, gib):
+def fitting(planned: Callable[..., sizing.Plan], gib: int) -> sizing.Plan | None:
     try:
         return planned(gib)
     except DoesNotFit:
@@ -323,13 +343,13 @@ def fitting(planned, gib):
 
 
 class TestWidths:
-    def test_they_are_multiples_of_128_with_at_most_an_eighth_of_padding(self):
+    def test_they_are_multiples_of_128_with_at_most_an_eighth_of_padding(self) -> None:
         for tokens in range(1, 32_769, 61):
             width = sizing.bucket(tokens)
             assert width % 128 == 0 and width >= tokens
             assert width - tokens < max(128, tokens / (8 if tokens <= 8192 else 32))
 
-    def test_there_are_few(self):
+    def test_there_are_few(self) -> None:
         found = {sizing.bucket(tokens) for tokens in range(1, 32_769)}
 
         assert found == set(sizing.widths(0, 32_768))
@@ -340,38 +360,42 @@ class TestWidths:
 class TestServing:
     SHAPE = sizing.shape_of_config(QWEN3_4B, 2)
 
-    def need(self, shape=SHAPE):
+    def need(self, shape: sizing.Shape | None = SHAPE) -> sizing.Serving:
+        assert shape is not None
         return sizing.serving(shape, context=8192, slots=8, rank=64)
 
-    def test_a_model_alone_takes_what_is_left(self):
+    def test_a_model_alone_takes_what_is_left(self) -> None:
         need = self.need()
 
+        assert self.SHAPE is not None
         cache = sizing.serving_cache(self.SHAPE, need, context=8192, free=40 * GIB)
 
         assert cache == 40 * GIB - need.without_cache
 
-    def test_models_that_fit_together_share(self):
+    def test_models_that_fit_together_share(self) -> None:
         """Whichever is loaded first, the other one fits beside it."""
         both = [sizing.shape_of_config(config, 2) for config in (QWEN3_4B, QWEN3_14B)]
         needs = [self.need(shape) for shape in both]
         for first, second in ((0, 1), (1, 0)):
             cache = sizing.serving_cache(
-                both[first], needs[first], context=8192, free=78 * GIB, others=[needs[second].least]
+                present(both[first]), needs[first], context=8192, free=78 * GIB, others=[needs[second].least]
             )
             left = 78 * GIB - needs[first].without_cache - cache
             assert cache > 4 * needs[first].least_cache
             assert left > needs[second].least + 4 * needs[second].least_cache
 
-    def test_models_that_do_not_fit_together_take_turns(self):
+    def test_models_that_do_not_fit_together_take_turns(self) -> None:
         need = self.need()
 
+        assert self.SHAPE is not None
         cache = sizing.serving_cache(self.SHAPE, need, context=8192, free=24 * GIB, others=[60 * GIB])
 
         assert cache == 24 * GIB - need.without_cache
 
-    def test_there_is_always_one_sequence(self):
+    def test_there_is_always_one_sequence(self) -> None:
         need = self.need()
 
+        assert self.SHAPE is not None
         assert sizing.serving_cache(self.SHAPE, need, context=8192, free=GIB) == self.SHAPE.cache_bytes(8192)
 
 
@@ -386,7 +410,9 @@ class TestServing:
         (Qwen3MoeConfig, {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
     ],
 )
-def test_the_shape_computed_from_a_config_is_what_transformers_makes_of_it(config, changes):
+def test_the_shape_computed_from_a_config_is_what_transformers_makes_of_it(
+    config: Any, changes: dict[str, Any]
+) -> None:
     made = config(
         vocab_size=1000, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, **{"tie_word_embeddings": False} | changes,
@@ -395,33 +421,38 @@ def test_the_shape_computed_from_a_config_is_what_transformers_makes_of_it(confi
 
     computed = sizing.shape_of_config(made.to_dict(), 2)
 
+    assert computed is not None
     assert computed.parameters == pytest.approx(exact.parameters, rel=0.01)
     same = ("layers", "hidden", "queries", "heads", "key_values", "vocabulary", "bytes_each")
     assert [getattr(computed, name) for name in same] == [getattr(exact, name) for name in same]
 
 
-def test_a_config_of_another_kind_has_no_shape():
+def test_a_config_of_another_kind_has_no_shape() -> None:
     assert sizing.shape_of_config({"model_type": "mamba", "d_model": 64}, 2) is None
 
 
 class TestLongMicroBatches:
     @pytest.fixture
-    def sizes(self):
+    def sizes(self) -> Any:
         """The elements of every tensor that is made on the CPU while `recording`."""
 
-        class Sizes(TorchDispatchMode):
+        class Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
             largest = 0
 
-            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            def __torch_dispatch__(
+                self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+            ) -> Any:
                 made = function(*args, **(kwargs or {}))
                 for tensor in tree_leaves(made):
                     if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                         self.largest = max(self.largest, tensor.numel())
                 return made
 
-        return Sizes()
+        return untyped(Sizes)()
 
-    def test_nothing_with_the_square_of_the_tokens_is_made_on_the_cpu_for_another_device(self, sizes):
+    def test_nothing_with_the_square_of_the_tokens_is_made_on_the_cpu_for_another_device(
+        self, sizes: Any
+    ) -> None:
         with sizes:
             tensors = batch.tensors_of([pack_of(tokens=8000)], "meta")
             mask = mask_of(tensors, torch.bfloat16)
@@ -431,16 +462,16 @@ class TestLongMicroBatches:
         assert mask.device.type == "meta"
         assert mask.shape == (1, 1, sizing.bucket(8000), sizing.bucket(8000))
 
-    def test_on_the_cpu_it_would_be_seen(self, sizes):
+    def test_on_the_cpu_it_would_be_seen(self, sizes: Any) -> None:
         with sizes:
             mask_of(batch.tensors_of([pack_of(tokens=1000)], "cpu"), None)
 
         assert sizes.largest == 1000**2
 
-    def test_cudnn_builds_no_plan_for_each_width(self):
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    def test_cudnn_builds_no_plan_for_each_width(self) -> None:
+        assert not untyped(torch.backends.cuda).cudnn_sdp_enabled()
 
-    def test_the_bias_of_another_device_allows_what_the_mask_of_the_cpu_does(self):
+    def test_the_bias_of_another_device_allows_what_the_mask_of_the_cpu_does(self) -> None:
         packs = [pack_of(tokens=1300), pack_of(tokens=1210, answers=3)]  # more than BIAS_ROWS
         tensors = batch.tensors_of(packs)
 
@@ -450,7 +481,7 @@ class TestLongMicroBatches:
         assert torch.equal(bias == 0, mask)
         assert torch.equal(bias == float("-inf"), ~mask)
 
-    def test_micro_batches_keep_to_the_budget_with_their_padding(self):
+    def test_micro_batches_keep_to_the_budget_with_their_padding(self) -> None:
         packs = [pack_of(tokens=n, prompt=10, answers=2) for n in (130, 140, 150, 400)]
 
         rows = list(batch.micro_batches(packs, 512, "cuda"))
@@ -459,7 +490,7 @@ class TestLongMicroBatches:
         assert all(len(one) * sizing.bucket(max(part.tokens for part in one)) <= 512 for one in rows)
 
 
-def mask_of(tensors, bias_dtype):
+def mask_of(tensors: batch.Tensors, bias_dtype: dtype | None) -> Any:
     """As transformers asks for it, for layers with full attention."""
     layout = attention.Layout.of_rows(tensors.position_ids, tensors.segment, bias_dtype)
     make = AttentionMaskInterface()[attention.NAME]
@@ -468,7 +499,7 @@ def mask_of(tensors, bias_dtype):
         return make(rows, width, width, mask_function=causal_mask_function)
 
 
-def pack_of(*, tokens, prompt=100, answers=8):
+def pack_of(*, tokens: int, prompt: int = 100, answers: int = 8) -> Pack:
     """One that is `tokens` wide, or a little less."""
     each = (tokens - prompt) // answers
     rest = tokens - prompt - each * answers
@@ -479,7 +510,9 @@ def pack_of(*, tokens, prompt=100, answers=8):
     )
 
 
-def on_meta(monkeypatch, config, dtype, checkpointed):
+def on_meta(
+    monkeypatch: pytest.MonkeyPatch, config: Any, dtype: dtype, checkpointed: bool
+) -> tuple[OwnGradient, Policy]:
     """The trainer's gradient of a model whose tensors have shapes and no data, and its policy."""
 
     class Tokens:
@@ -495,7 +528,15 @@ def on_meta(monkeypatch, config, dtype, checkpointed):
     return OwnGradient(policy, asked({}), token_budget=1 << 20), policy
 
 
-def as_cuda_does(query, key, value, attn_mask=None, is_causal=False, scale=None, **rest):
+def as_cuda_does(
+    query: Any,
+    key: torch.Tensor,
+    value: Any,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    scale: Any = None,
+    **rest: Any,
+) -> Any:
     """The operator that CUDA calls for a bias: it saves its inputs and output, and never the scores."""
     assert attn_mask is not None and attn_mask.dtype == query.dtype, (
         "a bool mask becomes a bias in each layer"
@@ -505,11 +546,11 @@ def as_cuda_does(query, key, value, attn_mask=None, is_causal=False, scale=None,
     return operator(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
 
 
-def saved_bytes(gradient, policy, packs):
+def saved_bytes(gradient: OwnGradient, policy: Policy, packs: list[Any]) -> tuple[int, int]:
     """What autograd keeps of one micro-batch, each storage once and weights not at all; and its width."""
-    storages = {}
+    storages: dict[str, Any] = {}
 
-    def save(tensor):
+    def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         storages.setdefault(storage._cdata, storage)
         return tensor
@@ -518,12 +559,12 @@ def saved_bytes(gradient, policy, packs):
     tensors = gradient.tensors(packs)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         total = gradient.logprobs(tensors)[0].sum()
-    total.backward()  # it computes some results again, and keeps none of them
+    torch.autograd.backward(total)  # it computes some results again, and keeps none of them
     found = sum(storage.nbytes() for key, storage in storages.items() if key not in weights)
     return found, tensors.input_ids.shape[1]
 
 
-def test_the_shape_is_read_from_a_config_without_making_the_weights():
+def test_the_shape_is_read_from_a_config_without_making_the_weights() -> None:
     config = LlamaConfig(
         vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=True,
@@ -539,14 +580,14 @@ def test_the_shape_is_read_from_a_config_without_making_the_weights():
     assert shape.token_cache_bytes == 3 * 2 * 2 * 16 * 2
 
 
-def test_the_adapter_is_counted_as_it_is(make_policy):
+def test_the_adapter_is_counted_as_it_is(make_policy: Callable[..., Policy]) -> None:
     policy = make_policy()
     shape = memory.shape_of(policy.model.get_base_model().config, torch.float32)
 
     assert sizing.adapter_parameters(shape, 4) == sum(parameter.numel() for parameter in policy.trainable)
 
 
-def test_what_is_free_is_the_least_of_machine_and_container(tmp_path):
+def test_what_is_free_is_the_least_of_machine_and_container(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
     assert memory.available("cpu", meminfo, tmp_path) == 4000 * 1024
@@ -558,13 +599,15 @@ def test_what_is_free_is_the_least_of_machine_and_container(tmp_path):
         assert memory.available("cpu", meminfo, tmp_path) == free
 
 
-def test_checkpointed_layers_give_the_same_gradients_and_the_same_samples(make_policy):
+def test_checkpointed_layers_give_the_same_gradients_and_the_same_samples(
+    make_policy: Callable[..., Policy],
+) -> None:
     found = []
     for checkpointed in (False, True):
         policy = make_policy(moved=True)
         layers = policy.layers
-        calls = []
-        layers[0].input_layernorm.register_forward_hook(
+        calls: list[Any] = []
+        untyped(layers[0]).input_layernorm.register_forward_hook(
             lambda *args, calls=calls: calls.append(torch.is_grad_enabled())
         )
         if checkpointed:

@@ -1,6 +1,7 @@
 """`regraft-server models`: what it says of a model, and the entry that it writes."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -9,14 +10,16 @@ from worker.cli import main
 
 
 @pytest.fixture
-def models_file(tmp_path, monkeypatch):
+def models_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "models.toml"
     monkeypatch.setenv("REGRAFT_MODELS_FILE", str(file))
     monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path / "data"))
     return file
 
 
-def test_a_model_is_tried_and_added(models_file, tiny_model, capsys):
+def test_a_model_is_tried_and_added(
+    models_file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["models", "add", str(tiny_model), "--name", "tiny", "--context", "128", "--dtype", "float32"]
 
     assert main(arguments) == 0
@@ -26,7 +29,9 @@ def test_a_model_is_tried_and_added(models_file, tiny_model, capsys):
     assert "forward        packed" in capsys.readouterr().out
 
 
-def test_what_a_check_found_can_be_read_by_a_program(models_file, tiny_model, capsys):
+def test_what_a_check_found_can_be_read_by_a_program(
+    models_file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     models_file.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
 
     assert main(["models", "check", "--json"]) == 0
@@ -38,7 +43,9 @@ def test_what_a_check_found_can_be_read_by_a_program(models_file, tiny_model, ca
     assert list(found["memory"]) == ["128"]
 
 
-def test_a_folder_without_a_model_is_not_added(models_file, tmp_path, capsys):
+def test_a_folder_without_a_model_is_not_added(
+    models_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
 
     with pytest.raises(SystemExit) as ended:
@@ -49,7 +56,9 @@ def test_a_folder_without_a_model_is_not_added(models_file, tmp_path, capsys):
     assert not models_file.exists()
 
 
-def test_a_name_that_is_taken_is_not_written_twice(models_file, tiny_model, capsys):
+def test_a_name_that_is_taken_is_not_written_twice(
+    models_file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     models_file.write_text(f'[models.tiny]\npath = "{tiny_model}"\n')
 
     with pytest.raises(SystemExit):

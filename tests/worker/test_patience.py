@@ -2,14 +2,19 @@
 
 import asyncio
 import errno
+from pathlib import Path
+from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.orm import Session
 
+from core.database.engine import Database
 from core.jobs.claim import LeaseLost
 from core.storage.store import BlobNotFound
 from tests.fakes import Skill
+from tests.worker.conftest import Bench
 from worker.retry import RetryPolicy
 
 REFUSED = OperationalError("select 1", {}, Exception("connection refused"))
@@ -23,37 +28,37 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 class Time:
     """A clock that moves only when somebody waits."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = 0.0
 
-    def wait(self, seconds):
+    def wait(self, seconds: float) -> None:
         self.now += seconds
 
 
 class Fails:
     """Raises what it is given, one after the other, and then succeeds."""
 
-    def __init__(self, *causes):
+    def __init__(self, *causes: OperationalError) -> None:
         self.causes = list(causes)
 
-    def __call__(self):
+    def __call__(self) -> str:
         if self.causes:
             raise self.causes.pop(0)
         return "done"
 
 
 @pytest.fixture
-def time():
+def time() -> Time:
     return Time()
 
 
 @pytest.fixture
-def told():
+def told() -> list[Any]:
     return []
 
 
 @pytest.fixture
-def patience(time, told):
+def patience(time: Time, told: list[Any]) -> RetryPolicy:
     return RetryPolicy(600.0, told.append, clock=lambda: time.now, wait=time.wait)
 
 
@@ -62,7 +67,9 @@ def patience(time, told):
     [REFUSED, BUSY, FULL, EndpointConnectionError(endpoint_url="s3"), ConnectionResetError("cut")],
     ids=["database", "busy store", "full disk", "no store", "cut connection"],
 )
-def test_what_is_away_is_waited_for_and_told_of(patience, told, time, cause):
+def test_what_is_away_is_waited_for_and_told_of(
+    patience: RetryPolicy, told: list[Any], time: Time, cause: Any
+) -> None:
     assert patience(Fails(*[cause] * 8)) == "done"
 
     assert len(told) == 1
@@ -77,18 +84,18 @@ def test_what_is_away_is_waited_for_and_told_of(patience, told, time, cause):
         BlobNotFound("a"),
         DENIED,
         FileNotFoundError("a"),
-        IntegrityError("i", {}, None),
+        IntegrityError("i", {}, Exception()),
     ],
     ids=["lost lease", "no blob", "denied", "no file", "conflict"],
 )
-def test_what_waiting_cannot_help_is_raised_at_once(patience, time, cause):
+def test_what_waiting_cannot_help_is_raised_at_once(patience: RetryPolicy, time: Time, cause: Any) -> None:
     with pytest.raises(type(cause)):
         patience(Fails(cause))
 
     assert time.now == 0.0
 
 
-def test_patience_ends(patience, time):
+def test_patience_ends(patience: RetryPolicy, time: Time) -> None:
     with pytest.raises(OperationalError):
         patience(Fails(*[REFUSED] * 1000))
 
@@ -98,31 +105,31 @@ def test_patience_ends(patience, time):
 class Flaky:
     """A database, or a store, of which every other use fails: before it did anything, or after it did all of it."""
 
-    def __init__(self, real, *, lost_answers):
+    def __init__(self, real: Database, *, lost_answers: bool) -> None:
         self.real = real
         self.lost_answers = lost_answers
         self.uses = 0
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def write(self):
+    def write(self) -> "FlakyTransaction":
         return FlakyTransaction(self)
 
 
 class FlakyTransaction:
-    def __init__(self, flaky):
+    def __init__(self, flaky: Flaky) -> None:
         self.flaky = flaky
         self.inner = flaky.real.write()
 
-    def __enter__(self):
+    def __enter__(self) -> Session:
         self.flaky.uses += 1
         self.fails = self.flaky.uses % 2 == 1
         if self.fails and not self.flaky.lost_answers:
             raise REFUSED
         return self.inner.__enter__()
 
-    def __exit__(self, *raised):
+    def __exit__(self, *raised: Any) -> bool | None:
         suppressed = self.inner.__exit__(*raised)
         if self.fails and raised[0] is None:
             raise REFUSED  # it was committed, and the answer was lost
@@ -130,7 +137,9 @@ class FlakyTransaction:
 
 
 @pytest.mark.parametrize("lost_answers", [False, True], ids=["refused", "answer lost"])
-def test_a_run_whose_every_other_transaction_fails_ends_like_any_other(bench, patience, told, lost_answers):
+def test_a_run_whose_every_other_transaction_fails_ends_like_any_other(
+    bench: Bench, patience: RetryPolicy, told: list[Any], lost_answers: bool
+) -> None:
     flaky = Flaky(bench.database, lost_answers=lost_answers)
     run = bench.run(skill=Skill(0.3), attempt=bench.attempt(database=flaky, retry=patience))
 
@@ -153,14 +162,14 @@ def test_a_run_whose_every_other_transaction_fails_ends_like_any_other(bench, pa
 class FullDisk:
     """A trainer that finds no space for its checkpoint the first time."""
 
-    def __init__(self, real):
+    def __init__(self, real: Any) -> None:
         self.real = real
         self.tries = 0
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def save(self, folder):
+    def save(self, folder: Path) -> None:
         self.tries += 1
         (folder / "skill.json").write_text("half of it")
         if self.tries == 1:
@@ -168,7 +177,9 @@ class FullDisk:
         self.real.save(folder)
 
 
-def test_a_full_disk_is_waited_for_and_leaves_no_half_checkpoint(bench, patience, told):
+def test_a_full_disk_is_waited_for_and_leaves_no_half_checkpoint(
+    bench: Bench, patience: RetryPolicy, told: list[Any]
+) -> None:
     run = bench.run(attempt=bench.attempt(retry=patience))
     run.trainer = run.collector.trainer = FullDisk(run.trainer)
 

@@ -1,5 +1,8 @@
 """Our attention function in a plain forward pass, outside `laid_out`: transformers' own masks, caps and sinks."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -12,11 +15,11 @@ SHORT, LONG = 7, 2 * WINDOW + 5  # below and beyond the window
 
 
 @pytest.fixture(params=TITLES)
-def compared(request):
+def compared(request: pytest.FixtureRequest) -> Callable[..., Iterator[Any]]:
     """Compute with one model under our attention, then under eager attention; returns both results."""
     model = next(family for family in FAMILIES if family.title == request.param).model()
 
-    def compared(compute):
+    def compared(compute: Callable[[Any], Any]) -> Iterator[Any]:
         for implementation in (attention.NAME, "eager"):
             model.set_attn_implementation(implementation)
             yield compute(model)
@@ -24,20 +27,20 @@ def compared(request):
     return compared
 
 
-def tokens(rows, length):
+def tokens(rows: int, length: int) -> torch.Tensor:
     return torch.randint(3, 70, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("length", [SHORT, LONG])
 @torch.no_grad()
-def test_a_plain_pass_is_that_of_eager_attention(compared, length):
+def test_a_plain_pass_is_that_of_eager_attention(compared: Callable[..., Iterator[Any]], length: int) -> None:
     ours, theirs = compared(lambda model: model(tokens(2, length)).logits)
 
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
-def test_a_padded_pass_is_that_of_eager_attention(compared):
+def test_a_padded_pass_is_that_of_eager_attention(compared: Callable[..., Iterator[Any]]) -> None:
     mask = torch.ones(2, LONG, dtype=torch.int64)
     mask[0, SHORT:] = 0
 
@@ -47,7 +50,9 @@ def test_a_padded_pass_is_that_of_eager_attention(compared):
 
 
 @pytest.mark.parametrize("length", [SHORT, LONG])
-def test_transformers_generates_the_same_with_its_own_cache(compared, length):
+def test_transformers_generates_the_same_with_its_own_cache(
+    compared: Callable[..., Iterator[Any]], length: int
+) -> None:
     options = {
         "max_new_tokens": 12,
         "do_sample": False,
@@ -61,9 +66,9 @@ def test_transformers_generates_the_same_with_its_own_cache(compared, length):
     torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_module_that_looks_both_ways_keeps_doing_so():
+def test_a_module_that_looks_both_ways_keeps_doing_so() -> None:
     module = torch.nn.Module()
-    module.is_causal = False
+    setattr(module, "is_causal", False)  # noqa: B010  # torch types every attribute as a tensor or a module
     query, key, value = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0)).unbind()
 
     for extra in ({}, {"softcap": 1e6}):

@@ -29,18 +29,22 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 Weights = dict[str, Tensor]
 
 
+def in_blocks(weight: Tensor) -> Tensor:
+    rows, columns = weight.shape
+    return weight.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+
+
 def fp8(weights: Weights) -> tuple[Weights, Weights]:
     """Blocks of e4m3 numbers with a scale each, as in the files of DeepSeek V3: what is stored, and its values."""
     stored, values = Weights(), Weights()
     for name, weight in weights.items():
         stored[name] = values[name] = weight
         if name.endswith("proj.weight"):
-            blocks = weight.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+            blocks = in_blocks(weight)
             scale = blocks.abs().amax((1, 3), keepdim=True) / 448
             stored[name] = (blocks / scale).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
             stored[name.replace("weight", "weight_scale_inv")] = scale[:, 0, :, 0].contiguous()
-            rounded = stored[name].float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
-            values[name] = (rounded * scale).flatten(2).flatten(0, 1)
+            values[name] = (in_blocks(stored[name].float()) * scale).flatten(2).flatten(0, 1)
     return stored, values
 
 

@@ -4,8 +4,11 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,12 +17,14 @@ from sqlalchemy import select
 
 from core.database.tables import File, Job
 from core.jobs import lifecycle
+from core.jobs.hyperparameters import Resolved
 from core.registry import BaseModelEntry
 from core.response_format import held_to
 from core.settings import Settings
 from graders.types import Grade
 from tests.fakes import learn
 from tests.tiny import make_byte_model
+from tests.worker.conftest import Bench
 from tests.worker.test_json_schema import LETTER, sample
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling, with_gap
 from worker.assemble import load_policy
@@ -28,7 +33,7 @@ from worker.learn.rank import serve, start
 from worker.learn.ranks import Line, Model, Ranks, Start
 from worker.learn.trainer import PeftTrainer
 from worker.model import support
-from worker.model.policy import Route
+from worker.model.policy import Policy, Route
 from worker.refusals import SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -48,16 +53,16 @@ MIXED = [[1.0, 0.0, 0.5, 0.0], [0.0, 1.0, 1.0, 0.2], [0.3, 0.2, 0.9, 0.0], [0.0,
 
 
 @pytest.fixture(scope="module")
-def two():
+def two() -> Iterator[Ranks]:
     with Ranks(2) as ranks:
         yield ranks
 
 
 @pytest.fixture
-def trainers(make_policy, tiny_model, two):
+def trainers(make_policy: Callable[..., Policy], tiny_model: Path, two: Ranks) -> Callable[..., list[Any]]:
     """Two trainers on policies that are alike: one alone, one with a helper."""
 
-    def make(settings, budget=4096):
+    def make(settings: Any, budget: int = 4096) -> list[Any]:
         model = Model(
             "tiny",
             BaseModelEntry(path=tiny_model, dtype="float32", context=128),
@@ -77,11 +82,11 @@ def trainers(make_policy, tiny_model, two):
     return make
 
 
-def like_the_policy(advanced):
+def like_the_policy(advanced: dict[str, Any]) -> Resolved:
     return asked({"lora_rank": 4, "lora_alpha": 8} | advanced)
 
 
-def sampled(policy, step=1):
+def sampled(policy: Policy, step: int = 1) -> list[Any]:
     prompts = [prompt(policy, text, line) for line, text in enumerate(TEXTS, start=1)]
     answers_PG = drawn(policy, prompts, sampling(step=step))
     return [
@@ -102,7 +107,9 @@ def sampled(policy, step=1):
         ({"loss": "gspo", "updates_per_batch": 3, "kl": 0.1, "reference_refresh_steps": 1}, 64),
     ],
 )
-def test_two_ranks_learn_what_one_does(trainers, advanced, budget):
+def test_two_ranks_learn_what_one_does(
+    trainers: Callable[..., list[Any]], advanced: dict[str, Any], budget: int
+) -> None:
     alone, together = trainers(like_the_policy(advanced), budget)
     # The optimizer that all are equal before: AdamW makes a full step of what is nothing but rounding.
     for one in (alone, together):
@@ -123,7 +130,7 @@ def test_two_ranks_learn_what_one_does(trainers, advanced, budget):
     assert relative_difference(*moves) < 1e-4
 
 
-def test_the_sampler_is_judged_by_the_numbers_of_all_ranks(trainers):
+def test_the_sampler_is_judged_by_the_numbers_of_all_ranks(trainers: Callable[..., list[Any]]) -> None:
     """Two of four groups come from another policy, by the sampler's own account; both ranks have some of each."""
     _, together = trainers(like_the_policy({"overlap": False}))
     together.gate = SamplerGate(0.01, "other", "float32")
@@ -154,11 +161,11 @@ def test_the_sampler_is_judged_by_the_numbers_of_all_ranks(trainers):
     assert all(map(torch.equal, before, together.policy.trainable))
 
 
-def centred(rewards):
+def centred(rewards: list[float]) -> list[Any]:
     return [reward - sum(rewards) / len(rewards) for reward in rewards]
 
 
-def test_a_run_on_two_ranks_samples_the_answers_of_one(trainers):
+def test_a_run_on_two_ranks_samples_the_answers_of_one(trainers: Callable[..., list[Any]]) -> None:
     """As AdamW has it, and each from the policy that its own steps have made."""
     answers = []
     for trainer in trainers(like_the_policy({"learning_rate": 0.02})):
@@ -172,7 +179,7 @@ def test_a_run_on_two_ranks_samples_the_answers_of_one(trainers):
     assert answers[0] == answers[1]
 
 
-def test_a_helper_holds_answers_to_the_schema_too(two, tmp_path):
+def test_a_helper_holds_answers_to_the_schema_too(two: Ranks, tmp_path: Path) -> None:
     """Its probabilities would otherwise be over the whole vocabulary, which for bytes is another gradient."""
     folder = make_byte_model(tmp_path)
     entry = BaseModelEntry(path=folder, dtype="float32", context=256)
@@ -199,19 +206,21 @@ def test_a_helper_holds_answers_to_the_schema_too(two, tmp_path):
     assert learn(together, groups).grad_norm == pytest.approx(learn(alone, groups).grad_norm, rel=1e-4)
 
 
-def test_all_ranks_compute_as_the_decode_of_rank_0_allows(tiny_model, tmp_path, monkeypatch):
+def test_all_ranks_compute_as_the_decode_of_rank_0_allows(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A packed pass is right here, but no decode is that belongs to it."""
     monkeypatch.setattr(support, "DECODES", {**support.DECODES, "packed": ()})
     entry = BaseModelEntry(path=tiny_model, dtype="float32", context=128)
     ranks = RanksInThisProcess()
 
     policy, _ = load_policy(
-        SimpleNamespace(job=SimpleNamespace(model="tiny", seed=0)),
-        SimpleNamespace(entry=entry, device="cpu", sampler="transformers"),
-        SimpleNamespace(settings=like_the_policy({}), held_to=""),
-        SimpleNamespace(checkpointed=False, token_budget=4096),
-        SimpleNamespace(model_cache=tmp_path, torch_threads=0),
-        ranks,
+        cast(Any, SimpleNamespace(job=SimpleNamespace(model="tiny", seed=0))),
+        cast(Any, SimpleNamespace(entry=entry, device="cpu", sampler="transformers")),
+        cast(Any, SimpleNamespace(settings=like_the_policy({}), held_to="")),
+        cast(Any, SimpleNamespace(checkpointed=False, token_budget=4096)),
+        cast(Any, SimpleNamespace(model_cache=tmp_path, torch_threads=0)),
+        cast(Any, ranks),
         lambda: None,
     )
 
@@ -221,21 +230,21 @@ def test_all_ranks_compute_as_the_decode_of_rank_0_allows(tiny_model, tmp_path, 
 class RanksInThisProcess:
     """One helper, which is started at once."""
 
-    def start(self, model, *, device, threads, token_budget, held_to):
+    def start(self, model: Model, *, device: str, threads: int, token_budget: int, held_to: str) -> None:
         self.helper = start(Start(model, device, 0, token_budget, held_to), 0)
 
-    def wait(self):
+    def wait(self) -> None:
         pass
 
 
-def test_a_helper_that_has_nothing_to_compute_is_not_asked(trainers):
+def test_a_helper_that_has_nothing_to_compute_is_not_asked(trainers: Callable[..., list[Any]]) -> None:
     alone, together = trainers(like_the_policy({}))
     groups = sampled(alone.policy)[:1]
 
     assert learn(together, groups).grad_norm == pytest.approx(learn(alone, groups).grad_norm)
 
 
-def test_packs_are_dealt_by_their_tokens():
+def test_packs_are_dealt_by_their_tokens() -> None:
     packs = [
         Pack((1,) * length, (TrainingSequence((2,), (0.0,), (1.0,), 1.0),)) for length in (10, 70, 20, 40, 30)
     ]
@@ -246,19 +255,19 @@ def test_packs_are_dealt_by_their_tokens():
     assert [len(hand) for hand in deal(packs[:1], 3)] == [1, 0, 0]
 
 
-def test_one_rank_is_this_process_and_no_other():
+def test_one_rank_is_this_process_and_no_other() -> None:
     with Ranks(1) as ranks:
         assert ranks.helpers == []
 
 
-def test_a_helper_ends_when_its_run_does():
+def test_a_helper_ends_when_its_run_does() -> None:
     ours, theirs = socket.socketpair()
     ours.close()
 
     serve(Line(theirs))  # it returns
 
 
-def test_arrays_of_other_sizes_arrive_as_they_were_sent():
+def test_arrays_of_other_sizes_arrive_as_they_were_sent() -> None:
     ours, theirs = map(Line, socket.socketpair())
 
     for sizes in ((3, 2), (3, 2), (5,), (0, 1), ()):
@@ -290,7 +299,9 @@ sys.exit(child.main())
 """
 
 
-def test_a_run_that_loses_a_helper_ends_as_a_crash(bench, tiny_model, tmp_path, monkeypatch):
+def test_a_run_that_loses_a_helper_ends_as_a_crash(
+    bench: Bench, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry = tmp_path / "models.toml"
     registry.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
     rows = [{"messages": [{"role": "user", "content": text}], "answer": "yes no"} for text in TEXTS]
@@ -317,7 +328,7 @@ def test_a_run_that_loses_a_helper_ends_as_a_crash(bench, tiny_model, tmp_path, 
     for name, value in environment.items():
         monkeypatch.setenv(f"REGRAFT_{name.upper()}", str(value))
 
-    def command(progress):
+    def command(progress: Path) -> list[Any]:
         return [sys.executable, "-c", FATAL, str(os.getpid()), str(progress)]
 
     Supervisor(Settings(), bench.database, bench.blobs, command).run_waiting()

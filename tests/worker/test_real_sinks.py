@@ -2,19 +2,23 @@
 
 import json
 import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from worker.record.exporters import Card
 from worker.record.exporters.mlflow import MlflowSink
 from worker.record.exporters.trackio import TrackioSink
+from worker.record.exporters.types import Ended
 from worker.record.exporters.wandb import WandbSink
 
 CARD = Card("ftjob-1", "colours", "ftjob-1", None, ("a",), {"model": "tiny", "batch_size": 8})
 METRICS = {"step": 1, "train_mean_reward": 0.25, "scores/graders/string_check/it's/train_reward_mean": 1.0}
 
 
-def attempt(sink, steps, ended) -> int | None:
+def attempt(sink: MlflowSink | WandbSink | TrackioSink, steps: list[Any], ended: Ended) -> int | None:
     """The last step that was there before."""
     last = sink.start(CARD)
     for step in steps:
@@ -23,7 +27,7 @@ def attempt(sink, steps, ended) -> int | None:
     return last
 
 
-def test_mlflow_has_one_run_with_every_step_once(tmp_path):
+def test_mlflow_has_one_run_with_every_step_once(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
 
@@ -43,7 +47,9 @@ def test_mlflow_has_one_run_with_every_step_once(tmp_path):
     assert run.data.metrics["scores/graders/string_check/it_s/train_reward_mean"] == 1.0
 
 
-def test_wandb_writes_a_run_that_can_be_synchronised_later(tmp_path, monkeypatch):
+def test_wandb_writes_a_run_that_can_be_synchronised_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("WANDB_DIR", raising=False)
@@ -58,7 +64,7 @@ def test_wandb_writes_a_run_that_can_be_synchronised_later(tmp_path, monkeypatch
     assert exit_code == 0
 
 
-def read_wandb(path):
+def read_wandb(path: Path) -> tuple[Any, list[dict[Any, Any]], Any]:
     """The run's record, its history and its exit code."""
     from wandb.proto import wandb_internal_pb2
 
@@ -77,7 +83,7 @@ def read_wandb(path):
     return run, history, exit_code
 
 
-def log_records(data):
+def log_records(data: bytes) -> Iterator[bytes]:
     """What a file in LevelDB's log format holds, behind the seven bytes of W&B's own at its beginning."""
     place, parts = 7, []
     while place + 7 <= len(data):
@@ -93,7 +99,7 @@ def log_records(data):
             parts = []
 
 
-def test_trackio_has_one_run_with_every_step_once(tmp_path, monkeypatch):
+def test_trackio_has_one_run_with_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage

@@ -1,21 +1,25 @@
 """Answers with a thought: their formats are found by rendering, and their parts by the tokens."""
 
+from typing import Any
+
 import pytest
 
 from core import chat_templates
+from core.reasoning import Format, Switches
+from tests.present import present
 from tests.thinking import DISTILL, FAMILIES, HYBRID, thinking_tokenizer
 from tests.tiny import TEMPLATE
 from worker.model import reasoning
-from worker.model.reasoning import Format, detect
+from worker.model.reasoning import Effort, detect
 
 
-def found(template):
+def found(template: str | None) -> reasoning.Reasoning | None:
     return detect(thinking_tokenizer(template))
 
 
-def split(template, answer, **options):
+def split(template: str, answer: str, **options: Any) -> Any:
     tokenizer = thinking_tokenizer(template)
-    return detect(tokenizer).split(tokenizer.encode(answer), **options)
+    return present(detect(tokenizer)).split(tokenizer.encode(answer), **options)
 
 
 THINK = ("<think>", "</think>", "</think>")
@@ -39,12 +43,14 @@ GEMMA = ("<|channel>thought", "<channel|>", "<channel|>")
         ("gemma", GEMMA, False),
     ],
 )
-def test_the_tags_of_a_family_are_found_by_rendering(family, tags, opened):
-    assert found(FAMILIES[family]).form == Format(*tags, opened)
+def test_the_tags_of_a_family_are_found_by_rendering(
+    family: str, tags: tuple[str, str, str], opened: bool
+) -> None:
+    assert present(found(FAMILIES[family])).form == Format(*tags, opened)
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None, *map(chat_templates.text_of, chat_templates.NAMES)])
-def test_a_template_without_thoughts_has_no_format(template):
+def test_a_template_without_thoughts_has_no_format(template: str | None) -> None:
     """r1_zero asks for tags, which its graders reward: they are part of the output."""
     assert found(template) is None
 
@@ -59,11 +65,13 @@ def test_a_template_without_thoughts_has_no_format(template):
         ("gemma", "enable_thinking", ()),
     ],
 )
-def test_switches_are_those_that_change_the_prompt(family, toggle, efforts):
-    assert found(FAMILIES[family]).switches == reasoning.Switches(toggle, efforts)
+def test_switches_are_those_that_change_the_prompt(
+    family: str, toggle: str | None, efforts: tuple[Any, ...]
+) -> None:
+    assert present(found(FAMILIES[family])).switches == Switches(toggle, efforts)
 
 
-def test_a_tagged_answer_has_a_thought_and_a_text():
+def test_a_tagged_answer_has_a_thought_and_a_text() -> None:
     parts = split(HYBRID, "<think>6*7=42</think>\n\n42<end>")
 
     assert (parts.thought, parts.text) == ("6*7=42", "42")
@@ -71,38 +79,38 @@ def test_a_tagged_answer_has_a_thought_and_a_text():
     assert not parts.is_cut
 
 
-def test_an_answer_without_tags_is_all_text():
+def test_an_answer_without_tags_is_all_text() -> None:
     parts = split(HYBRID, "42<end>")
 
     assert (parts.thought, parts.text, parts.answer_start, parts.is_cut) == ("", "42", 0, False)
 
 
-def test_where_the_prompt_opened_the_thought_the_answer_begins_within_it():
+def test_where_the_prompt_opened_the_thought_the_answer_begins_within_it() -> None:
     parts = split(DISTILL, "6*7=42\n</think>\n\n42<end>")
 
     assert (parts.thought, parts.text, parts.thought_tokens) == ("6*7=42", "42", 8)
 
 
 @pytest.mark.parametrize(("template", "answer"), [(HYBRID, "<think>6*7"), (DISTILL, "6*7")])
-def test_a_cut_thought_has_no_text(template, answer):
+def test_a_cut_thought_has_no_text(template: str, answer: str) -> None:
     parts = split(template, answer)
 
     assert (parts.thought, parts.text, parts.is_cut) == ("6*7", "", True)
     assert parts.answer_start == parts.thought_tokens == len(thinking_tokenizer(template).encode(answer))
 
 
-def test_an_empty_thought_is_no_thought():
+def test_an_empty_thought_is_no_thought() -> None:
     assert split(HYBRID, "<think>\n\n</think>\n\n42").thought == ""
     assert split(DISTILL, "</think>42").text == "42"
 
 
-def test_later_tags_belong_to_the_answer_and_only_leading_newlines_are_removed():
+def test_later_tags_belong_to_the_answer_and_only_leading_newlines_are_removed() -> None:
     parts = split(HYBRID, "<think>a</think>\n\n  b \n<tag> c\n")
 
     assert parts.text == "  b \n<tag> c\n"
 
 
-def test_the_channels_of_an_answer_are_a_thought_and_a_text():
+def test_the_channels_of_an_answer_are_a_thought_and_a_text() -> None:
     answer = (
         "<|channel|>analysis<|message|>6*7=42<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>"
     )
@@ -111,28 +119,28 @@ def test_the_channels_of_an_answer_are_a_thought_and_a_text():
     assert (parts.thought, parts.text) == ("6*7=42", "42")
 
 
-def test_a_final_channel_alone_is_an_answer_without_a_thought():
+def test_a_final_channel_alone_is_an_answer_without_a_thought() -> None:
     parts = split(FAMILIES["harmony"], "<|channel|>final<|message|>42<|return|>")
 
     assert (parts.thought, parts.text, parts.is_cut) == ("", "42", False)
 
 
-def test_a_cut_analysis_is_a_cut_thought():
+def test_a_cut_analysis_is_a_cut_thought() -> None:
     parts = split(FAMILIES["harmony"], "<|channel|>analysis<|message|>6*7")
 
     assert (parts.thought, parts.text, parts.is_cut) == ("6*7", "", True)
 
 
 @pytest.mark.parametrize("answer", ["<think>abc</think>4", "<think>ab>c</think>4 <think>"])
-def test_tags_that_are_not_single_tokens_are_found_in_the_text(answer):
+def test_tags_that_are_not_single_tokens_are_found_in_the_text(answer: str) -> None:
     tokenizer = thinking_tokenizer(HYBRID, special=False)
-    parts = detect(tokenizer).split(tokenizer.encode(answer))
+    parts = present(detect(tokenizer)).split(tokenizer.encode(answer))
 
     assert parts.text == answer.partition("</think>")[2]
     assert parts.thought == answer.partition("</think>")[0].removeprefix("<think>")
 
 
-def test_the_tokens_that_a_spent_budget_forced_are_counted():
+def test_the_tokens_that_a_spent_budget_forced_are_counted() -> None:
     """A thought that its budget closed is as long as the budget; one that ended earlier was closed by the model."""
     assert split(HYBRID, "<think>abc</think>4", budget=3).forced == 1
     assert split(HYBRID, "<think>ab</think>4", budget=3).forced == 0
@@ -155,16 +163,20 @@ def test_the_tokens_that_a_spent_budget_forced_are_counted():
         ("harmony", "minimal", {"reasoning_effort": "low"}, None),
     ],
 )
-def test_an_effort_is_the_models_own_switch_or_a_budget(family, effort, arguments, budget):
-    assert reasoning.plan_effort(found(FAMILIES[family]), effort, 1000) == reasoning.Plan(arguments, budget)
+def test_an_effort_is_the_models_own_switch_or_a_budget(
+    family: str, effort: Effort, arguments: dict[str, Any], budget: int | None
+) -> None:
+    assert reasoning.plan_effort(present(found(FAMILIES[family])), effort, 1000) == reasoning.Plan(
+        arguments, budget
+    )
 
 
-def test_arguments_become_defaults_of_the_template():
+def test_arguments_become_defaults_of_the_template() -> None:
     template = reasoning.with_defaults(HYBRID, {"enable_thinking": False, "name": 'a "b"'})
     tokenizer = thinking_tokenizer(template)
     chat = [{"role": "user", "content": "a"}]
 
-    def prompt(**arguments):
+    def prompt(**arguments: Any) -> Any:
         return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments)
 
     assert prompt().endswith("<think>\n\n</think>\n\n")
@@ -173,11 +185,11 @@ def test_arguments_become_defaults_of_the_template():
     )
 
 
-def test_behind_a_closed_thought_all_is_answer():
+def test_behind_a_closed_thought_all_is_answer() -> None:
     """Thinking is switched off, so a schema applies from the first token."""
     template = reasoning.with_defaults(HYBRID, {"enable_thinking": False})
 
-    assert found(template).form.off
-    assert found(template).switches.toggle == "enable_thinking"
+    assert present(found(template)).form.off
+    assert present(found(template)).switches.toggle == "enable_thinking"
     assert split(template, "42<end>").text == "42"
     assert not split(template, "<think>a").is_cut

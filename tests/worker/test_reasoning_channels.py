@@ -1,7 +1,10 @@
 """The thought and the answer of a chat completion, streamed token by token."""
 
+from typing import Any
+
 import pytest
 
+from tests.present import present
 from tests.thinking import DISTILL, FAMILIES, HYBRID, thinking_tokenizer
 from worker.model.reasoning import detect
 from worker.serve.channels import ReasoningAnswer
@@ -10,11 +13,15 @@ from worker.serve.engine import Token
 HARMONY = FAMILIES["harmony"]
 
 
-def stream(template, answer, *, special=True, stops=(), ends=True):
+def stream(
+    template: str, answer: str, *, special: bool = True, stops: tuple[Any, ...] = (), ends: bool = True
+) -> tuple[list[str], list[str], ReasoningAnswer]:
     """The answer's deltas of the thought and of the text, and the answer itself."""
     tokenizer = thinking_tokenizer(template, special=special)
     ids = tokenizer.encode(answer)
-    channels = ReasoningAnswer(tokenizer, frozenset({tokenizer.eos_token_id}), stops, detect(tokenizer))
+    channels = ReasoningAnswer(
+        tokenizer, frozenset({tokenizer.eos_token_id}), stops, present(detect(tokenizer))
+    )
     pieces = []
     for place, token in enumerate(ids):
         pieces.append(channels.add(Token(token, last=ends and place == len(ids) - 1)))
@@ -42,31 +49,33 @@ def stream(template, answer, *, special=True, stops=(), ends=True):
     ],
 )
 @pytest.mark.parametrize("special", [True, False])
-def test_a_stream_has_the_parts_of_the_whole(template, answer, thought, text, special):
+def test_a_stream_has_the_parts_of_the_whole(
+    template: str, answer: str, thought: str, text: str, special: bool
+) -> None:
     if template is HARMONY and not special:
         pytest.skip("channels are always special tokens")
     thoughts, texts, channels = stream(template, answer, special=special)
 
     assert ("".join(thoughts), "".join(texts)) == (thought, text)
     tokenizer = thinking_tokenizer(template, special=special)
-    parts = detect(tokenizer).split(tokenizer.encode(answer))
+    parts = present(detect(tokenizer)).split(tokenizer.encode(answer))
     assert (parts.thought, parts.text) == (thought, text)
     assert channels.reasoning_tokens == parts.thought_tokens
 
 
-def test_a_thought_arrives_token_by_token():
+def test_a_thought_arrives_token_by_token() -> None:
     thoughts, _, _ = stream(HYBRID, "<think>abc</think>42<end>")
 
     assert thoughts[:4] == ["", "a", "b", "c"]
 
 
-def test_stop_strings_apply_to_the_answer_alone():
+def test_stop_strings_apply_to_the_answer_alone() -> None:
     thoughts, texts, channels = stream(HYBRID, "<think>a.b</think>4.2<end>", stops=(".",))
 
     assert ("".join(thoughts), "".join(texts), channels.finish_reason) == ("a.b", "4", "stop")
 
 
-def test_an_answer_that_is_cut_within_its_thought_ends():
+def test_an_answer_that_is_cut_within_its_thought_ends() -> None:
     _, texts, channels = stream(DISTILL, "abc")
 
     assert ("".join(texts), channels.finish_reason, channels.reasoning_tokens) == ("", "length", 3)

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -12,6 +15,7 @@ from core.results import rollouts
 from core.settings import Settings
 from tests.thinking import DISTILL, HYBRID, make_thinking_model
 from tests.tiny import make_byte_model
+from tests.worker.conftest import Bench
 from worker.assemble import assemble
 from worker.child import run_attempt
 from worker.refusals import UserMistake
@@ -39,10 +43,10 @@ FORMAT = {
 
 
 @pytest.fixture
-def run(bench, tmp_path, monkeypatch):
+def run(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
     """Run a job on this model with these hyperparameters, in this process, and return it."""
 
-    def work(model, effort="default", **advanced):
+    def work(model: Any, effort: str = "default", **advanced: Any) -> Job:
         registry = tmp_path / "models.toml"
         registry.write_text(
             f'[models.tiny]\npath = {json.dumps(str(model))}\ndtype = "float32"\ncontext = 512\n'
@@ -87,7 +91,9 @@ def run(bench, tmp_path, monkeypatch):
     return work
 
 
-def test_a_job_with_a_schema_trains_on_answers_after_their_thoughts(run, bench, tmp_path):
+def test_a_job_with_a_schema_trains_on_answers_after_their_thoughts(
+    run: Callable[..., Any], bench: Bench, tmp_path: Path
+) -> None:
     job = run(make_thinking_model(tmp_path / "model", DISTILL), "low")
 
     assert job.resolved["thinking_budget"] == 16
@@ -107,7 +113,9 @@ def test_a_job_with_a_schema_trains_on_answers_after_their_thoughts(run, bench, 
 
 
 @pytest.mark.slow  # a whole job on a real model, as the test above
-def test_arguments_of_the_template_are_defaults_of_the_delivered_one(run, bench, tmp_path):
+def test_arguments_of_the_template_are_defaults_of_the_delivered_one(
+    run: Callable[..., Any], bench: Bench, tmp_path: Path
+) -> None:
     job = run(
         make_thinking_model(tmp_path / "model", HYBRID), chat_template_kwargs={"enable_thinking": False}
     )
@@ -128,6 +136,8 @@ def test_arguments_of_the_template_are_defaults_of_the_delivered_one(run, bench,
         (make_thinking_model, 64, "leaves no room for an answer"),
     ],
 )
-def test_a_budget_that_cannot_work_is_refused(run, tmp_path, make, budget, reason):
+def test_a_budget_that_cannot_work_is_refused(
+    run: Callable[..., Any], tmp_path: Path, make: Callable[..., Path], budget: int, reason: str
+) -> None:
     with pytest.raises(UserMistake, match=reason):
         run(make(tmp_path / "model"), thinking_budget=budget)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any, NoReturn
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -11,25 +12,28 @@ from core.database.tables import File, IdempotentRequest, Job, now
 from core.jobs import lifecycle
 from core.settings import Settings
 from core.tenancy.idempotency import RETENTION_SECONDS
+from tests import factories
+from tests.present import present, untyped
+from tests.worker.conftest import Bench
 from worker.supervise.reconciler import BROKER_AWAY, BROKER_BACK, Reconciler
 
 
 @pytest.fixture
-def sent():
+def sent() -> list[Any]:
     return []
 
 
 @pytest.fixture
-def reconciler(bench, sent):
+def reconciler(bench: Bench, sent: list[Any]) -> Reconciler:
     return Reconciler(
         Settings(data_dir=bench.tmp_path),
         bench.database,
         bench.blobs,
-        lambda *wake: sent.append(wake) is None,
+        factories.noting(sent),
     )
 
 
-def test_the_job_of_a_silent_worker_waits_again(bench, reconciler):
+def test_the_job_of_a_silent_worker_waits_again(bench: Bench, reconciler: Reconciler) -> None:
     with bench.database.write() as session:
         assert lifecycle.heartbeat(session, bench.claim, -1.0)
 
@@ -39,7 +43,9 @@ def test_the_job_of_a_silent_worker_waits_again(bench, reconciler):
     assert (job.status, job.failures) == ("queued", 1)
 
 
-def test_a_waiting_job_that_nobody_took_is_announced_again_but_not_at_every_pass(bench, reconciler, sent):
+def test_a_waiting_job_that_nobody_took_is_announced_again_but_not_at_every_pass(
+    bench: Bench, reconciler: Reconciler, sent: list[Any]
+) -> None:
     with lifecycle.fenced(bench.database, bench.claim) as (session, job):
         lifecycle.release(session, job)
 
@@ -49,7 +55,7 @@ def test_a_waiting_job_that_nobody_took_is_announced_again_but_not_at_every_pass
     assert sent == [("regraft.run_next", "gpu.cpu")]
 
 
-def test_a_cancelled_job_gets_its_result_file(bench, reconciler):
+def test_a_cancelled_job_gets_its_result_file(bench: Bench, reconciler: Reconciler) -> None:
     run = bench.run()
     run.stop_requested = lambda: run.trainer.updates == 2
     asyncio.run(run.train())
@@ -60,10 +66,11 @@ def test_a_cancelled_job_gets_its_result_file(bench, reconciler):
 
     job = bench.job()
     assert job.result_file is not None
+    assert job.usage is not None
     assert job.usage["trained_tokens"] == 2 * 2 * 8
 
 
-def test_a_deleted_file_stays_while_an_unfinished_job_reads_it(bench, reconciler):
+def test_a_deleted_file_stays_while_an_unfinished_job_reads_it(bench: Bench, reconciler: Reconciler) -> None:
     file = stored_file(bench, deleted_at=now())
     with bench.database.write() as session:
         session.get_one(Job, bench.job().seq).training_file = file.id
@@ -79,7 +86,7 @@ def test_a_deleted_file_stays_while_an_unfinished_job_reads_it(bench, reconciler
         assert session.query(File).count() == 0
 
 
-def test_an_expired_file_goes_and_one_that_is_kept_stays(bench, reconciler):
+def test_an_expired_file_goes_and_one_that_is_kept_stays(bench: Bench, reconciler: Reconciler) -> None:
     stored_file(bench, expires_at=now() - 1)
     stored_file(bench, key="files/kept")
 
@@ -88,7 +95,7 @@ def test_an_expired_file_goes_and_one_that_is_kept_stays(bench, reconciler):
     assert list(bench.blobs.list("files/")) == ["files/kept"]
 
 
-def test_an_idempotency_key_is_forgotten_after_a_day(bench, reconciler):
+def test_an_idempotency_key_is_forgotten_after_a_day(bench: Bench, reconciler: Reconciler) -> None:
     with bench.database.write() as session:
         for key, age in (("old", RETENTION_SECONDS + 10), ("young", RETENTION_SECONDS - 1000)):
             row = {"fingerprint": "", "status_code": 200, "answer": {}, "created_at": now() - age}
@@ -100,25 +107,27 @@ def test_an_idempotency_key_is_forgotten_after_a_day(bench, reconciler):
         assert [row.key for row in session.query(IdempotentRequest)] == ["young"]
 
 
-def test_a_pass_that_fails_does_not_stop_the_others(bench, reconciler, sent):
+def test_a_pass_that_fails_does_not_stop_the_others(
+    bench: Bench, reconciler: Reconciler, sent: list[Any]
+) -> None:
     with lifecycle.fenced(bench.database, bench.claim) as (session, job):
         lifecycle.release(session, job)
 
     class Broken(Reconciler):
-        def expired_leases(self):
+        def expired_leases(self) -> None:
             raise RuntimeError("no such table")
 
     Broken(
         Settings(data_dir=bench.tmp_path),
         bench.database,
         bench.blobs,
-        lambda *wake: sent.append(wake) is None,
+        factories.noting(sent),
     ).run_once()
 
     assert sent == [("regraft.run_next", "gpu.cpu")]
 
 
-def stored_file(bench, key="files/x", **columns):
+def stored_file(bench: Bench, key: str = "files/x", **columns: Any) -> File:
     info = bench.blobs.put_bytes(key, b"{}\n")
     file = File(
         project_id=bench.project.id,
@@ -138,19 +147,21 @@ class TestLeasesThatEndedForNoFaultOfTheirWorkers:
     """A silent worker loses its job. One that could not be heard, or that a jump of the clock made late, does not."""
 
     @pytest.fixture
-    def clock(self):
+    def clock(self) -> "Clock":
         return Clock()
 
     @pytest.fixture
-    def reconciler(self, bench, clock):
+    def reconciler(self, bench: Bench, clock: "Clock") -> Reconciler:
         settings = Settings(data_dir=bench.tmp_path)
         return Reconciler(settings, bench.database, bench.blobs, lambda *wake: True, clock)
 
-    def late(self, bench, seconds=-1.0):
+    def late(self, bench: Bench, seconds: float = -1.0) -> None:
         with bench.database.write() as session:
             assert lifecycle.heartbeat(session, bench.claim, seconds)
 
-    def test_after_a_jump_of_the_clock_every_worker_gets_the_time_of_a_lease(self, bench, reconciler, clock):
+    def test_after_a_jump_of_the_clock_every_worker_gets_the_time_of_a_lease(
+        self, bench: Bench, reconciler: Reconciler, clock: "Clock"
+    ) -> None:
         reconciler.run_once()
         self.late(bench)
         clock.now -= 3600  # as seen from ours, the database's clock went an hour ahead
@@ -162,16 +173,20 @@ class TestLeasesThatEndedForNoFaultOfTheirWorkers:
         with bench.database.write() as session:
             assert lifecycle.heartbeat(session, bench.claim, 60)
 
-    def test_a_lease_that_a_jump_put_far_into_the_future_ends_in_time(self, bench, reconciler, clock):
+    def test_a_lease_that_a_jump_put_far_into_the_future_ends_in_time(
+        self, bench: Bench, reconciler: Reconciler, clock: "Clock"
+    ) -> None:
         reconciler.run_once()
         self.late(bench, 3600.0)
         clock.now += 3600
 
         reconciler.run_once()
 
-        assert bench.job().lease_expires_at < time.time() + 61
+        assert present(bench.job().lease_expires_at) < time.time() + 61
 
-    def test_the_next_pass_takes_back_the_job_of_a_worker_that_stays_silent(self, bench, reconciler, clock):
+    def test_the_next_pass_takes_back_the_job_of_a_worker_that_stays_silent(
+        self, bench: Bench, reconciler: Reconciler, clock: "Clock"
+    ) -> None:
         reconciler.run_once()
         clock.now -= 3600
         reconciler.run_once()
@@ -181,11 +196,13 @@ class TestLeasesThatEndedForNoFaultOfTheirWorkers:
 
         assert bench.job().status == "queued"
 
-    def test_after_an_outage_of_the_database_nobody_is_late(self, bench, reconciler):
+    def test_after_an_outage_of_the_database_nobody_is_late(
+        self, bench: Bench, reconciler: Reconciler
+    ) -> None:
         reconciler.run_once()
         self.late(bench)
         away = reconciler.database
-        reconciler.database = Away()
+        reconciler.database = untyped(Away())
         reconciler.run_once()
         reconciler.database = away
 
@@ -194,7 +211,9 @@ class TestLeasesThatEndedForNoFaultOfTheirWorkers:
         assert bench.job().status == "running"
         assert "The database was unavailable" in bench.events("warn")[-1]
 
-    def test_several_reconcilers_say_it_once(self, bench, reconciler, clock):
+    def test_several_reconcilers_say_it_once(
+        self, bench: Bench, reconciler: Reconciler, clock: "Clock"
+    ) -> None:
         second = Reconciler(reconciler.settings, bench.database, bench.blobs, lambda *wake: True, clock)
         reconciler.run_once()
         second.run_once()
@@ -207,7 +226,7 @@ class TestLeasesThatEndedForNoFaultOfTheirWorkers:
         assert len([e for e in bench.events("warn") if "jumped" in e]) == 1
 
 
-def test_a_broker_that_is_away_is_an_event_of_the_jobs_that_wait_and_so_is_its_return(bench):
+def test_a_broker_that_is_away_is_an_event_of_the_jobs_that_wait_and_so_is_its_return(bench: Bench) -> None:
     with lifecycle.fenced(bench.database, bench.claim) as (session, job):
         lifecycle.release(session, job)
     answers = [False, False, True, True]
@@ -224,17 +243,17 @@ def test_a_broker_that_is_away_is_an_event_of_the_jobs_that_wait_and_so_is_its_r
 
 
 class Clock:
-    def __init__(self):
+    def __init__(self) -> None:
         self.start, self.now = time.monotonic(), 0.0
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now + time.monotonic() - self.start
 
 
 class Away:
     """A database that cannot be reached."""
 
-    def write(self):
+    def write(self) -> NoReturn:
         raise OperationalError("select 1", {}, Exception("connection refused"))
 
     read = write

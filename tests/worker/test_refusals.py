@@ -5,23 +5,28 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import safetensors.torch
 import torch
 from sqlalchemy import select
+from torch._C import OutOfMemoryError
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from core.database.tables import File, Job
 from core.jobs import lifecycle, run_logs
 from core.settings import Settings
-from core.storage.store import BlobNotFound, FolderBlobs
+from core.storage.store import BlobInfo, BlobNotFound, FolderBlobs
 from tests.families.zoo import FAMILIES, Family
+from tests.present import untyped
 from tests.tiny import tiny_tokenizer
+from tests.worker.conftest import Bench
 from worker.assemble import assemble
 from worker.child import run_attempt
-from worker.model.policy import load_base
+from worker.model.policy import Base, Policy, load_base
 from worker.refusals import (
     InvalidModel,
     ModelUnavailable,
@@ -46,16 +51,18 @@ ROWS = [
 
 
 @pytest.fixture
-def model(tiny_model, tmp_path):
+def model(tiny_model: Path, tmp_path: Path) -> Path:
     """A copy, for a test to damage."""
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
 @pytest.fixture
-def queued(bench, tmp_path, monkeypatch):
+def queued(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
     """The bench's job, waiting, on a model of the registry with these fields and hyperparameters."""
 
-    def make(*, rows=ROWS, hyperparameters=None, **entry):
+    def make(
+        *, rows: list[dict[str, Sequence[Any]]] = ROWS, hyperparameters: Any = None, **entry: Any
+    ) -> Settings:
         text = "".join(f"{name} = {json.dumps(str(value))}\n" for name, value in entry.items())
         registry = tmp_path / "models.toml"
         registry.write_text(f'[models.tiny]\n{text}dtype = "float32"\ncontext = 128\n')
@@ -83,10 +90,10 @@ def queued(bench, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def refused(bench, queued, tmp_path):
+def refused(bench: Bench, queued: Callable[..., Settings], tmp_path: Path) -> Callable[..., UserMistake]:
     """The error with which one attempt at the job ends, in this process."""
 
-    def run(**options):
+    def run(**options: Any) -> UserMistake:
         settings = queued(**options)
         with pytest.raises(UserMistake) as mistake:
             asyncio.run(
@@ -112,13 +119,15 @@ def without_template(folder: Path) -> Path:
 
 
 class TestOfAModel:
-    def test_no_chat_template_says_what_to_do(self, refused, model):
+    def test_no_chat_template_says_what_to_do(self, refused: Callable[..., UserMistake], model: Path) -> None:
         error = refused(path=without_template(model))
 
         assert error.code == "no_chat_template"
         assert 'chat_template = "plain"' in error.message
 
-    def test_messages_that_the_template_does_not_take_are_named_by_their_line(self, refused, model):
+    def test_messages_that_the_template_does_not_take_are_named_by_their_line(
+        self, refused: Callable[..., UserMistake], model: Path
+    ) -> None:
         template = "{% if messages|length > 1 %}{{ raise_exception('one message only') }}{% endif %}x"
         tiny_tokenizer(chat_template=template).save_pretrained(model)
         long = {**ROWS[0], "messages": [{"role": "system", "content": "x"}, *ROWS[0]["messages"]]}
@@ -129,7 +138,9 @@ class TestOfAModel:
         assert error.message.startswith("Line 5 of file-a: ")
         assert "one message only" in error.message
 
-    def test_an_architecture_that_the_config_shows_to_be_unsupported(self, refused, tmp_path):
+    def test_an_architecture_that_the_config_shows_to_be_unsupported(
+        self, refused: Callable[..., UserMistake], tmp_path: Path
+    ) -> None:
         rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         short = Family("Llama", "llama", {"max_position_embeddings": 64, "rope_parameters": rope})
         short.save(tmp_path / "short")
@@ -140,7 +151,9 @@ class TestOfAModel:
         assert (error.code, error.param) == ("unsupported_model", "model")
         assert "its rotary embedding (dynamic) changes" in error.message
 
-    def test_one_that_only_its_numbers_show_is_refused_before_any_step(self, bench, refused, tmp_path):
+    def test_one_that_only_its_numbers_show_is_refused_before_any_step(
+        self, bench: Bench, refused: Callable[..., UserMistake], tmp_path: Path
+    ) -> None:
         [decoder] = [family for family in FAMILIES if family.title == "ModernBERT decoder"]
 
         error = refused(path=decoder.save(tmp_path / "decoder"))
@@ -149,7 +162,9 @@ class TestOfAModel:
         assert "its logits are not the output of its head" in error.message
         assert bench.steps() == []
 
-    def test_one_that_transformers_does_not_know(self, refused, model):
+    def test_one_that_transformers_does_not_know(
+        self, refused: Callable[..., UserMistake], model: Path
+    ) -> None:
         changed(model / "config.json", model_type="of_tomorrow")
 
         error = refused(path=model)
@@ -158,24 +173,26 @@ class TestOfAModel:
         assert "of_tomorrow" in error.message
 
     @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-    def test_a_damaged_file(self, refused, model, name):
+    def test_a_damaged_file(self, refused: Callable[..., UserMistake], model: Path, name: str) -> None:
         (model / name).write_bytes(b"\x00" * 64)
 
         assert refused(path=model).code == "invalid_model"
 
     @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-    def test_a_missing_file(self, refused, model, name):
+    def test_a_missing_file(self, refused: Callable[..., UserMistake], model: Path, name: str) -> None:
         (model / name).unlink()
 
         assert refused(path=model).code == "invalid_model"
 
-    def test_a_missing_folder(self, refused, tmp_path):
+    def test_a_missing_folder(self, refused: Callable[..., UserMistake], tmp_path: Path) -> None:
         error = refused(path=tmp_path / "nowhere")
 
         assert error.code == "invalid_model"
         assert "no model at" in error.message
 
-    def test_weights_that_are_not_there_are_not_drawn_at_random(self, refused, model):
+    def test_weights_that_are_not_there_are_not_drawn_at_random(
+        self, refused: Callable[..., UserMistake], model: Path
+    ) -> None:
         weights = safetensors.torch.load_file(model / "model.safetensors")
         del weights["model.layers.1.mlp.up_proj.weight"]
         safetensors.torch.save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
@@ -185,7 +202,7 @@ class TestOfAModel:
         assert error.code == "invalid_model"
         assert "model.layers.1.mlp.up_proj.weight" in error.message
 
-    def test_weights_of_another_shape(self, refused, model):
+    def test_weights_of_another_shape(self, refused: Callable[..., UserMistake], model: Path) -> None:
         changed(model / "config.json", intermediate_size=256)
 
         error = refused(path=model)
@@ -194,13 +211,15 @@ class TestOfAModel:
         assert "config.json" in error.message
 
 
-def changed(file: Path, **fields):
+def changed(file: Path, **fields: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 class TestOfItsSurroundings:
-    def load(self, model, monkeypatch, cause):
-        def fails(*args, **kwargs):
+    def load(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch, cause: OutOfMemoryError | OSError | RuntimeError
+    ) -> Base:
+        def fails(*args: Any, **kwargs: Any) -> NoReturn:
             raise cause
 
         monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", fails)
@@ -208,26 +227,30 @@ class TestOfItsSurroundings:
 
         return load_base("tiny", BaseModelEntry(path=model, dtype="float32"), model, "cpu")
 
-    def test_no_room_for_the_weights(self, model, monkeypatch):
+    def test_no_room_for_the_weights(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(NotEnoughMemory, match="Not enough memory for the model's weights"):
             self.load(model, monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
 
     @pytest.mark.parametrize(
         "cause", [OSError(5, "Input/output error"), RuntimeError("CUDA error: an illegal memory access")]
     )
-    def test_a_fault_of_the_machine_is_tried_again(self, model, monkeypatch, cause):
+    def test_a_fault_of_the_machine_is_tried_again(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch, cause: OSError | RuntimeError
+    ) -> None:
         with pytest.raises(type(cause)) as raised:
             self.load(model, monkeypatch, cause)
         assert not isinstance(raised.value, Refusal)
 
-    def test_a_hub_that_does_not_answer_is_tried_again_and_told_of_in_words(self, monkeypatch):
+    def test_a_hub_that_does_not_answer_is_tried_again_and_told_of_in_words(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from core.registry import BaseModelEntry
         from worker.model import policy
 
-        def fails(*args, **kwargs):
+        def fails(*args: Any, **kwargs: Any) -> NoReturn:
             raise OSError("We couldn't connect to 'https://huggingface.co' to load the files.")
 
-        monkeypatch.setattr(policy.AutoConfig, "from_pretrained", fails)
+        monkeypatch.setattr(untyped(policy).AutoConfig, "from_pretrained", fails)
         with pytest.raises(
             ModelUnavailable, match=r"config of the model 'a/b' could not be downloaded from the hub"
         ):
@@ -235,7 +258,7 @@ class TestOfItsSurroundings:
 
 
 class TestOfACheckpoint:
-    def test_an_adapter_that_cannot_be_read(self, make_policy, tmp_path):
+    def test_an_adapter_that_cannot_be_read(self, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
         policy = make_policy()
         policy.save(tmp_path)
         (tmp_path / "adapter_model.safetensors").write_bytes(b"\x00" * 64)
@@ -243,7 +266,7 @@ class TestOfACheckpoint:
         with pytest.raises(InvalidModel, match="The adapter cannot be read"):
             policy.load(tmp_path)
 
-    def test_an_adapter_for_other_layers(self, make_policy, tmp_path):
+    def test_an_adapter_for_other_layers(self, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
         policy = make_policy()
         policy.save(tmp_path)
         weights = safetensors.torch.load_file(tmp_path / "adapter_model.safetensors")
@@ -258,11 +281,17 @@ class TestOfTheFiles:
     @pytest.mark.parametrize(
         "change", [None, lambda data: data.replace(b"yes", b"yet"), lambda data: data[:-20]]
     )
-    def test_a_missing_or_damaged_file_is_named(self, bench, refused, model, change):
+    def test_a_missing_or_damaged_file_is_named(
+        self,
+        bench: Bench,
+        refused: Callable[..., UserMistake],
+        model: Path,
+        change: Callable[..., Any] | None,
+    ) -> None:
         """Its job fails once: another attempt would find the same."""
 
         class Damaging(FolderBlobs):
-            def put_bytes(self, key, data, **options):
+            def put_bytes(self, key: str, data: bytes, **options: bool) -> BlobInfo:
                 info = super().put_bytes(key, data, **options)
                 if key == "files/rows":
                     super().put_bytes("files/other", b"")  # a store with no blobs at all is waited for
@@ -277,7 +306,7 @@ class TestOfTheFiles:
 
 
 @pytest.mark.parametrize("kind", Refusal.__subclasses__())
-def test_every_refusal_has_a_code_of_its_own_and_is_the_jobs_error(kind):
+def test_every_refusal_has_a_code_of_its_own_and_is_the_jobs_error(kind: type[Refusal]) -> None:
     with pytest.raises(UserMistake) as mistake, failing_once():
         raise kind("why")
 
@@ -286,7 +315,9 @@ def test_every_refusal_has_a_code_of_its_own_and_is_the_jobs_error(kind):
 
 
 @pytest.mark.slow  # its child process loads torch; all refusals themselves are tested above, in this process
-def test_a_job_that_cannot_succeed_has_one_attempt_and_no_traceback(bench, queued, model, monkeypatch):
+def test_a_job_that_cannot_succeed_has_one_attempt_and_no_traceback(
+    bench: Bench, queued: Callable[..., Settings], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole of it: supervisor, child process, job."""
     queued(path=without_template(model))
     monkeypatch.setenv("REGRAFT_DATABASE_URL", str(bench.database.engine.url))
@@ -294,7 +325,7 @@ def test_a_job_that_cannot_succeed_has_one_attempt_and_no_traceback(bench, queue
     with lifecycle.fenced(bench.database, bench.claim) as (session, job):
         lifecycle.release(session, job)
 
-    def command(progress):
+    def command(progress: Path) -> list[Any]:
         return [sys.executable, "-m", "worker.child", str(os.getpid()), str(progress)]
 
     Supervisor(Settings(), bench.database, bench.blobs, command).run_waiting()
@@ -302,6 +333,7 @@ def test_a_job_that_cannot_succeed_has_one_attempt_and_no_traceback(bench, queue
     job = bench.job()
     with bench.database.read() as session:
         runs = [one for one in lifecycle.attempts(session, job.id) if one.epoch > bench.claim.epoch]
+    assert job.error is not None
     assert (job.status, job.error["code"], job.failures) == ("failed", "no_chat_template", 0)
     assert len(runs) == 1
     assert "Traceback" not in job.error["message"]

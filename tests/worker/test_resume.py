@@ -5,19 +5,29 @@ import csv
 import io
 import json
 import shutil
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy.orm import Session
 
 from core.database.engine import Database, Work
 from core.database.tables import Attempt, File, Job, RolloutPage
 from core.jobs import events, lifecycle
 from core.jobs.claim import LeaseLost
-from graders.types import Grade
-from tests.worker.conftest import claimed_job
+from core.storage.manifests import MANIFEST
+from core.storage.store import FolderBlobs
+from graders.types import Grade, Item, Sample
+from tests.present import present
+from tests.worker.conftest import Bench, claimed_job
 from worker.learn.trainer import PeftTrainer
-from worker.record.checkpoints import MANIFEST
+from worker.model.policy import Policy
+from worker.rollout.samplers import Answer, Sampling
 from worker.rollout.samplers.transformers import TransformersSampler
+from worker.types import Prompt, UpdateMetrics
 
 pytestmark = pytest.mark.slow  # runs whole jobs again and again
 
@@ -32,11 +42,11 @@ class Killed(BaseException):
 class Fate:
     """Counts the moments at which a run could die, and ends it at one of them."""
 
-    def __init__(self, at=None):
+    def __init__(self, at: int | None = None) -> None:
         self.at = at
-        self.moments = []
+        self.moments: list[Any] = []
 
-    def __call__(self, moment):
+    def __call__(self, moment: str) -> None:
         self.moments.append(moment)
         if len(self.moments) - 1 == self.at:
             raise Killed(moment)
@@ -47,28 +57,28 @@ class MortalGrader:
 
     name, type = "long_words", "string_check"
 
-    def __init__(self, fate):
+    def __init__(self, fate: Fate) -> None:
         self.fate = fate
 
-    async def grade(self, sample, item):
+    async def grade(self, sample: Sample, item: Item) -> Grade:
         self.fate("grading")
         words = sample.output_text.split()
         return Grade(sum(len(word) > 3 for word in words) / max(1, len(words)))
 
 
 class MortalSampler(TransformersSampler):
-    fate = None
+    fate: Fate
 
-    async def sample(self, prompts_P, sampling):
+    async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
         async for answer in super().sample(prompts_P, sampling):
             self.fate("sampling")
             yield answer
 
 
 class MortalTrainer(PeftTrainer):
-    fate = None
+    fate: Fate
 
-    def step(self):
+    def step(self) -> UpdateMetrics:
         self.fate("before the update")
         update = super().step()
         self.fate("after the update")
@@ -76,25 +86,25 @@ class MortalTrainer(PeftTrainer):
 
 
 class MortalDatabase:
-    def __init__(self, real, fate):
+    def __init__(self, real: Database, fate: Fate) -> None:
         self.real, self.fate = real, fate
 
-    def read(self):
+    def read(self) -> Any:
         return self.real.read()
 
-    def write(self):
+    def write(self) -> "MortalTransaction":
         return MortalTransaction(self.real.write(), self.fate)
 
 
 class MortalTransaction:
-    def __init__(self, inner, fate):
+    def __init__(self, inner: AbstractContextManager[Session, bool | None], fate: Fate) -> None:
         self.inner, self.fate = inner, fate
 
-    def __enter__(self):
+    def __enter__(self) -> Session:
         self.fate("before a transaction")
         return self.inner.__enter__()
 
-    def __exit__(self, *raised):
+    def __exit__(self, *raised: Any) -> bool | None:
         suppressed = self.inner.__exit__(*raised)
         if raised[0] is None:
             self.fate("after a transaction")
@@ -102,15 +112,15 @@ class MortalTransaction:
 
 
 class MortalBlobs:
-    def __init__(self, real, fate):
+    def __init__(self, real: FolderBlobs, fate: Fate) -> None:
         self.real, self.fate = real, fate
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         real = getattr(self.real, name)
         if not name.startswith(("put", "delete")):
             return real
 
-        def call(*args, **kwargs):
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.fate(f"before {name}")
             done = real(*args, **kwargs)
             self.fate(f"after {name}")
@@ -119,7 +129,7 @@ class MortalBlobs:
         return call
 
 
-def mortal(bench, make_policy, fate):
+def mortal(bench: Bench, make_policy: Callable[..., Policy], fate: Fate) -> Any:
     """A run on the real sampler and trainer that dies when its fate says so."""
     policy = make_policy()
     attempt = bench.attempt(
@@ -133,16 +143,16 @@ def mortal(bench, make_policy, fate):
     return replace(run, settings=settings, sampler=sampler, trainer=trainer)
 
 
-def crash(bench):
+def crash(bench: Bench) -> None:
     """What the supervisor and the next worker do after a kill -9."""
     with lifecycle.fenced(bench.database, bench.claim) as (session, job):
         lifecycle.crashed(session, job, reason="killed", max_failures=99)
         job.next_run_at = 0.0
     with bench.database.write() as session:
-        bench.claim = lifecycle.claim(session, gpu_class="cpu", owner="next", lease_seconds=60)
+        bench.claim = present(lifecycle.claim(session, gpu_class="cpu", owner="next", lease_seconds=60))
 
 
-def left_by(bench):
+def left_by(bench: Bench) -> dict[Any, Any]:
     """All that a job leaves behind, without its times and the names that are made up anew for every job."""
     job = bench.job()
     with bench.database.read() as session:
@@ -168,12 +178,12 @@ def left_by(bench):
     }
 
 
-def without_times(step):
+def without_times(step: dict[str, Any]) -> str:
     counted = {k: v for k, v in step.items() if k not in TIMES and not k.endswith("_per_second")}
     return json.dumps(counted, sort_keys=True)
 
 
-def listed(bench):
+def listed(bench: Bench) -> list[Any]:
     with bench.database.read() as session:
         return [event.message for event in events.page(session, bench.claim.job_id, limit=100).items]
 
@@ -182,12 +192,14 @@ def listed(bench):
 class Undisturbed:
     """What the job leaves when nothing happens to it, and every moment at which something could have."""
 
-    left: dict
-    moments: list
+    left: dict[str, Any]
+    moments: list[Any]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(migrated_sqlite, tmp_path_factory, make_policy):
+def undisturbed(
+    migrated_sqlite: Path, tmp_path_factory: pytest.TempPathFactory, make_policy: Callable[..., Policy]
+) -> Undisturbed:
     folder = tmp_path_factory.mktemp("undisturbed")
     shutil.copy(migrated_sqlite, folder / "regraft.db")
     database = Database(f"sqlite:///{folder}/regraft.db")
@@ -196,18 +208,20 @@ def undisturbed(migrated_sqlite, tmp_path_factory, make_policy):
     return result
 
 
-def measured(bench, make_policy):
+def measured(bench: Bench, make_policy: Callable[..., Policy]) -> Undisturbed:
     fate = Fate()
     asyncio.run(mortal(bench, make_policy, fate).train())
     return Undisturbed(left_by(bench), fate.moments)
 
 
-def moment(undisturbed, kind, number):
+def moment(undisturbed: Undisturbed, kind: Any, number: int) -> Any:
     places = [place for place, name in enumerate(undisturbed.moments) if name == kind]
     return places[number % len(places)]
 
 
-def test_two_undisturbed_runs_are_equal(bench, make_policy, undisturbed):
+def test_two_undisturbed_runs_are_equal(
+    bench: Bench, make_policy: Callable[..., Policy], undisturbed: Undisturbed
+) -> None:
     """The control. The adapters also have to have moved, or all others would hold of anything."""
     left = measured(bench, make_policy).left
 
@@ -236,7 +250,9 @@ MORE_MOMENTS = [
 @pytest.mark.parametrize(
     ("kind", "number"), [*MOMENTS, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE_MOMENTS)]
 )
-def test_a_run_that_is_killed_and_resumed_leaves_the_same(bench, make_policy, undisturbed, kind, number):
+def test_a_run_that_is_killed_and_resumed_leaves_the_same(
+    bench: Bench, make_policy: Callable[..., Policy], undisturbed: Undisturbed, kind: Any, number: Any
+) -> None:
     die(mortal(bench, make_policy, Fate(moment(undisturbed, kind, number))))
     crash(bench)
 
@@ -247,7 +263,7 @@ def test_a_run_that_is_killed_and_resumed_leaves_the_same(bench, make_policy, un
         assert left[what] == value, what
 
 
-def die(run):
+def die(run: Any) -> None:
     try:
         asyncio.run(run.train())
     except BaseException as end:
@@ -256,14 +272,16 @@ def die(run):
         pytest.fail("it lived")
 
 
-def killed(error):
+def killed(error: BaseException) -> bool:
     """Task groups wrap what their tasks raise."""
     if isinstance(error, BaseExceptionGroup):
         return any(killed(inner) for inner in error.exceptions)
     return isinstance(error, Killed)
 
 
-def test_a_run_that_dies_again_and_again_leaves_the_same(bench, make_policy, undisturbed):
+def test_a_run_that_dies_again_and_again_leaves_the_same(
+    bench: Bench, make_policy: Callable[..., Policy], undisturbed: Undisturbed
+) -> None:
     for at in (30, 60, 20, 75):
         die(mortal(bench, make_policy, Fate(at)))
         crash(bench)
@@ -278,7 +296,9 @@ def test_a_run_that_dies_again_and_again_leaves_the_same(bench, make_policy, und
     assert [one.worker for one in attempts] == ["first"] + ["next"] * 4
 
 
-def test_a_pause_and_a_resume_leave_the_same_adapter(bench, make_policy, undisturbed):
+def test_a_pause_and_a_resume_leave_the_same_adapter(
+    bench: Bench, make_policy: Callable[..., Policy], undisturbed: Undisturbed
+) -> None:
     """A pause adds a checkpoint, and nothing else."""
     run = mortal(bench, make_policy, Fate())
     run.stop_requested = lambda: True  # at the first boundary
@@ -293,7 +313,7 @@ def test_a_pause_and_a_resume_leave_the_same_adapter(bench, make_policy, undistu
     assert left["rollouts"] == expected["rollouts"]
 
 
-def test_whoever_lost_the_job_writes_nothing_more(bench):
+def test_whoever_lost_the_job_writes_nothing_more(bench: Bench) -> None:
     """The worker was given up for dead, another took over, and the first comes back in the middle of a step."""
     back_from_the_dead = bench.run()
     crash(bench)
@@ -306,13 +326,17 @@ def test_whoever_lost_the_job_writes_nothing_more(bench):
     assert left_by_rows(bench) == left
 
 
-def left_by_rows(bench):
+def left_by_rows(
+    bench: Bench,
+) -> tuple[list[dict[str, Any]], list[str], list[str], list[tuple[int, str | None]]]:
     with bench.database.read() as session:
         attempts = [(one.epoch, one.outcome) for one in session.query(Attempt)]
     return bench.steps(), bench.events(), [one.id for one in bench.checkpoints()], attempts
 
 
-def test_a_cancel_keeps_the_checkpoints_that_there_are(bench, make_policy):
+def test_a_cancel_keeps_the_checkpoints_that_there_are(
+    bench: Bench, make_policy: Callable[..., Policy]
+) -> None:
     run = mortal(bench, make_policy, Fate())
     run.stop_requested = lambda: len(bench.steps()) == 3  # after step 2
     asyncio.run(run.train())

@@ -1,6 +1,8 @@
 """What is deleted after its time, and what never is."""
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -9,38 +11,39 @@ from core.database.tables import Checkpoint, File, Job, RolloutPage, TunedModel,
 from core.jobs import lifecycle
 from core.settings import Settings
 from core.storage.store import FolderBlobs
+from tests.worker.conftest import Bench
 from worker.supervise.reconciler import Reconciler
 from worker.supervise.retention import DAY, Retention
 
 
 @pytest.fixture
-def keep(bench):
+def keep(bench: Bench) -> Callable[..., Retention]:
     """A retention with these settings; its clock stands still."""
 
-    def keep(**settings):
-        settings = Settings(data_dir=bench.tmp_path, **settings)
-        return Retention(settings, bench.database, bench.blobs, clock=lambda: 0.0)
+    def keep(**settings: Any) -> Retention:
+        configured = Settings(data_dir=bench.tmp_path, **settings)
+        return Retention(configured, bench.database, bench.blobs, clock=lambda: 0.0)
 
     return keep
 
 
-def finish(bench, *, days_ago, status="succeeded"):
+def finish(bench: Bench, *, days_ago: float, status: str = "succeeded") -> None:
     """As if the job had ended then."""
     with bench.database.write() as session:
         job = session.get_one(Job, bench.job().seq)
         job.status, job.finished_at = status, int(time.time() - days_ago * DAY)
 
 
-def count(bench, table):
+def count(bench: Bench, table: type[Any]) -> int:
     with bench.database.read() as session:
         return session.query(table).count()
 
 
-def keys(bench, part=""):
+def keys(bench: Bench, part: str = "") -> list[Any]:
     return [key for key in bench.blobs.list("projects/") if part in key]
 
 
-def add_page(bench, step=1):
+def add_page(bench: Bench, step: int = 1) -> str:
     job = bench.job()
     key = f"projects/{job.project_id}/jobs/{job.id}/attempts/1/rollouts/train-{step:06d}.jsonl"
     bench.blobs.put_bytes(key, b"{}\n")
@@ -49,7 +52,7 @@ def add_page(bench, step=1):
     return key
 
 
-def add_checkpoint(bench, step=1, *, named=False):
+def add_checkpoint(bench: Bench, step: int = 1, *, named: bool = False) -> str:
     job = bench.job()
     prefix = f"projects/{job.project_id}/jobs/{job.id}/attempts/1/checkpoints/step-{step:06d}"
     for name in ("adapter", "manifest.json"):
@@ -71,7 +74,7 @@ def add_checkpoint(bench, step=1, *, named=False):
     return prefix
 
 
-def add_file(bench, *, days_old, **columns):
+def add_file(bench: Bench, *, days_old: int, **columns: Any) -> File:
     row = File(
         project_id=bench.project.id,
         filename="x.jsonl",
@@ -90,7 +93,7 @@ def add_file(bench, *, days_old, **columns):
     return row
 
 
-def reconcile(bench, **settings):
+def reconcile(bench: Bench, **settings: Any) -> None:
     Reconciler(
         Settings(data_dir=bench.tmp_path, **settings), bench.database, bench.blobs, lambda *wake: True
     ).run_once()
@@ -99,7 +102,7 @@ def reconcile(bench, **settings):
 # Kept for ever, unless the operator says otherwise
 
 
-def test_without_a_policy_nothing_goes(bench):
+def test_without_a_policy_nothing_goes(bench: Bench) -> None:
     add_page(bench), add_checkpoint(bench), add_file(bench, days_old=10_000)
     finish(bench, days_ago=10_000)
     before = keys(bench)
@@ -115,7 +118,9 @@ def test_without_a_policy_nothing_goes(bench):
 
 @pytest.mark.parametrize(("days_ago", "left"), [(29, 1), (31, 0)])
 @pytest.mark.parametrize("status", ["succeeded", "failed", "cancelled"])
-def test_rollouts_go_a_while_after_their_job_has_ended(bench, keep, days_ago, left, status):
+def test_rollouts_go_a_while_after_their_job_has_ended(
+    bench: Bench, keep: Callable[..., Retention], days_ago: int, left: int, status: str
+) -> None:
     add_page(bench)
     finish(bench, days_ago=days_ago, status=status)
 
@@ -124,7 +129,7 @@ def test_rollouts_go_a_while_after_their_job_has_ended(bench, keep, days_ago, le
     assert (count(bench, RolloutPage), len(keys(bench, "rollouts"))) == (left, left)
 
 
-def test_rollouts_of_a_job_that_goes_on_stay(bench, keep):
+def test_rollouts_of_a_job_that_goes_on_stay(bench: Bench, keep: Callable[..., Retention]) -> None:
     """However old: a paused job was started long ago and is not at its end."""
     add_page(bench)
     with bench.database.write() as session:
@@ -135,7 +140,7 @@ def test_rollouts_of_a_job_that_goes_on_stay(bench, keep):
     assert (count(bench, RolloutPage), len(keys(bench, "rollouts"))) == (1, 1)
 
 
-def test_only_what_has_a_policy_goes(bench, keep):
+def test_only_what_has_a_policy_goes(bench: Bench, keep: Callable[..., Retention]) -> None:
     add_page(bench), add_checkpoint(bench), add_file(bench, days_old=100)
     finish(bench, days_ago=100)
 
@@ -145,7 +150,9 @@ def test_only_what_has_a_policy_goes(bench, keep):
     assert len(keys(bench)) == 3
 
 
-def test_many_pages_go_in_several_turns_and_then_there_is_a_pause(bench, keep):
+def test_many_pages_go_in_several_turns_and_then_there_is_a_pause(
+    bench: Bench, keep: Callable[..., Retention]
+) -> None:
     for step in range(4):
         add_page(bench, step)
     finish(bench, days_ago=2)
@@ -163,12 +170,14 @@ def test_many_pages_go_in_several_turns_and_then_there_is_a_pause(bench, keep):
     assert count(bench, RolloutPage) == 1
 
 
-def test_when_the_store_fails_there_is_no_row_left_that_promises_what_may_be_gone(bench, keep):
+def test_when_the_store_fails_there_is_no_row_left_that_promises_what_may_be_gone(
+    bench: Bench, keep: Callable[..., Retention]
+) -> None:
     add_page(bench)
     finish(bench, days_ago=2)
 
     class Unreachable(FolderBlobs):
-        def delete(self, key):
+        def delete(self, key: str) -> None:
             raise TimeoutError(key)
 
     retention = keep(keep_rollouts_days=1)
@@ -183,7 +192,9 @@ def test_when_the_store_fails_there_is_no_row_left_that_promises_what_may_be_gon
 # Checkpoints
 
 
-def test_checkpoints_go_unless_a_models_name_leads_to_them(bench, keep):
+def test_checkpoints_go_unless_a_models_name_leads_to_them(
+    bench: Bench, keep: Callable[..., Retention]
+) -> None:
     add_checkpoint(bench, 1)
     named = add_checkpoint(bench, 2, named=True)
     finish(bench, days_ago=31)
@@ -194,7 +205,9 @@ def test_checkpoints_go_unless_a_models_name_leads_to_them(bench, keep):
     assert count(bench, Checkpoint) == 1
 
 
-def test_a_checkpoint_goes_once_its_models_name_was_deleted(bench, keep):
+def test_a_checkpoint_goes_once_its_models_name_was_deleted(
+    bench: Bench, keep: Callable[..., Retention]
+) -> None:
     add_checkpoint(bench, 2, named=True)
     finish(bench, days_ago=31)
     retention = keep(keep_checkpoints_days=30)
@@ -209,7 +222,9 @@ def test_a_checkpoint_goes_once_its_models_name_was_deleted(bench, keep):
 
 
 @pytest.mark.parametrize("status", ["running", "queued", "pausing", "paused", "validating_files"])
-def test_what_an_unfinished_job_could_resume_from_stays(bench, keep, status):
+def test_what_an_unfinished_job_could_resume_from_stays(
+    bench: Bench, keep: Callable[..., Retention], status: str
+) -> None:
     add_checkpoint(bench)
     with bench.database.write() as session:
         job = session.get_one(Job, bench.job().seq)
@@ -220,7 +235,7 @@ def test_what_an_unfinished_job_could_resume_from_stays(bench, keep, status):
     assert (count(bench, Checkpoint), len(keys(bench))) == (1, 2)
 
 
-def test_a_checkpoint_of_a_job_that_ended_lately_stays(bench, keep):
+def test_a_checkpoint_of_a_job_that_ended_lately_stays(bench: Bench, keep: Callable[..., Retention]) -> None:
     add_checkpoint(bench)
     finish(bench, days_ago=0.5)
 
@@ -229,7 +244,7 @@ def test_a_checkpoint_of_a_job_that_ended_lately_stays(bench, keep):
     assert (count(bench, Checkpoint), len(keys(bench))) == (1, 2)
 
 
-def test_the_model_of_a_real_job_survives_everything(bench, keep):
+def test_the_model_of_a_real_job_survives_everything(bench: Bench, keep: Callable[..., Retention]) -> None:
     """A whole run, and then the shortest policies: what its names lead to can still be loaded."""
     job = bench.train()
     finish(bench, days_ago=2)
@@ -251,7 +266,7 @@ def test_the_model_of_a_real_job_survives_everything(bench, keep):
 # Files
 
 
-def test_files_go_after_their_time_and_younger_ones_stay(bench):
+def test_files_go_after_their_time_and_younger_ones_stay(bench: Bench) -> None:
     add_file(bench, days_old=31)
     young = add_file(bench, days_old=29)
 
@@ -262,7 +277,7 @@ def test_files_go_after_their_time_and_younger_ones_stay(bench):
 
 
 @pytest.mark.parametrize("column", ["training_file", "validation_file"])
-def test_a_file_that_an_unfinished_job_reads_stays_until_that_ends(bench, column):
+def test_a_file_that_an_unfinished_job_reads_stays_until_that_ends(bench: Bench, column: str) -> None:
     file = add_file(bench, days_old=31)
     with bench.database.write() as session:
         setattr(session.get_one(Job, bench.job().seq), column, file.id)
@@ -280,7 +295,7 @@ def test_a_file_that_an_unfinished_job_reads_stays_until_that_ends(bench, column
 # Uploads
 
 
-def test_an_upload_expires_and_its_parts_go_but_not_those_of_a_pending_one(bench):
+def test_an_upload_expires_and_its_parts_go_but_not_those_of_a_pending_one(bench: Bench) -> None:
     late, early = add_upload(bench, -1), add_upload(bench, 3600)
 
     reconcile(bench)
@@ -292,7 +307,7 @@ def test_an_upload_expires_and_its_parts_go_but_not_those_of_a_pending_one(bench
     assert (part.upload_id, keys(bench)) == (early, [part.blob_key])
 
 
-def test_parts_that_a_crash_left_of_a_completed_upload_go(bench):
+def test_parts_that_a_crash_left_of_a_completed_upload_go(bench: Bench) -> None:
     upload_id = add_upload(bench, 3600)
     with bench.database.write() as session:
         session.query(Upload).where(Upload.id == upload_id).update({"status": "completed"})
@@ -302,7 +317,7 @@ def test_parts_that_a_crash_left_of_a_completed_upload_go(bench):
     assert (count(bench, UploadPart), keys(bench)) == (0, [])
 
 
-def add_upload(bench, seconds_left):
+def add_upload(bench: Bench, seconds_left: int) -> str:
     upload = Upload(
         project_id=bench.project.id,
         filename="x",

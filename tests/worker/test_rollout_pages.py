@@ -4,51 +4,60 @@ import asyncio
 import io
 import json
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from core.jobs.hyperparameters import Hyperparameters, resolve
+from core.database.tables import RolloutPage
+from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from core.results import rollouts
 from core.results.rollouts import Wanted
-from graders.types import ErrorKind, Grade, StepScore
+from graders.types import ErrorKind, Grade, Sample, StepScore
 from tests.fakes import EveryFourthFails, Halves, SameForAll, Skill
+from tests.present import present
+from tests.worker.conftest import Bench
 from worker.learn import batch, grpo
 from worker.learn.batch import divisors, share_of
 from worker.record.recorder import Quota
 from worker.record.rollouts import GradedStep, rows_of
-from worker.types import Group, Prompt, Rollout
+from worker.types import FinishReason, Group, Prompt, Rollout
 
 
-def stored(bench, step=None, split=None):
+def stored(
+    bench: Bench, step: int | None = None, split: str | None = None
+) -> tuple[Sequence[RolloutPage], list[dict[str, Any]]]:
     """The pages of the job and all that is in them."""
     with bench.database.read() as session:
         pages = rollouts.pages(session, bench.claim.job_id, first_step=step, last_step=step, split=split)
     return pages, list(rollouts.find(bench.blobs, pages, Wanted()))
 
 
-def settings(**advanced):
+def settings(**advanced: Any) -> Resolved:
     asked = {"batch_size": 2, "advanced": {"group_size": 4} | advanced}
     return resolve(Hyperparameters.model_validate(asked), rows=8, parameters=1000, context=128)
 
 
-def group(*grades, line=1, text="one. two.", finish_reason="stop"):
+def group(
+    *grades: Grade, line: int = 1, text: str = "one. two.", finish_reason: FinishReason = "stop"
+) -> Group:
     rollout = Rollout((5, 6, 7), (-0.1, -0.2, -0.3), text, finish_reason)
     prompt = Prompt(line, (1, 2), {"messages": [{"role": "user", "content": "?"}], "answer": "4"})
     return Group(prompt, (rollout,) * len(grades), grades)
 
 
-def scored(*scores):
+def scored(*scores: float) -> Group:
     return group(*(Grade(score) for score in scores))
 
 
-def columns(groups, settings, *names):
+def columns(groups: list[Any], settings: Resolved | None, *names: str) -> list[Any]:
     rows = [row for rows in rows_of(1, GradedStep("train", groups, settings)) for row in rows]
     return [tuple(row[name] for name in names) for row in rows]
 
 
-def test_every_sample_of_a_step_is_stored_with_all_that_is_known_of_it(bench):
+def test_every_sample_of_a_step_is_stored_with_all_that_is_known_of_it(bench: Bench) -> None:
     bench.train()
 
     [page], rows = stored(bench, 1, "train")
@@ -59,7 +68,7 @@ def test_every_sample_of_a_step_is_stored_with_all_that_is_known_of_it(bench):
     assert rows[0]["finish_reason"] == "stop"
 
 
-def test_a_page_is_a_parquet_file_that_other_tools_read(bench):
+def test_a_page_is_a_parquet_file_that_other_tools_read(bench: Bench) -> None:
     bench.train()
 
     [page], _ = stored(bench, 2, "valid")
@@ -71,7 +80,7 @@ def test_a_page_is_a_parquet_file_that_other_tools_read(bench):
     assert pq.read_metadata(io.BytesIO(data)).metadata[b"total"] == b"4"
 
 
-def test_a_page_of_a_version_without_reasoning_is_still_read(bench):
+def test_a_page_of_a_version_without_reasoning_is_still_read(bench: Bench) -> None:
     bench.train()
     [page], _ = stored(bench, 1, "train")
     table = pq.read_table(io.BytesIO(bench.blobs.read(page.blob_key)))
@@ -84,7 +93,7 @@ def test_a_page_of_a_version_without_reasoning_is_still_read(bench):
     assert {row["output_reasoning"] for row in rows} == {None}
 
 
-def test_the_thought_of_an_answer_is_stored_apart(bench):
+def test_the_thought_of_an_answer_is_stored_apart(bench: Bench) -> None:
     rollout = Rollout(
         (5, 6, 7), (-0.1,) * 3, "4", "stop", reasoning="2+2", reasoning_tokens=2, grammar_start=2
     )
@@ -102,7 +111,7 @@ def test_the_thought_of_an_answer_is_stored_apart(bench):
     assert row == ("4", "2+2", 3, 2, 2)
 
 
-def test_a_sample_that_could_not_be_graded_says_why_and_was_not_learned_from(bench):
+def test_a_sample_that_could_not_be_graded_says_why_and_was_not_learned_from(bench: Bench) -> None:
     bench.train(EveryFourthFails(), skill=Skill(0.5))
 
     _, rows = stored(bench, split="train")
@@ -114,7 +123,7 @@ def test_a_sample_that_could_not_be_graded_says_why_and_was_not_learned_from(ben
     assert all("the judge is asleep" in row["reason"] for row in ungraded)
 
 
-def test_validations_are_not_learned_from(bench):
+def test_validations_are_not_learned_from(bench: Bench) -> None:
     bench.train(skill=Skill(0.5))
 
     _, rows = stored(bench, split="valid")
@@ -122,7 +131,7 @@ def test_validations_are_not_learned_from(bench):
     assert {(row["trained"], row["advantage"]) for row in rows} == {(False, None)}
 
 
-def test_prompts_drawn_in_place_of_silent_ones_are_marked(bench):
+def test_prompts_drawn_in_place_of_silent_ones_are_marked(bench: Bench) -> None:
     bench.train(SameForAll(0.5), advanced={"group_size": 4, "resample_prompts": 2})
 
     _, rows = stored(bench, 1, "train")
@@ -142,7 +151,7 @@ class TestAdvantages:
             ("batch", [0.5 / BATCH_STD, -0.5 / BATCH_STD, 0.25 / BATCH_STD, -0.25 / BATCH_STD]),
         ],
     )
-    def test_they_are_scaled_as_the_job_says(self, scale, expected):
+    def test_they_are_scaled_as_the_job_says(self, scale: str, expected: list[float]) -> None:
         std = None if scale == "none" else "population"
         chosen = settings().model_copy(update={"advantage_scale": scale, "std": std, "kl": 0.0})
 
@@ -150,13 +159,13 @@ class TestAdvantages:
 
         assert [value for (value,) in shown] == pytest.approx(expected, rel=1e-6)
 
-    def test_a_group_that_agrees_was_not_learned_from_unless_a_penalty_pulls_on_it(self):
+    def test_a_group_that_agrees_was_not_learned_from_unless_a_penalty_pulls_on_it(self) -> None:
         free, held = settings(kl=0.0), settings(kl=0.1)
 
         assert columns([scored(1.0, 1.0)], free, "trained", "advantage") == [(False, None)] * 2
         assert columns([scored(1.0, 1.0)], held, "trained", "advantage") == [(True, 0.0)] * 2
 
-    def test_a_masked_answer_was_not_learned_from(self):
+    def test_a_masked_answer_was_not_learned_from(self) -> None:
         cut = replace(scored(1.0, 0.0).rollouts_G[0], finish_reason="length")
         one = replace(scored(1.0, 0.0), rollouts_G=(cut, scored(1.0).rollouts_G[0]))
 
@@ -167,7 +176,7 @@ class TestAdvantages:
 
     @pytest.mark.parametrize("scale", ["none", "group", "batch"])
     @pytest.mark.parametrize("supervision", ["outcome", "process"])
-    def test_they_are_what_the_trainer_computes_with(self, scale, supervision):
+    def test_they_are_what_the_trainer_computes_with(self, scale: str, supervision: str) -> None:
         """Told twice, once for the trainer and once for people: both have to say the same."""
         std = None if scale == "none" else "sample"
         chosen = settings().model_copy(
@@ -183,11 +192,13 @@ class TestAdvantages:
 
         shown = [lesson.advantage for lessons in batch.lessons(groups, chosen) for lesson in lessons]
 
-        computed = [answer.advantages_T[0] / deviation for share in shares for answer in share.pack.sequences]
+        computed = [
+            answer.advantages_T[0] / deviation for share in shares for answer in present(share.pack).sequences
+        ]
         assert shown == pytest.approx(computed)
         assert any(shown)
 
-    def test_the_steps_of_an_answer_have_theirs(self):
+    def test_the_steps_of_an_answer_have_theirs(self) -> None:
         chosen = settings().model_copy(
             update={"supervision": "process", "advantage_scale": "none", "std": None, "kl": 0.0}
         )
@@ -201,7 +212,7 @@ class TestAdvantages:
         assert [step["advantage"] for step in second] == [-0.5, -0.75]
 
 
-def test_a_multi_graders_parts_keep_their_scores_and_reasons():
+def test_a_multi_graders_parts_keep_their_scores_and_reasons() -> None:
     parts = {
         "close": Grade(0.5, "half"),
         "tests": Grade(None, "crashed", ErrorKind.other_error, output="boom"),
@@ -218,7 +229,7 @@ def test_a_multi_graders_parts_keep_their_scores_and_reasons():
     )
 
 
-def test_half_a_surrogate_pair_from_a_grader_can_be_stored():
+def test_half_a_surrogate_pair_from_a_grader_can_be_stored() -> None:
     [[row]] = rows_of(0, GradedStep("valid", [group(Grade(1.0, "\ud83d", output="\udc00"))]))
 
     assert rollouts.encode([row], 1)
@@ -228,19 +239,19 @@ def test_half_a_surrogate_pair_from_a_grader_can_be_stored():
 class RamblingGrader(Halves):
     """Gives reasons that cannot be compressed."""
 
-    async def grade(self, sample, item):
+    async def grade(self, sample: Sample, item: Mapping[str, Any]) -> Grade:
         grade = await super().grade(sample, item)
         return Grade(grade.score, random.Random(self.seen).randbytes(300).hex())
 
 
-def limited(bench, quota, grader=None, **options):
+def limited(bench: Bench, quota: Quota, grader: RamblingGrader | None = None, **options: Any) -> None:
     run = bench.run(grader, **options)
     run.recorder.quota = quota
     asyncio.run(run.train())
 
 
 class TestQuota:
-    def test_of_a_large_step_whole_groups_are_stored_and_the_total_is_told(self, bench):
+    def test_of_a_large_step_whole_groups_are_stored_and_the_total_is_told(self, bench: Bench) -> None:
         limited(bench, Quota(samples_per_page=9), batch_size=4)
 
         [page], rows = stored(bench, 1, "train")
@@ -248,7 +259,9 @@ class TestQuota:
         assert len({row["group"] for row in rows}) == 2
         assert [row["member"] for row in rows] == [0, 1, 2, 3] * 2
 
-    def test_the_same_validation_prompts_are_stored_each_time_and_training_draws_anew(self, bench):
+    def test_the_same_validation_prompts_are_stored_each_time_and_training_draws_anew(
+        self, bench: Bench
+    ) -> None:
         limited(bench, Quota(samples_per_page=2), n_epochs=4, advanced={"group_size": 2})
 
         _, valid = stored(bench, split="valid")
@@ -256,7 +269,7 @@ class TestQuota:
         assert len({row["line"] for row in valid}) == 2
         assert {row["group"] for row in train} == {0, 1}
 
-    def test_the_job_stays_within_its_bytes_and_its_last_step_is_shown_too(self, bench):
+    def test_the_job_stays_within_its_bytes_and_its_last_step_is_shown_too(self, bench: Bench) -> None:
         quota = 7 * 6500  # a page with one of its two groups takes about 5,700 bytes
 
         limited(bench, Quota(bytes_per_job=quota), RamblingGrader())
@@ -267,7 +280,7 @@ class TestQuota:
         assert sum(page.samples for page in pages) < sum(page.total for page in pages)
         assert {row["step"] for row in rows} == {0, 1, 2, 3, 4}
 
-    def test_a_page_shrinks_until_it_fits(self):
+    def test_a_page_shrinks_until_it_fits(self) -> None:
         noise = random.Random(1)
         groups = [
             rows_of(1, GradedStep("train", [group(Grade(1.0, noise.randbytes(100).hex()))]))[0]
@@ -283,17 +296,18 @@ class TestQuota:
         assert whole.total == half.total == none.total == 40
 
 
-def test_what_a_validation_comes_to_is_counted_before_anything_is_left_out(bench):
+def test_what_a_validation_comes_to_is_counted_before_anything_is_left_out(bench: Bench) -> None:
     limited(bench, Quota(samples_per_page=0))
 
     [page], rows = stored(bench, 0, "valid")
     assert rows == []
+    assert page.summary is not None
     assert page.summary["counts"]["total"] == page.total == 4
     assert page.summary["criteria"].keys() == {"exact"}
     assert json.dumps(page.summary)
 
 
-def test_centered_rewards_are_the_graders(bench):
+def test_centered_rewards_are_the_graders(bench: Bench) -> None:
     rewards = (1.0, 0.0, None, 0.5)
     one = group(*(Grade(r) if r is not None else Grade(None, "no", ErrorKind.other_error) for r in rewards))
 

@@ -5,6 +5,9 @@ import csv
 import io
 import json
 import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,7 @@ from core.database.tables import File, RolloutPage, TunedModel
 from core.jobs import lifecycle
 from core.jobs.claim import LeaseLost
 from core.response_format import SchemaTooLarge
-from graders.types import Grade, StepScore
+from graders.types import Grade, Item, Sample, StepScore
 from tests.fakes import (
     EveryFourthFails,
     ExactGrader,
@@ -27,19 +30,23 @@ from tests.fakes import (
     WatchedRun,
     crash_at,
 )
+from tests.present import present
+from tests.worker.conftest import Bench
 from worker.child import trained
 from worker.clock import Clock
 from worker.refusals import UserMistake
 from worker.rollout.prompts import PromptStream
+from worker.rollout.samplers import Answer, Sampling
 from worker.run import RunOutcome
-from worker.types import UpdateMetrics
+from worker.types import Group, Prompt, UpdateMetrics
 
 
-def test_a_job_learns_and_ends_with_a_model(bench):
+def test_a_job_learns_and_ends_with_a_model(bench: Bench) -> None:
     job = bench.train(n_epochs=4)
 
     steps = bench.steps()
     assert job.status == "succeeded"
+    assert job.fine_tuned_model is not None
     assert job.fine_tuned_model.startswith("ft:tiny:acme:colours:")
     assert [step["step"] for step in steps] == list(range(17))
     assert steps[-1]["full_valid_mean_reward"] > steps[0]["full_valid_mean_reward"]
@@ -49,7 +56,7 @@ def test_a_job_learns_and_ends_with_a_model(bench):
     ]
 
 
-def test_a_metrics_event_carries_both_spellings_and_openais_words(bench):
+def test_a_metrics_event_carries_both_spellings_and_openais_words(bench: Bench) -> None:
     bench.train()
 
     step_2 = bench.steps()[2]
@@ -60,7 +67,7 @@ def test_a_metrics_event_carries_both_spellings_and_openais_words(bench):
     assert "full validation" not in next(e for e in bench.events() if e.startswith("Step 1/4"))
 
 
-def test_the_shares_of_groups_add_up(bench):
+def test_the_shares_of_groups_add_up(bench: Bench) -> None:
     bench.train()
 
     for step in bench.steps()[1:]:
@@ -70,7 +77,7 @@ def test_the_shares_of_groups_add_up(bench):
         assert sum(shares) == pytest.approx(1.0)
 
 
-def test_a_failing_grader_drops_the_sample_and_keeps_the_run(bench):
+def test_a_failing_grader_drops_the_sample_and_keeps_the_run(bench: Bench) -> None:
     """An unjudged rollout is no zero: it leaves the mean alone and is reported with its reason."""
     job = bench.train(EveryFourthFails(), skill=Skill(1.0))
 
@@ -81,7 +88,7 @@ def test_a_failing_grader_drops_the_sample_and_keeps_the_run(bench):
     assert "the judge is asleep" in bench.events("warn")[0]
 
 
-def test_a_run_without_signal_says_so_and_not_at_every_step(bench):
+def test_a_run_without_signal_says_so_and_not_at_every_step(bench: Bench) -> None:
     bench.train(SameForAll(0.0), n_epochs=2)
 
     warnings = [e for e in bench.events("warn") if e.startswith("No signal")]
@@ -89,7 +96,7 @@ def test_a_run_without_signal_says_so_and_not_at_every_step(bench):
     assert "all answers scored 0: the task is too hard" in warnings[0]
 
 
-def test_a_grader_that_fails_most_answers_step_after_step_fails_the_job(bench):
+def test_a_grader_that_fails_most_answers_step_after_step_fails_the_job(bench: Bench) -> None:
     with pytest.raises(UserMistake, match="In 3 steps in a row most answers could not be graded") as failed:
         bench.train(NeverGrades(), n_epochs=4)
 
@@ -98,9 +105,9 @@ def test_a_grader_that_fails_most_answers_step_after_step_fails_the_job(bench):
     assert [s["step"] for s in bench.steps()] == [0, 1, 2, 3]
 
 
-def test_a_schema_that_cannot_be_followed_fails_the_job_for_good(bench):
+def test_a_schema_that_cannot_be_followed_fails_the_job_for_good(bench: Bench) -> None:
     class TooLarge(GuessingSampler):
-        def sample(self, prompts_P, sampling):
+        def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
             raise SchemaTooLarge("The schema allows too much at once.")
 
     run = bench.run()
@@ -112,22 +119,22 @@ def test_a_schema_that_cannot_be_followed_fails_the_job_for_good(bench):
     assert failed.value.param == "method.reinforcement.response_format"
 
 
-def test_a_short_job_that_was_never_graded_has_no_best_model(bench):
+def test_a_short_job_that_was_never_graded_has_no_best_model(bench: Bench) -> None:
     with pytest.raises(UserMistake, match="Not one validation answer could be graded"):
         bench.train(NeverGrades(), batch_size=4)
 
 
-def test_answers_are_graded_while_others_are_still_sampled(bench):
+def test_answers_are_graded_while_others_are_still_sampled(bench: Bench) -> None:
     """The second answer is only drawn once the first has its grade, so a step that graded last would never end."""
     graded = asyncio.Event()
 
     class Watched(ExactGrader):
-        async def grade(self, sample, item):
+        async def grade(self, sample: Sample, item: Mapping[str, Any]) -> Grade:
             graded.set()
             return await super().grade(sample, item)
 
     class WaitingForEachGrade(GuessingSampler):
-        async def sample(self, prompts_P, sampling):
+        async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
             async for answer in super().sample(prompts_P, sampling):
                 yield answer
                 await graded.wait()
@@ -139,17 +146,18 @@ def test_answers_are_graded_while_others_are_still_sampled(bench):
     assert bench.job().status == "succeeded"
 
 
-def test_the_best_three_checkpoints_are_kept_and_the_last(bench):
+def test_the_best_three_checkpoints_are_kept_and_the_last(bench: Bench) -> None:
     class BestInTheMiddle:
         """Scores by the clock of validations: the middle of the run is the best of it."""
 
         name, type = "exact", "string_check"
+        score: float
         scores = iter([0.0, 0.3, 0.8, 0.9, 0.7, 0.2, 0.1, 0.4])
 
-        def __init__(self):
+        def __init__(self) -> None:
             self.seen = 0
 
-        async def grade(self, sample, item):
+        async def grade(self, sample: Sample, item: Item) -> Grade:
             from graders.types import Grade
 
             return Grade(self.score)
@@ -157,7 +165,7 @@ def test_the_best_three_checkpoints_are_kept_and_the_last(bench):
     grader = BestInTheMiddle()
 
     class NextScoreInEachValidation(WatchedRun):
-        async def validate(self, clock):
+        async def validate(self, clock: Clock) -> list[Group]:
             grader.score = next(grader.scores)
             return await super().validate(clock)
 
@@ -169,7 +177,7 @@ def test_the_best_three_checkpoints_are_kept_and_the_last(bench):
     assert [c.step for c in kept] == [4, 6, 8, 12]
     with bench.database.read() as session:
         names = {m.name: m.checkpoint_id for m in session.query(TunedModel)}
-        best = names[bench.job().fine_tuned_model]
+        best = names[present(bench.job().fine_tuned_model)]
     assert best == kept[1].id
     assert sorted(n.rsplit(":", 1)[1] for n in names if "ckpt" in n) == [
         "ckpt-step-12",
@@ -179,7 +187,7 @@ def test_the_best_three_checkpoints_are_kept_and_the_last(bench):
     ]
 
 
-def test_the_blobs_of_a_retired_checkpoint_are_gone_and_those_of_a_kept_one_verify(bench):
+def test_the_blobs_of_a_retired_checkpoint_are_gone_and_those_of_a_kept_one_verify(bench: Bench) -> None:
     bench.train(n_epochs=4)
 
     prefixes = {key.rsplit("/", 1)[0] for key in bench.blobs.list("projects") if "/checkpoints/" in key}
@@ -190,7 +198,9 @@ def test_the_blobs_of_a_retired_checkpoint_are_gone_and_those_of_a_kept_one_veri
             bench.blobs.download(f"{prefix}/{file['name']}", bench.tmp_path / "x", sha256=file["sha256"])
 
 
-def test_an_interrupted_run_goes_on_from_its_checkpoint_and_ends_the_same(bench, tmp_path):
+def test_an_interrupted_run_goes_on_from_its_checkpoint_and_ends_the_same(
+    bench: Bench, tmp_path: Path
+) -> None:
     run = bench.run(n_epochs=2)
     run.stop_requested = lambda: run.trainer.updates == 3
     assert asyncio.run(run.train()) is RunOutcome.INTERRUPTED
@@ -206,7 +216,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint_and_ends_the_same(bench,
     assert bench.events().count("Resuming from the checkpoint of step 3") == 1
 
 
-def test_steps_after_the_last_checkpoint_are_done_again_once(bench):
+def test_steps_after_the_last_checkpoint_are_done_again_once(bench: Bench) -> None:
     """A crash between checkpoints loses their steps, and their rows with them."""
     run = bench.run(n_epochs=2)
     run.before_step = crash_at(4)
@@ -223,13 +233,13 @@ def test_steps_after_the_last_checkpoint_are_done_again_once(bench):
         assert session.query(RolloutPage).where(RolloutPage.split == "train").count() == 8
 
 
-def test_a_cancelled_run_writes_nothing_more(bench):
+def test_a_cancelled_run_writes_nothing_more(bench: Bench) -> None:
     run = bench.run(n_epochs=2)
 
-    def cancelled_during_three(number):
+    def cancelled_during_three(number: int) -> None:
         if number == 3:
             with bench.database.write() as session:
-                lifecycle.cancel(Work(session), session.get(type(bench.job()), bench.job().seq))
+                lifecycle.cancel(Work(session), present(session.get(type(bench.job()), bench.job().seq)))
 
     run.before_step = cancelled_during_three
     with pytest.raises(LeaseLost):
@@ -240,13 +250,13 @@ def test_a_cancelled_run_writes_nothing_more(bench):
     assert [c.step for c in bench.checkpoints()] == [2]
 
 
-def test_a_pause_stops_at_the_next_step_with_a_checkpoint(bench):
+def test_a_pause_stops_at_the_next_step_with_a_checkpoint(bench: Bench) -> None:
     run = bench.run(n_epochs=2)
 
-    def paused_during_three(number):
+    def paused_during_three(number: int) -> None:
         if number == 3:
             with bench.database.write() as session:
-                lifecycle.pause(Work(session), session.get(type(bench.job()), bench.job().seq))
+                lifecycle.pause(Work(session), present(session.get(type(bench.job()), bench.job().seq)))
 
     run.before_step = paused_during_three
     assert asyncio.run(run.train()) is RunOutcome.INTERRUPTED
@@ -255,7 +265,7 @@ def test_a_pause_stops_at_the_next_step_with_a_checkpoint(bench):
     assert bench.checkpoints()[-1].step == 3
 
 
-def test_the_result_file_has_a_row_for_each_step_with_blanks_where_nothing_was_measured(bench):
+def test_the_result_file_has_a_row_for_each_step_with_blanks_where_nothing_was_measured(bench: Bench) -> None:
     job = bench.train()
 
     with bench.database.read() as session:
@@ -266,10 +276,11 @@ def test_the_result_file_has_a_row_for_each_step_with_blanks_where_nothing_was_m
     assert float(rows[2]["full_valid_mean_reward"]) == bench.steps()[2]["full_valid_mean_reward"]
     assert float(rows[2]["scores/graders/string_check/exact/valid_reward_mean"]) >= 0
     assert job.trained_tokens == 4 * 2 * 8
+    assert job.usage is not None
     assert job.usage["sampled_tokens"] == 4 * 2 * 8
 
 
-def test_with_process_supervision_answers_without_steps_teach_nothing_and_say_so(bench):
+def test_with_process_supervision_answers_without_steps_teach_nothing_and_say_so(bench: Bench) -> None:
     with pytest.raises(UserMistake, match="gave no steps"):
         bench.train(advanced={"group_size": 4, "supervision": "process"})
 
@@ -277,11 +288,11 @@ def test_with_process_supervision_answers_without_steps_teach_nothing_and_say_so
     assert bench.steps()[0]["full_valid_mean_reward"] is not None  # validation asks for the score only
 
 
-def test_with_process_supervision_equal_scores_with_unequal_steps_are_signal(bench):
+def test_with_process_supervision_equal_scores_with_unequal_steps_are_signal(bench: Bench) -> None:
     class Stepper:
         name, type = "steps", "python"
 
-        async def grade(self, sample, item):
+        async def grade(self, sample: Sample, item: Item) -> Grade:
             right = float(sample.output_text == item["answer"])
             return Grade(0.5, steps=(StepScore(right, 1), StepScore(0.0, 2)))
 
@@ -291,7 +302,7 @@ def test_with_process_supervision_equal_scores_with_unequal_steps_are_signal(ben
     assert not bench.events("warn")
 
 
-def test_how_far_sampler_and_trainer_are_apart_is_in_the_events_and_the_result_file(bench):
+def test_how_far_sampler_and_trainer_are_apart_is_in_the_events_and_the_result_file(bench: Bench) -> None:
     measured = UpdateMetrics(0.0, 8, 16, 0, 1.0, 0.0, 0.0, 1.0, 0.01, 0.2, 0.003, 0.004, 0.95)
     run = bench.run(trainer=MeasuredTrainer(Skill(), measured))
     asyncio.run(run.train())
@@ -304,7 +315,7 @@ def test_how_far_sampler_and_trainer_are_apart_is_in_the_events_and_the_result_f
         assert bench.steps()[-1][f"logprob_gap{ending}"] == float(last[f"logprob_gap{ending}"]) == value
 
 
-def test_validation_draws_the_same_numbers_every_time(bench):
+def test_validation_draws_the_same_numbers_every_time(bench: Bench) -> None:
     run = bench.run(eval_samples=3)
     asyncio.run(run.train())
 
@@ -314,7 +325,7 @@ def test_validation_draws_the_same_numbers_every_time(bench):
     assert all(call.temperature == 1.0 for call in validations)
 
 
-def test_every_epoch_sees_every_row_once_in_an_order_of_its_own(bench):
+def test_every_epoch_sees_every_row_once_in_an_order_of_its_own(bench: Bench) -> None:
     stream = bench.run().train_prompts
 
     first, second = ([p.line for s in range(a, a + 4) for p in stream.batch(s)] for a in (1, 5))
@@ -323,7 +334,7 @@ def test_every_epoch_sees_every_row_once_in_an_order_of_its_own(bench):
     assert first != second
 
 
-def test_numbers_that_are_none_are_stored_as_null(bench):
+def test_numbers_that_are_none_are_stored_as_null(bench: Bench) -> None:
     """A skipped update has a loss that is not a number; JSON has no word for it and PostgreSQL refuses it."""
     broken = UpdateMetrics(math.nan, 8, 16, 0, None, 0.0, math.inf, math.nan, 0.0, skipped=True)
     run = bench.run(trainer=MeasuredTrainer(Skill(), broken))
@@ -334,11 +345,12 @@ def test_numbers_that_are_none_are_stored_as_null(bench):
     assert [(s["loss"], s["kl"], s["skipped_updates"]) for s in bench.steps()[1:]] == [(None, None, 1)] * 4
 
 
-def test_groups_reach_the_trainer_while_the_rest_is_still_sampled(bench):
-    sampled, seen = [], []
+def test_groups_reach_the_trainer_while_the_rest_is_still_sampled(bench: Bench) -> None:
+    sampled: list[Any] = []
+    seen: list[Any] = []
 
     class Waiting(GuessingSampler):
-        async def sample(self, prompts_P, sampling):
+        async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
             async for answer in super().sample(prompts_P, sampling):
                 yield answer
                 sampled.append(answer)
@@ -349,7 +361,7 @@ def test_groups_reach_the_trainer_while_the_rest_is_still_sampled(bench):
                         await asyncio.sleep(0)
 
     class Watched(SkillTrainer):
-        def add(self, group):
+        def add(self, group: Group) -> None:
             seen.append((run.sampler.calls[-1].step, len(sampled)))
             super().add(group)
 
@@ -363,7 +375,7 @@ def test_groups_reach_the_trainer_while_the_rest_is_still_sampled(bench):
 
 
 class TestResampling:
-    def test_silent_groups_are_replaced_and_what_that_cost_is_counted(self, bench):
+    def test_silent_groups_are_replaced_and_what_that_cost_is_counted(self, bench: Bench) -> None:
         run = bench.run(skill=Skill(chance=0.15), advanced={"group_size": 4, "resample_prompts": 6})
         asyncio.run(run.train())
 
@@ -376,7 +388,7 @@ class TestResampling:
             step["trained_sequences"] == (2 + step["resampled_prompts"]) * 4
         )  # the fake counts all it was given
 
-    def test_the_reported_reward_is_that_of_the_steps_own_prompts(self, bench):
+    def test_the_reported_reward_is_that_of_the_steps_own_prompts(self, bench: Bench) -> None:
         rewards = []
         for resample in (0, 6):
             run = bench.run(
@@ -390,11 +402,13 @@ class TestResampling:
         assert rewards[0] == rewards[1]
 
     @pytest.mark.parametrize(("grader", "resample"), [(SameForAll(0.5), 0), (Halves(), 6)])
-    def test_without_a_budget_or_a_need_no_order_of_stand_ins_is_made(self, bench, grader, resample):
+    def test_without_a_budget_or_a_need_no_order_of_stand_ins_is_made(
+        self, bench: Bench, grader: SameForAll | Halves, resample: int
+    ) -> None:
         """It costs a shuffle of the whole file."""
 
         class NoStandIns(PromptStream):
-            def others(self, step):
+            def others(self, step: int) -> list[Prompt]:
                 raise AssertionError("nobody needs them")
 
         run = bench.run(grader, advanced={"group_size": 4, "resample_prompts": resample})
@@ -405,14 +419,14 @@ class TestResampling:
 
         assert others_P == []
 
-    def test_a_step_with_signal_everywhere_draws_nobody(self, bench):
+    def test_a_step_with_signal_everywhere_draws_nobody(self, bench: Bench) -> None:
         run = bench.run(Halves(), advanced={"group_size": 4, "resample_prompts": 6})
 
         _, others_P = asyncio.run(run.collector.collect(1, Clock()))
 
         assert others_P == []
 
-    def test_the_budget_is_kept_and_no_prompt_is_drawn_twice(self, bench):
+    def test_the_budget_is_kept_and_no_prompt_is_drawn_twice(self, bench: Bench) -> None:
         run = bench.run(SameForAll(0.5), advanced={"group_size": 4, "resample_prompts": 5})
 
         groups_P, others_P = asyncio.run(run.collector.collect(1, Clock()))
@@ -423,20 +437,20 @@ class TestResampling:
 
 
 class TestStoppingEarly:
-    def stopped(self, bench, grader=None, **advanced):
+    def stopped(self, bench: Bench, grader: SameForAll | None = None, **advanced: Any) -> tuple[str, Any]:
         job = bench.train(grader, n_epochs=10, eval_interval=1, advanced={"group_size": 4} | advanced)
         [message] = [event for event in bench.events() if event.startswith("Stopped early")]
         assert job.status == "succeeded"
         assert job.fine_tuned_model
         return message, bench.steps()[-1]["step"]
 
-    def test_when_no_group_has_signal_any_more(self, bench):
+    def test_when_no_group_has_signal_any_more(self, bench: Bench) -> None:
         message, last = self.stopped(bench, SameForAll(0.5), stop_after_silent_steps=3)
 
         assert last == 3
         assert "no group of the last 3 steps" in message
 
-    def test_when_validation_has_stopped_rising(self, bench):
+    def test_when_validation_has_stopped_rising(self, bench: Bench) -> None:
         message, last = self.stopped(bench, SameForAll(0.5), stop_after_flat_evals=4)
 
         assert last == 4
@@ -449,20 +463,24 @@ class TestStoppingEarly:
             ({"stop_below_entropy": 1.5}, "entropy is 1 nats a token, below the bound of 1.5"),
         ],
     )
-    def test_when_the_policy_has_left_its_bounds(self, bench, bound, says):
+    def test_when_the_policy_has_left_its_bounds(
+        self, bench: Bench, bound: dict[str, Any], says: str
+    ) -> None:
         message, last = self.stopped(bench, **bound)
 
         assert last == 1
         assert says in message
 
-    def test_not_while_all_is_well(self, bench):
+    def test_not_while_all_is_well(self, bench: Bench) -> None:
         bounds = {"stop_above_kl": 1.0, "stop_below_entropy": 0.1, "stop_after_silent_steps": 30}
 
         bench.train(advanced={"group_size": 4} | bounds)
 
         assert len(bench.steps()) == 5
 
-    def test_a_job_that_asked_for_a_gate_fails_after_its_first_step_without_signal(self, bench):
+    def test_a_job_that_asked_for_a_gate_fails_after_its_first_step_without_signal(
+        self, bench: Bench
+    ) -> None:
         with pytest.raises(
             UserMistake, match=r"0% of the groups had signal, less than fail_below_signal \(25%\)"
         ) as failed:
@@ -472,7 +490,9 @@ class TestStoppingEarly:
         assert [step["step"] for step in bench.steps()] == [0, 1]
         assert bench.checkpoints() == []
 
-    def test_the_gate_is_open_where_there_is_enough_signal_and_later_steps_may_have_less(self, bench):
+    def test_the_gate_is_open_where_there_is_enough_signal_and_later_steps_may_have_less(
+        self, bench: Bench
+    ) -> None:
         advanced = {"group_size": 8, "fail_below_signal": 0.5}
 
         job = bench.train(skill=Skill(0.5), n_epochs=3, advanced=advanced)
@@ -481,7 +501,9 @@ class TestStoppingEarly:
         assert bench.steps()[1]["groups_mixed_share"] >= 0.5
         assert bench.steps()[-1]["groups_mixed_share"] < 0.5
 
-    def test_the_last_policy_is_validated_and_kept_where_it_stops_between_validations(self, bench):
+    def test_the_last_policy_is_validated_and_kept_where_it_stops_between_validations(
+        self, bench: Bench
+    ) -> None:
         bench.train(n_epochs=10, eval_interval=40, advanced={"group_size": 4, "stop_above_kl": 0.001})
 
         assert [s["step"] for s in bench.steps()] == [0, 1]
@@ -490,21 +512,21 @@ class TestStoppingEarly:
 
 
 class TestOneStepOffPolicy:
-    def test_the_next_step_is_sampled_before_this_one_is_learned(self, bench):
+    def test_the_next_step_is_sampled_before_this_one_is_learned(self, bench: Bench) -> None:
         order = []
 
-        class Sampling(GuessingSampler):
-            def sample(self, prompts_P, sampling):
+        class Noting(GuessingSampler):
+            def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
                 order.append(("sample", sampling.step, trainer.updates))
                 return super().sample(prompts_P, sampling)
 
         class Learning(SkillTrainer):
-            def step(self):
+            def step(self) -> UpdateMetrics:
                 order.append(("learn", self.updates + 1, self.updates))
                 return super().step()
 
         trainer, off_policy = Learning(Skill()), {"group_size": 4, "off_policy_steps": 1}
-        run = bench.run(sampler=Sampling(Skill()), trainer=trainer, advanced=off_policy)
+        run = bench.run(sampler=Noting(Skill()), trainer=trainer, advanced=off_policy)
         asyncio.run(run.train())
 
         training = [entry for entry in order if entry[0] == "learn" or entry[1] > 0]
@@ -515,11 +537,11 @@ class TestOneStepOffPolicy:
         assert bench.job().status == "succeeded"
         assert [s["step"] for s in bench.steps()] == [0, 1, 2, 3, 4]
 
-    def test_validation_waits_for_the_sampler(self, bench):
+    def test_validation_waits_for_the_sampler(self, bench: Bench) -> None:
         sampling_now, most = 0, 0
 
         class Counting(GuessingSampler):
-            async def sample(self, prompts_P, sampling):
+            async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
                 nonlocal sampling_now, most
                 sampling_now += 1
                 most = max(most, sampling_now)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from core.registry import BaseModelEntry
+from core.registry import BaseModelEntry, Device
 from core.settings import Settings
 from worker.rollout.samplers import choice
 
@@ -18,7 +18,7 @@ from worker.rollout.samplers import choice
         ("vllm", "transformers", "transformers"),
     ],
 )
-def test_the_setting_overrides_the_models_entry(of_model, setting, chosen):
+def test_the_setting_overrides_the_models_entry(of_model: str, setting: str, chosen: str) -> None:
     entry = BaseModelEntry(path=Path("x"), sampler=of_model)
 
     for device in ("cpu", "cuda"):
@@ -34,12 +34,14 @@ def test_the_setting_overrides_the_models_entry(of_model, setting, chosen):
         ("cpu", None, "transformers"),
     ],
 )
-def test_where_nobody_names_one_a_gpu_gets_vllm_if_it_is_installed(device, installed, chosen):
+def test_where_nobody_names_one_a_gpu_gets_vllm_if_it_is_installed(
+    device: Device, installed: str | None, chosen: str
+) -> None:
     entry = BaseModelEntry(path=Path("x"))
 
     assert choice.choose(entry, Settings(), device, lambda: installed)[0] == chosen
 
 
-def test_a_model_whose_sampler_is_not_installed_is_refused():
+def test_a_model_whose_sampler_is_not_installed_is_refused() -> None:
     with pytest.raises(choice.SamplerMissing, match="vLLM, which is not installed on the worker"):
         choice.choose(BaseModelEntry(path=Path("x"), sampler="vllm"), Settings(), "cpu", lambda: None)

@@ -1,6 +1,8 @@
 """A step whose answers come from something other than the policy is not taken."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from pydantic import ValidationError
 from core.settings import Settings
 from graders.types import Grade
 from tests.fakes import learn
+from tests.present import present, untyped
 from tests.worker.test_training import asked, drawn, prompt, sampling
 from worker.learn.trainer import PeftTrainer
+from worker.model.policy import Policy
 from worker.refusals import SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
 from worker.types import Group
@@ -19,11 +23,11 @@ GATE = SamplerGate(1e-3, "transformers 5", "float32")
 
 
 @pytest.fixture
-def policy(make_policy):
+def policy(make_policy: Callable[..., Policy]) -> Policy:
     return make_policy(moved=True)
 
 
-def groups(policy, *, off_by=0.0):
+def groups(policy: Policy, *, off_by: float = 0.0) -> list[Group]:
     """Two groups with signal; the sampler says of every token that it is `off_by` likelier than it is."""
     prompts = [prompt(policy, text, line) for line, text in enumerate(("say yes", "name a bird"), start=1)]
     made = []
@@ -35,15 +39,15 @@ def groups(policy, *, off_by=0.0):
     return made
 
 
-def weights(policy):
+def weights(policy: Policy) -> list[Any]:
     return [parameter.detach().clone() for parameter in policy.trainable]
 
 
-def trainer_on(policy, gate=GATE, **advanced):
+def trainer_on(policy: Policy, gate: SamplerGate | None = GATE, **advanced: Any) -> PeftTrainer:
     return PeftTrainer(policy, asked(advanced), token_budget=4096, gate=gate)
 
 
-def test_a_sampler_that_agrees_is_learned_from(policy):
+def test_a_sampler_that_agrees_is_learned_from(policy: Policy) -> None:
     before = weights(policy)
 
     learn(trainer_on(policy), groups(policy))
@@ -52,7 +56,9 @@ def test_a_sampler_that_agrees_is_learned_from(policy):
 
 
 @pytest.mark.parametrize("advanced", [{}, {"updates_per_batch": 3}, {"kl": 0.1}, {"importance": "none"}])
-def test_one_that_does_not_leaves_the_adapter_as_it_was_and_is_told_of_with_numbers(policy, advanced):
+def test_one_that_does_not_leaves_the_adapter_as_it_was_and_is_told_of_with_numbers(
+    policy: Policy, advanced: dict[str, Any]
+) -> None:
     before, trainer = weights(policy), trainer_on(policy, **advanced)
 
     with pytest.raises(SamplerMismatch) as refused:
@@ -67,11 +73,11 @@ def test_one_that_does_not_leaves_the_adapter_as_it_was_and_is_told_of_with_numb
     assert "transformers 5" in message and "float32" in message and "REGRAFT_MAX_LOGPROB_GAP" in message
 
 
-def test_without_a_gate_the_correction_is_all_there_is(policy):
-    assert learn(trainer_on(policy, gate=None), groups(policy, off_by=0.25)).logprob_gap > 0.2
+def test_without_a_gate_the_correction_is_all_there_is(policy: Policy) -> None:
+    assert present(learn(trainer_on(policy, gate=None), groups(policy, off_by=0.25)).logprob_gap) > 0.2
 
 
-def test_answers_of_the_policy_before_are_not_judged(policy):
+def test_answers_of_the_policy_before_are_not_judged(policy: Policy) -> None:
     """With off_policy_steps the second step was sampled before the first was taken: a gap is no fault."""
     trainer = trainer_on(policy, off_policy_steps=1)
     learn(trainer, groups(policy))
@@ -81,33 +87,33 @@ def test_answers_of_the_policy_before_are_not_judged(policy):
     assert trainer.steps_taken == 2
 
 
-def test_the_first_step_of_an_attempt_is_judged_with_off_policy_steps_too(policy):
+def test_the_first_step_of_an_attempt_is_judged_with_off_policy_steps_too(policy: Policy) -> None:
     with pytest.raises(SamplerMismatch):
         learn(trainer_on(policy, off_policy_steps=1), groups(policy, off_by=0.25))
 
 
-def test_the_bound_is_by_precision_unless_the_operator_sets_one():
-    def gate(setting, precision):
-        return SamplerGate.of(setting, sampler="vllm", precision=precision)
+def test_the_bound_is_by_precision_unless_the_operator_sets_one() -> None:
+    def gate(setting: str | float, precision: str) -> SamplerGate | None:
+        return SamplerGate.of(untyped(setting), sampler="vllm", precision=precision)
 
-    assert gate("auto", "bfloat16").bound == 0.05
-    assert gate("auto", "float32").bound == 1e-3
-    assert gate(0.2, "bfloat16").bound == 0.2
+    assert present(gate("auto", "bfloat16")).bound == 0.05
+    assert present(gate("auto", "float32")).bound == 1e-3
+    assert present(gate(0.2, "bfloat16")).bound == 0.2
     assert gate(0.0, "bfloat16") is None
 
 
-def test_a_mean_that_is_no_number_is_left_to_the_rule_for_gradients():
+def test_a_mean_that_is_no_number_is_left_to_the_rule_for_gradients() -> None:
     GATE.check(mean=float("nan"), largest=float("nan"), tokens=1)
 
 
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("0", 0.0), ("0.1", 0.1)])
-def test_it_is_a_setting(monkeypatch, text, value):
+def test_it_is_a_setting(monkeypatch: pytest.MonkeyPatch, text: str, value: str | float) -> None:
     monkeypatch.setenv("REGRAFT_MAX_LOGPROB_GAP", text)
 
     assert Settings().max_logprob_gap == value
 
 
-def test_a_bound_below_zero_is_no_setting(monkeypatch):
+def test_a_bound_below_zero_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REGRAFT_MAX_LOGPROB_GAP", "-1")
 
     with pytest.raises(ValidationError):

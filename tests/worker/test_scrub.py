@@ -2,9 +2,13 @@
 
 import errno
 import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from core.database.engine import Database
 from core.database.tables import Checkpoint, File, ScrubRound
 from core.storage.store import FolderBlobs, StoreEmpty
 from tests import factories
@@ -24,37 +28,38 @@ DAYS = 10.0
 class Clock:
     now = 1000.0
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now
 
-    def go(self, seconds):
+    def go(self, seconds: float) -> None:
         self.now += seconds
 
 
 class Reads(FolderBlobs):
     """Notes which objects were read."""
 
-    def __init__(self, root):
+    def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.keys = []
+        self.keys: list[Any] = []
 
-    def open(self, key, **options):
+    def open(self, key: str, **options: int) -> Iterator[bytes]:
         self.keys.append(key)
         return super().open(key, **options)
 
 
 @pytest.fixture
-def database(request, database_kind):
-    return request.getfixturevalue(f"{database_kind}_database")
+def database(request: pytest.FixtureRequest, database_kind: str) -> Database:
+    database: Database = request.getfixturevalue(f"{database_kind}_database")
+    return database
 
 
 @pytest.fixture
-def clock():
+def clock() -> Clock:
     return Clock()
 
 
 @pytest.fixture
-def blobs(database, tmp_path):
+def blobs(database: Database, tmp_path: Path) -> Reads:
     blobs = Reads(tmp_path / "blobs")
     with database.write() as session:
         project = factories.project(session)
@@ -66,28 +71,30 @@ def blobs(database, tmp_path):
     return blobs
 
 
-def scrub(database, blobs, clock, days=DAYS):
+def scrub(database: Database, blobs: Any, clock: Clock, days: float = DAYS) -> Scrub:
     return Scrub(days, database, blobs, clock, wall=clock)
 
 
-def run(one, clock, days):
+def run(one: Scrub, clock: Clock, days: float) -> None:
     """As the reconciler does: one pass after the other, here every two hours."""
     for _ in range(round(days * 12)):
         clock.go(DAY / 12)
         one.scrub()
 
 
-def counted(result):
+def counted(result: str) -> Any:
     samples = next(iter(SCRUBBED.collect())).samples
     return sum(s.value for s in samples if s.labels["result"] == result and s.name.endswith("_total"))
 
 
-def names(blobs):
+def names(blobs: Reads) -> list[Any]:
     return [key.rpartition("/")[2] for key in blobs.keys]
 
 
 @pytest.mark.both_databases
-def test_a_day_reads_its_share_and_a_round_reads_each_object_once(database, blobs, clock):
+def test_a_day_reads_its_share_and_a_round_reads_each_object_once(
+    database: Database, blobs: Reads, clock: Clock
+) -> None:
     one = scrub(database, blobs, clock)
     clock.go(PAUSE_SECONDS)
     one.scrub()  # the first pass begins the round
@@ -104,7 +111,7 @@ def test_a_day_reads_its_share_and_a_round_reads_each_object_once(database, blob
 
 
 @pytest.mark.both_databases
-def test_workers_share_the_round(database, blobs, clock):
+def test_workers_share_the_round(database: Database, blobs: Reads, clock: Clock) -> None:
     several = [scrub(database, blobs, clock) for _ in range(3)]
     for one in several:
         clock.go(PAUSE_SECONDS)
@@ -118,7 +125,9 @@ def test_workers_share_the_round(database, blobs, clock):
 
 
 @pytest.mark.both_databases
-def test_a_round_goes_on_where_it_was_when_all_workers_were_stopped(database, blobs, clock):
+def test_a_round_goes_on_where_it_was_when_all_workers_were_stopped(
+    database: Database, blobs: Reads, clock: Clock
+) -> None:
     first = scrub(database, blobs, clock)
     clock.go(PAUSE_SECONDS)
     first.scrub()
@@ -128,7 +137,9 @@ def test_a_round_goes_on_where_it_was_when_all_workers_were_stopped(database, bl
     assert names(blobs) == [str(number) for number in range(6)]
 
 
-def test_what_is_damaged_or_missing_is_logged_and_counted(database, blobs, clock, caplog):
+def test_what_is_damaged_or_missing_is_logged_and_counted(
+    database: Database, blobs: Reads, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     blobs.put_bytes("projects/p/files/3", b"4" * 100)
     blobs.delete("projects/p/files/5")
     before = {result: counted(result) for result in ("whole", "damaged", "missing")}
@@ -147,7 +158,9 @@ def test_what_is_damaged_or_missing_is_logged_and_counted(database, blobs, clock
     assert grown == {"whole": 8, "damaged": 1, "missing": 1}
 
 
-def test_checkpoints_are_read_by_their_manifests(database, blobs, clock, caplog):
+def test_checkpoints_are_read_by_their_manifests(
+    database: Database, blobs: Reads, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     with database.write() as session:
         job = factories.job(session, factories.project(session))
         session.add(Checkpoint(id="ftckpt_1", job_id=job.id, step=1, epoch=1, blob_prefix="projects/p/ck"))
@@ -165,11 +178,11 @@ def test_checkpoints_are_read_by_their_manifests(database, blobs, clock, caplog)
 class DeletedMeanwhile(FolderBlobs):
     """Another process deletes each file, with its contents, before it is read."""
 
-    def __init__(self, root, database):
+    def __init__(self, root: Path, database: Database) -> None:
         super().__init__(root)
         self.database = database
 
-    def open(self, key, **options):
+    def open(self, key: str, **options: int) -> Iterator[bytes]:
         with self.database.write() as session:
             session.query(File).filter(File.blob_key == key).delete()
         self.delete(key)
@@ -177,7 +190,9 @@ class DeletedMeanwhile(FolderBlobs):
 
 
 @pytest.mark.both_databases
-def test_what_is_deleted_while_it_is_read_is_no_finding(database, blobs, clock, tmp_path, caplog):
+def test_what_is_deleted_while_it_is_read_is_no_finding(
+    database: Database, blobs: Reads, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     one = scrub(database, DeletedMeanwhile(tmp_path / "blobs", database), clock)
     clock.go(PAUSE_SECONDS)
     one.scrub()
@@ -189,12 +204,12 @@ def test_what_is_deleted_while_it_is_read_is_no_finding(database, blobs, clock, 
 class Slow(FolderBlobs):
     """A chunk takes longer than a pass may."""
 
-    def __init__(self, root, clock):
+    def __init__(self, root: Path, clock: Clock) -> None:
         super().__init__(root)
         self.clock = clock
         self.chunks = 0
 
-    def open(self, key, **options):
+    def open(self, key: str, **options: int) -> Iterator[bytes]:
         for byte in super().open(key, **options):
             for start in range(0, len(byte), 25):
                 self.chunks += 1
@@ -202,7 +217,9 @@ class Slow(FolderBlobs):
                 yield byte[start : start + 25]
 
 
-def test_a_large_object_is_read_in_several_passes(database, blobs, clock, tmp_path):
+def test_a_large_object_is_read_in_several_passes(
+    database: Database, blobs: Reads, clock: Clock, tmp_path: Path
+) -> None:
     slow = Slow(tmp_path / "blobs", clock)
     one = scrub(database, slow, clock)
     clock.go(PAUSE_SECONDS)
@@ -222,13 +239,15 @@ class Away(FolderBlobs):
 
     is_away = True
 
-    def open(self, key, **options):
+    def open(self, key: str, **options: int) -> Iterator[bytes]:
         if self.is_away:
             raise ConnectionError("the store is away")
         return super().open(key, **options)
 
 
-def test_what_could_not_be_read_while_the_store_was_away_is_read_afterwards(database, blobs, clock, tmp_path):
+def test_what_could_not_be_read_while_the_store_was_away_is_read_afterwards(
+    database: Database, blobs: Reads, clock: Clock, tmp_path: Path
+) -> None:
     before = {result: counted(result) for result in ("whole", "damaged", "missing")}
     away = Away(tmp_path / "blobs")
     one = scrub(database, away, clock)
@@ -249,15 +268,15 @@ def test_what_could_not_be_read_while_the_store_was_away_is_read_afterwards(data
 
 
 class Forbidden(Reads):
-    def open(self, key, **options):
+    def open(self, key: str, **options: int) -> Iterator[bytes]:
         if key.endswith("/1"):
             raise PermissionError(errno.EACCES, "Permission denied", key)
         return super().open(key, **options)
 
 
 def test_an_object_that_the_store_refuses_to_read_does_not_stop_the_round(
-    database, blobs, clock, tmp_path, caplog
-):
+    database: Database, blobs: Reads, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     unreadable, whole = counted("unreadable"), counted("whole")
     one = scrub(database, Forbidden(tmp_path / "blobs"), clock)
     clock.go(PAUSE_SECONDS)
@@ -274,7 +293,9 @@ def test_an_object_that_the_store_refuses_to_read_does_not_stop_the_round(
     assert "file-1 cannot be read; the round continues without it" in caplog.text
 
 
-def test_an_empty_store_is_an_outage_and_no_damage(database, blobs, clock, tmp_path):
+def test_an_empty_store_is_an_outage_and_no_damage(
+    database: Database, blobs: Reads, clock: Clock, tmp_path: Path
+) -> None:
     before = {result: counted(result) for result in ("whole", "damaged", "missing")}
     one = scrub(database, FolderBlobs(tmp_path / "not mounted"), clock)
     clock.go(PAUSE_SECONDS)
@@ -289,8 +310,8 @@ def test_an_empty_store_is_an_outage_and_no_damage(database, blobs, clock, tmp_p
 
 @pytest.mark.both_databases
 def test_an_object_that_a_worker_did_not_read_to_its_end_is_read_by_the_next(
-    database, blobs, clock, tmp_path
-):
+    database: Database, blobs: Reads, clock: Clock, tmp_path: Path
+) -> None:
     slow = Slow(tmp_path / "blobs", clock)
     stopped = scrub(database, slow, clock)
     clock.go(PAUSE_SECONDS)
@@ -309,7 +330,9 @@ def test_an_object_that_a_worker_did_not_read_to_its_end_is_read_by_the_next(
     assert names(blobs) == ["0"]
 
 
-def test_a_round_that_began_with_a_clock_that_was_ahead_goes_on(database, blobs, clock):
+def test_a_round_that_began_with_a_clock_that_was_ahead_goes_on(
+    database: Database, blobs: Reads, clock: Clock
+) -> None:
     clock.go(365 * DAY)
     one = scrub(database, blobs, clock)
     clock.go(PAUSE_SECONDS)
@@ -321,7 +344,9 @@ def test_a_round_that_began_with_a_clock_that_was_ahead_goes_on(database, blobs,
     assert names(blobs)[:10] == [str(number) for number in range(10)]
 
 
-def test_a_file_that_has_expired_is_not_missed(database, blobs, clock, caplog):
+def test_a_file_that_has_expired_is_not_missed(
+    database: Database, blobs: Reads, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     with database.write() as session:
         session.query(File).update({File.expires_at: 500})
     for number in range(10):
@@ -336,7 +361,7 @@ def test_a_file_that_has_expired_is_not_missed(database, blobs, clock, caplog):
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_zero_days_read_nothing(database, blobs, clock):
+def test_zero_days_read_nothing(database: Database, blobs: Reads, clock: Clock) -> None:
     run(scrub(database, blobs, clock, days=0), clock, days=20)
 
     assert blobs.keys == []

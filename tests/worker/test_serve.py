@@ -2,7 +2,10 @@
 
 import json
 import threading
+from collections.abc import Iterator
 from hashlib import sha256
+from pathlib import Path
+from typing import Any, NoReturn
 
 import openai
 import pytest
@@ -24,6 +27,7 @@ from core.settings import Settings
 from core.storage.store import FolderBlobs
 from core.telemetry.metrics import COUNTED
 from tests.engines import ScriptedEngine
+from tests.present import present, untyped
 from tests.thinking import thinking_tokenizer
 from tests.tiny import make_byte_model
 from worker.refusals import ModelUnavailable
@@ -41,14 +45,14 @@ USER = [{"role": "user", "content": "hello"}]
 class Broken:
     """A tokenizer of which one method fails, by its name."""
 
-    def __init__(self, tokenizer, **causes):
+    def __init__(self, tokenizer: Any, **causes: Any) -> None:
         self.tokenizer, self.causes = tokenizer, causes
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name not in self.causes:
             return getattr(self.tokenizer, name)
 
-        def fails(*given, **options):
+        def fails(*given: Any, **options: Any) -> NoReturn:
             raise self.causes[name]
 
         return fails
@@ -57,20 +61,21 @@ class Broken:
 class ScriptedBuilder:
     """Implements worker.engines.Builder: room for `room` models, each of size 1."""
 
-    def __init__(self, tokenizer, room=1):
-        self.tokenizer, self.room, self.built = tokenizer, room, []
+    def __init__(self, tokenizer: Any, room: int = 1) -> None:
+        self.tokenizer, self.room = tokenizer, room
+        self.built: list[Any] = []
         self.go = threading.Event()
         self.go.set()
         self.failure: Exception | None = None
 
-    def bytes_needed(self, entry):
+    def bytes_needed(self, entry: Any) -> int:
         assert self.go.wait(30)
         return 1
 
-    def bytes_free(self):
+    def bytes_free(self) -> int:
         return self.room - sum(not engine.lost for engine in self.built)
 
-    async def build(self, name, entry, others):
+    async def build(self, name: str, entry: Any, others: Any) -> Any:
         if self.failure:
             raise self.failure
         self.built.append(ScriptedEngine(self.tokenizer))
@@ -78,49 +83,50 @@ class ScriptedBuilder:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory):
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoTokenizer.from_pretrained(make_byte_model(tmp_path_factory.mktemp("bytes")))
 
 
 @pytest.fixture
-def builder(tokenizer):
+def builder(tokenizer: Any) -> ScriptedBuilder:
     return ScriptedBuilder(tokenizer)
 
 
 @pytest.fixture
-def engines(builder, tmp_path):
+def engines(builder: ScriptedBuilder, tmp_path: Path) -> Engines:
     registry = Registry(models={name: BaseModelEntry(hub=name) for name in ("a", "b")})
     folders = AdapterFolders(FolderBlobs(tmp_path / "blobs"), tmp_path / "adapters")
     return Engines(Settings(), registry, {"transformers": builder}, folders)
 
 
 @pytest.fixture
-def client(engines):
+def client(engines: Engines) -> Iterator[OpenAI]:
     with TestClient(create_app(engines, "key")) as web:
         yield OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0)
 
 
-def say(client, model="a", **options):
+def say(client: OpenAI, model: str = "a", **options: Any) -> Any:
     return client.chat.completions.create(**{"model": model, "messages": USER} | options)
 
 
-def loaded(client, builder, script):
+def loaded(client: OpenAI, builder: ScriptedBuilder, script: str) -> Any:
     """The engine of model a, which from now on says this."""
     say(client)
     builder.built[-1].script = script
     return builder.built[-1]
 
 
-def test_an_answer_is_a_chat_completion(client):
+def test_an_answer_is_a_chat_completion(client: OpenAI) -> None:
     reply = say(client)
 
     assert reply.choices[0].message.content == "hi"
     assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None
     assert reply.usage.completion_tokens == 3
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + 3
 
 
-def test_what_is_asked_for_reaches_the_engine(client, builder):
+def test_what_is_asked_for_reaches_the_engine(client: OpenAI, builder: ScriptedBuilder) -> None:
     say(client, temperature=0.5, top_p=0.9, max_tokens=7, n=3, seed=4)
     say(client, n=3, seed=4)
 
@@ -130,14 +136,17 @@ def test_what_is_asked_for_reaches_the_engine(client, builder):
     assert [ask.seed for ask in first] == [ask.seed for ask in second]
 
 
-def test_without_a_limit_an_answer_may_fill_the_context(client, builder):
+def test_without_a_limit_an_answer_may_fill_the_context(client: OpenAI, builder: ScriptedBuilder) -> None:
     reply = say(client)
 
+    assert reply.usage is not None
     assert builder.built[0].asked[0].max_tokens == 50 - reply.usage.prompt_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_answer_before_it_and_the_work_with_it(client, builder, stream):
+def test_a_stop_string_ends_the_answer_before_it_and_the_work_with_it(
+    client: OpenAI, builder: ScriptedBuilder, stream: bool
+) -> None:
     engine = loaded(client, builder, "one STOP two")
     reply = say(client, stop=["STOP", "never"], stream=stream)
     text = (
@@ -150,7 +159,7 @@ def test_a_stop_string_ends_the_answer_before_it_and_the_work_with_it(client, bu
     assert engine.ended == len(engine.asked) == 2
 
 
-def test_a_letter_of_several_tokens_is_streamed_whole(client, builder):
+def test_a_letter_of_several_tokens_is_streamed_whole(client: OpenAI, builder: ScriptedBuilder) -> None:
     loaded(client, builder, "für 🌱")
     pieces = [chunk.choices[0].delta.content for chunk in say(client, stream=True)]
 
@@ -158,23 +167,28 @@ def test_a_letter_of_several_tokens_is_streamed_whole(client, builder):
     assert not any("\ufffd" in (piece or "") for piece in pieces)
 
 
-def test_an_answer_cut_in_the_middle_of_a_letter_says_length(client, builder):
+def test_an_answer_cut_in_the_middle_of_a_letter_says_length(
+    client: OpenAI, builder: ScriptedBuilder
+) -> None:
     loaded(client, builder, "🌱")
     reply = say(client, max_tokens=2)
 
     assert reply.choices[0].finish_reason == "length"
 
 
-def test_log_probabilities_are_those_of_the_tokens_of_the_text(client, builder):
+def test_log_probabilities_are_those_of_the_tokens_of_the_text(
+    client: OpenAI, builder: ScriptedBuilder
+) -> None:
     loaded(client, builder, "aü")
-    content = say(client, logprobs=True, top_logprobs=1).choices[0].logprobs.content
+    content = present(say(client, logprobs=True, top_logprobs=1).choices[0].logprobs).content
 
+    assert content is not None
     assert [entry.bytes for entry in content] == [[97], [0xC3], [0xBC]]
     assert [entry.logprob for entry in content] == [-0.5] * 3
     assert content[0].top_logprobs[0].token == "a"
 
 
-def test_a_stream_ends_with_its_usage_if_it_was_asked_for(client):
+def test_a_stream_ends_with_its_usage_if_it_was_asked_for(client: OpenAI) -> None:
     chunks = list(say(client, stream=True, n=2, stream_options={"include_usage": True}))
 
     assert {choice.index for chunk in chunks for choice in chunk.choices} == {0, 1}
@@ -201,19 +215,19 @@ def test_a_stream_ends_with_its_usage_if_it_was_asked_for(client):
         ),
     ],
 )
-def test_what_cannot_be_answered_is_refused(client, fields, said):
+def test_what_cannot_be_answered_is_refused(client: OpenAI, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(BadRequestError, match=said):
         say(client, **fields)
 
 
-def test_an_unknown_model_is_404_and_a_wrong_key_401(client):
+def test_an_unknown_model_is_404_and_a_wrong_key_401(client: OpenAI) -> None:
     with pytest.raises(NotFoundError):
         say(client, "other")
     with pytest.raises(AuthenticationError):
         say(client.with_options(api_key="wrong"))
 
 
-def test_a_model_that_fails_answers_500_and_goes_on(client, builder):
+def test_a_model_that_fails_answers_500_and_goes_on(client: OpenAI, builder: ScriptedBuilder) -> None:
     engine = loaded(client, builder, "hi")
     engine.failure = ZeroDivisionError("division by zero")
     with pytest.raises(InternalServerError, match="the model failed: division by zero"):
@@ -225,7 +239,9 @@ def test_a_model_that_fails_answers_500_and_goes_on(client, builder):
     assert say(client).choices[0].message.content == "hi"
 
 
-def test_a_model_that_cannot_be_loaded_answers_500_with_the_reason(client, builder, caplog):
+def test_a_model_that_cannot_be_loaded_answers_500_with_the_reason(
+    client: OpenAI, builder: ScriptedBuilder, caplog: pytest.LogCaptureFixture
+) -> None:
     builder.failure = OSError("no such file: model.safetensors")
     with pytest.raises(InternalServerError, match=r"cannot be loaded: no such file: model\.safetensors"):
         say(client)
@@ -233,7 +249,9 @@ def test_a_model_that_cannot_be_loaded_answers_500_with_the_reason(client, build
     assert "a cannot be loaded" in caplog.text
 
 
-def test_a_model_that_cannot_be_fetched_now_is_to_be_asked_for_again(client, builder):
+def test_a_model_that_cannot_be_fetched_now_is_to_be_asked_for_again(
+    client: OpenAI, builder: ScriptedBuilder
+) -> None:
     builder.failure = ModelUnavailable("The weights of the model 'a/b' could not be fetched from the hub")
     with pytest.raises(InternalServerError, match="could not be fetched from the hub") as refused:
         say(client)
@@ -247,7 +265,9 @@ def test_a_model_that_cannot_be_fetched_now_is_to_be_asked_for_again(client, bui
     ("cause", "status"),
     [(TemplateError("roles must alternate"), 400), (TypeError("no"), 400), (OSError("disk I/O"), 500)],
 )
-def test_only_what_a_template_says_of_the_messages_is_the_askers_mistake(client, builder, cause, status):
+def test_only_what_a_template_says_of_the_messages_is_the_askers_mistake(
+    client: OpenAI, builder: ScriptedBuilder, cause: TemplateError | TypeError | OSError, status: int
+) -> None:
     engine = loaded(client, builder, "hi")
     engine.tokenizer = Broken(engine.tokenizer, apply_chat_template=cause)
     with pytest.raises(APIStatusError, match=f"chat template .*: {cause}") as refused:
@@ -257,35 +277,41 @@ def test_only_what_a_template_says_of_the_messages_is_the_askers_mistake(client,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_an_engine_refuses_is_no_failure_of_it(client, builder, stream):
+def test_what_an_engine_refuses_is_no_failure_of_it(
+    client: OpenAI, builder: ScriptedBuilder, stream: bool
+) -> None:
     """As vLLM's does when it has read that an adapter's rank is too high."""
     loaded(client, builder, "hi").failure = EngineRefused("The adapter's rank is 128")
     before = counted("requests_total", result="refused")
     with pytest.raises(openai.APIError, match="The adapter's rank is 128") as refused:
         list(say(client, stream=stream))
 
-    assert stream or refused.value.status_code == 400
+    assert stream or untyped(refused.value).status_code == 400
     assert counted("requests_total", result="refused") == before + 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_that_allows_too_much_is_the_askers_mistake(client, builder, stream):
+def test_a_schema_that_allows_too_much_is_the_askers_mistake(
+    client: OpenAI, builder: ScriptedBuilder, stream: bool
+) -> None:
     loaded(client, builder, "hi").failure = SchemaTooLarge("The schema allows too much")
 
     with pytest.raises(openai.APIError, match="response_format: The schema allows too much") as refused:
         list(say(client, stream=stream))
 
-    assert stream or refused.value.status_code == 400
+    assert stream or untyped(refused.value).status_code == 400
 
 
-def test_the_model_that_was_not_used_the_longest_makes_room(client, builder):
+def test_the_model_that_was_not_used_the_longest_makes_room(client: OpenAI, builder: ScriptedBuilder) -> None:
     for model in ("a", "a", "b"):
         say(client, model)
 
     assert [engine.lost for engine in builder.built] == [True, False]
 
 
-def test_a_model_that_answers_is_not_unloaded_and_others_are_told_to_come_back(client, builder):
+def test_a_model_that_answers_is_not_unloaded_and_others_are_told_to_come_back(
+    client: OpenAI, builder: ScriptedBuilder
+) -> None:
     stream = say(client, "a", stream=True)
     with pytest.raises(APIStatusError) as busy:
         say(client, "b")
@@ -296,7 +322,7 @@ def test_a_model_that_answers_is_not_unloaded_and_others_are_told_to_come_back(c
     assert say(client, "b").choices[0].message.content == "hi"
 
 
-def test_more_answers_than_may_be_under_way_are_told_to_come_back(engines):
+def test_more_answers_than_may_be_under_way_are_told_to_come_back(engines: Engines) -> None:
     before = counted("requests_total", result="not_ready")
     with TestClient(create_app(engines, "key", most_answers=3)) as web:
         client = OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0)
@@ -311,7 +337,7 @@ def test_more_answers_than_may_be_under_way_are_told_to_come_back(engines):
     assert counted("requests_total", result="not_ready") == before + 1
 
 
-def test_what_is_refused_or_fails_makes_room_again(engines, builder):
+def test_what_is_refused_or_fails_makes_room_again(engines: Engines, builder: ScriptedBuilder) -> None:
     with TestClient(create_app(engines, "key", most_answers=1)) as web:
         client = OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0)
         engine = loaded(client, builder, "hi")
@@ -325,7 +351,7 @@ def test_what_is_refused_or_fails_makes_room_again(engines, builder):
         assert say(client).choices[0].message.content == "hi"
 
 
-def test_an_engine_that_died_is_replaced(client, builder):
+def test_an_engine_that_died_is_replaced(client: OpenAI, builder: ScriptedBuilder) -> None:
     say(client)
     builder.built[0].lost = True
 
@@ -333,7 +359,9 @@ def test_an_engine_that_died_is_replaced(client, builder):
     assert len(builder.built) == 2
 
 
-def test_a_model_that_loads_for_long_is_503_with_retry_after_and_then_there(client, builder, engines):
+def test_a_model_that_loads_for_long_is_503_with_retry_after_and_then_there(
+    client: OpenAI, builder: ScriptedBuilder, engines: Engines
+) -> None:
     engines.patience = 0.01
     builder.go.clear()
     with pytest.raises(APIStatusError) as loading:
@@ -350,11 +378,11 @@ def test_a_model_that_loads_for_long_is_503_with_retry_after_and_then_there(clie
 class SlowBlobs(FolderBlobs):
     """A blob store that gives nothing of `slow/` away before `go`; `begun` counts who waits for it."""
 
-    def __init__(self, root):
+    def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.go, self.begun, self.gave_up = threading.Event(), 0, False
 
-    def open(self, key, **options):
+    def open(self, key: str, **options: int) -> Iterator[bytes]:
         if key.startswith("slow/"):
             self.begun += 1
             self.gave_up = not self.go.wait(30) or self.gave_up
@@ -362,13 +390,13 @@ class SlowBlobs(FolderBlobs):
 
 
 @pytest.fixture
-def blobs(engines):
+def blobs(engines: Engines) -> Iterator[SlowBlobs]:
     blobs = engines.adapters.blobs = SlowBlobs(engines.adapters.root.parent / "blobs")
     yield blobs
     blobs.go.set()
 
 
-def stored(blobs, prefix):
+def stored(blobs: SlowBlobs, prefix: str) -> dict[Any, Any]:
     """As the API names it."""
     weights = {name: prefix.encode() for name in ("adapter_config.json", "adapter_model.safetensors")}
     for name, content in weights.items():
@@ -382,7 +410,9 @@ def stored(blobs, prefix):
     return {"base_model": "a", "adapter": {"prefix": prefix, "manifest_sha256": sha256(manifest).hexdigest()}}
 
 
-def test_a_cold_adapter_that_comes_slowly_is_503_with_retry_after_and_then_there(client, engines, blobs):
+def test_a_cold_adapter_that_comes_slowly_is_503_with_retry_after_and_then_there(
+    client: OpenAI, engines: Engines, blobs: SlowBlobs
+) -> None:
     cold = stored(blobs, "slow/1")
     engines.adapter_patience = 0.01
     with pytest.raises(APIStatusError, match="the adapter is still loading") as loading:
@@ -396,7 +426,9 @@ def test_a_cold_adapter_that_comes_slowly_is_503_with_retry_after_and_then_there
     assert blobs.begun == 3  # the manifest and two files, once
 
 
-def test_cold_adapters_that_come_slowly_hold_up_nobody_else(client, engines, blobs):
+def test_cold_adapters_that_come_slowly_hold_up_nobody_else(
+    client: OpenAI, engines: Engines, blobs: SlowBlobs
+) -> None:
     """However often they are asked for: there are only so many threads."""
     hot = stored(blobs, "hot")
     say(client, extra_body={"regraft": hot})
@@ -428,7 +460,9 @@ def test_cold_adapters_that_come_slowly_hold_up_nobody_else(client, engines, blo
         ),
     ],
 )
-def test_a_model_that_cannot_be_read_is_refused_by_its_code(tmp_path, monkeypatch, kind, config, code, said):
+def test_a_model_that_cannot_be_read_is_refused_by_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Any], config: str | None, code: str, said: str
+) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     folder = tmp_path / "model"
     if config is not None:
@@ -448,13 +482,15 @@ def test_a_model_that_cannot_be_read_is_refused_by_its_code(tmp_path, monkeypatc
     assert refused.value.code == code
 
 
-def test_an_adapter_that_is_gone_is_404(client):
+def test_an_adapter_that_is_gone_is_404(client: OpenAI) -> None:
     adapter = {"prefix": "gone", "manifest_sha256": "0" * 64}
     with pytest.raises(NotFoundError):
         say(client, "ft:a", extra_body={"regraft": {"base_model": "a", "adapter": adapter}})
 
 
-def test_what_fails_while_tokens_are_read_is_no_client_that_left(client, builder):
+def test_what_fails_while_tokens_are_read_is_no_client_that_left(
+    client: OpenAI, builder: ScriptedBuilder
+) -> None:
     engine = loaded(client, builder, "hi")
     engine.tokenizer = Broken(engine.tokenizer, decode=ZeroDivisionError("division by zero"))
     before = counted("requests_total", result="failed")
@@ -464,11 +500,11 @@ def test_what_fails_while_tokens_are_read_is_no_client_that_left(client, builder
     assert counted("requests_total", result="failed") == before + 1
 
 
-def counted(name, **labels):
+def counted(name: str, **labels: Any) -> float:
     return COUNTED.get_sample_value(f"regraft_inference_{name}", labels) or 0.0
 
 
-def test_requests_are_counted_by_what_came_of_them(client, builder):
+def test_requests_are_counted_by_what_came_of_them(client: OpenAI, builder: ScriptedBuilder) -> None:
     results = ("answered", "refused", "not_ready", "failed", "left")
     before = {result: counted("requests_total", result=result) for result in results}
     engine = loaded(client, builder, "hi")
@@ -486,14 +522,15 @@ def test_requests_are_counted_by_what_came_of_them(client, builder):
     assert counted("answers") == 0
 
 
-def test_tokens_are_counted_by_the_base_model_and_the_first_one_is_timed(client):
-    def figures():
+def test_tokens_are_counted_by_the_base_model_and_the_first_one_is_timed(client: OpenAI) -> None:
+    def figures() -> list[Any]:
         tokens = [counted("tokens_total", model="a", kind=kind) for kind in ("prompt", "completion")]
         return [*tokens, counted("first_token_seconds_count"), counted("load_seconds_count", what="model")]
 
     before = figures()
     usage = say(client, n=2).usage
 
+    assert usage is not None
     assert [now - then for now, then in zip(figures(), before, strict=True)] == [
         usage.prompt_tokens,
         usage.completion_tokens,
@@ -503,7 +540,7 @@ def test_tokens_are_counted_by_the_base_model_and_the_first_one_is_timed(client)
 
 
 @pytest.fixture
-def thinker(tmp_path):
+def thinker(tmp_path: Path) -> Iterator[tuple[OpenAI, Any]]:
     """A client of a model that thinks, and its builder."""
     builder = ScriptedBuilder(thinking_tokenizer())
     registry = Registry(models={"a": BaseModelEntry(hub="a")})
@@ -515,17 +552,20 @@ def thinker(tmp_path):
         yield api, builder.built[-1]
 
 
-def test_a_thought_is_separate_from_the_content_and_counted(thinker):
+def test_a_thought_is_separate_from_the_content_and_counted(thinker: tuple[OpenAI, Any]) -> None:
     client, _ = thinker
     reply = say(client)
 
     assert reply.choices[0].message.content == "42"
-    assert reply.choices[0].message.reasoning_content == "ab"
+    assert untyped(reply.choices[0].message).reasoning_content == "ab"
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens_details is not None
+    assert reply.usage is not None
     assert reply.usage.completion_tokens_details.reasoning_tokens == 4
     assert reply.usage.completion_tokens == 9
 
 
-def test_a_thought_is_streamed_in_deltas_of_its_own(thinker):
+def test_a_thought_is_streamed_in_deltas_of_its_own(thinker: tuple[OpenAI, Any]) -> None:
     client, _ = thinker
     deltas = [chunk.choices[0].delta for chunk in say(client, stream=True)]
 
@@ -533,7 +573,7 @@ def test_a_thought_is_streamed_in_deltas_of_its_own(thinker):
     assert "".join(delta.content or "" for delta in deltas) == "42"
 
 
-def test_an_effort_uses_the_templates_switch_or_a_budget(thinker):
+def test_an_effort_uses_the_templates_switch_or_a_budget(thinker: tuple[OpenAI, Any]) -> None:
     client, engine = thinker
     for effort in ("none", "low", "high"):
         say(client, reasoning_effort=effort, max_completion_tokens=20)

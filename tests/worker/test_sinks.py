@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from dataclasses import replace
+from typing import Any, NoReturn
 
 import pytest
 
@@ -11,10 +12,13 @@ from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.results.step_metrics import StepMetrics
 from core.settings import Settings
 from tests.fakes import Notebook
+from tests.present import untyped
+from tests.worker.conftest import Bench
 from worker.child import closed_at_the_end
 from worker.record import results
 from worker.record.exporters import Card, choice, feed
 from worker.record.exporters.feed import Feed, Feeds, flat
+from worker.record.exporters.types import Ended, Sink
 from worker.refusals import UserMistake
 
 CARD = Card("ftjob-1", "colours", "ftjob-1", None, (), {"model": "tiny"})
@@ -29,25 +33,25 @@ STEP = StepMetrics(
 )
 
 
-def feeds_for(sink, told=None, close_seconds=30.0) -> Feeds:
+def feeds_for(sink: Sink, told: list[str] | None = None, close_seconds: float = 30.0) -> Feeds:
     """`told`: a list that gets what the job's user hears."""
     tell = (lambda what: None) if told is None else told.append
     return Feeds([Feed(sink, CARD, tell, first_pause=0.0)], close_seconds=close_seconds)
 
 
-def steps(*numbers):
+def steps(*numbers: int) -> list[Any]:
     return [StepMetrics(step=number) for number in numbers]
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(monkeypatch):
+def nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "_LEFT_BEHIND", [])
 
 
 # What is sent.
 
 
-def test_a_run_is_opened_fed_and_finished_in_order(bench):
+def test_a_run_is_opened_fed_and_finished_in_order(bench: Bench) -> None:
     book, run = Notebook(), bench.run()
     run.feeds = feeds_for(book)
 
@@ -58,7 +62,7 @@ def test_a_run_is_opened_fed_and_finished_in_order(bench):
     assert not feed.left_behind()
 
 
-def test_metrics_have_the_names_of_the_listing_and_of_the_result_file(bench):
+def test_metrics_have_the_names_of_the_listing_and_of_the_result_file(bench: Bench) -> None:
     book, run = Notebook(), bench.run()
     run.feeds = feeds_for(book)
 
@@ -73,7 +77,7 @@ def test_metrics_have_the_names_of_the_listing_and_of_the_result_file(bench):
     }
 
 
-def test_what_was_not_measured_or_is_no_number_is_left_out():
+def test_what_was_not_measured_or_is_no_number_is_left_out() -> None:
     assert flat(STEP) == {
         "step": 2,
         "total_steps": 4,
@@ -83,7 +87,7 @@ def test_what_was_not_measured_or_is_no_number_is_left_out():
     }
 
 
-def test_a_run_that_resumes_sends_what_is_missing_and_nothing_twice():
+def test_a_run_that_resumes_sends_what_is_missing_and_nothing_twice() -> None:
     """Of the steps before the checkpoint the service has 0 to 2; 3 was recorded here and lost on its way."""
     book = Notebook(last=2)
     feeds = feeds_for(book)
@@ -95,7 +99,7 @@ def test_a_run_that_resumes_sends_what_is_missing_and_nothing_twice():
     assert [page for page in book.pages if page[0] == "step"] == [("step", 3), ("step", 4)]
 
 
-def test_an_attempt_that_another_one_goes_on_with_is_interrupted(bench):
+def test_an_attempt_that_another_one_goes_on_with_is_interrupted(bench: Bench) -> None:
     book, run = Notebook(), bench.run(stop_requested=lambda: True)
     run.feeds = feeds_for(book)
 
@@ -105,7 +109,7 @@ def test_an_attempt_that_another_one_goes_on_with_is_interrupted(bench):
     assert book.pages[-1] == ("finish", "interrupted")
 
 
-def test_a_mistake_of_the_user_ends_the_run_there_as_failed():
+def test_a_mistake_of_the_user_ends_the_run_there_as_failed() -> None:
     book = Notebook()
     feeds = feeds_for(book)
     feeds.start([])
@@ -116,7 +120,7 @@ def test_a_mistake_of_the_user_ends_the_run_there_as_failed():
     assert book.pages[-1] == ("finish", "failed")
 
 
-def test_a_job_that_is_somebody_elses_is_not_ended_for_them(bench):
+def test_a_job_that_is_somebody_elses_is_not_ended_for_them(bench: Bench) -> None:
     book, run = Notebook(), bench.run()
     run.feeds = feeds_for(book)
     bench.again()
@@ -131,7 +135,7 @@ def test_a_job_that_is_somebody_elses_is_not_ended_for_them(bench):
 # What cannot go wrong.
 
 
-def test_a_service_that_fails_is_told_once_and_gets_everything_when_it_is_back():
+def test_a_service_that_fails_is_told_once_and_gets_everything_when_it_is_back() -> None:
     told: list[str] = []
     book = Notebook(failures=3)
     feeds = feeds_for(book, told)
@@ -146,7 +150,7 @@ def test_a_service_that_fails_is_told_once_and_gets_everything_when_it_is_back()
     assert [page for page in book.pages if page[0] == "step"] == [("step", 1), ("step", 2)]
 
 
-def test_a_service_that_never_answers_stops_no_run(bench):
+def test_a_service_that_never_answers_stops_no_run(bench: Bench) -> None:
     """It hangs in its first call, for ever, and the job succeeds with all its steps."""
     hung, run = Hung(), bench.run()
     told: list[str] = []
@@ -162,7 +166,7 @@ def test_a_service_that_never_answers_stops_no_run(bench):
     hung.freed.set()
 
 
-def test_one_that_fails_to_the_end_is_given_up():
+def test_one_that_fails_to_the_end_is_given_up() -> None:
     told: list[str] = []
     feeds = feeds_for(Notebook(failures=10**9), told)
 
@@ -173,7 +177,7 @@ def test_one_that_fails_to_the_end_is_given_up():
     assert len(told) == 1
 
 
-def test_what_waits_is_bounded():
+def test_what_waits_is_bounded() -> None:
     book = Notebook(last=0)
     feeds = Feeds([Feed(book, CARD, lambda what: None, first_pause=0.0, most_waiting=2)])
 
@@ -185,7 +189,7 @@ def test_what_waits_is_bounded():
     assert book.pages == [("start", "ftjob-1"), ("step", 1), ("step", 2), ("finish", "succeeded")]
 
 
-def test_who_cannot_be_told_does_not_end_the_thread():
+def test_who_cannot_be_told_does_not_end_the_thread() -> None:
     def deaf(what: str) -> None:
         raise RuntimeError("the job is no longer ours")
 
@@ -205,19 +209,20 @@ class Hung:
     def __init__(self) -> None:
         self.freed = threading.Event()
 
-    def start(self, card):
+    def start(self, card: Any) -> None:
         self.freed.wait()
 
-    def step(self, step, metrics):
+    def step(self, step: int, metrics: Any) -> NoReturn:
         raise AssertionError("it was never opened")
 
-    finish = step
+    def finish(self, ended: Ended) -> NoReturn:
+        raise AssertionError("it was never opened")
 
 
 # Which ones.
 
 
-def job(*integrations) -> Job:
+def job(*integrations: dict[str, Any]) -> Job:
     return Job(
         id="ftjob-1",
         model="tiny",
@@ -232,10 +237,12 @@ RESOLVED = resolve(Hyperparameters(), rows=8, parameters=1000, context=128)
 ON = Settings(integrations="wandb, mlflow,trackio")
 
 
-def test_a_job_has_the_sinks_that_it_asks_for():
+def test_a_job_has_the_sinks_that_it_asks_for() -> None:
     made = []
 
-    feeds = choice.feeds_of(job(WANDB), RESOLVED, ON, lambda *_: None, lambda kind, _: made.append(kind))
+    feeds = choice.feeds_of(
+        job(WANDB), RESOLVED, ON, lambda *_: None, untyped(lambda kind, _: made.append(kind))
+    )
 
     [only] = feeds.feeds
     assert made == ["wandb"]
@@ -243,7 +250,7 @@ def test_a_job_has_the_sinks_that_it_asks_for():
     assert (only.card.config["batch_size"], only.card.config["grader"]) == (8, "string_check")
 
 
-def test_a_worker_on_which_it_is_not_enabled_says_so_and_goes_on():
+def test_a_worker_on_which_it_is_not_enabled_says_so_and_goes_on() -> None:
     said = []
 
     feeds = choice.feeds_of(
@@ -255,7 +262,9 @@ def test_a_worker_on_which_it_is_not_enabled_says_so_and_goes_on():
     assert said[0][1] == {"integration": "wandb"}
 
 
-def test_a_failure_is_a_warning_that_names_the_service_and_keeps_its_secrets(monkeypatch):
+def test_a_failure_is_a_warning_that_names_the_service_and_keeps_its_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     said: list[str] = []
     [only] = choice.feeds_of(
@@ -279,16 +288,19 @@ def test_a_failure_is_a_warning_that_names_the_service_and_keeps_its_secrets(mon
         ("", {}, False, None),
     ],
 )
-def test_a_worker_says_what_is_missing_before_it_starts(integrations, environment, installed, says):
+def test_a_worker_says_what_is_missing_before_it_starts(
+    integrations: str, environment: dict[str, Any], installed: bool, says: str | None
+) -> None:
     found = choice.problem(Settings(integrations=integrations), environment, lambda package: installed)
 
+    assert found is not None
     assert (found is None) if says is None else says in found
 
 
-def test_only_services_that_there_are_can_be_enabled():
+def test_only_services_that_there_are_can_be_enabled() -> None:
     with pytest.raises(ValueError, match="integrations"):
         Settings(integrations="wandb,neptune")
 
 
-def train(run) -> None:
+def train(run: Any) -> None:
     asyncio.run(run.train())

@@ -7,13 +7,15 @@ from pydantic import ValidationError
 
 from core.results.step_metrics import COLUMNS, METRICS, SECTIONS, StepMetrics
 from tests.fakes import Skill
+from tests.present import untyped
+from tests.worker.conftest import Bench
 from worker.record.results import row
 from worker.types import UpdateMetrics
 
 NAMES = {metric.name for metric in METRICS}
 
 
-def test_every_recorded_metric_is_in_the_table(bench):
+def test_every_recorded_metric_is_in_the_table(bench: Bench) -> None:
     bench.train(skill=Skill(0.3), advanced={"group_size": 4, "resample_prompts": 2})
 
     recorded = set().union(*bench.steps())
@@ -21,7 +23,7 @@ def test_every_recorded_metric_is_in_the_table(bench):
 
 
 @pytest.mark.slow
-def test_every_metric_of_the_table_is_recorded_by_some_run(bench):
+def test_every_metric_of_the_table_is_recorded_by_some_run(bench: Bench) -> None:
     bench.train(skill=Skill(0.3), advanced={"group_size": 4, "resample_prompts": 2})
 
     steps = bench.steps()
@@ -32,7 +34,7 @@ def test_every_metric_of_the_table_is_recorded_by_some_run(bench):
     assert NAMES - set().union(*steps) - in_a_section - of_an_update == {"gpus", *of_reasoning}
 
 
-def test_a_row_of_the_result_file_begins_with_the_columns_of_the_table(bench):
+def test_a_row_of_the_result_file_begins_with_the_columns_of_the_table(bench: Bench) -> None:
     bench.train()
 
     assert list(row(StepMetrics.load(bench.steps()[1])))[: len(COLUMNS)] == [
@@ -40,12 +42,12 @@ def test_a_row_of_the_result_file_begins_with_the_columns_of_the_table(bench):
     ]
 
 
-def test_names_are_unique_and_every_metric_is_described():
+def test_names_are_unique_and_every_metric_is_described() -> None:
     assert len(NAMES) == len(METRICS)
     assert all(metric.description.endswith(".") for metric in METRICS)
 
 
-def test_a_recorded_step_is_loaded_and_written_without_a_change(bench):
+def test_a_recorded_step_is_loaded_and_written_without_a_change(bench: Bench) -> None:
     """What was not measured stays absent, and a metric without a number stays null."""
     bench.train(skill=Skill(0.3), advanced={"group_size": 4, "resample_prompts": 2})
 
@@ -54,7 +56,7 @@ def test_a_recorded_step_is_loaded_and_written_without_a_change(bench):
     assert [StepMetrics.load(step).to_data() for step in bench.steps()] == bench.steps()
 
 
-def test_a_step_of_another_version_is_loaded_by_what_this_one_knows():
+def test_a_step_of_another_version_is_loaded_by_what_this_one_knows() -> None:
     other = {
         "entropy": 1,
         "of_a_later_version": 2.0,
@@ -67,6 +69,6 @@ def test_a_step_of_another_version_is_loaded_by_what_this_one_knows():
     assert step.timing.step.model_fields_set == {"full_iteration"}
 
 
-def test_a_misspelled_metric_is_an_error_where_it_is_measured():
+def test_a_misspelled_metric_is_an_error_where_it_is_measured() -> None:
     with pytest.raises(ValidationError):
-        StepMetrics(step=1, entropi=0.5)
+        untyped(StepMetrics)(step=1, entropi=0.5)

@@ -6,6 +6,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -15,7 +18,9 @@ from core.database.tables import Job
 from core.jobs import lifecycle, run_logs
 from core.jobs.lifecycle import MAX_CRASH_MESSAGE
 from core.settings import Settings
-from core.storage.store import FolderBlobs
+from core.storage.store import BlobInfo, FolderBlobs
+from tests.present import present
+from tests.worker.conftest import Bench
 from tests.worker.kernel import FakeKernel
 from worker import process
 from worker.supervise.supervisor import Progress, Supervisor
@@ -30,9 +35,9 @@ WAIT = (
 class Child:
     """A command that runs a line of Python, and tells the test when the child is up."""
 
-    def __init__(self, tmp_path, source):
+    def __init__(self, tmp_path: Path, source: Any) -> None:
         self.started = threading.Event()
-        self.pids = []
+        self.pids: list[Any] = []
         self.fifo = tmp_path / "pid"
         os.mkfifo(self.fifo)
         self.source = (
@@ -41,13 +46,13 @@ class Child:
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
-    def _read(self):
+    def _read(self) -> None:
         while True:
             with self.fifo.open() as pipe:
                 self.pids.append(int(pipe.read()))
                 self.started.set()
 
-    def __call__(self, progress):
+    def __call__(self, progress: Any) -> list[Any]:
         self.progress = progress
         return [sys.executable, "-c", self.source]
 
@@ -55,26 +60,28 @@ class Child:
 class StopsAfterOne(Supervisor):
     """A job that was drained is claimed again by the same loop; one round is what these tests look at."""
 
-    def _finish(self, *args):
+    def _finish(self, *args: Any) -> None:
         super()._finish(*args)
         self.stop()
 
 
 @pytest.fixture
-def supervise(bench, tmp_path):
+def supervise(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Supervisor, Child]]:
     """Queue the bench's job again, and supervise children of the given source."""
     with lifecycle.fenced(bench.database, bench.claim) as (session, job):
         lifecycle.release(session, job)
 
-    def make(source, kind=Supervisor, **settings):
+    def make(source: Any, kind: type[Supervisor] = Supervisor, **settings: Any) -> tuple[Supervisor, Child]:
         child = Child(tmp_path, source)
-        options = {"data_dir": tmp_path, "max_failures": 1, "lease_seconds": 8.0} | settings
+        options: dict[str, Any] = {"data_dir": tmp_path, "max_failures": 1, "lease_seconds": 8.0} | settings
         return kind(Settings(**options), bench.database, bench.blobs, child), child
 
     return make
 
 
-def test_a_drained_run_is_queued_again_at_no_cost(bench, supervise):
+def test_a_drained_run_is_queued_again_at_no_cost(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
     supervisor, _ = supervise("import sys; sys.exit(75)", StopsAfterOne)
 
     supervisor.run_waiting()
@@ -84,11 +91,13 @@ def test_a_drained_run_is_queued_again_at_no_cost(bench, supervise):
 
 
 @pytest.fixture
-def kernel(tmp_path):
+def kernel(tmp_path: Path) -> FakeKernel:
     return FakeKernel(tmp_path / "kernel")
 
 
-def test_what_a_run_said_is_kept_for_its_job_and_not_in_the_event_of_its_crash(bench, supervise):
+def test_what_a_run_said_is_kept_for_its_job_and_not_in_the_event_of_its_crash(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
     supervisor, _ = supervise("import sys; sys.stderr.write('a' * 300_000 + 'b' * 1000); sys.exit(1)")
 
     supervisor.run_waiting()
@@ -104,18 +113,20 @@ def test_what_a_run_said_is_kept_for_its_job_and_not_in_the_event_of_its_crash(b
 class Reader(FolderBlobs):
     """Keeps each version of a log, and tells the run once the first has come."""
 
-    def __init__(self, folder, told):
+    def __init__(self, folder: Path, told: Path) -> None:
         super().__init__(folder)
         self.told = os.open(told, os.O_RDWR)  # which waits for no reader
-        self.versions = []
+        self.versions: list[Any] = []
 
-    def put_bytes(self, key, data, **options):
+    def put_bytes(self, key: str, data: bytes, **options: bool) -> BlobInfo:
         self.versions.append(data.decode())
         os.write(self.told, b"go on\n")
         return super().put_bytes(key, data, **options)
 
 
-def test_the_log_of_a_run_can_be_read_while_it_runs(bench, supervise, tmp_path):
+def test_the_log_of_a_run_can_be_read_while_it_runs(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]], tmp_path: Path
+) -> None:
     """This one goes on only when somebody has read how it began."""
     told = tmp_path / "told"
     os.mkfifo(told)
@@ -131,11 +142,13 @@ def test_the_log_of_a_run_can_be_read_while_it_runs(bench, supervise, tmp_path):
 
 
 class NoStore:
-    def put_bytes(self, key, data):
+    def put_bytes(self, key: str, data: bytes) -> NoReturn:
         raise OSError("no space left")
 
 
-def test_a_log_that_cannot_be_kept_harms_nobody(bench, supervise):
+def test_a_log_that_cannot_be_kept_harms_nobody(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
     supervisor, _ = supervise("import sys; sys.exit('the cause')")
     supervisor.blobs = NoStore()
 
@@ -143,7 +156,9 @@ def test_a_log_that_cannot_be_kept_harms_nobody(bench, supervise):
     assert "the cause" in bench.events("warn")[-1]
 
 
-def test_a_crash_is_counted_and_tried_again_later_with_its_last_words(bench, supervise):
+def test_a_crash_is_counted_and_tried_again_later_with_its_last_words(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
     supervisor, _ = supervise("raise MemoryError('CUDA out of memory')")
 
     assert supervisor.run_waiting() == 1  # the back-off keeps it from being claimed again at once
@@ -165,7 +180,9 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_run_that_the_kernel_killed_is_out_of_memory_in_one_short_line(bench, supervise, kernel):
+def test_a_run_that_the_kernel_killed_is_out_of_memory_in_one_short_line(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]], kernel: FakeKernel
+) -> None:
     """It is really killed; that the kernel did it for lack of memory is what the fake files say."""
     log = kernel.group / "memory.events"
     supervisor, _ = supervise(
@@ -185,7 +202,9 @@ def test_a_run_that_the_kernel_killed_is_out_of_memory_in_one_short_line(bench, 
     assert stored == f"Loading weights: 49%|{'#' * 49}\n"
 
 
-def test_a_run_is_told_to_draw_no_progress_bars(bench, supervise, monkeypatch):
+def test_a_run_is_told_to_draw_no_progress_bars(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "0")  # the operator wants these
     names = "TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"
     supervisor, _ = supervise(f"import os, sys; sys.exit(' '.join(os.environ[n] for n in {names}))")
@@ -195,19 +214,22 @@ def test_a_run_is_told_to_draw_no_progress_bars(bench, supervise, monkeypatch):
     assert "status 1: 1 0." in bench.events("warn")[-1]
 
 
-def test_too_many_crashes_fail_the_job(bench, supervise):
+def test_too_many_crashes_fail_the_job(bench: Bench, supervise: Callable[..., tuple[Any, Child]]) -> None:
     supervisor, _ = supervise("import os; os.kill(os.getpid(), 9)", max_failures=0)
 
     supervisor.run_waiting()
 
     job = bench.job()
     assert job.status == "failed"
+    assert job.error is not None
     assert job.error["code"] == "internal_error"
     assert "killed (SIGKILL)" in job.error["message"]
     assert len(job.error["message"]) <= MAX_CRASH_MESSAGE
 
 
-def test_a_run_that_claims_success_without_having_written_it_is_a_crash(bench, supervise):
+def test_a_run_that_claims_success_without_having_written_it_is_a_crash(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
     supervisor, _ = supervise("")
 
     supervisor.run_waiting()
@@ -215,14 +237,14 @@ def test_a_run_that_claims_success_without_having_written_it_is_a_crash(bench, s
     assert bench.job().failures == 1
 
 
-def test_a_cancel_ends_the_child(bench, supervise):
+def test_a_cancel_ends_the_child(bench: Bench, supervise: Callable[..., tuple[Any, Child]]) -> None:
     supervisor, child = supervise(WAIT)
     worker = threading.Thread(target=supervisor.run_waiting)
     worker.start()
     assert child.started.wait(60)
 
     with bench.database.write() as session:
-        lifecycle.cancel(Work(session), session.get(Job, bench.job().seq))
+        lifecycle.cancel(Work(session), present(session.get(Job, bench.job().seq)))
     worker.join(60)
 
     assert not worker.is_alive()
@@ -230,7 +252,9 @@ def test_a_cancel_ends_the_child(bench, supervise):
     assert bench.job().status == "cancelled"
 
 
-def test_a_database_that_is_away_for_a_moment_costs_nothing(bench, supervise, tmp_path):
+def test_a_database_that_is_away_for_a_moment_costs_nothing(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]], tmp_path: Path
+) -> None:
     """The run goes on, and its end is written down once the database is back."""
     release = tmp_path / "release"
     os.mkfifo(release)
@@ -241,7 +265,7 @@ def test_a_database_that_is_away_for_a_moment_costs_nothing(bench, supervise, tm
     class Away:
         """Stands in for a database that refuses connections."""
 
-        def read(self):
+        def read(self) -> NoReturn:
             missed.set()
             raise OperationalError("SELECT 1", {}, ConnectionRefusedError("connection refused"))
 
@@ -259,7 +283,7 @@ def test_a_database_that_is_away_for_a_moment_costs_nothing(bench, supervise, tm
     assert (bench.job().status, bench.job().failures) == ("queued", 0)
 
 
-def test_stopping_drains_the_child(bench, supervise):
+def test_stopping_drains_the_child(bench: Bench, supervise: Callable[..., tuple[Any, Child]]) -> None:
     supervisor, child = supervise(WAIT)
     worker = threading.Thread(target=supervisor.run_waiting)
     worker.start()
@@ -274,7 +298,9 @@ def test_stopping_drains_the_child(bench, supervise):
     assert "interrupted at a checkpoint" in bench.events()[-1]
 
 
-def test_a_child_that_does_not_drain_in_time_is_killed_and_its_job_waits(bench, supervise):
+def test_a_child_that_does_not_drain_in_time_is_killed_and_its_job_waits(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
     supervisor, child = supervise(
         "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()", drain_seconds=0
     )
@@ -289,7 +315,9 @@ def test_a_child_that_does_not_drain_in_time_is_killed_and_its_job_waits(bench, 
     assert (bench.job().status, bench.job().failures) == ("queued", 0)
 
 
-def test_a_child_that_is_drained_before_it_knows_what_that_means_costs_nothing(bench, supervise):
+def test_a_child_that_is_drained_before_it_knows_what_that_means_costs_nothing(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
     supervisor, child = supervise("import signal; signal.pause()")
     worker = threading.Thread(target=supervisor.run_waiting)
     worker.start()
@@ -304,7 +332,9 @@ def test_a_child_that_is_drained_before_it_knows_what_that_means_costs_nothing(b
 SAY_WHAT = "import sys; told = sys.stdin.readline(); sys.exit(told)"
 
 
-def test_a_spare_child_waits_for_a_job_and_is_told_which(bench, supervise):
+def test_a_spare_child_waits_for_a_job_and_is_told_which(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
     supervisor, child = supervise(SAY_WHAT)
     supervisor.keep_spare()
     assert child.started.wait(60)
@@ -315,7 +345,9 @@ def test_a_spare_child_waits_for_a_job_and_is_told_which(bench, supervise):
     assert f"{bench.job().id} {bench.job().epoch}" in bench.events("warn")[-1]
 
 
-def test_a_spare_child_that_has_died_is_replaced(bench, supervise):
+def test_a_spare_child_that_has_died_is_replaced(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
     supervisor, child = supervise(SAY_WHAT)
     supervisor.keep_spare()
     assert child.started.wait(60)
@@ -327,7 +359,9 @@ def test_a_spare_child_that_has_died_is_replaced(bench, supervise):
     assert f"{bench.job().id} {bench.job().epoch}" in bench.events("warn")[-1]
 
 
-def test_a_spare_child_goes_with_the_worker_and_none_comes_after(supervise):
+def test_a_spare_child_goes_with_the_worker_and_none_comes_after(
+    supervise: Callable[..., tuple[Any, Child]],
+) -> None:
     supervisor, child = supervise("import signal; signal.pause()")
     supervisor.keep_spare()
     assert child.started.wait(60)
@@ -339,7 +373,7 @@ def test_a_spare_child_goes_with_the_worker_and_none_comes_after(supervise):
     assert not supervisor.has_spare
 
 
-def test_there_is_no_spare_child_beside_a_job(supervise):
+def test_there_is_no_spare_child_beside_a_job(supervise: Callable[..., tuple[Any, Child]]) -> None:
     supervisor, child = supervise(WAIT)
     worker = threading.Thread(target=supervisor.run_waiting)
     worker.start()
@@ -352,7 +386,9 @@ def test_there_is_no_spare_child_beside_a_job(supervise):
     worker.join(60)
 
 
-def test_a_run_that_gets_nowhere_is_killed_and_tried_again(bench, supervise):
+def test_a_run_that_gets_nowhere_is_killed_and_tried_again(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
     supervisor, child = supervise("import signal; signal.pause()", hang_seconds=0.2)
 
     assert supervisor.run_waiting() == 1
@@ -362,7 +398,7 @@ def test_a_run_that_gets_nowhere_is_killed_and_tried_again(bench, supervise):
     assert "made no progress for 0.2 s (REGRAFT_HANG_SECONDS)" in bench.events("warn")[-1]
 
 
-def test_progress_is_seen_by_our_own_clock_whatever_that_of_the_file_says(tmp_path):
+def test_progress_is_seen_by_our_own_clock_whatever_that_of_the_file_says(tmp_path: Path) -> None:
     now = [0.0]
     file = tmp_path / "progress"
     file.touch()
@@ -376,7 +412,9 @@ def test_progress_is_seen_by_our_own_clock_whatever_that_of_the_file_says(tmp_pa
     assert progress.still_for() == 10.0
 
 
-def test_what_a_child_started_ends_with_it(bench, supervise, tmp_path):
+def test_what_a_child_started_ends_with_it(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]], tmp_path: Path
+) -> None:
     source = f"""
 import subprocess, sys
 grandchild = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -390,7 +428,7 @@ sys.exit(1)
     assert not alive(int((tmp_path / "grandchild").read_text()))
 
 
-def test_a_run_whose_parent_is_not_the_one_it_was_given_ends_at_once():
+def test_a_run_whose_parent_is_not_the_one_it_was_given_ends_at_once() -> None:
     code = "from worker import process; process.die_with_parent(1); print('still here')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
@@ -398,7 +436,7 @@ def test_a_run_whose_parent_is_not_the_one_it_was_given_ends_at_once():
     assert done.stdout == ""
 
 
-def test_a_run_dies_with_its_supervisor(tmp_path):
+def test_a_run_dies_with_its_supervisor(tmp_path: Path) -> None:
     """kill -9 of the supervisor leaves no run behind (Linux)."""
     run = """
 import os, signal
@@ -409,6 +447,7 @@ signal.pause()
 """
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {run!r}]).wait()"
     supervisor = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert supervisor.stdout is not None
     pid = int(supervisor.stdout.readline())
 
     os.kill(supervisor.pid, signal.SIGKILL)
@@ -418,7 +457,7 @@ signal.pause()
     assert not alive(pid)
 
 
-def alive(pid):
+def alive(pid: int) -> bool:
     """Whether the process outlives the next ten seconds; returns as soon as it is known to be dead."""
     try:
         handle = os.pidfd_open(pid)

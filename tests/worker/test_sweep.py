@@ -3,42 +3,46 @@
 import asyncio
 import os
 import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from core.database.tables import File, RolloutPage, Upload, UploadPart
 from core.jobs import lifecycle, run_logs
 from core.settings import Settings
-from core.storage.store import FolderBlobs, S3Blobs
+from core.storage.store import BlobEntry, BlobStore, FolderBlobs, S3Blobs
+from tests.servers import SeaweedFS
+from tests.worker.conftest import Bench
 from worker.cli import main, service
 from worker.supervise.reconciler import Reconciler
 from worker.supervise.retention import HOUR, SWEEP_SECONDS, Retention, sweep
 
 
 @pytest.fixture
-def base(bench):
+def base(bench: Bench) -> str:
     return f"projects/{bench.project.id}"
 
 
-def put(bench, key, hours_old=30.0, data=b"xy"):
+def put(bench: Bench, key: str, hours_old: float = 30.0, data: bytes = b"xy") -> str:
     bench.blobs.put_bytes(key, data)
     then = time.time() - hours_old * HOUR
     os.utime(bench.blobs.url(key), (then, then))
     return key
 
 
-def swept(bench, hours=24.0, blobs=None, **how):
+def swept(bench: Bench, hours: float = 24.0, blobs: BlobStore | None = None, **how: Any) -> list[Any]:
     batches = sweep(bench.database, blobs or bench.blobs, older_than=time.time() - hours * HOUR, **how)
     return sorted(entry.key for batch in batches for entry in batch)
 
 
-def age_all(bench, hours=30.0):
+def age_all(bench: Bench, hours: float = 30.0) -> None:
     for key in list(bench.blobs.list("")):
         then = time.time() - hours * HOUR
         os.utime(bench.blobs.url(key), (then, then))
 
 
-def test_all_that_attempts_and_processes_can_leave_behind_is_found(bench, base):
+def test_all_that_attempts_and_processes_can_leave_behind_is_found(bench: Bench, base: str) -> None:
     lost = [
         put(bench, f"{base}/jobs/{bench.claim.job_id}/attempts/7/checkpoints/step-000002/adapter"),
         put(bench, f"{base}/jobs/{bench.claim.job_id}/attempts/7/checkpoints/step-000004/manifest.json"),
@@ -53,7 +57,7 @@ def test_all_that_attempts_and_processes_can_leave_behind_is_found(bench, base):
     assert list(bench.blobs.list("")) == []
 
 
-def test_the_log_of_an_attempt_stays_as_long_as_the_attempt(bench, base):
+def test_the_log_of_an_attempt_stays_as_long_as_the_attempt(bench: Bench, base: str) -> None:
     job = f"{base}/jobs/{bench.claim.job_id}/attempts"
     bench.train()
     kept = put(bench, run_logs.key(bench.project.id, bench.claim.job_id, bench.claim.epoch))
@@ -63,7 +67,7 @@ def test_the_log_of_an_attempt_stays_as_long_as_the_attempt(bench, base):
     assert kept in bench.blobs.list("")
 
 
-def test_after_a_whole_run_there_is_nothing_to_sweep(bench):
+def test_after_a_whole_run_there_is_nothing_to_sweep(bench: Bench) -> None:
     """Two attempts, with validation, retired checkpoints and a result file; everything is old."""
     run = bench.run()
     run.stop_requested = lambda: run.trainer.updates == 2
@@ -86,14 +90,14 @@ def test_after_a_whole_run_there_is_nothing_to_sweep(bench):
     assert pages and files and prefixes
 
 
-def test_what_is_young_stays(bench, base):
+def test_what_is_young_stays(bench: Bench, base: str) -> None:
     put(bench, f"{base}/files/file-new", hours_old=23)
 
     assert swept(bench) == []
     assert swept(bench, hours=22) == [f"{base}/files/file-new"]
 
 
-def test_what_the_attempt_at_work_writes_stays_however_old_it_is(bench, base):
+def test_what_the_attempt_at_work_writes_stays_however_old_it_is(bench: Bench, base: str) -> None:
     attempt = f"{base}/jobs/{bench.claim.job_id}/attempts"
     mine = put(bench, f"{attempt}/{bench.claim.epoch}/checkpoints/step-000002/adapter")
     lost = put(bench, f"{attempt}/0/checkpoints/step-000002/adapter")
@@ -104,7 +108,7 @@ def test_what_the_attempt_at_work_writes_stays_however_old_it_is(bench, base):
     assert swept(bench) == [mine]
 
 
-def test_a_row_keeps_its_blob_whatever_the_blob_is_called(bench, base):
+def test_a_row_keeps_its_blob_whatever_the_blob_is_called(bench: Bench, base: str) -> None:
     key = put(bench, f"{base}/elsewhere/strange name")
     with bench.database.write() as session:
         session.add(
@@ -121,11 +125,11 @@ def test_a_row_keeps_its_blob_whatever_the_blob_is_called(bench, base):
     assert swept(bench) == []
 
 
-def test_a_row_that_comes_while_the_store_is_listed_keeps_its_blob(bench, base):
+def test_a_row_that_comes_while_the_store_is_listed_keeps_its_blob(bench: Bench, base: str) -> None:
     key = put(bench, f"{base}/files/file-late")
 
     class SlowListing(FolderBlobs):
-        def entries(self, prefix):
+        def entries(self, prefix: str) -> Iterator[BlobEntry]:
             yield from list(super().entries(prefix))
             with bench.database.write() as session:
                 session.add(
@@ -143,7 +147,7 @@ def test_a_row_that_comes_while_the_store_is_listed_keeps_its_blob(bench, base):
     assert swept(bench, blobs=SlowListing(bench.tmp_path / "blobs")) == []
 
 
-def test_parts_of_a_pending_upload_stay(bench, base):
+def test_parts_of_a_pending_upload_stay(bench: Bench, base: str) -> None:
     with bench.database.write() as session:
         upload = Upload(
             project_id=bench.project.id,
@@ -162,21 +166,21 @@ def test_parts_of_a_pending_upload_stay(bench, base):
     assert swept(bench) == []
 
 
-def test_what_is_not_ours_is_not_touched(bench):
+def test_what_is_not_ours_is_not_touched(bench: Bench) -> None:
     put(bench, "backups/database.dump")
 
     assert swept(bench) == []
     assert list(bench.blobs.list("")) == ["backups/database.dump"]
 
 
-def test_a_dry_run_only_tells(bench, base):
+def test_a_dry_run_only_tells(bench: Bench, base: str) -> None:
     key = put(bench, f"{base}/files/file-nobody")
 
     assert swept(bench, dry_run=True) == [key]
     assert list(bench.blobs.list("")) == [key]
 
 
-def test_many_are_compared_in_batches(bench, base):
+def test_many_are_compared_in_batches(bench: Bench, base: str) -> None:
     lost = [put(bench, f"{base}/files/file-{number}") for number in range(10)]
 
     batches = list(sweep(bench.database, bench.blobs, older_than=time.time() - HOUR, batch_size=3))
@@ -185,7 +189,7 @@ def test_many_are_compared_in_batches(bench, base):
     assert sorted(entry.key for batch in batches for entry in batch) == sorted(lost)
 
 
-def test_it_works_on_s3_too(bench, base, seaweed):
+def test_it_works_on_s3_too(bench: Bench, base: str, seaweed: SeaweedFS) -> None:
     store = S3Blobs(seaweed.new_bucket(), "all", client=seaweed.client)
     lost, kept = f"{base}/files/file-nobody", f"{base}/files/file-kept"
     for key in (lost, kept, "backups/a"):
@@ -214,22 +218,24 @@ def test_it_works_on_s3_too(bench, base, seaweed):
 class Clock:
     now = 0.0
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now
 
 
 @pytest.fixture
-def clock():
+def clock() -> Clock:
     return Clock()
 
 
 @pytest.fixture
-def retention(bench, clock):
+def retention(bench: Bench, clock: Clock) -> Retention:
     return Retention(Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, clock)
 
 
-def test_the_reconciler_sweeps_once_an_hour(bench, base, retention, clock):
-    def left_after_a_pass():
+def test_the_reconciler_sweeps_once_an_hour(
+    bench: Bench, base: str, retention: Retention, clock: Clock
+) -> None:
+    def left_after_a_pass() -> int:
         put(bench, f"{base}/files/file-nobody")
         retention.orphans()
         return len(list(bench.blobs.list("projects/")))
@@ -242,14 +248,16 @@ def test_the_reconciler_sweeps_once_an_hour(bench, base, retention, clock):
     assert lefts == [1, 1, 0, 1, 1, 0]
 
 
-def test_a_long_sweep_goes_on_from_pass_to_pass(bench, base, retention, clock):
+def test_a_long_sweep_goes_on_from_pass_to_pass(
+    bench: Bench, base: str, retention: Retention, clock: Clock
+) -> None:
     retention.sweep_batch = 1
     for number in range(3):
         put(bench, f"{base}/files/file-{number}")
     clock.now = HOUR + 1
 
     class Slow(FolderBlobs):
-        def delete_many(self, keys):
+        def delete_many(self, keys: Sequence[str]) -> None:
             super().delete_many(keys)
             clock.now += SWEEP_SECONDS
 
@@ -262,12 +270,14 @@ def test_a_long_sweep_goes_on_from_pass_to_pass(bench, base, retention, clock):
     assert lefts == [2, 1, 0, 0]
 
 
-def test_a_sweep_that_fails_is_tried_again_an_hour_later(bench, base, retention, clock):
+def test_a_sweep_that_fails_is_tried_again_an_hour_later(
+    bench: Bench, base: str, retention: Retention, clock: Clock
+) -> None:
     put(bench, f"{base}/files/file-nobody")
     working = retention.blobs
 
     class Unreachable(FolderBlobs):
-        def delete(self, key):
+        def delete(self, key: str) -> None:
             raise TimeoutError(key)
 
     retention.blobs = Unreachable(bench.tmp_path / "blobs")
@@ -283,7 +293,7 @@ def test_a_sweep_that_fails_is_tried_again_an_hour_later(bench, base, retention,
     assert list(bench.blobs.list("projects/")) == []
 
 
-def test_every_pass_is_registered(bench):
+def test_every_pass_is_registered(bench: Bench) -> None:
     reconciler = Reconciler(
         Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, lambda *wake: True
     )
@@ -297,21 +307,25 @@ def test_every_pass_is_registered(bench):
 
 
 @pytest.fixture
-def command(bench, monkeypatch, capsys):
+def command(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
     """`regraft-server sweep …` on the bench's database and folder; returns what it printed."""
     monkeypatch.setenv("REGRAFT_DATA_DIR", str(bench.tmp_path))
     monkeypatch.setattr(
         service, "prepare", lambda settings: None
     )  # the bench made its tables without Alembic
 
-    def command(*arguments):
+    def command(*arguments: Any) -> list[str]:
         assert main(["sweep", *arguments]) == 0
         return capsys.readouterr().out.splitlines()
 
     return command
 
 
-def test_the_command_says_what_it_removed_and_how_much(bench, base, command):
+def test_the_command_says_what_it_removed_and_how_much(
+    bench: Bench, base: str, command: Callable[..., Any]
+) -> None:
     lost = put(bench, f"{base}/files/file-nobody", data=b"12345")
     temporary = bench.tmp_path / "blobs" / "tmp" / ".part-old"
     temporary.write_bytes(b"half")
@@ -331,8 +345,8 @@ def test_the_command_says_what_it_removed_and_how_much(bench, base, command):
 
 
 def test_the_command_takes_another_age_but_none_that_could_hit_what_is_under_way(
-    bench, base, command, capsys
-):
+    bench: Bench, base: str, command: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     put(bench, f"{base}/files/file-nobody", hours_old=3)
     assert command("--older-than-hours", "4")[-1].startswith("Removed 0 ")
 

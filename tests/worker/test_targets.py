@@ -1,13 +1,17 @@
 """Which layers get an adapter: by kind, by name, and what is refused."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
-from tests.families.zoo import CONTEXT, FAMILIES
+from tests.families.zoo import CONTEXT, FAMILIES, Family
 from worker.assemble import BaseModel, refuse_absent_targets
 from worker.model import memory, sizing, support
 from worker.model.adapters import adaptable_layers, adapter_targets
@@ -19,19 +23,19 @@ from worker.rollout.samplers.transformers import TransformersSampler
 from worker.types import Prompt
 
 
-def family(title):
+def family(title: str) -> Family:
     [found] = [one for one in FAMILIES if one.title == title]
     return found
 
 
-def policy_on(folder, targets):
+def policy_on(folder: Path, targets: LoraTargets) -> Policy:
     entry = BaseModelEntry(path=folder, dtype="float32", context=CONTEXT)
     return Policy(load_base("tiny", entry, folder, "cpu"), rank=4, alpha=8, seed=0, targets=targets)
 
 
-def kinds(title):
+def kinds(title: str) -> dict[Any, Any]:
     """By kind, the names of layers below the number of their decoder layer."""
-    found = {}
+    found: dict[str, Any] = {}
     for layer in adaptable_layers(without_weights(family(title).config())):
         found.setdefault(layer.kind, set()).add(layer.name.rpartition(".")[2])
     return found
@@ -51,7 +55,9 @@ def kinds(title):
         ("Granite 4", {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj"}, {"input_linear", "output_linear"}),
     ],
 )  # fmt: skip
-def test_layers_are_told_apart_by_the_modules_around_them(title, attention, feed_forward):
+def test_layers_are_told_apart_by_the_modules_around_them(
+    title: str, attention: set[str], feed_forward: set[str] | None
+) -> None:
     found = kinds(title)
 
     assert found["attention"] == attention
@@ -59,7 +65,7 @@ def test_layers_are_told_apart_by_the_modules_around_them(title, attention, feed
 
 
 @pytest.mark.slow
-def test_every_family_with_linear_layers_has_attention():
+def test_every_family_with_linear_layers_has_attention() -> None:
     without = {"GPT-2", "GPT", "Mistral 4"}  # Conv1D; and one that the automatic class does not know
     assert not [
         one.title
@@ -70,7 +76,7 @@ def test_every_family_with_linear_layers_has_attention():
 
 
 class TestChosen:
-    def test_attention_alone_is_adapted_and_shown_by_kind(self, tiny_model):
+    def test_attention_alone_is_adapted_and_shown_by_kind(self, tiny_model: Path) -> None:
         policy = policy_on(tiny_model, "attention")
 
         [attention] = policy.coverage.kinds
@@ -78,7 +84,7 @@ class TestChosen:
         assert not [name for name, _ in policy.model.named_parameters() if "lora" in name and ".mlp." in name]
         assert policy.model.peft_config["default"].target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
-    def test_all_linear_is_both_kinds(self, tiny_model):
+    def test_all_linear_is_both_kinds(self, tiny_model: Path) -> None:
         coverage = policy_on(tiny_model, "all-linear").coverage
 
         assert [(one.kind, one.modules) for one in coverage.kinds] == [("attention", 8), ("feed-forward", 6)]
@@ -86,7 +92,7 @@ class TestChosen:
         assert sum(one["share"] for one in coverage.as_data()["adapted_by_kind"].values()) == coverage.share
         assert "attention 8 layers" in str(coverage) and "feed-forward 6 layers" in str(coverage)
 
-    def test_names_are_the_ends_of_the_names_of_layers(self, tiny_model):
+    def test_names_are_the_ends_of_the_names_of_layers(self, tiny_model: Path) -> None:
         for targets, modules in (
             (["q_proj", "v_proj"], 4),
             (["layers.0.mlp.up_proj"], 1),
@@ -94,7 +100,7 @@ class TestChosen:
         ):
             assert policy_on(tiny_model, targets).coverage.modules == modules
 
-    def test_the_attention_of_a_hybrid_is_all_that_mixes_tokens(self, tmp_path):
+    def test_the_attention_of_a_hybrid_is_all_that_mixes_tokens(self, tmp_path: Path) -> None:
         policy = policy_on(family("Qwen 3.5").save(tmp_path), "attention")
 
         assert {one.kind for one in policy.coverage.kinds} == {"attention"}
@@ -103,7 +109,9 @@ class TestChosen:
 
     @pytest.mark.parametrize("title", ["Llama 2, 3", "Qwen 3.5", "Qwen 3 MoE"])
     @pytest.mark.parametrize("targets", ["attention", ["q_proj", "v_proj"]], ids=str)
-    def test_the_exported_adapter_is_the_same_model_in_plain_peft(self, title, targets, tmp_path):
+    def test_the_exported_adapter_is_the_same_model_in_plain_peft(
+        self, title: str, targets: LoraTargets, tmp_path: Path
+    ) -> None:
         folder = family(title).save(tmp_path / "base")
         policy = policy_on(folder, targets)
         support.probe(policy, sampled=True)
@@ -139,8 +147,8 @@ class TestRefused:
         ],
     )  # fmt: skip
     def test_a_name_without_an_adaptable_layer_is_refused_with_the_names_that_exist(
-        self, title, target, reason
-    ):
+        self, title: str, target: str, reason: str
+    ) -> None:
         model = without_weights(family(title).config())
         known = sorted({layer.name.rpartition(".")[2] for layer in adaptable_layers(model)})
 
@@ -149,7 +157,7 @@ class TestRefused:
 
         assert str(refused.value).endswith(f"can have an adapter: {', '.join(known)}.")
 
-    def test_a_layer_that_text_has_no_gradient_through_is_refused(self, tmp_path):
+    def test_a_layer_that_text_has_no_gradient_through_is_refused(self, tmp_path: Path) -> None:
         model = family("GLM 5").model()
 
         with pytest.raises(InvalidTargets, match=r"'indexer.wk' has no gradient of text"):
@@ -159,7 +167,9 @@ class TestRefused:
         ("advanced", "path"),
         [({"lora_targets": ["qproj"]}, "lora_targets"), ({"lora": {"targets": ["qproj"]}}, "lora.targets")],
     )
-    def test_a_job_is_refused_at_the_name_of_its_request(self, advanced, path, tiny_model):
+    def test_a_job_is_refused_at_the_name_of_its_request(
+        self, advanced: dict[str, Any], path: str, tiny_model: Path
+    ) -> None:
         entry = BaseModelEntry(path=tiny_model, dtype="float32", context=CONTEXT)
         config = family("Llama 2, 3").config()
         shape = memory.shape_of(config, torch.float32)
@@ -175,7 +185,9 @@ class TestRefused:
 
 @pytest.mark.parametrize("targets", ["all-linear", "attention", ["down_proj"]], ids=str)
 @pytest.mark.parametrize("title", ["Llama 2, 3", "Qwen 3.5", "Qwen 3 MoE"])
-def test_the_memory_of_an_adapter_is_that_of_its_layers(title, targets, tmp_path):
+def test_the_memory_of_an_adapter_is_that_of_its_layers(
+    title: str, targets: LoraTargets, tmp_path: Path
+) -> None:
     if (title, targets) == ("Qwen 3 MoE", ["down_proj"]):
         pytest.skip("fused")
     folder = family(title).save(tmp_path)
@@ -187,9 +199,9 @@ def test_the_memory_of_an_adapter_is_that_of_its_layers(title, targets, tmp_path
     assert counted == sum(parameter.numel() for parameter in policy.trainable)
 
 
-def test_a_plan_counts_the_chosen_layers():
+def test_a_plan_counts_the_chosen_layers() -> None:
     shape = memory.shape_of(family("Llama 2, 3").config(), torch.float32)
-    how = {
+    how: dict[str, Any] = {
         "rank": 64,
         "prompt": 50,
         "completion": 50,
@@ -200,9 +212,14 @@ def test_a_plan_counts_the_chosen_layers():
     }
     machine = sizing.Machine("cpu", sizing.GIB * 8, "transformers")
 
+    cases: list[tuple[str, LoraTargets]] = [
+        ("all", "all-linear"),
+        ("attention", "attention"),
+        ("q", ["q_proj"]),
+    ]
     adapters = {
         name: sizing.plan("m", shape, sizing.workload(**how, targets=targets), machine).estimate.adapter
-        for name, targets in (("all", "all-linear"), ("attention", "attention"), ("q", ["q_proj"]))
+        for name, targets in cases
     }
 
     assert adapters["q"] == 16 * 64 * 2 * (64 + 64)

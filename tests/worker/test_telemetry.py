@@ -2,20 +2,24 @@
 
 import asyncio
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, write_to_textfile
 
 from graders.sandbox import pool
 from graders.spec import parse_grader
-from graders.types import ErrorKind, Grade, Sample
+from graders.types import ErrorKind, Grade, Item, Sample
 from tests.fakes import ExactGrader
+from tests.present import untyped
+from tests.worker.conftest import Bench
 from worker import instruments
 from worker.instruments import ObservedGrader
 from worker.supervise.telemetry import Gpus, Runs, Sandbox, SandboxLayers
 
 
-def read(collector):
+def read(collector: Runs | Gpus | Sandbox | SandboxLayers) -> dict[Any, Any]:
     """The values by name and labels' values."""
     return {
         (sample.name, *sample.labels.values()): sample.value
@@ -27,20 +31,20 @@ def read(collector):
 class Child:
     """A run as its supervisor sees it: what it counts is in a file."""
 
-    def __init__(self, file):
+    def __init__(self, file: Path) -> None:
         self.file, self.registry = file, CollectorRegistry()
         self.tokens = Counter("tokens", "-", registry=self.registry)
         self.seconds = Histogram("seconds", "-", ("phase",), buckets=(1, 10), registry=self.registry)
         self.reward = Gauge("reward", "-", registry=self.registry)
 
-    def work(self, tokens, seconds, reward):
+    def work(self, tokens: int, seconds: int, reward: float) -> None:
         self.tokens.inc(tokens)
         self.seconds.labels("sampling").observe(seconds)
         self.reward.set(reward)
         write_to_textfile(str(self.file), self.registry)
 
 
-def test_a_run_is_seen_while_it_runs(tmp_path):
+def test_a_run_is_seen_while_it_runs(tmp_path: Path) -> None:
     runs, child = Runs("h200"), Child(tmp_path / "run.prom")
 
     with runs.following(child.file):
@@ -54,7 +58,7 @@ def test_a_run_is_seen_while_it_runs(tmp_path):
     assert during["reward", "h200"] == 0.5
 
 
-def test_counts_go_on_where_the_run_before_ended_and_states_end_with_it(tmp_path):
+def test_counts_go_on_where_the_run_before_ended_and_states_end_with_it(tmp_path: Path) -> None:
     runs = Runs("cpu")
     first, second = Child(tmp_path / "1.prom"), Child(tmp_path / "2.prom")
     with runs.following(first.file):
@@ -75,7 +79,7 @@ def test_counts_go_on_where_the_run_before_ended_and_states_end_with_it(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_dies_before_it_counted_anything_leaves_nothing(tmp_path):
+def test_a_run_that_dies_before_it_counted_anything_leaves_nothing(tmp_path: Path) -> None:
     runs = Runs("cpu")
     with runs.following(tmp_path / "never.prom"):
         pass
@@ -83,7 +87,7 @@ def test_a_run_that_dies_before_it_counted_anything_leaves_nothing(tmp_path):
     assert read(runs) == {("regraft_worker_busy", "cpu"): 0}
 
 
-def counted():
+def counted() -> dict[Any, Any]:
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in instruments.COUNTED.collect()
@@ -91,11 +95,11 @@ def counted():
     }
 
 
-def grown(before, *series):
+def grown(before: dict[Any, Any], *series: str) -> Any:
     return counted().get(series, 0) - before.get(series, 0)
 
 
-def test_each_grader_of_a_multi_is_counted_by_its_type():
+def test_each_grader_of_a_multi_is_counted_by_its_type() -> None:
     exact = {"type": "string_check", "input": "{{sample.output_text}}", "operation": "eq", "reference": "a"}
     spec = parse_grader(
         {
@@ -112,7 +116,7 @@ def test_each_grader_of_a_multi_is_counted_by_its_type():
     class Both:
         name, type = "both", "multi"
 
-        async def grade(self, sample, item):
+        async def grade(self, sample: Sample, item: Item) -> Grade:
             failed = Grade(None, "it took too long", ErrorKind.python_grader_runtime_error, seconds=2.0)
             parts = {"x": Grade(1.0, seconds=0.25), "y": failed}
             return Grade(None, "y could not be judged", failed.error, parts)
@@ -127,7 +131,7 @@ def test_each_grader_of_a_multi_is_counted_by_its_type():
     assert not [value for series in counted() for value in series if "tenant" in value]
 
 
-def test_a_step_and_its_tokens_are_counted_by_the_loop_itself(bench):
+def test_a_step_and_its_tokens_are_counted_by_the_loop_itself(bench: Bench) -> None:
     before = counted()
     run = bench.run()
     run.sampler = instruments.ObservedSampler(run.sampler)
@@ -149,7 +153,7 @@ def test_a_step_and_its_tokens_are_counted_by_the_loop_itself(bench):
     assert counted()["regraft_mixed_groups_share",] == steps[-1]["groups_mixed_share"]
 
 
-def test_a_run_writes_its_counts_when_it_ends(tmp_path):
+def test_a_run_writes_its_counts_when_it_ends(tmp_path: Path) -> None:
     with instruments.written_to(tmp_path / "run.prom"):
         instruments.SAMPLED.inc(5)
 
@@ -159,14 +163,14 @@ def test_a_run_writes_its_counts_when_it_ends(tmp_path):
     )
 
 
-def says(text, status=0):
+def says(text: str, status: int = 0) -> Gpus:
     """Stands in for nvidia-smi."""
     gpus = Gpus()
     gpus.command = (sys.executable, "-c", f"import sys; print({text!r}); sys.exit({status})")
     return gpus
 
 
-def test_the_gpus_are_told_of_as_nvidia_smi_sees_them():
+def test_the_gpus_are_told_of_as_nvidia_smi_sees_them() -> None:
     figures = read(says("0, 20480, 143771, 87\n1, 0, 143771, [N/A]"))
 
     assert figures == {
@@ -180,15 +184,15 @@ def test_the_gpus_are_told_of_as_nvidia_smi_sees_them():
 
 
 @pytest.mark.parametrize("broken", ["missing", "failing"])
-def test_a_machine_without_gpus_or_a_driver_has_nothing_to_tell(broken):
+def test_a_machine_without_gpus_or_a_driver_has_nothing_to_tell(broken: str) -> None:
     gpus = says("No devices were found", status=6)
     if broken == "missing":
-        gpus.command = ("no-such-program",)
+        untyped(gpus).command = ("no-such-program",)
 
     assert read(gpus) == {}
 
 
-def test_python_grades_under_way_are_counted_until_they_end():
+def test_python_grades_under_way_are_counted_until_they_end() -> None:
     sandbox = pool.Pool(size=2, insecure=True)
     try:
         assert (sandbox.load().slots, sandbox.load().grades) == (2, 0)
@@ -204,7 +208,7 @@ def test_python_grades_under_way_are_counted_until_they_end():
     assert {series[0] for series in read(Sandbox("its"))} == {"its_slots", "its_grades", "its_processes"}
 
 
-def test_a_missing_layer_of_the_sandbox_is_0():
+def test_a_missing_layer_of_the_sandbox_is_0() -> None:
     layers = SandboxLayers(lambda: {"seccomp": "", "signal_scope": "needs Linux 6.12"})
 
     assert read(layers) == {

@@ -19,7 +19,7 @@ from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy, load_base
 from worker.rollout.samplers import Sampling, grouped
 from worker.rollout.samplers.transformers import TransformersSampler
-from worker.types import Group, Prompt
+from worker.types import Group, Prompt, Rollout
 
 # The first run converts the model into REGRAFT_DATA_DIR (.regraft by default), as a job would.
 pytestmark = [
@@ -33,7 +33,7 @@ TOPICS = ("rivers", "cats", "music", "trains")
 GROUP, TOKENS = 16, 8
 
 
-def learn(steps, *, shuffled=False):
+def learn(steps: int, *, shuffled: bool = False) -> list[float]:
     """The mean reward of each step. `shuffled` gives the answers of a step each other's rewards."""
     base = load_base(MODEL, Registry.load(None).get(MODEL), cache(), "cpu")
     policy = Policy(base, rank=8, alpha=16, seed=0)
@@ -63,17 +63,17 @@ def cache() -> Path:
     return Settings().model_cache
 
 
-def share_of_e(policy, rollout):
+def share_of_e(policy: Policy, rollout: Rollout) -> float:
     return statistics.fmean("e" in policy.tokenizer.decode([token]) for token in rollout.output_ids_T)
 
 
-def test_reward_rises_to_where_it_should():
+def test_reward_rises_to_where_it_should() -> None:
     means = learn(18)
 
     assert statistics.fmean(means[15:]) >= 0.75, means
 
 
-def test_shuffled_rewards_teach_nothing():
+def test_shuffled_rewards_teach_nothing() -> None:
     """The control: the same updates from the same rewards, given to the wrong answers."""
     means = learn(6, shuffled=True)
 

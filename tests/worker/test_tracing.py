@@ -3,8 +3,11 @@
 import asyncio
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+
+from tests.worker.conftest import Bench
 
 pytest.importorskip("opentelemetry.sdk", reason="regraft-server[otel] brings it")
 
@@ -16,18 +19,18 @@ from worker.instruments import ObservedGrader
 
 
 @pytest.fixture
-def collector():
+def collector() -> InMemorySpanExporter:
     return InMemorySpanExporter()
 
 
-def of(collector, name):
+def of(collector: InMemorySpanExporter, name: str) -> list[Any]:
     return [one for one in collector.get_finished_spans() if one.name == name]
 
 
 CALLERS = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
-def test_a_job_has_a_trace_of_its_own_that_every_attempt_finds(collector):
+def test_a_job_has_a_trace_of_its_own_that_every_attempt_finds(collector: InMemorySpanExporter) -> None:
     with tracing.exported("", "test", collector):
         caller = {"traceparent": f"00-{CALLERS}-00f067aa0ba902b7-01"}
         with tracing.request("POST", caller):
@@ -55,7 +58,9 @@ def test_a_job_has_a_trace_of_its_own_that_every_attempt_finds(collector):
     assert request.attributes["regraft.request_id"] == "req_1"
 
 
-def test_a_grade_is_part_of_its_step_and_so_are_the_phases(collector, bench):
+def test_a_grade_is_part_of_its_step_and_so_are_the_phases(
+    collector: InMemorySpanExporter, bench: Bench
+) -> None:
     run = bench.run()
     run.rewards.grader = ObservedGrader(ExactGrader(), run.spec)
 
@@ -74,7 +79,9 @@ def test_a_grade_is_part_of_its_step_and_so_are_the_phases(collector, bench):
 
 
 @pytest.mark.parametrize("share", ["0", "1"])
-def test_a_job_is_sampled_as_a_whole_or_not_at_all(collector, monkeypatch, share):
+def test_a_job_is_sampled_as_a_whole_or_not_at_all(
+    collector: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", share)
     with tracing.exported("", "test", collector):
@@ -86,7 +93,7 @@ def test_a_job_is_sampled_as_a_whole_or_not_at_all(collector, monkeypatch, share
     assert len(collector.get_finished_spans()) == 4 * int(share)
 
 
-def test_another_server_goes_on_in_the_same_trace(collector):
+def test_another_server_goes_on_in_the_same_trace(collector: InMemorySpanExporter) -> None:
     with tracing.exported("", "test", collector):
         with tracing.request("POST", {}):
             headers = tracing.outgoing()
@@ -100,7 +107,7 @@ def test_another_server_goes_on_in_the_same_trace(collector):
     assert not theirs.status.is_ok
 
 
-def test_nothing_is_imported_or_recorded_without_an_endpoint():
+def test_nothing_is_imported_or_recorded_without_an_endpoint() -> None:
     code = (
         "import sys; from core.telemetry import tracing\n"
         "with tracing.exported('', 'x'), tracing.request('GET', {}), tracing.attempt('j', 1), tracing.span('s'):\n"

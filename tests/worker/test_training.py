@@ -1,23 +1,27 @@
 """The packed trainer and the grouped sampler against plain transformers, one sequence at a time."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers.masking_utils import causal_mask_function
 
-from core.jobs.hyperparameters import Hyperparameters, resolve
-from graders.types import Grade
+from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
+from graders.types import ErrorKind, Grade
 from tests.fakes import RecordingTrainer, learn
+from tests.present import present, untyped
 from tests.tiny import WORDS
 from worker.learn import batch, grpo
 from worker.learn.trainer import PeftTrainer
 from worker.model import attention
-from worker.model.policy import Route
+from worker.model.policy import Policy, Route
 from worker.rollout.samplers import Sampling, grouped
 from worker.rollout.samplers.transformers import TransformersSampler, Wave, choose, waves
-from worker.types import Group, Pack, Prompt, TrainingSequence
+from worker.types import Group, Pack, Prompt, Rollout, TrainingSequence
 
 SETTINGS = resolve(
     Hyperparameters.model_validate({"advanced": {"learning_rate": 0.01, "max_completion_tokens": 12}}),
@@ -27,17 +31,19 @@ SETTINGS = resolve(
 )
 
 
-def prompt(policy, text, line=1):
+def prompt(policy: Policy, text: str, line: int = 1) -> Prompt:
     return Prompt(line, tuple(policy.render([{"role": "user", "content": text}])), {"messages": []})
 
 
-def sampling(**changes):
+def sampling(**changes: Any) -> Sampling:
     return replace(
         Sampling(group_size=4, temperature=1.0, max_completion_tokens=12, job_seed=5, step=1), **changes
     )
 
 
-def plain_logprobs(policy, prompt_ids, output_ids, temperature=1.0):
+def plain_logprobs(
+    policy: Policy, prompt_ids: Any, output_ids: tuple[int, ...], temperature: float = 1.0
+) -> Any:
     """What transformers itself says, with no cache, no packing and no mask of ours."""
     ids = torch.tensor([[*prompt_ids, *output_ids]])
     logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
@@ -45,32 +51,38 @@ def plain_logprobs(policy, prompt_ids, output_ids, temperature=1.0):
     return logp.gather(-1, torch.tensor(output_ids)[:, None])[:, 0]
 
 
-def drawn(policy, prompts, how, **options):
+def drawn(policy: Policy, prompts: list[Prompt], how: Sampling, **options: Any) -> list[tuple[Rollout, ...]]:
     answers = TransformersSampler(policy, **options).answers(prompts, how)
     return grouped(answers, len(prompts), how.group_size)
 
 
 @pytest.fixture
-def policy(make_policy):
+def policy(make_policy: Callable[..., Policy]) -> Policy:
     return make_policy(moved=True)
 
 
 @pytest.fixture
-def prompts(policy):
+def prompts(policy: Policy) -> list[Any]:
     texts = ["say yes", "what colour is it now please tell me the name of the animal", "tell me a number"]
     return [prompt(policy, text, line) for line, text in enumerate(texts, start=1)]
 
 
 @pytest.fixture
-def groups(policy, prompts):
+def groups(policy: Policy, prompts: list[Any]) -> list[Any]:
     """Graded answers of uneven length, some groups with signal, one without, one answer ungraded."""
-    rewards_PG = [[1.0, 0.0, 0.5, 0.0], [0.25, 0.25, 0.25, 0.25], [0.0, 1.0, 1.0, None]]
+    rewards_PG: list[list[float | None]] = [
+        [1.0, 0.0, 0.5, 0.0],
+        [0.25, 0.25, 0.25, 0.25],
+        [0.0, 1.0, 1.0, None],
+    ]
     sampled = drawn(policy, prompts, sampling())
     return [
         Group(
             one,
             rollouts,
-            tuple(Grade(r) if r is not None else Grade(None, "broken", "other_error") for r in rewards),
+            tuple(
+                Grade(r) if r is not None else Grade(None, "broken", ErrorKind.other_error) for r in rewards
+            ),
         )
         for one, rollouts, rewards in zip(prompts, sampled, rewards_PG, strict=True)
     ]
@@ -78,7 +90,9 @@ def groups(policy, prompts):
 
 class TestSampler:
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
-    def test_logprobs_are_those_of_a_plain_forward_pass(self, policy, prompts, temperature):
+    def test_logprobs_are_those_of_a_plain_forward_pass(
+        self, policy: Policy, prompts: list[Any], temperature: float
+    ) -> None:
         sampled = drawn(policy, prompts, sampling(temperature=temperature))
 
         for one, rollouts in zip(prompts, sampled, strict=True):
@@ -86,31 +100,33 @@ class TestSampler:
                 expected = plain_logprobs(policy, one.ids, rollout.output_ids_T, temperature)
                 assert rollout.logprobs_T == pytest.approx(expected.tolist(), abs=1e-4)
 
-    def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(self, policy, prompts):
+    def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(
+        self, policy: Policy, prompts: list[Any]
+    ) -> None:
 
         together = drawn(policy, prompts, sampling())
         alone = [drawn(policy, [one], sampling())[0] for one in prompts]
 
         assert [[r.output_ids_T for r in g] for g in together] == [[r.output_ids_T for r in g] for g in alone]
 
-    def test_waves_give_what_one_batch_gives(self, policy, prompts):
+    def test_waves_give_what_one_batch_gives(self, policy: Policy, prompts: list[Any]) -> None:
         one_batch = drawn(policy, prompts, sampling())
         single = drawn(policy, prompts, sampling(), max_tokens_in_flight=1)
 
         assert [[r.text for r in g] for g in single] == [[r.text for r in g] for g in one_batch]
 
-    def test_more_prompts_fit_where_the_copies_of_a_group_share_one(self):
+    def test_more_prompts_fit_where_the_copies_of_a_group_share_one(self) -> None:
         asked = [Prompt(line, (1,) * 100, {}) for line in range(8)]
         how = sampling(group_size=4, max_completion_tokens=25)
 
-        def prompts_of_the_first(route, **options):
+        def prompts_of_the_first(route: Route, **options: Any) -> int:
             return len(next(waves(asked, how, route, 800, **options)).prompts)
 
         assert prompts_of_the_first(Route("packed")) == 4
         assert prompts_of_the_first(Route("rows", "forked")) == 1
         assert prompts_of_the_first(Route("rows", "alone")) == 1
 
-    def test_a_group_that_does_not_fit_is_sampled_in_parts(self):
+    def test_a_group_that_does_not_fit_is_sampled_in_parts(self) -> None:
         asked = [Prompt(line, (1,) * 100, {}) for line in range(2)]
         how = sampling(group_size=4, max_completion_tokens=25)
         parts = [Wave(range(at, at + 1), range(n, n + 2)) for at in (0, 1) for n in (0, 2)]
@@ -121,7 +137,9 @@ class TestSampler:
         one_each = list(waves(asked, how, Route("rows", "forked"), 1))
         assert [len(wave.members) for wave in one_each] == [1] * 8
 
-    def test_members_of_a_group_differ_and_the_same_seed_repeats_them(self, policy, prompts):
+    def test_members_of_a_group_differ_and_the_same_seed_repeats_them(
+        self, policy: Policy, prompts: list[Any]
+    ) -> None:
         first, again = (drawn(policy, prompts, sampling()) for _ in range(2))
         other = drawn(policy, prompts, sampling(job_seed=6))
 
@@ -129,7 +147,7 @@ class TestSampler:
         assert first == again
         assert first != other
 
-    def test_greedy_takes_the_likeliest_token_every_time(self, policy, prompts):
+    def test_greedy_takes_the_likeliest_token_every_time(self, policy: Policy, prompts: list[Any]) -> None:
         [rollout] = drawn(policy, prompts[:1], sampling(temperature=0, group_size=1))[0]
 
         ids = list(prompts[0].ids)
@@ -138,7 +156,9 @@ class TestSampler:
             assert token == best
             ids.append(token)
 
-    def test_an_answer_ends_with_its_stop_token_or_says_it_was_cut(self, policy, prompts):
+    def test_an_answer_ends_with_its_stop_token_or_says_it_was_cut(
+        self, policy: Policy, prompts: list[Any]
+    ) -> None:
         end = WORDS.index("<end>")
         rollouts = [r for g in drawn(policy, prompts, sampling(group_size=32)) for r in g]
 
@@ -148,7 +168,7 @@ class TestSampler:
             assert end not in rollout.output_ids_T[:-1]
             assert rollout.finish_reason == "stop" or len(rollout.output_ids_T) == 12
 
-    def test_draws_follow_the_distribution(self):
+    def test_draws_follow_the_distribution(self) -> None:
         logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(100_000, 4)
         draws = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
 
@@ -158,7 +178,7 @@ class TestSampler:
         assert shares.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.01)
         assert logprobs[tokens == 3][0].item() == pytest.approx(math.log(0.4))
 
-    def test_the_ends_of_the_unit_interval_land_on_a_possible_token(self):
+    def test_the_ends_of_the_unit_interval_land_on_a_possible_token(self) -> None:
         logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]] * 2)
 
         tokens, _ = choose(logits, torch.tensor([0.0, 1.0 - 2**-24]), temperature=1.0)
@@ -167,7 +187,7 @@ class TestSampler:
 
 
 class TestPacking:
-    def test_an_answer_sees_the_prompt_and_itself_only(self):
+    def test_an_answer_sees_the_prompt_and_itself_only(self) -> None:
         segment = torch.tensor([[0, 0, 1, 1, 2, -1]])
 
         positions = torch.tensor([[0, 1, 2, 3, 2, 0]])
@@ -184,7 +204,9 @@ class TestPacking:
             [0, 0, 0, 0, 0, 1],
         ]
 
-    def test_packed_logprobs_equal_those_of_each_answer_alone(self, policy, groups):
+    def test_packed_logprobs_equal_those_of_each_answer_alone(
+        self, policy: Policy, groups: list[Any]
+    ) -> None:
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
         packs = packs_of(groups, SETTINGS.model_copy(update={"kl": 0.1}), policy.text)
 
@@ -195,7 +217,7 @@ class TestPacking:
         )
         assert (logp - expected).abs().max() < 1e-4
 
-    def test_a_leak_between_answers_would_be_seen(self, policy, groups):
+    def test_a_leak_between_answers_would_be_seen(self, policy: Policy, groups: list[Any]) -> None:
         """The control of the test above: with a plain causal mask the same comparison fails."""
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
         packs = packs_of(groups, SETTINGS.model_copy(update={"kl": 0.1}), policy.text)
@@ -210,8 +232,8 @@ class TestPacking:
         assert (logp - expected).abs().max() > 0.1
 
     def test_answers_without_advantage_are_dropped_and_the_normalisation_still_counts_them(
-        self, policy, groups
-    ):
+        self, policy: Policy, groups: list[Any]
+    ) -> None:
         packs = packs_of(groups, SETTINGS, policy.text)
 
         kept = [(s.advantages_T, s.weight) for p in packs for s in p.sequences]
@@ -221,7 +243,7 @@ class TestPacking:
         assert all(all(advantages_T) for advantages_T, _ in kept)
         assert {weight for _, weight in kept} == {1 / tokens}
 
-    def test_a_pack_over_the_budget_is_split_between_answers(self):
+    def test_a_pack_over_the_budget_is_split_between_answers(self) -> None:
         answer = TrainingSequence((1, 2, 3, 4, 5), (0.0,) * 5, (1.0,) * 5, 1.0)
         pack = Pack((9,) * 10, (answer,) * 6)
 
@@ -230,7 +252,7 @@ class TestPacking:
         assert [len(part.sequences) for part in parts] == [2, 2, 2]
         assert all(part.tokens <= 20 for part in parts)
 
-    def test_a_micro_batch_keeps_to_its_budget_with_the_padding(self):
+    def test_a_micro_batch_keeps_to_its_budget_with_the_padding(self) -> None:
         answer = TrainingSequence((1, 2, 3), (0.0,) * 3, (1.0,) * 3, 1.0)
         packs = [Pack((9,) * n, (answer,)) for n in (3, 18, 5, 8, 4)]
 
@@ -261,7 +283,9 @@ class TestUpdate:
         ],
         ids=lambda advanced: "-".join(map(str, advanced.values())),
     )
-    def test_gradients_equal_a_plain_one_sequence_at_a_time_implementation(self, policy, groups, advanced):
+    def test_gradients_equal_a_plain_one_sequence_at_a_time_implementation(
+        self, policy: Policy, groups: list[Any], advanced: dict[str, Any]
+    ) -> None:
         settings = asked(advanced)
         groups = [with_gap(group, number) for number, group in enumerate(groups)]
         expected = plain_gradients(policy, groups, settings)
@@ -270,14 +294,14 @@ class TestUpdate:
 
         assert relative_difference(ours, expected) < 1e-5
 
-    def test_the_gradient_is_the_slope_of_the_loss(self, policy, groups):
+    def test_the_gradient_is_the_slope_of_the_loss(self, policy: Policy, groups: list[Any]) -> None:
         """Finite differences on a few coordinates of the adapter, in float64."""
         policy.model.double()
         packs = packs_of(groups, SETTINGS, policy.text)
         tensors = batch.tensors_of(packs)
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
 
-        def loss_now():
+        def loss_now() -> torch.Tensor:
             logp, _ = trainer.own.logprobs(tensors)
             return grpo.loss(
                 logp,
@@ -289,8 +313,9 @@ class TestUpdate:
                 bounds=(0.1, 10),
             )
 
-        loss_now().backward()
+        torch.autograd.backward(loss_now())
         parameter = policy.trainable[3]
+        assert parameter.grad is not None
         gradient = parameter.grad.clone().flatten()
         for index in gradient.abs().topk(5).indices.tolist():
             with torch.no_grad():
@@ -304,7 +329,7 @@ class TestUpdate:
             # The head works in float32 whatever the weights are, which bounds how well this can agree.
             assert (up - down) / 2e-4 == pytest.approx(gradient[index].item(), rel=2e-2)
 
-    def test_a_step_makes_the_good_answers_likelier(self, policy, groups):
+    def test_a_step_makes_the_good_answers_likelier(self, policy: Policy, groups: list[Any]) -> None:
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
         good, bad = groups[0].rollouts_G[0], groups[0].rollouts_G[1]
 
@@ -318,7 +343,7 @@ class TestUpdate:
         assert metrics.logprob_gap == pytest.approx(0, abs=1e-4)
         assert metrics.clip_fraction == 0
 
-    def test_a_step_without_signal_changes_nothing(self, policy, groups):
+    def test_a_step_without_signal_changes_nothing(self, policy: Policy, groups: list[Any]) -> None:
         before = [p.detach().clone() for p in policy.trainable]
 
         metrics = learn(PeftTrainer(policy, SETTINGS, token_budget=4096), [groups[1]])
@@ -327,7 +352,7 @@ class TestUpdate:
         assert metrics.dropped_sequences == 4
         assert all(torch.equal(a, b) for a, b in zip(before, policy.trainable, strict=True))
 
-    def test_a_gradient_that_is_not_finite_is_not_taken(self, policy, groups):
+    def test_a_gradient_that_is_not_finite_is_not_taken(self, policy: Policy, groups: list[Any]) -> None:
         before = [p.detach().clone() for p in policy.trainable]
         rollout = replace(
             groups[0].rollouts_G[0], logprobs_T=(math.nan,) * len(groups[0].rollouts_G[0].logprobs_T)
@@ -339,7 +364,7 @@ class TestUpdate:
         assert metrics.skipped
         assert all(torch.equal(a, b) for a, b in zip(before, policy.trainable, strict=True))
 
-    def test_entropy_and_kl_are_those_of_the_definition(self, policy, groups):
+    def test_entropy_and_kl_are_those_of_the_definition(self, policy: Policy, groups: list[Any]) -> None:
         settings = asked({"kl": 0.1})
         graded = groups[:1]
         ids = [(graded[0].prompt.ids, r.output_ids_T) for r in graded[0].rollouts_G]
@@ -350,9 +375,11 @@ class TestUpdate:
         metrics = learn(PeftTrainer(policy, settings, token_budget=4096), graded)
 
         assert metrics.kl == pytest.approx(grpo.kl_k3(own, ref).mean().item(), rel=1e-3)
-        assert 0 < metrics.entropy < math.log(len(WORDS))
+        assert 0 < present(metrics.entropy) < math.log(len(WORDS))
 
-    def test_a_saved_trainer_goes_on_exactly_where_it_was(self, make_policy, groups, tmp_path):
+    def test_a_saved_trainer_goes_on_exactly_where_it_was(
+        self, make_policy: Callable[..., Policy], groups: list[Any], tmp_path: Path
+    ) -> None:
         first = PeftTrainer(make_policy(moved=True), SETTINGS, token_budget=4096)
         learn(first, groups)
         first.save(tmp_path)
@@ -366,7 +393,7 @@ class TestUpdate:
             assert torch.equal(a, b)
 
 
-def test_a_saved_adapter_is_one_that_peft_loads(policy, tiny_model, tmp_path):
+def test_a_saved_adapter_is_one_that_peft_loads(policy: Policy, tiny_model: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -378,7 +405,7 @@ def test_a_saved_adapter_is_one_that_peft_loads(policy, tiny_model, tmp_path):
     assert str(tiny_model) not in (tmp_path / "adapter_config.json").read_text()
 
 
-def test_a_fresh_adapter_is_the_base_model(make_policy):
+def test_a_fresh_adapter_is_the_base_model(make_policy: Callable[..., Policy]) -> None:
     policy = make_policy()
     ids = torch.tensor([policy.render([{"role": "user", "content": "say yes"}])])
 
@@ -387,14 +414,14 @@ def test_a_fresh_adapter_is_the_base_model(make_policy):
         assert torch.equal(policy.model(ids).logits, adapted)
 
 
-def asked(advanced, **fields):
+def asked(advanced: dict[str, Any], **fields: Any) -> Resolved:
     """SETTINGS with other knobs, and a gradient that nothing clips."""
     common = {"learning_rate": 0.01, "max_completion_tokens": 12, "max_grad_norm": 1e9}
     hyperparameters = Hyperparameters.model_validate({"advanced": common | advanced} | fields)
     return resolve(hyperparameters, rows=8, parameters=1000, context=128)
 
 
-def with_gap(group, seed):
+def with_gap(group: Any, seed: int) -> Any:
     """As if another engine had sampled: its log-probabilities are off, some of them by more than any bound."""
     generator = torch.Generator().manual_seed(seed)
     rollouts = tuple(
@@ -412,12 +439,12 @@ def with_gap(group, seed):
     return replace(group, rollouts_G=rollouts)
 
 
-def relative_difference(ours, expected):
+def relative_difference(ours: list[torch.Tensor], expected: list[torch.Tensor]) -> Any:
     difference = sum((a - b).double().pow(2).sum() for a, b in zip(ours, expected, strict=True))
-    return (difference / sum(b.double().pow(2).sum() for b in expected)).sqrt().item()
+    return untyped(difference / sum(b.double().pow(2).sum() for b in expected)).sqrt().item()
 
 
-def packs_of(groups, settings, decode):
+def packs_of(groups: list[Any], settings: Resolved, decode: Callable[..., Any]) -> list[Any]:
     """What a step computes, with all that it is divided by in the weights and advantages."""
     shares = [batch.share_of(group, settings, decode) for group in groups]
     whole, std = batch.divisors(shares, settings)
@@ -434,13 +461,17 @@ def packs_of(groups, settings, decode):
     ]
 
 
-def packed_gradients(policy, groups, settings, budget):
+def packed_gradients(
+    policy: Policy, groups: list[Any], settings: Resolved, budget: int
+) -> list[torch.Tensor]:
     trainer = RecordingTrainer(policy, settings, token_budget=budget)
     learn(trainer, groups)
     return trainer.gradients[-1]
 
 
-def plain_gradients(policy, groups, settings, began=None):
+def plain_gradients(
+    policy: Policy, groups: list[Any], settings: Resolved, began: dict[Any, Any] | None = None
+) -> list[Any]:
     """The papers' formulas in the most obvious way: every graded answer, a forward pass each, no packing.
 
     `began` has what the policy that sampled says of each answer, where that is not the present one.
@@ -482,12 +513,14 @@ def plain_gradients(policy, groups, settings, began=None):
             "cispo": objective.sum() / tokens,
         }[settings.loss]
         (-share).backward()
-    gradients = [p.grad.clone() for p in policy.trainable]
+    gradients = [present(p.grad).clone() for p in policy.trainable]
     policy.model.zero_grad()
     return gradients
 
 
-def plain_correction(old, sampled, settings):
+def plain_correction(
+    old: torch.Tensor, sampled: torch.Tensor, settings: Resolved
+) -> tuple[torch.Tensor, torch.Tensor | float]:
     """What the ratio is to, and the weight for the sampler's gap."""
     if settings.importance == "none":
         return sampled, 1.0
@@ -495,4 +528,5 @@ def plain_correction(old, sampled, settings):
     cap = settings.importance_cap
     if settings.importance == "truncate":
         return old, ratio.clamp(max=cap)
+    assert cap is not None
     return old, ratio * ((ratio > 1 / cap) & (ratio < cap))

@@ -1,14 +1,19 @@
 """What one update does beyond its loss: several passes, the reference, the sampler's gap, what is left out."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from core.jobs.hyperparameters import Resolved
 from graders.types import Grade
 from tests.fakes import RecordingTrainer, learn
+from tests.present import present
 from tests.worker.test_training import (
     asked,
     drawn,
@@ -23,6 +28,8 @@ from tests.worker.test_training import (
 )
 from worker.learn import batch
 from worker.learn.trainer import PeftTrainer
+from worker.model.policy import Policy
+from worker.record.recorder import Recorder
 from worker.refusals import UnsupportedModel
 from worker.rollout.samplers.choice import report_left_out
 from worker.types import Group
@@ -31,11 +38,11 @@ LOSSES = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
 
 
 @pytest.fixture
-def policy(make_policy):
+def policy(make_policy: Callable[..., Policy]) -> Policy:
     return make_policy(moved=True)
 
 
-def sampled(policy, rewards_PG, **how):
+def sampled(policy: Policy, rewards_PG: list[Any], **how: Any) -> list[Any]:
     texts = ["say yes", "what colour is it now please tell me", "tell me a number", "say cat", "name a bird"]
     prompts = [prompt(policy, text, line) for line, text in enumerate(texts[: len(rewards_PG)], start=1)]
     rollouts_PG = drawn(policy, prompts, sampling(**how))
@@ -49,17 +56,19 @@ MIXED = [[1.0, 0.0, 0.5, 0.0], [0.0, 1.0, 1.0, 0.2]]
 
 
 @pytest.fixture
-def groups(policy):
+def groups(policy: Policy) -> list[Any]:
     return sampled(policy, MIXED)
 
 
-def weights_of(policy):
+def weights_of(policy: Policy) -> list[Any]:
     return [parameter.detach().clone() for parameter in policy.trainable]
 
 
 class TestWhatCounts:
     @pytest.mark.parametrize("loss", LOSSES)
-    def test_groups_that_agree_are_not_computed_and_shrink_the_step_as_in_the_papers(self, policy, loss):
+    def test_groups_that_agree_are_not_computed_and_shrink_the_step_as_in_the_papers(
+        self, policy: Policy, loss: str
+    ) -> None:
         all_groups = sampled(policy, [MIXED[0], [1.0] * 4, MIXED[1], [0.25] * 4])
         settings = asked({"loss": loss})
 
@@ -70,7 +79,9 @@ class TestWhatCounts:
         assert (metrics.trained_sequences, metrics.dropped_sequences) == (8, 8)
 
     @pytest.mark.parametrize("loss", LOSSES)
-    def test_where_only_signal_counts_groups_that_agree_change_nothing(self, policy, loss):
+    def test_where_only_signal_counts_groups_that_agree_change_nothing(
+        self, policy: Policy, loss: str
+    ) -> None:
         all_groups = sampled(policy, [MIXED[0], [1.0] * 4, MIXED[1], [0.25] * 4])
         settings = asked({"loss": loss, "normalize": "signal"})
 
@@ -80,7 +91,7 @@ class TestWhatCounts:
         assert relative_difference(with_them, without) < 1e-6
 
     @pytest.mark.parametrize("loss", LOSSES)
-    def test_a_vanishing_penalty_takes_the_same_step(self, policy, loss):
+    def test_a_vanishing_penalty_takes_the_same_step(self, policy: Policy, loss: str) -> None:
         all_groups = sampled(policy, [MIXED[0], [1.0] * 4, [0.25] * 4])
         without, with_it = (
             packed_gradients(policy, all_groups, asked({"loss": loss, "kl": kl}), 4096) for kl in (0.0, 1e-9)
@@ -90,7 +101,9 @@ class TestWhatCounts:
 
     @pytest.mark.parametrize("kl", [0.0, 0.1])
     @pytest.mark.parametrize("overlap", [False, True])
-    def test_a_group_that_was_replaced_has_no_part_in_the_step(self, policy, kl, overlap):
+    def test_a_group_that_was_replaced_has_no_part_in_the_step(
+        self, policy: Policy, kl: float, overlap: bool
+    ) -> None:
         if kl and overlap:
             pytest.skip("refused")
         silent, mixed, stand_in = sampled(policy, [[1.0] * 4, *MIXED])
@@ -102,7 +115,7 @@ class TestWhatCounts:
         assert relative_difference(ours, expected) < 1e-5
 
     @pytest.mark.parametrize("loss", ["dapo", "gspo"])
-    def test_the_gradient_does_not_depend_on_the_order_or_the_packs(self, policy, loss):
+    def test_the_gradient_does_not_depend_on_the_order_or_the_packs(self, policy: Policy, loss: str) -> None:
         groups = [with_gap(group, seed) for seed, group in enumerate(sampled(policy, [*MIXED, MIXED[0]]))]
         settings = asked({"loss": loss, "kl": 0.1})
         expected = packed_gradients(policy, groups, settings, 4096)
@@ -112,13 +125,15 @@ class TestWhatCounts:
                 relative_difference(packed_gradients(policy, groups[::-1], settings, budget), expected) < 1e-5
             )
 
-    def test_labels_off_by_one_would_be_seen(self, policy, groups, monkeypatch):
+    def test_labels_off_by_one_would_be_seen(
+        self, policy: Policy, groups: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The control of every comparison of gradients: shift what is to be predicted by one and they differ."""
         settings = asked({})
         expected = plain_gradients(policy, groups, settings)
         right = batch.tensors_of
 
-        def shifted(*args):
+        def shifted(*args: Any) -> batch.Tensors:
             tensors = right(*args)
             return replace(tensors, target_M=tensors.target_M.roll(1))
 
@@ -126,8 +141,10 @@ class TestWhatCounts:
 
         assert relative_difference(packed_gradients(policy, groups, settings, 4096), expected) > 0.1
 
-    def test_one_seed_twice_gives_the_same_adapter_bit_by_bit(self, make_policy):
-        def trained():
+    def test_one_seed_twice_gives_the_same_adapter_bit_by_bit(
+        self, make_policy: Callable[..., Policy]
+    ) -> None:
+        def trained() -> list[Any]:
             policy = make_policy(moved=True)
             trainer = PeftTrainer(
                 policy, asked({"loss": "gspo", "updates_per_batch": 2, "kl": 0.1}), token_budget=4096
@@ -141,7 +158,7 @@ class TestWhatCounts:
 
 class TestOverlong:
     @pytest.fixture
-    def cut(self, policy):
+    def cut(self, policy: Policy) -> list[Any]:
         """Groups in which the second answer of the first was cut off."""
         first, second = sampled(policy, MIXED)
         short = first.rollouts_G[0]
@@ -152,19 +169,23 @@ class TestOverlong:
         )
         return [replace(first, rollouts_G=rollouts), second]
 
-    def kept(self, policy, groups, **advanced):
+    def kept(self, policy: Policy, groups: list[Any], **advanced: Any) -> list[Any]:
         packs = packs_of(groups, asked(advanced), policy.text)
         return [(answer.advantages_T[0], answer.weight) for pack in packs for answer in pack.sequences]
 
     @pytest.mark.parametrize("kl", [0.0, 0.1])
-    def test_a_masked_answer_is_in_the_baseline_and_not_in_the_loss(self, policy, cut, kl):
+    def test_a_masked_answer_is_in_the_baseline_and_not_in_the_loss(
+        self, policy: Policy, cut: list[Any], kl: float
+    ) -> None:
         scored, masked = (self.kept(policy, cut, overlong=how, kl=kl) for how in ("score", "mask"))
 
         left = [r for g in cut for r in g.rollouts_G if r.finish_reason == "stop"]
         assert [advantage for advantage, _ in masked] == [a for n, (a, _) in enumerate(scored) if n != 1]
         assert {weight for _, weight in masked} == {1 / sum(len(r.output_ids_T) for r in left)}
 
-    def test_the_soft_fine_moves_the_advantage_and_not_the_reported_reward(self, policy, groups):
+    def test_the_soft_fine_moves_the_advantage_and_not_the_reported_reward(
+        self, policy: Policy, groups: list[Any]
+    ) -> None:
         group = groups[0]
         full = replace(group.rollouts_G[0], output_ids_T=(3,) * 12, logprobs_T=(-1.0,) * 12)
         edge = replace(group.rollouts_G[0], output_ids_T=(3,) * 10, logprobs_T=(-1.0,) * 10)
@@ -184,8 +205,8 @@ class TestPasses:
         "advanced", [{"loss": "dapo", "kl": 0.1}, {"loss": "gspo"}, {"importance": "none"}]
     )
     def test_the_second_pass_is_clipped_against_the_policy_the_batch_began_with(
-        self, policy, groups, advanced
-    ):
+        self, policy: Policy, groups: list[Any], advanced: dict[str, Any]
+    ) -> None:
         settings = asked(advanced | {"updates_per_batch": 2})
         groups = [with_gap(group, number) for number, group in enumerate(groups)]
         began = {
@@ -195,10 +216,11 @@ class TestPasses:
         }
 
         class SignDescent(RecordingTrainer):
-            def _step(self):
+            def _step(self) -> None:
                 super()._step()
                 with torch.no_grad():
                     for p in policy.trainable:
+                        assert p.grad is not None
                         p.add_(0.02 * p.grad.sign())
 
         trainer = SignDescent(policy, settings, token_budget=24)
@@ -215,8 +237,8 @@ class TestPasses:
         assert relative_difference(seen[1], seen[0]) > 1e-2
 
     def test_each_pass_is_a_step_of_the_optimizer_and_a_step_of_the_run_has_one_learning_rate(
-        self, policy, groups
-    ):
+        self, policy: Policy, groups: list[Any]
+    ) -> None:
         trainer = PeftTrainer(policy, asked({"updates_per_batch": 3, "warmup_steps": 4}), token_budget=4096)
         once = learn(PeftTrainer(policy, asked({}), token_budget=4096), groups)
 
@@ -227,16 +249,16 @@ class TestPasses:
         assert metrics.trained_tokens == 3 * once.trained_tokens
         assert metrics.trained_sequences == once.trained_sequences
 
-    def test_the_clip_acts_in_later_passes_only(self, policy, groups):
+    def test_the_clip_acts_in_later_passes_only(self, policy: Policy, groups: list[Any]) -> None:
         settings = {"clip_low": 1e-4, "clip_high": 1e-4}
         one, two = (asked(settings | {"updates_per_batch": n}) for n in (1, 2))
 
         assert learn(PeftTrainer(policy, one, token_budget=4096), groups).clip_fraction == 0
-        assert learn(PeftTrainer(policy, two, token_budget=4096), groups).clip_fraction > 0.2
+        assert present(learn(PeftTrainer(policy, two, token_budget=4096), groups).clip_fraction) > 0.2
 
 
 class TestGap:
-    def test_it_is_reported_by_its_definitions(self, policy, groups):
+    def test_it_is_reported_by_its_definitions(self, policy: Policy, groups: list[Any]) -> None:
         groups = [with_gap(group, number) for number, group in enumerate(groups)]
         pairs = [
             (plain_logprobs(policy, g.prompt.ids, r.output_ids_T).detach(), torch.tensor(r.logprobs_T))
@@ -256,13 +278,15 @@ class TestGap:
             (w.sum() ** 2 / len(w) / (w**2).sum()).item(), rel=1e-4
         )
 
-    def test_without_one_the_sample_is_worth_its_size(self, policy, groups):
+    def test_without_one_the_sample_is_worth_its_size(self, policy: Policy, groups: list[Any]) -> None:
         metrics = learn(PeftTrainer(policy, asked({}), token_budget=4096), groups)
 
-        assert metrics.logprob_gap_max < 1e-4
+        assert present(metrics.logprob_gap_max) < 1e-4
         assert metrics.logprob_gap_ess == pytest.approx(1.0, abs=1e-6)
 
-    def test_a_sampler_that_was_sure_of_nothing_cannot_blow_up_the_step(self, policy, groups):
+    def test_a_sampler_that_was_sure_of_nothing_cannot_blow_up_the_step(
+        self, policy: Policy, groups: list[Any]
+    ) -> None:
         broken = [
             replace(
                 g, rollouts_G=tuple(replace(r, logprobs_T=(-1e9,) * len(r.logprobs_T)) for r in g.rollouts_G)
@@ -273,23 +297,26 @@ class TestGap:
         metrics = learn(PeftTrainer(policy, asked({}), token_budget=4096), broken)
 
         assert not metrics.skipped
+        assert metrics.logprob_gap_ess is not None
         assert not math.isfinite(metrics.logprob_gap_ess)
 
 
 class TestReference:
-    def settings(self, **advanced):
+    def settings(self, **advanced: Any) -> Resolved:
         return asked({"kl": 0.1, "reference_refresh_steps": 2, "learning_rate": 0.003} | advanced)
 
-    def test_it_is_the_base_until_it_becomes_the_policy(self, policy, groups):
+    def test_it_is_the_base_until_it_becomes_the_policy(self, policy: Policy, groups: list[Any]) -> None:
         trainer = PeftTrainer(policy, self.settings(), token_budget=4096)
-        kls = [learn(trainer, groups).kl for _ in range(4)]
+        kls = [present(learn(trainer, groups).kl) for _ in range(4)]
 
         assert kls[0] > 0.01
         assert kls[1] > 0.01
         assert kls[2] == 0.0  # the first step after the refresh starts at its reference
         assert 0 < kls[3] < kls[1]
 
-    def test_it_survives_a_checkpoint(self, make_policy, groups, tmp_path):
+    def test_it_survives_a_checkpoint(
+        self, make_policy: Callable[..., Policy], groups: list[Any], tmp_path: Path
+    ) -> None:
         first = PeftTrainer(make_policy(moved=True), self.settings(), token_budget=4096)
         for _ in range(3):
             learn(first, groups)
@@ -300,13 +327,15 @@ class TestReference:
         metrics = [learn(trainer, groups) for trainer in (first, second)]
 
         assert metrics[0] == metrics[1]
+        assert second.own.reference is not None
+        assert first.own.reference is not None
         assert all(torch.equal(a, b) for a, b in zip(first.own.reference, second.own.reference, strict=True))
         assert all(
             torch.equal(a, b)
             for a, b in zip(weights_of(first.policy), weights_of(second.policy), strict=True)
         )
 
-    def test_wearing_other_weights_leaves_the_own_as_they_were(self, policy):
+    def test_wearing_other_weights_leaves_the_own_as_they_were(self, policy: Policy) -> None:
         before = weights_of(policy)
         with policy.wearing([torch.zeros_like(weight) for weight in before]):
             assert all(not parameter.any() for parameter in policy.trainable)
@@ -314,7 +343,7 @@ class TestReference:
         assert all(torch.equal(a, b) for a, b in zip(before, policy.trainable, strict=True))
 
 
-def test_process_supervision_credits_the_tokens_of_each_step(policy, groups):
+def test_process_supervision_credits_the_tokens_of_each_step(policy: Policy, groups: list[Any]) -> None:
     from graders.types import StepScore
 
     [group] = groups[:1]
@@ -343,7 +372,9 @@ class TestOverlap:
     @pytest.mark.slow
     @pytest.mark.parametrize("loss", LOSSES)
     @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-    def test_groups_computed_one_by_one_give_the_gradient_of_all_at_once(self, policy, loss, scale):
+    def test_groups_computed_one_by_one_give_the_gradient_of_all_at_once(
+        self, policy: Policy, loss: str, scale: str
+    ) -> None:
         groups = [
             with_gap(group, n)
             for n, group in enumerate(sampled(policy, [*MIXED, [1.0] * 4, [0.2, 0.9, 0.9, 0.1]]))
@@ -355,7 +386,7 @@ class TestOverlap:
 
         assert relative_difference(one_by_one, at_once) < 1e-5
 
-    def test_the_metrics_are_the_same_too(self, policy, groups):
+    def test_the_metrics_are_the_same_too(self, policy: Policy, groups: list[Any]) -> None:
         groups = [with_gap(group, n) for n, group in enumerate(groups)]
         one_by_one, at_once = (
             learn(
@@ -369,7 +400,7 @@ class TestOverlap:
             if name != "kl":  # only watched, on the first pack, which is another one here
                 assert getattr(one_by_one, name) == pytest.approx(value, rel=1e-4, abs=1e-7), name
 
-    def test_a_group_is_computed_while_others_are_still_sampled(self, policy):
+    def test_a_group_is_computed_while_others_are_still_sampled(self, policy: Policy) -> None:
         """The first group's gradient is there before the last is sampled, and the step's is that of all at once."""
         groups = sampled(policy, MIXED)
         settings = asked({"overlap": True})
@@ -386,7 +417,7 @@ class TestOverlap:
         assert [g.rollouts_G for g in groups] == [tuple(rollouts) for rollouts in again]  # undisturbed
         assert relative_difference(trainer.gradients[-1], expected) < 1e-5
 
-    def test_a_step_leaves_nothing_to_the_next(self, policy, groups):
+    def test_a_step_leaves_nothing_to_the_next(self, policy: Policy, groups: list[Any]) -> None:
         trainer = PeftTrainer(policy, asked({"learning_rate": 1e-12}), token_budget=1)
 
         first, second = learn(trainer, groups), learn(trainer, groups)
@@ -396,7 +427,9 @@ class TestOverlap:
 
 
 class TestLeavingOut:
-    def test_layers_that_the_sampler_does_not_adapt_stay_as_they_are_and_all_others_learn(self, make_policy):
+    def test_layers_that_the_sampler_does_not_adapt_stay_as_they_are_and_all_others_learn(
+        self, make_policy: Callable[..., Policy]
+    ) -> None:
         policy = make_policy()
         names = sorted({name.rpartition(".lora_")[0] for name in policy.adapter()})
         down = [name for name in names if name.endswith("down_proj")]
@@ -411,7 +444,7 @@ class TestLeavingOut:
         }
         assert learned == set(names) - set(down)
 
-    def test_the_coverage_is_of_the_layers_that_learn(self, make_policy):
+    def test_the_coverage_is_of_the_layers_that_learn(self, make_policy: Callable[..., Policy]) -> None:
         policy, reported = make_policy(), []
         whole = policy.coverage
         names = sorted({name.rpartition(".lora_")[0] for name in policy.adapter()})
@@ -419,7 +452,7 @@ class TestLeavingOut:
         recorder = SimpleNamespace(warn=lambda message, data: reported.append((message, data)))
 
         policy.leave_out(down)
-        report_left_out(policy, recorder, lambda: None, down)
+        report_left_out(policy, cast(Recorder, recorder), lambda: None, down)
 
         assert policy.coverage.modules == whole.modules - len(down) == len(names) - len(down)
         assert 0 < policy.coverage.share < whole.share
@@ -427,13 +460,13 @@ class TestLeavingOut:
         assert str(policy.coverage) in message
         assert data["adapted_modules"] == len(names) - len(down) and data["modules"] == down
 
-    def test_a_layer_that_was_trained_elsewhere_cannot_be_left_out(self, policy):
+    def test_a_layer_that_was_trained_elsewhere_cannot_be_left_out(self, policy: Policy) -> None:
         [name, *_] = sorted({name.rpartition(".lora_")[0] for name in policy.adapter()})
 
         with pytest.raises(UnsupportedModel, match="the sampler that it was trained with"):
             policy.leave_out([name])
 
-    def test_a_sampler_that_adapts_no_layer_is_refused(self, make_policy):
+    def test_a_sampler_that_adapts_no_layer_is_refused(self, make_policy: Callable[..., Policy]) -> None:
         policy = make_policy()
 
         with pytest.raises(UnsupportedModel, match="puts no adapter on any of its layers"):

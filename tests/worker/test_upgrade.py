@@ -6,6 +6,9 @@ What the other version left is written out here, file by file, so that it does n
 import hashlib
 import io
 import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +16,16 @@ from safetensors.torch import save_file
 from sqlalchemy import select
 
 from core.database.tables import Checkpoint, File, Job
-from core.jobs.hyperparameters import Hyperparameters, kept, resolve
+from core.jobs.hyperparameters import Hyperparameters, Resolved, kept, resolve
 from core.settings import Settings
 from graders.spec import parse_grader
 from tests.fakes import ExactGrader
+from tests.present import present
+from tests.worker.conftest import Bench
 from worker.assemble import assemble
 from worker.learn.ranks import Ranks
 from worker.learn.trainer import PeftTrainer
+from worker.model.policy import Policy
 from worker.record.checkpoints import FORMAT, Checkpoints, UnknownFormat
 
 pytestmark = pytest.mark.slow  # runs whole jobs
@@ -117,11 +123,11 @@ THEN = RESOLVED | {
 }
 
 
-def rng():
+def rng() -> torch.Tensor:
     return torch.Generator().manual_seed(7).get_state()
 
 
-def format_1(folder):
+def format_1(folder: Path) -> None:
     """The files of a checkpoint of format 1: each tensor is full of a number of its own."""
     save_file(
         {name: torch.full(shape, 0.01 * n) for n, (name, shape) in enumerate(ADAPTER.items())},
@@ -146,10 +152,10 @@ def format_1(folder):
 
 
 @pytest.fixture
-def left(bench, tmp_path):
+def left(bench: Bench, tmp_path: Path) -> Callable[..., None]:
     """Puts what another version left at step 6 into the store, with a manifest of this `format`."""
 
-    def left(format=1, **more):
+    def left(format: int = 1, **more: Any) -> None:
         folder, prefix = tmp_path / "left", "projects/p/jobs/j/attempts/1/checkpoints/step-000006"
         folder.mkdir()
         format_1(folder)
@@ -176,21 +182,24 @@ def left(bench, tmp_path):
 
 
 @pytest.fixture
-def checkpoints(bench):
+def checkpoints(bench: Bench) -> Checkpoints:
     return Checkpoints(bench.attempt(), bench.tmp_path)
 
 
 @pytest.fixture
-def trainer(make_policy):
+def trainer(make_policy: Callable[..., Policy]) -> PeftTrainer:
     settings = kept(resolve(Hyperparameters(), rows=40, parameters=1000, context=128), RESOLVED)
     return PeftTrainer(make_policy(), settings, token_budget=512)
 
 
-def full_of(tensors, number):
+def full_of(tensors: Sequence[torch.Tensor] | None, number: Callable[..., Any]) -> bool:
+    assert tensors is not None
     return all(bool((tensor == torch.full_like(tensor, number(n))).all()) for n, tensor in enumerate(tensors))
 
 
-def test_a_checkpoint_of_format_1_is_continued_to_the_last_bit(left, checkpoints, trainer):
+def test_a_checkpoint_of_format_1_is_continued_to_the_last_bit(
+    left: Callable[..., None], checkpoints: Checkpoints, trainer: PeftTrainer
+) -> None:
     """Whoever changes what a checkpoint holds must still read this one; then raise FORMAT."""
     left()
 
@@ -206,15 +215,17 @@ def test_a_checkpoint_of_format_1_is_continued_to_the_last_bit(left, checkpoints
     assert torch.equal(torch.get_rng_state(), rng())
 
 
-def test_a_manifest_may_say_more_than_this_version_knows(left, checkpoints, trainer):
+def test_a_manifest_may_say_more_than_this_version_knows(
+    left: Callable[..., None], checkpoints: Checkpoints, trainer: PeftTrainer
+) -> None:
     left(colour="red")
 
     assert checkpoints.restore(trainer) == STEP
 
 
 def test_a_checkpoint_of_a_later_format_is_refused_before_anything_is_touched(
-    bench, left, checkpoints, trainer
-):
+    bench: Bench, left: Callable[..., None], checkpoints: Checkpoints, trainer: PeftTrainer
+) -> None:
     left(format=FORMAT + 1)
     said = bench.events()
 
@@ -225,7 +236,9 @@ def test_a_checkpoint_of_a_later_format_is_refused_before_anything_is_touched(
     assert bench.events() == said
 
 
-def test_the_format_that_is_written_is_the_one_that_is_said(bench, checkpoints, trainer):
+def test_the_format_that_is_written_is_the_one_that_is_said(
+    bench: Bench, checkpoints: Checkpoints, trainer: PeftTrainer
+) -> None:
     checkpoints.save(trainer, step=1, valid_reward=None, metrics={})
 
     [row] = bench.checkpoints()
@@ -240,37 +253,39 @@ def test_the_format_that_is_written_is_the_one_that_is_said(bench, checkpoints, 
 # The hyperparameters.
 
 
-def automatic(**changes):
+def automatic(**changes: Any) -> Resolved:
     return resolve(Hyperparameters(), rows=8, parameters=1000, context=128).model_copy(update=changes)
 
 
-def test_a_job_keeps_the_hyperparameters_that_it_was_begun_with():
+def test_a_job_keeps_the_hyperparameters_that_it_was_begun_with() -> None:
     """A version that chooses another rank, or another number of steps, must not do so in the middle of a job."""
     assert kept(automatic(lora_rank=64, total_steps=7), RESOLVED).model_dump() == THEN
 
 
-def test_a_hyperparameter_that_is_new_has_its_automatic_value():
+def test_a_hyperparameter_that_is_new_has_its_automatic_value() -> None:
     older = {name: value for name, value in RESOLVED.items() if name != "warmup_steps"}
 
     assert kept(automatic(warmup_steps=3), older).warmup_steps == 3
 
 
-def test_a_hyperparameter_that_is_gone_is_forgotten():
+def test_a_hyperparameter_that_is_gone_is_forgotten() -> None:
     assert kept(automatic(), RESOLVED | {"colour": "red"}).model_dump() == THEN
 
 
-def test_a_job_that_began_before_normalize_existed_keeps_the_size_of_its_steps():
+def test_a_job_that_began_before_normalize_existed_keeps_the_size_of_its_steps() -> None:
     assert automatic().normalize == "papers"
     assert kept(automatic(), RESOLVED).normalize == "signal"
     assert kept(automatic(), RESOLVED | {"normalize": "papers"}).normalize == "papers"
     assert kept(automatic(), None).normalize == "papers"
 
 
-def test_a_job_that_begins_now_has_what_this_version_chooses():
+def test_a_job_that_begins_now_has_what_this_version_chooses() -> None:
     assert kept(automatic(lora_rank=64), None) == automatic(lora_rank=64)
 
 
-def test_a_run_that_is_loaded_again_has_the_hyperparameters_of_the_first(bench, tiny_model, tmp_path):
+def test_a_run_that_is_loaded_again_has_the_hyperparameters_of_the_first(
+    bench: Bench, tiny_model: Path, tmp_path: Path
+) -> None:
     registry = tmp_path / "models.toml"
     registry.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
     info = bench.blobs.put_bytes(
@@ -302,7 +317,7 @@ def test_a_run_that_is_loaded_again_has_the_hyperparameters_of_the_first(bench, 
     )
 
     assert (run.settings.lora_rank, run.settings.total_steps) == (2, 77)
-    assert (bench.job().resolved["lora_rank"], bench.job().resolved["group_size"]) == (
+    assert (present(bench.job().resolved)["lora_rank"], present(bench.job().resolved)["group_size"]) == (
         2,
         run.settings.group_size,
     )

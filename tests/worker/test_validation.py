@@ -4,6 +4,9 @@ import asyncio
 import io
 import json
 import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,31 +21,32 @@ from core.storage.store import CHUNK_BYTES, FolderBlobs, StoreEmpty
 from core.telemetry import logs, tracing
 from graders.backends import Backends
 from graders.spec import hide_secrets, parse_grader
-from graders.types import Grade
+from graders.types import Grade, Item, Sample
 from tests.fakes import NeverGrades
-from tests.worker.conftest import GRADER
+from tests.present import present
+from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_memory import QWEN3_14B
 from worker.rollout.rows import read_rows
 from worker.supervise.validation import dry_run, validate_next
 
-GOOD = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
+GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
 
 HELD_OUT = {"messages": [{"role": "user", "content": "say blue"}], "answer": "red"}
 
 
 @pytest.fixture
-def validate(bench, tmp_path):
+def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[tuple[str, str]] | None]]:
     """Validate a job over two files made of the given lines; returns the job and whom to wake."""
 
     def run(
-        train,
-        valid=(HELD_OUT,),
-        grader=GRADER,
-        blobs=bench.blobs,
-        backends=Backends.none(),
-        response_format=None,
-        **changes,
-    ):
+        train: Any,
+        valid: tuple[dict[str, Sequence[Any]]] = (HELD_OUT,),
+        grader: dict[str, str] = GRADER,
+        blobs: FolderBlobs = bench.blobs,
+        backends: Backends = Backends.none(),
+        response_format: Any = None,
+        **changes: Any,
+    ) -> tuple[Job, list[tuple[str, str]] | None]:
         with bench.database.write() as session:
             ids = []
             for name, lines in (("train", train), ("valid", valid)):
@@ -70,7 +74,9 @@ def validate(bench, tmp_path):
     return run
 
 
-def test_good_files_queue_the_job_and_wake_its_workers(bench, validate):
+def test_good_files_queue_the_job_and_wake_its_workers(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
     job, wakes = validate([GOOD, GOOD])
 
     assert job.status == "queued"
@@ -78,7 +84,9 @@ def test_good_files_queue_the_job_and_wake_its_workers(bench, validate):
     assert "Files validated, moving job to queued state" in bench.events()
 
 
-def test_bad_lines_fail_the_job_and_are_named(validate):
+def test_bad_lines_fail_the_job_and_are_named(
+    validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]],
+) -> None:
     job, wakes = validate([GOOD, "{oops", GOOD, {"messages": []}])
 
     assert (job.status, wakes) == ("failed", [])
@@ -89,7 +97,9 @@ def test_bad_lines_fail_the_job_and_are_named(validate):
     assert "line 4" in job.error["message"]
 
 
-def test_a_file_that_is_missing_from_an_empty_store_fails_no_job(bench, validate, tmp_path):
+def test_a_file_that_is_missing_from_an_empty_store_fails_no_job(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]], tmp_path: Path
+) -> None:
     """The store is another one, or is not mounted: the validation, or the run, tries again later."""
     empty = FolderBlobs(tmp_path / "not mounted")
 
@@ -101,7 +111,9 @@ def test_a_file_that_is_missing_from_an_empty_store_fails_no_job(bench, validate
         read_rows(bench.attempt(blobs=empty))
 
 
-def test_a_file_that_is_missing_from_a_store_with_others_fails_the_job(bench, validate, tmp_path):
+def test_a_file_that_is_missing_from_a_store_with_others_fails_the_job(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]], tmp_path: Path
+) -> None:
     store = FolderBlobs(tmp_path / "another copy")
     store.put_bytes("projects/p/files/other", b"x")
 
@@ -110,20 +122,26 @@ def test_a_file_that_is_missing_from_a_store_with_others_fails_the_job(bench, va
     assert (job.status, job.error["code"]) == ("failed", "invalid_training_file")
 
 
-def test_the_validation_file_is_named_when_it_is_the_bad_one(validate):
+def test_the_validation_file_is_named_when_it_is_the_bad_one(
+    validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]],
+) -> None:
     job, _ = validate([GOOD], [{"messages": [{"role": "assistant", "content": "red"}], "answer": "red"}])
 
     assert job.error["param"] == "validation_file"
     assert "line 1" in job.error["message"]
 
 
-def test_a_field_that_the_grader_reads_must_be_in_every_row(validate):
+def test_a_field_that_the_grader_reads_must_be_in_every_row(
+    validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]],
+) -> None:
     job, _ = validate([GOOD, {"messages": GOOD["messages"]}])
 
     assert "line 2: the grader reads {{item.answer}}, which this row does not have" in job.error["message"]
 
 
-def test_a_grader_that_this_machine_cannot_run_fails_the_job_with_the_reason(validate):
+def test_a_grader_that_this_machine_cannot_run_fails_the_job_with_the_reason(
+    validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]],
+) -> None:
     judge = {"type": "score_model", "name": "j", "model": "m", "input": [{"role": "user", "content": "?"}]}
 
     job, wakes = validate([GOOD], grader=judge)
@@ -132,36 +150,40 @@ def test_a_grader_that_this_machine_cannot_run_fails_the_job_with_the_reason(val
     assert "REGRAFT_GRADERS_FILE" in job.error["message"]
 
 
-def test_an_empty_file_says_so(validate):
+def test_an_empty_file_says_so(validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]) -> None:
     job, _ = validate([])
 
     assert "empty" in job.error["message"]
 
 
-def test_a_file_deleted_in_between_fails_the_job(bench, validate):
+def test_a_file_deleted_in_between_fails_the_job(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
     with bench.database.write() as session:
         job = session.get_one(Job, bench.job().seq)
         job.status, job.lease_expires_at = "validating_files", None
 
     validate_next(Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, Backends.none(), "tester")
 
-    assert "was deleted before it could be read" in bench.job().error["message"]
+    assert "was deleted before it could be read" in present(bench.job().error)["message"]
 
 
 class Slow(FolderBlobs):
     """Reads for so long that the job is cancelled meanwhile."""
 
-    def __init__(self, bench):
+    def __init__(self, bench: Bench) -> None:
         super().__init__(bench.tmp_path / "blobs")
         self.bench = bench
 
-    def open(self, key, *, chunk_size=CHUNK_BYTES):
+    def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
         with self.bench.database.write() as session:
             lifecycle.cancel(Work(session), session.get_one(Job, self.bench.job().seq))
         return super().open(key, chunk_size=chunk_size)
 
 
-def test_what_is_logged_meanwhile_says_of_which_job(bench, validate):
+def test_what_is_logged_meanwhile_says_of_which_job(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
     stream = io.StringIO()
     handler = logs.handler("json", stream)
     log = logging.getLogger("worker.supervise.validation")
@@ -179,7 +201,9 @@ def test_what_is_logged_meanwhile_says_of_which_job(bench, validate):
     assert line["attempt"] == bench.claim.epoch + 1
 
 
-def test_it_is_an_attempt_in_the_jobs_trace(bench, validate):
+def test_it_is_an_attempt_in_the_jobs_trace(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
     with tracing.exported("", "test", collector := memory.InMemorySpanExporter()):
         validate([GOOD])
@@ -190,7 +214,7 @@ def test_it_is_an_attempt_in_the_jobs_trace(bench, validate):
     assert attempt.attributes["regraft.job_id"] == bench.claim.job_id
 
 
-def test_nothing_to_validate_is_no_work(bench):
+def test_nothing_to_validate_is_no_work(bench: Bench) -> None:
     assert (
         validate_next(
             Settings(data_dir=bench.tmp_path), bench.database, bench.blobs, Backends.none(), "tester"
@@ -199,7 +223,9 @@ def test_nothing_to_validate_is_no_work(bench):
     )
 
 
-def test_a_grader_that_cannot_tell_a_right_reply_from_an_empty_one_is_warned_of(bench, validate):
+def test_a_grader_that_cannot_tell_a_right_reply_from_an_empty_one_is_warned_of(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
     # A slip: it compares the row's answer with itself.
     job, wakes = validate([GOOD, GOOD], grader=GRADER | {"input": "{{item.answer}}"})
 
@@ -209,13 +235,15 @@ def test_a_grader_that_cannot_tell_a_right_reply_from_an_empty_one_is_warned_of(
     assert "the same score (1)" in warning
 
 
-def test_a_grader_that_can_is_not(bench, validate):
+def test_a_grader_that_can_is_not(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
     validate([GOOD, GOOD])
 
     assert bench.events("warn") == []
 
 
-def test_a_grader_that_fails_on_its_own_reference_is_warned_of():
+def test_a_grader_that_fails_on_its_own_reference_is_warned_of() -> None:
     rows = [Example(1, GOOD["messages"], GOOD)]
 
     warning = asyncio.run(dry_run(NeverGrades(), parse_grader(GRADER), rows))
@@ -223,7 +251,9 @@ def test_a_grader_that_fails_on_its_own_reference_is_warned_of():
     assert warning == "The grader failed on 2 of 2 test replies. no opinion"
 
 
-def test_a_grader_whose_package_is_not_there_fails_the_job_before_it_is_queued(validate):
+def test_a_grader_whose_package_is_not_there_fails_the_job_before_it_is_queued(
+    validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]],
+) -> None:
     source = "import torch\ndef grade(sample, item):\n    return 1.0\n"
 
     job, wakes = validate([GOOD], grader={"type": "python", "name": "p", "source": source})
@@ -234,7 +264,9 @@ def test_a_grader_whose_package_is_not_there_fails_the_job_before_it_is_queued(v
     assert "No module named 'torch'" in job.error["message"]
 
 
-def test_validation_rows_that_are_trained_on_are_warned_of(bench, validate):
+def test_validation_rows_that_are_trained_on_are_warned_of(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
     other = {"messages": [{"role": "user", "content": "say green"}], "answer": "blue"}
 
     validate(
@@ -252,7 +284,9 @@ def test_validation_rows_that_are_trained_on_are_warned_of(bench, validate):
     )
 
 
-def test_a_job_that_fits_on_no_gpu_of_its_class_fails_before_it_is_queued(bench, validate, tmp_path):
+def test_a_job_that_fits_on_no_gpu_of_its_class_fails_before_it_is_queued(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]], tmp_path: Path
+) -> None:
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_text(json.dumps(QWEN3_14B))
     file = tmp_path / "models.toml"
@@ -267,7 +301,9 @@ def test_a_job_that_fits_on_no_gpu_of_its_class_fails_before_it_is_queued(bench,
     assert wakes == []
 
 
-def test_an_event_names_the_environment_of_python_graders(bench, validate):
+def test_an_event_names_the_environment_of_python_graders(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
     python = {
         "type": "python",
         "name": "py",
@@ -281,7 +317,7 @@ def test_an_event_names_the_environment_of_python_graders(bench, validate):
     assert reproduce(bench)["grader_environments"] == ["2025-05-08"]
 
 
-def reproduce(bench):
+def reproduce(bench: Bench) -> Any:
     """reproduce.json of a checkpoint of the job."""
     bench.blobs.put_bytes("step-1/manifest.json", b'{"format": 1, "files": []}')
     with bench.database.write() as session:
@@ -292,13 +328,17 @@ def reproduce(bench):
     return json.loads(home.texts["reproduce.json"])
 
 
-def test_there_is_no_such_event_without_python_graders(bench, validate):
+def test_there_is_no_such_event_without_python_graders(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
     validate([GOOD, GOOD])
 
     assert not any("environment" in message for message in bench.events("info"))
 
 
-def test_a_job_waits_for_a_machine_that_has_its_environment_and_an_event_says_so(bench, validate, tmp_path):
+def test_a_job_waits_for_a_machine_that_has_its_environment_and_an_event_says_so(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]], tmp_path: Path
+) -> None:
     python = {"type": "python", "name": "py", "source": "def grade(sample, item):\n    return 1"}
 
     job, wakes = validate([GOOD, GOOD], grader=python, backends=Backends({}, environments=tmp_path))
@@ -312,7 +352,7 @@ def test_a_job_waits_for_a_machine_that_has_its_environment_and_an_event_says_so
     assert "regraft-server environments build 2025-05-08" in event
 
 
-def verdicts(**properties):
+def verdicts(**properties: Any) -> dict[Any, Any]:
     """A job's response_format in which an answer has these properties."""
     schema = {
         "type": "object",
@@ -345,7 +385,9 @@ EXPLAINED = "def grade(sample, item):\n    return len(sample['output_json']['exp
 @pytest.mark.parametrize(
     "grader", [STRUCTURED, {"type": "python", "source": EXPLAINED}], ids=["multi", "python"]
 )
-def test_a_grader_of_structured_answers_is_tried_on_answers_of_their_schema(bench, validate, grader):
+def test_a_grader_of_structured_answers_is_tried_on_answers_of_their_schema(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]], grader: dict[str, Any]
+) -> None:
     job, _ = validate(
         [COMPLIANT] * 3,
         valid=[COMPLIANT | {"messages": HELD_OUT["messages"]}],
@@ -357,7 +399,7 @@ def test_a_grader_of_structured_answers_is_tried_on_answers_of_their_schema(benc
     assert bench.events("warn") == []
 
 
-def test_the_right_structured_answer_has_what_the_grader_compares_with():
+def test_the_right_structured_answer_has_what_the_grader_compares_with() -> None:
     rows = [Example(1, GOOD["messages"], GOOD)]
     schema = verdicts(colour={"type": "string"})["json_schema"]["schema"]
     seen = Remembers()
@@ -368,7 +410,9 @@ def test_the_right_structured_answer_has_what_the_grader_compares_with():
     assert [sample.output_json["colour"] for sample in seen.samples] == ["red", "text"]
 
 
-def test_a_grader_that_reads_what_no_structured_answer_has_is_still_warned_of(bench, validate):
+def test_a_grader_that_reads_what_no_structured_answer_has_is_still_warned_of(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
     validate(
         [COMPLIANT],
         valid=[COMPLIANT | {"messages": HELD_OUT["messages"]}],
@@ -380,7 +424,9 @@ def test_a_grader_that_reads_what_no_structured_answer_has_is_still_warned_of(be
     assert warning.startswith("The grader failed on 2 of 2 test replies. sample.output_json.colour")
 
 
-def test_a_schema_that_no_answer_is_found_for_is_no_reason_for_a_warning(bench, validate):
+def test_a_schema_that_no_answer_is_found_for_is_no_reason_for_a_warning(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
     form = verdicts(code={"type": "string", "pattern": "^only this 12345$"})
 
     job, _ = validate([GOOD], grader=GRADER | {"input": "{{sample.output_json.code}}"}, response_format=form)
@@ -394,9 +440,9 @@ class Remembers:
 
     name, type = "remembers", "fake"
 
-    def __init__(self):
-        self.samples = []
+    def __init__(self) -> None:
+        self.samples: list[Any] = []
 
-    async def grade(self, sample, item):
+    async def grade(self, sample: Sample, item: Item) -> Grade:
         self.samples.append(sample)
         return Grade(float(len(self.samples)))

@@ -3,11 +3,13 @@
 import random
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from core.jobs.verdict import Verdict
 from graders.types import ErrorKind, Grade
+from tests.present import present, untyped
 from worker.record.verdict import (
     MIN_ROWS,
     Comparison,
@@ -26,31 +28,31 @@ def compared(base: Sequence[float | None], tuned: Sequence[float | None]) -> Com
     return comparison
 
 
-def test_wins_losses_ties_and_means_are_of_pairs():
+def test_wins_losses_ties_and_means_are_of_pairs() -> None:
     found = compared([0.0, 0.5, 1.0, 0.25, 0.25, 0.25], [1.0, 0.5, 0.5, 0.25, 0.25, 0.25])
 
     assert (found.wins, found.losses, found.ties, found.ungraded) == (1, 1, 4, 0)
     assert found.base_reward == pytest.approx(2.25 / 6)
     assert found.tuned_reward == pytest.approx(2.75 / 6)
     assert found.difference == pytest.approx(0.5 / 6)
-    assert found.low < found.difference < found.high
+    assert present(found.low) < present(found.difference) < present(found.high)
     assert found.outcome == "no_difference"
 
 
-def test_a_row_that_either_side_could_not_grade_is_left_out_of_both_means():
+def test_a_row_that_either_side_could_not_grade_is_left_out_of_both_means() -> None:
     found = compared([0.0, None, 1.0, 0.0], [0.5, 1.0, None, 0.5])
 
     assert (found.ungraded, found.wins, found.base_reward, found.tuned_reward) == (2, 2, 0.0, 0.5)
 
 
-def test_a_model_that_lost_every_row_is_worse_and_one_that_won_every_row_is_improved():
+def test_a_model_that_lost_every_row_is_worse_and_one_that_won_every_row_is_improved() -> None:
     good, bad = [0.6] * MIN_ROWS, [0.0] * MIN_ROWS
 
     assert compared(good, bad).verdict(2).outcome == "worse"
     assert compared(bad, good).verdict(2).outcome == "improved"
 
 
-def test_identical_scores_are_no_difference_with_an_interval_of_zero_width():
+def test_identical_scores_are_no_difference_with_an_interval_of_zero_width() -> None:
     found = compared([0.3] * 9, [0.3] * 9)
 
     assert (found.outcome, found.difference, found.low, found.high, found.ties) == (
@@ -63,7 +65,7 @@ def test_identical_scores_are_no_difference_with_an_interval_of_zero_width():
 
 
 @pytest.mark.parametrize("rows", range(1, MIN_ROWS))
-def test_too_few_rows_have_no_interval_and_decide_nothing(rows):
+def test_too_few_rows_have_no_interval_and_decide_nothing(rows: int) -> None:
     verdict = compared([0.0] * rows, [1.0] * rows).verdict(1)
 
     assert (verdict.ci_low, verdict.ci_high, verdict.outcome) == (None, None, "no_difference")
@@ -71,29 +73,29 @@ def test_too_few_rows_have_no_interval_and_decide_nothing(rows):
     assert "nan" not in str(verdict.to_row()).lower()
 
 
-def test_without_a_row_that_both_could_grade_there_is_no_comparison():
+def test_without_a_row_that_both_could_grade_there_is_no_comparison() -> None:
     assert compare([None, 1.0], [1.0, None]) is None
 
 
-def test_scores_that_differ_by_rounding_are_ties():
+def test_scores_that_differ_by_rounding_are_ties() -> None:
     found = compared([0.1 + 0.2] * 6, [0.3] * 6)
 
     assert (found.ties, found.difference, found.outcome) == (6, 0.0, "no_difference")
 
 
-def test_validations_of_different_files_are_not_compared():
+def test_validations_of_different_files_are_not_compared() -> None:
     with pytest.raises(ValueError, match="shorter"):
         compare([0.0, 1.0], [0.0])
 
 
-def test_the_same_validations_give_the_same_interval():
+def test_the_same_validations_give_the_same_interval() -> None:
     base = [random.Random(0).random() for _ in range(40)]
     tuned = [random.Random(1).random() for _ in range(40)]
 
     assert compared(base, tuned) == compared(base, tuned)
 
 
-def test_the_interval_is_that_of_the_t_distribution_where_the_differences_are_normal():
+def test_the_interval_is_that_of_the_t_distribution_where_the_differences_are_normal() -> None:
     draw = random.Random(4)
     values = [draw.gauss(0.1, 0.3) for _ in range(200)]
 
@@ -105,7 +107,7 @@ def test_the_interval_is_that_of_the_t_distribution_where_the_differences_are_no
 
 
 @pytest.mark.parametrize("rows", [12, 42])
-def test_95_of_100_intervals_hold_the_true_difference(rows):
+def test_95_of_100_intervals_hold_the_true_difference(rows: int) -> None:
     """Differences of -1, 0 and 1 with mean 0.2, as of a grader that knows right and wrong."""
     draw, holds = random.Random(7), 0
     for _ in range(400):
@@ -115,7 +117,7 @@ def test_95_of_100_intervals_hold_the_true_difference(rows):
     assert 0.92 <= holds / 400 <= 0.98
 
 
-def test_models_that_do_not_differ_are_rarely_told_apart():
+def test_models_that_do_not_differ_are_rarely_told_apart() -> None:
     draw, told = random.Random(8), 0
     for _ in range(400):
         low, high = bootstrap_interval(draw.choices([-1.0, 0.0, 1.0], [1, 4, 1], k=30), resamples=1000)
@@ -124,13 +126,13 @@ def test_models_that_do_not_differ_are_rarely_told_apart():
     assert told / 400 <= 0.08
 
 
-def test_a_row_with_several_answers_is_one_score():
+def test_a_row_with_several_answers_is_one_score() -> None:
     groups = [group([1.0, 0.0, 1.0, 0.0]), group([None, 0.4]), group([None])]
 
     assert row_scores(groups) == [0.5, 0.4, None]
 
 
-def test_the_standard_error_is_over_rows_and_not_over_answers():
+def test_the_standard_error_is_over_rows_and_not_over_answers() -> None:
     """Two rows of a hundred equal answers each say no more about new rows than two rows of one answer."""
     assert standard_error(row_scores([group([1.0] * 100), group([0.0] * 100)])) == pytest.approx(0.5)
     assert standard_error([0.0, None, 1.0]) == pytest.approx(0.5)
@@ -138,7 +140,7 @@ def test_the_standard_error_is_over_rows_and_not_over_answers():
     assert standard_error([0.7, 0.7]) == 0.0
 
 
-def test_the_sentence_has_every_number():
+def test_the_sentence_has_every_number() -> None:
     verdict = Verdict("improved", 0.62, 0.77, 0.15, 0.04, 0.25, 5, 0, 37, 42, 1, 14)
 
     assert verdict.sentence() == (
@@ -149,7 +151,7 @@ def test_the_sentence_has_every_number():
 
 
 class TestADamagedModel:
-    def test_is_worse_with_an_interval_that_stays_honest(self):
+    def test_is_worse_with_an_interval_that_stays_honest(self) -> None:
         verdict = compared([0.7] * 3 + [0.476] * 5, [0.0] * 3 + [0.476] * 5).verdict(2, "truncation")
 
         assert (verdict.outcome, verdict.ground, verdict.ci_high) == ("worse", "truncation", 0.0)
@@ -159,42 +161,42 @@ class TestADamagedModel:
         )
         assert Verdict.read(verdict.to_row()) == verdict
 
-    def test_is_not_worse_for_a_small_drop_or_more_wins_than_losses(self):
+    def test_is_not_worse_for_a_small_drop_or_more_wins_than_losses(self) -> None:
         base = [0.0, 1.0] * 15
 
         assert compared(base, [0.0, 1.0] * 14 + [0.0, 0.0]).verdict(2, "kl_jump").outcome == "no_difference"
         assert compared([0.2] * 6 + [1.0], [0.3] * 6 + [0.0]).verdict(2, "kl_jump").outcome == "no_difference"
 
-    def test_that_scores_higher_is_what_its_interval_says(self):
+    def test_that_scores_higher_is_what_its_interval_says(self) -> None:
         assert compared([0.0] * 6, [1.0] * 6).verdict(2, "kl_jump").outcome == "improved"
         assert compared([0.5] * 6, [0.5] * 6).verdict(2, "kl_jump").outcome == "no_difference"
 
-    def test_is_judged_on_the_scale_of_its_grader(self):
+    def test_is_judged_on_the_scale_of_its_grader(self) -> None:
         small = compared([0.0, 10.0] * 10, [0.0, 10.0] * 9 + [0.0, 9.0]).verdict(2, "kl_jump")
 
-        assert (small.difference, small.outcome) == (pytest.approx(-0.05), "no_difference")
+        assert (small.difference, small.outcome) == untyped((pytest.approx(-0.05), "no_difference"))
 
-    def test_has_no_other_ground_where_the_interval_decides(self):
+    def test_has_no_other_ground_where_the_interval_decides(self) -> None:
         verdict = compared([0.6] * 8, [0.1] * 8).verdict(2, "collapse")
 
         assert (verdict.outcome, verdict.ground) == ("worse", None)
 
 
-def test_a_lower_mean_without_damage_is_not_significantly_different():
+def test_a_lower_mean_without_damage_is_not_significantly_different() -> None:
     few, many = compared([0.51] * 3, [0.5, 0.5, 0.49]), compared([0.5] * 9, [0.5] * 8 + [0.4])
 
     assert many.verdict(2).sentence().endswith(": not significantly different.")
     assert few.verdict(2).sentence().endswith(": too few rows to tell.")
 
 
-def test_a_verdict_of_a_version_without_grounds_can_be_read():
+def test_a_verdict_of_a_version_without_grounds_can_be_read() -> None:
     stored = compared([0.6] * 8, [0.1] * 8).verdict(2).to_row()
     del stored["ground"]
 
     assert Verdict.read(stored).ground is None
 
 
-def group(scores):
+def group(scores: list[Any]) -> Group:
     rollouts = tuple(Rollout((1,), (-0.5,), "", "stop") for _ in scores)
     grades = (Grade(None, "?", ErrorKind.other_error) if score is None else Grade(score) for score in scores)
     return Group(Prompt(1, (1,), {}), rollouts, tuple(grades))

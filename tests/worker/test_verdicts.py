@@ -2,35 +2,48 @@
 
 import json
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core import fingerprint
+from core.jobs.hyperparameter_groups import LoraTargets
 from core.model_checks import ModelCheck, ModelChecks, differ, installed_versions
 from core.registry import BaseModelEntry
+from tests.present import present
 from tests.tiny import make_tiny_model
 from worker.model.policy import Policy, Route, load_base
+from worker.model.support import Verdict
 from worker.model.verdicts import probed, store_coverage
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path / "model")
 
 
 @pytest.fixture
-def model_cache(tmp_path):
+def model_cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def try_model(folder, model_cache):
+def try_model(folder: Path, model_cache: Path) -> Callable[..., tuple[int, Verdict]]:
     """Load the model and try it as a job does. Returns how many forward passes that took, and the verdict.
 
     `meanwhile` is called when the files have been read.
     """
 
-    def try_model(*, sampled=True, targets="all-linear", again=False, meanwhile=lambda: None, **fields):
+    def try_model(
+        *,
+        sampled: bool = True,
+        targets: LoraTargets = "all-linear",
+        again: bool = False,
+        meanwhile: Callable[[], object] = lambda: None,
+        **fields: Any,
+    ) -> tuple[int, Verdict]:
         entry = BaseModelEntry(path=folder, **{"dtype": "float32", "context": 128} | fields)
         base = load_base("tiny", entry, folder, "cpu")
         meanwhile()
@@ -44,11 +57,13 @@ def try_model(folder, model_cache):
     return try_model
 
 
-def stored(model_cache):
+def stored(model_cache: Path) -> list[Any]:
     return sorted((model_cache / "checks").glob("*.json"))
 
 
-def test_the_next_job_on_the_same_model_does_not_try_it_again(try_model):
+def test_the_next_job_on_the_same_model_does_not_try_it_again(
+    try_model: Callable[..., tuple[int, Verdict]],
+) -> None:
     passes, first = try_model()
     none, second = try_model()
 
@@ -61,7 +76,9 @@ def test_the_next_job_on_the_same_model_does_not_try_it_again(try_model):
 @pytest.mark.parametrize(
     "change", [{"context": 64}, {"dtype": "bfloat16"}, {"targets": "attention"}, {"again": True}], ids=str
 )
-def test_what_the_verdict_depends_on_is_tried_again(try_model, change):
+def test_what_the_verdict_depends_on_is_tried_again(
+    try_model: Callable[..., tuple[int, Verdict]], change: dict[str, Any]
+) -> None:
     try_model()
 
     passes, _ = try_model(**change)
@@ -69,7 +86,7 @@ def test_what_the_verdict_depends_on_is_tried_again(try_model, change):
     assert passes > 10
 
 
-def test_other_files_are_another_model(try_model, folder):
+def test_other_files_are_another_model(try_model: Callable[..., tuple[int, Verdict]], folder: Path) -> None:
     try_model()
     weights = folder / "model.safetensors"
     os.utime(weights, ns=(weights.stat().st_atime_ns, weights.stat().st_mtime_ns + 1))
@@ -80,8 +97,8 @@ def test_other_files_are_another_model(try_model, folder):
 
 
 def test_weights_that_are_changed_in_place_are_another_model_though_their_times_are_set_back(
-    try_model, folder
-):
+    try_model: Callable[..., tuple[int, Verdict]], folder: Path
+) -> None:
     try_model()
     weights = folder / "model.safetensors"
     stat, content = weights.stat(), bytearray(weights.read_bytes())
@@ -95,7 +112,7 @@ def test_weights_that_are_changed_in_place_are_another_model_though_their_times_
 
 
 @pytest.mark.parametrize("position", [0, 5 << 20, (10 << 20) - 1])
-def test_a_large_file_is_told_apart_by_blocks_of_it(tmp_path, position):
+def test_a_large_file_is_told_apart_by_blocks_of_it(tmp_path: Path, position: int) -> None:
     file = tmp_path / "weights"
     content = bytearray(10 << 20)
     file.write_bytes(content)
@@ -109,7 +126,9 @@ def test_a_large_file_is_told_apart_by_blocks_of_it(tmp_path, position):
     assert fingerprint.of_folder(tmp_path) and not fingerprint.of_folder(tmp_path / "absent")
 
 
-def test_files_that_change_during_the_load_give_no_verdict_for_later(try_model, folder, model_cache):
+def test_files_that_change_during_the_load_give_no_verdict_for_later(
+    try_model: Callable[..., tuple[int, Verdict]], folder: Path, model_cache: Path
+) -> None:
     """The verdict is of a mixture, or of files that are gone."""
     weights = folder / "model.safetensors"
 
@@ -120,7 +139,9 @@ def test_files_that_change_during_the_load_give_no_verdict_for_later(try_model, 
     assert try_model()[0] == 0
 
 
-def test_a_verdict_of_files_that_were_swapped_during_the_load_is_not_used(try_model, folder):
+def test_a_verdict_of_files_that_were_swapped_during_the_load_is_not_used(
+    try_model: Callable[..., tuple[int, Verdict]], folder: Path
+) -> None:
     try_model()
     config = folder / "config.json"
 
@@ -129,7 +150,9 @@ def test_a_verdict_of_files_that_were_swapped_during_the_load_is_not_used(try_mo
     assert passes > 10
 
 
-def test_a_job_that_needs_the_decode_too_tries_a_model_that_was_tried_without(try_model, model_cache):
+def test_a_job_that_needs_the_decode_too_tries_a_model_that_was_tried_without(
+    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path
+) -> None:
     try_model(sampled=False)
     passes, _ = try_model(sampled=True)
     none, verdict = try_model(sampled=False)
@@ -140,7 +163,9 @@ def test_a_job_that_needs_the_decode_too_tries_a_model_that_was_tried_without(tr
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"key": 1}', b"\xff\xfe", None])
-def test_a_damaged_file_is_ignored_and_written_again(try_model, model_cache, damage):
+def test_a_damaged_file_is_ignored_and_written_again(
+    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path, damage: bytes | None
+) -> None:
     _, first = try_model()
     [file] = stored(model_cache)
     whole = file.read_bytes()
@@ -173,7 +198,9 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_an_edited_file_is_not_trusted(try_model, model_cache, edit):
+def test_an_edited_file_is_not_trusted(
+    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path, edit: Callable[..., Any]
+) -> None:
     _, first = try_model()
     [file] = stored(model_cache)
     check = json.loads(file.read_bytes())
@@ -186,7 +213,12 @@ def test_an_edited_file_is_not_trusted(try_model, model_cache, edit):
     assert try_model()[0] == 0
 
 
-def test_an_ignored_file_is_logged_once(try_model, model_cache, folder, caplog):
+def test_an_ignored_file_is_logged_once(
+    try_model: Callable[..., tuple[int, Verdict]],
+    model_cache: Path,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     try_model()
     [file] = stored(model_cache)
     file.write_text("{}")
@@ -198,13 +230,17 @@ def test_an_ignored_file_is_logged_once(try_model, model_cache, folder, caplog):
     assert [file.name in record.message for record in caplog.records] == [True]
 
 
-def test_a_cache_that_cannot_be_written_costs_a_check_only(try_model, model_cache):
+def test_a_cache_that_cannot_be_written_costs_a_check_only(
+    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path
+) -> None:
     model_cache.write_text("a file")
 
     assert try_model()[0] == try_model()[0] > 10
 
 
-def test_the_newest_result_of_a_model_is_found_by_its_entry(try_model, model_cache, folder):
+def test_the_newest_result_of_a_model_is_found_by_its_entry(
+    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path, folder: Path
+) -> None:
     try_model()
     try_model(targets="attention")
     checks = ModelChecks(model_cache)
@@ -212,20 +248,23 @@ def test_the_newest_result_of_a_model_is_found_by_its_entry(try_model, model_cac
 
     found = checks.latest(entry)
 
+    assert found is not None
     assert (found.forward, found.decode) == ("packed", "shared")
     assert found.adapted_by_kind["attention"].modules == 8
     assert checks.latest(entry.model_copy(update={"context": 64})) is None
     assert checks.latest(BaseModelEntry(hub="some/model", context=128)) is None
 
 
-def test_a_result_of_other_libraries_is_found_as_such_or_not_at_all(try_model, model_cache, folder):
+def test_a_result_of_other_libraries_is_found_as_such_or_not_at_all(
+    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path, folder: Path
+) -> None:
     try_model()
     checks, entry = ModelChecks(model_cache), BaseModelEntry(path=folder, dtype="float32", context=128)
     here = installed_versions()
 
     assert checks.latest(entry, here) == checks.latest(entry)
     assert checks.latest(entry, here | {"torch": "9.9"}) is None
-    assert checks.latest(entry).versions == here and "torch" in here
+    assert present(checks.latest(entry)).versions == here and "torch" in here
 
 
 @pytest.mark.parametrize(
@@ -236,11 +275,13 @@ def test_a_result_of_other_libraries_is_found_as_such_or_not_at_all(try_model, m
         ({"peft": "1"}, False),  # not installed beside the API
     ],
 )
-def test_a_result_is_outdated_by_what_is_installed_here(made, outdated):
+def test_a_result_is_outdated_by_what_is_installed_here(made: dict[str, str], outdated: bool) -> None:
     assert differ(made, {"torch": "9.9+cpu"}) is outdated
 
 
-def test_layers_that_the_sampler_cannot_adapt_are_not_in_the_stored_coverage(try_model, model_cache, folder):
+def test_layers_that_the_sampler_cannot_adapt_are_not_in_the_stored_coverage(
+    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path, folder: Path
+) -> None:
     _, verdict = try_model()
     checks, entry = ModelChecks(model_cache), BaseModelEntry(path=folder, dtype="float32", context=128)
     whole = checks.latest(entry)
@@ -251,11 +292,17 @@ def test_layers_that_the_sampler_cannot_adapt_are_not_in_the_stored_coverage(try
 
     store_coverage(policy, entry, model_cache, "all-linear")
 
-    assert checks.latest(entry).adapted_modules == policy.coverage.modules < whole.adapted_modules
+    assert (
+        present(checks.latest(entry)).adapted_modules
+        == policy.coverage.modules
+        < present(whole).adapted_modules
+    )
     assert try_model() == (0, verdict)
 
 
-def test_a_model_that_is_refused_later_leaves_no_verdict(try_model, model_cache):
+def test_a_model_that_is_refused_later_leaves_no_verdict(
+    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path
+) -> None:
     try_model()
     [path] = stored(model_cache)
     check = ModelCheck.model_validate_json(path.read_bytes())

@@ -9,11 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
+from httpx._client import AsyncClient
 
 from core.registry import BaseModelEntry
 from core.storage.store import FolderBlobs
@@ -29,14 +32,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vllm")
     make_tiny_model(folder / "model", head_dim=32)  # no kernel of vLLM's for a CPU takes 16
     (folder / "models.toml").write_text('[models.tiny]\npath = "model"\ndtype = "float32"\ncontext = 128\n')
     return folder
 
 
-def policy_of(folder, seed):
+def policy_of(folder: Path, seed: int) -> Policy:
     entry = BaseModelEntry(path=folder / "model", dtype="float32", context=128)
     policy = Policy(load_base("tiny", entry, folder, "cpu"), rank=4, alpha=8, seed=seed)
     torch.manual_seed(seed + 1)
@@ -45,7 +48,7 @@ def policy_of(folder, seed):
     return policy
 
 
-def publish(folder, policy, prefix):
+def publish(folder: Path, policy: Policy, prefix: str) -> dict[Any, Any]:
     """As worker/record/checkpoints.py does. Returns how the API names the weights."""
     policy.save(folder / "scratch")
     blobs, files = FolderBlobs(folder / "blobs"), []
@@ -58,7 +61,7 @@ def publish(folder, policy, prefix):
 
 
 @pytest.fixture(scope="module")
-def server(folder):
+def server(folder: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -94,7 +97,7 @@ def server(folder):
         time.sleep(0.1)
 
 
-def command_of(pid):
+def command_of(pid: int) -> str:
     """ "" if it has ended, also if nobody has asked how."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
@@ -102,17 +105,17 @@ def command_of(pid):
         return ""
 
 
-def descendants(pid):
+def descendants(pid: int) -> Iterator[Any]:
     for children in Path(f"/proc/{pid}/task").glob("*/children"):  # of each thread
         for child in children.read_text().split():
             yield int(child)
             yield from descendants(int(child))
 
 
-def ask_all(url, wanted):
+def ask_all(url: str, wanted: list[Any]) -> list[Any]:
     """Answers to (name, adapter, text) triples that are asked at once. A model that loads is asked for again."""
 
-    async def ask(client, model, adapter, text):
+    async def ask(client: AsyncClient, model: Any, adapter: Any, text: str) -> Any:
         body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0}
         body |= {"max_tokens": 10, "logprobs": True, "top_logprobs": 2}
         body |= {"regraft": {"base_model": "tiny", "adapter": adapter}}
@@ -122,7 +125,7 @@ def ask_all(url, wanted):
                 return answer.json()
             assert answer.headers["retry-after"]
 
-    async def everyone():
+    async def everyone() -> list[Any]:
         headers = {"authorization": "Bearer key"}
         async with httpx.AsyncClient(headers=headers, timeout=300) as client:
             return await asyncio.gather(*(ask(client, *one) for one in wanted))
@@ -130,7 +133,7 @@ def ask_all(url, wanted):
     return asyncio.run(everyone())
 
 
-def expected(policy, text):
+def expected(policy: Policy, text: str) -> list[Any]:
     """The greedy answer's tokens and log-probabilities, of plain transformers and PEFT."""
     ids = torch.tensor([policy.render([{"role": "user", "content": text}])])
     with torch.no_grad():
@@ -149,12 +152,12 @@ def expected(policy, text):
     ]
 
 
-def said(answer):
+def said(answer: Any) -> list[Any]:
     assert "choices" in answer, answer
     return [(one["token"], one["logprob"]) for one in answer["choices"][0]["logprobs"]["content"]]
 
 
-def assert_same(answer, policy, text, base=False):
+def assert_same(answer: Any, policy: Policy, text: str, base: bool = False) -> None:
     if base:
         with policy.as_base():
             right = expected(policy, text)
@@ -164,12 +167,14 @@ def assert_same(answer, policy, text, base=False):
     assert [value for _, value in said(answer)] == pytest.approx([value for _, value in right], abs=1e-3)
 
 
-def test_base_model_and_more_adapters_than_fit_at_once_each_give_their_own_answers(server, folder):
+def test_base_model_and_more_adapters_than_fit_at_once_each_give_their_own_answers(
+    server: str, folder: Path
+) -> None:
     """Side by side, in batches that vLLM mixes as it likes; on a CPU a row without an adapter would get another's."""
     policies = [policy_of(folder, seed) for seed in range(10)]
     adapters = [publish(folder, policy, f"job/{number}") for number, policy in enumerate(policies)]
     texts = [f"say {word}" for word in WORDS[6:18]]
-    wanted = [("tiny", None, text) for text in texts]
+    wanted: list[tuple[str, Any, str]] = [("tiny", None, text) for text in texts]
     wanted += [("ft", adapters[n % 10], text) for n, text in enumerate(texts)]
 
     answers = ask_all(server, wanted)
@@ -185,7 +190,7 @@ def test_base_model_and_more_adapters_than_fit_at_once_each_give_their_own_answe
     assert len(first) > 1, "the adapters all say the same: the test would prove nothing"
 
 
-def test_weights_that_were_trained_again_are_never_the_old_ones(server, folder):
+def test_weights_that_were_trained_again_are_never_the_old_ones(server: str, folder: Path) -> None:
     """Same model name, same prefix, long prompt that the prefix cache knows."""
     text = "say the word " * 12
     for seed in (20, 21):
@@ -195,7 +200,7 @@ def test_weights_that_were_trained_again_are_never_the_old_ones(server, folder):
         assert_same(answer, policy, text)
 
 
-def test_an_adapter_of_too_high_a_rank_is_refused_with_what_to_do(server, folder):
+def test_an_adapter_of_too_high_a_rank_is_refused_with_what_to_do(server: str, folder: Path) -> None:
     entry = BaseModelEntry(path=folder / "model", dtype="float32", context=128)
     policy = Policy(load_base("tiny", entry, folder, "cpu"), rank=128, alpha=8, seed=0)
     [answer] = ask_all(server, [("ft", publish(folder, policy, "job/high"), "say it")])

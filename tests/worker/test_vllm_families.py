@@ -1,6 +1,8 @@
 """Families that vLLM computes in its own way: fused projections, windows, several sizes of heads."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +25,14 @@ HOW = Sampling(group_size=4, temperature=1.0, max_completion_tokens=12, job_seed
 
 
 @pytest.fixture
-def started(tmp_path, monkeypatch):
+def started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[Policy, VllmSampler]]]:
     """The policy on a tiny model of the family, with a random adapter, and vLLM beside it."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or the engine would compile vLLM again
     samplers = []
 
-    def start(title):
+    def start(title: str) -> tuple[Policy, VllmSampler]:
         [family] = [one for one in FAMILIES if one.title == title]
         # vLLM's attention on a CPU starts at heads of 32.
         heads = {name: 32 for name in ("head_dim", "global_head_dim") if name in family.options}
@@ -49,7 +53,9 @@ def started(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("title", ["Phi-3", "Gemma 4"])
-def test_vllm_samples_from_the_policy_with_its_adapter(started, title):
+def test_vllm_samples_from_the_policy_with_its_adapter(
+    started: Callable[..., tuple[Policy, VllmSampler]], title: str
+) -> None:
     policy, sampler = started(title)
 
     answers = list(sampler.answers(PROMPTS, HOW))
@@ -65,7 +71,9 @@ def test_vllm_samples_from_the_policy_with_its_adapter(started, title):
             assert own.tolist() == pytest.approx(answer.rollout.logprobs_T, abs=1e-3)
 
 
-def test_a_family_without_adapters_in_vllm_is_refused_by_name(started):
+def test_a_family_without_adapters_in_vllm_is_refused_by_name(
+    started: Callable[..., tuple[Policy, VllmSampler]],
+) -> None:
     _, sampler = started("StableLM")
 
     with pytest.raises(SamplerUnusable, match=r"does not support LoRA.*`sampler = \"transformers\"`"):

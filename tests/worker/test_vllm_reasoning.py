@@ -1,15 +1,19 @@
 """A reasoning model sampled with vLLM: its grammar and budget, as the trainer computes them again."""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from core.response_format import held_to
 from graders.types import Grade
 from tests.fakes import learn
+from tests.present import present
 from tests.worker.test_steering import LETTER, load_thinking
 from tests.worker.test_training import asked
 from worker.learn.trainer import PeftTrainer
+from worker.model.policy import Policy
 from worker.rollout.samplers import Sampling, grouped
 from worker.rollout.samplers.vllm import VllmSampler, installed
 from worker.types import Group, Prompt
@@ -21,12 +25,12 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return load_thinking("distill", tmp_path_factory.mktemp("distill"))
 
 
 @pytest.fixture(scope="module")
-def sampler(policy):
+def sampler(policy: Policy) -> Iterator[VllmSampler]:
     with pytest.MonkeyPatch.context() as patch:
         # Without bytecode the engine's process would compile vLLM again.
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
@@ -36,7 +40,9 @@ def sampler(policy):
 
 
 @pytest.mark.parametrize(("schema", "budget"), [(LETTER, 8), (LETTER, None), (None, 8)])
-def test_the_trainer_gives_its_tokens_the_probabilities_that_vllm_had(policy, sampler, schema, budget):
+def test_the_trainer_gives_its_tokens_the_probabilities_that_vllm_had(
+    policy: Policy, sampler: VllmSampler, schema: dict[str, Any] | None, budget: int | None
+) -> None:
     prompt = Prompt(1, tuple(policy.render([{"role": "user", "content": "?"}])), {})
     how = Sampling(
         8, 1.0, 64, job_seed=1, step=1, held_to=held_to(schema) if schema else "", thinking_budget=budget
@@ -56,4 +62,4 @@ def test_the_trainer_gives_its_tokens_the_probabilities_that_vllm_had(policy, sa
     trainer = PeftTrainer(
         policy, asked({"max_completion_tokens": 64}), token_budget=4096, held_to=how.held_to
     )
-    assert learn(trainer, [Group(prompt, tuple(rollouts), grades)]).logprob_gap_max < 1e-4
+    assert present(learn(trainer, [Group(prompt, tuple(rollouts), grades)]).logprob_gap_max) < 1e-4

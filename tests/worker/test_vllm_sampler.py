@@ -12,8 +12,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from core.response_format import held_to
 from core.settings import Settings
+from tests.present import untyped
 from tests.tiny import WORDS, make_byte_model, make_tiny_model
 from worker.learn.batch import tensors_of
 from worker.learn.trainer import PeftTrainer
@@ -32,7 +35,7 @@ from worker.rollout.samplers import Sampling, choice, grouped
 from worker.rollout.samplers.transformers import TransformersSampler
 from worker.rollout.samplers.vllm import EngineLost, EngineProcess, VllmSampler, installed
 from worker.rollout.samplers.wire import AdapterBytes, EngineConfig, SampleBatch
-from worker.types import Pack, Prompt, TrainingSequence
+from worker.types import Pack, Prompt, Rollout, TrainingSequence
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,7 +46,7 @@ KV_CACHE_BYTES = 1 << 24
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     # vLLM's attention on a CPU starts at heads of 32.
     folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), head_dim=32)
     base = load_base("tiny", BaseModelEntry(path=folder, dtype="float32", context=512), folder, "cpu")
@@ -51,7 +54,7 @@ def policy(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def sampler(policy):
+def sampler(policy: Policy) -> Iterator[VllmSampler]:
     with pytest.MonkeyPatch.context() as patch:
         # Four engines start in this file; without bytecode each would compile vLLM again.
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
@@ -61,35 +64,35 @@ def sampler(policy):
 
 
 @pytest.fixture
-def restarts(sampler, monkeypatch):
-    reasons = []
+def restarts(sampler: VllmSampler, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    reasons: list[Any] = []
     monkeypatch.setattr(sampler, "on_restart", reasons.append)
     return reasons
 
 
 @pytest.fixture
-def prompts(policy):
+def prompts(policy: Policy) -> list[Any]:
     texts = ["say yes", "what colour is it now please tell me the name of the animal", "tell me a number"]
     return [prompt(policy, text, line) for line, text in enumerate(texts, start=1)]
 
 
 @pytest.fixture
-def long_prompts(policy):
+def long_prompts(policy: Policy) -> list[Any]:
     """Over 256 tokens: whole blocks of vLLM's cache, whatever its block size."""
     return [prompt(policy, "red green blue cat dog bird " * 50 + end, 1) for end in ("now", "please")]
 
 
-def prompt(policy, text, line):
+def prompt(policy: Policy, text: str, line: int) -> Prompt:
     return Prompt(line, tuple(policy.render([{"role": "user", "content": text}])), {"messages": []})
 
 
-def sampling(**changes):
+def sampling(**changes: Any) -> Sampling:
     return replace(
         Sampling(group_size=4, temperature=1.0, max_completion_tokens=12, job_seed=5, step=1), **changes
     )
 
 
-def move(policy, seed):
+def move(policy: Policy, seed: int) -> None:
     """Give the adapter other weights, in place, as an optimizer does."""
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -97,11 +100,20 @@ def move(policy, seed):
             parameter.normal_(std=0.2)
 
 
-def drawn(sampler, prompts, how):
+def drawn(
+    sampler: VllmSampler | TransformersSampler, prompts: list[Prompt], how: Sampling
+) -> list[tuple[Rollout, ...]]:
     return grouped(sampler.answers(prompts, how), len(prompts), how.group_size)
 
 
-def gaps(policy, prompts, groups, temperature=1.0, under=contextlib.nullcontext):
+def gaps(
+    policy: Policy,
+    prompts: list[Prompt],
+    groups: list[tuple[Rollout, ...]],
+    temperature: float = 1.0,
+    under: Callable[[], contextlib._GeneratorContextManager[None, None, None]]
+    | type[contextlib.nullcontext[None]] = contextlib.nullcontext,
+) -> torch.Tensor:
     """|sampler - trainer| of every token's log-probability, [M]."""
     settings = resolve(
         Hyperparameters.model_validate({"advanced": {"temperature": temperature}}),
@@ -125,9 +137,11 @@ def gaps(policy, prompts, groups, temperature=1.0, under=contextlib.nullcontext)
         return (trainer.own.logprobs(batch)[0] - batch.sampled_logp_M).abs()
 
 
-def test_an_adapter_on_some_layers_is_the_same_in_the_engine(sampler, policy, prompts, monkeypatch):
+def test_an_adapter_on_some_layers_is_the_same_in_the_engine(
+    sampler: VllmSampler, policy: Policy, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     entry = BaseModelEntry(path=policy.source, dtype="float32", context=512)
-    base = load_base("tiny", entry, policy.source, "cpu")
+    base = load_base("tiny", entry, Path(policy.source), "cpu")
     attention = Policy(base, rank=4, alpha=8, seed=0, targets="attention")
     move(attention, 1)
     monkeypatch.setattr(sampler, "policy", attention)
@@ -150,7 +164,9 @@ SCHEMA = {
 }
 
 
-def test_answers_are_held_to_the_schema_and_the_trainer_has_the_same_probabilities(tmp_path, monkeypatch):
+def test_answers_are_held_to_the_schema_and_the_trainer_has_the_same_probabilities(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With an engine of its own, whose tokens are bytes: the tiny model's words cannot spell JSON."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     folder = make_byte_model(tmp_path)
@@ -183,7 +199,9 @@ def test_answers_are_held_to_the_schema_and_the_trainer_has_the_same_probabiliti
 
 class TestSameFunction:
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
-    def test_sampled_logprobs_are_the_trainers(self, sampler, policy, prompts, temperature):
+    def test_sampled_logprobs_are_the_trainers(
+        self, sampler: VllmSampler, policy: Policy, prompts: list[Any], temperature: float
+    ) -> None:
         move(policy, 1)
         groups = drawn(sampler, prompts, sampling(temperature=temperature, group_size=16))
         gap = gaps(policy, prompts, groups, temperature)
@@ -194,8 +212,8 @@ class TestSameFunction:
         assert control.mean() >= 1e-2
 
     def test_what_is_sampled_is_the_policy_at_the_call_however_late_it_is_read(
-        self, sampler, policy, prompts
-    ):
+        self, sampler: VllmSampler, policy: Policy, prompts: list[Any]
+    ) -> None:
         """One step off-policy rests on it: the trainer goes on while the answers are being drawn."""
         move(policy, 1)
         answers = sampler.answers(prompts, sampling())
@@ -207,7 +225,9 @@ class TestSameFunction:
         assert gaps(policy, prompts, groups).mean() <= 1e-4
         assert after.mean() >= 1e-2
 
-    def test_a_fresh_adapter_samples_from_the_base_model(self, sampler, policy, prompts):
+    def test_a_fresh_adapter_samples_from_the_base_model(
+        self, sampler: VllmSampler, policy: Policy, prompts: list[Any]
+    ) -> None:
         with torch.no_grad():
             for name, parameter in policy.model.named_parameters():
                 if "lora_B" in name:
@@ -216,14 +236,18 @@ class TestSameFunction:
 
         assert gaps(policy, prompts, groups, under=policy.as_base).max() <= 1e-3
 
-    def test_every_sample_draws_from_the_policy_as_it_is_then(self, sampler, policy, long_prompts):
+    def test_every_sample_draws_from_the_policy_as_it_is_then(
+        self, sampler: VllmSampler, policy: Policy, long_prompts: list[Any]
+    ) -> None:
         """Nobody tells the sampler about an update, and what it cached under the old weights is not read."""
         for seed in (1, 2):
             move(policy, seed)
             groups = drawn(sampler, long_prompts, sampling())
             assert gaps(policy, long_prompts, groups).mean() <= 1e-4
 
-    def test_one_cache_key_for_all_adapters_would_be_seen(self, sampler, policy, long_prompts, monkeypatch):
+    def test_one_cache_key_for_all_adapters_would_be_seen(
+        self, sampler: VllmSampler, policy: Policy, long_prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The control of the test above: with the same key the second adapter reads the first one's cache."""
         monkeypatch.setattr(sampler, "namespace", lambda published: "mem://same")
         for seed in (3, 4):
@@ -232,10 +256,13 @@ class TestSameFunction:
 
         assert gaps(policy, long_prompts, groups).mean() >= 1e-2
 
-    def test_sending_the_same_adapter_again_changes_nothing(self, sampler, policy, prompts):
+    def test_sending_the_same_adapter_again_changes_nothing(
+        self, sampler: VllmSampler, policy: Policy, prompts: list[Any]
+    ) -> None:
         move(policy, 5)
         first = drawn(sampler, prompts, sampling())
         for _ in range(2):
+            assert sampler.engine is not None
             sampler.engine.tensors = None  # it no longer knows what the engine has
             again = drawn(sampler, prompts, sampling())
             assert [[r.output_ids_T for r in g] for g in again] == [
@@ -243,7 +270,9 @@ class TestSameFunction:
             ]
             assert gaps(policy, prompts, again).max() <= 1e-3
 
-    def test_an_adapter_that_did_not_change_is_not_sent(self, sampler, policy, prompts):
+    def test_an_adapter_that_did_not_change_is_not_sent(
+        self, sampler: VllmSampler, policy: Policy, prompts: list[Any]
+    ) -> None:
         move(policy, 6)
         drawn(sampler, prompts, sampling())
         sent = sampler._published
@@ -251,7 +280,9 @@ class TestSameFunction:
 
         assert sampler._published == sent
 
-    def test_greedy_answers_and_their_logprobs_are_the_transformers_samplers(self, sampler, policy, prompts):
+    def test_greedy_answers_and_their_logprobs_are_the_transformers_samplers(
+        self, sampler: VllmSampler, policy: Policy, prompts: list[Any]
+    ) -> None:
         move(policy, 1)
         how = sampling(temperature=0, group_size=1)
         ours, theirs = drawn(sampler, prompts, how), drawn(TransformersSampler(policy), prompts, how)
@@ -262,7 +293,9 @@ class TestSameFunction:
 
 
 class TestAnswers:
-    def test_members_of_a_group_differ_and_the_same_seeds_repeat_them(self, sampler, policy, prompts):
+    def test_members_of_a_group_differ_and_the_same_seeds_repeat_them(
+        self, sampler: VllmSampler, policy: Policy, prompts: list[Any]
+    ) -> None:
         move(policy, 1)
         first, again = (drawn(sampler, prompts, sampling()) for _ in range(2))
         other = drawn(sampler, prompts, sampling(job_seed=6))
@@ -271,14 +304,18 @@ class TestAnswers:
         assert [[r.output_ids_T for r in g] for g in again] == [[r.output_ids_T for r in g] for g in first]
         assert [[r.output_ids_T for r in g] for g in other] != [[r.output_ids_T for r in g] for g in first]
 
-    def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(self, sampler, policy, prompts):
+    def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(
+        self, sampler: VllmSampler, policy: Policy, prompts: list[Any]
+    ) -> None:
         move(policy, 1)
         together = drawn(sampler, prompts, sampling())
         alone = [drawn(sampler, [one], sampling())[0] for one in prompts]
 
         assert [[r.output_ids_T for r in g] for g in together] == [[r.output_ids_T for r in g] for g in alone]
 
-    def test_more_prompts_than_fit_in_one_step_are_sampled(self, sampler, policy):
+    def test_more_prompts_than_fit_in_one_step_are_sampled(
+        self, sampler: VllmSampler, policy: Policy
+    ) -> None:
         """vLLM would cut a prompt in two there, which with seeds it cannot do on a CPU."""
         move(policy, 1)
         words = WORDS[6:50]
@@ -287,7 +324,9 @@ class TestAnswers:
 
         assert gaps(policy, many, groups).max() <= 1e-3
 
-    def test_an_answer_ends_with_its_stop_token_or_says_it_was_cut(self, sampler, policy, prompts):
+    def test_an_answer_ends_with_its_stop_token_or_says_it_was_cut(
+        self, sampler: VllmSampler, policy: Policy, prompts: list[Any]
+    ) -> None:
         move(policy, 1)
         end = WORDS.index("<end>")
         rollouts = [r for g in drawn(sampler, prompts, sampling(group_size=32)) for r in g]
@@ -300,17 +339,20 @@ class TestAnswers:
             assert len(rollout.logprobs_T) == len(rollout.output_ids_T)
             assert rollout.text == policy.text(rollout.output_ids_T)
 
-    def test_a_reader_that_leaves_early_does_not_disturb_the_next(self, sampler, policy, prompts, restarts):
+    def test_a_reader_that_leaves_early_does_not_disturb_the_next(
+        self, sampler: VllmSampler, policy: Policy, prompts: list[Any], restarts: list[Any]
+    ) -> None:
         move(policy, 1)
         expected = drawn(sampler, prompts, sampling())
 
-        async def first_only():
+        async def first_only() -> None:
             stream = sampler.sample(prompts, sampling(max_completion_tokens=300, group_size=8))
             async for _ in stream:
-                await stream.aclose()
+                await untyped(stream).aclose()
                 return
 
         asyncio.run(first_only())
+        assert sampler.engine is not None
         assert sampler.engine._unfinished > 0, "the reader did not leave early"
 
         found = drawn(sampler, prompts, sampling())
@@ -323,8 +365,15 @@ class TestLostEngine:
         ("blow", "said"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "sent no heartbeat for 5 s")]
     )
     def test_only_the_missing_answers_are_sampled_again(
-        self, sampler, policy, prompts, restarts, monkeypatch, blow, said
-    ):
+        self,
+        sampler: VllmSampler,
+        policy: Policy,
+        prompts: list[Any],
+        restarts: list[Any],
+        monkeypatch: pytest.MonkeyPatch,
+        blow: signal.Signals,
+        said: str,
+    ) -> None:
         """Killed, or stopped so that it hangs: each answer still comes exactly once, and is the same."""
         move(policy, 1)
         how = sampling(max_completion_tokens=400)
@@ -333,9 +382,10 @@ class TestLostEngine:
             monkeypatch.setattr(
                 sampler.engine, "patience", 5
             )  # and not of its successor, which has to start first
-        answers = []
+        answers: list[Any] = []
         for answer in sampler.answers(prompts, how):
             if not answers:
+                assert sampler.engine is not None
                 os.kill(sampler.engine.child.pid, blow)
             answers.append(answer)
 
@@ -347,11 +397,13 @@ class TestLostEngine:
         assert [[r.output_ids_T for r in g] for g in found] == [[r.output_ids_T for r in g] for g in expected]
         assert gaps(policy, prompts, found).max() <= 1e-3
 
-    def test_an_engine_that_cannot_start_says_why(self, policy, prompts, monkeypatch, tmp_path):
+    def test_an_engine_that_cannot_start_says_why(
+        self, policy: Policy, prompts: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["Unknown"]}')
         monkeypatch.setattr(policy, "source", tmp_path)
-        restarts = []
+        restarts: list[Any] = []
         sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES, on_restart=restarts.append)
 
         with pytest.raises(SamplerUnusable, match=r"does not compute this model.*Unknown"):
@@ -364,14 +416,20 @@ class TestCache:
     """With the keys and values of Qwen3-4B and 8B at a context of 8,192 tokens: 36 layers, 8 heads of 128."""
 
     @pytest.fixture(scope="class")
-    def deep(self, tmp_path_factory):
+    def deep(self, tmp_path_factory: pytest.TempPathFactory) -> Policy:
         folder = make_tiny_model(tmp_path_factory.mktemp("deep"), layers=36, head_dim=128, key_heads=8)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
         base = load_base("deep", BaseModelEntry(path=folder, context=8192), folder, "cpu")
         return Policy(base, rank=4, alpha=8, seed=0)
 
-    def sampler_of(self, policy, kv_cache_gib, monkeypatch, completion=7168):
+    def sampler_of(
+        self,
+        policy: Policy,
+        kv_cache_gib: float | str,
+        monkeypatch: pytest.MonkeyPatch,
+        completion: int = 7168,
+    ) -> VllmSampler:
         monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         shape = memory.shape_of(policy.model.get_base_model().config, torch.bfloat16)
         work = sizing.workload(
@@ -386,13 +444,19 @@ class TestCache:
         settings = Settings(kv_cache_gib=kv_cache_gib, torch_threads=1)
         machine = sizing.machine(settings, "cpu", 64 << 30, "vllm")
         plan = sizing.plan("deep", shape, work, machine)
-        return choice.build("vllm", policy, settings, None, shape=shape, plan=plan, longest=work.longest)
+        built = untyped(choice.build)(
+            "vllm", policy, settings, None, shape=shape, plan=plan, longest=work.longest
+        )
+        assert isinstance(built, VllmSampler)
+        return built
 
-    def test_1_gib_is_refused_before_vllm_is_started(self, deep, monkeypatch):
+    def test_1_gib_is_refused_before_vllm_is_started(
+        self, deep: Policy, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with pytest.raises(sizing.DoesNotFit, match=r"at 8192 tokens needs a KV cache of 1\.14 GiB"):
             self.sampler_of(deep, 1.0, monkeypatch)
 
-    def test_and_vllm_refuses_it_too(self, deep, monkeypatch):
+    def test_and_vllm_refuses_it_too(self, deep: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
         """What the default was, and every job of the production profile met."""
         monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         sampler = VllmSampler(deep, kv_cache_bytes=1 << 30, threads=1)
@@ -401,7 +465,7 @@ class TestCache:
             drawn(sampler, [prompt(deep, "say yes", 1)], sampling())
         sampler.close()
 
-    def test_the_automatic_cache_starts(self, deep, monkeypatch):
+    def test_the_automatic_cache_starts(self, deep: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
         sampler = self.sampler_of(deep, "auto", monkeypatch)
         assert sampler.config.context == 8192
         try:
@@ -413,15 +477,16 @@ class TestCache:
 
 
 class TestProcess:
-    def test_close_ends_the_engine(self, policy):
+    def test_close_ends_the_engine(self, policy: Policy) -> None:
         sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES)
+        assert sampler.engine is not None
         child = sampler.engine.child.pid
         sampler.close()
 
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
 
-    def test_the_engine_dies_with_the_run(self):
+    def test_the_engine_dies_with_the_run(self) -> None:
         code = """
 import os
 from worker.rollout.samplers.vllm import EngineProcess
@@ -437,7 +502,7 @@ os._exit(1)
             assert time.monotonic() < deadline, "the engine outlives the run"
             time.sleep(0.05)
 
-    def test_an_engine_that_hangs_during_a_large_message_is_lost(self):
+    def test_an_engine_that_hangs_during_a_large_message_is_lost(self) -> None:
         """A stopped process reads nothing, and the adapter does not fit into the socket's buffer."""
         engine = EngineProcess(EngineConfig("", "float32", "cpu", 16, 8, 1, 1), 1)
         os.kill(engine.child.pid, signal.SIGSTOP)
@@ -448,14 +513,14 @@ os._exit(1)
         engine.kill()
 
 
-def is_running(pid):
+def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_vllm_still_has_what_we_use_of_it():
+def test_vllm_still_has_what_we_use_of_it() -> None:
     """Fails first, and names the part, when a new version of vLLM has moved something that we depend on."""
     contract = subprocess.run(
         [sys.executable, "-m", "tests.worker.vllm_contract"], cwd=ROOT, capture_output=True, text=True

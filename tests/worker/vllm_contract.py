@@ -75,8 +75,8 @@ def changed() -> Iterator[str]:
         yield f"SamplingParams no longer takes {unknown}"
     if unknown := {"lora_name", "lora_int_id", "lora_path"} - set(LoRARequest.__struct_fields__):
         yield f"LoRARequest no longer takes {unknown}"
-    if unknown := set(engine.RANKS) - set(get_args(MaxLoRARanks)):
-        yield f"max_lora_rank may no longer be {unknown}"
+    if ranks := set(engine.RANKS) - set(get_args(MaxLoRARanks)):
+        yield f"max_lora_rank may no longer be {ranks}"
     if not hasattr(FlatLogprobs(), "logprobs"):
         yield "FlatLogprobs has no logprobs"
     gap = difference_of_the_linears()
