@@ -1,4 +1,4 @@
-"""What may be None in the code, and is not at this point of a test."""
+"""Values of which a test knows more than their types say."""
 
 from typing import Any, TypeVar
 
@@ -6,10 +6,11 @@ T = TypeVar("T")
 
 
 def present(value: T | None) -> T:
+    """What may be None in general, and is not here."""
     assert value is not None
     return value
 
 
 def untyped(value: object) -> Any:
-    """The same, where a test knows more than types say: what the service adds to OpenAI's objects, a body as JSON."""
+    """For what the service adds to OpenAI's objects, a body as JSON, or a fake of a class."""
     return value

@@ -241,7 +241,7 @@ class Client:
             graders.run_grader(untyped(self), graders.GraderRun.model_validate(asked), project, service)
         )
 
-    async def receive(self) -> dict[Any, Any]:
+    async def receive(self) -> dict[str, Any]:
         await self.left.wait()
         return {"type": "http.disconnect"}
 

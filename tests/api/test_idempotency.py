@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 JOBS, FILES = "/v1/fine_tuning/jobs", "/v1/files"
 
 
-def keyed(key: str | bytes = "a-key") -> dict[Any, Any]:
+def keyed(key: str | bytes = "a-key") -> dict[str, Any]:
     return {"Idempotency-Key": key}
 
 

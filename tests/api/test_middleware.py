@@ -71,7 +71,7 @@ class Drip:
     def clock(self) -> float:
         return self.now
 
-    async def receive(self) -> dict[Any, Any]:
+    async def receive(self) -> dict[str, Any]:
         seconds, body = next(self.pieces)
         self.now += seconds
         return {"type": "http.request", "body": body, "more_body": True}

@@ -39,13 +39,13 @@ def grant(api: TestClient, *project_ids: str) -> "Response":
     return api.post(URL, json={"project_ids": list(project_ids)})
 
 
-def sees(client: Any) -> bool:
+def sees(client: TestClient) -> bool:
     return [model["id"] for model in client.get("/v1/models").json()["data"] if model["id"] == NAME] == [NAME]
 
 
 @pytest.mark.both_databases
 def test_a_named_project_may_look_up_and_list_the_model_until_it_is_revoked(
-    api: TestClient, tuned: None, neighbor: tuple[str, Any]
+    api: TestClient, tuned: None, neighbor: tuple[str, TestClient]
 ) -> None:
     project_id, theirs = neighbor
     assert theirs.get(f"/v1/models/{NAME}").status_code == 404
@@ -67,7 +67,7 @@ def test_a_named_project_may_look_up_and_list_the_model_until_it_is_revoked(
 
 
 def test_who_may_call_a_model_may_not_delete_or_share_it(
-    api: TestClient, tuned: None, neighbor: tuple[str, Any]
+    api: TestClient, tuned: None, neighbor: tuple[str, TestClient]
 ) -> None:
     project_id, theirs = neighbor
     grant(api, project_id)
@@ -78,7 +78,7 @@ def test_who_may_call_a_model_may_not_delete_or_share_it(
 
 
 @pytest.mark.both_databases
-def test_a_permission_is_granted_once(api: TestClient, tuned: None, neighbor: tuple[str, Any]) -> None:
+def test_a_permission_is_granted_once(api: TestClient, tuned: None, neighbor: tuple[str, TestClient]) -> None:
     project_id, _ = neighbor
 
     first, second = (grant(api, project_id, project_id).json()["data"] for _ in range(2))
@@ -101,7 +101,9 @@ def test_a_project_of_another_organization_is_refused_as_one_that_never_was(
     assert api.get(URL).json()["data"] == []
 
 
-def test_sharing_takes_an_administrators_key(house: House, tuned: None, neighbor: tuple[str, Any]) -> None:
+def test_sharing_takes_an_administrators_key(
+    house: House, tuned: None, neighbor: tuple[str, TestClient]
+) -> None:
     writer = house.client(house.new_key("write"))
 
     assert grant(writer, neighbor[0]).status_code == 403
@@ -110,7 +112,7 @@ def test_sharing_takes_an_administrators_key(house: House, tuned: None, neighbor
 
 @pytest.mark.both_databases
 def test_permissions_go_with_the_model(
-    api: TestClient, house: House, tuned: None, neighbor: tuple[str, Any]
+    api: TestClient, house: House, tuned: None, neighbor: tuple[str, TestClient]
 ) -> None:
     grant(api, neighbor[0])
     api.delete(f"/v1/models/{NAME}")

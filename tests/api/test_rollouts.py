@@ -29,7 +29,7 @@ OLD = [
 ]
 
 
-def row(step: int, split: str, group: int, member: int, **fields: Any) -> dict[Any, Any]:
+def row(step: int, split: str, group: int, member: int, **fields: Any) -> dict[str, Any]:
     """A sample whose score is a tenth of its member's number; the last of a group of four was cut off, ungraded."""
     cut = member == 3
     defaults = {
@@ -215,7 +215,7 @@ def test_pages_put_together_are_the_whole(
     ],
 )
 def test_filters_let_through_what_they_say(
-    listed: Callable[..., Any], filters: dict[str, Any], expected: list[Any]
+    listed: Callable[..., Any], filters: dict[str, Any], expected: list[int]
 ) -> None:
     everything = ids(listed(step=1))
 

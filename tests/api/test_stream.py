@@ -2,7 +2,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import httpx2
@@ -111,7 +111,7 @@ def test_an_event_of_another_job_is_no_place_to_go_on_from(
 class Clock(Shutdown):
     """Time passes only in `sleep`, where `script` says what happens at which second."""
 
-    def __init__(self, script: dict[Any, Any]) -> None:
+    def __init__(self, script: Mapping[float, Callable[[], object]]) -> None:
         super().__init__()
         self.script, self.now = script, 0.0
 
@@ -121,7 +121,7 @@ class Clock(Shutdown):
             await asyncio.to_thread(happens)
 
 
-def follow_to_the_end(house: House, job_id: str, script: dict[Any, Any]) -> str:
+def follow_to_the_end(house: House, job_id: str, script: Mapping[float, Callable[[], object]]) -> str:
     async def collect() -> bytes:
         log = JobLog(house.database, house.project.id, job_id, CapacityLimiter(1))
         first = await log.read(None)

@@ -45,7 +45,7 @@ def same(sample: dict[str, Any], item: dict[str, Any]) -> float:
     return 1.0 if sample["output_text"] == item["reference_answer"] else 0.0
 
 
-def payload(function: Callable[..., float]) -> dict[Any, Any]:
+def payload(function: Callable[..., float]) -> dict[str, Any]:
     source = inspect.getsource(function).replace(function.__name__, "grade", 1)
     return {"type": "python", "source": source}
 
@@ -61,7 +61,7 @@ PYTHON_GRADERS = {
 
 
 @pytest.fixture
-def headers() -> dict[Any, Any]:
+def headers() -> dict[str, Any]:
     return {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
 
 
@@ -70,7 +70,7 @@ def base() -> str:
     return os.environ["OPENAI_BASE_URL"]
 
 
-def test_the_grader_of_two_python_functions_scores(base: str, headers: dict[Any, Any]) -> None:
+def test_the_grader_of_two_python_functions_scores(base: str, headers: dict[str, Any]) -> None:
     item = {"messages": [{"role": "user", "content": "Color?"}], "reference_answer": "dark red"}
     run: Any = {"grader": PYTHON_GRADERS, "item": item, "model_sample": "red"}
 
@@ -83,7 +83,7 @@ def test_the_grader_of_two_python_functions_scores(base: str, headers: dict[Any,
     assert response.json()["reward"] == pytest.approx(0.85)
 
 
-def test_the_model_grader_is_valid(base: str, headers: dict[Any, Any]) -> None:
+def test_the_model_grader_is_valid(base: str, headers: dict[str, Any]) -> None:
     response = requests.post(
         f"{base}/fine_tuning/alpha/graders/validate", json={"grader": MODEL_GRADER}, headers=headers
     )
@@ -92,7 +92,7 @@ def test_the_model_grader_is_valid(base: str, headers: dict[Any, Any]) -> None:
     assert response.json() == {"grader": MODEL_GRADER}
 
 
-def upload(base: str, headers: dict[Any, Any], path: Path) -> Any:
+def upload(base: str, headers: dict[str, Any], path: Path) -> Any:
     with path.open("rb") as file:
         response = requests.post(
             f"{base}/files", headers=headers, files={"file": file}, data={"purpose": "fine-tune"}
@@ -103,7 +103,7 @@ def upload(base: str, headers: dict[Any, Any], path: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_files_job_and_model(base: str, headers: dict[Any, Any], tmp_path: Path) -> None:
+def test_files_job_and_model(base: str, headers: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(TRAIN)
     (tmp_path / "val.jsonl").write_bytes(TEST)
     job = {

@@ -97,8 +97,8 @@ def test_a_file_is_deleted() -> None:
 
 
 @pytest.mark.parametrize("purpose", ["fine-tuning", ""])
-def test_another_purpose_is_refused(purpose: FilePurpose) -> None:
+def test_another_purpose_is_refused(purpose: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        OpenAI().files.create(file=("rows.jsonl", CONTENT), purpose=purpose)
+        OpenAI().files.create(file=("rows.jsonl", CONTENT), purpose=untyped(purpose))
 
     assert refused.value.param == "purpose"

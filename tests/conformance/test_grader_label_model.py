@@ -25,7 +25,7 @@ GRADER = {
 }
 
 
-def post(path: str, body: dict[Any, Any]) -> Any:
+def post(path: str, body: dict[str, Any]) -> Any:
     headers = {"Authorization": f"bearer {os.environ['OPENAI_API_KEY']}"}  # in lower case, as printed
     url = f"{os.environ['OPENAI_BASE_URL']}/fine_tuning/alpha/graders/{path}"
     response = requests.post(url, json=body, headers=headers)

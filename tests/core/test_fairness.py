@@ -46,7 +46,7 @@ def shown_order(session: Session, defaults: Limits = Limits()) -> list[Any]:
     return sorted(places, key=lambda id: places[id].position)
 
 
-def queue_of(session: Session, *, projects: int, each: int, mixed: bool) -> dict[Any, Any]:
+def queue_of(session: Session, *, projects: int, each: int, mixed: bool) -> dict[str, Any]:
     """So many jobs of each project: one project's after the other's, or in a random order."""
     owners = [factories.project(session) for _ in range(projects)]
     order = [owner for owner in owners for _ in range(each)]

@@ -43,7 +43,7 @@ def patient(database: Database, **options: Any) -> ServiceFigures:
     return ServiceFigures(database, **options, patience=60)
 
 
-def read(figures: ServiceFigures) -> dict[Any, Any]:
+def read(figures: ServiceFigures) -> dict[tuple[str, ...], float]:
     """The values by name and labels' values, without the label names."""
     return {
         (sample.name, *sample.labels.values()): sample.value

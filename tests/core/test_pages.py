@@ -39,7 +39,7 @@ def files_of(project: Project) -> Select[File]:
     return select(File).where(File.project_id == project.id)
 
 
-def ids(page: Page[Any]) -> list[Any]:
+def ids(page: Page[File]) -> list[Any]:
     return [file.id for file in page.items]
 
 
@@ -131,7 +131,7 @@ def test_a_page_deep_in_the_list_is_found_through_an_index(database: Database) -
     assert re.search(r"project_id=\? AND seq<\?|Index Cond: .*project_id.* AND .*seq < ", plan), plan
 
 
-def explain(database: Database, read: Callable[..., Page[Any]]) -> str:
+def explain(database: Database, read: Callable[..., Page[File]]) -> str:
     """How the database executes what `read` asks it."""
     asked = []
     event.listen(

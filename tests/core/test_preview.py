@@ -165,7 +165,9 @@ class TestReport:
             ([[0.1, 0.2] * 4] * 8, "good", "0 of 64 answers pass"),
         ],
     )
-    def test_the_recommendation_is_plain(self, scores_P: list[Any], verdict: str, says: str) -> None:
+    def test_the_recommendation_is_plain(
+        self, scores_P: list[list[float | None]], verdict: str, says: str
+    ) -> None:
         made = of(prompts(*scores_P))
 
         assert made.verdict == verdict

@@ -33,7 +33,7 @@ def work(session: Session) -> Work:
     return Work(session)
 
 
-def log(session: Session) -> dict[Any, Any]:
+def log(session: Session) -> dict[str, Any]:
     return {entry.action: entry.data for entry in session.scalars(select(AuditEntry))}
 
 

@@ -45,7 +45,7 @@ TOKEN = "sk-of-the-first-version"
 CONTRACTED: dict[str, set[str]] = {}
 
 
-def job(seq: int, status: str, **fields: Any) -> dict[Any, Any]:
+def job(seq: int, status: str, **fields: Any) -> dict[str, Any]:
     return {
         "seq": seq,
         "id": f"ftjob-{seq}",
@@ -228,7 +228,7 @@ def write(url: str, rows: dict[str, Any]) -> None:
                 connection.execute(tables[name].insert(), row)
 
 
-def stored(url: str, rows: dict[str, Any]) -> dict[Any, list[dict[Any, Any]]]:
+def stored(url: str, rows: dict[str, Any]) -> dict[str, list[dict[Any, Any]]]:
     """Of the same tables and columns as `rows`, what the database has."""
     found = {}
     with migrating(url) as connection:
@@ -391,7 +391,7 @@ def revisions() -> list[Any]:
     return [(one.down_revision, one.revision) for one in script.walk_revisions() if one.down_revision]
 
 
-def any_value(column: Column[Any], number: int) -> dict[Any, Any] | str | int:
+def any_value(column: Column[Any], number: int) -> dict[str, Any] | str | int:
     if isinstance(column.type, JSON):
         return {"n": number}
     if isinstance(column.type, Boolean):

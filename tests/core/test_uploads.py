@@ -153,7 +153,7 @@ def test_of_many_who_complete_at_once_all_get_the_same_file(house: House) -> Non
     part = house.add(upload_id, b"a")
     together = threading.Barrier(4)
 
-    def complete(_: Any) -> Any:
+    def complete(_: Any) -> str:
         # All have read the parts before anybody is done.
         return present(house.complete(upload_id, part, blobs=Interrupting(house.folder, together.wait))[1]).id
 

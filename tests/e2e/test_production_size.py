@@ -104,7 +104,9 @@ def production(
         assert process.wait(60) == 0, (folder / "worker.log").read_text()[-3000:]
 
 
-def test_a_job_runs_from_upload_to_model(production: tuple[Server, Any], seaweed: SeaweedFS) -> None:
+def test_a_job_runs_from_upload_to_model(
+    production: tuple[Server, subprocess.Popen[bytes]], seaweed: SeaweedFS
+) -> None:
     server, _ = production
     client = server.client()
 
@@ -117,7 +119,7 @@ def test_a_job_runs_from_upload_to_model(production: tuple[Server, Any], seaweed
     assert any(key.startswith("all/projects/") and key.endswith("adapter_model.safetensors") for key in keys)
 
 
-def test_a_job_is_paused_resumed_and_cancelled(production: tuple[Server, Any]) -> None:
+def test_a_job_is_paused_resumed_and_cancelled(production: tuple[Server, subprocess.Popen[bytes]]) -> None:
     """The reconciler sleeps: each of these must itself wake or stop the worker, through Redis and PostgreSQL."""
     server, _ = production
     client = server.client()
@@ -143,7 +145,7 @@ def test_a_job_is_paused_resumed_and_cancelled(production: tuple[Server, Any]) -
     assert after.status == "succeeded", "the worker is free again"
 
 
-def test_a_request_under_a_key_is_answered_once(production: tuple[Server, Any]) -> None:
+def test_a_request_under_a_key_is_answered_once(production: tuple[Server, subprocess.Popen[bytes]]) -> None:
     server, _ = production
     client = server.client()
     keyed: dict[str, Any] = {"extra_headers": {"Idempotency-Key": "one"}}
@@ -156,7 +158,9 @@ def test_a_request_under_a_key_is_answered_once(production: tuple[Server, Any]) 
     client.fine_tuning.jobs.cancel(first.id)
 
 
-def test_where_adapters_lie_is_not_told_to_tenants(production: tuple[Server, Any]) -> None:
+def test_where_adapters_lie_is_not_told_to_tenants(
+    production: tuple[Server, subprocess.Popen[bytes]],
+) -> None:
     server, _ = production
     client = server.client()
     job = next(job for job in client.fine_tuning.jobs.list() if job.status == "succeeded")
@@ -164,7 +168,7 @@ def test_where_adapters_lie_is_not_told_to_tenants(production: tuple[Server, Any
     assert all(untyped(c).adapter is None for c in client.fine_tuning.jobs.checkpoints.list(job.id))
 
 
-def test_a_file_in_parts_crosses_the_store_whole(production: tuple[Server, Any]) -> None:
+def test_a_file_in_parts_crosses_the_store_whole(production: tuple[Server, subprocess.Popen[bytes]]) -> None:
     server, _ = production
     client = server.client()
     content = os.urandom(20 << 20)
@@ -185,7 +189,7 @@ def test_a_file_in_parts_crosses_the_store_whole(production: tuple[Server, Any])
 
 
 def test_when_the_work_is_done_every_blob_has_a_row(
-    production: tuple[Server, Any], database_url: str, seaweed: SeaweedFS
+    production: tuple[Server, subprocess.Popen[bytes]], database_url: str, seaweed: SeaweedFS
 ) -> None:
     """Of all that the tests above made, as if it were old, a sweep would remove nothing.
 

@@ -19,7 +19,7 @@ from tests.evals.test_runs import upload
 from tests.present import untyped
 
 
-def contents(folder: Path) -> dict[Any, Any]:
+def contents(folder: Path) -> dict[str, Any]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

@@ -13,7 +13,7 @@ from core.evals import summary
 from tests.evals.conftest import EXACT, House, completions, row
 
 
-def item(question: str, passed: bool | None, score: float | None = None) -> dict[Any, Any]:
+def item(question: str, passed: bool | None, score: float | None = None) -> dict[str, Any]:
     status = {True: "pass", False: "fail", None: "error"}[passed]
     value = score if score is not None else None if passed is None else float(passed)
     return {

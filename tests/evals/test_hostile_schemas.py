@@ -15,18 +15,18 @@ ANSWERS = {"type": "object", "properties": {"question": {}, "answer": {"type": "
 SCHEMA, CONTENT = "data_source_config.item_schema", "data_source.source.content"
 
 
-def schema(question: dict[Any, Any], **more: Any) -> dict[Any, Any]:
+def schema(question: dict[str, Any], **more: Any) -> dict[str, Any]:
     return ANSWERS | {"properties": ANSWERS["properties"] | untyped({"question": question})} | more
 
 
-def doubling(depth: int) -> dict[Any, Any]:
+def doubling(depth: int) -> dict[str, Any]:
     """Each definition applies the next one twice: 2 ** depth applications."""
     definitions = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(depth)}
     return schema({"$ref": "#/$defs/d0"}, **{"$defs": definitions | {f"d{depth}": {"type": "string"}}})
 
 
 def create(
-    client: OpenAI, item_schema: dict[Any, Any], item: dict[str, Any] | None = None
+    client: OpenAI, item_schema: dict[str, Any], item: dict[str, Any] | None = None
 ) -> RunCreateResponse:
     made = client.evals.create(
         data_source_config={"type": "custom", "item_schema": item_schema}, testing_criteria=[EXACT]
@@ -84,7 +84,7 @@ HOSTILE = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("item_schema", "item", "param", "words"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_schema_is_refused_by_name(
-    client: OpenAI, item_schema: dict[Any, Any], item: dict[str, Any] | None, param: str, words: str
+    client: OpenAI, item_schema: dict[str, Any], item: dict[str, Any] | None, param: str, words: str
 ) -> None:
     with pytest.raises(BadRequestError) as refused:
         create(client, item_schema, item)

@@ -29,7 +29,7 @@ def end(house: House, run_id: str, *, days_ago: int) -> None:
         session.execute(update(EvalRun).where(EvalRun.id == run_id).values(finished_at=at))
 
 
-def count(house: House, table: type[Any]) -> int:
+def count(house: House, table: type[EvalJournal | EvalPage]) -> int:
     with house.database.read() as session:
         return session.query(table).count()
 

@@ -511,7 +511,7 @@ def test_parameters_of_sampling_reach_our_own_server(
 def test_finished_items_and_their_seconds_are_counted(
     client: OpenAI, new_eval: Callable[..., Any], house: House
 ) -> None:
-    def counted() -> dict[Any, Any]:
+    def counted() -> dict[tuple[str, ...], float]:
         samples = [sample for family in COUNTED.collect() for sample in family.samples]
         return {(one.name, *one.labels.values()): one.value for one in samples if "le" not in one.labels}
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ LOADING = Reply(503, "loading", {"retry-after": "5"})
 
 
 def sampled(
-    replies: list[Any], *, ours: bool, retries: int = 2, loading: int | None = None
+    replies: list[Reply], *, ours: bool, retries: int = 2, loading: int | None = None
 ) -> tuple[Answer, ScriptedServer]:
     async def run() -> tuple[Answer, ScriptedServer]:
         server = ScriptedServer(replies)

@@ -19,7 +19,7 @@ CANCEL = ("post", "/v1/evals/{eval_id}/runs/{run_id}")  # of OpenAI's specificat
 
 
 @pytest.fixture
-def rows(client: OpenAI, new_eval: Callable[..., Any], house: House) -> dict[Any, Any]:
+def rows(client: OpenAI, new_eval: Callable[..., Any], house: House) -> dict[str, Any]:
     """A created eval with a finished run, by the names that ids have in paths."""
     made = new_eval()
     run = client.evals.runs.create(made.id, data_source=completions(2))

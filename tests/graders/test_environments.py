@@ -148,7 +148,7 @@ def test_packages_in_the_pythons_own_library_are_no_part_of_it(tmp_path: Path) -
         ("import secrets, idlelib", []),
     ],
 )
-def test_packages_that_a_source_names_are_loaded_before_its_grades(line: str, modules: list[Any]) -> None:
+def test_packages_that_a_source_names_are_loaded_before_its_grades(line: str, modules: list[str]) -> None:
     assert named_modules(ast.parse(line)) == modules
 
 

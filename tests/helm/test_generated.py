@@ -20,7 +20,7 @@ def test_every_value_has_its_comment() -> None:
     text = (CHART / "values.yaml").read_text()
     documented = {tuple(path) for path, _ in generate.documented(text.splitlines())}
 
-    def missing(values: dict[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[Any]:
+    def missing(values: dict[str, Any], path: tuple[Any, ...] = ()) -> Iterator[Any]:
         for key, value in values.items():
             here = (*path, key)
             if here in documented:

@@ -41,7 +41,7 @@ _TRIGGER = {
 }
 
 
-def _monitor(endpoints: str) -> dict[Any, Any]:
+def _monitor(endpoints: str) -> dict[str, Any]:
     """Both kinds of monitor differ in this name only."""
     endpoint = {
         "type": "object",
@@ -321,7 +321,7 @@ def test_a_gpu_pool_gets_its_gpu_and_the_image_that_can_use_it() -> None:
         pod.labels["regraft.dev/pool"]: pod for pod in pods(render(VARIATIONS["every corner"]), "worker")
     }
 
-    def gpus(pod: Pod) -> dict[Any, Any]:
+    def gpus(pod: Pod) -> dict[str, Any]:
         limits = pod.containers[0]["resources"]["limits"]
         return {name: number for name, number in limits.items() if name.startswith("nvidia.com/")}
 

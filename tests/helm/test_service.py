@@ -25,7 +25,7 @@ from worker.cli.parser import build
 from worker.supervise import liveness
 
 
-def environment(pod: Pod, secrets: str = "secret" * 6) -> dict[Any, Any]:
+def environment(pod: Pod, secrets: str = "secret" * 6) -> dict[str, Any]:
     """The environment of a pod's container, with the same word for all that comes from Secrets."""
     return {one["name"]: one.get("value", secrets) for one in pod.containers[0]["env"]}
 

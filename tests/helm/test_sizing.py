@@ -39,7 +39,7 @@ def registry_of(manifests: list[dict[str, Any]]) -> Registry:
     return Registry.model_validate({"models": {}} | tomllib.loads(config["data"]["models.toml"]))
 
 
-def environment(pod: Pod) -> dict[Any, Any]:
+def environment(pod: Pod) -> dict[str, Any]:
     return {one["name"]: one.get("value") for one in pod.spec["containers"][0]["env"]}
 
 

@@ -46,7 +46,7 @@ def test_the_best_one_is_downloaded_unless_another_is_asked_for(
 def test_the_async_client_downloads_it_too(
     make_async: Callable[[], AsyncRegraft], job_id: str, tmp_path: Path
 ) -> None:
-    async def download() -> Any:
+    async def download() -> Path:
         async with make_async() as client:
             return await client.checkpoints.download(job_id, to=tmp_path / "best")
 
@@ -94,7 +94,7 @@ def test_a_download_that_breaks_off_leaves_nothing(house: House, job_id: str, tm
     assert not (tmp_path / "out").exists()
 
 
-def archive(files: dict[Any, Any], manifest: dict[Any, Any] | None = None) -> BytesIO:
+def archive(files: dict[Any, Any], manifest: dict[str, Any] | None = None) -> BytesIO:
     out = io.BytesIO()
     listed = [
         {"name": name, "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()

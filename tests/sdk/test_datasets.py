@@ -70,7 +70,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def servers_words(path: Any, tmp_path: Path, grader: dict[str, str]) -> str:
+def servers_words(path: Path, tmp_path: Path, grader: dict[str, str]) -> str:
     """What a job with this file would fail with."""
     blobs = FolderBlobs(tmp_path / "blobs")
     info = blobs.put_file("file", path)
@@ -80,7 +80,7 @@ def servers_words(path: Any, tmp_path: Path, grader: dict[str, str]) -> str:
     return bad.value.message.removeprefix("Training file file-1: ")
 
 
-def test_a_bad_file_is_told_in_the_servers_words(write: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_bad_file_is_told_in_the_servers_words(write: Callable[..., Path], tmp_path: Path) -> None:
     path = write(BAD)
 
     with pytest.raises(InvalidDataset) as bad:
@@ -95,7 +95,7 @@ def test_what_a_grader_reads_is_found_without_the_server(grader: dict[str, Any])
     assert datasets.item_paths(grader) == item_paths(parse_grader(json.loads(json.dumps(grader))))
 
 
-def test_a_good_file_is_summed_up(write: Callable[..., Any]) -> None:
+def test_a_good_file_is_summed_up(write: Callable[..., Path]) -> None:
     summary = regraft.datasets.validate(write("".join(json.dumps(row) + "\n" for row in ROWS).encode()))
 
     assert (summary.rows, summary.fields) == (4, ("answer",))
@@ -116,7 +116,7 @@ def test_the_rules_are_the_servers_own_file() -> None:
     assert Path(shipped.__file__).resolve() == Path(core.__file__).resolve()
 
 
-def test_a_file_that_is_too_long_for_validation(write: Callable[..., Any]) -> None:
+def test_a_file_that_is_too_long_for_validation(write: Callable[..., Path]) -> None:
     path = write(b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 1001)
 
     with pytest.raises(InvalidDataset, match="line 1001: the file must have at most 1000 examples"):

@@ -38,13 +38,13 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "strict": Tru
 
 
 def job(
-    grader: dict[str, Any] = GRADER, inside: dict[Any, Any] | None = None, **fields: Any
-) -> dict[Any, Any]:
+    grader: dict[str, Any] = GRADER, inside: dict[str, Any] | None = None, **fields: Any
+) -> dict[str, Any]:
     reinforcement = {"grader": grader} | (inside or {})
     return {"model": RFT, "method": {"type": "reinforcement", "reinforcement": reinforcement}} | fields
 
 
-def efforts(**values: Any) -> dict[Any, Any]:
+def efforts(**values: Any) -> dict[str, Any]:
     return {"hyperparameters": values}
 
 
@@ -84,7 +84,7 @@ def desk(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def created(house: House, spec: dict[Any, Any]) -> bool:
+def created(house: House, spec: Any) -> bool:
     with OpenAI(base_url=house.base_url, api_key=house.key, max_retries=0) as client:
         ids = {
             field: client.files.create(file=Path(name), purpose="fine-tune").id
@@ -97,13 +97,13 @@ def created(house: House, spec: dict[Any, Any]) -> bool:
     return True
 
 
-def validated(desk: Path, spec: dict[Any, Any]) -> bool:
+def validated(desk: Path, spec: dict[str, Any]) -> bool:
     files = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
     (desk / "job.json").write_text(json.dumps(spec | files))
     return main(["validate", "job.json"]) == 0
 
 
-def migrated(desk: Path, spec: dict[Any, Any]) -> bool:
+def migrated(desk: Path, spec: Any) -> bool:
     (desk / "openai.json").write_text(
         json.dumps(spec | {"training_file": "file-1", "validation_file": "file-2"})
     )
@@ -111,7 +111,7 @@ def migrated(desk: Path, spec: dict[Any, Any]) -> bool:
 
 
 @pytest.mark.parametrize("spec", GOOD.values(), ids=GOOD.keys())
-def test_a_good_job_is_good_for_all_three(desk: Path, house: House, spec: dict[Any, Any]) -> None:
+def test_a_good_job_is_good_for_all_three(desk: Path, house: House, spec: dict[str, Any]) -> None:
     assert [created(house, spec), validated(desk, spec), migrated(desk, spec)] == [True] * 3
     assert main(["validate", "job.toml"]) == 0
 

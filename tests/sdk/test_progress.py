@@ -4,7 +4,7 @@ from openai.types.graders import ScoreModelGrader
 from regraft.progress import Marks, Progress, axis_of, described, sparkline
 
 
-def step(number: int, reward: float, **more: Any) -> dict[Any, Any]:
+def step(number: int, reward: float, **more: Any) -> dict[str, Any]:
     return {"step": number, "total_steps": 10, "train_mean_reward": reward, **more}
 
 

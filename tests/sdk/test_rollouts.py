@@ -83,7 +83,7 @@ def test_a_filter_that_there_is_not_is_refused_before_anything_is_sent(
 def test_all_that_is_wanted_is_downloaded_as_one_file(
     client: regraft.Regraft, make_async: Callable[[], AsyncRegraft], job_id: str, tmp_path: Path
 ) -> None:
-    async def download() -> Any:
+    async def download() -> Path:
         async with make_async() as client:
             return await client.rollouts.download(job_id, tmp_path / "async.jsonl", graded=False)
 

@@ -4,11 +4,11 @@ import os
 import pty
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import openai
 import pytest
 import regraft
+from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 from regraft import AsyncRegraft, Regraft
 
 from tests.present import present, untyped
@@ -149,7 +149,7 @@ def test_waiting_in_a_pipe_prints_a_line_for_everything(house: House, client: Re
     ]
 
 
-def in_a_terminal(columns: int, encoding: str, use: Callable[..., Any]) -> str:
+def in_a_terminal(columns: int, encoding: str, use: Callable[..., FineTuningJob]) -> str:
     """What `use`, given the terminal as a file, writes to one of that many columns."""
     primary, secondary = pty.openpty()
     written = bytearray()

@@ -60,9 +60,7 @@ def test_the_mask_is_that_of_torch(rule: Any, layout: Layout) -> None:
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     elements = 0
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[()] = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= tensor.nbytes:

@@ -343,7 +343,7 @@ class TestBeforeTheStart:
         return run
 
     def test_a_validated_job_has_the_estimate_that_earlier_jobs_give(
-        self, validate: Callable[..., Any]
+        self, validate: Callable[..., Job]
     ) -> None:
         job = validate(after_another=True)
 
@@ -358,7 +358,7 @@ class TestBeforeTheStart:
         assert ranges["high"] <= answers * 64 / 1.0
         assert usage.render(job, PRICE) is None
 
-    def test_where_no_job_has_run_there_is_none(self, validate: Callable[..., Any]) -> None:
+    def test_where_no_job_has_run_there_is_none(self, validate: Callable[..., Job]) -> None:
         job = validate(after_another=False)
 
         assert (job.status, job.usage) == ("queued", None)

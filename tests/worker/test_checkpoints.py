@@ -201,7 +201,7 @@ def test_without_a_whole_checkpoint_the_job_starts_from_its_first_step_and_says_
 
 @pytest.mark.parametrize("left", [[], ["projects/p/jobs/j/attempts/2/log.txt"]], ids=["empty", "only a log"])
 def test_an_empty_store_is_waited_for_and_no_checkpoint_is_withdrawn(
-    bench: Bench, checkpoints: Checkpoints, three: Callable[..., None], left: list[Any]
+    bench: Bench, checkpoints: Checkpoints, three: Callable[..., None], left: list[str]
 ) -> None:
     """Another bucket, or a folder that is not mounted. Attempts that failed there have left their logs."""
     right, wrong = checkpoints.blobs, FolderBlobs(bench.tmp_path / "not mounted")

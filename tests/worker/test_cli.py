@@ -194,7 +194,7 @@ def fsck(
     return run
 
 
-def test_fsck_makes_no_database_and_no_key(tmp_path: Path, fsck: Callable[..., tuple[int, Any]]) -> None:
+def test_fsck_makes_no_database_and_no_key(tmp_path: Path, fsck: Callable[..., tuple[int, str]]) -> None:
     status, printed = fsck()
 
     assert status == 2 and "There is no database" in printed
@@ -202,7 +202,7 @@ def test_fsck_makes_no_database_and_no_key(tmp_path: Path, fsck: Callable[..., t
 
 
 def test_fsck_refuses_the_schema_of_an_older_version_and_leaves_it(
-    tmp_path: Path, fsck: Callable[..., tuple[int, Any]]
+    tmp_path: Path, fsck: Callable[..., tuple[int, str]]
 ) -> None:
     settings = Settings(data_dir=tmp_path)
     with migrating(settings.database) as connection:
@@ -217,7 +217,7 @@ def test_fsck_refuses_the_schema_of_an_older_version_and_leaves_it(
 
 
 def test_fsck_of_a_service_without_blobs_finds_nothing(
-    tmp_path: Path, fsck: Callable[..., tuple[int, Any]]
+    tmp_path: Path, fsck: Callable[..., tuple[int, str]]
 ) -> None:
     service.prepare(Settings(data_dir=tmp_path), first_key=False)
 

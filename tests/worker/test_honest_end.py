@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow  # runs whole jobs
 def trained(
     bench: Bench,
     *,
-    trainer: type[Any] | None = None,
+    trainer: type[RuiningTrainer | IdleTrainer] | None = None,
     grader: "Grader | None" = None,
     chance: float = 0.3,
     **settings: Any,

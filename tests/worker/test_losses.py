@@ -168,7 +168,7 @@ def settings_of(
     return resolve(asked, rows=100, parameters=1, context=128)
 
 
-def trained_on(groups: list[Any]) -> list[Any]:
+def trained_on(groups: list[list[Answer]]) -> list[Any]:
     """The groups as the worker has them. A token's number is its place among all tokens."""
     number = iter(range(10**6))
 
@@ -402,7 +402,7 @@ def drawn(rewards_PG: list[Any]) -> list[Any]:
     ],
 )
 def test_the_batch_of_dynamic_sampling_is_full_and_has_no_group_that_was_replaced(
-    kl: float, others: list[Any], counted: list[int]
+    kl: float, others: list[list[float]], counted: list[int]
 ) -> None:
     settings = settings_of("dapo", "batch", "population", kl, "papers", resample_prompts=8, batch_size=3)
     groups = drawn([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], *others])
@@ -476,7 +476,9 @@ def test_the_gradient_is_the_slope_of_the_loss(name: Loss, estimator: KlEstimato
 # What the papers say of the first update, when the policy is still the one that sampled.
 
 
-def first_update(name: Loss, advantage: list[Any], lengths: list[Any]) -> tuple[float, torch.Tensor, Any]:
+def first_update(
+    name: Loss, advantage: list[Any], lengths: list[Any]
+) -> tuple[float, torch.Tensor, torch.Tensor]:
     weights = [grpo.token_weight(n, name) / grpo.normaliser(lengths, name, LONGEST) for n in lengths]
     counts = torch.tensor(lengths)
     logp = torch.linspace(-2, -0.5, sum(lengths), dtype=torch.float64, requires_grad=True)

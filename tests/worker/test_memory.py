@@ -440,7 +440,7 @@ class TestLongMicroBatches:
             largest = 0
 
             def __torch_dispatch__(
-                self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+                self, function: Any, types: Any, args: tuple[()] = (), kwargs: Any = None
             ) -> Any:
                 made = function(*args, **(kwargs or {}))
                 for tensor in tree_leaves(made):

@@ -109,7 +109,7 @@ def test_a_kl_that_jumps_is_told_and_one_that_grows_is_not() -> None:
 
 @pytest.mark.parametrize(("rewards", "rules"), [((0.2, 0.3, 0.29), []), ((0.5, 0.4, 0.3), ["kl_jump"])])
 def test_a_kl_jump_with_which_no_reward_was_lost_is_no_warning(
-    rewards: tuple[float, float, float], rules: list[Any]
+    rewards: tuple[float, float, float], rules: list[str]
 ) -> None:
     steps = [
         {"kl": kl, "train_mean_reward": reward} for kl, reward in zip((0.0, 1.6, 1.5), rewards, strict=True)
@@ -304,7 +304,7 @@ def run_of_the_demo(name: str) -> list[Any]:
     return list(map(StepMetrics.load, json.loads((RECORDED / f"{name}.json").read_text())))
 
 
-def warnings_by_step(steps: list[Any]) -> list[tuple[str, Any]]:
+def warnings_by_step(steps: list[Any]) -> list[Any]:
     """(rule, step) of all warnings, in order."""
     warned: list[Any] = []
     for end in range(1, len(steps) + 1):

@@ -9,7 +9,7 @@ import pytest
 from worker.supervise.probes import MAX_LOOKS, Maker, NoProbe, TooLarge, probe
 
 
-def an_object(**properties: Any) -> dict[Any, Any]:
+def an_object(**properties: Any) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": properties,
@@ -69,12 +69,12 @@ SCHEMAS = {
 
 
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
-def test_an_answer_satisfies_its_schema(schema: dict[Any, Any]) -> None:
+def test_an_answer_satisfies_its_schema(schema: dict[str, Any]) -> None:
     jsonschema.validate(probe(schema), schema)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
-def test_it_does_whatever_the_row_has_by_the_same_names(schema: dict[Any, Any]) -> None:
+def test_it_does_whatever_the_row_has_by_the_same_names(schema: dict[str, Any]) -> None:
     for value in ("yes", 4, 0.25, None, [1], {"a": 1}):
         jsonschema.validate(
             probe(schema, dict.fromkeys(("a", "b", "verdict", "kind", "text"), value)), schema
@@ -128,7 +128,7 @@ def test_what_cannot_be_made_up_is_no_answer(schema: dict[str, Any]) -> None:
         probe(schema)
 
 
-def chain(count: int, last: dict[Any, Any] | bool, keyword: str = "allOf") -> dict[Any, Any]:
+def chain(count: int, last: dict[str, Any] | bool, keyword: str = "allOf") -> dict[str, Any]:
     """Definitions a0 to a{count}: each names the next one twice, so that following every name is 2**count steps."""
     twice = {f"a{n}": {keyword: [{"$ref": f"#/$defs/a{n + 1}"}] * 2} for n in range(count)}
     return {"$defs": twice | {f"a{count}": last}, "$ref": "#/$defs/a0"}
@@ -136,7 +136,7 @@ def chain(count: int, last: dict[Any, Any] | bool, keyword: str = "allOf") -> di
 
 class TestTheWorkOnASchemaIsBounded:
     @staticmethod
-    def looks(schema: dict[str, Any], row: dict[Any, Any] | None = None) -> int:
+    def looks(schema: dict[str, Any], row: dict[str, Any] | None = None) -> int:
         """How many it took; that many suffice whether an answer comes of it or not."""
         maker = Maker(schema, row or {}, {})
         with suppress(NoProbe):

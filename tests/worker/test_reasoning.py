@@ -17,7 +17,7 @@ def found(template: str | None) -> reasoning.Reasoning | None:
     return detect(thinking_tokenizer(template))
 
 
-def split(template: str, answer: str, **options: Any) -> Any:
+def split(template: str, answer: str, **options: Any) -> reasoning.Split:
     tokenizer = thinking_tokenizer(template)
     return present(detect(tokenizer)).split(tokenizer.encode(answer), **options)
 

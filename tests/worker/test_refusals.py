@@ -21,7 +21,6 @@ from core.jobs import lifecycle, run_logs
 from core.settings import Settings
 from core.storage.store import BlobInfo, BlobNotFound, FolderBlobs
 from tests.families.zoo import FAMILIES, Family
-from tests.present import untyped
 from tests.tiny import tiny_tokenizer
 from tests.worker.conftest import Bench
 from worker.assemble import assemble
@@ -250,7 +249,7 @@ class TestOfItsSurroundings:
         def fails(*args: Any, **kwargs: Any) -> NoReturn:
             raise OSError("We couldn't connect to 'https://huggingface.co' to load the files.")
 
-        monkeypatch.setattr(untyped(policy).AutoConfig, "from_pretrained", fails)
+        monkeypatch.setattr(policy.AutoConfig, "from_pretrained", fails)  # type: ignore[attr-defined]  # not its own
         with pytest.raises(
             ModelUnavailable, match=r"config of the model 'a/b' could not be downloaded from the hub"
         ):

@@ -214,7 +214,7 @@ def measured(bench: Bench, make_policy: Callable[..., Policy]) -> Undisturbed:
     return Undisturbed(left_by(bench), fate.moments)
 
 
-def moment(undisturbed: Undisturbed, kind: Any, number: int) -> Any:
+def moment(undisturbed: Undisturbed, kind: Any, number: int) -> int:
     places = [place for place, name in enumerate(undisturbed.moments) if name == kind]
     return places[number % len(places)]
 

@@ -396,7 +396,7 @@ def blobs(engines: Engines) -> Iterator[SlowBlobs]:
     blobs.go.set()
 
 
-def stored(blobs: SlowBlobs, prefix: str) -> dict[Any, Any]:
+def stored(blobs: SlowBlobs, prefix: str) -> dict[str, Any]:
     """As the API names it."""
     weights = {name: prefix.encode() for name in ("adapter_config.json", "adapter_model.safetensors")}
     for name, content in weights.items():

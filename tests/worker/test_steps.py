@@ -17,7 +17,7 @@ PIECES = [b"one", b" st", b"ep\n", b"caf", b"\xc3", b"\xa9", b"\ntwo", b" \xe2\x
 TEXT = "one step\ncafé\ntwo €"
 
 
-def decode(ids_T: range | tuple[Any, ...] | Sequence[int]) -> str:
+def decode(ids_T: range | tuple[int, ...] | Sequence[int]) -> str:
     return b"".join(PIECES[token] for token in ids_T).decode("utf-8", "replace")
 
 

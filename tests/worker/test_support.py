@@ -321,7 +321,7 @@ def test_a_few_tokens_of_a_mixture_may_go_to_another_expert() -> None:
     assert "differ from transformers' own" in support.problem_of([flipped], LlamaConfig())
 
 
-def gap_of(differences: list[Any]) -> support.Gap:
+def gap_of(differences: list[float]) -> support.Gap:
     ours = torch.tensor(differences)
     return support.Gap.between("x", ours, torch.zeros_like(ours), 40)
 

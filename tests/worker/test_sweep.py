@@ -324,7 +324,7 @@ def command(
 
 
 def test_the_command_says_what_it_removed_and_how_much(
-    bench: Bench, base: str, command: Callable[..., Any]
+    bench: Bench, base: str, command: Callable[..., list[str]]
 ) -> None:
     lost = put(bench, f"{base}/files/file-nobody", data=b"12345")
     temporary = bench.tmp_path / "blobs" / "tmp" / ".part-old"
@@ -345,7 +345,7 @@ def test_the_command_says_what_it_removed_and_how_much(
 
 
 def test_the_command_takes_another_age_but_none_that_could_hit_what_is_under_way(
-    bench: Bench, base: str, command: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    bench: Bench, base: str, command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(bench, f"{base}/files/file-nobody", hours_old=3)
     assert command("--older-than-hours", "4")[-1].startswith("Removed 0 ")

@@ -33,7 +33,7 @@ def policy_on(folder: Path, targets: LoraTargets) -> Policy:
     return Policy(load_base("tiny", entry, folder, "cpu"), rank=4, alpha=8, seed=0, targets=targets)
 
 
-def kinds(title: str) -> dict[Any, Any]:
+def kinds(title: str) -> dict[str, Any]:
     """By kind, the names of layers below the number of their decoder layer."""
     found: dict[str, Any] = {}
     for layer in adaptable_layers(without_weights(family(title).config())):

@@ -471,7 +471,7 @@ def packed_gradients(
 
 def plain_gradients(
     policy: Policy, groups: list[Any], settings: Resolved, began: dict[Any, Any] | None = None
-) -> list[Any]:
+) -> list[torch.Tensor]:
     """The papers' formulas in the most obvious way: every graded answer, a forward pass each, no packing.
 
     `began` has what the policy that sampled says of each answer, where that is not the present one.

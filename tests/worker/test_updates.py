@@ -42,7 +42,7 @@ def policy(make_policy: Callable[..., Policy]) -> Policy:
     return make_policy(moved=True)
 
 
-def sampled(policy: Policy, rewards_PG: list[Any], **how: Any) -> list[Any]:
+def sampled(policy: Policy, rewards_PG: list[list[float]], **how: Any) -> list[Any]:
     texts = ["say yes", "what colour is it now please tell me", "tell me a number", "say cat", "name a bird"]
     prompts = [prompt(policy, text, line) for line, text in enumerate(texts[: len(rewards_PG)], start=1)]
     rollouts_PG = drawn(policy, prompts, sampling(**how))

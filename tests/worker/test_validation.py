@@ -352,7 +352,7 @@ def test_a_job_waits_for_a_machine_that_has_its_environment_and_an_event_says_so
     assert "regraft-server environments build 2025-05-08" in event
 
 
-def verdicts(**properties: Any) -> dict[Any, Any]:
+def verdicts(**properties: Any) -> dict[str, Any]:
     """A job's response_format in which an answer has these properties."""
     schema = {
         "type": "object",

@@ -48,7 +48,7 @@ def policy_of(folder: Path, seed: int) -> Policy:
     return policy
 
 
-def publish(folder: Path, policy: Policy, prefix: str) -> dict[Any, Any]:
+def publish(folder: Path, policy: Policy, prefix: str) -> dict[str, Any]:
     """As worker/record/checkpoints.py does. Returns how the API names the weights."""
     policy.save(folder / "scratch")
     blobs, files = FolderBlobs(folder / "blobs"), []

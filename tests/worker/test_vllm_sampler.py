@@ -111,7 +111,7 @@ def gaps(
     prompts: list[Prompt],
     groups: list[tuple[Rollout, ...]],
     temperature: float = 1.0,
-    under: Callable[[], contextlib._GeneratorContextManager[None, None, None]]
+    under: Callable[[], contextlib.AbstractContextManager[None]]
     | type[contextlib.nullcontext[None]] = contextlib.nullcontext,
 ) -> torch.Tensor:
     """|sampler - trainer| of every token's log-probability, [M]."""
