@@ -140,7 +140,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     function: str
     args: tuple[Node, ...]
 
@@ -267,7 +267,7 @@ class _Parser:
         wanted = "at least one argument" if token.text in _VARIADIC else "exactly one argument"
         if not args or (len(args) > 1 and token.text not in _VARIADIC):
             raise FormulaError(f"{token.shown} takes {wanted}, got {len(args)}", token.position)
-        return Call(token.text, tuple(args))
+        return FunctionCall(token.text, tuple(args))
 
     def close(self) -> None:
         if not self.take(")"):

@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -166,3 +167,28 @@ def test_the_check_sees_a_wrong_import(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def f():\n    from worker import run\n    import torch.nn\n")
 
     assert set(imports(tmp_path / "bad.py")) == {"worker", "torch"}
+
+
+# Two classes may share a name if nobody would take one for the other.
+SHARED_NAMES = {
+    "Attempt": "the row of the database, and the worker's access to it",
+    "PromptTemplate": "the messages of a grader's specification, and the same compiled",
+    "Reasoning": "the field of a request to /v1/responses, and how a model writes thoughts",
+    "Reference": "of a template to a field; the order of a rank's protocol to take over the reference policy",
+    "Sampling": "the group of hyperparameters, and what the samplers get of it",
+    "SamplingParams": "OpenAI's name, in eval runs and in graders",
+    "TextConfig": "OpenAI's name, in eval runs and in responses",
+    "Thresholds": "those of an alarm's request, and those that are stored",
+}
+
+
+def test_a_name_stands_for_one_class() -> None:
+    found = Counter(
+        node.name
+        for folder in ("api", "core", "graders", "worker")
+        for file in (ROOT / folder).rglob("*.py")
+        for node in tree_of(file).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+
+    assert {name for name, number in found.items() if number > 1} == SHARED_NAMES.keys()

@@ -32,8 +32,8 @@ from worker.model.adapters import adapter_targets
 from worker.model.architecture import refusing, without_weights
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, render, source_of
 from worker.model.reasoning import Reasoning, detect, plan_effort
-from worker.model.sizing import Plan, Shape, Workload
-from worker.model.support import Verdict
+from worker.model.sizing import MemoryPlan, Shape, Workload
+from worker.model.support import ForwardVerdict
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.choice import feeds_of
 from worker.record.recorder import Quota, Recorder
@@ -284,7 +284,7 @@ def with_effort(resolved: Resolved, asked: Hyperparameters, reasoning: Reasoning
     return resolved.model_copy(update={"chat_template_kwargs": arguments, "thinking_budget": budget})
 
 
-def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, ranks: Ranks) -> Plan:
+def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, ranks: Ranks) -> MemoryPlan:
     """Divide the free memory between weights, KV cache and micro-batches.
 
     Raises:
@@ -304,11 +304,11 @@ def load_policy(
     attempt: Attempt,
     base: BaseModel,
     task: Task,
-    plan: Plan,
+    plan: MemoryPlan,
     settings: Settings,
     ranks: Ranks,
     beat: Beat,
-) -> tuple[Policy, Verdict]:
+) -> tuple[Policy, ForwardVerdict]:
     """Load the model on all ranks, and find the forward pass whose log-probabilities are those of transformers.
 
     Raises:
@@ -333,6 +333,6 @@ def load_policy(
     return policy, verdict
 
 
-def _computing(task: Task, plan: Plan) -> dict[str, Any]:
+def _computing(task: Task, plan: MemoryPlan) -> dict[str, Any]:
     """The arguments that trainer and ranks share."""
     return {"token_budget": plan.token_budget, "held_to": task.held_to}

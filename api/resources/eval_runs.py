@@ -243,7 +243,7 @@ def retrieve_output_item(
     return ItemOut.of(found, page, row, model=model)
 
 
-def stored_items(session: Any, eval_id: str, run_id: str) -> tuple[EvalRun, items.Stored]:
+def stored_items(session: Any, eval_id: str, run_id: str) -> tuple[EvalRun, items.StoredItems]:
     """The run of a created eval and where its items are. Raises EvalNotFound."""
     run = catalog.run_of(session, eval_id, run_id)
     return run, items.stored(session, run_id)

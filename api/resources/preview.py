@@ -29,10 +29,10 @@ from core.jobs import estimates, usage
 from core.jobs.estimates import Range
 from core.results import evals, preview
 from core.results.preview import (
-    Answer,
     Grading,
-    Prompt,
-    Sampling,
+    PreviewAnswer,
+    PreviewPrompt,
+    PreviewSampling,
     ShownPrompt,
     Signal,
     Spread,
@@ -85,7 +85,7 @@ class PreviewOut(Size):
     cut_off: int
     cut_thoughts: int
     grading: Grading
-    sampling: Sampling
+    sampling: PreviewSampling
     verdict: Verdict
     recommendation: str
 
@@ -201,7 +201,7 @@ async def _previewed(prepared: Prepared, service: Service, upstream: Upstream, s
     size, samples = prepared.asked.settings, prepared.body.samples
     judged = [_answer(*pair, size.supervision == "process") for pair in zip(completions, grades, strict=True)]
     prompts = [
-        Prompt(row.line, completions[first].prompt_tokens, tuple(judged[first : first + samples]))
+        PreviewPrompt(row.line, completions[first].prompt_tokens, tuple(judged[first : first + samples]))
         for row, first in zip(prepared.rows, range(0, len(judged), samples), strict=True)
     ]
     report = preview.report(
@@ -359,13 +359,13 @@ def _graded(
     return grades, tokens
 
 
-def _answer(completion: Completion, grade: Grade, by_steps: bool) -> Answer:
+def _answer(completion: Completion, grade: Grade, by_steps: bool) -> PreviewAnswer:
     score, reason, taught = grade.score, grade.reason, tuple(step.score for step in grade.steps)
     if score is not None and not by_steps:
         taught = (score,)
     elif score is not None and not taught:
         score, reason = None, "supervision is 'process' and the grader gave no steps for this answer"
-    return Answer(
+    return PreviewAnswer(
         text=completion.text,
         tokens=completion.tokens,
         cut_off=completion.cut_off,

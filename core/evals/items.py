@@ -75,7 +75,7 @@ def decode(data: bytes) -> list[Item]:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredItems:
     """The places of a run's items: pages by block, and finished items that are in no page yet."""
 
     pages: dict[int, EvalPage]
@@ -85,7 +85,7 @@ class Stored:
         return sorted({*self.pages, *self.loose})
 
 
-def stored(session: Session, run_id: str) -> Stored:
+def stored(session: Session, run_id: str) -> StoredItems:
     """Find the items of a run. Needs a session of Database.read, which sees one snapshot: the worker replaces entries
     of the journal by pages.
     """
@@ -95,12 +95,12 @@ def stored(session: Session, run_id: str) -> Stored:
     for entry in session.scalars(journal):
         if "item" in entry.data:
             loose.setdefault(block_of(entry.line), []).append(entry.data["item"])
-    return Stored({page.number: page for page in pages}, loose)
+    return StoredItems({page.number: page for page in pages}, loose)
 
 
 def find(
     blobs: BlobStore,
-    where: Stored,
+    where: StoredItems,
     *,
     after_line: int | None = None,
     newest_first: bool = False,
@@ -120,7 +120,7 @@ def find(
                 yield item
 
 
-def of_block(blobs: BlobStore, where: Stored, block: int) -> list[Item]:
+def of_block(blobs: BlobStore, where: StoredItems, block: int) -> list[Item]:
     """The finished items of a block, in order. A page that was deleted meanwhile is empty."""
     page = where.pages.get(block)
     if page is None:
@@ -131,7 +131,7 @@ def of_block(blobs: BlobStore, where: Stored, block: int) -> list[Item]:
         return []
 
 
-def by_id(blobs: BlobStore, where: Stored, run_id: str, wanted: str) -> Item | None:
+def by_id(blobs: BlobStore, where: StoredItems, run_id: str, wanted: str) -> Item | None:
     """The item with this id. Its number tells its block, except in an imported run, which may number in any way."""
     blocks = where.blocks()
     prefix, _, line = wanted.rpartition("_")

@@ -32,7 +32,7 @@ HideSecrets = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredFile:
     """A file in the blob store."""
 
     name: str
@@ -46,7 +46,7 @@ class TakeHome:
     """The files of an exported checkpoint: stored files, and texts generated on export."""
 
     folder: str
-    files: Sequence[Stored]
+    files: Sequence[StoredFile]
     texts: Mapping[str, bytes]
 
     @property
@@ -103,7 +103,7 @@ def check(home: TakeHome, blobs: BlobStore, checkpoint_id: str) -> None:
             raise CheckpointDamaged(checkpoint_id, str(Damaged(file.name))) from None
 
 
-def verified(file: Stored, chunks: Iterator[bytes]) -> Iterator[bytes]:
+def verified(file: StoredFile, chunks: Iterator[bytes]) -> Iterator[bytes]:
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)
@@ -174,7 +174,7 @@ def gather(
             raise NotFound(message, param="checkpoint_id") from None
         raise CheckpointDamaged(checkpoint.id, str(damage)) from None
     files = [
-        Stored(file.name, f"{checkpoint.blob_prefix}/{file.name}", file.bytes, file.sha256)
+        StoredFile(file.name, f"{checkpoint.blob_prefix}/{file.name}", file.bytes, file.sha256)
         for file in manifest.files
         if file.name not in STAYS
     ]
@@ -197,7 +197,7 @@ def _recipe(
     registry: Registry,
     job: Job,
     checkpoint: Checkpoint,
-    files: Sequence[Stored],
+    files: Sequence[StoredFile],
     hide_secrets: HideSecrets,
 ) -> dict[str, Any]:
     """reproduce.json: `request` recreates the job once the two files are uploaded."""

@@ -30,7 +30,7 @@ Verdict = Literal[
 
 
 @dataclass(frozen=True)
-class Answer:
+class PreviewAnswer:
     """One graded answer. `taught` has the values that its group compares: its score, or those of its steps."""
 
     text: str
@@ -44,12 +44,12 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PreviewPrompt:
     """A row and its answers, the same number for every row."""
 
     line: int
     tokens: int
-    answers: tuple[Answer, ...]
+    answers: tuple[PreviewAnswer, ...]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Grading:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class PreviewSampling:
     """Throughput of the inference server, without loading the model."""
 
     seconds: float
@@ -102,7 +102,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Report:
+class PreviewReport:
     """Shares are from 0 to 1; ranges have a 95 % confidence interval between `low` and `high`."""
 
     prompts: list[ShownPrompt]
@@ -117,13 +117,13 @@ class Report:
     cut_off: int
     cut_thoughts: int  # of these, within the thought
     grading: Grading
-    sampling: Sampling
+    sampling: PreviewSampling
     verdict: Verdict
     recommendation: str
 
 
 def report(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PreviewPrompt],
     *,
     group_size: int,
     max_completion_tokens: int,
@@ -131,14 +131,14 @@ def report(
     pass_threshold: float,
     sampling_seconds: float,
     grader_tokens: int = 0,
-) -> Report:
+) -> PreviewReport:
     """Build the report. `group_size` and `max_completion_tokens` are the job's, `context` the model's, in tokens."""
     answers = [answer for prompt in prompts for answer in prompt.answers]
     scores_P = [[one.score for one in prompt.answers if one.score is not None] for prompt in prompts]
     scores = [score for scores_N in scores_P for score in scores_N]
     passed_P = [sum(score >= pass_threshold for score in scores_N) for scores_N in scores_P]
     reasons = Counter(answer.reason for answer in answers if answer.score is None)
-    made = Report(
+    made = PreviewReport(
         prompts=[_shown(prompt) for prompt in prompts],
         answers=len(answers),
         passed=sum(passed_P),
@@ -156,7 +156,7 @@ def report(
             seconds=spread([answer.grading_seconds for answer in answers]),
             tokens=grader_tokens,
         ),
-        sampling=Sampling(
+        sampling=PreviewSampling(
             seconds=sampling_seconds,
             tokens_per_second=sum(answer.tokens for answer in answers) / max(sampling_seconds, 1e-9),
         ),
@@ -167,7 +167,7 @@ def report(
     return replace(made, verdict=verdict, recommendation=advice)
 
 
-def advise(made: Report, group_size: int, longest: int, room: int) -> tuple[Verdict, str]:
+def advise(made: PreviewReport, group_size: int, longest: int, room: int) -> tuple[Verdict, str]:
     """The verdict and advice for groups of `group_size`; answers may have `longest` tokens, prompts `room`."""
     too_long = [prompt for prompt in made.prompts if prompt.tokens > room]
     if too_long:
@@ -197,7 +197,7 @@ def advise(made: Report, group_size: int, longest: int, room: int) -> tuple[Verd
     return verdict, " ".join([f"{result}: {advice}", *notes])
 
 
-def _by_signal(made: Report, mine: Signal) -> tuple[Verdict, str]:
+def _by_signal(made: PreviewReport, mine: Signal) -> tuple[Verdict, str]:
     share = mine.share["expected"]
     if share >= ENOUGH:
         return "good", "there is something to learn."
@@ -213,7 +213,7 @@ def _by_signal(made: Report, mine: Signal) -> tuple[Verdict, str]:
     )
 
 
-def _by_difficulty(made: Report) -> tuple[Verdict, str]:
+def _by_difficulty(made: PreviewReport) -> tuple[Verdict, str]:
     """The reason for zero-variance groups, and the advice."""
     passing = made.passed / (made.answers - made.grading.failed)
     if passing >= ALWAYS:
@@ -235,7 +235,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def signal(prompts: Sequence[Prompt], group_size: int) -> Signal:
+def signal(prompts: Sequence[PreviewPrompt], group_size: int) -> Signal:
     """The expected share of groups with signal, over prompts."""
     samples = len(prompts[0].answers)
     size = min(group_size, samples)
@@ -290,7 +290,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(mean=statistics.fmean(values), p90=quantile(values, 0.9), max=max(values))
 
 
-def mean_lengths(prompts: Sequence[Prompt]) -> list[float]:
+def mean_lengths(prompts: Sequence[PreviewPrompt]) -> list[float]:
     """Mean tokens per answer, by prompt."""
     return [statistics.fmean(answer.tokens for answer in prompt.answers) for prompt in prompts]
 
@@ -308,6 +308,6 @@ def _alike(values: Sequence[float]) -> list[float]:
     return alike
 
 
-def _shown(prompt: Prompt) -> ShownPrompt:
+def _shown(prompt: PreviewPrompt) -> ShownPrompt:
     rewards = [answer.score for answer in prompt.answers]
     return ShownPrompt(prompt.line, prompt.tokens, rewards, prompt.answers[0].text[:SHOWN_LETTERS])

@@ -123,7 +123,7 @@ class Zygote:
         self.in_memory = False
         self.counts_threads = False
         self.ruleset = -1
-        self.ready: Ready | None = None
+        self.ready: ZygoteReady | None = None
         self.code: types.CodeType | None = None
         self.modules: list[str] = config["modules"]
         self._lock_down()
@@ -204,7 +204,7 @@ class Zygote:
             self._child(begun_w, result_w, output_w)
         for fd in (begun_w, result_w, output_w):
             os.close(fd)
-        self.ready = Ready(child, begun_r, result_r, output_r)
+        self.ready = ZygoteReady(child, begun_r, result_r, output_r)
 
     def grade(self) -> dict[str, Any] | None:
         """Let the waiting child run until its end or a limit. Returns the answer, or None if stdin was closed."""
@@ -381,7 +381,7 @@ class Zygote:
         return True
 
 
-class Ready(NamedTuple):
+class ZygoteReady(NamedTuple):
     """A child that waits for its request, and the zygote's ends of its pipes.
 
     The child writes BEGUN to `begun` before the grader's code runs, or the reason why a layer failed. The grader's code

@@ -10,7 +10,15 @@ import pytest
 from core.jobs.estimates import PastJobs, after_preview, before_start, sizes
 from core.jobs.hyperparameter_groups import Sampling
 from core.jobs.hyperparameters import Advanced, Hyperparameters
-from core.results.preview import Answer, Prompt, Report, interval, report, signal, with_signal
+from core.results.preview import (
+    PreviewAnswer,
+    PreviewPrompt,
+    PreviewReport,
+    interval,
+    report,
+    signal,
+    with_signal,
+)
 
 RIGHT, WRONG, UNGRADED = (1.0,), (0.0,), ()
 
@@ -18,11 +26,13 @@ RIGHT, WRONG, UNGRADED = (1.0,), (0.0,), ()
 def prompts(*scores_P: list[Any], cut_off: bool = False, tokens: int = 10, text: str = "four") -> list[Any]:
     """A prompt for each list of scores; None could not be graded."""
     return [
-        Prompt(
+        PreviewPrompt(
             line,
             tokens,
             tuple(
-                Answer(text, 20, cut_off, one, "" if one is not None else "it broke.", 0.5, taught_by(one))
+                PreviewAnswer(
+                    text, 20, cut_off, one, "" if one is not None else "it broke.", 0.5, taught_by(one)
+                )
                 for one in scores
             ),
         )
@@ -34,7 +44,7 @@ def taught_by(score: Any) -> tuple[Any, ...]:
     return () if score is None else (score,)
 
 
-def of(some: list[Any], **options: Any) -> Report:
+def of(some: list[Any], **options: Any) -> PreviewReport:
     asked = {
         "group_size": 8,
         "max_completion_tokens": 50,

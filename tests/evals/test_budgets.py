@@ -21,7 +21,7 @@ from tests.evals.conftest import EXACT, JUDGED, House, completions, row
 from tests.evals.servers import chat_server, verdict
 from tests.evals.test_interruptions import expire
 from tests.present import untyped
-from worker.evals.record import Call
+from worker.evals.record import PaidCall
 from worker.evals.spending import Calls, Spending
 
 
@@ -297,8 +297,8 @@ def in_progress_by_round(costs: list[int], cap: int) -> tuple[list[int], int]:
     return asyncio.run(run())
 
 
-def call(tokens: int) -> Call:
-    return Call("m", {"completion_tokens": tokens}, metered=False)
+def call(tokens: int) -> PaidCall:
+    return PaidCall("m", {"completion_tokens": tokens}, metered=False)
 
 
 def test_the_number_of_items_in_progress_at_most_doubles_with_each_round() -> None:

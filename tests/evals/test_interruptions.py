@@ -25,7 +25,7 @@ from core.tenancy import tenants
 from tests.evals.conftest import EXACT, JUDGED, House, completions
 from tests.evals.servers import chat_server, verdict
 from tests.present import present
-from worker.evals.record import Call, Record
+from worker.evals.record import PaidCall, Record
 
 ROOT = Path(__file__).parents[2]
 KILLS, ROWS = 20, 200
@@ -322,7 +322,7 @@ def test_calls_that_were_answered_before_the_worker_saw_the_cancellation_are_cou
     made = new_eval(JUDGED)
     run = client.evals.runs.create(made.id, data_source=completions(2))
     record = record_of(house, house.runner().claim())
-    record.paid(Call("judge", {"prompt_tokens": 10, "completion_tokens": 5}, metered=True, judge=True))
+    record.paid(PaidCall("judge", {"prompt_tokens": 10, "completion_tokens": 5}, metered=True, judge=True))
     client.evals.runs.cancel(run.id, eval_id=made.id)
 
     for _ in range(2):
@@ -342,7 +342,7 @@ def test_the_calls_of_a_worker_that_lost_its_run_to_another_are_not_counted(
     made = new_eval(JUDGED)
     run = client.evals.runs.create(made.id, data_source=completions(2))
     record = record_of(house, house.runner().claim())
-    record.paid(Call("judge", {"prompt_tokens": 10, "completion_tokens": 5}, metered=True, judge=True))
+    record.paid(PaidCall("judge", {"prompt_tokens": 10, "completion_tokens": 5}, metered=True, judge=True))
     expire(house.database)
 
     with pytest.raises(LeaseLost):

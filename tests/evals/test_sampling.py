@@ -8,7 +8,7 @@ import pytest
 from graders.calls import CallRetryPolicy
 from graders.judge.judges import JudgeModel
 from tests.graders.servers import ODD_COUNTS, Reply, ScriptedServer, chat, with_usage
-from worker.evals.sampling import Answer, ChatSampler, ServerUnavailable, chat_fields
+from worker.evals.sampling import ChatSampler, ItemAnswer, ServerUnavailable, chat_fields
 
 PROMPT = [{"role": "user", "content": "hi"}]
 LOADING = Reply(503, "loading", {"retry-after": "5"})
@@ -16,8 +16,8 @@ LOADING = Reply(503, "loading", {"retry-after": "5"})
 
 def sampled(
     replies: list[Reply], *, ours: bool, retries: int = 2, loading: int | None = None
-) -> tuple[Answer, ScriptedServer]:
-    async def run() -> tuple[Answer, ScriptedServer]:
+) -> tuple[ItemAnswer, ScriptedServer]:
+    async def run() -> tuple[ItemAnswer, ScriptedServer]:
         server = ScriptedServer(replies)
         async with server as url:
             at_once = CallRetryPolicy(

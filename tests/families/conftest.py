@@ -9,7 +9,7 @@ from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, Family
 from worker.model import support
 from worker.model.policy import Policy, load_base, read_config
-from worker.model.support import Verdict
+from worker.model.support import ForwardVerdict
 from worker.refusals import UnsupportedModel
 
 
@@ -18,7 +18,7 @@ class Loaded:
     """A model that was accepted, or the reason why it was refused."""
 
     policy: Policy | None
-    verdict: Verdict | None = None
+    verdict: ForwardVerdict | None = None
     refusal: str = ""
 
 

@@ -54,7 +54,7 @@ def settings_of(pod: Pod) -> Settings:
 
 def needs(
     manifests: list[dict[str, Any]],
-) -> Iterator[tuple[str, sizing.Shape | None, sizing.Workload, sizing.Plan]]:
+) -> Iterator[tuple[str, sizing.Shape | None, sizing.Workload, sizing.MemoryPlan]]:
     """For each model that a profile trains: its plan for prompts and answers as long as its context."""
     [api] = pods(manifests, "api")
     settings = settings_of(api)

@@ -16,7 +16,7 @@ from core.response_format import SchemaTooLarge, held_to
 from tests.present import untyped
 from tests.tiny import make_byte_model
 from worker.model.policy import Policy, load_base
-from worker.serve.continuous import ContinuousEngine, Lora, RowCache, ServedModel, sample
+from worker.serve.continuous import ContinuousEngine, RowCache, ServedAdapter, ServedModel, sample
 from worker.serve.engine import Ask, Token
 
 # Of which llguidance cannot follow all: each of the branches is open when an answer begins.
@@ -213,7 +213,7 @@ class Gated(ServedModel):
         self.checked = True
 
     def read(
-        self, prompts: Sequence[Sequence[int]], loras: Sequence[Lora | None]
+        self, prompts: Sequence[Sequence[int]], loras: Sequence[ServedAdapter | None]
     ) -> tuple[RowCache, torch.Tensor]:
         if not self.checked:
             return super().read(prompts, loras)
@@ -302,7 +302,7 @@ class Reading(ServedModel):
         self.folders: list[Path] = []
         self.second = threading.Event()
 
-    def lora(self, folder: Path) -> Lora:
+    def lora(self, folder: Path) -> ServedAdapter:
         self.folders.append(folder)
         if len(self.folders) > 1:
             self.second.set()

@@ -29,7 +29,7 @@ def policy_of(title: str, folder: Path) -> Policy:
     return Policy(load_base(title, entry, folder, "cpu"), rank=4, alpha=8, seed=0)
 
 
-def plan_of(shape: sizing.Shape) -> sizing.Plan:
+def plan_of(shape: sizing.Shape) -> sizing.MemoryPlan:
     """Two prompts of 20 tokens with four answers of 8 each."""
     work = sizing.workload(
         rank=4, prompt=20, completion=8, batch=2, group=4, valid_rows=1, eval_samples=1, copied=True

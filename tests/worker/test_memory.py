@@ -313,7 +313,7 @@ class TestRows:
         work = workload(**self.HOW, copied=True)
         shape = sizing.shape_of_config(QWEN3_4B, 2)
 
-        def planned(gib: int) -> sizing.Plan:
+        def planned(gib: int) -> sizing.MemoryPlan:
             assert shape is not None
             return sizing.plan("m", shape, work, Machine(device, gib * GIB, "transformers"))
 
@@ -335,7 +335,7 @@ class TestRows:
         assert replace(LARGE, recurrent_layers=36).own_token_bytes > 0
 
 
-def fitting(planned: Callable[..., sizing.Plan], gib: int) -> sizing.Plan | None:
+def fitting(planned: Callable[..., sizing.MemoryPlan], gib: int) -> sizing.MemoryPlan | None:
     try:
         return planned(gib)
     except DoesNotFit:

@@ -166,7 +166,7 @@ def test_the_tokens_that_a_spent_budget_forced_are_counted() -> None:
 def test_an_effort_is_the_models_own_switch_or_a_budget(
     family: str, effort: Effort, arguments: dict[str, Any], budget: int | None
 ) -> None:
-    assert reasoning.plan_effort(present(found(FAMILIES[family])), effort, 1000) == reasoning.Plan(
+    assert reasoning.plan_effort(present(found(FAMILIES[family])), effort, 1000) == reasoning.EffortPlan(
         arguments, budget
     )
 

@@ -23,7 +23,7 @@ from tests.present import present
 from tests.worker.conftest import Bench
 from tests.worker.kernel import FakeKernel
 from worker import process
-from worker.supervise.supervisor import Progress, Supervisor
+from worker.supervise.supervisor import RunProgress, Supervisor
 
 pytestmark = pytest.mark.slow  # starts child processes
 
@@ -402,7 +402,7 @@ def test_progress_is_seen_by_our_own_clock_whatever_that_of_the_file_says(tmp_pa
     now = [0.0]
     file = tmp_path / "progress"
     file.touch()
-    progress = Progress(file, lambda: now[0])
+    progress = RunProgress(file, lambda: now[0])
 
     now[0] = 50.0
     assert progress.still_for() == 50.0

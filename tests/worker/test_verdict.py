@@ -12,7 +12,7 @@ from graders.types import ErrorKind, Grade
 from tests.present import present, untyped
 from worker.record.verdict import (
     MIN_ROWS,
-    Comparison,
+    RewardComparison,
     bootstrap_interval,
     compare,
     row_scores,
@@ -21,7 +21,7 @@ from worker.record.verdict import (
 from worker.types import Group, Prompt, Rollout
 
 
-def compared(base: Sequence[float | None], tuned: Sequence[float | None]) -> Comparison:
+def compared(base: Sequence[float | None], tuned: Sequence[float | None]) -> RewardComparison:
     """The comparison of scores of which both sides have some."""
     comparison = compare(base, tuned)
     assert comparison is not None

@@ -15,7 +15,7 @@ from core.registry import BaseModelEntry
 from tests.present import present
 from tests.tiny import make_tiny_model
 from worker.model.policy import Policy, Route, load_base
-from worker.model.support import Verdict
+from worker.model.support import ForwardVerdict
 from worker.model.verdicts import probed, store_coverage
 
 
@@ -30,7 +30,7 @@ def model_cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def try_model(folder: Path, model_cache: Path) -> Callable[..., tuple[int, Verdict]]:
+def try_model(folder: Path, model_cache: Path) -> Callable[..., tuple[int, ForwardVerdict]]:
     """Load the model and try it as a job does. Returns how many forward passes that took, and the verdict.
 
     `meanwhile` is called when the files have been read.
@@ -43,7 +43,7 @@ def try_model(folder: Path, model_cache: Path) -> Callable[..., tuple[int, Verdi
         again: bool = False,
         meanwhile: Callable[[], object] = lambda: None,
         **fields: Any,
-    ) -> tuple[int, Verdict]:
+    ) -> tuple[int, ForwardVerdict]:
         entry = BaseModelEntry(path=folder, **{"dtype": "float32", "context": 128} | fields)
         base = load_base("tiny", entry, folder, "cpu")
         meanwhile()
@@ -62,7 +62,7 @@ def stored(model_cache: Path) -> list[Any]:
 
 
 def test_the_next_job_on_the_same_model_does_not_try_it_again(
-    try_model: Callable[..., tuple[int, Verdict]],
+    try_model: Callable[..., tuple[int, ForwardVerdict]],
 ) -> None:
     passes, first = try_model()
     none, second = try_model()
@@ -77,7 +77,7 @@ def test_the_next_job_on_the_same_model_does_not_try_it_again(
     "change", [{"context": 64}, {"dtype": "bfloat16"}, {"targets": "attention"}, {"again": True}], ids=str
 )
 def test_what_the_verdict_depends_on_is_tried_again(
-    try_model: Callable[..., tuple[int, Verdict]], change: dict[str, Any]
+    try_model: Callable[..., tuple[int, ForwardVerdict]], change: dict[str, Any]
 ) -> None:
     try_model()
 
@@ -86,7 +86,9 @@ def test_what_the_verdict_depends_on_is_tried_again(
     assert passes > 10
 
 
-def test_other_files_are_another_model(try_model: Callable[..., tuple[int, Verdict]], folder: Path) -> None:
+def test_other_files_are_another_model(
+    try_model: Callable[..., tuple[int, ForwardVerdict]], folder: Path
+) -> None:
     try_model()
     weights = folder / "model.safetensors"
     os.utime(weights, ns=(weights.stat().st_atime_ns, weights.stat().st_mtime_ns + 1))
@@ -97,7 +99,7 @@ def test_other_files_are_another_model(try_model: Callable[..., tuple[int, Verdi
 
 
 def test_weights_that_are_changed_in_place_are_another_model_though_their_times_are_set_back(
-    try_model: Callable[..., tuple[int, Verdict]], folder: Path
+    try_model: Callable[..., tuple[int, ForwardVerdict]], folder: Path
 ) -> None:
     try_model()
     weights = folder / "model.safetensors"
@@ -127,7 +129,7 @@ def test_a_large_file_is_told_apart_by_blocks_of_it(tmp_path: Path, position: in
 
 
 def test_files_that_change_during_the_load_give_no_verdict_for_later(
-    try_model: Callable[..., tuple[int, Verdict]], folder: Path, model_cache: Path
+    try_model: Callable[..., tuple[int, ForwardVerdict]], folder: Path, model_cache: Path
 ) -> None:
     """The verdict is of a mixture, or of files that are gone."""
     weights = folder / "model.safetensors"
@@ -140,7 +142,7 @@ def test_files_that_change_during_the_load_give_no_verdict_for_later(
 
 
 def test_a_verdict_of_files_that_were_swapped_during_the_load_is_not_used(
-    try_model: Callable[..., tuple[int, Verdict]], folder: Path
+    try_model: Callable[..., tuple[int, ForwardVerdict]], folder: Path
 ) -> None:
     try_model()
     config = folder / "config.json"
@@ -151,7 +153,7 @@ def test_a_verdict_of_files_that_were_swapped_during_the_load_is_not_used(
 
 
 def test_a_job_that_needs_the_decode_too_tries_a_model_that_was_tried_without(
-    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path
+    try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path
 ) -> None:
     try_model(sampled=False)
     passes, _ = try_model(sampled=True)
@@ -164,7 +166,7 @@ def test_a_job_that_needs_the_decode_too_tries_a_model_that_was_tried_without(
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"key": 1}', b"\xff\xfe", None])
 def test_a_damaged_file_is_ignored_and_written_again(
-    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path, damage: bytes | None
+    try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path, damage: bytes | None
 ) -> None:
     _, first = try_model()
     [file] = stored(model_cache)
@@ -199,7 +201,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_an_edited_file_is_not_trusted(
-    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path, edit: Callable[..., Any]
+    try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path, edit: Callable[..., Any]
 ) -> None:
     _, first = try_model()
     [file] = stored(model_cache)
@@ -214,7 +216,7 @@ def test_an_edited_file_is_not_trusted(
 
 
 def test_an_ignored_file_is_logged_once(
-    try_model: Callable[..., tuple[int, Verdict]],
+    try_model: Callable[..., tuple[int, ForwardVerdict]],
     model_cache: Path,
     folder: Path,
     caplog: pytest.LogCaptureFixture,
@@ -231,7 +233,7 @@ def test_an_ignored_file_is_logged_once(
 
 
 def test_a_cache_that_cannot_be_written_costs_a_check_only(
-    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path
+    try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path
 ) -> None:
     model_cache.write_text("a file")
 
@@ -239,7 +241,7 @@ def test_a_cache_that_cannot_be_written_costs_a_check_only(
 
 
 def test_the_newest_result_of_a_model_is_found_by_its_entry(
-    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path, folder: Path
+    try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path, folder: Path
 ) -> None:
     try_model()
     try_model(targets="attention")
@@ -256,7 +258,7 @@ def test_the_newest_result_of_a_model_is_found_by_its_entry(
 
 
 def test_a_result_of_other_libraries_is_found_as_such_or_not_at_all(
-    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path, folder: Path
+    try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path, folder: Path
 ) -> None:
     try_model()
     checks, entry = ModelChecks(model_cache), BaseModelEntry(path=folder, dtype="float32", context=128)
@@ -280,7 +282,7 @@ def test_a_result_is_outdated_by_what_is_installed_here(made: dict[str, str], ou
 
 
 def test_layers_that_the_sampler_cannot_adapt_are_not_in_the_stored_coverage(
-    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path, folder: Path
+    try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path, folder: Path
 ) -> None:
     _, verdict = try_model()
     checks, entry = ModelChecks(model_cache), BaseModelEntry(path=folder, dtype="float32", context=128)
@@ -301,7 +303,7 @@ def test_layers_that_the_sampler_cannot_adapt_are_not_in_the_stored_coverage(
 
 
 def test_a_model_that_is_refused_later_leaves_no_verdict(
-    try_model: Callable[..., tuple[int, Verdict]], model_cache: Path
+    try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path
 ) -> None:
     try_model()
     [path] = stored(model_cache)

@@ -22,7 +22,7 @@ CONTEXTS = (2048, 8192, 32_768)
 
 
 @dataclass(frozen=True)
-class Report:
+class ModelReport:
     """What trying a model showed."""
 
     name: str
@@ -120,7 +120,7 @@ def as_toml(name: str, entry: BaseModelEntry) -> str:
     return f'\n[models.{key}]\n{source}\ndtype = "{entry.dtype}"\ncontext = {entry.context}\n'
 
 
-def inspect(name: str, entry: BaseModelEntry, settings: Settings) -> Report:
+def inspect(name: str, entry: BaseModelEntry, settings: Settings) -> ModelReport:
     """Load the model and try it as a job does.
 
     Raises:
@@ -140,7 +140,7 @@ def inspect(name: str, entry: BaseModelEntry, settings: Settings) -> Report:
     policy = Policy(base, rank=ADAPTER.rank, alpha=ADAPTER.alpha, seed=0)
     verdict = verdicts.probed(policy, entry, settings.model_cache, sampled=True, again=True)
     shape = shape_of(config, DTYPES[entry.dtype])
-    return Report(
+    return ModelReport(
         name=name,
         architecture=architecture(config),
         context=entry.context,

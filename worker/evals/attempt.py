@@ -39,8 +39,8 @@ from graders.spec import GraderSpec, InvalidGrader, parse_grader
 from graders.template import RenderError
 from graders.types import Grader, Sample
 from worker.evals.grading import Result, result_of, status_of
-from worker.evals.record import Call, Entry, QuotaReached, Record
-from worker.evals.sampling import Answer, ChatSampler, Sampler, ServerUnavailable, chat_fields
+from worker.evals.record import Entry, PaidCall, QuotaReached, Record
+from worker.evals.sampling import ChatSampler, ItemAnswer, ItemSampler, ServerUnavailable, chat_fields
 from worker.evals.spending import Calls, ItemCost, Spending
 from worker.supervise.telemetry import EVAL_ITEMS, EVAL_SECONDS
 
@@ -61,13 +61,13 @@ class RunFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What an attempt does with each row."""
 
     run: EvalRun
     criteria: Sequence[GraderSpec]
     graders: Sequence[Grader]
-    sampler: Sampler | None  # None: rows have their samples
+    sampler: ItemSampler | None  # None: rows have their samples
     metered: bool  # samples are from a model that the operator pays for
     prompt: PromptTemplate | None
     parse_json: bool
@@ -87,7 +87,7 @@ class Plan:
         return Calls(judges=sum(str(index) not in entry["grades"] for index in self.judged))
 
 
-class Attempt:
+class RunAttempt:
     """Owned by one event loop."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Attempt:
         with lifecycle.fenced(self.database, self.claim) as (_, run):
             lifecycle.complete(run)
 
-    async def _plan(self, run: EvalRun, made: Eval, stack: AsyncExitStack) -> Plan:
+    async def _plan(self, run: EvalRun, made: Eval, stack: AsyncExitStack) -> RunPlan:
         try:
             criteria = [
                 parse_grader(sent, f"testing_criteria[{number}]")
@@ -155,7 +155,7 @@ class Attempt:
         metered = sampler is not None and not sampler.ours
         kept = run.summary
         spending = Spending(run.budget, budgets.used(kept), summary.paid_items(kept))
-        return Plan(run, criteria, graders, sampler, metered, prompt, wants_json, spending)
+        return RunPlan(run, criteria, graders, sampler, metered, prompt, wants_json, spending)
 
     def _sampler(self, run: EvalRun, fields: dict[str, Any]) -> ChatSampler:
         assert run.model is not None
@@ -186,7 +186,7 @@ class Attempt:
             raise RunFailed("file_deleted", "The file of the run was deleted before it could be read.")
         return rows.of_file(files.read_content(self.blobs, file))
 
-    async def _all(self, plan: Plan, source: Callable[[], Iterator[EvalRow | LineError]]) -> None:
+    async def _all(self, plan: RunPlan, source: Callable[[], Iterator[EvalRow | LineError]]) -> None:
         """Work on all unfinished rows, some at a time, while the record is written."""
         queue = self._unfinished(source)
         advance = asyncio.Lock()
@@ -277,7 +277,7 @@ class Attempt:
         except files.FileDamaged as damaged:
             raise RunFailed("file_damaged", str(damaged)) from damaged
 
-    async def _one(self, plan: Plan, row: EvalRow, entry: Entry, cost: ItemCost) -> None:
+    async def _one(self, plan: RunPlan, row: EvalRow, entry: Entry, cost: ItemCost) -> None:
         """Sample and grade one row, skipping what an earlier attempt has paid for."""
         if "sample" not in entry:
             with nullcontext() if plan.sampler is None else _timed("sampling"):
@@ -311,23 +311,23 @@ class Attempt:
             cost.all_tokens,
         )
 
-    async def _sampled(self, plan: Plan, row: EvalRow, cost: ItemCost) -> dict[str, Any]:
+    async def _sampled(self, plan: RunPlan, row: EvalRow, cost: ItemCost) -> dict[str, Any]:
         if plan.sampler is None or plan.prompt is None:
             sample = Sample("") if row.sample is None else sample_of(row.sample)
             model = (row.sample or {}).get("model")
-            answer = Answer(sample.output_text, sample.output_tools, sample.finish_reason)
+            answer = ItemAnswer(sample.output_text, sample.output_tools, sample.finish_reason)
             return _sample({}, [], answer, model, row.sample or {})
         model, messages = plan.run.model or "", list[Message]()
         try:
             messages = plan.prompt.render(row.item)
             answer = await plan.sampler.sample(messages)
         except (RenderError, InvalidTrajectory) as cause:
-            answer = Answer(error={"code": "invalid_prompt", "message": str(cause)})
+            answer = ItemAnswer(error={"code": "invalid_prompt", "message": str(cause)})
         if answer.error is None:
-            self._pay(Call(model, answer.usage, metered=plan.metered), cost)
+            self._pay(PaidCall(model, answer.usage, metered=plan.metered), cost)
         return _sample(chat_fields(plan.run.data_source), messages, answer, model, None)
 
-    async def _graded(self, plan: Plan, row: EvalRow, entry: Entry, index: int, cost: ItemCost) -> None:
+    async def _graded(self, plan: RunPlan, row: EvalRow, entry: Entry, index: int, cost: ItemCost) -> None:
         if str(index) in entry["grades"]:
             return
         spec, grader = plan.criteria[index], plan.graders[index]
@@ -339,7 +339,7 @@ class Attempt:
                 "completion_tokens": tokens.completion_tokens,
                 "cached_tokens": tokens.cached_tokens,
             }
-            self._pay(Call(model, usage, metered=True, judge=True), cost)
+            self._pay(PaidCall(model, usage, metered=True, judge=True), cost)
         entry["grades"][str(index)] = result_of(spec, grade)
         if grade.usage:  # other grades cost nothing to repeat
             self.record.note(
@@ -347,7 +347,7 @@ class Attempt:
                 {"sample": entry["sample"], "grades": dict(entry["grades"]), "tokens": cost.all_tokens},
             )
 
-    def _pay(self, call: Call, cost: ItemCost) -> None:
+    def _pay(self, call: PaidCall, cost: ItemCost) -> None:
         self.record.paid(call)
         cost.add(call)
 
@@ -363,7 +363,7 @@ def _timed(phase: str) -> Iterator[None]:
 def _sample(
     fields: dict[str, Any],
     messages: Sequence[Message],
-    answer: Answer,
+    answer: ItemAnswer,
     model: str | None,
     given: dict[str, Any] | None,
 ) -> dict[str, Any]:
@@ -391,7 +391,7 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _for_graders(stored: dict[str, Any], plan: Plan) -> Sample:
+def _for_graders(stored: dict[str, Any], plan: RunPlan) -> Sample:
     if "graded" in stored:
         return sample_of(stored["graded"]) if stored["graded"] else Sample("")
     [message] = stored["output"]

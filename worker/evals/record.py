@@ -42,7 +42,7 @@ class QuotaReached(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class PaidCall:
     """A call of a model that was answered, with its tokens by kind."""
 
     model: str
@@ -62,7 +62,7 @@ class _Pending:
     entries: dict[int, Entry] = field(default_factory=dict)
     finished: list[Item] = field(default_factory=list)
     item_tokens: list[int] = field(default_factory=list)  # of finished items
-    calls: list[Call] = field(default_factory=list)
+    calls: list[PaidCall] = field(default_factory=list)
 
 
 class Record:
@@ -105,7 +105,7 @@ class Record:
 
     # Called by the items; nothing here waits.
 
-    def paid(self, call: Call) -> None:
+    def paid(self, call: PaidCall) -> None:
         self._pending.calls.append(call)
 
     def note(self, line: int, entry: Entry) -> None:
@@ -186,7 +186,7 @@ class Record:
                 _upsert(session, run.id, pending.entries)
             return tenants.used_up(session, run.project_id, self._limits(session, run))
 
-    def _write_calls(self, calls: Sequence[Call]) -> None:
+    def _write_calls(self, calls: Sequence[PaidCall]) -> None:
         """Count what the calls of a canceled run have used; their items are dropped."""
         with self.database.write() as session:
             run = lifecycle.canceled_from(session, self.claim)
@@ -228,7 +228,7 @@ class Record:
         return full
 
 
-def _add_calls(session: Session, run: EvalRun, counts: summary.Summary, calls: Sequence[Call]) -> None:
+def _add_calls(session: Session, run: EvalRun, counts: summary.Summary, calls: Sequence[PaidCall]) -> None:
     """Add the calls to the counts of the run and to the usage of its project."""
     for call in calls:
         summary.add_usage(counts, call.model, call.usage, judge=call.judge)

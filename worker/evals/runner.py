@@ -11,7 +11,7 @@ from core.settings import Settings
 from core.storage.store import BlobStore
 from core.telemetry import logs
 from graders.backends import Backends
-from worker.evals.attempt import Attempt, RunFailed
+from worker.evals.attempt import RunAttempt, RunFailed
 from worker.evals.record import QuotaReached
 from worker.retry import RetryPolicy
 from worker.supervise.lease import LeaseKeeper
@@ -107,7 +107,7 @@ class EvalRunner:
                     self._end(claim, cause)
 
     async def _attempt(self, claim: Claim, lease: LeaseKeeper) -> None:
-        attempt = Attempt(self.settings, self.database, self.blobs, self.backends, claim)
+        attempt = RunAttempt(self.settings, self.database, self.blobs, self.backends, claim)
         attempt.moved = lease.moved
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None

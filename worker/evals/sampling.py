@@ -30,7 +30,7 @@ class ServerUnavailable(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ItemAnswer:
     """The answer of a model, or the reason why there is none."""
 
     text: str = ""
@@ -40,10 +40,10 @@ class Answer:
     error: Mapping[str, str] | None = None
 
 
-class Sampler(Protocol):
+class ItemSampler(Protocol):
     """Answers prompts. Safe to call concurrently."""
 
-    async def sample(self, messages: Sequence[Message]) -> Answer:
+    async def sample(self, messages: Sequence[Message]) -> ItemAnswer:
         """Return the answer. An error of the request is an Answer with an error.
 
         Raises:
@@ -79,7 +79,7 @@ class ChatSampler:
         self._slots = asyncio.Semaphore(model.max_concurrency)
         self._pace = RateLimit(model.requests_per_second, self._patience.sleep, time.monotonic)
 
-    async def sample(self, messages: Sequence[Message]) -> Answer:
+    async def sample(self, messages: Sequence[Message]) -> ItemAnswer:
         body = json.dumps({**self.fields, "messages": list(messages)}).encode()
         headers = {"authorization": f"Bearer {self.model.api_key}"} if self.model.api_key else {}
         url = self.model.base_url.rstrip("/") + "/chat/completions"
@@ -97,16 +97,16 @@ class ChatSampler:
             except NoAnswer as silence:
                 if self.ours:
                     raise ServerUnavailable(str(silence)) from silence
-                return Answer(error={"code": "server_error", "message": str(silence)})
+                return ItemAnswer(error={"code": "server_error", "message": str(silence)})
         if not answer.ok:
             if self.ours and answer.is_loading:
                 raise ServerUnavailable(f"HTTP {answer.status}: {quoted(answer.text, 300)}")
-            return Answer(error=_error(answer.status, answer.text))
+            return ItemAnswer(error=_error(answer.status, answer.text))
         try:
             return _answer(json.loads(answer.text), body)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             text = f"not a chat completion: {quoted(answer.text, 300)}"
-            return Answer(error={"code": "server_error", "message": text})
+            return ItemAnswer(error={"code": "server_error", "message": text})
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -122,10 +122,10 @@ def chat_fields(data_source: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None}
 
 
-def _answer(completion: Mapping[str, Any], body: bytes) -> Answer:
+def _answer(completion: Mapping[str, Any], body: bytes) -> ItemAnswer:
     choice = completion["choices"][0]
     message = choice["message"]
-    return Answer(
+    return ItemAnswer(
         text=str(message.get("content") or message.get("refusal") or ""),
         tool_calls=list(message.get("tool_calls") or ()),
         finish_reason=str(choice.get("finish_reason") or "stop"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from core.errors import BudgetReached
 from core.evals.budgets import CAPS
 from core.evals.summary import PaidItems
-from worker.evals.record import Call
+from worker.evals.record import PaidCall
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ItemCost:
     def all_tokens(self) -> int:
         return self.earlier_tokens + self.tokens
 
-    def add(self, call: Call) -> None:
+    def add(self, call: PaidCall) -> None:
         self.tokens += call.tokens
         self.judge_calls += call.judge
 

@@ -30,7 +30,7 @@ from worker.types import Pack
 
 if TYPE_CHECKING:
     from worker.model.policy import Policy
-    from worker.model.support import Verdict
+    from worker.model.support import ForwardVerdict
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Model:
         self.check(policy)
         return policy
 
-    def check(self, policy: "Policy") -> "Verdict":
+    def check(self, policy: "Policy") -> "ForwardVerdict":
         """Choose the forward pass, by the same rule on every rank.
 
         Raises:

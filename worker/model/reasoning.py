@@ -55,7 +55,7 @@ class Reasoning:
 
     def split(self, ids_T: Sequence[int], *, budget: int | None = None) -> Split:
         """Divide the tokens of an answer. `budget`: the thought's, in tokens, with which they were sampled."""
-        place = Place(self)
+        place = AnswerPart(self)
         for token in ids_T:
             if place.at == "answer":
                 break
@@ -94,7 +94,7 @@ class Reasoning:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-class Place:
+class AnswerPart:
     """Follows one answer token by token: before its thought, in it, or in the answer."""
 
     def __init__(self, reasoning: Reasoning) -> None:
@@ -167,14 +167,14 @@ def _detected(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Reaso
 
 
 @dataclass(frozen=True)
-class Plan:
+class EffortPlan:
     """What an effort means for one model."""
 
     arguments: TemplateArguments  # of its chat template
     budget: int | None  # tokens of the thought; None: unlimited
 
 
-def plan_effort(reasoning: Reasoning, effort: Effort | None, max_completion_tokens: int) -> Plan:
+def plan_effort(reasoning: Reasoning, effort: Effort | None, max_completion_tokens: int) -> EffortPlan:
     """Translate OpenAI's `reasoning_effort` to the model's own switches, or else to a budget.
 
     A model whose template has levels of effort gets its nearest one. Any other is switched on or off, and thinks for
@@ -182,16 +182,16 @@ def plan_effort(reasoning: Reasoning, effort: Effort | None, max_completion_toke
     """
     switches = reasoning.switches
     if effort in (None, "default"):
-        return Plan({}, None)
+        return EffortPlan({}, None)
     if effort == "none" and switches.toggle:
-        return Plan({switches.toggle: False}, None)
+        return EffortPlan({switches.toggle: False}, None)
     on: TemplateArguments = {switches.toggle: True} if switches.toggle else {}
     if switches.efforts:
-        return Plan({**on, "reasoning_effort": _nearest(effort, switches.efforts)}, None)
+        return EffortPlan({**on, "reasoning_effort": _nearest(effort, switches.efforts)}, None)
     if effort == "none":
-        return Plan({}, 0)
+        return EffortPlan({}, 0)
     share = _BUDGET_SHARES.get(effort or "")
-    return Plan(on, None if share is None else int(share * max_completion_tokens))
+    return EffortPlan(on, None if share is None else int(share * max_completion_tokens))
 
 
 def _nearest(effort: str | None, efforts: Sequence[str]) -> str:

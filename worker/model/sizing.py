@@ -272,7 +272,7 @@ def adapter_parameters(shape: Shape, rank: int, targets: LoraTargets = "all-line
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """The memory plan of a run."""
 
     token_budget: int  # of a micro-batch, padding included
@@ -291,7 +291,7 @@ class Plan:
         )
 
 
-def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> Plan:
+def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPlan:
     """Choose the KV cache, the micro-batch and whether activations are computed twice.
 
     In this order, on a GPU:
@@ -354,7 +354,7 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> Plan:
                 for larger in (budget, *widths(budget, GPU_TOKEN_BUDGETS[1]))
                 if made(larger, cache, checkpointed).total <= machine.available
             )
-        return Plan(budget, cache, checkpointed, made(budget, cache, checkpointed))
+        return MemoryPlan(budget, cache, checkpointed, made(budget, cache, checkpointed))
     needed = made(choices[-1][1], least, True)
     size = f"{machine.available / GIB:.1f} GiB"
     place = f"the GPU class `{machine.gpu_class}` has {size}" if machine.gpu_class else f"{size} are free"

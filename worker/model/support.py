@@ -101,7 +101,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ForwardVerdict:
     """The route that a model is computed on, and its distance from the reference."""
 
     route: Route
@@ -137,7 +137,7 @@ class Verdict:
 
 
 @torch.no_grad()
-def probe(policy: Policy, *, sampled: bool) -> Verdict:
+def probe(policy: Policy, *, sampled: bool) -> ForwardVerdict:
     """Choose the quickest forward, and with `sampled` the quickest decode, whose log-probabilities are right.
 
     On random tokens, in float32, with random weights in the adapter (its B is 0 at first, which would hide a wrong
@@ -172,7 +172,7 @@ def _choose(
     sampled: bool,
     *,
     blocks: bool,
-) -> Verdict:
+) -> ForwardVerdict:
     config = policy.model.get_base_model().config
     reasons: list[str] = []
     for route in (Route("packed", blocks=True), *FORWARDS) if blocks else FORWARDS:
@@ -181,11 +181,11 @@ def _choose(
         if gaps is None:
             continue
         if not sampled:
-            return Verdict(route, gaps, "".join(reasons[:1]))
+            return ForwardVerdict(route, gaps, "".join(reasons[:1]))
         for decode in DECODES[route.forward]:
             found = compare(replace(route, decode=decode), "sampling with a cache", _sampled)
             if found is not None:
-                return Verdict(policy.route, [*gaps, *found], "".join(reasons[:1]))
+                return ForwardVerdict(policy.route, [*gaps, *found], "".join(reasons[:1]))
     raise UnsupportedModel(
         f"{architecture(config)} is not supported: {reasons[-1]} Likely because of: {suspects(config)}."
     )

@@ -17,14 +17,14 @@ from core.model_templates import reasons
 from core.registry import BaseModelEntry
 from worker.model import support
 from worker.model.policy import Policy
-from worker.model.support import Verdict
+from worker.model.support import ForwardVerdict
 from worker.refusals import UnsupportedModel
 
 WORKER = Path(__file__).parents[1]
 # The code that the probe compares, beside this folder.
 COMPARED = ("learn/batch.py", "learn/gradient.py", "rollout/samplers/transformers.py")
 
-_VERDICT = TypeAdapter(Verdict)
+_VERDICT = TypeAdapter(ForwardVerdict)
 
 
 def probed(
@@ -35,7 +35,7 @@ def probed(
     sampled: bool,
     targets: LoraTargets = "all-linear",
     again: bool = False,
-) -> Verdict:
+) -> ForwardVerdict:
     """The stored verdict of this model, else that of `support.probe`, which is stored. The policy uses its route.
 
     A verdict is found and stored by the files as they were before the model was loaded, and only while they still are.
@@ -85,7 +85,7 @@ def store_coverage(policy: Policy, entry: BaseModelEntry, model_cache: Path, tar
         checks.keep(ModelCheck.model_validate(stored.model_dump() | policy.coverage.as_data()))
 
 
-def _found(stored: ModelCheck | None, policy: Policy, sampled: bool) -> Verdict | None:
+def _found(stored: ModelCheck | None, policy: Policy, sampled: bool) -> ForwardVerdict | None:
     """The stored verdict, if it says enough and its numbers still allow it."""
     if stored is None or (sampled and stored.decode is None):
         return None
@@ -94,7 +94,7 @@ def _found(stored: ModelCheck | None, policy: Policy, sampled: bool) -> Verdict 
     return verdict if is_allowed and _fits(verdict, sampled) else None
 
 
-def _fits(verdict: Verdict, sampled: bool) -> bool:
+def _fits(verdict: ForwardVerdict, sampled: bool) -> bool:
     return not sampled or verdict.route.decode in support.DECODES[verdict.route.forward]
 
 

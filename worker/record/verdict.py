@@ -39,7 +39,7 @@ def standard_error(scores: RowScores) -> float | None:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RewardComparison:
     """The paired differences of two validations, summarized."""
 
     base_reward: float
@@ -87,7 +87,7 @@ class Comparison:
         )
 
 
-def compare(base_N: RowScores, tuned_N: RowScores) -> Comparison | None:
+def compare(base_N: RowScores, tuned_N: RowScores) -> RewardComparison | None:
     """Compare two validations of the same rows; None if no row was graded in both.
 
     The same input gives the same result: the bootstrap has a fixed seed.
@@ -106,7 +106,7 @@ def compare(base_N: RowScores, tuned_N: RowScores) -> Comparison | None:
     differences = [0.0 if abs(b - a) < TIE else b - a for a, b in pairs]
     interval = bootstrap_interval(differences) if len(pairs) >= MIN_ROWS else None
     wins, losses = sum(one > 0 for one in differences), sum(one < 0 for one in differences)
-    return Comparison(
+    return RewardComparison(
         base_reward=base,
         tuned_reward=tuned,
         difference=fmean(differences),

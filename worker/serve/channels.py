@@ -5,7 +5,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from worker.model.reasoning import Place, Reasoning
+from worker.model.reasoning import AnswerPart, Reasoning
 from worker.serve.detokenizer import Detokenizer, Piece
 from worker.serve.engine import Token
 
@@ -24,7 +24,7 @@ class ReasoningAnswer:
         self.stop_ids, self.form = stop_ids, form
         self.finish_reason: Literal["stop", "length"] | None = None
         self.tokens = self.reasoning_tokens = 0
-        self._place = Place(reasoning)
+        self._place = AnswerPart(reasoning)
         # Tags may be special tokens; a thought ends where its closing text begins.
         self._thought = Detokenizer(tokenizer, frozenset(), (form.closing, form.end), special=True)
         self._answer = Detokenizer(tokenizer, stop_ids, stops)

@@ -31,7 +31,7 @@ from worker.model.lora import FrozenLinear
 from worker.model.policy import Base
 from worker.refusals import UnsupportedModel
 from worker.rollout.samplers.json_schema import Vocabulary
-from worker.rollout.samplers.steering import Served, Steering
+from worker.rollout.samplers.steering import RequestedModel, Steering
 from worker.serve.engine import Ask, Token
 
 log = logging.getLogger(__name__)
@@ -45,13 +45,13 @@ ADAPTERS_IN_MEMORY = 32
 
 
 @dataclass(frozen=True)
-class Lora:
+class ServedAdapter:
     """An adapter's two matrices for each layer that has one, by the layer's name; output += scale * B(A(x))."""
 
     layers: dict[str, tuple[Tensor, Tensor, float]]
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device) -> "Lora":
+    def load(cls, folder: Path, device: torch.device) -> "ServedAdapter":
         """Read what `Policy.save` writes."""
         config = LoraConfig.from_pretrained(str(folder))
         scale = config.lora_alpha / config.r
@@ -73,7 +73,7 @@ class Lora:
 class Span:
     """Rows `first` up to `end` of a batch, which share an adapter."""
 
-    lora: Lora
+    lora: ServedAdapter
     first: int
     end: int
 
@@ -215,10 +215,12 @@ class ServedModel:
         return forward
 
     @torch.inference_mode()
-    def lora(self, folder: Path) -> Lora:
-        return Lora.load(folder, self.device)
+    def lora(self, folder: Path) -> ServedAdapter:
+        return ServedAdapter.load(folder, self.device)
 
-    def read(self, prompts: Sequence[Sequence[int]], loras: Sequence[Lora | None]) -> tuple[RowCache, Tensor]:
+    def read(
+        self, prompts: Sequence[Sequence[int]], loras: Sequence[ServedAdapter | None]
+    ) -> tuple[RowCache, Tensor]:
         """The prompts' keys and values, and the logits [P, V] of each first token. Equal adapters are neighbours."""
         input_ids, lengths = right_padded(prompts, self.device)
         width = input_ids.shape[1]
@@ -230,7 +232,7 @@ class ServedModel:
         return cache, self._logits(hidden[torch.arange(len(prompts), device=self.device), lengths - 1])
 
     @torch.inference_mode()
-    def write(self, tokens: Sequence[int], cache: RowCache, loras: Sequence[Lora | None]) -> Tensor:
+    def write(self, tokens: Sequence[int], cache: RowCache, loras: Sequence[ServedAdapter | None]) -> Tensor:
         """The logits [R, V] of what follows each row's newest token."""
         input_ids = torch.tensor(tokens, device=self.device)[:, None]
         hidden = self._hidden(input_ids, cache.lengths[:, None], cache.mask, cache, loras)
@@ -243,7 +245,7 @@ class ServedModel:
         positions: Tensor,
         mask: Tensor,
         cache: RowCache,
-        loras: Sequence[Lora | None],
+        loras: Sequence[ServedAdapter | None],
     ) -> Tensor:
         self._spans = _spans(loras)
         output = self._decoder(
@@ -260,7 +262,7 @@ class ServedModel:
         return self._of_head(self._head(hidden).float())
 
 
-def _spans(loras: Sequence[Lora | None]) -> list[Span]:
+def _spans(loras: Sequence[ServedAdapter | None]) -> list[Span]:
     spans: list[Span] = []
     for row, lora in enumerate(loras):
         if lora is None:
@@ -277,11 +279,11 @@ def is_steered(ask: Ask) -> bool:
 
 
 @dataclass(eq=False)
-class Row:
+class DecodingRow:
     """One answer on its way."""
 
     ask: Ask
-    lora: Lora | None
+    lora: ServedAdapter | None
     loop: asyncio.AbstractEventLoop
     tokens: "asyncio.Queue[Token | Exception]" = field(default_factory=asyncio.Queue)
     left: bool = False  # abandoned: its tokens are no longer read
@@ -322,11 +324,11 @@ class ContinuousEngine:
         )
         self.most_rows, self.most_prompt_tokens = most_rows, most_prompt_tokens
         self.steps = 0  # forward passes that wrote a token
-        self._loras: OrderedDict[Path, Lora] = OrderedDict()
+        self._loras: OrderedDict[Path, ServedAdapter] = OrderedDict()
         self._reading = threading.Lock()  # of adapters: each request asks for its own in a thread
-        self._arrivals: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        self._waiting: list[Row] = []
-        self._rows: list[Row] = []
+        self._arrivals: queue.SimpleQueue[DecodingRow | None] = queue.SimpleQueue()
+        self._waiting: list[DecodingRow] = []
+        self._rows: list[DecodingRow] = []
         self._cache: RowCache | None = None
         self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
         self._thread.start()
@@ -335,7 +337,7 @@ class ContinuousEngine:
         lora = None if ask.adapter is None else await asyncio.to_thread(self._lora, ask.adapter)
         if is_steered(ask):
             await asyncio.to_thread(lambda: self.model.vocabulary)
-        row = Row(ask, lora, asyncio.get_running_loop())
+        row = DecodingRow(ask, lora, asyncio.get_running_loop())
         self._arrivals.put(row)
         try:
             while True:
@@ -361,7 +363,7 @@ class ContinuousEngine:
         self._arrivals.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    def _lora(self, folder: Path) -> Lora:
+    def _lora(self, folder: Path) -> ServedAdapter:
         """Rows keep what they were given; what is forgotten here is only read again for the next one."""
         with self._reading:
             lora = self._loras.get(folder)
@@ -403,7 +405,7 @@ class ContinuousEngine:
     def _admit(self) -> None:
         """Read the prompts of those that fit, in the order in which they came."""
         self._waiting = [row for row in self._waiting if not row.left]
-        chosen: list[Row] = []
+        chosen: list[DecodingRow] = []
         longest = max((row.most for row in self._rows), default=0)
         prompts: set[tuple[int, tuple[int, ...]]] = (
             set()
@@ -427,14 +429,16 @@ class ContinuousEngine:
         old, cache, self._cache = self._rows, self._cache, None
         self._rows = [*old, *chosen]
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(row.prompt for row in chosen))}
-        loras: dict[int, Lora | None] = {id(row.lora): row.lora for row in chosen}
+        loras: dict[int, ServedAdapter | None] = {id(row.lora): row.lora for row in chosen}
         read, logits = self.model.read([ids for _, ids in places], [loras[key] for key, _ in places])
         prompt_of = [places[row.prompt] for row in chosen]
         read.take(prompt_of)
         for row in chosen:
             if is_steered(row.ask):
                 with self._own_fault(row):
-                    row.steering = Steering.of(Served(self.model.vocabulary, row.ask.reasoning), row.ask, 1)
+                    row.steering = Steering.of(
+                        RequestedModel(self.model.vocabulary, row.ask.reasoning), row.ask, 1
+                    )
         if cache is None:
             cache = read
         else:
@@ -455,7 +459,7 @@ class ContinuousEngine:
         )
         self._next(list(self._rows), logits)
 
-    def _next(self, rows: Sequence[Row], logits_RV: Tensor) -> None:
+    def _next(self, rows: Sequence[DecodingRow], logits_RV: Tensor) -> None:
         """Choose a token for each of these rows, hand it on, and let those go that have ended."""
         free = logits_RV
         if any(row.steering for row in rows):
@@ -466,7 +470,7 @@ class ContinuousEngine:
                         logits_RV[at] = row.steering.masked(logits_RV[at : at + 1], [0])[0]
         chosen = sample(logits_RV, [row.ask for row in rows], [_draw(row.dice) for row in rows])
         found = logprobs(free, [row.ask for row in rows], chosen)
-        news: dict[asyncio.AbstractEventLoop, list[tuple[Row, Token]]] = {}
+        news: dict[asyncio.AbstractEventLoop, list[tuple[DecodingRow, Token]]] = {}
         for row, token_id, (logprob, top) in zip(rows, chosen.tolist(), found, strict=True):
             if row.steering is not None and not row.left:
                 with self._own_fault(row):
@@ -481,7 +485,7 @@ class ContinuousEngine:
         self._drop(lambda row: row.left)
 
     @contextmanager
-    def _own_fault(self, row: Row) -> Iterator[None]:
+    def _own_fault(self, row: DecodingRow) -> Iterator[None]:
         """End only this answer if its schema raises an exception; the other answers of the batch continue."""
         try:
             yield
@@ -489,7 +493,7 @@ class ContinuousEngine:
             row.left = True
             row.loop.call_soon_threadsafe(row.tokens.put_nowait, cause)
 
-    def _drop(self, gone: Callable[[Row], bool]) -> None:
+    def _drop(self, gone: Callable[[DecodingRow], bool]) -> None:
         stay = [at for at, row in enumerate(self._rows) if not gone(row)]
         if len(stay) == len(self._rows):
             return
@@ -500,7 +504,7 @@ class ContinuousEngine:
             self._cache.take(stay)
 
 
-def _hand_on(tokens: Sequence[tuple[Row, Token]]) -> None:
+def _hand_on(tokens: Sequence[tuple[DecodingRow, Token]]) -> None:
     for row, token in tokens:
         row.tokens.put_nowait(token)
 

@@ -149,7 +149,9 @@ class Supervisor:
         except Exception as cause:  # stores raise errors of many libraries
             log.warning("the log of %s is lost: %r", claim.job_id, cause)
 
-    def _watch(self, child: subprocess.Popen[bytes], claim: Claim, progress: "Progress", peak: "Peak") -> int:
+    def _watch(
+        self, child: subprocess.Popen[bytes], claim: Claim, progress: "RunProgress", peak: "Peak"
+    ) -> int:
         """Wait for the child's exit status, renewing the lease.
 
         Kills the child on a lost lease, an overlong drain, or no progress for too long.
@@ -252,12 +254,12 @@ class RunProcess:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
-    def run(self, claim: Claim) -> "Progress":
+    def run(self, claim: Claim) -> "RunProgress":
         """Send the job to the process. If it has died, its exit status shows it later."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
             stdin.write(f"{claim.job_id} {claim.epoch}\n".encode())
-        return Progress(Path(self._progress.name))
+        return RunProgress(Path(self._progress.name))
 
     def end(self) -> str:
         """Kill the process and its descendants. Returns its stderr, truncated to the end."""
@@ -268,7 +270,7 @@ class RunProcess:
             return end_of(self.words.fileno())
 
 
-class Progress:
+class RunProgress:
     """Watches the progress file of a run. Uses our own clock, because that of the file may jump."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:

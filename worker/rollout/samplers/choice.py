@@ -8,7 +8,7 @@ from importlib.metadata import version
 from core.registry import BaseModelEntry, Device, SamplerName, sampler_of
 from core.settings import Settings
 from worker.model.policy import Policy
-from worker.model.sizing import MAX_TOKENS_IN_FLIGHT, Plan, Shape
+from worker.model.sizing import MAX_TOKENS_IN_FLIGHT, MemoryPlan, Shape
 from worker.record.recorder import Recorder
 from worker.rollout.samplers import Sampler, vllm
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -50,7 +50,7 @@ def build(
     recorder: Recorder,
     *,
     shape: Shape,
-    plan: Plan,
+    plan: MemoryPlan,
     longest: int,
     store_coverage: Callable[[], None] = lambda: None,
 ) -> Sampler:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from worker.model.reasoning import Place, Reasoning
+from worker.model.reasoning import AnswerPart, Reasoning
 from worker.rollout.samplers.json_schema import Vocabulary, check, every_token, fill, masked, take
 from worker.types import FinishReason, Rollout, TrainingSequence
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from worker.model.policy import Policy
 
 
-class Limits(Protocol):
+class AnswerLimits(Protocol):
     """What answers are limited to."""
 
     @property
@@ -45,7 +45,7 @@ class UnsupportedTags(ValueError):
     """The sampler does not support a schema or a budget with the tags of this model."""
 
 
-class Model(Protocol):
+class SteeredModel(Protocol):
     """What steering reads of a policy or a served model."""
 
     @property
@@ -55,7 +55,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
-class Served:
+class RequestedModel:
     """A served model: the chat template, and so the reasoning, may differ by request."""
 
     vocabulary: Vocabulary
@@ -65,17 +65,17 @@ class Served:
 class Steering:
     """The answers of one batch, each at its place. Rows are numbered as the batch began."""
 
-    def __init__(self, model: Model, limits: Limits, rows: int) -> None:
+    def __init__(self, model: SteeredModel, limits: AnswerLimits, rows: int) -> None:
         self._model, self._budget = model, limits.thinking_budget
         self._matchers = []
         if limits.held_to:
             first = model.vocabulary.start(limits.held_to)
             self._matchers = [first, *(first.deep_copy() for _ in range(rows - 1))]
         reasoning = model.reasoning
-        self._places = [] if reasoning is None else [Place(reasoning) for _ in range(rows)]
+        self._places = [] if reasoning is None else [AnswerPart(reasoning) for _ in range(rows)]
 
     @classmethod
-    def of(cls, model: Model, limits: Limits, rows: int) -> Steering | None:
+    def of(cls, model: SteeredModel, limits: AnswerLimits, rows: int) -> Steering | None:
         """None if every token may always come."""
         budget = limits.thinking_budget is not None and model.reasoning is not None
         return cls(model, limits, rows) if limits.held_to or budget else None
@@ -132,7 +132,7 @@ def add(words: Tensor, at: int, token: int) -> None:
     words[at, token // 32] |= bit - (1 << 32) if bit >> 31 else bit  # the words are signed
 
 
-def allowed(model: Model, held_to: str, answer: TrainingSequence) -> Tensor:
+def allowed(model: SteeredModel, held_to: str, answer: TrainingSequence) -> Tensor:
     """Bits [T, words] of the tokens that could have stood in place of each token, as `Steering` masks them.
 
     Raises:
@@ -176,7 +176,9 @@ def _sampled(answer: TrainingSequence) -> Tensor:
     return keep
 
 
-def rollout_of(policy: Policy, ids_T: Sequence[int], logprobs_T: Sequence[float], limits: Limits) -> Rollout:
+def rollout_of(
+    policy: Policy, ids_T: Sequence[int], logprobs_T: Sequence[float], limits: AnswerLimits
+) -> Rollout:
     """The rollout of a sampled answer."""
     reason: FinishReason = "stop" if ids_T[-1] in policy.stop_ids else "length"
     if policy.reasoning is None:
@@ -195,7 +197,7 @@ def rollout_of(policy: Policy, ids_T: Sequence[int], logprobs_T: Sequence[float]
     )
 
 
-def grammar_of(reasoning: Reasoning | None, limits: Limits) -> str:
+def grammar_of(reasoning: Reasoning | None, limits: AnswerLimits) -> str:
     """The same limits as a grammar for vLLM's llguidance backend; "" if its own JSON schema mode, or nothing, does.
 
     vLLM's reasoning parsers would wait for an end tag in answers without a thought, and never apply the schema.
