@@ -32,7 +32,7 @@ MODEL_GRADER: dict[str, Any] = {
 }
 
 
-def overlap(sample: dict[str, Any], item: dict[str, Any]) -> float:
+def overlap(sample: "dict[str, Any]", item: "dict[str, Any]") -> float:
     from rapidfuzz import fuzz, utils
 
     score = fuzz.token_set_ratio(
@@ -41,7 +41,7 @@ def overlap(sample: dict[str, Any], item: dict[str, Any]) -> float:
     return score / 100.0
 
 
-def same(sample: dict[str, Any], item: dict[str, Any]) -> float:
+def same(sample: "dict[str, Any]", item: "dict[str, Any]") -> float:
     return 1.0 if sample["output_text"] == item["reference_answer"] else 0.0
 
 

@@ -58,7 +58,7 @@ def post(path: str, body: dict[str, Any]) -> Any:
     return response.json()
 
 
-def run(source: str, sample: str = "", item: dict[str, Any] | None = None, **options: Any) -> Any:
+def run(source: str, sample: str = "", item: dict[str, Any] | None = None, **options: "Any") -> Any:
     grader = {"type": "python", "name": "mine", "source": source} | options
     return post("run", {"grader": grader, "item": item or {}, "model_sample": sample})
 
@@ -102,7 +102,7 @@ def test_the_smallest_example_runs_in_its_image() -> None:
     assert answer["reward"] == 1.0
 
 
-def grade(sample: Sample, item: Mapping[str, Any], penalty: float = 0.25) -> float:
+def grade(sample: "Sample", item: "Mapping[str, Any]", penalty: float = 0.25) -> float:
     return 1.0 - penalty
 
 
