@@ -3,6 +3,9 @@
 import json
 import logging
 import os
+import resource
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -22,6 +25,8 @@ from core.reasoning import QUESTION, Render, find_format
 from core.registry import BaseModelEntry
 
 log = logging.getLogger(__name__)
+
+CPU_SECONDS, MEMORY_BYTES = 5, 1 << 30  # of rendering a template
 
 
 def is_reasoning(entry: BaseModelEntry, model_cache: Path, chat_template: str = "auto") -> bool:
@@ -74,15 +79,18 @@ def _snapshot(hub: str) -> Path:
 def _read(folder: Path) -> tuple[str | None, dict[str, str]]:
     """The chat template and the special tokens by their names."""
     try:
-        config: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_bytes())
+        config: Any = json.loads((folder / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):
+        config = {}
+    if not isinstance(config, dict):
         config = {}
     try:
         text: Any = (folder / "chat_template.jinja").read_text()
     except (OSError, ValueError):
         text = config.get("chat_template")
     if isinstance(text, Sequence) and not isinstance(text, str):  # several by name
-        text = {one["name"]: one["template"] for one in text}.get("default")
+        named = [one for one in text if isinstance(one, Mapping) and one.get("name") == "default"]
+        text = named[-1].get("template") if named else None
     tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token")}
     return text if isinstance(text, str) else None, {name: one for name, one in tokens.items() if one}
 
@@ -94,8 +102,38 @@ def _token(value: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _reasons(template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
+    """Asks a process of limited time and memory: a template is a program, and may never end."""
     try:
-        form = find_format(renderer(template, dict(special_tokens)), template)
+        child = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps([template, special_tokens]),
+            capture_output=True,
+            text=True,
+            timeout=2 * CPU_SECONDS,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        )
+    except subprocess.TimeoutExpired:
+        answer = ""
+    else:
+        answer = child.stdout.strip()
+    if answer not in ("True", "False"):
+        log.warning(
+            "a chat template needs too much time or memory, so its model counts as one without thoughts"
+        )
+    return answer == "True"
+
+
+def main() -> None:
+    """Answer whether the template on stdin lets a model write thoughts: True or False."""
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    template, special_tokens = json.load(sys.stdin)
+    sys.stdout.write(str(_found(template, dict(special_tokens))))
+
+
+def _found(template: str, special_tokens: Mapping[str, str]) -> bool:
+    try:
+        form = find_format(renderer(template, special_tokens), template)
     except (TemplateError, ValueError, TypeError):
         return False  # as in worker/model/reasoning.py
     except Exception as cause:  # a template is a program
@@ -146,3 +184,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+if __name__ == "__main__":
+    main()

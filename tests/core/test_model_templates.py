@@ -138,3 +138,28 @@ def test_without_the_files_a_worker_has_said_it(tmp_path: Path, recorded: bool |
     ModelChecks(tmp_path).keep(check_of(entry, found, key="a", reasons=recorded))
 
     assert is_reasoning(entry, tmp_path) is bool(recorded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 9 ** 9 ** 10 }}",
+        "{{ 'a' * 10 ** 10 }}",
+    ],
+    ids=["loops", "a power", "memory"],
+)
+def test_a_template_that_does_not_end_counts_as_one_without_thoughts(
+    entry: Callable[..., BaseModelEntry], tmp_path: Path, template: str
+) -> None:
+    assert reasons(entry({"chat_template.jinja": template}), tmp_path) is False
+
+
+@pytest.mark.parametrize(
+    "config", [[], 3, {"chat_template": [{}]}, {"chat_template": ["x"]}, {"chat_template": {"a": 1}}], ids=str
+)
+def test_a_malformed_file_has_no_template(
+    entry: Callable[..., BaseModelEntry], tmp_path: Path, config: object
+) -> None:
+    assert reasons(entry({"tokenizer_config.json": config}), tmp_path) is False

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +153,13 @@ def test_another_format_is_refused_by_name_before_the_weights_are_loaded(tmp_pat
         refuse_by_config(read_config(tmp_path), CONTEXT)
     with pytest.raises(UnsupportedModel, match=name):
         load_base("tiny", entry(tmp_path), tmp_path, "cpu")
+
+
+def test_the_format_of_a_multimodal_models_text_part_counts() -> None:
+    text = SimpleNamespace(quantization_config={"quant_method": "awq"})
+
+    with pytest.raises(UnsupportedModel, match="awq"):
+        quantized.format_of(SimpleNamespace(quantization_config=None, get_text_config=lambda: text))
 
 
 def test_a_larger_gap_is_announced_if_the_sampler_computes_with_the_quantized_weights(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from transformers import FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 from worker.model.architecture import without_weights
 from worker.refusals import UnsupportedModel
 
-# Formats that transformers converts to plain weights without further rounding. Training computes with those,
+# Formats that transformers converts to plain weights, rounded once to the model's dtype. Training computes with those,
 # because kernels for quantized weights have no tested backward pass.
 _CONVERTED: Mapping[str, type[FineGrainedFP8Config] | type[Mxfp4Config]] = {
     "fp8": FineGrainedFP8Config,  # DeepSeek, Qwen ...-FP8
@@ -23,7 +23,8 @@ def format_of(config: Any) -> str:
     Raises:
         UnsupportedModel: models in this format cannot be trained.
     """
-    stored = getattr(config, "quantization_config", None)
+    configs = (config, config.get_text_config())  # a multimodal model may name it for its text part
+    stored = next((found for one in configs if (found := getattr(one, "quantization_config", None))), None)
     if stored is None:
         return ""
     name = str(stored.get("quant_method") if isinstance(stored, Mapping) else stored.quant_method)
