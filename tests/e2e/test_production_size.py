@@ -77,6 +77,7 @@ def production(
             "REGRAFT_S3_ENDPOINT_URL": seaweed.endpoint,
             "REGRAFT_MODELS_FILE": str(registry),
             "REGRAFT_PORT": str(port),
+            "PYTHONFAULTHANDLER": "1",
             "REGRAFT_TORCH_THREADS": "1",
             # Long, so that only Celery's own messages can be what gets the job going.
             "REGRAFT_RECONCILE_SECONDS": "3600",
@@ -99,9 +100,14 @@ def production(
     wait_until_ready(server)
     worker = start("worker")
     yield server, worker
-    for process in (worker, api):
+    for process, name in ((worker, "worker"), (api, "api")):
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, (folder / "worker.log").read_text()[-3000:]
+        try:
+            status = process.wait(150)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # faulthandler writes where each thread is to the log
+            status = process.wait(60)
+        assert status == 0, (folder / f"{name}.log").read_text()[-10_000:]
 
 
 def test_a_job_runs_from_upload_to_model(
