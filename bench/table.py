@@ -50,6 +50,7 @@ GOALS: dict[str, tuple[str, float]] = {
     },
     "squared_tensors": ("<=", 0),
     "saved_gib_8b": ("<=", 10),
+    "peak_share_8b": (">=", 0.45),
     # the sync to the sampler
     "captured_step_1": (">=", 0.99),
     "captured_step_10": (">=", 0.99),

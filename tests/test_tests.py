@@ -54,13 +54,6 @@ ALLOWED = {
         "monkeypatch.setattr(Model, 'load_checked', lambda model, device: chosen.append(device))",
     ): NO_GPU,
     (
-        "worker/test_memory.py",
-        "monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', as_cuda_does)",
-    ): NO_GPU,
-    ("worker/test_memory.py", "torch.ops.aten._scaled_dot_product_efficient_attention"): NO_GPU,
-    ("worker/test_memory.py", "storage._cdata"): "the identity of a tensor's memory",
-    ("worker/test_memory.py", "parameter.untyped_storage()._cdata"): "the identity of a tensor's memory",
-    (
         "worker/test_refusals.py",
         "monkeypatch.setattr(LlamaForCausalLM, 'from_pretrained', fails)",
     ): BROKEN_LIBRARY,

@@ -99,6 +99,34 @@ def test_norms_keep_nothing_in_float32_and_gates_keep_two_results(title: str, tm
     assert products < before[1]
 
 
+@pytest.mark.parametrize("title", ["Llama 2, 3", "Qwen 3", "Gemma 3", "Cohere Command R"])
+def test_norms_with_weights_of_any_size_are_as_near_to_float32_as_the_models_own(
+    title: str, tmp_path: Path
+) -> None:
+    """PyTorch's rms_norm rounds once, after the weight; in float32 it is the same function."""
+    narrow, wide = (policy_of(title, tmp_path / dtype, dtype) for dtype in ("bfloat16", "float32"))
+    recompute.install(wide.model)
+    generator = torch.Generator().manual_seed(2)
+
+    found = 0
+    for name, module in narrow.model.named_modules():
+        if not isinstance(module.__dict__.get("forward"), recompute.Replaced) or list(module.children()):
+            continue
+        twin = wide.model.get_submodule(name)
+        weight = module.weight
+        assert isinstance(weight, Tensor) and isinstance(twin.weight, Tensor)
+        weight.data.normal_(1.0, 0.5, generator=generator)
+        twin.weight.data.copy_(weight)
+        x = torch.randn(40, len(weight), generator=generator).bfloat16()
+        ours, exact = module(x).double(), twin(x.float())
+        with recompute.uninstalled(narrow.model), recompute.uninstalled(wide.model):
+            own, own_exact = module(x).double(), twin(x.float())
+        assert torch.allclose(exact, own_exact, rtol=1e-5, atol=1e-6)
+        assert (ours - exact).norm() <= (own - exact).norm()
+        found += 1
+    assert found >= 3
+
+
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:
     tensors = tensors_of([PACK])
     return tensors.input_ids, tensors.position_ids, tensors.segment

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from core.jobs.hyperparameters import Resolved
 from worker.learn import grpo
@@ -172,29 +171,50 @@ def logprobs(policy: Policy, batch: Tensors, temperature: float) -> tuple[Tensor
     pass, so no [tokens x vocabulary] tensor is ever materialized.
     """
     hidden = policy.hidden(batch.input_ids, batch.position_ids, batch.segment)[batch.row_M, batch.column_M]
-    head: Callable[..., tuple[Tensor, Tensor]] = partial(_head_chunk, policy, temperature)
+    head = partial(_log_probabilities, policy, temperature)
     targets = torch.split(batch.target_M, HEAD_CHUNK)
     allowed: Sequence[Tensor | None] = [None] * len(targets)
     if batch.allowed_M is not None:
         allowed = torch.split(batch.allowed_M, HEAD_CHUNK)
     chunks = [
-        checkpoint(head, *chunk, use_reentrant=False)
+        _HeadChunk.apply(head, *chunk)  # type: ignore[no-untyped-call]
         for chunk in zip(torch.split(hidden, HEAD_CHUNK), targets, allowed, strict=True)
     ]
     logp, entropy = zip(*chunks, strict=True)
     return torch.cat(logp), torch.cat(entropy)
 
 
-def _head_chunk(
-    policy: Policy, temperature: float, hidden: Tensor, target: Tensor, allowed: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _log_probabilities(policy: Policy, temperature: float, hidden: Tensor, allowed: Tensor | None) -> Tensor:
+    """Of all tokens, [M, V]."""
     logits = policy.logits(hidden)
     if allowed is not None:
         logits = masked(logits, allowed)
-    logp = (logits / temperature).log_softmax(-1)
-    with torch.no_grad():
+    if temperature != 1.0:
+        logits = logits / temperature
+    return logits.log_softmax(-1)
+
+
+class _HeadChunk(torch.autograd.Function):
+    """Log-probability [m] of each target and entropy [m]. Keeps the hidden states, and computes the head again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, head: Callable[..., Tensor], hidden: Tensor, target: Tensor, allowed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.head = head
+        ctx.save_for_backward(hidden, target, allowed)
+        logp = head(hidden, allowed)
         entropy = torch.special.entr(logp.exp()).sum(-1)  # 0 at masked tokens
-    return logp.gather(-1, target[:, None])[:, 0], entropy
+        ctx.mark_non_differentiable(entropy)
+        return logp.gather(-1, target[:, None])[:, 0], entropy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, target, allowed = ctx.saved_tensors
+        with torch.enable_grad():
+            hidden = hidden.detach().requires_grad_()
+            logp = ctx.head(hidden, allowed).gather(-1, target[:, None])[:, 0]
+        return None, torch.autograd.grad(logp, hidden, gradient)[0], None, None
 
 
 @dataclass

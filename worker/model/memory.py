@@ -47,9 +47,20 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
         bytes_each=torch.finfo(dtype).bits // 8,
         adaptable=tuple(adaptable_layers(model)),
         recurrent_layers=recurrent_layers_of(config),
+        head_norms=_has_head_norms(model),
         recomputes=recompute.knows(model),
         keeps_scores=bool(getattr(text, "attn_logit_softcapping", None))
         or any("sinks" in name for name, _ in model.named_parameters()),
+    )
+
+
+def _has_head_norms(model: nn.Module) -> bool:
+    """Whether modules of attention contain norms: of queries and keys, or of what these are made of."""
+    return any(
+        "Norm" in type(part).__name__
+        for module in model.modules()
+        if "Attention" in type(module).__name__
+        for part in module.children()
     )
 
 

@@ -349,7 +349,7 @@ class Policy:
         self.context = base.context
         causal = self.model.get_base_model()
         self._head = base.parts.head
-        self._frozen_head = lora.FrozenLinear(self._head)
+        self._frozen_head = lora.FrozenLinear(self._head, float32=True)
         self._own_attention: str = causal.config._attn_implementation
         self.use(Route())
         self.stop_ids = stop_ids(causal, base.tokenizer)

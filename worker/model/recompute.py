@@ -1,9 +1,11 @@
 """Keep less for the backward pass: what is computed element by element is computed again there.
 
 Autograd keeps the result of each step of a norm in float32, and four results of a gated feed-forward layer. Here only
-the inputs are kept. The matrix products, which take the time, are not repeated. Values and gradients are the same.
+the inputs are kept. The matrix products, which take the time, are not repeated. Values and gradients are the same, but
+for the rounding of norms that PyTorch has as one operation: it rounds once, where the model's own code rounds twice.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,23 +56,60 @@ class _Norm:
 
 
 @dataclass(frozen=True, eq=False)
+class _RootMeanSquare:
+    """The forward of a norm whose weights are frozen and that equals PyTorch's rms_norm, one kernel on a GPU."""
+
+    module: nn.Module
+    epsilon: float
+    own: Callable[[Tensor], Tensor]
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.dtype != self.module.weight.dtype:
+            return again(self.own, hidden_states)
+        if hidden_states.device.type == "cpu":  # not one operation there: autograd would keep its parts
+            return again(self._norm, hidden_states)
+        return self._norm(hidden_states)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return nn.functional.rms_norm(x, weight.shape, weight, self.epsilon)
+
+
+class _GatedProduct(torch.autograd.Function):
+    """activation(gate) * up, of which autograd keeps the two factors. The product itself is not computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(gate, up)
+        return activation(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        with torch.enable_grad():
+            gate = gate.detach().requires_grad_()
+            activated = ctx.activation(gate)
+        of_gate = torch.autograd.grad(activated, gate, gradient * up)[0] if ctx.needs_input_grad[1] else None
+        of_up = gradient * activated.detach() if ctx.needs_input_grad[2] else None
+        return None, of_gate, of_up
+
+
+@dataclass(frozen=True, eq=False)
 class _Gated:
     """The forward of a gated feed-forward layer: down(activation(gate(x)) * up(x))."""
 
     layer: Any
 
     def __call__(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer.down_proj(
-            again(self._product, self.layer.gate_proj(x), self.layer.up_proj(x))
-        )
+        layer = self.layer
+        product = _GatedProduct.apply(layer.act_fn, layer.gate_proj(x), layer.up_proj(x))  # type: ignore[no-untyped-call]
+        output: Tensor = layer.down_proj(product)
         return output
 
-    def _product(self, gate: Tensor, up: Tensor) -> Tensor:
-        product: Tensor = self.layer.act_fn(gate) * up
-        return product
 
-
-Replaced = _Norm | _Gated
+Replaced = _Norm | _RootMeanSquare | _Gated
 
 
 def install(model: nn.Module) -> None:
@@ -81,7 +120,9 @@ def install(model: nn.Module) -> None:
     """
     for module in model.modules():
         if _is_norm(module):
-            module.forward = _Norm(module.forward)
+            epsilon = _epsilon_of_rms(module)
+            own = module.forward
+            module.forward = _Norm(own) if epsilon is None else _RootMeanSquare(module, epsilon, own)
         elif _is_gated(module):
             module.forward = _Gated(module)
 
@@ -115,6 +156,29 @@ def _is_norm(module: nn.Module) -> bool:
     if "Norm" not in type(module).__name__ or list(module.children()) or not isinstance(weight, Tensor):
         return False
     return weight.dim() == 1 and _equal(module, _Norm(module.forward), len(weight), weight)
+
+
+@torch.no_grad()
+def _epsilon_of_rms(module: nn.Module) -> float | None:
+    """The epsilon with which PyTorch's rms_norm is this norm; None: it is another function.
+
+    Compared in float32, with other weights than the module's own, which may all be equal.
+    """
+    found = [getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon")]
+    epsilon = next((one for one in found if isinstance(one, float)), None)
+    if epsilon is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    twin: Any = copy.deepcopy(module).to_empty(device="cpu").float()
+    for parameter in twin.parameters():
+        parameter.normal_(generator=generator)
+    sizes = torch.tensor([1e-3, 1.0, 30.0])[:, None]  # beside the first, the epsilon counts
+    x = torch.randn(3, len(twin.weight), generator=generator) * sizes
+    ours = nn.functional.rms_norm(x, twin.weight.shape, twin.weight, epsilon)
+    try:
+        return epsilon if torch.allclose(twin(x), ours, rtol=1e-5, atol=1e-6) else None
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
+        return None
 
 
 def _is_gated(module: nn.Module) -> bool:

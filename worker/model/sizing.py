@@ -61,6 +61,7 @@ class Shape:
     bytes_each: int  # of a weight
     adaptable: tuple[LinearLayer, ...]  # the layers that can have an adapter
     recurrent_layers: int = 0  # whose states do not grow with the tokens
+    head_norms: bool = False  # norms of queries and keys
     recomputes: bool = False  # norms and products of gates, if in bfloat16 (worker/model/recompute.py)
     keeps_scores: bool = False  # attention with sinks or soft caps, which no fused kernel of PyTorch has
 
@@ -198,19 +199,29 @@ class Estimate:
 def saved_bytes_per_token(shape: Shape, rank: int) -> int:
     """What autograd keeps of one token in one layer, without what grows with its square.
 
-    Counted in the Llama block with an adapter on every linear layer, and with norms of queries and keys as Qwen3 has;
-    tests/worker/test_memory.py compares it with what a backward pass of the real code saves.
+    Counted in the Llama block with an adapter on every linear layer, and with norms of queries and keys where the model
+    has them, as Qwen3; tests/worker/test_memory.py compares it with what a backward pass of the real code saves.
     """
     each = shape.bytes_each
-    recomputed = shape.recomputes and each < 4
     # Inputs of norms; of adapters (one tensor for q, k, v, one for gate and up; of down); between A and B.
-    norms = (2 * shape.hidden + shape.queries + shape.key_values // 2) * (each if recomputed else 4)
+    heads = shape.queries + shape.key_values // 2 if shape.head_norms else 0
+    norms = (2 * shape.hidden + heads) * _norm_bytes(shape)
     inputs = 2 * shape.hidden + shape.intermediate
     inner = 7 * rank
-    attention = 4 * shape.queries  # queries, keys and values of every query head, and the output
-    activated = (2 if recomputed else 3) * shape.intermediate  # gate and up; the gate's activation
+    # Queries, keys and values of every query head, and the output. FlexAttention keeps keys and values once.
+    attention = 4 * shape.queries
+    activated = (2 if _recomputes(shape) else 3) * shape.intermediate  # gate and up; the gate's activation
     statistics = 16 * shape.heads  # of softmax and norms
     return norms + each * (inputs + inner + attention + activated) + statistics
+
+
+def _recomputes(shape: Shape) -> bool:
+    return shape.recomputes and shape.bytes_each < 4
+
+
+def _norm_bytes(shape: Shape) -> int:
+    """That autograd keeps of an element of a norm's input."""
+    return shape.bytes_each if _recomputes(shape) else 4
 
 
 def estimate(
@@ -230,7 +241,7 @@ def estimate(
     """
     layer = saved_bytes_per_token(shape, rank)
     entries = shape.bytes_each * shape.hidden * shape.layers  # the inputs of all layers
-    ends = (4 + shape.bytes_each) * shape.hidden  # of the last norm and of the head
+    ends = (_norm_bytes(shape) + shape.bytes_each) * shape.hidden  # of the last norm and of the head
     gradients = 4 * (2 * shape.intermediate + 4 * shape.hidden)  # of the layer that is being computed
     kept = entries + layer if checkpointed else layer * shape.layers
     square = token_budget**2
@@ -506,7 +517,8 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
     else:
         feed_forward, intermediate = 3 * hidden * dense, dense
     linear = layers * (attention + feed_forward) + vocabulary * hidden
-    norms = layers * (2 * hidden + (2 * size if "qwen3" in str(text.get("model_type", "")) else 0)) + hidden
+    head_norms = "qwen3" in str(text.get("model_type", ""))
+    norms = layers * (2 * hidden + (2 * size if head_norms else 0)) + hidden
     tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
     return Shape(
         parameters=linear + norms + (0 if tied else vocabulary * hidden),
@@ -519,6 +531,7 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
         key_values=2 * keys,
         vocabulary=vocabulary,
         bytes_each=bytes_each,
+        head_norms=head_norms,
         adaptable=_adaptable(layers, hidden, queries, keys, intermediate),
     )
 

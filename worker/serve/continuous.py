@@ -166,7 +166,7 @@ class ServedModel:
                 module.forward = self._forward_of(name, module)  # type: ignore[method-assign,assignment]
         self._decoder, self._of_head = base.parts.decoder, base.parts.logits
         base.model.set_attn_implementation(attention.NAME)
-        self._head = FrozenLinear(head, trained=False)
+        self._head = FrozenLinear(head, trained=False, float32=True)
         self.device: torch.device = head.weight.device
         self.stop_ids = policy.stop_ids(base.model, base.tokenizer)
         self._refuse_unsupported(base)
