@@ -12,7 +12,7 @@ from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES
 from worker.learn.batch import tensors_of
 from worker.learn.gradient import logprobs
-from worker.model import recompute
+from worker.model import recompute, support
 from worker.model.policy import Policy, load_base
 from worker.types import Pack, TrainingSequence
 
@@ -125,6 +125,16 @@ def test_norms_with_weights_of_any_size_are_as_near_to_float32_as_the_models_own
         assert (ours - exact).norm() <= (own - exact).norm()
         found += 1
     assert found >= 3
+
+
+@pytest.mark.parametrize("title", ["Llama 2, 3", "Granite 4", "Mamba 2"])
+def test_a_bfloat16_model_is_computed_as_transformers_does(title: str, tmp_path: Path) -> None:
+    """The gated norms of state spaces take a second tensor, and keep their own forward."""
+    policy = policy_of(title, tmp_path, "bfloat16")
+
+    verdict = support.probe(policy, sampled=False)
+
+    assert verdict.largest < support.TOLERANCE
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ for the rounding of norms that PyTorch has as one operation: it rounds once, whe
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,9 +152,11 @@ def uninstalled(model: nn.Module) -> Iterator[None]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """A module without parts that is called a norm and gives a tensor of its input's shape."""
+    """A module without parts that is called a norm, takes one tensor and gives one of its shape."""
     weight = getattr(module, "weight", None)
     if "Norm" not in type(module).__name__ or list(module.children()) or not isinstance(weight, Tensor):
+        return False
+    if len(inspect.signature(module.forward).parameters) != 1:  # gated norms of Mamba take a gate, or None
         return False
     return weight.dim() == 1 and _equal(module, _Norm(module.forward), len(weight), weight)
 
