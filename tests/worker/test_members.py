@@ -236,7 +236,8 @@ def test_nothing_of_a_stranger_is_unpickled(
     pickle.loads(pickle.dumps(Touches(trace)))
     assert trace.exists(), "it would leave a trace"
     trace.unlink()
-    gathering = coming(port, patience=5)  # long enough to reject the stranger
+    # Long enough to reject the stranger. Another key than that of other tests, whose members may still try this port.
+    gathering = Members(("127.0.0.1", port), b"a key of this test", 1, patience_seconds=5)
     gathering.listen()
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         Line(stranger).send(Touches(trace))
