@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from core.inference import InferenceUrl, address_of
 from core.jobs.thresholds import Thresholds
 from core.tenancy.limits import DEFAULT_LIMITS, Limits
 
@@ -61,9 +62,9 @@ class Settings(BaseSettings):
     docs_site: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/docs"))
 
     # Base URL, including /v1, of the inference server for chat completions of the registry's models. `regraft-server
-    # up`
-    # starts one and sets this; `regraft-server inference` runs one.
-    inference_url: str = ""
+    # up` starts one and sets this; `regraft-server inference` runs one. Several servers, as JSON: {"qwen3-4b":
+    # "http://a:8100/v1", "*": "http://b:8100/v1"}, by base model; `*` stands for all others.
+    inference_url: InferenceUrl = ""
     inference_key: str = Field(default="", repr=False)
     # The inference server that `up` started stops after this many seconds without a request; the next request restarts
     # it.
@@ -208,6 +209,10 @@ class Settings(BaseSettings):
                 "REGRAFT_NODES and REGRAFT_LEADER need REGRAFT_RANKS_KEY, a secret shared by the machines of a group"
             )
         return self
+
+    def inference_address(self, base_model: str) -> str:
+        """The base URL of the inference server of a base model, and of the models tuned from it; empty if none."""
+        return address_of(self.inference_url, base_model)
 
     def of_class(self, gpu_class: str) -> "Settings":
         """These settings with the overrides that `gpu_classes` has for one class."""

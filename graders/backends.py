@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from core.inference import address_of
 from graders import complaints
 from graders.build import build, python_parts
 from graders.checks import check_patterns
@@ -66,9 +67,9 @@ class ModelEntry(BaseModel, extra="forbid", frozen=True, strict=True):
 
 @dataclass(frozen=True)
 class Inference:
-    """The inference server of the registry's models, and its API key."""
+    """The inference server of the registry's models, or one by base model, and the API key."""
 
-    url: str
+    url: str | Mapping[str, str]
     key: str = field(default="", repr=False)
 
 
@@ -204,12 +205,13 @@ def _judge(entry: JudgeEntry, inference: Inference | None, environment: Mapping[
     if entry.base_url is not None:
         url, served_as, key = entry.base_url, entry.served_as, _key(entry.api_key_env, environment)
     else:
-        if inference is None:
+        url = address_of(inference.url, entry.model or "") if inference else ""
+        if inference is None or not url:
             raise InvalidBackends(
-                "is a model of the registry; set REGRAFT_INFERENCE_URL to the server of these models "
+                f"{entry.model} is a model of the registry; set REGRAFT_INFERENCE_URL to its server "
                 "(`regraft-server up` starts one itself)"
             )
-        url, served_as, key = inference.url, entry.model, inference.key
+        served_as, key = entry.model, inference.key
     return JudgeModel(
         url,
         key,

@@ -27,6 +27,7 @@ from core.chat import Adapter, Chat, Served
 from core.database.tables import Checkpoint, Project
 from core.disconnect import until_gone
 from core.errors import InvalidParameter, InvalidRequest, ModelNotFound, NotReady, ServiceError
+from core.inference import address_of, not_served
 from core.response_format import ResponseFormat
 from core.results import tuned_models
 from core.settings import Settings
@@ -102,17 +103,17 @@ class ChatCreate(Chat, Generation):
 
 
 class Upstream:
-    """The connection of one API process to the inference server. Belongs to one event loop."""
+    """The connections of one API process to the inference servers. Belongs to one event loop."""
 
     def __init__(
         self, settings: Settings, *, patience: float = START_PATIENCE, timeout: httpx.Timeout = TIMEOUT
     ) -> None:
-        self.url = settings.inference_url.rstrip("/")
+        self.url = settings.inference_url
         self.patience = patience
         self.timeout = timeout
         # Uncompressed: the bytes are relayed unchanged, so no proxy may compress them.
         self.headers = {"authorization": f"Bearer {settings.inference_key}", "accept-encoding": "identity"}
-        self._heard_at = float("-inf")
+        self._heard_at: dict[str, float] = {}
         self._manifests: OrderedDict[str, str] = OrderedDict()
         self._client: httpx.AsyncClient | None = None
 
@@ -140,23 +141,22 @@ class Upstream:
         """Send a request and return the response once its headers have arrived.
 
         Raises:
-            InvalidRequest: this installation has no inference server.
+            InvalidRequest: this installation has no inference server for the base model.
             NotReady: the inference server is not reachable yet.
             ServiceError: the inference server does not respond.
         """
-        if not self.url:
-            raise InvalidRequest(
-                "This server has no inference server; the operator configures one in REGRAFT_INFERENCE_URL.",
-                code="serving_not_configured",
-            )
-        await self._wait_until_there()
+        base_model = body["regraft"]["base_model"]
+        server = address_of(self.url, base_model)
+        if not server:
+            raise not_served(base_model)
+        await self._wait_until_there(server)
         for last in (False, True):
-            url = f"{self.url}/chat/completions"
+            url = f"{server}/chat/completions"
             request = self.client.build_request("POST", url, json=body, headers=tracing.outgoing())
             try:
                 answer = await self.client.send(request, stream=True)
             except httpx.TransportError as cause:
-                self._heard_at = float("-inf")
+                self._heard_at.pop(server, None)
                 if isinstance(cause, httpx.ReadTimeout):
                     seconds = request.extensions["timeout"]["read"]
                     raise ServiceError(f"The model has not answered for {seconds:g} s.") from cause
@@ -164,22 +164,22 @@ class Upstream:
                 if last or isinstance(cause, httpx.TimeoutException):
                     raise _not_there(cause) from cause
             else:
-                self._heard_at = time.monotonic()
+                self._heard_at[server] = time.monotonic()
                 return answer
         raise AssertionError("the second try returns or raises")
 
-    async def _wait_until_there(self) -> None:
-        if time.monotonic() - self._heard_at < RECENTLY:
+    async def _wait_until_there(self, server: str) -> None:
+        if time.monotonic() - self._heard_at.get(server, float("-inf")) < RECENTLY:
             return
         try:
             # Wait only while a socket accepts connections for a process that starts; otherwise fail at once.
             timeout = httpx.Timeout(self.patience, connect=self.timeout.connect)
-            answer = await self.client.get(f"{self.url.removesuffix('/v1')}/healthz", timeout=timeout)
+            answer = await self.client.get(f"{server.removesuffix('/v1')}/healthz", timeout=timeout)
         except httpx.TransportError as cause:
             raise _not_there(cause) from cause
         if answer.status_code != 200:
             raise _not_there()
-        self._heard_at = time.monotonic()
+        self._heard_at[server] = time.monotonic()
 
     def adapter(self, blobs: BlobStore, checkpoint: Checkpoint) -> Adapter:
         """The adapter by the hash of its manifest. A recreated checkpoint is another row with another id.

@@ -22,6 +22,7 @@ from core.errors import ContentDamaged, FileNotFound, InvalidRequest, ModelNotFo
 from core.evals import budgets, rows, targets
 from core.evals.items import MAX_ROWS
 from core.evals.rows import Complaints, EvalRow, InvalidRows
+from core.inference import not_served
 from core.response_format import ResponseFormat, checked_bounds
 from core.results import tuned_models
 from core.storage import files
@@ -133,12 +134,8 @@ def refuse_model(source: SampledSource, service: Service, project: Project) -> N
         raise missing
     if own is None:
         return
-    if not service.settings.inference_url:
-        raise InvalidRequest(
-            "This server has no inference server; the operator configures one in REGRAFT_INFERENCE_URL.",
-            param="data_source.model",
-            code="serving_not_configured",
-        )
+    if not service.settings.inference_address(own.base_model):
+        raise not_served(own.base_model, "data_source.model")
     params = getattr(source, "sampling_params", None)
     if params is not None and params.tools:
         raise InvalidRequest(

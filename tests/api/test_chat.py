@@ -101,8 +101,11 @@ def upstream(inference: Inference) -> Iterator[str]:
     yield from served(inference.app())
 
 
-def api_over(house: House, url: str) -> FastAPI:
-    settings = Settings(data_dir=house.folder, inference_url=url and f"{url}/v1", inference_key="between us")
+def api_over(house: House, url: str | dict[str, str]) -> FastAPI:
+    address = (
+        {model: f"{one}/v1" for model, one in url.items()} if isinstance(url, dict) else url and f"{url}/v1"
+    )
+    settings = Settings(data_dir=house.folder, inference_url=address, inference_key="between us")
     return create_app(
         settings,
         house.database,
@@ -362,6 +365,23 @@ def test_without_an_inference_server_the_refusal_says_what_to_do(house: House) -
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "serving_not_configured")
     assert "REGRAFT_INFERENCE_URL" in answer.json()["error"]["message"]
+
+
+def test_each_base_model_is_asked_at_its_own_server_and_a_tuned_model_at_that_of_its_base(
+    house: House, upstream: str, inference: Inference, tuned: str
+) -> None:
+    for url in served(api_over(house, {"tiny": upstream})):
+        with httpx.Client(base_url=f"{url}/v1", headers={"Authorization": f"Bearer {house.key}"}) as web:
+            answers = [
+                web.post("/chat/completions", json=USER | {"model": model})
+                for model in ("tiny", tuned, "org/large")
+            ]
+
+    assert [answer.status_code for answer in answers] == [200, 200, 400]
+    assert [asked["regraft"]["base_model"] for asked in inference.asked] == ["tiny", "tiny"]
+    error = answers[2].json()["error"]
+    assert error["code"] == "serving_not_configured"
+    assert "no inference server for org/large" in error["message"]
 
 
 def test_an_inference_server_that_is_not_there_is_503_with_retry_after(house: House) -> None:

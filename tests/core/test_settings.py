@@ -45,6 +45,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             "REGRAFT_GPU_CLASSES.h100.kv_cache_gib: Input should be a valid number",
         ),
         ("INFERENCE_URL", "http://inference:8100/v1", "REGRAFT_INFERENCE_URL needs REGRAFT_INFERENCE_KEY"),
+        ("INFERENCE_URL", "gpu-1:8100", "REGRAFT_INFERENCE_URL"),
+        ("INFERENCE_URL", '{"small": "gpu-1:8100"}', "REGRAFT_INFERENCE_URL"),
     ],
 )
 def test_a_wrong_variable_is_named(
@@ -56,6 +58,18 @@ def test_a_wrong_variable_is_named(
         Settings()
 
     assert problems(untyped(invalid.value)).startswith(said)
+
+
+def test_a_base_model_of_the_inference_servers_that_does_not_exist_ends_the_command(
+    environment: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment(INFERENCE_URL='{"none": "http://gpu-1:8100/v1"}', INFERENCE_KEY="secret")
+
+    with pytest.raises(SystemExit) as ended:
+        main(["api"])
+
+    assert ended.value.code == 2
+    assert "REGRAFT_INFERENCE_URL: none is not a base model" in capsys.readouterr().err
 
 
 def test_all_wrong_variables_are_named_at_once(environment: Callable[..., None]) -> None:

@@ -65,6 +65,19 @@ def test_a_judge_of_the_registry_is_asked_where_those_are_served(tmp_path: Path)
     assert list(schema["properties"]) == schema["required"] == ["result"]
 
 
+def test_a_judge_of_the_registry_is_asked_at_the_server_of_its_base_model(tmp_path: Path) -> None:
+    file = written(tmp_path, '[judges.a]\nmodel = "small"\n[judges.b]\nmodel = "large"\n')
+    servers = {"small": "http://one/v1", "*": "http://two/v1/"}
+
+    judges = Backends.load(file, Inference(servers)).judges
+
+    assert [judges[name].base_url for name in ("a", "b")] == ["http://one/v1", "http://two/v1"]
+    with pytest.raises(
+        InvalidBackends, match=r"\[judges.b\] large is a model of the registry; set REGRAFT_INFERENCE_URL"
+    ):
+        Backends.load(file, Inference({"small": "http://one/v1"}))
+
+
 def test_a_key_that_is_not_in_the_environment_is_missed_at_the_start(tmp_path: Path) -> None:
     file = written(tmp_path, '[judges.wise]\nbase_url = "https://x/v1"\napi_key_env = "KEY"\n')
 

@@ -154,6 +154,19 @@ def test_new_jobs_go_to_the_first_pool() -> None:
     assert classes == {"a100": "a100", "h100": "h100", "h200": "h200", "keeper": "keeper"}
 
 
+def test_the_service_reads_inference_servers_by_base_model() -> None:
+    servers = {"m": "http://other/v1", "*": "http://inference:8100/v1"}
+    values = profile(
+        "cpu-demo",
+        models={"m": {"hub": "a/b"}},
+        inference={"enabled": False, "url": servers, "existingSecret": "inference"},
+    )
+
+    for component in ("api", "worker"):
+        [pod, *_] = pods(render(values), component)
+        assert json.loads(environment(pod)["REGRAFT_INFERENCE_URL"]) == servers
+
+
 def test_the_service_reads_the_models_and_judges_that_were_asked_for(tmp_path: Path) -> None:
     [config] = of_kind(render(VARIATIONS["every corner"]), "ConfigMap")
     for name, content in config["data"].items():

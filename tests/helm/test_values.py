@@ -112,6 +112,18 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
         {"inference": {"enabled": False, "url": "http://other/v1", "existingSecret": ""}},
         "inference.existingSecret: name the Secret with the key of the server",
     ),
+    "a server of an unknown model": (
+        {"inference": {"enabled": False, "url": {"m": "http://other/v1"}, "existingSecret": "key"}},
+        "inference.url: m is not in models",
+    ),
+    "a judge without a server": (
+        {
+            "models": {"m": {"hub": "a/b"}, "n": {"hub": "a/c"}},
+            "graders": {"judges": {"j": {"model": "n"}}},
+            "inference": {"enabled": False, "url": {"m": "http://other/v1"}, "existingSecret": "key"},
+        },
+        "j is the model n, for which inference.url has no address",
+    ),
     "two servers of models": ({"inference": {"url": "http://other/v1"}}, "set either it or inference.enabled"),
     "an entry for no host": ({"ingress": {"enabled": True}}, "ingress.host: name the host"),
     "a route to no gateway": ({"gateway": {"enabled": True}}, "gateway.parentRefs: name the Gateway"),

@@ -3,6 +3,7 @@
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
+from core.inference import unknown_models
 from core.registry import InvalidRegistry, Registry
 from core.settings import Settings, problems
 from worker.cli.parser import UsageError
@@ -17,8 +18,13 @@ def read_settings() -> Settings:
 
 
 def check_models(settings: Settings) -> None:
-    """Raise UsageError if the models file cannot be used."""
+    """Raise UsageError if the models file cannot be used, or a model of REGRAFT_INFERENCE_URL is not in it."""
     try:
-        Registry.load(settings.models_file)
+        registry = Registry.load(settings.models_file)
     except InvalidRegistry as invalid:
         raise UsageError(f"REGRAFT_MODELS_FILE: {invalid}") from invalid
+    if unknown := unknown_models(settings.inference_url, registry.models):
+        known = ", ".join(sorted(registry.models))
+        raise UsageError(
+            f"REGRAFT_INFERENCE_URL: {unknown[0]} is not a base model; the base models are: {known}"
+        )

@@ -16,6 +16,7 @@ from core.database.tables import Eval, EvalRun, File, now
 from core.errors import BudgetReached
 from core.evals import budgets, items, lifecycle, rows, summary, targets
 from core.evals.rows import EvalRow
+from core.inference import not_served
 from core.jobs.claim import Claim, LeaseLost
 from core.registry import Registry
 from core.settings import Settings
@@ -164,10 +165,11 @@ class RunAttempt:
             served = targets.served(session, self.blobs, registry, run.project_id, run.model)
         if served is not None:
             settings = self.settings
-            if not settings.inference_url:
-                raise RunFailed("serving_not_configured", "This worker has no inference server.")
+            address = settings.inference_address(served.base_model)
+            if not address:
+                raise RunFailed("serving_not_configured", not_served(served.base_model).message)
             ours = JudgeModel(
-                settings.inference_url,
+                address,
                 settings.inference_key,
                 max_concurrency=settings.eval_concurrency,
                 timeout_s=600.0,

@@ -106,7 +106,8 @@ capabilities:
 {{- end }}
 {{- if or $v.inference.enabled $v.inference.url }}
 - name: REGRAFT_INFERENCE_URL
-  value: {{ $v.inference.url | default (printf "http://%s-inference:8100/v1" (include "regraft.name" .root)) | quote }}
+  {{- $address := $v.inference.url | default (printf "http://%s-inference:8100/v1" (include "regraft.name" .root)) }}
+  value: {{ kindIs "map" $address | ternary (toJson $address) $address | quote }}
 {{- end }}
 {{ include "regraft.commonEnv" .root }}
 {{- end -}}
@@ -372,6 +373,18 @@ imagePullSecrets:
 {{- end -}}
 {{- if and $judge.model (not $v.inference.url) (not $v.inference.enabled) -}}
 {{- $wrong = append $wrong (printf "graders.judges: %s is a model of the registry; set inference.enabled, or set inference.url to a server that serves the registry's models" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if kindIs "map" $v.inference.url -}}
+{{- range $model, $_ := $v.inference.url -}}
+{{- if not (or (eq $model "*") (hasKey $v.models $model)) -}}
+{{- $wrong = append $wrong (printf "inference.url: %s is not in models" $model) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $judge := $v.graders.judges -}}
+{{- if and $judge.model (not (hasKey $v.inference.url $judge.model)) (not (hasKey $v.inference.url "*")) -}}
+{{- $wrong = append $wrong (printf "graders.judges: %s is the model %s, for which inference.url has no address" $name $judge.model) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if and $v.inference.enabled $v.inference.url -}}
