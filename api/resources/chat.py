@@ -26,7 +26,7 @@ from api.http.shapes import Body
 from core.chat import Adapter, Chat, Served
 from core.database.tables import Checkpoint, Project
 from core.disconnect import until_gone
-from core.errors import InvalidParameter, InvalidRequest, ModelNotFound, NotReady, ServiceError
+from core.errors import InvalidParameter, ModelNotFound, NotReady, ServiceError
 from core.inference import address_of, not_served
 from core.response_format import ResponseFormat
 from core.results import tuned_models
