@@ -75,12 +75,11 @@ def client(service: Server) -> OpenAI:
     return service.client(timeout=120)
 
 
-@pytest.fixture(scope="module")
-def job(client: OpenAI) -> FineTuningJob:
+def trained(client: OpenAI, **changes: Any) -> FineTuningJob:
     files = [client.files.create(file=(n, jsonl(ROWS)), purpose="fine-tune").id for n in ("train", "valid")]
     method: Any = {
         "type": "reinforcement",
-        "reinforcement": {"grader": GRADER, "hyperparameters": HYPERPARAMETERS},
+        "reinforcement": {"grader": GRADER, "hyperparameters": HYPERPARAMETERS | changes},
     }
     job = client.fine_tuning.jobs.create(
         model="tiny", training_file=files[0], validation_file=files[1], seed=1, method=method
@@ -90,6 +89,11 @@ def job(client: OpenAI) -> FineTuningJob:
     done = client.fine_tuning.jobs.retrieve(job.id)
     assert done.status == "succeeded", done.error
     return done
+
+
+@pytest.fixture(scope="module")
+def job(client: OpenAI) -> FineTuningJob:
+    return trained(client)
 
 
 def say(client: OpenAI, model: str | None, **options: Any) -> Any:
@@ -347,7 +351,8 @@ def test_a_job_is_exported_as_a_merged_model(
     assert model(ids).logits[0, -1].log_softmax(-1).max().item() == pytest.approx(said[0], abs=1e-4)
 
 
-def test_a_deleted_model_stops_at_once_and_its_checkpoint_goes_on(client: OpenAI, job: FineTuningJob) -> None:
+def test_a_deleted_model_stops_at_once_and_its_checkpoint_goes_on(client: OpenAI) -> None:
+    job = trained(client, n_epochs=1)
     checkpoint = next(iter(client.fine_tuning.jobs.checkpoints.list(job.id))).fine_tuned_model_checkpoint
     say(client, job.fine_tuned_model)
     assert job.fine_tuned_model is not None

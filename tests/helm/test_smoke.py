@@ -11,6 +11,7 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 
 from tests.e2e.conftest import Server
 from tests.e2e.test_openai_client import create, method, wait
@@ -29,7 +30,10 @@ FIRST_KEY = "a-first-key-of-the-operators-own-choice"
 def installed(
     tmp_path_factory: pytest.TempPathFactory, postgres: Postgres, redis_url: str, seaweed: SeaweedFS
 ) -> Iterator[tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]]]:
-    """The production profile for one CPU pool: migrated by its hook, then API and worker, both ready."""
+    """The production profile for one CPU pool: migrated by its hook, then API and worker, both ready.
+
+    After the tests, each pod ends by itself within its grace period.
+    """
     assert shutil.which("regraft-server", path=str(Path(sys.executable).parent)), (
         "the program is not installed"
     )
@@ -78,6 +82,9 @@ def installed(
         kubelet.wait_for(api, "readinessProbe", running["api"][1])
         kubelet.wait_for(worker, "readinessProbe", running["worker"][1])
         yield kubelet, running
+        for pod, process in reversed(running.values()):
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(pod.spec["terminationGracePeriodSeconds"]) == 0, pod.name
     finally:
         for _, process in running.values():
             process.kill()
@@ -90,26 +97,29 @@ def server_of(kubelet: Kubelet, process: Popen[bytes]) -> Server:
     return Server(process, kubelet.ports["api"], kubelet.folder)
 
 
+@pytest.fixture(scope="module")
+def job(installed: tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]]) -> FineTuningJob:
+    kubelet, running = installed
+    client = server_of(kubelet, running["api"][1]).client()
+    return wait(client, create(client, method=method(n_epochs=1)))
+
+
 def test_a_job_is_done_by_what_the_chart_starts(
-    installed: tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]], seaweed: SeaweedFS
+    installed: tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]], job: FineTuningJob
 ) -> None:
     kubelet, running = installed
     client = server_of(kubelet, running["api"][1]).client()
-
-    job = wait(client, create(client, method=method(n_epochs=1)))
 
     assert job.status == "succeeded"
     assert client.files.content(job.result_files[0]).text.startswith("step,")
 
 
 def test_the_tuned_model_answers_through_the_api(
-    installed: tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]],
+    installed: tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]], job: FineTuningJob
 ) -> None:
     kubelet, running = installed
     kubelet.wait_for(running["inference"][0], "readinessProbe", running["inference"][1])
     client = server_of(kubelet, running["api"][1]).client(max_retries=5)
-    [job] = client.fine_tuning.jobs.list()
-
     assert job.fine_tuned_model is not None
     answer = client.chat.completions.create(
         model=job.fine_tuned_model, messages=[{"role": "user", "content": "say it"}], max_completion_tokens=3
@@ -126,13 +136,3 @@ def test_every_probe_is_content_while_all_is_well(
     for pod, _ in running.values():
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert kubelet.probe(pod, kind), f"{pod.name} {kind}"
-
-
-def test_pods_end_by_themselves_when_told_to(
-    installed: tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]],
-) -> None:
-    """Last: nothing runs afterwards."""
-    _, running = installed
-    for pod, process in reversed(running.values()):
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(pod.spec["terminationGracePeriodSeconds"]) == 0, pod.name
