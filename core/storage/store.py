@@ -652,7 +652,7 @@ def s3_client(
         # Our check covers the whole blob and works for resumed downloads, which botocore's does not.
         response_checksum_validation="when_required",
     )
-    # A session of its own: boto3's default one keeps the first credentials that it finds.
+    # Not boto3's default session, which keeps the first credentials that it finds.
     return boto3.Session().client("s3", endpoint_url=endpoint_url, region_name=region, config=config)
 
 
