@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import tomllib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from core.inference import address_of
 from graders import complaints
 from graders.build import build, python_parts
 from graders.checks import check_patterns
@@ -67,9 +66,9 @@ class ModelEntry(BaseModel, extra="forbid", frozen=True, strict=True):
 
 @dataclass(frozen=True)
 class Inference:
-    """The inference server of the registry's models, or one by base model, and the API key."""
+    """The inference servers of the registry's models, and their API key."""
 
-    url: str | Mapping[str, str]
+    address_of: Callable[[str], str]  # base model -> address; empty if there is none
     key: str = field(default="", repr=False)
 
 
@@ -205,7 +204,7 @@ def _judge(entry: JudgeEntry, inference: Inference | None, environment: Mapping[
     if entry.base_url is not None:
         url, served_as, key = entry.base_url, entry.served_as, _key(entry.api_key_env, environment)
     else:
-        url = address_of(inference.url, entry.model or "") if inference else ""
+        url = inference.address_of(entry.model or "") if inference else ""
         if inference is None or not url:
             raise InvalidBackends(
                 f"{entry.model} is a model of the registry; set REGRAFT_INFERENCE_URL to its server "

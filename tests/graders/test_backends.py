@@ -1,9 +1,11 @@
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from core.inference import address_of
 from graders.backends import Backends, Inference, InvalidBackends
 from graders.build import NotConfigured
 from graders.spec import parse_grader
@@ -53,7 +55,7 @@ def test_a_judge_of_the_registry_is_asked_where_those_are_served(tmp_path: Path)
     async def grade() -> Grade:
         async with server as url:
             file = written(tmp_path, '[judges.wise]\nmodel = "Small-1B"\nexplains = false\n')
-            backends = Backends.load(file, Inference(f"{url}/v1", "k1"))
+            backends = Backends.load(file, Inference(lambda model: f"{url}/v1", "k1"))
             assert backends.registry_models == {"Small-1B"}
             async with backends.open(parse_grader(SCORE)) as grader:
                 return await grader.grade(Sample("hi"), {})
@@ -69,13 +71,13 @@ def test_a_judge_of_the_registry_is_asked_at_the_server_of_its_base_model(tmp_pa
     file = written(tmp_path, '[judges.a]\nmodel = "small"\n[judges.b]\nmodel = "large"\n')
     servers = {"small": "http://one/v1", "*": "http://two/v1/"}
 
-    judges = Backends.load(file, Inference(servers)).judges
+    judges = Backends.load(file, Inference(partial(address_of, servers))).judges
 
     assert [judges[name].base_url for name in ("a", "b")] == ["http://one/v1", "http://two/v1"]
     with pytest.raises(
         InvalidBackends, match=r"\[judges.b\] large is a model of the registry; set REGRAFT_INFERENCE_URL"
     ):
-        Backends.load(file, Inference({"small": "http://one/v1"}))
+        Backends.load(file, Inference(partial(address_of, {"small": "http://one/v1"})))
 
 
 def test_a_key_that_is_not_in_the_environment_is_missed_at_the_start(tmp_path: Path) -> None:

@@ -174,7 +174,9 @@ def test_the_service_reads_the_models_and_judges_that_were_asked_for(tmp_path: P
 
     registry = Registry.load(tmp_path / "models.toml")
     backends = Backends.load(
-        tmp_path / "graders.toml", Inference("http://inference:8000/v1"), {"JUDGE_KEY": "secret"}
+        tmp_path / "graders.toml",
+        Inference(lambda model: "http://inference:8000/v1"),
+        {"JUDGE_KEY": "secret"},
     )
 
     model = registry.get("Qwen3-14B")

@@ -214,7 +214,7 @@ def test_the_files_that_the_document_shows_are_valid(tmp_path: Path) -> None:
     (tmp_path / "graders.toml").write_text(graders)
 
     registry = Registry.load(tmp_path / "models.toml")
-    backends = Backends.load(tmp_path / "graders.toml", Inference("http://127.0.0.1:1/v1"))
+    backends = Backends.load(tmp_path / "graders.toml", Inference(lambda model: "http://127.0.0.1:1/v1"))
 
     assert {registry.resolve(alias) for alias in registry.aliases} == {"Qwen3-4B"}
     assert backends.registry_models == {"Qwen3-4B"}

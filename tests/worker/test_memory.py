@@ -13,6 +13,8 @@ from torch._C import dtype
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
+    AutoConfig,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -168,6 +170,37 @@ class TestEstimate:
         planned -= tokens * 4 * (2 * shape.intermediate + 4 * shape.hidden)
         planned -= tokens * sizing.saved_bytes_per_token(shape, 16) if checkpointed else 0
         assert found.saved <= planned <= 1.15 * found.saved
+
+    @pytest.mark.parametrize(
+        ("kind", "sizes"),
+        [
+            ("gemma3_text", {"head_dim": 256, "sliding_window": 1024}),  # four norms in a layer
+            ("olmo2", {}),  # norms after the products
+            ("phi3", {"pad_token_id": 0}),  # gate and up in one product
+            ("starcoder2", {}),  # no gate
+            ("nemotron", {}),
+            ("cohere", {}),  # one norm in a layer
+            ("qwen3_moe", {"moe_intermediate_size": 1792, "num_experts": 16, "num_experts_per_tok": 8}),
+        ],
+    )
+    def test_it_is_at_most_20_percent_above_what_other_families_keep(
+        self, kind: str, sizes: dict[str, Any]
+    ) -> None:
+        common = {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "vocab_size": 32000,
+        }
+        config = AutoConfig.for_model(kind, num_hidden_layers=3, num_key_value_heads=8, **common | sizes)
+        shape, found = memory.shape_of(config, torch.bfloat16), Counted()
+
+        count(trainer(config, "packed", checkpointed=False, dtype=torch.bfloat16), [group(225)], found)
+
+        planned = (
+            3 * sizing.saved_bytes_per_token(shape, 16) + 4 * shape.hidden
+        )  # with the last norm and the head
+        assert 0.99 * found.saved <= found.tokens * planned <= 1.2 * found.saved
 
     def test_llama_3_8b_keeps_at_most_10_gib_for_2048_tokens(self) -> None:
         """Counted in 4 of its 32 layers."""
@@ -416,6 +449,7 @@ class TestServing:
         (LlamaConfig, {}),
         (MistralConfig, {}),
         (Qwen2Config, {}),
+        (Gemma3TextConfig, {}),
         (Qwen3MoeConfig, {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
     ],
 )
@@ -432,7 +466,8 @@ def test_the_shape_computed_from_a_config_is_what_transformers_makes_of_it(
 
     assert computed is not None
     assert computed.parameters == pytest.approx(exact.parameters, rel=0.01)
-    same = ("layers", "hidden", "queries", "heads", "key_values", "vocabulary", "bytes_each", "head_norms")
+    same = "layers hidden queries heads key_values vocabulary bytes_each head_norms layer_norms gated".split()
+    same += ["recomputes_norms", "recomputes_gates"]
     assert [getattr(computed, name) for name in same] == [getattr(exact, name) for name in same]
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,52 @@ def test_another_format_is_refused_by_name_before_the_weights_are_loaded(tmp_pat
         refuse_by_config(read_config(tmp_path), CONTEXT)
     with pytest.raises(UnsupportedModel, match=name):
         load_base("tiny", entry(tmp_path), tmp_path, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "block", "refused"),
+    [
+        ((256, 128), (2, 1), (128, 128), False),
+        ((96, 128), (1, 1), (128, 128), False),  # less than a block
+        ((512, 64), (512, 4), (128, 128), False),  # experts in another format, with blocks of 1 x 16 bytes
+        ((256, 128), (), (128, 128), False),  # one scale
+        ((192, 128), (2, 1), (128, 128), True),  # would be divided into blocks of 96
+        ((576, 7168), (5, 56), (128, 128), True),  # as in DeepSeek V3: cannot be divided
+        ((128, 192), (1, 2), (128, 128), True),
+    ],
+)
+def test_fp8_weights_whose_last_block_is_cut_off_are_refused(
+    shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int], refused: bool
+) -> None:
+    shapes = {"a.weight": shape, "a.weight_scale_inv": scales, "b.weight": (7, 9)}
+
+    with pytest.raises(UnsupportedModel, match=r"a.weight .* fp8 blocks") if refused else nullcontext():
+        quantized.refuse_uneven_blocks(shapes, block)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_model_with_a_block_that_is_cut_off_is_refused_before_it_is_loaded(
+    tmp_path: Path, shards: int
+) -> None:
+    save(tmp_path, "fp8")
+    if shards > 1:
+        split(tmp_path)
+    mark(tmp_path, {"quant_method": "fp8", "weight_block_size": [BLOCK + 16, BLOCK]})
+
+    with pytest.raises(UnsupportedModel, match=r"proj.weight .*Use the model's files in bfloat16"):
+        load_base("tiny", entry(tmp_path), tmp_path, "cpu")
+
+
+def split(folder: Path) -> None:
+    """The model's weights in two files with an index."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{1 + (number % 2)}.safetensors" for number, name in enumerate(sorted(weights))}
+    for file in set(files.values()):
+        part = {name: weights[name] for name in weights if files[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": 1}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def test_the_format_of_a_multimodal_models_text_part_counts() -> None:

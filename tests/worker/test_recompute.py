@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES
@@ -140,6 +140,34 @@ def test_a_bfloat16_model_is_computed_as_transformers_does(title: str, tmp_path:
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:
     tensors = tensors_of([PACK])
     return tensors.input_ids, tensors.position_ids, tensors.segment
+
+
+class ClampedFeedForward(nn.Module):
+    """As in DeepSeek V4: a gate that is clamped, which random numbers of the usual size do not reach."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(32, 64), nn.Linear(32, 64)
+        self.down_proj, self.act_fn, self.limit = nn.Linear(64, 32), nn.SiLU(), limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x).clamp(max=self.limit), self.up_proj(x).clamp(-self.limit, self.limit)
+        output: Tensor = self.down_proj(self.act_fn(gate) * up)
+        return output
+
+
+@pytest.mark.parametrize(("limit", "replaced"), [(10.0, False), (16.0, False), (float("inf"), True)])
+def test_a_feed_forward_layer_that_clamps_its_gate_keeps_its_own_forward(
+    limit: float, replaced: bool
+) -> None:
+    layer = ClampedFeedForward(limit).to(torch.bfloat16).requires_grad_(False)
+    x = 100 * torch.randn(5, 32, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    own = layer(x)
+
+    recompute.install(layer)
+
+    assert ("forward" in vars(layer)) == replaced
+    assert torch.equal(layer(x), own)
 
 
 def test_a_float32_model_keeps_its_own_forwards(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def merge(entry: BaseModelEntry, cache: Path, adapter: Path, folder: Path) -> No
 
     source = source_of(entry, cache)
     config = read_config(source)
-    plain = quantized.arguments(config)
+    plain = quantized.arguments(config, source)
     base = class_of(config).from_pretrained(source, dtype=torch.float32, **plain).to(torch.float32)
     model = PeftModel.from_pretrained(base, adapter).merge_and_unload().to(DTYPES[entry.dtype])
     (quantized.as_plain(model) if plain else model).save_pretrained(folder)

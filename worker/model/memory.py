@@ -34,6 +34,7 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     widest = max((module.out_features for module in linear if module is not head), default=text.hidden_size)
     intermediate = getattr(text, "intermediate_size", None)
+    wide = max(intermediate if isinstance(intermediate, int) else widest, _width_of_experts(text))
     return Shape(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         linear_parameters=sum(module.weight.numel() for module in linear),
@@ -41,14 +42,17 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
         hidden=text.hidden_size,
         queries=head_dim * heads,
         heads=heads,
-        intermediate=intermediate if isinstance(intermediate, int) else widest,
+        intermediate=wide,
         key_values=2 * head_dim * (getattr(text, "num_key_value_heads", None) or heads),
         vocabulary=text.vocab_size,
         bytes_each=torch.finfo(dtype).bits // 8,
         adaptable=tuple(adaptable_layers(model)),
         recurrent_layers=recurrent_layers_of(config),
         head_norms=_has_head_norms(model),
-        recomputes=recompute.knows(model),
+        layer_norms=recompute.norms_of_a_layer(model),
+        gated=_has_gates(model, text.hidden_size, intermediate),
+        recomputes_norms=recompute.knows_norms(model),
+        recomputes_gates=recompute.knows_gates(model),
         keeps_scores=bool(getattr(text, "attn_logit_softcapping", None))
         or any("sinks" in name for name, _ in model.named_parameters()),
     )
@@ -62,6 +66,26 @@ def _has_head_norms(model: nn.Module) -> bool:
         if "Attention" in type(module).__name__
         for part in module.children()
     )
+
+
+def _width_of_experts(text: Any) -> int:
+    """The intermediate sizes of all experts that one token goes through; 0: not a mixture."""
+    if not (getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)):
+        return 0
+    each = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    return each * chosen if isinstance(each, int) and isinstance(chosen, int) else 0
+
+
+def _has_gates(model: nn.Module, hidden: int, intermediate: object) -> bool:
+    """Whether a layer makes more than one tensor of the intermediate size, or makes them with no linear layers."""
+    layers = max((part for part in model.modules() if isinstance(part, nn.ModuleList)), key=len, default=())
+    made = [
+        part.out_features
+        for part in next((layer.modules() for layer in layers), iter(()))
+        if isinstance(part, nn.Linear) and part.in_features == hidden
+    ]
+    return [size for size in made if size == intermediate] != [intermediate]
 
 
 def recurrent_layers_of(config: Any) -> int:

@@ -161,7 +161,7 @@ def load_base(
     files = fingerprint.of_folder(source) if isinstance(source, Path) else ""
     config, dtype = read_config(source), DTYPES[entry.dtype]
     with _reading(source, "weights"):
-        plain = quantized.arguments(config)
+        plain = quantized.arguments(config, source)
         model, loading = class_of(config).from_pretrained(
             source, dtype=dtype, output_loading_info=True, **plain
         )
@@ -254,6 +254,10 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
             raise  # the disk's fault
         raise InvalidModel(f"The {what} of {where} cannot be read: {first_line(cause)}") from cause
     except RuntimeError as cause:
+        if "automatic conversion of the weights" in str(cause):
+            raise InvalidModel(
+                f"transformers cannot convert the {what} of {where}; its log has the reason."
+            ) from cause
         if "mismatched" not in str(cause):
             raise  # of the device, perhaps
         raise InvalidModel(

@@ -1,10 +1,15 @@
 """Models whose files hold quantized weights: which can be trained, and with which weights."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from worker.model.architecture import without_weights
 from worker.refusals import UnsupportedModel
@@ -23,11 +28,10 @@ def format_of(config: Any) -> str:
     Raises:
         UnsupportedModel: models in this format cannot be trained.
     """
-    configs = (config, config.get_text_config())  # a multimodal model may name it for its text part
-    stored = next((found for one in configs if (found := getattr(one, "quantization_config", None))), None)
-    if stored is None:
+    stored = _stored(config)
+    if not stored:
         return ""
-    name = str(stored.get("quant_method") if isinstance(stored, Mapping) else stored.quant_method)
+    name = str(stored.get("quant_method"))
     if name not in _CONVERTED:
         raise UnsupportedModel(
             f"The model is not supported: its weights are quantized ({name}). Only {' and '.join(_CONVERTED)} are "
@@ -36,14 +40,73 @@ def format_of(config: Any) -> str:
     return name
 
 
-def arguments(config: Any) -> dict[str, Any]:
+def _stored(config: Any) -> Mapping[str, Any]:
+    """The quantization of the model's files according to its config; empty if they are not quantized."""
+    configs = (config, config.get_text_config())  # a multimodal model may name it for its text part
+    found: Any = next((has for one in configs if (has := getattr(one, "quantization_config", None))), {})
+    return found if isinstance(found, Mapping) else found.to_dict()
+
+
+def arguments(config: Any, source: Path | str) -> dict[str, Any]:
     """The arguments of `from_pretrained` with which weights in a quantized format are loaded as plain ones.
 
+    Args:
+        source: where the model's files are, a folder or a hub id.
+
     Raises:
-        UnsupportedModel: as `format_of`.
+        UnsupportedModel: as `format_of`, or transformers would convert the files to wrong weights.
     """
     name = format_of(config)
+    block = _stored(config).get("weight_block_size") if name == "fp8" else None
+    if block:
+        refuse_uneven_blocks(shapes_in(source), block)
     return {"quantization_config": _CONVERTED[name](dequantize=True)} if name else {}
+
+
+def refuse_uneven_blocks(shapes: Mapping[str, Sequence[int]], block: Sequence[int]) -> None:
+    """Refuse fp8 weights of which the last block is cut off at the edge.
+
+    transformers 5.19 takes the size of a block to be the weight's divided by the number of scales (Fp8Dequantize), so
+    it would multiply other elements with a scale, or fail.
+
+    Args:
+        shapes: of all tensors in the model's files, by name.
+        block: rows and columns of a block.
+
+    Raises:
+        UnsupportedModel: the message names the weight.
+    """
+    for name, shape in shapes.items():
+        scales = shapes.get(f"{name}_scale_inv", ())
+        if len(scales) < 2:
+            continue  # not in blocks
+        for length, count, side in zip(shape[-2:], scales[-2:], block, strict=True):
+            if count > 1 and (length % count or (count == math.ceil(length / side) and length % side)):
+                raise UnsupportedModel(
+                    f"The model is not supported: its weight {name} {list(shape)} is not a whole number of fp8 blocks "
+                    f"{list(block)}, and transformers would convert it to wrong numbers. Use the model's files in "
+                    "bfloat16."
+                )
+
+
+def shapes_in(source: Path | str) -> dict[str, Sequence[int]]:
+    """The shapes of all tensors in the safetensors files of a folder or of a hub id, by name.
+
+    Raises:
+        OSError: there are none, or the hub cannot be reached.
+    """
+    files = [
+        str(cached_file(source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False) or "")
+    ]
+    if files[0]:
+        files, _ = get_checkpoint_shard_files(source, files[0])
+    else:
+        files = [str(cached_file(source, SAFE_WEIGHTS_NAME))]
+    shapes: dict[str, Sequence[int]] = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    return shapes
 
 
 def as_plain(model: PreTrainedModel) -> PreTrainedModel:

@@ -128,7 +128,18 @@ def install(model: nn.Module) -> None:
             module.forward = _Gated(module)
 
 
-def knows(model: nn.Module) -> bool:
+def norms_of_a_layer(model: nn.Module) -> int:
+    """How many norms of hidden states a decoder layer has, at most; 2 if the layers are not in one list."""
+    layers = max((part for part in model.modules() if isinstance(part, nn.ModuleList)), key=len, default=())
+    return max((sum(_called_norm(part) for part in layer.children()) for layer in layers), default=0) or 2
+
+
+def knows_norms(model: nn.Module) -> bool:
+    """Whether all norms of the model are replaced."""
+    return all(_is_norm(module) for module in model.modules() if _called_norm(module))
+
+
+def knows_gates(model: nn.Module) -> bool:
     """Whether all feed-forward layers of the model are replaced. Experts in one tensor have a forward that is not."""
     modules = list(model.modules())
     experts = any(parameter.dim() == 3 for parameter in model.parameters())
@@ -151,10 +162,14 @@ def uninstalled(model: nn.Module) -> Iterator[None]:
             module.forward = forward
 
 
+def _called_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and not list(module.children())
+
+
 def _is_norm(module: nn.Module) -> bool:
     """A module without parts that is called a norm, takes one tensor and gives one of its shape."""
     weight = getattr(module, "weight", None)
-    if "Norm" not in type(module).__name__ or list(module.children()) or not isinstance(weight, Tensor):
+    if not _called_norm(module) or not isinstance(weight, Tensor):
         return False
     if len(inspect.signature(module.forward).parameters) != 1:  # gated norms of Mamba take a gate, or None
         return False
@@ -196,8 +211,12 @@ def _is_gated(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _equal(module: nn.Module, forward: Callable[[Tensor], Tensor], width: int, like: Tensor) -> bool:
-    """Whether module and forward give the same for random numbers [1, 3, width]."""
-    x = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0)).to(like)
+    """Whether module and forward give the same for random numbers [1, 3, width], small and large.
+
+    Large ones, because some families clamp what comes out of the gate (DeepSeek V4 at 10, Step 3.7 at 16).
+    """
+    sizes = torch.tensor([1.0, 30.0, 1000.0])[:, None]
+    x = (torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0)) * sizes).to(like)
     try:
         own, ours = module(x), forward(x)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):

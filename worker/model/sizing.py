@@ -62,7 +62,11 @@ class Shape:
     adaptable: tuple[LinearLayer, ...]  # the layers that can have an adapter
     recurrent_layers: int = 0  # whose states do not grow with the tokens
     head_norms: bool = False  # norms of queries and keys
-    recomputes: bool = False  # norms and products of gates, if in bfloat16 (worker/model/recompute.py)
+    layer_norms: int = 2  # norms of hidden states in a layer
+    gated: bool = True  # the feed-forward layer multiplies a gate with what it lets through
+    # A bfloat16 model computes these again in the backward pass (worker/model/recompute.py).
+    recomputes_norms: bool = False
+    recomputes_gates: bool = False
     keeps_scores: bool = False  # attention with sinks or soft caps, which no fused kernel of PyTorch has
 
     @property
@@ -205,23 +209,28 @@ def saved_bytes_per_token(shape: Shape, rank: int) -> int:
     each = shape.bytes_each
     # Inputs of norms; of adapters (one tensor for q, k, v, one for gate and up; of down); between A and B.
     heads = shape.queries + shape.key_values // 2 if shape.head_norms else 0
-    norms = (2 * shape.hidden + heads) * _norm_bytes(shape)
+    norms = (shape.layer_norms * shape.hidden + heads) * _norm_bytes(shape)
     inputs = 2 * shape.hidden + shape.intermediate
     inner = 7 * rank
     # Queries, keys and values of every query head, and the output. FlexAttention keeps keys and values once.
     attention = 4 * shape.queries
-    activated = (2 if _recomputes(shape) else 3) * shape.intermediate  # gate and up; the gate's activation
+    activated = _feed_forward_tensors(shape) * shape.intermediate
     statistics = 16 * shape.heads  # of softmax and norms
     return norms + each * (inputs + inner + attention + activated) + statistics
 
 
-def _recomputes(shape: Shape) -> bool:
-    return shape.recomputes and shape.bytes_each < 4
+def _feed_forward_tensors(shape: Shape) -> int:
+    """Of the intermediate size, that autograd keeps beside the input of the last product."""
+    if not shape.gated:
+        return 1  # the activation's input
+    if not shape.recomputes_gates:
+        return 4  # gate and up in one product or in experts: also copies of the two
+    return 3 if shape.bytes_each == 4 else 2  # gate and up; the gate's activation
 
 
 def _norm_bytes(shape: Shape) -> int:
     """That autograd keeps of an element of a norm's input."""
-    return shape.bytes_each if _recomputes(shape) else 4
+    return shape.bytes_each if shape.recomputes_norms else 4
 
 
 def estimate(
@@ -517,8 +526,10 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
     else:
         feed_forward, intermediate = 3 * hidden * dense, dense
     linear = layers * (attention + feed_forward) + vocabulary * hidden
-    head_norms = "qwen3" in str(text.get("model_type", ""))
-    norms = layers * (2 * hidden + (2 * size if head_norms else 0)) + hidden
+    family = str(text.get("model_type", ""))
+    head_norms = family.startswith(("qwen3", "gemma3", "gemma4"))
+    layer_norms = 4 if family.startswith(("gemma2", "gemma3", "gemma4")) else 2
+    norms = layers * (layer_norms * hidden + (2 * size if head_norms else 0)) + hidden
     tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
     return Shape(
         parameters=linear + norms + (0 if tied else vocabulary * hidden),
@@ -532,6 +543,9 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
         vocabulary=vocabulary,
         bytes_each=bytes_each,
         head_norms=head_norms,
+        layer_norms=layer_norms,
+        recomputes_norms=True,
+        recomputes_gates=not experts,
         adaptable=_adaptable(layers, hidden, queries, keys, intermediate),
     )
 
