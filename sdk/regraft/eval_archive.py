@@ -68,7 +68,7 @@ class Report:
 def export(client: openai.OpenAI, folder: Path, *, tell: Callable[[str], None] = lambda text: None) -> Report:
     """Write all evals of the client's project. Runs that are complete in the folder are not read again.
 
-    A run that cannot be read is left out, and written when the export is repeated.
+    An eval or a run that cannot be read is left out, and written when the export is repeated.
 
     Raises:
         openai.APIConnectionError, openai.AuthenticationError, openai.RateLimitError: nothing more can be read.
@@ -77,18 +77,33 @@ def export(client: openai.OpenAI, folder: Path, *, tell: Callable[[str], None] =
     report = Report()
     evals = []
     unreadable: list[dict[str, str]] = []
-    for made in client.evals.list(limit=100):
-        evals.append(made.id)
-        place = folder / "evals" / _plain_name(made.id)
-        _write(place / "eval.json", _kept(_plain(made), EVAL_FIELDS))
-        report.evals += 1
-        tell(f"{made.id} {made.name}")
-        for name, why in _export_runs(client, folder, place, made.id, report):
-            unreadable.append({"eval": made.id, "name": name, "error": why})
-            report.failed += 1
-            report.left_out.append(f"{name}: {why}")
-            tell(f"Left out: {name}: {why}")
-    _write(folder / "evals" / ORDER, evals)
+
+    def leave_out(eval_id: str, name: str, why: str) -> None:
+        unreadable.append({"eval": eval_id, "name": name, "error": why})
+        report.failed += 1
+        report.left_out.append(f"{name}: {why}")
+        tell(f"Left out: {name}: {why}")
+
+    try:
+        for listed in client.evals.list(limit=100):
+            eval_id = ""
+            try:
+                made = _plain(listed)
+                eval_id = _plain_name(made.get("id"))
+                place = folder / "evals" / eval_id
+                _write(place / "eval.json", _kept(made, EVAL_FIELDS))
+            except _UNREADABLE as cause:
+                leave_out(eval_id, f"eval {eval_id}" if eval_id else "an eval of the list", _reason(cause))
+                continue
+            evals.append(eval_id)
+            report.evals += 1
+            tell(f"{eval_id} {made.get('name')}")
+            for name, why in _export_runs(client, folder, place, eval_id, report):
+                leave_out(eval_id, name, why)
+    except (AttributeError, TypeError, ValueError) as cause:  # of the client's code, for a page
+        leave_out("", "the rest of the list of evals", _reason(cause))
+    else:
+        _write(folder / "evals" / ORDER, evals)
     if unreadable:
         _write(folder / UNREADABLE, unreadable)
     else:

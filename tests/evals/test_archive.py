@@ -138,6 +138,29 @@ def test_a_run_that_cannot_be_read_is_left_out_and_named(
     assert not (tmp_path / "unreadable.json").exists()
 
 
+def test_an_eval_that_cannot_be_read_is_left_out_and_the_others_are_written(
+    source: House, tmp_path: Path
+) -> None:
+    made = [one.to_dict() for one in source.openai().evals.list()]
+    nothing = httpx2.Response(200, json={"object": "list", "data": [None, *made], "has_more": False})
+
+    report = export(broken(source, "/v1/evals", nothing), tmp_path)
+
+    assert (report.evals, report.failed) == (2, 1)
+    assert "an eval of the list: the server sent 'None' instead of an object" in report.left_out
+    assert json.loads((tmp_path / "evals" / "order.json").read_text()) == [one["id"] for one in made]
+
+
+@pytest.mark.parametrize("answer", UNREADABLE[3:], ids=["not JSON", "a page"])
+def test_a_list_of_evals_that_cannot_be_read_is_named(
+    source: House, tmp_path: Path, answer: Response
+) -> None:
+    report = export(broken(source, "/v1/evals", answer), tmp_path)
+
+    assert (report.evals, report.failed) == (0, 1)
+    assert report.left_out[0].startswith("the rest of the list of evals: ")
+
+
 def test_an_eval_whose_runs_cannot_be_listed_does_not_stop_the_export(source: House, tmp_path: Path) -> None:
     [made] = [made for made in source.openai().evals.list() if made.name == "geography"]
 
