@@ -133,6 +133,7 @@ def test_every_probe_is_content_while_all_is_well(
     installed: tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]],
 ) -> None:
     kubelet, running = installed
+    kubelet.wait_for(running["inference"][0], "readinessProbe", running["inference"][1])
     for pod, _ in running.values():
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert kubelet.probe(pod, kind), f"{pod.name} {kind}"
