@@ -197,10 +197,12 @@ def test_a_file_in_parts_crosses_the_store_whole(production: tuple[Server, subpr
 def test_when_the_work_is_done_every_blob_has_a_row(
     production: tuple[Server, subprocess.Popen[bytes]], database_url: str, seaweed: SeaweedFS
 ) -> None:
-    """Of all that the tests above made, as if it were old, a sweep would remove nothing.
+    """Of all that these tests have made, as if it were old, a sweep would remove nothing.
 
     But for what a run had just written when it found that its job was cancelled: that is what sweeps are for.
     """
+    client = production[0].client()
+    assert wait(client, create(client, method=method(n_epochs=1))).status == "succeeded"
     database = Database(database_url)
     store = S3Blobs("regraft", "all", client=seaweed.client)
 
@@ -212,4 +214,4 @@ def test_when_the_work_is_done_every_blob_has_a_row(
     assert [
         blob.key for blob in found if not any(f"/jobs/{job_id}/" in blob.key for job_id in cancelled)
     ] == []
-    assert len(list(store.list("projects/"))) > 10
+    assert len(list(store.list("projects/"))) > 5

@@ -1,7 +1,6 @@
 """Schemas that are expensive or endless to apply: refused by name, while the API keeps answering others."""
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -106,12 +105,11 @@ def test_others_are_answered_while_a_schema_is_applied(client: OpenAI, house: Ho
     theirs = house.openai(house.other_key)
     attacking = threading.Thread(target=attack)
     attacking.start()
-    slowest = 0.0
+    answered = 0
     while attacking.is_alive():
-        started = time.perf_counter()
         theirs.evals.list()
-        slowest = max(slowest, time.perf_counter() - started)
+        answered += 1
     attacking.join()
 
     assert len(refused) == 1
-    assert slowest < 2.5, "half of the time that the schema may take"
+    assert answered > 5, "an event loop that waits for the pattern answers one request, after it"

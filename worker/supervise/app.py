@@ -97,10 +97,12 @@ class WorkerService:
         self._stopping.set()
         self.supervisor.stop()
         self.evals.stop()
-        # Celery checks this flag every second while it reconnects to the broker; `stop` has no effect then.
+        # The consumer's own thread checks this flag every second or two and stops itself, also while it reconnects to the
+        # broker. With Redis, `stop` must not be called from here: closing the connection reads the reply that the other
+        # thread is about to read, and waits for it forever if that one was faster.
         state.should_stop = 0
         try:
-            if self._consumer is not None:
+            if self._consumer is not None and not self._consumer.use_eventloop:
                 self._consumer.stop()
             for thread in self._threads:
                 thread.join()
