@@ -12,6 +12,8 @@ from torch import Tensor
 from core.jobs.hyperparameters import Resolved
 from graders.types import ErrorKind, Grade, Item, Sample
 from worker.learn import grpo
+from worker.learn.gradient import Batch, OwnGradient
+from worker.learn.totals import Totals
 from worker.learn.trainer import PeftTrainer, Trainer
 from worker.model.policy import Policy
 from worker.record.exporters import Card, Ended
@@ -91,6 +93,18 @@ class RuiningTrainer(SkillTrainer):
         update = super().step()
         self.skill.chance = 0.0
         return update
+
+
+class WatchedGradient(OwnGradient):
+    """Remembers how many answers each row had."""
+
+    def __init__(self, policy: Policy, settings: Resolved, *, token_budget: int) -> None:
+        super().__init__(policy, settings, token_budget=token_budget)
+        self.rows: list[int] = []
+
+    def _backward(self, batch: Batch, std: float) -> Totals:
+        self.rows += [len(part.sequences) for part in batch.packs]
+        return super()._backward(batch, std)
 
 
 class RecordingTrainer(PeftTrainer):

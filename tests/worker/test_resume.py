@@ -21,6 +21,7 @@ from core.jobs.claim import LeaseLost
 from core.storage.manifests import MANIFEST
 from core.storage.store import FolderBlobs
 from graders.types import Grade, Item, Sample
+from tests.fakes import WatchedGradient
 from tests.present import present
 from tests.worker.conftest import Bench, claimed_job
 from worker.learn.trainer import PeftTrainer
@@ -32,6 +33,7 @@ from worker.types import Prompt, UpdateMetrics
 pytestmark = pytest.mark.slow  # runs whole jobs again and again
 
 STEPS = 4
+LONG = 100  # tokens, behind prompts of about ten: the answers of a group share no row then
 TIMES = ("timing", "created_at")
 
 
@@ -129,13 +131,13 @@ class MortalBlobs:
         return call
 
 
-def mortal(bench: Bench, make_policy: Callable[..., Policy], fate: Fate) -> Any:
-    """A run on the real sampler and trainer that dies when its fate says so."""
+def mortal(bench: Bench, make_policy: Callable[..., Policy], fate: Fate, longest: int = 6) -> Any:
+    """A run on the real sampler and trainer that dies when its fate says so. Answers have up to `longest` tokens."""
     policy = make_policy()
     attempt = bench.attempt(
         database=MortalDatabase(bench.database, fate), blobs=MortalBlobs(bench.blobs, fate)
     )
-    asked = {"group_size": 4, "max_completion_tokens": 6}
+    asked = {"group_size": 4, "max_completion_tokens": longest}
     run = bench.run(MortalGrader(fate), attempt=attempt, advanced=asked)
     settings = replace(run, settings=run.settings.model_copy(update={"total_steps": STEPS})).settings
     sampler, trainer = MortalSampler(policy), MortalTrainer(policy, settings, token_budget=512)
@@ -200,17 +202,23 @@ class Undisturbed:
 def undisturbed(
     migrated_sqlite: Path, tmp_path_factory: pytest.TempPathFactory, make_policy: Callable[..., Policy]
 ) -> Undisturbed:
-    folder = tmp_path_factory.mktemp("undisturbed")
+    return measured_in(tmp_path_factory.mktemp("undisturbed"), migrated_sqlite, make_policy)
+
+
+def measured_in(
+    folder: Path, migrated_sqlite: Path, make_policy: Callable[..., Policy], longest: int = 6
+) -> Undisturbed:
+    """In a database of its own."""
     shutil.copy(migrated_sqlite, folder / "regraft.db")
     database = Database(f"sqlite:///{folder}/regraft.db")
-    result = measured(claimed_job(database, folder), make_policy)
+    result = measured(claimed_job(database, folder), make_policy, longest)
     database.close()
     return result
 
 
-def measured(bench: Bench, make_policy: Callable[..., Policy]) -> Undisturbed:
+def measured(bench: Bench, make_policy: Callable[..., Policy], longest: int = 6) -> Undisturbed:
     fate = Fate()
-    asyncio.run(mortal(bench, make_policy, fate).train())
+    asyncio.run(mortal(bench, make_policy, fate, longest).train())
     return Undisturbed(left_by(bench), fate.moments)
 
 
@@ -261,6 +269,23 @@ def test_a_run_that_is_killed_and_resumed_leaves_the_same(
     left = left_by(bench)
     for what, value in undisturbed.left.items():
         assert left[what] == value, what
+
+
+def test_a_run_whose_long_answers_share_no_row_resumes_bit_for_bit(
+    bench: Bench, make_policy: Callable[..., Policy], migrated_sqlite: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    whole = measured_in(tmp_path / "undisturbed", migrated_sqlite, make_policy, LONG)
+    die(mortal(bench, make_policy, Fate(moment(whole, "before the update", 2)), LONG))
+    crash(bench)
+
+    run = mortal(bench, make_policy, Fate(), LONG)
+    policy, settings = run.trainer.policy, run.settings
+    run.trainer.own = run.trainer.gradient = own = WatchedGradient(policy, settings, token_budget=512)
+    asyncio.run(run.train())
+
+    assert 1 in own.rows  # a group with signal has at least two answers to train on
+    assert left_by(bench) == whole.left
 
 
 def die(run: Any) -> None:

@@ -236,8 +236,24 @@ def deal(packs: Sequence[Pack], ranks: int) -> list[list[Pack]]:
     return hands
 
 
+@dataclass(frozen=True)
+class RowCost:
+    """FLOPs of a forward and backward pass, without the head: its tokens are the same in any division."""
+
+    token: int  # of a token: products with weights
+    pair: int  # of a pair of tokens: attention
+
+    def flops(self, tokens: int) -> int:
+        return self.token * tokens + self.pair * tokens**2
+
+
 def micro_batches(
-    packs: Sequence[Pack], token_budget: int, device: torch.device | str = "cpu", *, rows: bool = False
+    packs: Sequence[Pack],
+    token_budget: int,
+    device: torch.device | str = "cpu",
+    *,
+    rows: bool = False,
+    cost: RowCost | None = None,
 ) -> Iterator[list[Pack]]:
     """Yield batches of packs of similar length, each of at most `token_budget` tokens including padding.
 
@@ -246,9 +262,14 @@ def micro_batches(
 
     Args:
         rows: split every pack, so that each row has one answer.
+        cost: split every pack as `cheapest_parts` does. None: only those above the budget.
     """
     room = 0 if rows else token_budget
-    parts = sorted((part for pack in packs for part in split(pack, room)), key=lambda part: part.tokens)
+    if cost is None:
+        divided = [part for pack in packs for part in split(pack, room)]
+    else:
+        divided = [part for pack in packs for part in cheapest_parts(pack, room, cost)]
+    parts = sorted(divided, key=lambda part: part.tokens)
     batch: list[Pack] = []
     for part in parts:
         # The newest part is the longest, so it sets the width of the whole batch.
@@ -273,6 +294,24 @@ def split(pack: Pack, token_budget: int) -> Iterator[Pack]:
         answers.append(answer)
         used += length
     yield Pack(pack.prompt_ids, tuple(answers))
+
+
+def cheapest_parts(pack: Pack, token_budget: int, cost: RowCost) -> list[Pack]:
+    """Divide a pack into parts with as many answers each as cost the fewest FLOPs: all of them, one, or between.
+
+    Depends on the lengths of this pack alone, so every rank and every attempt of a job divides it in the same way.
+    Padding is not counted: parts of similar length share a micro-batch.
+    """
+    divisions = [
+        [part for some in _in_parts_of(pack, answers) for part in split(some, token_budget)]
+        for answers in range(len(pack.sequences), 0, -1)
+    ]
+    return min(divisions, key=lambda parts: sum(cost.flops(part.tokens) for part in parts))
+
+
+def _in_parts_of(pack: Pack, answers: int) -> Iterator[Pack]:
+    for first in range(0, len(pack.sequences), answers):
+        yield Pack(pack.prompt_ids, pack.sequences[first : first + answers])
 
 
 @dataclass(frozen=True)

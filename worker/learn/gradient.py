@@ -7,7 +7,7 @@ process; `SharedGradient` also distributes packs to the other ranks of the run.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from core.jobs.hyperparameters import Resolved
 from worker.learn import grpo
-from worker.learn.batch import Tensors, deal, micro_batches, tensors_of
+from worker.learn.batch import RowCost, Tensors, deal, micro_batches, tensors_of
 from worker.learn.ranks import Add, Again, Collect, End, Helper, Part, Reference, Weights
+from worker.learn.row_cost import row_cost
 from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.model.sizing import HEAD_CHUNK
@@ -73,7 +74,11 @@ class OwnGradient:
 
     def _micro_batches(self, packs: Sequence[Pack]) -> Iterator[list[Pack]]:
         rows = self.policy.route.forward == "rows"
-        return micro_batches(packs, self.capacity, self.policy.device, rows=rows)
+        return micro_batches(packs, self.capacity, self.policy.device, rows=rows, cost=self._cost)
+
+    @cached_property
+    def _cost(self) -> RowCost | None:
+        return row_cost(self.policy)
 
     def again(self, std: float) -> None:
         for batch in self._batches:

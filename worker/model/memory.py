@@ -31,7 +31,7 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
     head = model.get_output_embeddings()
     # A model without attention (state spaces) has no heads: one of the width of its hidden states stands for its mixer.
     heads = getattr(text, "num_attention_heads", None) or 1
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    queries = query_width(text)
     widest = max((module.out_features for module in linear if module is not head), default=text.hidden_size)
     intermediate = getattr(text, "intermediate_size", None)
     wide = max(intermediate if isinstance(intermediate, int) else widest, _width_of_experts(text))
@@ -40,10 +40,10 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
         linear_parameters=sum(module.weight.numel() for module in linear),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        queries=head_dim * heads,
+        queries=queries,
         heads=heads,
         intermediate=wide,
-        key_values=2 * head_dim * (getattr(text, "num_key_value_heads", None) or heads),
+        key_values=2 * queries // heads * (getattr(text, "num_key_value_heads", None) or heads),
         vocabulary=text.vocab_size,
         bytes_each=torch.finfo(dtype).bits // 8,
         adaptable=tuple(adaptable_layers(model)),
@@ -56,6 +56,13 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
         keeps_scores=bool(getattr(text, "attn_logit_softcapping", None))
         or any("sinks" in name for name, _ in model.named_parameters()),
     )
+
+
+def query_width(text: Any) -> int:
+    """Return the elements of a token's queries in one layer, of all heads, from the config of the text model."""
+    heads: int = getattr(text, "num_attention_heads", None) or 1
+    head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return head_dim * heads
 
 
 def _has_head_norms(model: nn.Module) -> bool:
