@@ -4,6 +4,7 @@ Tiny random models; prompts longer than their attention windows. The reference i
 eager attention on a model of its own, one sequence at a time.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,7 @@ def test_a_mixture_of_experts_has_its_router_and_experts_left_alone(
         assert names
         left_alone = (".experts.", ".gate.", "_gate.", "router")
         assert not [name for name in names if any(part in name for part in left_alone)]
+        assert re.search(r"; experts, \d+% of the parameters, have none\)$", str(policy.coverage))
 
 
 def test_a_merged_model_is_the_base_with_its_adapter_whichever_class_loads_it(

@@ -91,6 +91,20 @@ def _is_translated(model: PreTrainedModel, name: str) -> bool:
     return name not in set(config.target_modules or ())
 
 
+def fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The weights of all experts of a layer in one tensor [experts, ...], by name: what has no adapter.
+
+    docs/howto/models.md has the reason.
+    """
+    if not has_experts(model.config):
+        return {}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d)
+    }
+
+
 def _linear(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """The linear layers by name, without the head."""
     head = model.get_output_embeddings()

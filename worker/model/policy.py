@@ -34,7 +34,7 @@ from core import chat_templates, fingerprint
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.registry import BaseModelEntry
 from worker.model import attention, lora, memory, quantized, reasoning, recompute
-from worker.model.adapters import adaptable_layers, adapter_targets
+from worker.model.adapters import adaptable_layers, adapter_targets, fused_experts
 from worker.model.architecture import class_of, refusing
 from worker.model.decoding import (
     Decode,
@@ -91,6 +91,7 @@ class Coverage:
     """The layers of the model that have an adapter, by kind."""
 
     kinds: Sequence[KindCoverage]
+    experts: float = 0.0  # share of the base model's parameters in fused experts, which have no adapter
 
     @property
     def modules(self) -> int:
@@ -103,7 +104,8 @@ class Coverage:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{one.kind} {one.modules} layers, {one.share:.0%}" for one in self.kinds)
-        return f"{self.modules} linear layers with {self.share:.0%} of the parameters ({kinds})"
+        left_out = f"; experts, {self.experts:.0%} of the parameters, have none" if self.experts else ""
+        return f"{self.modules} linear layers with {self.share:.0%} of the parameters ({kinds}{left_out})"
 
     def as_data(self) -> dict[str, Any]:
         return {
@@ -388,7 +390,8 @@ class Policy:
         kinds = [
             KindCoverage(kind, len(found), sum(found) / frozen) for kind, found in weights.items() if found
         ]
-        return Coverage(kinds)
+        experts = sum(weight.numel() for weight in fused_experts(self.model.get_base_model()).values())
+        return Coverage(kinds, experts / frozen)
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
