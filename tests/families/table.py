@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.families.conftest import Loaded, loaded
+from tests.families.vllm import RUN
 from tests.families.zoo import FAMILIES, Family
 
 PAGE = Path(__file__).parents[2] / "docs/reference/model-families.md"
@@ -27,14 +28,17 @@ def short_reason(refusal: str) -> str:
 
 def table(result: Callable[[Family], Loaded]) -> str:
     """The rows: how each family is computed, or why it is refused."""
-    lines = ["| family | `model_type` | training | transformers sampler |", "|---|---|---|---|"]
+    lines = [
+        "| family | `model_type` | training | transformers sampler | vLLM on a CPU |",
+        "|---|---|---|---|---|",
+    ]
     for family in sorted(FAMILIES, key=lambda one: one.title.lower()):
         found = result(family)
         if found.verdict is None:
             columns = f"refused: {short_reason(found.refusal)} | "
         else:
             columns = f"{found.verdict.route.forward} | {found.verdict.route.decode}"
-        lines.append(f"| {family.title} | `{family.model_type}` | {columns} |")
+        lines.append(f"| {family.title} | `{family.model_type}` | {columns} | {RUN.get(family.title, '')} |")
     return "\n".join(lines)
 
 

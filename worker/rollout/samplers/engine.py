@@ -9,6 +9,7 @@ and `SamplingEngine`; tests/worker/vllm_contract.py names each of them, so that 
 
 import os
 import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -181,13 +182,32 @@ def _finished(output: Any) -> Finished:
 
 def tensors_without_layer(worker: Any, tensors: tuple[str, ...]) -> list[str]:
     """The adapter tensors for which vLLM's model has no layer. It would ignore them. Runs in vLLM's worker."""
+    from vllm.lora.layers import MergedColumnParallelLinearVariableSliceWithLoRA as AnySlices
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     manager = worker.model_runner.lora_manager._adapter_manager
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     mapper = mapper.get_rename_mapper() if mapper is not None else None
-    layers = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
+    whole = {name for name, layer in manager.modules.items() if isinstance(layer, AnySlices)}
+    layers = adaptable(manager.modules, manager.packed_modules, whole)
     return [name for name in tensors if parse_fine_tuned_lora_name(name, mapper)[0] not in layers]
+
+
+def adaptable(
+    modules: Iterable[str], packed: Mapping[str, Sequence[str]], whole: Collection[str]
+) -> set[str]:
+    """The names under which vLLM takes an adapter.
+
+    It fails for an adapter of a module that it expects in parts: the files of GLM 4 have `gate_up_proj`, and vLLM
+    expects `gate_proj` and `up_proj`.
+
+    Args:
+        modules: vLLM's own, by name.
+        packed: for modules that are made of several layers, the names of these.
+        whole: modules that also take one adapter for all their parts.
+    """
+    parts = {part for names in packed.values() for part in names}
+    return {name for name in modules if name not in packed or name in whole} | parts
 
 
 def put_adapter(worker: Any, adapter: AdapterBytes) -> None:

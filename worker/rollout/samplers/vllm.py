@@ -190,9 +190,13 @@ class VllmSampler:
 
     def _adapter(self, tensors: Mapping[str, Tensor]) -> AdapterBytes:
         config = self.policy.model.peft_config["default"]
+        left_out = set(self.policy.left_out)  # vLLM ignores some of these, and fails at others
+        applied = {
+            name: tensor for name, tensor in tensors.items() if name.rpartition(".lora_")[0] not in left_out
+        }
         return AdapterBytes(
             namespace=self.namespace(self._published),
-            tensors=save(dict(tensors)),
+            tensors=save(applied),
             rank=config.r,
             alpha=config.lora_alpha,
             modules=tuple(sorted(config.target_modules)),
