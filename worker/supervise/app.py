@@ -97,9 +97,9 @@ class WorkerService:
         self._stopping.set()
         self.supervisor.stop()
         self.evals.stop()
-        # The consumer's own thread checks this flag every second or two and stops itself, also while it reconnects to the
-        # broker. With Redis, `stop` must not be called from here: closing the connection reads the reply that the other
-        # thread is about to read, and waits for it forever if that one was faster.
+        # The consumer's own thread checks this flag every second or two and stops itself, also while it reconnects to
+        # the broker. With Redis, `stop` must not be called from here: closing the connection reads the reply that the
+        # other thread is about to read, and waits for it forever if that one was faster.
         state.should_stop = 0
         try:
             if self._consumer is not None and not self._consumer.use_eventloop:
