@@ -16,6 +16,7 @@ BENCHES = (
     "scaling",
     "merge_rounding",
     "long",
+    "deal",
     "swap",
     "api",
     "queue",
@@ -49,6 +50,7 @@ GOALS: dict[str, tuple[str, float]] = {
         for tokens in (2048, 8192, 32_768)
     },
     "squared_tensors": ("<=", 0),
+    "busy_8": (">=", 0.9),
     "saved_gib_8b": ("<=", 10),
     "peak_share_8b": (">=", 0.45),
     # the sync to the sampler

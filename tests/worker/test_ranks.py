@@ -28,7 +28,6 @@ from tests.worker.conftest import Bench
 from tests.worker.test_json_schema import LETTER, sample
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling, with_gap
 from worker.assemble import load_policy
-from worker.learn.batch import deal
 from worker.learn.rank import serve, start
 from worker.learn.ranks import Line, Model, Ranks, Start
 from worker.learn.trainer import PeftTrainer
@@ -38,7 +37,7 @@ from worker.refusals import SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers.transformers import TransformersSampler
 from worker.supervise.supervisor import Supervisor
-from worker.types import Group, Pack, TrainingSequence
+from worker.types import Group
 
 pytestmark = pytest.mark.slow
 
@@ -242,17 +241,6 @@ def test_a_helper_that_has_nothing_to_compute_is_not_asked(trainers: Callable[..
     groups = sampled(alone.policy)[:1]
 
     assert learn(together, groups).grad_norm == pytest.approx(learn(alone, groups).grad_norm)
-
-
-def test_packs_are_dealt_by_their_tokens() -> None:
-    packs = [
-        Pack((1,) * length, (TrainingSequence((2,), (0.0,), (1.0,), 1.0),)) for length in (10, 70, 20, 40, 30)
-    ]
-
-    hands = deal(packs, 2)
-
-    assert [[pack.tokens for pack in hand] for hand in hands] == [[70, 20], [40, 30, 10]]
-    assert [len(hand) for hand in deal(packs[:1], 3)] == [1, 0, 0]
 
 
 def test_one_rank_is_this_process_and_no_other() -> None:

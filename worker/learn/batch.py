@@ -225,17 +225,6 @@ def _by_step(
     return tuple(grpo.process_advantages(steps_J, ends, len(rollout.output_ids_T)))
 
 
-def deal(packs: Sequence[Pack], ranks: int) -> list[list[Pack]]:
-    """Balance tokens over ranks: longest pack first, each to the rank with the fewest tokens; rank 0 gets the first."""
-    hands: list[list[Pack]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for pack in sorted(packs, key=lambda pack: pack.tokens, reverse=True):
-        least = tokens.index(min(tokens))
-        hands[least].append(pack)
-        tokens[least] += pack.tokens
-    return hands
-
-
 @dataclass(frozen=True)
 class RowCost:
     """FLOPs of a forward and backward pass, without the head: its tokens are the same in any division."""

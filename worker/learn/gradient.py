@@ -17,7 +17,8 @@ from torch import Tensor
 
 from core.jobs.hyperparameters import Resolved
 from worker.learn import grpo
-from worker.learn.batch import RowCost, Tensors, deal, micro_batches, tensors_of
+from worker.learn.batch import RowCost, Tensors, micro_batches, tensors_of
+from worker.learn.deal import deal
 from worker.learn.ranks import Add, Again, Collect, End, Helper, Part, Reference, Weights
 from worker.learn.row_cost import row_cost
 from worker.learn.totals import Totals
@@ -234,7 +235,7 @@ class Batch:
 class SharedGradient:
     """Implements Gradient over all ranks of a run; this process is rank 0.
 
-    A group stays on its rank, which caches values of the first pass for later ones. Ranks return only sums, so the
+    A share stays on its rank, which caches values of the first pass for later ones. Ranks return only sums, so the
     result equals that of one process, up to the order of float32 additions.
     """
 
@@ -247,7 +248,8 @@ class SharedGradient:
         self._up_to_date: list[Helper] = []
 
     def add(self, packs: Sequence[Pack], std: float) -> None:
-        mine, *others = deal(packs, 1 + len(self.helpers))
+        rows = self.own.policy.route.forward == "rows"
+        mine, *others = deal(packs, 1 + len(self.helpers), rows=rows)
         for helper, share in zip(self.helpers, others, strict=True):
             if share:
                 self._begin(helper)
