@@ -71,7 +71,7 @@ def test_a_conversation_is_kept_by_sending_the_output_back(client: OpenAI) -> No
 
 @pytest.mark.slow
 def test_an_answer_that_is_cut_is_incomplete(client: OpenAI) -> None:
-    response = client.responses.create(model=MODEL, input="Hello!", max_output_tokens=1)
+    response = client.responses.create(model=MODEL, input="Hello!", max_output_tokens=1, temperature=0)
 
     assert response.incomplete_details is not None
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
