@@ -1,15 +1,35 @@
 """Which inference server answers for a base model and the models tuned from it."""
 
+import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from core.errors import InvalidRequest
 
 ALL_OTHERS = "*"
-Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")]  # ends with /v1
-InferenceUrl = Annotated[str, Field(pattern=r"^(https?://[^\s/]+\S*)?$")] | dict[str, Url]
+_ADDRESS = re.compile(r"https?://[^\s/]+\S*")
+_EXAMPLE = "http://host:8100/v1"
+
+
+def _checked(value: Any) -> Any:
+    """Messages omit the address, which may have a password."""
+    if isinstance(value, dict):
+        if not value:
+            raise PydanticCustomError("inference_url", "the map has no servers")
+        for model, url in value.items():
+            if not isinstance(url, str) or not _ADDRESS.fullmatch(url):
+                text = "the server of {model} is not an address such as {example}"
+                raise PydanticCustomError("inference_url", text, {"model": str(model), "example": _EXAMPLE})
+    elif isinstance(value, str) and value and not _ADDRESS.fullmatch(value):
+        text = "is neither an address such as {example} nor a JSON object of addresses by base model"
+        raise PydanticCustomError("inference_url", text, {"example": _EXAMPLE})
+    return value
+
+
+InferenceUrl = Annotated[str | dict[str, str], BeforeValidator(_checked)]
 
 
 def address_of(configured: str | Mapping[str, str], base_model: str) -> str:

@@ -189,6 +189,8 @@ def import_folder(
         FileNotFoundError: the folder has no complete export.
         UnsafeArchive: the list of evals has a name that is not plain.
     """
+    if not (folder / "evals" / ORDER).exists():
+        raise FileNotFoundError(f"{folder} is not an export of evals: it has no evals/{ORDER}")
     report = Report()
     uploaded: dict[str, str] = {}
     for place in _listed(folder, folder / "evals"):

@@ -45,8 +45,18 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             "REGRAFT_GPU_CLASSES.h100.kv_cache_gib: Input should be a valid number",
         ),
         ("INFERENCE_URL", "http://inference:8100/v1", "REGRAFT_INFERENCE_URL needs REGRAFT_INFERENCE_KEY"),
-        ("INFERENCE_URL", "gpu-1:8100", "REGRAFT_INFERENCE_URL"),
-        ("INFERENCE_URL", '{"small": "gpu-1:8100"}', "REGRAFT_INFERENCE_URL"),
+        ("INFERENCE_URL", "gpu-1:8100", "REGRAFT_INFERENCE_URL: is neither an address such as http"),
+        (
+            "INFERENCE_URL",
+            '{"small": "http://a/v1"',
+            "REGRAFT_INFERENCE_URL: is neither an address such as http",
+        ),
+        (
+            "INFERENCE_URL",
+            '{"small": "gpu-1"}',
+            "REGRAFT_INFERENCE_URL: the server of small is not an address",
+        ),
+        ("INFERENCE_URL", "{}", "REGRAFT_INFERENCE_URL: the map has no servers"),
     ],
 )
 def test_a_wrong_variable_is_named(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import regraft
+from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 from sqlalchemy import select
 
 from core.database.engine import Database
@@ -110,13 +111,17 @@ def production(
         assert status == 0, (folder / f"{name}.log").read_text()[-10_000:]
 
 
-def test_a_job_runs_from_upload_to_model(
-    production: tuple[Server, subprocess.Popen[bytes]], seaweed: SeaweedFS
-) -> None:
-    server, _ = production
-    client = server.client()
+@pytest.fixture(scope="module")
+def finished(production: tuple[Server, subprocess.Popen[bytes]]) -> FineTuningJob:
+    client = production[0].client()
+    return wait(client, create(client, method=method(n_epochs=2)))
 
-    job = wait(client, create(client, method=method(n_epochs=2)))
+
+def test_a_job_runs_from_upload_to_model(
+    production: tuple[Server, subprocess.Popen[bytes]], seaweed: SeaweedFS, finished: FineTuningJob
+) -> None:
+    job = finished
+    client = production[0].client()
 
     assert job.status == "succeeded"
     assert client.files.content(job.result_files[0]).text.startswith("step,")
@@ -165,13 +170,14 @@ def test_a_request_under_a_key_is_answered_once(production: tuple[Server, subpro
 
 
 def test_where_adapters_lie_is_not_told_to_tenants(
-    production: tuple[Server, subprocess.Popen[bytes]],
+    production: tuple[Server, subprocess.Popen[bytes]], finished: FineTuningJob
 ) -> None:
-    server, _ = production
-    client = server.client()
-    job = next(job for job in client.fine_tuning.jobs.list() if job.status == "succeeded")
+    client = production[0].client()
 
-    assert all(untyped(c).adapter is None for c in client.fine_tuning.jobs.checkpoints.list(job.id))
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(finished.id))
+
+    assert checkpoints
+    assert all(untyped(one).adapter is None for one in checkpoints)
 
 
 def test_a_file_in_parts_crosses_the_store_whole(production: tuple[Server, subprocess.Popen[bytes]]) -> None:
@@ -195,14 +201,13 @@ def test_a_file_in_parts_crosses_the_store_whole(production: tuple[Server, subpr
 
 
 def test_when_the_work_is_done_every_blob_has_a_row(
-    production: tuple[Server, subprocess.Popen[bytes]], database_url: str, seaweed: SeaweedFS
+    finished: FineTuningJob, database_url: str, seaweed: SeaweedFS
 ) -> None:
     """Of all that these tests have made, as if it were old, a sweep would remove nothing.
 
     But for what a run had just written when it found that its job was cancelled: that is what sweeps are for.
     """
-    client = production[0].client()
-    assert wait(client, create(client, method=method(n_epochs=1))).status == "succeeded"
+    assert finished.status == "succeeded"
     database = Database(database_url)
     store = S3Blobs("regraft", "all", client=seaweed.client)
 

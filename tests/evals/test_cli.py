@@ -100,6 +100,29 @@ def test_two_models_are_run_compared_gated_and_taken_along(
     assert main(["evals", "compare", eval_id, theirs["id"], "evalrun_none"]) == 3
 
 
+def test_a_run_without_a_grade_makes_the_exit_code_1_and_says_why(
+    server: None, house: House, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    house.foreign.fails.update({"q1", "q2"})
+    rows = {"type": "file_content", "content": [row(1), row(2)]}
+    config = {
+        "data_source_config": CONFIG,
+        "testing_criteria": [EXACT],
+        "data_source": {
+            "type": "completions", "model": "gpt-foreign", "input_messages": PROMPT, "source": rows,
+        },
+    }  # fmt: skip
+    (tmp_path / "eval.json").write_text(json.dumps(config))
+
+    assert main(["evals", "run", str(tmp_path / "eval.json"), "--output", "json"]) == 1
+
+    said = capsys.readouterr()
+    [run] = json.loads(said.out)
+    assert (run["status"], run["result_counts"]["errored"]) == ("completed", 2)
+    assert f"{run['id']}: no item is graded. The first one: " in said.err
+    assert "it has no reason" not in said.err
+
+
 def test_what_is_left_out_makes_the_exit_code_1(
     server: None, house: House, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from core.registry import Registry
+from tests.families.zoo import FAMILIES
 from worker.cli import main
 
 
@@ -26,7 +27,35 @@ def test_a_model_is_tried_and_added(
 
     entry = Registry.load(models_file).models["tiny"]
     assert (entry.path, entry.context, entry.dtype) == (tiny_model, 128, "float32")
-    assert "forward        packed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "forward        packed" in said
+    assert "serving        by regraft's own engine, or by vLLM" in said
+
+
+def windowed(folder: Path) -> Path:
+    """A tiny Mistral that attends to 16 tokens and has 64 positions."""
+    [family] = [one for one in FAMILIES if one.title == "Mistral"]
+    family.save(folder)
+    config = json.loads((folder / "config.json").read_text())
+    changed = config | {"sliding_window": 16, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(changed))
+    return folder
+
+
+def test_it_says_that_only_vllm_serves_a_model_and_keeps_to_its_positions(
+    models_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(windowed(tmp_path / "model"))
+
+    with pytest.raises(SystemExit):
+        main(["models", "add", source, "--name", "tiny", "--dtype", "float32", "--context", "65"])
+    assert "The model has 64 positions (max_position_embeddings): lower --context" in capsys.readouterr().err
+    assert main(["models", "add", source, "--name", "tiny", "--dtype", "float32"]) == 0
+
+    assert Registry.load(models_file).models["tiny"].context == 64
+    said = capsys.readouterr().out
+    assert "serving        by vLLM only. MistralForCausalLM is not served by regraft's own engine" in said
+    assert "(sliding_window = 16)" in said
 
 
 def test_what_a_check_found_can_be_read_by_a_program(

@@ -18,6 +18,7 @@ from worker.model.sizing import GIB, Machine, Shape, Workload
 from worker.refusals import Refusal
 
 ADAPTER = Lora()  # the one that is tried: that of a job by default
+DEFAULT_CONTEXT = 4096
 CONTEXTS = (2048, 8192, 32_768)
 
 
@@ -30,6 +31,7 @@ class ModelReport:
     context: int
     forward: str
     decode: str
+    serving: str
     largest_difference: float  # in nats, between our log-probabilities and those of transformers
     adapted_modules: int
     adapted_share: float  # of the parameters
@@ -50,6 +52,7 @@ class ModelReport:
             f"{self.name}: {self.architecture}, {self.parameters / 1e6:,.0f} million parameters",
             f"  forward        {self.forward}" + (f" ({self.instead})" if self.instead else ""),
             f"  decode         {self.decode} (the transformers sampler)",
+            f"  serving        {self.serving}",
             f"  difference     {self.largest_difference:.1g} nats at most from transformers",
             f"  adapter        {self.adapted_modules} linear layers, {self.adapted_share:.0%} of the parameters"
             f" ({self.kinds})",
@@ -98,9 +101,10 @@ def add(arguments: argparse.Namespace, settings: Settings) -> int:
         path=Path(arguments.source).resolve() if is_path else None,
         hub=None if is_path else arguments.source,
         dtype=arguments.dtype,
-        context=arguments.context,
+        context=arguments.context or DEFAULT_CONTEXT,
     )
     try:
+        entry = within_limit(entry, settings, given=arguments.context is not None)
         report = inspect(name, entry, settings)
     except Refusal as refusal:
         raise UsageError(f"not added. {refusal}") from refusal
@@ -111,6 +115,37 @@ def add(arguments: argparse.Namespace, settings: Settings) -> int:
     file.write_text(text + addition)
     print(f"added to {file}")
     return 0
+
+
+def within_limit(entry: BaseModelEntry, settings: Settings, *, given: bool) -> BaseModelEntry:
+    """The entry with a context that the model's positions have room for.
+
+    Raises:
+        UsageError: the context is above the model's limit, and was `given`.
+        Refusal: the model's config cannot be read.
+    """
+    from worker.model.policy import read_config, source_of
+
+    text = read_config(source_of(entry, settings.model_cache)).get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int) or entry.context <= limit:
+        return entry
+    if given:
+        raise UsageError(
+            f"not added. The model has {limit} positions (max_position_embeddings): lower --context"
+        )
+    return entry.model_copy(update={"context": limit})
+
+
+def served_by(config: Any, context: int) -> str:
+    """Which engine serves the model; vLLM is not tried."""
+    from worker.model.architecture import refuse_beyond_full_attention
+
+    try:
+        refuse_beyond_full_attention(config, context)
+    except Refusal as refusal:
+        return f"by vLLM only. {refusal}"
+    return "by regraft's own engine, or by vLLM"
 
 
 def as_toml(name: str, entry: BaseModelEntry) -> str:
@@ -146,6 +181,7 @@ def inspect(name: str, entry: BaseModelEntry, settings: Settings) -> ModelReport
         context=entry.context,
         forward=verdict.route.forward,
         decode=verdict.route.decode,
+        serving=served_by(config, entry.context),
         largest_difference=verdict.largest,
         **policy.coverage.as_data(),
         parameters=shape.parameters,

@@ -109,7 +109,9 @@ def _models(parser: argparse.ArgumentParser) -> None:
     add = actions.add_parser("add", help="try a model and append it to REGRAFT_MODELS_FILE")
     add.add_argument("source", help="folder with the model's files, or its hub id")
     add.add_argument("--name", help="its name here (default: the last part of the source)")
-    add.add_argument("--context", type=int, default=4096, help="tokens of prompt and answer (default: 4096)")
+    add.add_argument(
+        "--context", type=int, help="tokens of prompt and answer (default: 4096 or the model's limit)"
+    )
     add.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
 
 

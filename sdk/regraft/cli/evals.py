@@ -15,7 +15,7 @@ DONE, NO = 0, 1
 
 
 def evals_run(arguments: argparse.Namespace) -> int:
-    """Exit code 1: a run did not complete. Later runs are compared with the first."""
+    """Exit code 1: a run did not complete, or none of its items is graded. Later runs are compared with the first."""
     config, client = read_config(arguments.config), Regraft()
     runs = [
         client.evals.run_config(config, model=model, name=arguments.name)
@@ -32,7 +32,24 @@ def evals_run(arguments: argparse.Namespace) -> int:
         first, *others = ended
         for other in others:
             print(_difference(client.evals.compare(first.eval_id, first.id, other.id)))
-    return DONE if all(run.status == "completed" for run in ended) else NO
+    without = [run for run in ended if run.status == "completed" and _has_no_grade(run)]
+    for run in without:
+        say(f"{run.id}: no item is graded. The first one: {_first_error(client, run)}")
+    return NO if without or any(run.status != "completed" for run in ended) else DONE
+
+
+def _has_no_grade(run: Any) -> bool:
+    counts = run.result_counts
+    return bool(counts.total and not counts.passed and not counts.failed)
+
+
+def _first_error(client: Regraft, run: Any) -> str:
+    """Return why the first item has no grade: its answer's error, or that of a criterion."""
+    items = client.evals.runs.output_items.list(run.id, eval_id=run.eval_id, limit=1).data
+    item: dict[str, Any] = items[0].to_dict() if items else {}
+    error = (item.get("sample") or {}).get("error") or {}
+    reasons = [one.get("reason") or one.get("error") for one in item.get("results") or []]
+    return str(error.get("message") or next((why for why in reasons if why), "it has no reason"))
 
 
 def evals_compare(arguments: argparse.Namespace) -> int:
@@ -124,4 +141,6 @@ def _difference(comparison: Any) -> str:
     ]
     head = ("", "FIRST", "SECOND", "DIFFERENCE", "95 % INTERVAL", "WINS", "LOSSES", "TIES")
     left = f"\n{comparison.unpaired} items have no partner." if comparison.unpaired else ""
+    if comparison.passed.ungraded:
+        left += f"\n{comparison.passed.ungraded} items have no grade in one of the runs."
     return table(head, rows) + left
