@@ -94,6 +94,7 @@ def reached_from(module: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize(("room", "forbidden"), WALLS, ids=[room for room, _ in WALLS])
+@pytest.mark.slow
 def test_the_inner_walls_stand(room: str, forbidden: set[str]) -> None:
     inside = [name for name, file in modules().items() if file.relative_to(ROOT).is_relative_to(room)]
     assert inside, f"{room} has no files: this test would prove nothing"
@@ -151,6 +152,7 @@ def test_only_the_worker_touches_the_heavy_libraries(package: str) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_the_server_process_starts_without_torch() -> None:
     """The parent of every run must stay free of torch and CUDA: it forks, and it has to start in a second."""
     import subprocess

@@ -154,6 +154,7 @@ def found() -> set[tuple[str, str]]:
     }
 
 
+@pytest.mark.slow
 def test_no_test_patches_a_part_or_reads_what_is_private() -> None:
     assert not found() - ALLOWED.keys()
 

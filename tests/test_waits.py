@@ -79,6 +79,7 @@ def found() -> dict[str, list[str]]:
     return waits
 
 
+@pytest.mark.slow
 def test_no_wait_is_shorter_than_a_busy_machine_needs() -> None:
     assert {place: waits for place, waits in found().items() if place not in ALLOWED} == {}
 

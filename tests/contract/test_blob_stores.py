@@ -55,6 +55,7 @@ def leftovers(store: BlobStore) -> int:
 
 
 @pytest.mark.parametrize("size", [0, 1, 3 * MIB, 8 * MIB, 8 * MIB + 1, 17 * MIB])
+@pytest.mark.slow
 def test_a_stream_comes_back_as_it_went_in(store: BlobStore, size: int) -> None:
     data = os.urandom(size)
 
@@ -133,6 +134,7 @@ def test_a_missing_blob_is_named_by_the_call_itself(store: BlobStore, tmp_path: 
 
 
 @pytest.mark.parametrize("count", [1, 17])
+@pytest.mark.slow
 def test_if_absent_refuses_a_taken_key_and_keeps_what_is_there(store: BlobStore, count: int) -> None:
     store.put_stream("a", megabytes(count), if_absent=True)
 

@@ -427,6 +427,7 @@ def test_a_file_url_may_be_quoted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "/", "/deep/er", "/deep/er/"])
+@pytest.mark.slow
 def test_an_s3_url_opens_a_bucket(s3: Any, bucket: str, s3_endpoint: str, prefix: str) -> None:
     open_blobs(f"s3://{bucket}{prefix}", endpoint_url=s3_endpoint, region="us-east-1").put_bytes("a", b"x")
 
@@ -439,6 +440,7 @@ def test_any_other_url_is_refused_with_what_is_accepted(url: str) -> None:
         open_blobs(url)
 
 
+@pytest.mark.slow
 def test_a_folder_does_not_load_boto3(tmp_path: Path) -> None:
     script = (
         "import sys; from core.storage.store import open_blobs; "

@@ -83,6 +83,7 @@ def test_two_hundred_jobs_of_ten_projects_start_in_the_order_they_were_told(
         assert len({owner_of[id] for id in order[first : first + 10]}) == 10
 
 
+@pytest.mark.slow
 def test_positions_are_the_order_of_claims_whatever_runs_already(session: Session) -> None:
     owner_of = queue_of(session, projects=5, each=8, mixed=True)
     random = Random(2)

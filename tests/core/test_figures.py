@@ -190,6 +190,7 @@ def test_webhooks_that_do_not_arrive_are_told_from_those_that_wait(
     assert (figures["regraft_webhooks_waiting",], figures["regraft_webhooks_failing",]) == (2, 1)
 
 
+@pytest.mark.slow
 def test_the_database_is_asked_no_more_often_than_it_must(database: Database, project: Project) -> None:
     clock = Clock()
     figures = patient(database, clock=clock)
@@ -231,6 +232,7 @@ def test_a_database_that_says_nothing_does_not_keep_prometheus_waiting() -> None
     speaks.set()
 
 
+@pytest.mark.slow
 def test_prometheus_reads_them_at_a_port_of_their_own(sqlite_database: Database) -> None:
     port = reserve_port()
     address, figures = f"http://127.0.0.1:{port}/metrics", [patient(sqlite_database)]

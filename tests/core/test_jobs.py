@@ -379,6 +379,7 @@ def test_a_job_that_is_pausing_still_counts_as_running(session: Session) -> None
     assert present(claim(session)).job_id == fair.id
 
 
+@pytest.mark.slow
 def test_each_job_is_claimed_once_however_many_ask(database: Database) -> None:
     with database.write() as session:
         owners = [factories.project(session) for _ in range(4)]
@@ -747,6 +748,7 @@ def test_work_that_nobody_was_told_of_is_announced_once_for_each_queue(
     assert lifecycle.to_wake(session, older_than=30) == []
 
 
+@pytest.mark.slow
 def test_what_was_announced_long_ago_is_announced_again(session: Session, project: Project) -> None:
     factories.job(session, project, dispatched_at=present(session.scalar(select(db_now()))) - 40)
 

@@ -667,6 +667,7 @@ json_values = st.recursive(
 
 
 @given(advanced=st.dictionaries(st.sampled_from([*FLAT, *GROUPS, "colour"]), json_values, max_size=6))
+@pytest.mark.slow
 def test_any_json_is_accepted_or_refused_inside_of_advanced(advanced: Any) -> None:
     try:
         asked = ask(advanced)

@@ -42,6 +42,7 @@ TEMPLATES = FAMILIES | {name: chat_templates.text_of(name) for name in chat_temp
 
 
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), OFF, DIALECT], ids=[*TEMPLATES, "off", "dialect"])
+@pytest.mark.slow
 def test_it_finds_what_the_worker_finds(
     entry: Callable[..., BaseModelEntry], tmp_path: Path, template: str
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_model_of_the_hub_is_read_where_the_hub_stores_it(
     assert reasons(BaseModelEntry(hub="other/model"), tmp_path) is None
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_read_where_the_worker_has_converted_it(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")

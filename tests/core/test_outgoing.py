@@ -242,6 +242,7 @@ def test_nothing_but_what_it_was_given_is_sent_along(monkeypatch: pytest.MonkeyP
     assert received.headers["webhook-id"] == "wh_1"
 
 
+@pytest.mark.slow
 def test_who_does_not_answer_in_time_is_unreachable() -> None:
     with Receiver([0]) as receiver, pytest.raises(Unreachable, match=r"no response within 0\.2 seconds"):
         post(Outgoing(("127.0.0.1",), timeout_s=0.2), receiver.url)
@@ -249,6 +250,7 @@ def test_who_does_not_answer_in_time_is_unreachable() -> None:
     assert len(receiver.received) == 1
 
 
+@pytest.mark.slow
 def test_an_answer_that_trickles_in_does_not_take_longer_than_one_that_hangs() -> None:
     done = threading.Event()
 

@@ -63,6 +63,7 @@ def test_a_property_may_have_the_name_of_a_keyword() -> None:
         ({"const": {"a": [1, 2, 3, 4, 5, 6, 7, 8, 9]}}, ""),
     ],
 )
+@pytest.mark.slow
 def test_a_schema_that_no_answer_can_be_begun_with_has_a_problem(schema: dict[str, Any], says: str) -> None:
     found = problem(held_to(schema))
 

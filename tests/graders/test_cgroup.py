@@ -78,6 +78,7 @@ def test_a_group_of_a_service_above_which_systemd_delegated_nothing_is_left_alon
     assert not (tree / cgroup.NAME).exists()
 
 
+@pytest.mark.slow
 def test_graders_are_in_the_group_of_this_host() -> None:
     pool = Pool(SandboxLimits(wall_s=60), size=1)
     try:

@@ -122,6 +122,7 @@ def run(client: OpenAI, grader: Any, sample: str = "It is 42.", **fields: Any) -
         (multi("0.5 * a + 0.5 * b", a=string_check(), b=judged("wise")), 0.875),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_each_type_earns_its_reward(client: OpenAI, grader: dict[str, Any], reward: float) -> None:
     report = run(client, grader)
 

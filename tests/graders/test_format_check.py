@@ -43,6 +43,7 @@ def test_a_pattern_that_goes_on_forever_is_stopped() -> None:
         ("(" * 490 + ")" * 490, "not a regular expression"),
     ],
 )
+@pytest.mark.slow
 def test_a_pattern_we_cannot_run_is_refused(pattern: str, why: str) -> None:
     error = refused(pattern=pattern)
 

@@ -131,6 +131,7 @@ def test_grading_leaves_the_event_loop_free() -> None:
     assert result.score is None
 
 
+@pytest.mark.slow
 def test_sums_integrals_and_factorials_are_mathematics() -> None:
     assert judge(r"\boxed{55}", r"\sum_{n=1}^{10} n").score == 1.0
     assert judge(r"\boxed{5!}", "120").score == 1.0
@@ -148,6 +149,7 @@ def plain_texts() -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_a_plain_number_is_read_without_math_verify_and_as_it_does() -> None:
     math_verify.parser.TIMEOUT_WARNING_SHOWN = True
     kinds = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]

@@ -85,6 +85,7 @@ def test_the_next_item_is_of_the_owner_with_the_fewest_under_way() -> None:
     assert turns.take() == ("b", 5)
 
 
+@pytest.mark.slow
 def test_a_grade_of_another_project_does_not_wait_for_all_of_the_first() -> None:
     pool = Pool(SandboxLimits(wall_s=60), size=1)
     ended: list[str] = []
@@ -119,6 +120,7 @@ def test_a_grade_that_was_cancelled_in_line_keeps_nothing_of_its_input_in_memory
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_grade_that_runs_ends_when_it_is_cancelled(pool: Pool) -> None:
     call = pool.submit(SPINS, {}, {})
     begun(pool)
@@ -129,6 +131,7 @@ def test_a_grade_that_runs_ends_when_it_is_cancelled(pool: Pool) -> None:
     assert pool.submit(ONE, {}, {}).result().score == 1
 
 
+@pytest.mark.slow
 def test_code_that_stops_waiting_for_a_grade_ends_it(pool: Pool) -> None:
     async def leave() -> None:
         task = asyncio.create_task(PythonGrader("py", SPINS, pool).grade(Sample(""), {}))
@@ -158,6 +161,7 @@ def test_its_processes_are_the_first_to_be_killed_when_memory_runs_out(pool: Poo
     assert Path(f"/proc/{zygote.process.pid}/oom_score_adj").read_text().strip() == "1000"
 
 
+@pytest.mark.slow
 def test_idle_processes_end_after_their_time() -> None:
     now = [0.0]
     pool = Pool(size=1, idle_s=600, clock=lambda: now[0])
@@ -216,6 +220,7 @@ def test_users_of_graders_are_ones_that_the_container_has_and_nobody_uses(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user is root's to take")
+@pytest.mark.slow
 def test_as_root_each_process_has_a_user_of_its_own(pool: Pool) -> None:
     who = "import os\ndef grade(sample, item):\n    return os.getuid()\n"
 

@@ -70,6 +70,7 @@ def test_any_finite_number_is_a_score(grade: Callable[..., Grade], expression: s
     assert grade(returns(expression)).score == score
 
 
+@pytest.mark.slow
 def test_a_numpy_scalar_is_a_score(grade: Callable[..., Grade]) -> None:
     pytest.importorskip("numpy")
 
@@ -165,6 +166,7 @@ def test_an_exception_becomes_a_reason_with_the_authors_own_lines(grade: Callabl
     assert "zygote" not in result.reason
 
 
+@pytest.mark.slow
 def test_a_grader_out_of_time_is_its_authors_to_mend() -> None:
     pool = Pool(SandboxLimits(wall_s=0.2), size=1)
     try:
@@ -204,6 +206,7 @@ def test_nothing_is_kept_from_one_grade_to_the_next(grade: Callable[..., Grade])
     assert [grade(source).score for _ in range(3)] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_many_grades_at_once_each_get_their_own_answer(pool: Pool) -> None:
     grader = PythonGrader("py", returns("float(sample['output_text'])"), pool)
 

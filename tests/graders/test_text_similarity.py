@@ -135,6 +135,7 @@ def test_texts_that_take_too_long_to_measure_are_not_judged() -> None:
 
 
 @pytest.mark.parametrize("metric", ["fuzzy_match", "bleu", "meteor", "rouge_2"])
+@pytest.mark.slow
 def test_long_texts_are_measured_like_short_ones(metric: Metric) -> None:
     """Above 2,000 characters in another process."""
     got, want = "the cat sat on the mat, " * 100, "the cat sat on a mat, " * 100

@@ -160,5 +160,6 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text(), VALUES, max_size=4))
+@pytest.mark.slow
 def test_any_table_is_read_back_as_it_was(table: Any) -> None:
     assert tomllib.loads(toml(table)) == table

@@ -68,6 +68,7 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         return result
 
 
+@pytest.mark.slow
 def test_a_long_row_needs_no_tensor_of_all_pairs() -> None:
     layout = packed(8192, (192, 4000, 4000))
 

@@ -104,6 +104,7 @@ class TestServing:
         shape, need = made.need(one)
         return made.cache_bytes(shape, need, one.context, free, others)
 
+    @pytest.mark.slow
     def test_two_models_that_fit_beside_each_other_leave_room_for_each_other(
         self, folder: Path, builder: Callable[..., VllmBuilder]
     ) -> None:
@@ -118,6 +119,7 @@ class TestServing:
         assert abs(first - second) < 0.2 * GIB
         assert first > 12 * GIB
 
+    @pytest.mark.slow
     def test_beside_jobs_on_the_same_gpu_it_takes_16_sequences(
         self, folder: Path, builder: Callable[..., VllmBuilder]
     ) -> None:
@@ -128,9 +130,11 @@ class TestServing:
             capacity.shape_of(entry(folder, "4b"))
         ).cache_bytes(8192)
 
+    @pytest.mark.slow
     def test_a_number_is_taken_as_it_is(self, folder: Path, builder: Callable[..., VllmBuilder]) -> None:
         assert self.cache(builder(inference_kv_cache_gib=3), entry(folder), []) == 3 * GIB
 
+    @pytest.mark.slow
     def test_a_number_that_holds_no_sequence_is_refused_before_anything_is_unloaded(
         self, folder: Path, builder: Callable[..., VllmBuilder]
     ) -> None:
@@ -154,6 +158,7 @@ class TestServing:
         )
         assert said.endswith("this GPU has 24.0 GiB.")
 
+    @pytest.mark.slow
     def test_on_a_cpu_the_cache_is_bounded(self, folder: Path, builder: Callable[..., VllmBuilder]) -> None:
         made = builder()
         made.device = "cpu"

@@ -240,6 +240,7 @@ def test_a_sector_that_the_disk_cannot_read_is_damage(
     assert "adapter cannot be read (I/O error). The job resumes" in warning
 
 
+@pytest.mark.slow
 def test_a_run_whose_newest_checkpoint_is_damaged_ends_as_one_that_was_not_interrupted(bench: Bench) -> None:
     """What was recorded after the whole checkpoint is done again, once."""
     run = bench.run(n_epochs=2, eval_interval=1)

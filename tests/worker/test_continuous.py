@@ -80,6 +80,7 @@ def answer(engine: ContinuousEngine, *asks: Ask) -> list[Any]:
     return asyncio.run(everyone())
 
 
+@pytest.mark.slow
 def test_greedy_answers_of_mixed_adapters_are_those_of_transformers_own_generate(
     make_engine: Callable[..., ContinuousEngine], adapters: dict[Any, Any]
 ) -> None:
@@ -123,6 +124,7 @@ def test_the_adapters_of_that_test_say_different_things(
     assert len({tuple(token.id for token in tokens) for tokens in said}) == 3
 
 
+@pytest.mark.slow
 def test_an_answer_depends_on_its_seed_and_on_nothing_else_in_the_batch(
     make_engine: Callable[..., ContinuousEngine], adapters: dict[Any, Any]
 ) -> None:
@@ -135,6 +137,7 @@ def test_an_answer_depends_on_its_seed_and_on_nothing_else_in_the_batch(
     assert len({tuple(token.id for token in tokens) for tokens in alone}) > 10
 
 
+@pytest.mark.slow
 def test_more_than_fit_wait_for_their_turn(make_engine: Callable[..., ContinuousEngine]) -> None:
     answers = answer(make_engine(most_rows=3), *(ask(3, seed=seed, **TEMPERATE) for seed in range(10)))
 
@@ -155,6 +158,7 @@ def test_who_leaves_is_not_computed_for(make_engine: Callable[..., ContinuousEng
     assert engine.steps < 50
 
 
+@pytest.mark.slow
 def test_an_answer_is_held_to_its_own_schema_and_its_neighbours_to_none(
     make_engine: Callable[..., ContinuousEngine], tmp_path: Path
 ) -> None:
@@ -168,6 +172,7 @@ def test_an_answer_is_held_to_its_own_schema_and_its_neighbours_to_none(
     assert said[2] not in ('"yes"', "true", "false")
 
 
+@pytest.mark.slow
 def test_a_schema_that_allows_too_much_at_once_ends_its_own_answer_alone(
     make_engine: Callable[..., ContinuousEngine], tmp_path: Path
 ) -> None:
@@ -279,6 +284,7 @@ def test_a_failure_leaves_those_alone_that_wait_for_their_turn(
     assert answered[-1].last
 
 
+@pytest.mark.slow
 def test_an_adapter_under_a_new_name_is_read_anew(
     make_engine: Callable[..., ContinuousEngine], make_policy: Callable[..., Policy], tmp_path: Path
 ) -> None:
@@ -310,6 +316,7 @@ class Reading(ServedModel):
         return super().lora(folder)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_many_ask_for_at_once_is_read_once(
     make_engine: Callable[..., ContinuousEngine], adapters: dict[Any, Any]
 ) -> None:
@@ -321,6 +328,7 @@ def test_an_adapter_that_many_ask_for_at_once_is_read_once(
     assert len(untyped(engine.model).folders) == 1
 
 
+@pytest.mark.slow
 def test_closing_an_engine_ends_its_thread_and_frees_its_weights(
     make_engine: Callable[..., ContinuousEngine],
 ) -> None:

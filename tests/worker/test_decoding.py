@@ -39,6 +39,7 @@ def plan_of(shape: sizing.Shape) -> sizing.MemoryPlan:
 
 class TestForked:
     @pytest.mark.parametrize("title", HYBRIDS)
+    @pytest.mark.slow
     def test_rows_that_have_ended_leave_and_the_rest_is_the_same(self, title: str, tmp_path: Path) -> None:
         policy = policy_of(title, tmp_path)
         # Which rows continue after each step, as indices into those that are left.
@@ -66,6 +67,7 @@ class TestForked:
         assert widths["padded"] == [(6, 20), (6, 1), (6, 1), (6, 1), (6, 1)]
 
     @pytest.mark.parametrize("title", ["Qwen 3.5", "BLOOM"])
+    @pytest.mark.slow
     def test_waves_of_parts_of_a_group_give_what_one_batch_gives(self, title: str, tmp_path: Path) -> None:
         policy = policy_of(title, tmp_path)
         policy.use(Route("rows", "forked"))

@@ -194,6 +194,7 @@ def test_a_retry_has_the_same_id_and_body_and_a_signature_of_its_own_time(
     assert first.headers["webhook-signature"] != second.headers["webhook-signature"]
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_hangs_or_is_not_there_is_tried_again(
     database: Database, project: Project, clock: Clock
 ) -> None:
@@ -217,6 +218,7 @@ def test_an_endpoint_that_hangs_or_is_not_there_is_tried_again(
 
 
 @both_databases
+@pytest.mark.slow
 def test_it_is_given_up_72_hours_after_the_event_and_not_before(
     database: Database, project: Project, sender: Deliveries, clock: Clock
 ) -> None:
@@ -450,6 +452,7 @@ def test_a_database_that_is_away_for_a_moment_does_not_end_deliveries(
 # Thresholds of a real run.
 
 
+@pytest.mark.slow
 def test_a_run_tells_of_each_threshold_once_though_it_repeats_the_step_that_reached_it(bench: Bench) -> None:
     with bench.database.write() as session:
         webhooks.create(

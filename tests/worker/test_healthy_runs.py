@@ -75,6 +75,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.slow
 def test_a_run_that_learns_raises_no_warning(
     bench: Bench, make_policy: Callable[..., Policy], seed: int
 ) -> None:

@@ -110,6 +110,7 @@ def test_the_trainer_has_the_samplers_probabilities_over_what_the_schema_allows(
     assert gaps[1] > 1.0
 
 
+@pytest.mark.slow
 def test_a_step_under_a_schema_makes_the_good_answers_likelier(sampler: TransformersSampler) -> None:
     rollouts = sample(sampler, LETTER, tokens=32)
     good = min({r.text for r in rollouts}, key=[r.text for r in rollouts].count)

@@ -281,6 +281,7 @@ def test_penalty_and_correction_equal_their_formulas_written_as_loops(
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.slow
 def test_the_comparison_fails_when_the_old_numbers_are_off_by_one(name: str) -> None:
     """The control of the tests above: whoever shifts a list by one token is seen."""
     groups = ragged_groups(7)

@@ -147,6 +147,7 @@ class TestEstimate:
         ],
     )
     @pytest.mark.parametrize("answer", [225, 993])  # 2,048 and 8,192 tokens
+    @pytest.mark.slow
     def test_it_is_at_most_15_percent_above_what_the_real_code_keeps(
         self, config: Any, dtype: dtype, checkpointed: bool, answer: int
     ) -> None:
@@ -183,6 +184,7 @@ class TestEstimate:
             ("qwen3_moe", {"moe_intermediate_size": 1792, "num_experts": 16, "num_experts_per_tok": 8}),
         ],
     )
+    @pytest.mark.slow
     def test_it_is_at_most_20_percent_above_what_other_families_keep(
         self, kind: str, sizes: dict[str, Any]
     ) -> None:
@@ -202,6 +204,7 @@ class TestEstimate:
         )  # with the last norm and the head
         assert 0.99 * found.saved <= found.tokens * planned <= 1.2 * found.saved
 
+    @pytest.mark.slow
     def test_llama_3_8b_keeps_at_most_10_gib_for_2048_tokens(self) -> None:
         """Counted in 4 of its 32 layers."""
         found = Counted()
@@ -225,6 +228,7 @@ class TestPlan:
         st.sampled_from([24, 40, 78, 139]), st.sampled_from(["vllm", "transformers"]),
         st.sampled_from([QWEN3_4B, QWEN3_8B, QWEN3_14B]),
     )  # fmt: skip
+    @pytest.mark.slow
     def test_what_is_planned_fits_and_is_enough(
         self, prompt: Any, completion: Any, batch: Any, group: Any, gib: Any, sampler: Any, config: Any
     ) -> None:

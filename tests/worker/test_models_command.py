@@ -18,6 +18,7 @@ def models_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_model_is_tried_and_added(
     models_file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -42,6 +43,7 @@ def windowed(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_it_says_that_only_vllm_serves_a_model_and_keeps_to_its_positions(
     models_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,6 +60,7 @@ def test_it_says_that_only_vllm_serves_a_model_and_keeps_to_its_positions(
     assert "(sliding_window = 16)" in said
 
 
+@pytest.mark.slow
 def test_what_a_check_found_can_be_read_by_a_program(
     models_file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,6 +95,7 @@ def entry(folder: Path) -> BaseModelEntry:
 
 
 @pytest.mark.parametrize("name", MADE)
+@pytest.mark.slow
 def test_its_values_are_loaded_and_an_adapter_is_merged_into_them(tmp_path: Path, name: str) -> None:
     values = save(tmp_path / "model", name)
 

@@ -91,6 +91,7 @@ def run(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     return work
 
 
+@pytest.mark.slow
 def test_a_job_with_a_schema_trains_on_answers_after_their_thoughts(
     run: Callable[..., Any], bench: Bench, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def kept() -> Iterator[list[Tensor]]:
 
 
 @pytest.mark.parametrize("title", TITLES)
+@pytest.mark.slow
 def test_gradients_are_the_same_bit_for_bit(title: str, tmp_path: Path) -> None:
     policy = policy_of(title, tmp_path, "bfloat16")
 
@@ -100,6 +101,7 @@ def test_norms_keep_nothing_in_float32_and_gates_keep_two_results(title: str, tm
 
 
 @pytest.mark.parametrize("title", ["Llama 2, 3", "Qwen 3", "Gemma 3", "Cohere Command R"])
+@pytest.mark.slow
 def test_norms_with_weights_of_any_size_are_as_near_to_float32_as_the_models_own(
     title: str, tmp_path: Path
 ) -> None:
@@ -128,6 +130,7 @@ def test_norms_with_weights_of_any_size_are_as_near_to_float32_as_the_models_own
 
 
 @pytest.mark.parametrize("title", ["Llama 2, 3", "Granite 4", "Mamba 2"])
+@pytest.mark.slow
 def test_a_bfloat16_model_is_computed_as_transformers_does(title: str, tmp_path: Path) -> None:
     """The gated norms of state spaces take a second tensor, and keep their own forward."""
     policy = policy_of(title, tmp_path, "bfloat16")

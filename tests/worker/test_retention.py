@@ -244,6 +244,7 @@ def test_a_checkpoint_of_a_job_that_ended_lately_stays(bench: Bench, keep: Calla
     assert (count(bench, Checkpoint), len(keys(bench))) == (1, 2)
 
 
+@pytest.mark.slow
 def test_the_model_of_a_real_job_survives_everything(bench: Bench, keep: Callable[..., Retention]) -> None:
     """A whole run, and then the shortest policies: what its names lead to can still be loaded."""
     job = bench.train()

@@ -68,6 +68,7 @@ def test_every_sample_of_a_step_is_stored_with_all_that_is_known_of_it(bench: Be
     assert rows[0]["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
 def test_a_page_is_a_parquet_file_that_other_tools_read(bench: Bench) -> None:
     bench.train()
 
@@ -259,6 +260,7 @@ class TestQuota:
         assert len({row["group"] for row in rows}) == 2
         assert [row["member"] for row in rows] == [0, 1, 2, 3] * 2
 
+    @pytest.mark.slow
     def test_the_same_validation_prompts_are_stored_each_time_and_training_draws_anew(
         self, bench: Bench
     ) -> None:

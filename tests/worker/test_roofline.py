@@ -19,6 +19,7 @@ def counted(config: object, forward: str, length: int, answers: int = 1) -> Coun
     return found
 
 
+@pytest.mark.slow
 def test_the_products_are_those_of_the_formula() -> None:
     gradient, found = trainer(TINY, "packed"), Counted()
 
@@ -34,6 +35,7 @@ def test_the_products_are_those_of_the_formula() -> None:
     assert found.flops["products"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_half_of_the_blocks_of_one_answer_are_computed_and_fewer_of_many() -> None:
     one, many = group(3841, answers=1), group(481, answers=8)  # 4,096 tokens each
 
@@ -53,6 +55,7 @@ def test_a_long_answer_costs_little_more_than_necessary(forward: str) -> None:
     assert found.total <= 1.15 * necessary(gradient, PROMPT, [32_768])
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_a_token_does_not_grow_with_the_answer() -> None:
     short, long = (counted(SHALLOW, "packed", length) for length in (1792, 16_128))
 

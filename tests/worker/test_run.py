@@ -41,6 +41,7 @@ from worker.run import RunOutcome
 from worker.types import Group, Prompt, UpdateMetrics
 
 
+@pytest.mark.slow
 def test_a_job_learns_and_ends_with_a_model(bench: Bench) -> None:
     job = bench.train(n_epochs=4)
 
@@ -88,6 +89,7 @@ def test_a_failing_grader_drops_the_sample_and_keeps_the_run(bench: Bench) -> No
     assert "the judge is asleep" in bench.events("warn")[0]
 
 
+@pytest.mark.slow
 def test_a_run_without_signal_says_so_and_not_at_every_step(bench: Bench) -> None:
     bench.train(SameForAll(0.0), n_epochs=2)
 
@@ -146,6 +148,7 @@ def test_answers_are_graded_while_others_are_still_sampled(bench: Bench) -> None
     assert bench.job().status == "succeeded"
 
 
+@pytest.mark.slow
 def test_the_best_three_checkpoints_are_kept_and_the_last(bench: Bench) -> None:
     class BestInTheMiddle:
         """Scores by the clock of validations: the middle of the run is the best of it."""
@@ -187,6 +190,7 @@ def test_the_best_three_checkpoints_are_kept_and_the_last(bench: Bench) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_blobs_of_a_retired_checkpoint_are_gone_and_those_of_a_kept_one_verify(bench: Bench) -> None:
     bench.train(n_epochs=4)
 
@@ -198,6 +202,7 @@ def test_the_blobs_of_a_retired_checkpoint_are_gone_and_those_of_a_kept_one_veri
             bench.blobs.download(f"{prefix}/{file['name']}", bench.tmp_path / "x", sha256=file["sha256"])
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_from_its_checkpoint_and_ends_the_same(
     bench: Bench, tmp_path: Path
 ) -> None:
@@ -216,6 +221,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint_and_ends_the_same(
     assert bench.events().count("Resuming from the checkpoint of step 3") == 1
 
 
+@pytest.mark.slow
 def test_steps_after_the_last_checkpoint_are_done_again_once(bench: Bench) -> None:
     """A crash between checkpoints loses their steps, and their rows with them."""
     run = bench.run(n_epochs=2)
@@ -302,6 +308,7 @@ def test_with_process_supervision_equal_scores_with_unequal_steps_are_signal(ben
     assert not bench.events("warn")
 
 
+@pytest.mark.slow
 def test_how_far_sampler_and_trainer_are_apart_is_in_the_events_and_the_result_file(bench: Bench) -> None:
     measured = UpdateMetrics(0.0, 8, 16, 0, 1.0, 0.0, 0.0, 1.0, 0.01, 0.2, 0.003, 0.004, 0.95)
     run = bench.run(trainer=MeasuredTrainer(Skill(), measured))
@@ -490,6 +497,7 @@ class TestStoppingEarly:
         assert [step["step"] for step in bench.steps()] == [0, 1]
         assert bench.checkpoints() == []
 
+    @pytest.mark.slow
     def test_the_gate_is_open_where_there_is_enough_signal_and_later_steps_may_have_less(
         self, bench: Bench
     ) -> None:
@@ -512,6 +520,7 @@ class TestStoppingEarly:
 
 
 class TestOneStepOffPolicy:
+    @pytest.mark.slow
     def test_the_next_step_is_sampled_before_this_one_is_learned(self, bench: Bench) -> None:
         order = []
 

@@ -92,6 +92,7 @@ def names(blobs: Reads) -> list[Any]:
 
 
 @pytest.mark.both_databases
+@pytest.mark.slow
 def test_a_day_reads_its_share_and_a_round_reads_each_object_once(
     database: Database, blobs: Reads, clock: Clock
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_day_reads_its_share_and_a_round_reads_each_object_once(
 
 
 @pytest.mark.both_databases
+@pytest.mark.slow
 def test_workers_share_the_round(database: Database, blobs: Reads, clock: Clock) -> None:
     several = [scrub(database, blobs, clock) for _ in range(3)]
     for one in several:
@@ -330,6 +332,7 @@ def test_an_object_that_a_worker_did_not_read_to_its_end_is_read_by_the_next(
     assert names(blobs) == ["0"]
 
 
+@pytest.mark.slow
 def test_a_round_that_began_with_a_clock_that_was_ahead_goes_on(
     database: Database, blobs: Reads, clock: Clock
 ) -> None:

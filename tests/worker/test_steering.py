@@ -110,6 +110,7 @@ def update(
 
 @pytest.mark.parametrize("family", ["hybrid", "distill", "harmony"])
 @pytest.mark.parametrize("budget", [None, 6])
+@pytest.mark.slow
 def test_the_trainer_allows_the_tokens_that_the_sampler_allowed(
     policies: dict[Any, Any], family: str, budget: int | None
 ) -> None:
@@ -121,6 +122,7 @@ def test_the_trainer_allows_the_tokens_that_the_sampler_allowed(
     assert present(metrics.logprob_gap_max) < 1e-4
 
 
+@pytest.mark.slow
 def test_forced_tokens_are_not_trained_on(policies: dict[Any, Any]) -> None:
     """They are in no ratio, entropy or loss: with nonsense in their place everything stays the same."""
     policy = policies["distill"]

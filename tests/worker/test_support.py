@@ -133,6 +133,7 @@ class TestProbe:
         ("family", "fault"),
         [("Llama 2, 3", "siblings"), ("Gemma 3", "windows"), ("Gemma 2", "caps"), ("gpt-oss", "sinks")],
     )
+    @pytest.mark.slow
     def test_a_fault_in_the_packed_forward_is_seen_and_rows_are_used(
         self, family: str, fault: str, tmp_path: Path
     ) -> None:
@@ -170,6 +171,7 @@ class TestProbe:
 
         assert (found[True] - found[False]).abs().max() < 1e-5
 
+    @pytest.mark.slow
     def test_a_fault_in_the_shared_decode_is_seen_and_another_is_used(self, tmp_path: Path) -> None:
         verdict = support.probe(FaultyPolicy(base_of("Llama 2, 3", tmp_path), "decode"), sampled=True)
 

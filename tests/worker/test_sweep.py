@@ -97,6 +97,7 @@ def test_what_is_young_stays(bench: Bench, base: str) -> None:
     assert swept(bench, hours=22) == [f"{base}/files/file-new"]
 
 
+@pytest.mark.slow
 def test_what_the_attempt_at_work_writes_stays_however_old_it_is(bench: Bench, base: str) -> None:
     attempt = f"{base}/jobs/{bench.claim.job_id}/attempts"
     mine = put(bench, f"{attempt}/{bench.claim.epoch}/checkpoints/step-000002/adapter")

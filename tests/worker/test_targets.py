@@ -109,6 +109,7 @@ class TestChosen:
 
     @pytest.mark.parametrize("title", ["Llama 2, 3", "Qwen 3.5", "Qwen 3 MoE"])
     @pytest.mark.parametrize("targets", ["attention", ["q_proj", "v_proj"]], ids=str)
+    @pytest.mark.slow
     def test_the_exported_adapter_is_the_same_model_in_plain_peft(
         self, title: str, targets: LoraTargets, tmp_path: Path
     ) -> None:

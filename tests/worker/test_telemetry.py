@@ -192,6 +192,7 @@ def test_a_machine_without_gpus_or_a_driver_has_nothing_to_tell(broken: str) -> 
     assert read(gpus) == {}
 
 
+@pytest.mark.slow
 def test_python_grades_under_way_are_counted_until_they_end() -> None:
     sandbox = pool.Pool(size=2, insecure=True)
     try:

@@ -109,6 +109,7 @@ class TestSampler:
 
         assert [[r.output_ids_T for r in g] for g in together] == [[r.output_ids_T for r in g] for g in alone]
 
+    @pytest.mark.slow
     def test_waves_give_what_one_batch_gives(self, policy: Policy, prompts: list[Any]) -> None:
         one_batch = drawn(policy, prompts, sampling())
         single = drawn(policy, prompts, sampling(), max_tokens_in_flight=1)
@@ -283,6 +284,7 @@ class TestUpdate:
         ],
         ids=lambda advanced: "-".join(map(str, advanced.values())),
     )
+    @pytest.mark.slow
     def test_gradients_equal_a_plain_one_sequence_at_a_time_implementation(
         self, policy: Policy, groups: list[Any], advanced: dict[str, Any]
     ) -> None:
@@ -377,6 +379,7 @@ class TestUpdate:
         assert metrics.kl == pytest.approx(grpo.kl_k3(own, ref).mean().item(), rel=1e-3)
         assert 0 < present(metrics.entropy) < math.log(len(WORDS))
 
+    @pytest.mark.slow
     def test_a_saved_trainer_goes_on_exactly_where_it_was(
         self, make_policy: Callable[..., Policy], groups: list[Any], tmp_path: Path
     ) -> None:

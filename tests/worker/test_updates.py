@@ -66,6 +66,7 @@ def weights_of(policy: Policy) -> list[Any]:
 
 class TestWhatCounts:
     @pytest.mark.parametrize("loss", LOSSES)
+    @pytest.mark.slow
     def test_groups_that_agree_are_not_computed_and_shrink_the_step_as_in_the_papers(
         self, policy: Policy, loss: str
     ) -> None:
@@ -115,6 +116,7 @@ class TestWhatCounts:
         assert relative_difference(ours, expected) < 1e-5
 
     @pytest.mark.parametrize("loss", ["dapo", "gspo"])
+    @pytest.mark.slow
     def test_the_gradient_does_not_depend_on_the_order_or_the_packs(self, policy: Policy, loss: str) -> None:
         groups = [with_gap(group, seed) for seed, group in enumerate(sampled(policy, [*MIXED, MIXED[0]]))]
         settings = asked({"loss": loss, "kl": 0.1})
@@ -141,6 +143,7 @@ class TestWhatCounts:
 
         assert relative_difference(packed_gradients(policy, groups, settings, 4096), expected) > 0.1
 
+    @pytest.mark.slow
     def test_one_seed_twice_gives_the_same_adapter_bit_by_bit(
         self, make_policy: Callable[..., Policy]
     ) -> None:
@@ -204,6 +207,7 @@ class TestPasses:
     @pytest.mark.parametrize(
         "advanced", [{"loss": "dapo", "kl": 0.1}, {"loss": "gspo"}, {"importance": "none"}]
     )
+    @pytest.mark.slow
     def test_the_second_pass_is_clipped_against_the_policy_the_batch_began_with(
         self, policy: Policy, groups: list[Any], advanced: dict[str, Any]
     ) -> None:
@@ -314,6 +318,7 @@ class TestReference:
         assert kls[2] == 0.0  # the first step after the refresh starts at its reference
         assert 0 < kls[3] < kls[1]
 
+    @pytest.mark.slow
     def test_it_survives_a_checkpoint(
         self, make_policy: Callable[..., Policy], groups: list[Any], tmp_path: Path
     ) -> None:

@@ -251,6 +251,7 @@ def test_a_grader_that_fails_on_its_own_reference_is_warned_of() -> None:
     assert warning == "The grader failed on 2 of 2 test replies. no opinion"
 
 
+@pytest.mark.slow
 def test_a_grader_whose_package_is_not_there_fails_the_job_before_it_is_queued(
     validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]],
 ) -> None:
@@ -301,6 +302,7 @@ def test_a_job_that_fits_on_no_gpu_of_its_class_fails_before_it_is_queued(
     assert wakes == []
 
 
+@pytest.mark.slow
 def test_an_event_names_the_environment_of_python_graders(
     bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
 ) -> None:
@@ -328,6 +330,7 @@ def reproduce(bench: Bench) -> Any:
     return json.loads(home.texts["reproduce.json"])
 
 
+@pytest.mark.slow
 def test_there_is_no_such_event_without_python_graders(
     bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
 ) -> None:
@@ -385,6 +388,7 @@ EXPLAINED = "def grade(sample, item):\n    return len(sample['output_json']['exp
 @pytest.mark.parametrize(
     "grader", [STRUCTURED, {"type": "python", "source": EXPLAINED}], ids=["multi", "python"]
 )
+@pytest.mark.slow
 def test_a_grader_of_structured_answers_is_tried_on_answers_of_their_schema(
     bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]], grader: dict[str, Any]
 ) -> None:

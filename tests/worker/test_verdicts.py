@@ -61,6 +61,7 @@ def stored(model_cache: Path) -> list[Any]:
     return sorted((model_cache / "checks").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_the_next_job_on_the_same_model_does_not_try_it_again(
     try_model: Callable[..., tuple[int, ForwardVerdict]],
 ) -> None:
@@ -76,6 +77,7 @@ def test_the_next_job_on_the_same_model_does_not_try_it_again(
 @pytest.mark.parametrize(
     "change", [{"context": 64}, {"dtype": "bfloat16"}, {"targets": "attention"}, {"again": True}], ids=str
 )
+@pytest.mark.slow
 def test_what_the_verdict_depends_on_is_tried_again(
     try_model: Callable[..., tuple[int, ForwardVerdict]], change: dict[str, Any]
 ) -> None:
@@ -86,6 +88,7 @@ def test_what_the_verdict_depends_on_is_tried_again(
     assert passes > 10
 
 
+@pytest.mark.slow
 def test_other_files_are_another_model(
     try_model: Callable[..., tuple[int, ForwardVerdict]], folder: Path
 ) -> None:
@@ -98,6 +101,7 @@ def test_other_files_are_another_model(
     assert passes > 10
 
 
+@pytest.mark.slow
 def test_weights_that_are_changed_in_place_are_another_model_though_their_times_are_set_back(
     try_model: Callable[..., tuple[int, ForwardVerdict]], folder: Path
 ) -> None:
@@ -128,6 +132,7 @@ def test_a_large_file_is_told_apart_by_blocks_of_it(tmp_path: Path, position: in
     assert fingerprint.of_folder(tmp_path) and not fingerprint.of_folder(tmp_path / "absent")
 
 
+@pytest.mark.slow
 def test_files_that_change_during_the_load_give_no_verdict_for_later(
     try_model: Callable[..., tuple[int, ForwardVerdict]], folder: Path, model_cache: Path
 ) -> None:
@@ -141,6 +146,7 @@ def test_files_that_change_during_the_load_give_no_verdict_for_later(
     assert try_model()[0] == 0
 
 
+@pytest.mark.slow
 def test_a_verdict_of_files_that_were_swapped_during_the_load_is_not_used(
     try_model: Callable[..., tuple[int, ForwardVerdict]], folder: Path
 ) -> None:
@@ -152,6 +158,7 @@ def test_a_verdict_of_files_that_were_swapped_during_the_load_is_not_used(
     assert passes > 10
 
 
+@pytest.mark.slow
 def test_a_job_that_needs_the_decode_too_tries_a_model_that_was_tried_without(
     try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path
 ) -> None:
@@ -165,6 +172,7 @@ def test_a_job_that_needs_the_decode_too_tries_a_model_that_was_tried_without(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"key": 1}', b"\xff\xfe", None])
+@pytest.mark.slow
 def test_a_damaged_file_is_ignored_and_written_again(
     try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path, damage: bytes | None
 ) -> None:
@@ -200,6 +208,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+@pytest.mark.slow
 def test_an_edited_file_is_not_trusted(
     try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path, edit: Callable[..., Any]
 ) -> None:
@@ -232,6 +241,7 @@ def test_an_ignored_file_is_logged_once(
     assert [file.name in record.message for record in caplog.records] == [True]
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_a_check_only(
     try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path
 ) -> None:
@@ -240,6 +250,7 @@ def test_a_cache_that_cannot_be_written_costs_a_check_only(
     assert try_model()[0] == try_model()[0] > 10
 
 
+@pytest.mark.slow
 def test_the_newest_result_of_a_model_is_found_by_its_entry(
     try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path, folder: Path
 ) -> None:
@@ -281,6 +292,7 @@ def test_a_result_is_outdated_by_what_is_installed_here(made: dict[str, str], ou
     assert differ(made, {"torch": "9.9+cpu"}) is outdated
 
 
+@pytest.mark.slow
 def test_layers_that_the_sampler_cannot_adapt_are_not_in_the_stored_coverage(
     try_model: Callable[..., tuple[int, ForwardVerdict]], model_cache: Path, folder: Path
 ) -> None:
