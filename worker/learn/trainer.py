@@ -10,9 +10,11 @@ import torch
 
 from core.jobs.hyperparameters import Resolved
 from worker.learn.batch import Share, batch_of, divisors, share_of
+from worker.learn.distributed import DistributedGradient
 from worker.learn.gradient import Gradient, OwnGradient, SharedGradient
 from worker.learn.ranks import Helper
 from worker.learn.totals import Totals
+from worker.learn.world import World
 from worker.model.policy import Policy
 from worker.refusals import InvalidModel, SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
@@ -47,12 +49,15 @@ class PeftTrainer:
         held_to: str = "",
         helpers: Sequence[Helper] = (),
         gate: SamplerGate | None = None,
+        world: World | None = None,
     ) -> None:
-        """`held_to` is the response schema of the sampler; `helpers` are ranks that compute a share of the gradient."""
+        """`held_to` is the response schema of the sampler; the ranks of `world` compute a share of the gradient."""
         self.policy = policy
         self.settings = settings
         self.own = OwnGradient(policy, settings, token_budget=token_budget, held_to=held_to)
         self.gradient: Gradient = SharedGradient(self.own, helpers) if helpers else self.own
+        if world is not None and world.size > 1:
+            self.gradient = DistributedGradient(self.own, world)
         # Betas and no weight decay: what RL with LoRA converged on (a second moment of 0.95 forgets in ~20 steps).
         self.optimizer = torch.optim.AdamW(
             policy.trainable, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0

@@ -1,0 +1,271 @@
+"""One gradient in several processes: the adapter is that of one process, and a checkpoint fits any number of ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch._C._distributed_c10d import FileStore
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from core.jobs.hyperparameters import Resolved
+from core.registry import BaseModelEntry
+from core.response_format import held_to
+from graders.types import Grade
+from tests.fakes import learn
+from tests.present import untyped
+from tests.tiny import WORDS, make_byte_model
+from tests.worker.test_json_schema import LETTER, sample
+from tests.worker.test_training import asked, prompt, relative_difference
+from worker.learn.distributed import LoadModel, loading
+from worker.learn.ranks import Model
+from worker.learn.trainer import PeftTrainer
+from worker.learn.world import World
+from worker.model.policy import Policy
+from worker.refusals import SamplerMismatch
+from worker.rollout.sampler_gate import SamplerGate
+from worker.rollout.samplers.transformers import TransformersSampler
+from worker.types import Group, Prompt, Rollout
+
+pytestmark = pytest.mark.slow
+
+REWARDS = (1.0, 0.0, 0.5, 0.2)
+# Tokens of the prompt, and of the longest of its answers.
+UNEVEN = ((12, 9), (40, 30), (7, 6), (50, 35), (33, 12))
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A process group of so many ranks, of which this process is the first."""
+    path, size = tmp_path_factory.mktemp("world") / "store", request.param
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else dict(os.environ)
+    followers = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.worker.follower",
+                str(os.getpid()),
+                str(path),
+                str(rank),
+                str(size),
+            ],
+            cwd=Path(__file__).parents[2],
+            env=environment,
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(1, size)
+    ]
+    with World.join(600, FileStore(str(path), size), rank=0, size=size) as world:
+        yield world
+    for rank, follower in enumerate(followers, start=1):
+        said, _ = follower.communicate(timeout=60)
+        assert said.decode() == f"rank {rank} has followed to the end\n"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Trainers that begin alike: one computes alone, one with all ranks."""
+
+    alone: PeftTrainer
+    together: PeftTrainer
+
+    def movement(self) -> float:
+        """How much the adapters' movements differ, relative to the movement."""
+        moves = [
+            [now.detach() - then for now, then in zip(one.policy.trainable, began(one.policy), strict=True)]
+            for one in (self.together, self.alone)
+        ]
+        return float(relative_difference(*moves))
+
+
+def began(policy: Policy) -> list[torch.Tensor]:
+    """The random adapter that all trainers here begin with."""
+    generator = torch.Generator().manual_seed(5)
+    return [0.2 * torch.randn(parameter.shape, generator=generator) for parameter in policy.trainable]
+
+
+@pytest.fixture(scope="module")
+def tied_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, whose head is its embeddings."""
+    folder = tmp_path_factory.mktemp("tied")
+    for file in tiny_model.glob("*token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    torch.manual_seed(0)
+    config = json.loads((tiny_model / "config.json").read_text()) | {"tie_word_embeddings": True}
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def pair(world: World) -> Callable[..., Pair]:
+    def make(
+        settings: Resolved,
+        folder: Path,
+        *,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        budget: int = 4096,
+        checkpointed: bool = False,
+        schema: str = "",
+    ) -> Pair:
+        entry = BaseModelEntry(path=folder, dtype=dtype, context=256)
+        model = Model("tiny", entry, folder, settings, 0, checkpointed, sampled=True)
+        with loading(world, LoadModel(model, "cpu", 1, budget, schema)):
+            policies = [model.load("cpu") for _ in range(2)]
+        for policy in policies:
+            with torch.no_grad():
+                for parameter, value in zip(policy.trainable, began(policy), strict=True):
+                    parameter.copy_(value)
+        return Pair(
+            *(
+                PeftTrainer(policy, settings, token_budget=budget, held_to=schema, world=ranks)
+                for policy, ranks in zip(policies, (None, world), strict=True)
+            )
+        )
+
+    return make
+
+
+def like_the_policy(advanced: dict[str, Any]) -> Resolved:
+    return asked({"lora_rank": 4, "lora_alpha": 8, "overlap": False} | advanced)
+
+
+def groups(step: int) -> list[Group]:
+    """Random answers of uneven length, as another engine would have sampled them."""
+    draw = torch.Generator().manual_seed(step)
+
+    def ids(length: int) -> tuple[int, ...]:
+        return tuple(torch.randint(6, len(WORDS), (length,), generator=draw).tolist())
+
+    def rollout(length: int) -> Rollout:
+        logprobs = -(4 + torch.rand(length, generator=draw))
+        return Rollout(ids(length), tuple(logprobs.tolist()), "", "stop")
+
+    return [
+        Group(
+            Prompt(line, ids(before), {}),
+            tuple(rollout(longest - less) for less in range(4)),
+            tuple(map(Grade, REWARDS)),
+        )
+        for line, (before, longest) in enumerate(UNEVEN)
+    ]
+
+
+def without_adam(*trainers: PeftTrainer) -> None:
+    """AdamW makes a full step of a gradient that is nothing but rounding."""
+    for trainer in trainers:
+        untyped(trainer).optimizer = torch.optim.SGD(trainer.policy.trainable, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("advanced", "options"),
+    [
+        ({"loss": "dapo"}, {}),
+        ({"loss": "grpo", "overlap": True}, {"budget": 48}),  # distributed while others are being sampled
+        ({"loss": "gspo", "kl": 0.1, "reference_refresh_steps": 1}, {"budget": 128, "checkpointed": True}),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_all_ranks_together_learn_what_one_process_does(
+    pair: Callable[..., Pair],
+    tiny_model: Path,
+    tied_model: Path,
+    tied: bool,
+    advanced: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    settings = like_the_policy({"updates_per_batch": 2} | advanced)
+    both = pair(settings, tied_model if tied else tiny_model, **options)
+    without_adam(both.alone, both.together)
+    for step in range(3):
+        expected, metrics = (learn(one, groups(step)) for one in (both.alone, both.together))
+        for name, value in vars(expected).items():
+            # Without a penalty, KL is only watched, on one pack, which may be another one.
+            if name != "kl" or settings.kl:
+                assert getattr(metrics, name) == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+    assert both.movement() < 1e-4
+
+
+def test_bfloat16_differs_from_one_process_as_that_from_itself(
+    pair: Callable[..., Pair], tied_model: Path
+) -> None:
+    """Other micro-batches are rounded otherwise."""
+    settings = like_the_policy({"loss": "dapo", "kl": 0.1, "updates_per_batch": 2})
+    smaller, both = (
+        pair(settings, tied_model, dtype="bfloat16", checkpointed=True, budget=budget)
+        for budget in (128, 4096)
+    )
+    without_adam(smaller.alone, both.alone, both.together)
+
+    for step in range(3):
+        for trainer in (smaller.alone, both.alone, both.together):
+            learn(trainer, groups(step))
+
+    assert both.movement() < 2 * Pair(both.alone, smaller.alone).movement()
+
+
+def test_one_short_group_leaves_ranks_without_work(pair: Callable[..., Pair], tiny_model: Path) -> None:
+    both = pair(like_the_policy({}), tiny_model)
+    short = replace(groups(0)[0], rollouts_G=groups(0)[0].rollouts_G[:2], grades_G=(Grade(1.0), Grade(0.0)))
+
+    expected, metrics = (learn(one, [short]) for one in (both.alone, both.together))
+
+    assert metrics.trained_sequences == 2
+    assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("together_first", [False, True])
+def test_a_checkpoint_resumes_on_another_number_of_ranks(
+    pair: Callable[..., Pair], tiny_model: Path, tmp_path: Path, together_first: bool
+) -> None:
+    both = pair(like_the_policy({"kl": 0.1, "reference_refresh_steps": 1}), tiny_model)
+    first, second = (both.together, both.alone) if together_first else (both.alone, both.together)
+    learn(first, groups(1))
+    first.save(tmp_path)
+
+    second.load(tmp_path)
+
+    assert all(map(torch.equal, first.policy.trainable, second.policy.trainable))
+    expected, metrics = (learn(one, groups(2)) for one in (first, second))
+    assert metrics.kl == pytest.approx(expected.kl, rel=1e-4)
+    assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+def test_the_gap_to_the_sampler_is_measured_on_all_ranks(pair: Callable[..., Pair], tiny_model: Path) -> None:
+    both = pair(like_the_policy({}), tiny_model)
+    expected = learn(both.alone, groups(1)).logprob_gap
+    both.together.gate = SamplerGate(0.01, "other", "float32")
+    before = [parameter.detach().clone() for parameter in both.together.policy.trainable]
+
+    with pytest.raises(SamplerMismatch, match=f"differ by {expected:.3g} nats"):
+        learn(both.together, groups(1))
+
+    assert all(map(torch.equal, before, both.together.policy.trainable))
+    both.together.gate = None
+    assert learn(both.together, groups(1)).trained_tokens > 0, "the refused step left nothing behind"
+
+
+def test_other_ranks_restrict_answers_to_the_schema(pair: Callable[..., Pair], tmp_path: Path) -> None:
+    """Otherwise their probabilities would be over the whole vocabulary, which for bytes is another gradient."""
+    settings = like_the_policy({"max_completion_tokens": 24})
+    both = pair(settings, make_byte_model(tmp_path), schema=held_to(LETTER))
+    rollouts = sample(TransformersSampler(both.alone.policy), LETTER, tokens=24)
+    letters = [
+        Group(
+            prompt(both.alone.policy, "?" * line, line),
+            tuple(rollouts[4 * line - 4 : 4 * line]),
+            tuple(map(Grade, REWARDS)),
+        )
+        for line in (1, 2)
+    ]
+
+    expected, metrics = (learn(one, letters) for one in (both.alone, both.together))
+
+    assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)

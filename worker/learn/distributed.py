@@ -1,0 +1,170 @@
+"""Compute the gradient of a step on all ranks of a world: rank 0 gives orders, the others follow them.
+
+The adapter is replicated in float32. In each pass rank 0 broadcasts it, every rank adds up the gradient of its packs,
+and one all-reduce adds up the ranks. Only rank 0 has an optimizer.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.learn.deal import deal
+from worker.learn.gradient import OwnGradient
+from worker.learn.ranks import Model
+from worker.learn.totals import Totals
+from worker.learn.world import World
+from worker.types import Pack
+
+
+@dataclass(frozen=True)
+class LoadModel:
+    """Load the model, then wait for the others."""
+
+    model: Model
+    device: str  # "cuda": each rank takes the GPU of its local number
+    threads: int  # of torch; 0: torch's default
+    token_budget: int
+    held_to: str
+
+
+@dataclass(frozen=True)
+class ReceiveAdapter:
+    """Receive the adapter, or that of the KL's reference."""
+
+    is_reference: bool = False
+
+
+@dataclass(frozen=True)
+class AddPacks:
+    packs: Sequence[Pack]
+    std: float
+
+
+@dataclass(frozen=True)
+class RepeatPacks:
+    std: float
+
+
+@dataclass(frozen=True)
+class SumGradients:
+    pass
+
+
+@dataclass(frozen=True)
+class EndStep:
+    pass
+
+
+Order = ReceiveAdapter | AddPacks | RepeatPacks | SumGradients | EndStep
+
+
+class DistributedGradient:
+    """Implements Gradient over all ranks; this process is rank 0.
+
+    A share stays on its rank, which caches values of the first pass for later ones. The result equals that of one
+    process, up to the order of float32 additions.
+    """
+
+    def __init__(self, own: OwnGradient, world: World) -> None:
+        self.own = own
+        self.world = world
+        self.capacity = own.capacity * world.size
+        self._has_adapter = False  # whether all ranks have the adapter of this pass
+        self._reference: list[Tensor] | None = None  # that all ranks have
+
+    def add(self, packs: Sequence[Pack], std: float) -> None:
+        if not packs:
+            return
+        self._share_adapter()
+        hands = deal(packs, self.world.size, rows=self.own.policy.route.forward == "rows")
+        self._order([AddPacks(hand, std) for hand in hands])
+
+    def again(self, std: float) -> None:
+        self._share_adapter()
+        self._order([RepeatPacks(std)] * self.world.size)
+
+    def collect(self) -> Totals:
+        self._has_adapter = False  # the caller updates it
+        totals: list[Totals] = self._order([SumGradients()] * self.world.size)
+        return reduce(add, totals)
+
+    def end(self) -> None:
+        self._order([EndStep()] * self.world.size)
+
+    def _share_adapter(self) -> None:
+        if self.own.settings.kl > 0 and self.own.reference is not self._reference:
+            self._order([ReceiveAdapter(is_reference=True)] * self.world.size)
+            self._reference = self.own.reference
+        if not self._has_adapter:
+            self._order([ReceiveAdapter()] * self.world.size)
+            self._has_adapter = True
+
+    def _order(self, orders_R: Sequence[Any]) -> Any:
+        with self.world.giving():
+            self.world.give(orders_R)
+            return carry_out(orders_R[0], self.own, self.world)
+
+
+def carry_out(
+    order: ReceiveAdapter | AddPacks | RepeatPacks | SumGradients | EndStep, own: OwnGradient, world: World
+) -> Any:
+    """Do what all ranks do together. SumGradients returns the totals of all ranks on rank 0."""
+    trainable = own.policy.trainable
+    match order:
+        case ReceiveAdapter(is_reference=True):
+            if own.reference is None:
+                own.reference = [torch.zeros_like(parameter) for parameter in trainable]
+            world.broadcast(own.reference)
+        case ReceiveAdapter():
+            world.broadcast(trainable)
+        case AddPacks(packs, std):
+            own.add(packs, std)
+        case RepeatPacks(std):
+            own.again(std)
+        case SumGradients():
+            gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trainable]
+            sums = world.sum(gradients)
+            for parameter, gradient in zip(trainable, sums, strict=True):
+                parameter.grad = gradient if world.rank == 0 else None
+            return world.gather(own.collect())
+        case EndStep():
+            own.end()
+
+
+@contextmanager
+def loading(world: World, order: LoadModel) -> Iterator[None]:
+    """Have the other ranks load the model while the caller does, then wait for them. Raises BrokenWorld."""
+    with world.giving():
+        world.give([order] * world.size)
+        yield
+        world.gather(None)
+
+
+def follow(world: World) -> None:
+    """Follow the orders of rank 0 for as long as there is one. Raises BrokenWorld."""
+    own: OwnGradient | None = None
+    while True:
+        order = world.receive()
+        if isinstance(order, LoadModel):
+            own = loaded(order, world.local_rank)
+            world.gather(None)
+        elif order is not None:
+            assert own is not None, "LoadModel comes first"
+            carry_out(order, own, world)
+
+
+def loaded(order: LoadModel, local_rank: int) -> OwnGradient:
+    if order.threads:
+        torch.set_num_threads(order.threads)
+    device = f"cuda:{local_rank}" if order.device == "cuda" else order.device
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    policy = order.model.load(device)
+    order.model.check(policy)
+    return OwnGradient(policy, order.model.settings, token_budget=order.token_budget, held_to=order.held_to)

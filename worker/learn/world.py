@@ -1,0 +1,147 @@
+"""The torch.distributed process group of one attempt: NCCL for tensors on GPUs, gloo on CPUs and for orders.
+
+Rank 0 is the run: it samples, grades, steps the optimizer and uses the database. The others wait for its orders
+(worker/learn/distributed.py) and take part in collective operations. worker/learn/launch.py starts the processes.
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class BrokenWorld(Exception):
+    """A collective operation failed: another rank has exited, or it has not answered in time."""
+
+
+class World:
+    """The ranks of a run. A run of one rank has no process group."""
+
+    def __init__(self, rank: int = 0, size: int = 1, local_size: int = 1, local_rank: int = 0) -> None:
+        self.rank = rank
+        self.size = size
+        self.local_size = local_size  # processes on this machine
+        self.local_rank = local_rank
+        self._giving = threading.RLock()  # an order and the collective operations that belong to it
+        self._left = threading.Event()
+        self._alive: threading.Thread | None = None
+
+    @classmethod
+    def join(cls, seconds: float, store: "Store | None" = None, *, rank: int = -1, size: int = -1) -> Self:
+        """Join the process group that the environment describes, as torchrun sets it, or that of a store.
+
+        Args:
+            seconds: the limit for each collective operation, and for the time between two orders of rank 0.
+        """
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        limit = timedelta(seconds=seconds)
+        if store is None:
+            dist.init_process_group(backend, timeout=limit)
+        else:
+            dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
+        size = dist.get_world_size()
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        world = cls(dist.get_rank(), size, local_size, int(os.environ.get("LOCAL_RANK", 0)))
+        if world.rank == 0:
+            world._keep_alive(seconds / 4)
+        return world
+
+    def _keep_alive(self, seconds: float) -> None:
+        """Give an empty order from time to time, so that the other ranks notice a lost machine while they wait."""
+
+        def give() -> None:
+            while not self._left.wait(seconds):
+                try:
+                    self.give([None] * self.size)
+                except BrokenWorld:
+                    return  # the next order will show it
+
+        self._alive = threading.Thread(target=give, name="orders", daemon=True)
+        self._alive.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._left.set()
+        if self._alive is not None:
+            self._alive.join()
+        if self.size > 1:
+            dist.destroy_process_group()
+
+    @contextmanager
+    def giving(self) -> Iterator[None]:
+        """Keep other orders back until the collective operations of this one are done."""
+        with self._giving:
+            yield
+
+    def give(self, orders_R: Sequence[Any]) -> None:
+        """Send one order to each rank; the one of rank 0 is ignored. Raises BrokenWorld."""
+        if self.size == 1:
+            return
+        with self._giving, _collective():
+            dist.scatter_object_list([None], list(orders_R), src=0)
+
+    def receive(self) -> Any:
+        """Wait for the next order of rank 0. Raises BrokenWorld."""
+        order: list[Any] = [None]
+        with _collective():
+            dist.scatter_object_list(order, None, src=0)
+        return order[0]
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite the tensors of all ranks with those of rank 0. Raises BrokenWorld."""
+        vector = flat(tensors)
+        with _collective():
+            dist.broadcast(vector, 0)
+        if self.rank > 0:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, shaped(vector, tensors), strict=True):
+                    tensor.copy_(value)
+
+    def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums over all ranks. Raises BrokenWorld."""
+        vector = flat(tensors)
+        with _collective():
+            dist.all_reduce(vector)
+        return shaped(vector, tensors)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks on rank 0, in their order, and nothing on others. Raises BrokenWorld."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with _collective():
+            dist.gather_object(value, values, dst=0)
+        return values or []
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as cause:  # of all backends
+        raise BrokenWorld("another rank of this run has exited or does not answer") from cause
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate the tensors, flattened."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def shaped(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Invert `flat`: split into tensors of these shapes."""
+    parts = torch.split(vector, [tensor.numel() for tensor in like])
+    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
