@@ -23,6 +23,7 @@ LONGEST = (
     "helm/test_images.py",
     "e2e/test_serving.py",
     "worker/test_vllm_engine.py",
+    "worker/test_launch.py",
     "worker/test_distributed.py",
     "worker/test_members.py",
     "worker/test_ranks.py",

@@ -25,8 +25,10 @@ from graders.types import Grader
 from worker.attempt import Attempt
 from worker.heartbeat import Beat, WatchedSampler, WatchedTrainer
 from worker.instruments import ObservedSampler
+from worker.learn.distributed import LoadModel, loading
 from worker.learn.ranks import Model, Ranks, TooFewGpus
 from worker.learn.trainer import PeftTrainer
+from worker.learn.world import World
 from worker.model import memory, quantized, sizing, support, verdicts
 from worker.model.adapters import adapter_targets
 from worker.model.architecture import refusing, without_weights
@@ -85,6 +87,7 @@ def assemble(
     scratch: Path,
     stop_requested: Callable[[], bool],
     beat: Beat,
+    world: World | None = None,
 ) -> Run:
     """Build the Run of a claimed job.
 
@@ -97,11 +100,12 @@ def assemble(
     settings = settings.of_class(settings.gpu_class)
     job = attempt.job
     rows = read_rows(attempt)
-    base = inspect_model(job.model, settings, ranks)
+    local = ranks.count if world is None else world.local_size
+    base = inspect_model(job.model, settings, local)
     task = prepare_task(attempt, rows, base)
-    plan = plan_memory(job.model, base, task, settings, ranks)
+    plan = plan_memory(job.model, base, task, settings, local)
     beat()
-    policy, verdict = load_policy(attempt, base, task, plan, settings, ranks, beat)
+    policy, verdict = load_policy(attempt, base, task, plan, settings, ranks, beat, world)
 
     sampler_name = f"{base.sampler} {base.sampler_version}"
     quota = Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step)
@@ -135,6 +139,7 @@ def assemble(
         task.settings,
         **_computing(task, plan),
         helpers=ranks.helpers,
+        world=world,
         gate=SamplerGate.of(settings.max_logprob_gap, sampler=sampler_name, precision=base.entry.dtype),
     )
     return Run(
@@ -152,12 +157,12 @@ def assemble(
         failing_steps=settings.failing_steps,
         held_to=task.held_to,
         feeds=feeds_of(job, task.settings, settings, recorder.warn),
-        gpus=ranks.total if base.device == "cuda" else 1,
+        gpus=(ranks.total if world is None else world.size) if base.device == "cuda" else 1,
         thresholds=settings.warnings,
     )
 
 
-def inspect_model(name: str, settings: Settings, ranks: Ranks) -> BaseModel:
+def inspect_model(name: str, settings: Settings, ranks: int) -> BaseModel:
     """Read the model's config and select its sampler. Refuse what is not supported here.
 
     Raises:
@@ -171,10 +176,8 @@ def inspect_model(name: str, settings: Settings, ranks: Ranks) -> BaseModel:
         sampler, version = choice.choose(entry, settings, device)
     except choice.SamplerMissing as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
-    if device == "cuda" and ranks.count > torch.cuda.device_count():
-        raise TooFewGpus(
-            f"REGRAFT_RANKS is {ranks.count}, and there are {torch.cuda.device_count()} GPUs here."
-        )
+    if device == "cuda" and ranks > torch.cuda.device_count():
+        raise TooFewGpus(f"REGRAFT_RANKS is {ranks}, and there are {torch.cuda.device_count()} GPUs here.")
     source = source_of(entry, settings.model_cache)
     config: PretrainedConfig = read_config(source)
     support.refuse_by_config(config, entry.context)
@@ -284,14 +287,14 @@ def with_effort(resolved: Resolved, asked: Hyperparameters, reasoning: Reasoning
     return resolved.model_copy(update={"chat_template_kwargs": arguments, "thinking_budget": budget})
 
 
-def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, ranks: Ranks) -> MemoryPlan:
+def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, ranks: int) -> MemoryPlan:
     """Divide the free memory between weights, KV cache and micro-batches.
 
     Raises:
         UserMistake: the job does not fit.
     """
     # Ranks on a CPU share its memory; on GPUs each rank has its own device.
-    free = memory.available(base.device) // (ranks.count if base.device == "cpu" else 1)
+    free = memory.available(base.device) // (ranks if base.device == "cpu" else 1)
     packed = base.device == "cpu" and base.entry.dtype == "float32"
     machine = sizing.machine(settings, base.device, free, base.sampler, packed=packed)
     try:
@@ -308,6 +311,7 @@ def load_policy(
     settings: Settings,
     ranks: Ranks,
     beat: Beat,
+    world: World | None = None,
 ) -> tuple[Policy, ForwardVerdict]:
     """Load the model on all ranks, and find the forward pass whose log-probabilities are those of transformers.
 
@@ -325,10 +329,11 @@ def load_policy(
         sampled=base.sampler == "transformers",
     )
     ranks.start(model, device=base.device, threads=settings.torch_threads, **_computing(task, plan))
-    policy = model.load(base.device)
-    beat()
-    verdict = model.check(policy)
-    beat()
+    with loading(world, LoadModel(model, base.device, settings.torch_threads, **_computing(task, plan))):
+        policy = model.load(base.device)
+        beat()
+        verdict = model.check(policy)
+        beat()
     ranks.wait()
     return policy, verdict
 

@@ -1,19 +1,23 @@
 """The process of one attempt: reads its claim from stdin, runs the job, and reports how it ended by its exit status.
 
-Started by worker/supervise/supervisor.py as `python -m worker.child PARENT PROGRESS`.
+Started by worker/supervise/supervisor.py as `python -m worker.child PARENT PROGRESS`. With several ranks on this
+machine it is their launcher, and rank 0 runs the job.
 """
 
 import argparse
 import asyncio
+import multiprocessing
 import os
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from core.database.engine import Database
 from core.jobs import lifecycle
@@ -33,8 +37,14 @@ from worker.learn.members import members_of
 from worker.learn.ranks import Ranks
 from worker.record.exporters.feed import Feeds, left_behind
 from worker.record.recorder import Recorder
-from worker.refusals import ModelUnavailable, UserMistake, failing_once
+from worker.refusals import InvalidModel, ModelUnavailable, UnsupportedModel, UserMistake, failing_once
 from worker.run import Run, RunOutcome
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import SimpleQueue
+    from multiprocessing.synchronize import Event
+
+    from worker.learn.world import World
 
 # worker.assemble.assemble. Its module imports torch, so it is imported where it is needed.
 Assemble = Callable[..., Run]
@@ -48,8 +58,9 @@ async def run_attempt(
     scratch: Path,
     stop_requested: Callable[[], bool],
     beat: Beat,
+    world: "World | None" = None,
 ) -> RunOutcome:
-    """Train a claimed job.
+    """Train a claimed job. Rank 0 of `world` if there are several.
 
     Raises:
         UserMistake: the job cannot succeed as it is.
@@ -60,9 +71,12 @@ async def run_attempt(
         # The grader may hold connections, which belong to the running event loop.
         async with open_backends(settings).open(spec) as grader:
             watched = ObservedGrader(WatchedGrader(grader, beat), spec)
-            with Ranks(settings.ranks, members_of(settings)) as ranks:
+            count = settings.ranks if world is None else 1
+            with Ranks(count, members_of(settings)) as ranks:
                 with failing_once():
-                    run = assemble(attempt, spec, watched, settings, ranks, scratch, stop_requested, beat)
+                    run = assemble(
+                        attempt, spec, watched, settings, ranks, scratch, stop_requested, beat, world
+                    )
                 with closed_at_the_end(run.feeds):
                     return await trained(run)
     except InvalidGrader as refused:
@@ -95,13 +109,17 @@ def closed_at_the_end(feeds: Feeds) -> Iterator[None]:
     feeds.close("interrupted")
 
 
-def main(assemble: Assemble | None = None) -> int:
+def main(assemble: Assemble | None = None, rank: Callable[..., None] | None = None) -> int:
     """Run the claimed job that stdin names as `job_id epoch`. The exit status tells the supervisor how it ended."""
     parser = argparse.ArgumentParser(prog="python -m worker.child")
     parser.add_argument("parent", type=int, help="process id of the supervisor: this run ends when it does")
     parser.add_argument("progress", type=Path, help="the file to touch at every sign of progress")
     args = parser.parse_args()
     process.die_with_parent(args.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
+    settings = Settings()
+    if settings.ranks > 1 and settings.nodes == 1:
+        return in_ranks(settings.ranks, args.progress, rank or be_rank)
 
     stopping = False
 
@@ -110,20 +128,88 @@ def main(assemble: Assemble | None = None) -> int:
         stopping = True
 
     signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
-
     # This takes seconds, and a spare child does it before there is a job.
     assemble = assemble or import_module("worker.assemble").assemble
-    settings = Settings()
+    return run_claim(sys.stdin.readline, settings, assemble, args.progress, lambda: stopping)
+
+
+def in_ranks(ranks: int, progress: Path, rank: Callable[..., None]) -> int:
+    """Start the ranks, which import their libraries and wait for the claim, and wait for their end."""
+    from worker.learn.launch import RanksFailed, launch
+
+    context = multiprocessing.get_context("spawn")
+    stopping, claims = context.Event(), context.SimpleQueue()
+    signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
+    # A spawned process has no stdin.
+    threading.Thread(target=lambda: claims.put(sys.stdin.readline()), daemon=True).start()
+    try:
+        return launch(rank, os.getpid(), progress, stopping, claims, ranks=ranks)
+    except RanksFailed as cause:
+        print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
+        return process.FAILED
+
+
+def be_rank(
+    parent: int,
+    progress: Path,
+    stopping: "Event",
+    claims: "SimpleQueue[str]",
+    world: "type[World] | None" = None,
+) -> NoReturn:
+    """Be one rank: run the job, or follow the one that does. Exits with a status in any case, which ends all ranks."""
+    process.die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    status = process.FAILED
+    try:
+        from worker.learn.world import World
+
+        settings = Settings()
+        assemble = import_module("worker.assemble").assemble
+        ranks = (world or World).join(settings.hang_seconds)
+        if ranks.rank > 0:
+            follow_rank_0(ranks)
+        status = run_claim(claims.get, settings, assemble, progress, stopping.is_set, ranks)
+        status = process.ENDED if status == process.DONE else status
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not by sys.exit, after which the launcher would wait for threads of exporters and for the other ranks.
+        os._exit(status)
+
+
+def follow_rank_0(world: "World") -> NoReturn:
+    """Compute what rank 0 asks for until the launcher ends this process."""
+    from worker.learn.distributed import follow
+    from worker.learn.world import BrokenWorld
+
+    try:
+        follow(world)
+    except (BrokenWorld, InvalidModel, UnsupportedModel):
+        # Rank 0 has ended, or meets the same model and reports it. Its status must be the first that the launcher sees.
+        while True:
+            signal.pause()
+
+
+def run_claim(
+    read_claim: Callable[[], str],
+    settings: Settings,
+    assemble: Assemble,
+    progress: Path,
+    stop_requested: Callable[[], bool],
+    world: "World | None" = None,
+) -> int:
+    """Run the job of a claim, and return the exit status."""
     database = Database(settings.database)
     blobs = blobs_of(settings)
-    job_id, epoch = sys.stdin.readline().split()
+    job_id, epoch = read_claim().split()
     claim = Claim(job_id, int(epoch), "run")
     # Once for the operator, with the supervisor's own log, and once for the job's log.
     logs.configure([logs.handler(settings.log_format, sys.stdout), logs.handler("text", sys.stderr)])
     try:
         attempt = Attempt.begin(claim, database, blobs, patience_seconds=settings.patience_seconds)
-        watched = instruments.attempt(claim, args.progress, settings.otlp_endpoint)
+        watched = instruments.attempt(claim, progress, settings.otlp_endpoint)
         with TemporaryDirectory(prefix="regraft-") as scratch, watched:
             outcome = asyncio.run(
                 run_attempt(
@@ -131,8 +217,9 @@ def main(assemble: Assemble | None = None) -> int:
                     settings,
                     assemble,
                     scratch=Path(scratch),
-                    stop_requested=lambda: stopping,
-                    beat=beats_into(args.progress),
+                    stop_requested=stop_requested,
+                    beat=beats_into(progress),
+                    world=world,
                 )
             )
     except LeaseLost:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 DONE = 0
+ENDED = 70  # between rank 0 and its launcher: done, and the launcher ends the other ranks as after any other status
 FAILED = 1  # as for any exception; the run has logged the reason
 DRAINED = 75  # EX_TEMPFAIL: checkpointed, to be queued again at no cost
 LOST = 76  # lost the lease; nothing to record

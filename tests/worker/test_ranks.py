@@ -1,9 +1,6 @@
 """One run in several processes: the result is that of one process, and it ends when one of them does."""
 
-import json
-import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +10,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from sqlalchemy import select
 
-from core.database.tables import File, Job
-from core.jobs import lifecycle
 from core.jobs.hyperparameters import Resolved
 from core.registry import BaseModelEntry
 from core.response_format import held_to
-from core.settings import Settings
 from graders.types import Grade
 from tests.fakes import learn
 from tests.tiny import make_byte_model
-from tests.worker.conftest import Bench
 from tests.worker.test_json_schema import LETTER, sample
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling, with_gap
 from worker.assemble import load_policy
@@ -36,7 +28,6 @@ from worker.model.policy import Policy, Route
 from worker.refusals import SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers.transformers import TransformersSampler
-from worker.supervise.supervisor import Supervisor
 from worker.types import Group
 
 pytestmark = pytest.mark.slow
@@ -264,65 +255,3 @@ def test_arrays_of_other_sizes_arrive_as_they_were_sent() -> None:
         word, received = theirs.receive()
         assert word == "arrays"
         assert [one.tolist() for one in received] == [one.tolist() for one in sent]
-
-
-# The real run, but that its helper is killed while it does its part of the second step.
-FATAL = """
-import os, sys
-from worker import child
-from worker.learn.ranks import Helper
-
-receive, asked = Helper.receive, []
-
-def fatal(self):
-    asked.append(self)
-    if len(asked) == 3:  # that it is ready, its part of the first step, and of the second
-        assert os.getpgid(self.process.pid) == os.getpid(), "the supervisor kills this group"
-        self.process.kill()
-        self.process.wait()
-    return receive(self)
-
-Helper.receive = fatal
-sys.exit(child.main())
-"""
-
-
-def test_a_run_that_loses_a_helper_ends_as_a_crash(
-    bench: Bench, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registry = tmp_path / "models.toml"
-    registry.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
-    rows = [{"messages": [{"role": "user", "content": text}], "answer": "yes no"} for text in TEXTS]
-    info = bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in rows).encode())
-    with bench.database.write() as session:
-        about = {
-            "filename": "a",
-            "purpose": "fine-tune",
-            "bytes": 1,
-            "sha256": info.sha256,
-            "blob_key": "files/rows",
-        }
-        for name in ("file-a", "file-b"):
-            session.add(File(id=name, project_id=bench.project.id, **about))
-        job = session.scalars(select(Job)).one()
-        grader = {"type": "text_similarity", "name": "near", "input": "{{sample.output_text}}"}
-        grader |= {"reference": "{{item.answer}}", "evaluation_metric": "fuzzy_match"}
-        advanced = {"group_size": 8, "max_completion_tokens": 8}
-        asked_for = {"batch_size": 4, "n_epochs": 3, "eval_interval": 3, "advanced": advanced}
-        job.reinforcement = {"grader": grader, "hyperparameters": asked_for, "response_format": None}
-    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
-        lifecycle.release(session, job)
-    environment = {"models_file": registry, "data_dir": tmp_path, "ranks": 2, "torch_threads": 1}
-    for name, value in environment.items():
-        monkeypatch.setenv(f"REGRAFT_{name.upper()}", str(value))
-
-    def command(progress: Path) -> list[Any]:
-        return [sys.executable, "-c", FATAL, str(os.getpid()), str(progress)]
-
-    Supervisor(Settings(), bench.database, bench.blobs, command).run_waiting()
-
-    job = bench.job()
-    assert (job.status, job.failures) == ("queued", 1), bench.events()
-    assert "rank 1 exited with status -9" in " ".join(bench.events())
-    assert [step["step"] for step in bench.steps()] == [0, 1]
-    assert bench.steps()[1]["trained_tokens"] > 0

@@ -1,4 +1,6 @@
-"""Run several processes (ranks) for one job, each with the model on its own GPU. Rank 0 is the run.
+"""Run the ranks of a job that several machines share, each with the model on its own GPU. Rank 0 is the run.
+
+One machine alone uses torch.distributed (worker/learn/distributed.py).
 
 Rank 0 samples, grades, steps the optimizer and uses the database. The other ranks only compute gradients of the groups
 that rank 0 sends, over a private socket pair: an adapter and its gradient are small, so no collective library and no

@@ -56,7 +56,7 @@ class PeftTrainer:
         self.settings = settings
         self.own = OwnGradient(policy, settings, token_budget=token_budget, held_to=held_to)
         self.gradient: Gradient = SharedGradient(self.own, helpers) if helpers else self.own
-        if world is not None and world.size > 1:
+        if world is not None:
             self.gradient = DistributedGradient(self.own, world)
         # Betas and no weight decay: what RL with LoRA converged on (a second moment of 0.95 forgets in ~20 steps).
         self.optimizer = torch.optim.AdamW(

@@ -6,7 +6,7 @@ Rank 0 is the run: it samples, grades, steps the optimizer and uses the database
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -20,14 +20,20 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
+LAUNCHER_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+}
+
+
 class BrokenWorld(Exception):
     """A collective operation failed: another rank has exited, or it has not answered in time."""
 
 
 class World:
-    """The ranks of a run. A run of one rank has no process group."""
+    """This process's place among the ranks of a run."""
 
-    def __init__(self, rank: int = 0, size: int = 1, local_size: int = 1, local_rank: int = 0) -> None:
+    def __init__(self, rank: int, size: int, local_size: int, local_rank: int) -> None:
         self.rank = rank
         self.size = size
         self.local_size = local_size  # processes on this machine
@@ -52,6 +58,7 @@ class World:
         size = dist.get_world_size()
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         world = cls(dist.get_rank(), size, local_size, int(os.environ.get("LOCAL_RANK", 0)))
+        forget_launcher(os.environ)
         if world.rank == 0:
             world._keep_alive(seconds / 4)
         return world
@@ -78,8 +85,7 @@ class World:
         self._left.set()
         if self._alive is not None:
             self._alive.join()
-        if self.size > 1:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
     @contextmanager
     def giving(self) -> Iterator[None]:
@@ -89,8 +95,6 @@ class World:
 
     def give(self, orders_R: Sequence[Any]) -> None:
         """Send one order to each rank; the one of rank 0 is ignored. Raises BrokenWorld."""
-        if self.size == 1:
-            return
         with self._giving, _collective():
             dist.scatter_object_list([None], list(orders_R), src=0)
 
@@ -120,12 +124,17 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks on rank 0, in their order, and nothing on others. Raises BrokenWorld."""
-        if self.size == 1:
-            return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
         with _collective():
             dist.gather_object(value, values, dst=0)
         return values or []
+
+
+def forget_launcher(environment: MutableMapping[str, str]) -> None:
+    """Remove what the launcher has put there: the process groups of vLLM would look for its store and make none."""
+    for name in list(environment):
+        if name.startswith("TORCHELASTIC_") or name in LAUNCHER_VARIABLES:
+            del environment[name]
 
 
 @contextmanager

@@ -1,0 +1,141 @@
+"""A job on several ranks, from the supervisor on: it learns, drains, and loses a rank, and leaves no process behind."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from select import poll
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from core.database.tables import File, Job
+from core.jobs import lifecycle
+from core.settings import Settings
+from tests.worker.conftest import Bench
+from worker.learn.world import forget_launcher
+from worker.supervise.supervisor import Supervisor
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
+]
+
+TEXTS = ["say yes", "what colour is it now please tell me the name", "tell me a number", "say cat"]
+
+
+@pytest.fixture
+def queued(
+    bench: Bench, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Supervisor]:
+    """A supervisor of a worker with two ranks, and a queued job of two steps."""
+
+    def make(event: str, model: Path = tiny_model, **changes: Any) -> Supervisor:
+        registry = tmp_path / "models.toml"
+        registry.write_text(f'[models.tiny]\npath = "{model}"\ndtype = "float32"\ncontext = 128\n')
+        rows = [{"messages": [{"role": "user", "content": text}], "answer": "yes no"} for text in TEXTS]
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        info = bench.blobs.put_bytes("files/rows", data)
+        with bench.database.write() as session:
+            about = {"filename": "a", "purpose": "fine-tune", "bytes": 1, "sha256": info.sha256}
+            for name in ("file-a", "file-b"):
+                session.add(File(id=name, project_id=bench.project.id, blob_key="files/rows", **about))
+            job = session.scalars(select(Job)).one()
+            grader = {"type": "text_similarity", "name": "near", "input": "{{sample.output_text}}"}
+            grader |= {"reference": "{{item.answer}}", "evaluation_metric": "fuzzy_match"}
+            advanced = {"group_size": 8, "max_completion_tokens": 8}
+            asked = {"batch_size": 4, "n_epochs": 2, "eval_interval": 1, "advanced": advanced}
+            job.reinforcement = {"grader": grader, "hyperparameters": asked, "response_format": None}
+        with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+            lifecycle.release(session, job)
+        environment = {
+            "models_file": registry,
+            "data_dir": tmp_path,
+            "ranks": 2,
+            "torch_threads": 1,
+        } | changes
+        for name, value in environment.items():
+            monkeypatch.setenv(f"REGRAFT_{name.upper()}", str(value))
+
+        def command(progress: Path) -> list[str]:
+            program = [sys.executable, "-m", "tests.worker.eventful_child", event]
+            return [*program, str(os.getpid()), str(progress)]
+
+        return Supervisor(Settings(), bench.database, bench.blobs, command)
+
+    return make
+
+
+def wait_for_processes(folder: Path) -> None:
+    """Wait for the end of all processes whose data folder it is."""
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            mark = f"REGRAFT_DATA_DIR={folder}\0".encode()
+            if process.name.isdecimal() and mark in (process / "environ").read_bytes():
+                ended = os.pidfd_open(int(process.name))
+                waiting = poll()
+                waiting.register(ended)
+                assert waiting.poll(30_000), f"process {process.name} is left over"
+                os.close(ended)
+
+
+def test_nothing_of_the_launcher_is_left_in_the_environment_of_a_run() -> None:
+    """TORCHELASTIC_USE_AGENT_STORE turns the store of vLLM's own process group into a client without a server."""
+    environment = {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1", "HOME": "/"}
+
+    forget_launcher(environment)
+
+    assert environment == {"HOME": "/"}
+
+
+def test_a_drained_run_resumes_on_all_ranks(
+    queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path
+) -> None:
+    """Each attempt is told to stop in its first step."""
+    queued("drain").run_waiting()
+
+    job = bench.job()
+    assert (job.status, job.failures) == ("succeeded", 0), bench.events()
+    assert [step["step"] for step in bench.steps()] == [0, 1, 2]
+    assert all(step["trained_tokens"] > 0 for step in bench.steps()[1:])
+    wait_for_processes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("event", "changes"),
+    [
+        ("SIGKILL", {}),
+        ("SIGSTOP", {"hang_seconds": 40}),
+    ],
+)
+def test_a_lost_rank_ends_the_attempt_as_a_crash(
+    queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path, event: str, changes: dict[str, Any]
+) -> None:
+    queued(event, **changes).run_waiting()
+
+    job = bench.job()
+    assert (job.status, job.failures) == ("queued", 1), bench.events()
+    assert re.search(
+        "rank 1 was killed by SIGKILL|another rank of this run|no progress", " ".join(bench.events())
+    )
+    assert [step["step"] for step in bench.steps()] == [0, 1]
+    wait_for_processes(tmp_path)
+
+
+def test_a_model_that_no_rank_can_load_is_reported_by_rank_0(
+    queued: Callable[..., Supervisor], bench: Bench, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The other rank must not end the attempt as a crash before that."""
+    broken = shutil.copytree(tiny_model, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"nothing")
+
+    queued("none", model=broken).run_waiting()
+
+    job = bench.job()
+    assert job.status == "failed", bench.events()
+    assert "cannot be read" in str(job.error)
