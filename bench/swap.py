@@ -66,8 +66,7 @@ def measure(rank: int, folders: list[Path]) -> dict[str, float]:
         for number in range(2):  # starts the engine, and lets it allocate what it keeps
             change(policy, number)
             seconds(sampler)
-        assert sampler.engine is not None
-        pid, published = sampler.engine.child.pid, sampler._published
+        pid, published = sampler.engines[0].child.pid, sampler._published
         before, bytes_before = listing(folders), bytes_written(pid)
         changed, same = [], []
         for number in range(ROUNDS):

@@ -36,6 +36,8 @@ class BaseModelEntry(BaseModel):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     context: int = Field(default=4096, ge=16)  # tokens of prompt and answer
     sampler: SamplerName | None = None  # None: vllm on a GPU where it is installed, else transformers
+    # GPUs that share each layer while vLLM samples (tensor parallelism). Their number has to divide the model's heads.
+    tensor_parallel: int = Field(default=1, ge=1)
     gpu_class: str | None = None  # None: the default queue
     # "plain", "r1_zero", a path to a Jinja file or Jinja text (core/chat_templates.py); None: the tokenizer's template.
     chat_template: str | None = None
@@ -46,6 +48,14 @@ class BaseModelEntry(BaseModel):
             raise ValueError("give exactly one of path, package (with file) or hub")
         if (self.package is None) != (self.file is None):
             raise ValueError("package and file belong together: the package ships the file")
+        return self
+
+    @model_validator(mode="after")
+    def only_vllm_is_parallel(self) -> "BaseModelEntry":
+        if self.tensor_parallel > 1 and self.sampler == "transformers":
+            raise ValueError(
+                "tensor_parallel is for the sampler vllm: transformers uses the trainer's weights"
+            )
         return self
 
     @property

@@ -20,6 +20,7 @@ SamplerChoice = Literal["registry", "transformers", "vllm"]
 Auto = Literal["auto"]
 KvCacheGib = Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TokenBudget = Auto | Annotated[int, Field(ge=256)]
+EngineCount = Auto | Annotated[int, Field(ge=1)]
 
 
 class GpuClass(BaseModel):
@@ -163,6 +164,9 @@ class Settings(BaseSettings):
     torch_threads: int = Field(default=0, ge=0)
     # The sampler: each model's own choice in the registry, or one for all.
     sampler: SamplerChoice = "registry"
+    # vLLM engines that sample for one job, each on `tensor_parallel` GPUs of its own (docs/howto/multi-gpu.md). auto:
+    # as many as the job's GPUs are enough for; 1 on a CPU.
+    engines: EngineCount = "auto"
     # A step is skipped and its job fails if the mean difference between the log-probabilities of sampler and trainer
     # for
     # the same tokens exceeds this, in nats per token. auto: 0.05 for bfloat16, 0.001 for float32. 0: off.

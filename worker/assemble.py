@@ -45,6 +45,7 @@ from worker.rollout.rewards import Rewards
 from worker.rollout.rows import Rows, read_rows
 from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers import choice
+from worker.rollout.samplers.placement import ONE_ENGINE, NotPlaceable, Placement
 from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
 from worker.run import Run
 from worker.types import Prompt
@@ -65,6 +66,7 @@ class BaseModel:
     sampler_version: str
     rows: bool = False  # it is known or expected to be computed in rows
     precision: str = ""  # how its quantized weights are computed with, in words
+    engines: Placement = ONE_ENGINE  # of vLLM
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,12 @@ def assemble(
         )
     if base.device == "cuda" or plan.checkpointed:
         recorder.inform(plan.described(base.shape, task.workload), {})
+    if base.engines.processes > 1:
+        placed = base.engines
+        recorder.inform(
+            f"Answers are sampled by {placed}.",
+            {"engines": placed.engines, "tensor_parallel": placed.tensor_parallel, "gpus": placed.gpus_E},
+        )
     sampler = choice.build(
         base.sampler,
         policy,
@@ -130,6 +138,7 @@ def assemble(
         shape=base.shape,
         plan=plan,
         longest=task.workload.longest,
+        engines=base.engines,
         store_coverage=partial(
             verdicts.store_coverage, policy, base.entry, settings.model_cache, task.settings.lora_targets
         ),
@@ -166,7 +175,7 @@ def inspect_model(name: str, settings: Settings, ranks: int) -> BaseModel:
     """Read the model's config and select its sampler. Refuse what is not supported here.
 
     Raises:
-        UserMistake: its sampler is not installed.
+        UserMistake: its sampler is not installed, needs more GPUs than a job has, or cannot be divided.
         UnsupportedModel: the architecture is not computed correctly here.
         TooFewGpus: this machine has fewer GPUs than REGRAFT_RANKS.
     """
@@ -178,6 +187,10 @@ def inspect_model(name: str, settings: Settings, ranks: int) -> BaseModel:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
     if device == "cuda" and ranks > torch.cuda.device_count():
         raise TooFewGpus(f"REGRAFT_RANKS is {ranks}, and there are {torch.cuda.device_count()} GPUs here.")
+    try:
+        engines = choice.place(sampler, entry, settings, device, ranks)
+    except NotPlaceable as cause:
+        raise UserMistake("sampler_unavailable", str(cause), "model") from cause
     source = source_of(entry, settings.model_cache)
     config: PretrainedConfig = read_config(source)
     support.refuse_by_config(config, entry.context)
@@ -186,7 +199,14 @@ def inspect_model(name: str, settings: Settings, ranks: int) -> BaseModel:
         shape = memory.shape_of(config, DTYPES[entry.dtype])
         checked = ModelChecks(settings.model_cache).latest(entry, installed_versions())
         rows = checked.forward == "rows" if checked is not None else memory.expects_rows(config)
-    return BaseModel(entry, source, shape, device, sampler, version, rows, precision)
+    if shape.heads % engines.tensor_parallel:
+        raise UserMistake(
+            "sampler_unavailable",
+            f"`tensor_parallel = {engines.tensor_parallel}` in the model's entry does not divide its {shape.heads} "
+            "attention heads.",
+            "model",
+        )
+    return BaseModel(entry, source, shape, device, sampler, version, rows, precision, engines)
 
 
 def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
@@ -293,10 +313,19 @@ def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, rank
     Raises:
         UserMistake: the job does not fit.
     """
-    # Ranks on a CPU share its memory; on GPUs each rank has its own device.
-    free = memory.available(base.device) // (ranks if base.device == "cpu" else 1)
+    # Processes on a CPU share its memory; on GPUs each has its own device.
+    processes = max(ranks, base.engines.processes) if base.device == "cpu" else 1
+    free = memory.available(base.device) // processes
     packed = base.device == "cpu" and base.entry.dtype == "float32"
-    machine = sizing.machine(settings, base.device, free, base.sampler, packed=packed)
+    machine = sizing.machine(
+        settings,
+        base.device,
+        free,
+        base.sampler,
+        packed=packed,
+        engines=base.engines.engines,
+        tensor_parallel=base.engines.tensor_parallel,
+    )
     try:
         return sizing.plan(name, base.shape, task.workload, machine)
     except sizing.DoesNotFit as cause:

@@ -3,6 +3,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from core.errors import ModelNotFound, TunedModelGiven
 from core.registry import BaseModelEntry, Device, InvalidRegistry, Registry, SamplerName, sampler_of
@@ -190,3 +191,9 @@ def test_paths_stay_relative_to_the_file_with_aliases(
     registry = registry_of('[models.one]\npath = "weights"\n[aliases]\nuno = "one"\n')
 
     assert registry.get("uno").path == tmp_path / "weights"
+
+
+def test_only_a_model_that_vllm_samples_is_divided_between_gpus() -> None:
+    assert BaseModelEntry(hub="org/model", tensor_parallel=2).tensor_parallel == 2
+    with pytest.raises(ValidationError, match="tensor_parallel is for the sampler vllm"):
+        BaseModelEntry(hub="org/model", sampler="transformers", tensor_parallel=2)

@@ -19,7 +19,8 @@ from worker.model import support
 from worker.model.policy import Policy, load_base
 from worker.refusals import Refusal, first_line
 from worker.rollout.samplers import Sampling
-from worker.rollout.samplers.vllm import EngineLost, VllmSampler
+from worker.rollout.samplers.engine_process import EngineLost
+from worker.rollout.samplers.vllm import VllmSampler
 from worker.types import Prompt
 
 PROMPTS = [Prompt(1, tuple(range(5, 45)), {}), Prompt(2, tuple(range(30, 41)), {})]  # beyond a window of 16

@@ -311,6 +311,21 @@ class TestPlan:
         assert "weights 2 x 27.5, " in said
         assert "; the GPU class `l40s` has 40.0 GiB. Choose a smaller" in said
 
+    def test_an_engine_on_several_gpus_has_a_part_of_the_weights_and_of_the_heads_on_each(self) -> None:
+        one = estimated()
+        four = estimated(machine=replace(H100, tensor_parallel=4))
+
+        assert one.total - four.total == one.weights * 3 // 4
+        assert f"weights {one.weights / GIB:.1f} + {one.weights / 4 / GIB:.1f}, " in str(four)
+        assert LARGE.divided(4).token_cache_bytes * 4 == LARGE.token_cache_bytes
+        assert LARGE.divided(16).token_cache_bytes * 8 == LARGE.token_cache_bytes  # of 8 heads, each twice
+
+    def test_each_engine_has_room_for_its_part_of_the_answers(self) -> None:
+        there = replace(H100, available=1000 * GIB)
+        one = sizing.wanted_cache(LARGE, WORK, there)
+
+        assert sizing.wanted_cache(LARGE, WORK, replace(there, engines=2)) == one // 2
+
     def test_a_cpu_keeps_2048_tokens_and_a_bounded_cache(self) -> None:
         there = Machine("cpu", 64 * GIB, "vllm")
 

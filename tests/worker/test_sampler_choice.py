@@ -6,7 +6,12 @@ import pytest
 
 from core.registry import BaseModelEntry, Device
 from core.settings import Settings
+from worker.assemble import inspect_model
+from worker.learn.ranks import Ranks
+from worker.refusals import UserMistake
 from worker.rollout.samplers import choice
+from worker.rollout.samplers.placement import NotPlaceable
+from worker.rollout.samplers.vllm import installed
 
 
 @pytest.mark.parametrize(
@@ -45,3 +50,43 @@ def test_where_nobody_names_one_a_gpu_gets_vllm_if_it_is_installed(
 def test_a_model_whose_sampler_is_not_installed_is_refused() -> None:
     with pytest.raises(choice.SamplerMissing, match="vLLM, which is not installed on the worker"):
         choice.choose(BaseModelEntry(path=Path("x"), sampler="vllm"), Settings(), "cpu", lambda: None)
+
+
+class TestEngines:
+    def test_a_divided_model_is_refused_where_transformers_samples_it(self) -> None:
+        entry = BaseModelEntry(path=Path("x"), tensor_parallel=2)
+
+        with pytest.raises(
+            NotPlaceable, match=r"`tensor_parallel = 2`, which is for vLLM.*REGRAFT_SAMPLER=vllm"
+        ):
+            choice.place("transformers", entry, Settings(), "cpu", 1)
+
+    def test_the_entry_and_the_settings_say_how_many_engines_there_are_and_how_large(self) -> None:
+        entry = BaseModelEntry(path=Path("x"), tensor_parallel=2)
+
+        placement = choice.place("vllm", entry, Settings(engines=3), "cpu", 1)
+
+        assert (placement.engines, placement.tensor_parallel) == (3, 2)
+
+    @pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
+    def test_the_job_learns_of_its_engines_before_its_weights_are_loaded(self, tiny_model: Path) -> None:
+        models = tiny_model / "models.toml"
+        models.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
+        settings = Settings(models_file=models, data_dir=tiny_model, sampler="vllm", engines=2)
+
+        base = inspect_model("tiny", settings, Ranks(1))
+
+        assert base.engines.engines == 2
+
+    @pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
+    def test_heads_that_cannot_be_divided_are_refused_before_the_weights_are_loaded(
+        self, tiny_model: Path
+    ) -> None:
+        models = tiny_model / "divided.toml"
+        models.write_text(f'[models.tiny]\npath = "{tiny_model}"\ncontext = 128\ntensor_parallel = 7\n')
+        settings = Settings(models_file=models, data_dir=tiny_model, sampler="vllm")
+
+        with pytest.raises(
+            UserMistake, match=r"`tensor_parallel = 7`.* does not divide its \d attention heads"
+        ):
+            inspect_model("tiny", settings, Ranks(1))

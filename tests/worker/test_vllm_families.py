@@ -7,7 +7,7 @@ import pytest
 from tests.families.vllm import HOW, PROMPTS, RUN, largest_difference, started
 from tests.families.zoo import FAMILIES, Family
 from worker.refusals import SamplerUnusable
-from worker.rollout.samplers.engine import adaptable
+from worker.rollout.samplers.extension import adaptable
 from worker.rollout.samplers.vllm import installed
 
 pytestmark = [

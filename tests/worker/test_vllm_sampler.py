@@ -32,9 +32,10 @@ from worker.model import memory, sizing
 from worker.model.policy import Policy, load_base
 from worker.refusals import SamplerUnusable
 from worker.rollout.samplers import Sampling, choice, grouped
+from worker.rollout.samplers.engine_process import EngineLost, EngineProcess
 from worker.rollout.samplers.transformers import TransformersSampler
-from worker.rollout.samplers.vllm import EngineLost, EngineProcess, VllmSampler, installed
-from worker.rollout.samplers.wire import AdapterBytes, EngineConfig, SampleBatch
+from worker.rollout.samplers.vllm import VllmSampler, installed
+from worker.rollout.samplers.wire import AdapterBytes, EngineConfig
 from worker.types import Pack, Prompt, Rollout, TrainingSequence
 
 pytestmark = [
@@ -262,8 +263,7 @@ class TestSameFunction:
         move(policy, 5)
         first = drawn(sampler, prompts, sampling())
         for _ in range(2):
-            assert sampler.engine is not None
-            sampler.engine.tensors = None  # it no longer knows what the engine has
+            sampler.engines[0].version = 0  # it no longer knows what the engine has
             again = drawn(sampler, prompts, sampling())
             assert [[r.output_ids_T for r in g] for g in again] == [
                 [r.output_ids_T for r in g] for g in first
@@ -352,8 +352,7 @@ class TestAnswers:
                 return
 
         asyncio.run(first_only())
-        assert sampler.engine is not None
-        assert sampler.engine._unfinished > 0, "the reader did not leave early"
+        assert sampler.engines[0].requests, "the reader did not leave early"
 
         found = drawn(sampler, prompts, sampling())
         assert [[r.output_ids_T for r in g] for g in found] == [[r.output_ids_T for r in g] for g in expected]
@@ -380,13 +379,12 @@ class TestLostEngine:
         expected = drawn(sampler, prompts, how)
         if blow == signal.SIGSTOP:
             monkeypatch.setattr(
-                sampler.engine, "patience", 5
+                sampler.engines[0], "patience", 5
             )  # and not of its successor, which has to start first
         answers: list[Any] = []
         for answer in sampler.answers(prompts, how):
             if not answers:
-                assert sampler.engine is not None
-                os.kill(sampler.engine.child.pid, blow)
+                os.kill(sampler.engines[0].child.pid, blow)
             answers.append(answer)
 
         assert Counter((a.prompt, a.member) for a in answers) == Counter(
@@ -479,8 +477,7 @@ class TestCache:
 class TestProcess:
     def test_close_ends_the_engine(self, policy: Policy) -> None:
         sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES)
-        assert sampler.engine is not None
-        child = sampler.engine.child.pid
+        child = sampler.engines[0].child.pid
         sampler.close()
 
         with pytest.raises(ProcessLookupError):
@@ -489,7 +486,7 @@ class TestProcess:
     def test_the_engine_dies_with_the_run(self) -> None:
         code = """
 import os
-from worker.rollout.samplers.vllm import EngineProcess
+from worker.rollout.samplers.engine_process import EngineProcess
 from worker.rollout.samplers.wire import EngineConfig
 engine = EngineProcess(EngineConfig("", "float32", "cpu", 16, 8, 1, 1), 60)
 print(engine.child.pid, flush=True)
@@ -508,7 +505,7 @@ os._exit(1)
         os.kill(engine.child.pid, signal.SIGSTOP)
 
         with pytest.raises(EngineLost, match="sent no heartbeat for 1 s"):
-            engine.run(SampleBatch(AdapterBytes("1", bytes(8 << 20), 8, 1.0, ()), ()))
+            engine.run([], AdapterBytes("1", bytes(8 << 20), 8, 1.0, ()))
 
         engine.kill()
 

@@ -23,13 +23,13 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from worker.rollout.samplers import engine
+from worker.rollout.samplers import engine, extension
 from worker.rollout.samplers.wire import EngineConfig, Request
 
 TAKES = {
     LLMEngine.add_request: ["request_id", "prompt", "params", "lora_request"],
     LLMEngine.abort_request: ["request_ids", "internal"],
-    LLMEngine.collective_rpc: ["method"],
+    LLMEngine.collective_rpc: ["method", "args"],
     LLMEngine.from_engine_args: ["engine_args"],
     LLMEngine.step: [],
     LLMEngine.has_unfinished_requests: [],
@@ -68,9 +68,11 @@ def changed() -> Iterator[str]:
         if words not in inspect.getsource(thing):
             yield f"{thing.__qualname__} no longer has {words!r}"
     config = EngineConfig("", "float32", "cpu", 16, 8, 1, 1)
-    if unknown := set(engine.engine_options(config)) - {f.name for f in dataclasses.fields(EngineArgs)}:
+    if unknown := set(engine.engine_options(config) | engine.worker_options(config)) - {
+        f.name for f in dataclasses.fields(EngineArgs)
+    }:
         yield f"EngineArgs no longer takes {unknown}"
-    options = engine.sampling_options(Request("", (), 0, 1.0, 1, (), ""))
+    options = engine.sampling_options(Request(0, 0, (), 0, 1.0, 1, (), ""))
     if unknown := set(options) - set(SamplingParams.__struct_fields__):
         yield f"SamplingParams no longer takes {unknown}"
     if unknown := {"lora_name", "lora_int_id", "lora_path"} - set(LoRARequest.__struct_fields__):
@@ -99,7 +101,7 @@ def difference_of_the_linears() -> float:
     theirs, ours = y.clone(), y.clone()
 
     PunicaWrapperCPU.add_lora_linear(punica, theirs, x, a, b, 0.5, slices)
-    engine.one_adapter_linear(punica, ours, x, a, b, 0.5, slices)
+    extension.one_adapter_linear(punica, ours, x, a, b, 0.5, slices)
 
     return (theirs - ours).abs().max().item()
 

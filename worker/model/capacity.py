@@ -112,7 +112,14 @@ def _problem(
     settings = settings.of_class(gpu_class)
     sampler = sampler_of(entry, settings.sampler, "cuda")
     assert sampler is not None, "machines with a GPU have a sampler"
-    there = sizing.machine(settings, "cuda", int(memory * GIB), sampler, gpu_class=gpu_class)
+    there = sizing.machine(
+        settings,
+        "cuda",
+        int(memory * GIB),
+        sampler,
+        gpu_class=gpu_class,
+        tensor_parallel=entry.tensor_parallel,
+    )
     try:
         sizing.plan(name, shape, work, there)
     except sizing.DoesNotFit as cause:

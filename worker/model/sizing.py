@@ -83,6 +83,13 @@ class Shape:
     def weight_bytes(self) -> int:
         return self.parameters * self.bytes_each
 
+    def divided(self, processes: int) -> "Shape":
+        """What one of the processes of an engine keeps of a token. With more processes than heads they keep copies."""
+        if processes == 1:
+            return self
+        heads = max(1, self.key_values * self.heads // (2 * self.queries))
+        return replace(self, key_values=self.key_values // heads * math.ceil(heads / processes))
+
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of a KV cache for one sequence of `tokens` in vLLM: whole blocks, and one that vLLM keeps empty."""
         return (math.ceil(tokens / _BLOCK) + 1) * _BLOCK * self.token_cache_bytes
@@ -139,6 +146,8 @@ class Machine:
     kv_cache_bytes: int | None = None
     token_budget: int | None = None
     gpu_class: str = ""  # if `available` is what a GPU of that class has, and not what is free here
+    engines: int = 1  # of vLLM, which share the answers of a step
+    tensor_parallel: int = 1  # devices that share the weights and the cache of an engine
 
     @property
     def copies(self) -> int:
@@ -154,6 +163,8 @@ def machine(
     *,
     packed: bool = False,
     gpu_class: str = "",
+    engines: int = 1,
+    tensor_parallel: int = 1,
 ) -> Machine:
     """One whose operator has set these settings."""
     cache, budget = settings.kv_cache_gib, settings.train_token_budget
@@ -165,12 +176,14 @@ def machine(
         kv_cache_bytes=None if cache == "auto" else int(cache * GIB),
         token_budget=None if budget == "auto" else budget,
         gpu_class=gpu_class,
+        engines=engines,
+        tensor_parallel=tensor_parallel,
     )
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes, by what they are for."""
+    """Bytes on one device, by what they are for."""
 
     copies: int
     weights: int  # of one copy
@@ -180,10 +193,12 @@ class Estimate:
     head: int
     cache: int
     margin: int
+    tensor_parallel: int = 1  # devices that share the engine's copy of the weights
 
     @property
     def total(self) -> int:
-        return self.copies * self.weights + self.parts + self.cache + self.margin
+        engine = (self.copies - 1) * math.ceil(self.weights / self.tensor_parallel)
+        return self.weights + engine + self.parts + self.cache + self.margin
 
     @property
     def parts(self) -> int:
@@ -191,11 +206,13 @@ class Estimate:
         return self.adapter + self.activations + self.attention + self.head
 
     def __str__(self) -> str:
-        copies = f"{self.copies} x " if self.copies > 1 else ""
+        divided = self.copies > 1 and self.tensor_parallel > 1
+        copies = f"{self.copies} x " if self.copies > 1 and not divided else ""
+        engine = f" + {self.weights / self.tensor_parallel / GIB:.1f}" if divided else ""
         names = ("adapter", "activations", "attention", "head")
         shown = [(name, getattr(self, name)) for name in names]
         parts = [f"{name} {size / GIB:.1f}" for name, size in shown if size >= 0.05 * GIB]
-        weights = f"weights {copies}{self.weights / GIB:.1f}"
+        weights = f"weights {copies}{self.weights / GIB:.1f}{engine}"
         rest = [f"KV cache {self.cache / GIB:.1f}", f"margin {self.margin / GIB:.1f}"]
         return f"{self.total / GIB:.1f} GiB: {', '.join([weights, *parts, *rest])}"
 
@@ -273,6 +290,7 @@ def estimate(
         head=HEAD_CHUNK * shape.vocabulary * 4 * 4,  # logits, their log-softmax, its exponential, a gradient
         cache=cache,
         margin=0,
+        tensor_parallel=machine.tensor_parallel,
     )
     return replace(found, margin=_margin(found, machine))
 
@@ -302,7 +320,8 @@ class MemoryPlan:
 
     def described(self, shape: Shape, work: Workload) -> str:
         """For the job's owner: what was chosen, with numbers."""
-        each = shape.own_token_bytes if self.estimate.copies == 1 else shape.token_cache_bytes
+        cached = shape.divided(self.estimate.tensor_parallel)
+        each = shape.own_token_bytes if self.estimate.copies == 1 else cached.token_cache_bytes
         sequences = self.cache_bytes // (each * work.longest)
         kept = "Activations are computed twice, to save memory. " if self.checkpointed else ""
         return (
@@ -327,16 +346,17 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
     """
     wanted = wanted_cache(shape, work, machine)
     least = min(least_cache(shape, work, machine), wanted)
+    one = shape.divided(machine.tensor_parallel).cache_bytes(work.longest)
     if machine.kv_cache_bytes is not None:
-        if machine.sampler == "vllm" and machine.kv_cache_bytes < shape.cache_bytes(work.longest):
+        if machine.sampler == "vllm" and machine.kv_cache_bytes < one:
             raise DoesNotFit(
-                f"{name} at {work.longest} tokens needs a KV cache of {shape.cache_bytes(work.longest) / GIB:.2f} GiB "
+                f"{name} at {work.longest} tokens needs a KV cache of {one / GIB:.2f} GiB "
                 f"for one sequence, and REGRAFT_KV_CACHE_GIB is {machine.kv_cache_bytes / GIB:g}. Have the operator "
                 "raise or unset it, or choose a smaller max_completion_tokens."
             )
         if machine.sampler == "vllm":
             wanted = least = machine.kv_cache_bytes
-    comfortable = max(least, min(wanted, COMFORTABLE_SEQUENCES * shape.cache_bytes(work.longest)))
+    comfortable = max(least, min(wanted, COMFORTABLE_SEQUENCES * one))
 
     def made(budget: int, cache: int, checkpointed: bool) -> Estimate:
         return estimate(
@@ -390,8 +410,10 @@ def wanted_cache(shape: Shape, work: Workload, machine: Machine) -> int:
     """The largest KV cache that the job can fill."""
     if machine.sampler == "transformers":
         return shape.own_token_bytes * min(MAX_TOKENS_IN_FLIGHT, max(work.longest, work.in_flight))
-    one = shape.cache_bytes(work.longest)
-    full = max(one, min(work.in_flight * shape.token_cache_bytes, MAX_SEQUENCES * one))
+    cached = shape.divided(machine.tensor_parallel)
+    one = cached.cache_bytes(work.longest)
+    in_flight = math.ceil(work.in_flight / machine.engines)
+    full = max(one, min(in_flight * cached.token_cache_bytes, MAX_SEQUENCES * one))
     return max(one, min(full, CPU_CACHE_BYTES)) if machine.device == "cpu" else full
 
 
@@ -400,7 +422,9 @@ def least_cache(shape: Shape, work: Workload, machine: Machine) -> int:
     # The transformers sampler takes the answers to a prompt in turns where they do not fit together.
     if machine.sampler == "transformers":
         return shape.own_token_bytes * work.longest
-    return wanted_cache(shape, work, machine) if machine.device == "cpu" else shape.cache_bytes(work.longest)
+    if machine.device == "cpu":
+        return wanted_cache(shape, work, machine)
+    return shape.divided(machine.tensor_parallel).cache_bytes(work.longest)
 
 
 def bucket(tokens: int) -> int:

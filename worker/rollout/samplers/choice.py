@@ -1,6 +1,7 @@
 """Select the sampler of a job: from the model's entry or REGRAFT_SAMPLER, or else by the device."""
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -10,7 +11,8 @@ from core.settings import Settings
 from worker.model.policy import Policy
 from worker.model.sizing import MAX_TOKENS_IN_FLIGHT, MemoryPlan, Shape
 from worker.record.recorder import Recorder
-from worker.rollout.samplers import Sampler, vllm
+from worker.rollout.samplers import Sampler, placement, vllm
+from worker.rollout.samplers.placement import NotPlaceable, Placement
 from worker.rollout.samplers.transformers import TransformersSampler
 
 
@@ -43,6 +45,27 @@ def choose(
     return "vllm", version_of_vllm
 
 
+def place(
+    name: SamplerName, entry: BaseModelEntry, settings: Settings, device: Device, gpus: int
+) -> Placement:
+    """Return where the model's engines run, in a job of this machine with so many GPUs.
+
+    Raises:
+        NotPlaceable: it has too few, or the sampler has no engines to divide.
+    """
+    if name == "transformers" and entry.tensor_parallel > 1:
+        raise NotPlaceable(
+            f"The model's entry has `tensor_parallel = {entry.tensor_parallel}`, which is for vLLM, and this worker "
+            "samples it with transformers. Remove it, or set REGRAFT_SAMPLER=vllm."
+        )
+    return placement.place(
+        engines=settings.engines,
+        tensor_parallel=entry.tensor_parallel,
+        device=device,
+        gpus=placement.gpus_of_job(os.environ, gpus) if device == "cuda" else (),
+    )
+
+
 def build(
     name: SamplerName,
     policy: Policy,
@@ -52,6 +75,7 @@ def build(
     shape: Shape,
     plan: MemoryPlan,
     longest: int,
+    engines: Placement = placement.ONE_ENGINE,
     store_coverage: Callable[[], None] = lambda: None,
 ) -> Sampler:
     """Build the sampler.
@@ -72,6 +96,7 @@ def build(
         )
     return vllm.VllmSampler(
         policy,
+        placement=engines,
         context=longest,
         kv_cache_bytes=plan.cache_bytes,
         threads=settings.torch_threads,

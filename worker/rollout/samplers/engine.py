@@ -1,22 +1,24 @@
-"""The process in which vLLM runs; worker/rollout/samplers/vllm.py starts it.
+"""The process in which vLLM runs; worker/rollout/samplers/engine_process.py starts it.
 
 vLLM's engine is one object here, driven step by step (VLLM_ENABLE_V1_MULTIPROCESSING=0): an adapter is then a plain
 call, and after every step a message goes to the run, which is how it tells an engine that works from one that hangs.
 
-The calls into what vLLM does not promise to keep are in `put_adapter`, `tensors_without_layer`, `one_adapter_linear`
-and `SamplingEngine`; tests/worker/vllm_contract.py names each of them, so that a new version fails there first.
+With tensor parallelism vLLM starts a process for each GPU below this one. What runs in vLLM's workers, in one process
+or several, is in extension.py.
+
+The calls into what vLLM does not promise to keep are in `SamplingEngine` and extension.py;
+tests/worker/vllm_contract.py names each of them, so that a new version fails there first.
 """
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from worker import process
+from worker.rollout.samplers.extension import ADAPTER_ID, SamplingWorker
 from worker.rollout.samplers.wire import (
     Abort,
-    AdapterBytes,
     EngineConfig,
     EngineReady,
     Failed,
@@ -28,7 +30,6 @@ from worker.rollout.samplers.wire import (
     WhichApply,
 )
 
-ADAPTER_ID = 1
 # How vLLM says that it does not know a model, lacks a kernel for it here, or has too small a cache.
 LASTING = (
     ValueError,
@@ -46,8 +47,14 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 def environment(config: EngineConfig) -> dict[str, str]:
     """The environment of the engine's process: it has to be right before the first import."""
     fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    # A forked worker would keep this process's socket open, and the run would not see that the engine has ended.
+    fixed |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if config.device == "cpu":
+        # Left to itself vLLM wants a NUMA node for each worker, and binds several engines to the same cores.
+        fixed |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
-    return {"VLLM_LOGGING_LEVEL": "WARNING"} | dict(os.environ) | fixed | threads
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(config.gpus)} if config.gpus else {}
+    return {"VLLM_LOGGING_LEVEL": "WARNING"} | dict(os.environ) | fixed | threads | gpus
 
 
 def engine_options(config: EngineConfig) -> dict[str, Any]:
@@ -71,6 +78,15 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "structured_outputs_config": {"backend": "guidance"},
         "disable_log_stats": True,
         **(_cpu_options(config) if config.device == "cpu" else {}),
+    }
+
+
+def worker_options(config: EngineConfig) -> dict[str, Any]:
+    """vLLM's EngineArgs about its workers: our methods in them, and a process for each if there are several."""
+    return {
+        "worker_extension_cls": f"{SamplingWorker.__module__}.{SamplingWorker.__qualname__}",
+        "tensor_parallel_size": config.tensor_parallel,
+        **({"distributed_executor_backend": "mp"} if config.tensor_parallel > 1 else {}),
     }
 
 
@@ -128,15 +144,13 @@ class SamplingEngine:
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        if config.device == "cpu":
-            from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-
-            PunicaWrapperCPU.add_lora_linear = one_adapter_linear
         self._params = SamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY
         self._held_to = StructuredOutputsParams
         self._lora_request = LoRARequest
-        self.vllm = LLMEngine.from_engine_args(EngineArgs(**engine_options(config)))
+        self.vllm = LLMEngine.from_engine_args(EngineArgs(**engine_options(config), **worker_options(config)))
+        if config.device == "cpu":
+            self.vllm.collective_rpc("use_one_adapter_linear")
         self.namespace = ""
 
     @property
@@ -145,9 +159,8 @@ class SamplingEngine:
 
     def start(self, batch: SampleBatch) -> None:
         if batch.adapter is not None:
-            adapter = batch.adapter
-            self.vllm.collective_rpc(lambda worker: put_adapter(worker, adapter))
-            self.namespace = adapter.namespace
+            self.vllm.collective_rpc("put_policy_adapter", args=(batch.adapter,))
+            self.namespace = batch.adapter.namespace
         # The path is never opened, since the id is registered; it is there for the prefix cache's key.
         adapter_of_request = self._lora_request("policy", ADAPTER_ID, self.namespace)
         for request in batch.requests:
@@ -165,8 +178,8 @@ class SamplingEngine:
         return self._held_to(json=request.held_to) if request.held_to else None
 
     def not_applied(self, asked: WhichApply) -> NotApplied:
-        [names] = self.vllm.collective_rpc(lambda worker: tensors_without_layer(worker, asked.tensors))
-        return NotApplied(tuple(names))
+        names, *_ = self.vllm.collective_rpc("policy_tensors_without_layer", args=(asked.tensors,))
+        return NotApplied(tuple(names))  # the same in all workers
 
     def step(self) -> Stepped:
         return Stepped(tuple(_finished(output) for output in self.vllm.step() if output.finished))
@@ -178,87 +191,6 @@ class SamplingEngine:
 def _finished(output: Any) -> Finished:
     [answer] = output.outputs
     return Finished(output.request_id, tuple(answer.token_ids), tuple(answer.logprobs.logprobs))
-
-
-def tensors_without_layer(worker: Any, tensors: tuple[str, ...]) -> list[str]:
-    """The adapter tensors for which vLLM's model has no layer. It would ignore them. Runs in vLLM's worker."""
-    from vllm.lora.layers import MergedColumnParallelLinearVariableSliceWithLoRA as AnySlices
-    from vllm.lora.utils import parse_fine_tuned_lora_name
-
-    manager = worker.model_runner.lora_manager._adapter_manager
-    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    mapper = mapper.get_rename_mapper() if mapper is not None else None
-    whole = {name for name, layer in manager.modules.items() if isinstance(layer, AnySlices)}
-    layers = adaptable(manager.modules, manager.packed_modules, whole)
-    return [name for name in tensors if parse_fine_tuned_lora_name(name, mapper)[0] not in layers]
-
-
-def adaptable(
-    modules: Iterable[str], packed: Mapping[str, Sequence[str]], whole: Collection[str]
-) -> set[str]:
-    """The names under which vLLM takes an adapter.
-
-    It fails for an adapter of a module that it expects in parts: the files of GLM 4 have `gate_up_proj`, and vLLM
-    expects `gate_proj` and `up_proj`.
-
-    Args:
-        modules: vLLM's own, by name.
-        packed: for modules that are made of several layers, the names of these.
-        whole: modules that also take one adapter for all their parts.
-    """
-    parts = {part for names in packed.values() for part in names}
-    return {name for name in modules if name not in packed or name in whole} | parts
-
-
-def put_adapter(worker: Any, adapter: AdapterBytes) -> None:
-    """Write the adapter into its slot in place of the one before. Runs in vLLM's worker."""
-    from safetensors.torch import load
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
-
-    lora = worker.model_runner.lora_manager
-    manager = lora._adapter_manager
-    config = {"r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": list(adapter.modules)}
-    peft = PEFTHelper.from_dict(config)
-    peft.validate_legal(lora.lora_config)
-    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    model = LoRAModel.from_lora_tensors(
-        ADAPTER_ID,
-        # Freshly unpacked and ours alone: vLLM multiplies the scale into B in place.
-        load(adapter.tensors),
-        peft,
-        device="cpu",
-        dtype=lora.lora_config.lora_dtype,
-        model_vocab_size=lora.vocab_size,
-        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
-    )
-    manager.remove_adapter(ADAPTER_ID)
-    manager.add_adapter(model)
-    manager.activate_adapter(ADAPTER_ID)
-    manager.pin_adapter(ADAPTER_ID)
-
-
-def one_adapter_linear(
-    self: Any,
-    y: Any,
-    x: Any,
-    lora_a_stacked: tuple[Any, ...],
-    lora_b_stacked: tuple[Any, ...],
-    scale: float,
-    output_slices: tuple[int, ...],
-    **unused: Any,
-) -> None:
-    """y += scale * x A^T B^T, in place of PunicaWrapperCPU.add_lora_linear, where every row has adapter 0.
-
-    vLLM's own gathers A and B once per token, which is three quarters of the time of a step.
-
-    Shapes: x [T, in], y [T, sum(output_slices)], A [1, 1, rank, in], B [1, 1, out, rank] for each slice.
-    """
-    first = 0
-    for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-        low = x @ a[0, 0].T
-        y[:, first : first + width].addmm_(low, b[0, 0].T, alpha=scale)
-        first += width
 
 
 def lasts(cause: Exception) -> bool:

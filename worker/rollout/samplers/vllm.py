@@ -1,31 +1,27 @@
-"""Sampling with vLLM: continuous batching and paged attention, in a process beside the trainer's.
+"""Sampling with vLLM: continuous batching and paged attention, in processes beside the trainer's.
 
-The engine (worker/rollout/samplers/engine.py) is a child process of ours and not vLLM's own multiprocessing: a crash or
+An engine (worker/rollout/samplers/engine.py) is a child process of ours and not vLLM's own multiprocessing: a crash or
 a hang in it must not take the run along, an adapter must get in without a file, and both need a handle on the process
 and a message per step, which vLLM's client does not give. It is one socket and one `kill`.
 
-The trainer does not publish weights. Each `sample` reads the policy's adapter and sends it when it differs from the one
-the engine has, so answers are always sampled from the current policy.
+There may be several engines, each on its own GPUs. Whole groups go to the least loaded one (dealing.py), and the groups
+of a lost engine to the others. Seeds belong to answers, so neither changes an answer.
+
+The trainer does not publish weights. Each `sample` reads the policy's adapter and sends it to engines that have another
+one, so answers are always sampled from the current policy.
 
 Every answer is a separate request with its own seed. (vLLM's n=G makes the same requests, but seeds them seed+index,
 so a single answer of a group could not be requested again.) The prompt's keys and values are shared through vLLM's
 prefix cache either way.
 """
 
-import contextlib
-import math
-import os
-import signal
-import socket
-import struct
-import subprocess
-import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing.connection import Connection
-from textwrap import shorten
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -33,30 +29,18 @@ from torch import Tensor
 
 from worker.model.policy import Policy
 from worker.refusals import SamplerUnusable
-from worker.rollout.samplers import Answer, Sampling, from_thread, steering
-from worker.rollout.samplers.engine import environment
-from worker.rollout.samplers.steering import rollout_of
-from worker.rollout.samplers.wire import (
-    Abort,
-    AdapterBytes,
-    EngineConfig,
-    EngineReady,
-    Failed,
-    Finished,
-    NotApplied,
-    Request,
-    SampleBatch,
-    Stepped,
-    WhichApply,
+from worker.rollout.samplers import Answer, Sampling, dealing, from_thread, steering
+from worker.rollout.samplers.dealing import RequestGroup
+from worker.rollout.samplers.engine_process import (
+    EngineLost,
+    EngineProcess,
+    EngineUnusable,
+    next_to_receive,
 )
+from worker.rollout.samplers.placement import ONE_ENGINE, Placement
+from worker.rollout.samplers.steering import rollout_of
+from worker.rollout.samplers.wire import AdapterBytes, EngineConfig, Finished, Request
 from worker.types import Prompt
-
-# Loading a large model from a slow disk and capturing its graphs takes minutes without any message.
-START_PATIENCE = 1800.0
-
-
-class EngineLost(Exception):
-    """The engine died, hung or failed; the message says which."""
 
 
 def installed() -> str | None:
@@ -69,10 +53,6 @@ def installed() -> str | None:
     return None
 
 
-class EngineUnusable(EngineLost):
-    """The engine failed with an error of a kind that lasts: it does not compute the model, if it never has."""
-
-
 class VllmSampler:
     """Implements worker.rollout.samplers.Sampler over a Policy, one `sample` at a time."""
 
@@ -80,6 +60,7 @@ class VllmSampler:
         self,
         policy: Policy,
         *,
+        placement: Placement = ONE_ENGINE,
         context: int | None = None,
         kv_cache_bytes: int = 1 << 30,
         threads: int = 0,
@@ -88,13 +69,13 @@ class VllmSampler:
         on_restart: Callable[[str], None] = lambda reason: None,
         on_left_out: Callable[[Sequence[str]], None] = lambda modules: None,
     ) -> None:
-        """Start the engine without waiting for it.
+        """Start the engines without waiting for them.
 
         `context`: the longest prompt and answer together, in tokens; default: the model's context. vLLM refuses to
-        start if `kv_cache_bytes` does not hold one sequence of that length.
-        An engine that sends no message for `patience` seconds has hung. A lost engine is restarted, at most
+        start if `kv_cache_bytes` does not hold one sequence of that length; each process of an engine has as many.
+        An engine that sends no message for `patience` seconds has hung. Each lost engine is restarted, at most
         `max_restarts` times in one `sample`, and `on_restart` receives the reason.
-        Before the first answer the engine says which layers it puts no adapter on, and `on_left_out` receives their
+        Before the first answer an engine says which layers it puts no adapter on, and `on_left_out` receives their
         names. The policy does not train them: the answers would be those of another model.
         """
         self.policy = policy
@@ -110,12 +91,18 @@ class VllmSampler:
             rank=policy.model.peft_config["default"].r,
             kv_cache_bytes=kv_cache_bytes,
             threads=threads,
+            tensor_parallel=placement.tensor_parallel,
         )
+        self._gpus_E = placement.gpus_E
         # The kernel ends the engine when the *thread* that started it ends, so that thread has to live as long as we.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="vllm-starter")
         self._published = 0
+        self._tensors: Mapping[str, Tensor] = {}  # as last published
+        self._knows_left_out = False
         self._has_answered = False
-        self.engine: EngineProcess | None = self._start()
+        self.engines: dict[int, EngineProcess] = {}  # by number; a lost one is missing
+        self._have_run: set[int] = set()
+        self._start_missing()
 
     def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
         return from_thread(self.answers(prompts_P, sampling))
@@ -124,8 +111,8 @@ class VllmSampler:
         """The same without the event loop: each answer as it ends, of the policy as it is at this call.
 
         Raises:
-            EngineLost: once more than `max_restarts` times.
-            SamplerUnusable: before its first answer the engine failed with an error that a restart would repeat.
+            EngineLost: one was lost more than `max_restarts` times.
+            SamplerUnusable: before its first answer an engine failed with an error that a restart would repeat.
         """
         # Read here and not in the iterator: the trainer may be changing the adapter by its first `next`.
         return self._answers(self.policy.adapter(), prompts_P, sampling)
@@ -133,34 +120,32 @@ class VllmSampler:
     def _answers(
         self, adapter: Mapping[str, Tensor], prompts_P: Sequence[Prompt], sampling: Sampling
     ) -> Iterator[Answer]:
-        waiting = {
-            (place, member): self._request(f"{place}/{member}", prompt, member, sampling)
-            for place, prompt in enumerate(prompts_P)
-            for member in range(sampling.group_size)
-        }
-        restarts = 0
-        while waiting:
-            try:
-                for finished in self._finished(adapter, tuple(waiting.values())):
-                    place, member = map(int, finished.id.split("/"))
-                    del waiting[place, member]
+        if not _same(self._tensors, adapter):
+            self._tensors = adapter
+            self._published += 1
+        groups = [self._group(place, prompt, sampling) for place, prompt in enumerate(prompts_P)]
+        # The largest first, so that the loads end up even.
+        work = UnfinishedSample(sorted(groups, key=dealing.tokens, reverse=True))
+        for number, engine in [*self.engines.items()]:
+            if engine.requests:  # of a reader that left early
+                with self._losses_of(number, work):
+                    engine.abort()
+        while work.waiting or any(engine.requests for engine in self.engines.values()):
+            self._start_missing()
+            self._deal(work)
+            owing = {engine: number for number, engine in self.engines.items() if engine.owes_message}
+            for engine in next_to_receive([*owing]):
+                finished: tuple[Finished, ...] = ()
+                with self._losses_of(owing[engine], work):
+                    finished = engine.receive()
+                for one in finished:
                     self._has_answered = True
-                    ids, logprobs = finished.output_ids_T, finished.logprobs_T
-                    yield Answer(place, member, rollout_of(self.policy, ids, logprobs, sampling))
-            except EngineLost as lost:
-                self._stop()
-                if isinstance(lost, EngineUnusable) and not self._has_answered:
-                    raise SamplerUnusable(
-                        f"vLLM {installed()} does not compute this model on this worker: {lost}. "
-                        '`sampler = "transformers"` in the model\'s entry samples it instead.'
-                    ) from lost
-                if restarts == self.max_restarts:
-                    raise
-                restarts += 1
-                self.on_restart(str(lost))
+                    place, member = map(int, one.id.split("/"))
+                    rollout = rollout_of(self.policy, one.output_ids_T, one.logprobs_T, sampling)
+                    yield Answer(place, member, rollout)
 
     def close(self) -> None:
-        """End the engine's process."""
+        """End the engines' processes."""
         self._stop()
         self._starter.shutdown()
 
@@ -168,19 +153,57 @@ class VllmSampler:
         """The prefix cache's key of the adapter published as number `published`."""
         return f"mem://policy/v{published}"
 
-    def _finished(self, tensors: Mapping[str, Tensor], requests: tuple[Request, ...]) -> Iterator[Finished]:
-        if self.engine is None:
-            self.engine = self._start()
-        engine = self.engine
-        if engine.settle():
-            self._leave_out(engine.not_applied(tuple(tensors)))
-        adapter = None
-        if not _same(engine.tensors, tensors):
-            self._published += 1
-            adapter = self._adapter(tensors)
-        engine.run(SampleBatch(adapter, requests))
-        engine.tensors = tensors
-        yield from engine.finished()
+    def _deal(self, work: "UnfinishedSample") -> None:
+        """Give groups that wait to engines, with the current adapter for those that have another one."""
+        self._learn_left_out(work)
+        ready = [number for number, engine in self.engines.items() if engine.is_ready]
+        if not work.waiting or not ready:
+            return
+        chosen = dealing.deal(
+            [dealing.tokens(group) for group in work.waiting],
+            [dealing.tokens(self.engines[number].requests.values()) for number in ready],
+            sum(engine.is_ready or not engine.replaces for engine in self.engines.values()),
+        )
+        dealt = [*zip(chosen, work.waiting, strict=True)]
+        work.waiting = [group for engine, group in dealt if engine is None]
+        for place, number in enumerate(ready):
+            requests = [request for engine, group in dealt if engine == place for request in group]
+            if requests:
+                with self._losses_of(number, work):
+                    self._run(self.engines[number], requests)
+
+    def _learn_left_out(self, work: "UnfinishedSample") -> None:
+        """Ask the first engine that is ready which tensors it would ignore. They are the same in all engines."""
+        ready = [number for number, engine in self.engines.items() if engine.is_ready]
+        if ready and not self._knows_left_out:
+            with self._losses_of(ready[0], work):
+                self._leave_out(self.engines[ready[0]].not_applied(tuple(self._tensors)))
+                self._knows_left_out = True
+
+    def _run(self, engine: EngineProcess, requests: Sequence[Request]) -> None:
+        has_current = engine.version == self._published
+        engine.run(requests, None if has_current else self._adapter())
+        engine.version = self._published
+
+    @contextmanager
+    def _losses_of(self, number: int, work: "UnfinishedSample") -> Iterator[None]:
+        """If the engine is lost, its groups wait again and it is missing, or the sampler gives up."""
+        try:
+            yield
+        except EngineLost as lost:
+            engine = self.engines.pop(number)
+            engine.kill()
+            work.waiting += dealing.grouped(engine.requests.values())
+            if isinstance(lost, EngineUnusable) and not self._has_answered:
+                self._stop()
+                raise SamplerUnusable(
+                    f"vLLM {installed()} does not compute this model on this worker: {lost}. "
+                    '`sampler = "transformers"` in the model\'s entry samples it instead.'
+                ) from lost
+            if work.losses[number] == self.max_restarts:
+                raise
+            work.losses[number] += 1
+            self.on_restart(str(lost))
 
     def _leave_out(self, tensors: Sequence[str]) -> None:
         modules = sorted({name.rpartition(".lora_")[0] for name in tensors})
@@ -188,11 +211,13 @@ class VllmSampler:
             self.policy.leave_out(modules)
             self.on_left_out(modules)
 
-    def _adapter(self, tensors: Mapping[str, Tensor]) -> AdapterBytes:
+    def _adapter(self) -> AdapterBytes:
         config = self.policy.model.peft_config["default"]
         left_out = set(self.policy.left_out)  # vLLM ignores some of these, and fails at others
         applied = {
-            name: tensor for name, tensor in tensors.items() if name.rpartition(".lora_")[0] not in left_out
+            name: tensor
+            for name, tensor in self._tensors.items()
+            if name.rpartition(".lora_")[0] not in left_out
         }
         return AdapterBytes(
             namespace=self.namespace(self._published),
@@ -202,9 +227,13 @@ class VllmSampler:
             modules=tuple(sorted(config.target_modules)),
         )
 
-    def _request(self, id: str, prompt: Prompt, member: int, sampling: Sampling) -> Request:
+    def _group(self, place: int, prompt: Prompt, sampling: Sampling) -> RequestGroup:
+        return tuple(self._request(place, member, prompt, sampling) for member in range(sampling.group_size))
+
+    def _request(self, place: int, member: int, prompt: Prompt, sampling: Sampling) -> Request:
         return Request(
-            id=id,
+            prompt=place,
+            member=member,
             prompt_ids=prompt.ids,
             seed=sampling.seed(prompt, member),
             temperature=sampling.temperature,
@@ -214,113 +243,33 @@ class VllmSampler:
             grammar=steering.grammar_of(self.policy.reasoning, sampling),
         )
 
-    def _start(self) -> "EngineProcess":
-        return self._starter.submit(EngineProcess, self.config, self.patience).result()
+    def _start_missing(self) -> None:
+        """Start engines that were lost, and at first all of them."""
+        for number, gpus in enumerate(self._gpus_E):
+            if number not in self.engines:
+                start = partial(
+                    EngineProcess,
+                    replace(self.config, gpus=gpus),
+                    self.patience,
+                    replaces=number in self._have_run,
+                )
+                self.engines[number] = self._starter.submit(start).result()
+                self._have_run.add(number)
 
     def _stop(self) -> None:
-        if self.engine is not None:
-            self.engine.kill()
-            self.engine = None
+        while self.engines:
+            self.engines.popitem()[1].kill()
 
 
-class EngineProcess:
-    """The run's handle on one engine process. Converts all its errors to EngineLost."""
+@dataclass
+class UnfinishedSample:
+    """What is left of one `sample`."""
 
-    def __init__(self, config: EngineConfig, patience: float) -> None:
-        self.patience = patience
-        self.tensors: Mapping[str, Tensor] | None = None  # of the adapter it has
-        self._unfinished = 0
-        self._ready = False
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [
-                sys.executable,
-                "-m",
-                "worker.rollout.samplers.engine",
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ]
-            self.child = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment(config))
-        # By default a Connection waits for its peer without a limit, and the run would hang with the engine.
-        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("@ll", math.ceil(patience), 0))
-        self._connection = Connection(ours.detach())
-        self._connection.send(config)
-
-    def settle(self) -> bool:
-        """Wait for the start, and abort requests that an earlier reader abandoned. Returns whether it has started."""
-        if not self._ready:
-            self._expect_ready(START_PATIENCE)
-            self._ready = True
-            return True
-        if self._unfinished:
-            self._send(Abort())
-            self._expect_ready(self.patience)
-            self._unfinished = 0
-        return False
-
-    def not_applied(self, tensors: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of these adapter tensors that vLLM would ignore."""
-        self._send(WhichApply(tensors))
-        reply = self._receive(self.patience)
-        assert isinstance(reply, NotApplied)
-        return reply.tensors
-
-    def run(self, batch: SampleBatch) -> None:
-        self._unfinished = len(batch.requests)
-        self._send(batch)
-
-    def finished(self) -> Iterator[Finished]:
-        while self._unfinished:
-            message = self._receive(self.patience)
-            assert isinstance(message, Stepped)
-            for one in message.finished:
-                self._unfinished -= 1
-                yield one
-
-    def kill(self) -> None:
-        self.child.kill()
-        self.child.wait()
-        self._connection.close()
-
-    def _expect_ready(self, patience: float) -> None:
-        while not isinstance(self._receive(patience), EngineReady):
-            continue  # steps of abandoned requests
-
-    def _send(self, message: object) -> None:
-        try:
-            self._connection.send(message)
-        except (OSError, EOFError) as cause:
-            raise self._lost(cause, self.patience) from cause
-
-    def _receive(self, patience: float) -> Any:
-        try:
-            if not self._connection.poll(patience):
-                raise TimeoutError
-            message = self._connection.recv()
-        except (OSError, EOFError) as cause:
-            raise self._lost(cause, patience) from cause
-        if isinstance(message, Failed):
-            reason = shorten(
-                message.reason, 400, placeholder=" ..."
-            )  # vLLM lists all architectures that it knows
-            kind = EngineUnusable if message.lasting else EngineLost
-            raise kind(f"the vLLM engine failed: {reason}")
-        return message
-
-    def _lost(self, cause: Exception, patience: float) -> EngineLost:
-        if isinstance(cause, TimeoutError | BlockingIOError):  # the latter: the limit of the socket
-            return EngineLost(f"the vLLM engine sent no heartbeat for {patience:.0f} s")
-        # Its end of the socket is closed, so it has ended or is about to.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.child.wait(timeout=10)
-        self.child.kill()  # has no effect on one that has ended
-        status = self.child.wait()
-        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        return EngineLost(f"the vLLM engine's process exited: {how}")
+    waiting: list[RequestGroup]  # for an engine
+    losses: Counter[int] = field(default_factory=Counter)  # by engine
 
 
-def _same(have: Mapping[str, Tensor] | None, want: Mapping[str, Tensor]) -> bool:
-    if have is None or have.keys() != want.keys():
-        return False
-    return all(torch.equal(have[name], tensor) for name, tensor in want.items())
+def _same(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> bool:
+    return have.keys() == want.keys() and all(
+        torch.equal(have[name], tensor) for name, tensor in want.items()
+    )

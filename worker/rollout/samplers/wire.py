@@ -1,4 +1,4 @@
-"""Messages between the run (vllm.py) and its vLLM engine (engine.py), sent over a `multiprocessing.connection`."""
+"""Messages between the run (vllm.py) and its vLLM engines (engine.py), sent over a `multiprocessing.connection`."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,10 @@ class EngineConfig:
     device: str  # cpu | cuda
     context: int
     rank: int
-    kv_cache_bytes: int
+    kv_cache_bytes: int  # of each process
     threads: int  # of torch, on a CPU; 0 leaves torch's own choice
+    tensor_parallel: int = 1  # processes that share each layer
+    gpus: tuple[str, ...] = ()  # their GPUs, as in CUDA_VISIBLE_DEVICES; () leaves it as it is
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,10 @@ class AdapterBytes:
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to be sampled."""
+    """One answer to be sampled: member `member` of the group of prompt number `prompt`."""
 
-    id: str
+    prompt: int
+    member: int
     prompt_ids: tuple[int, ...]
     seed: int
     temperature: float
@@ -41,6 +44,10 @@ class Request:
     stop_ids: tuple[int, ...]
     held_to: str  # a JSON schema, or ""
     grammar: str = ""  # llguidance's, of a whole answer with its thought, in place of `held_to`
+
+    @property
+    def id(self) -> str:
+        return f"{self.prompt}/{self.member}"
 
 
 @dataclass(frozen=True)

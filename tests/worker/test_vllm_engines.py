@@ -1,0 +1,189 @@
+"""Several vLLM engines for one job, and one of several processes: each answer is the one that a single engine gives."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.registry import BaseModelEntry
+from tests.tiny import make_tiny_model
+from tests.worker import vllm_parallel
+from worker.model.policy import Policy, load_base
+from worker.rollout.samplers import Answer, Sampling, grouped
+from worker.rollout.samplers.placement import Placement
+from worker.rollout.samplers.vllm import VllmSampler, installed
+from worker.types import Prompt, Rollout
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(installed() is None, reason="vLLM is not installed"),
+]
+ROOT = Path(__file__).parents[2]
+HOW = Sampling(group_size=3, temperature=1.0, max_completion_tokens=60, job_seed=5, step=1)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), head_dim=32)
+    base = load_base("tiny", BaseModelEntry(path=folder, dtype="float32", context=512), folder, "cpu")
+    policy = Policy(base, rank=4, alpha=8, seed=0)
+    move(policy, 1)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def prompts(policy: Policy) -> list[Prompt]:
+    texts = [
+        "say yes",
+        "what colour is it now please tell me the name of the animal",
+        "tell me a number",
+        "no",
+    ]
+    return [
+        Prompt(line, tuple(policy.render([{"role": "user", "content": text}])), {})
+        for line, text in enumerate(texts, start=1)
+    ]
+
+
+@pytest.fixture(scope="module")
+def lost() -> list[str]:
+    """Why engines were restarted."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def two(policy: Policy, lost: list[str]) -> Iterator[VllmSampler]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each engine would compile vLLM again
+        placement = Placement(tensor_parallel=1, gpus_E=((), ()))
+        sampler = VllmSampler(
+            policy, placement=placement, kv_cache_bytes=1 << 24, threads=1, on_restart=lost.append
+        )
+        yield sampler
+        sampler.close()
+
+
+def move(policy: Policy, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.trainable:
+            parameter.normal_(std=0.2)
+
+
+def ids(groups: list[tuple[Rollout, ...]]) -> list[list[tuple[int, ...]]]:
+    return [[rollout.output_ids_T for rollout in group] for group in groups]
+
+
+def drawn(sampler: VllmSampler, prompts: list[Prompt], how: Sampling = HOW) -> list[list[tuple[int, ...]]]:
+    return ids(grouped(sampler.answers(prompts, how), len(prompts), how.group_size))
+
+
+def one_after_the_other(sampler: VllmSampler, prompts: list[Prompt]) -> list[list[tuple[int, ...]]]:
+    """Each group alone, so all on the first engine."""
+    return [drawn(sampler, [prompt])[0] for prompt in prompts]
+
+
+def has_ended(pid: int) -> bool:
+    """Wait for it, up to a minute."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], 60.0)[0])
+    finally:
+        os.close(process)
+
+
+def test_two_engines_share_the_groups_and_give_the_answers_that_one_gives(
+    two: VllmSampler, prompts: list[Prompt]
+) -> None:
+    answers = two.answers(prompts, HOW)
+    first = next(answers)
+    groups_E = [{request.prompt for request in engine.requests.values()} for engine in two.engines.values()]
+    together = grouped([first, *answers], len(prompts), HOW.group_size)
+
+    assert all(groups_E), "an engine had nothing to do"
+    assert not groups_E[0] & groups_E[1]
+    assert ids(together) == one_after_the_other(two, prompts)
+
+
+def test_all_engines_sample_from_the_adapter_after_an_update(
+    two: VllmSampler, policy: Policy, prompts: list[Prompt]
+) -> None:
+    before = drawn(two, prompts)
+    move(policy, 2)
+    try:
+        after = drawn(two, prompts)
+        assert after != before
+        assert after == one_after_the_other(two, prompts)
+    finally:
+        move(policy, 1)
+
+
+def test_an_engine_of_two_processes_gives_the_same_answers_with_the_adapter_from_disk_or_in_memory(
+    two: VllmSampler, policy: Policy, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    """And no process of it outlives the engine: a worker that waits for another would keep its GPU."""
+    policy.save(tmp_path)
+    task = vllm_parallel.Task(
+        source=str(policy.source),
+        adapter=str(tmp_path),
+        prompts=[
+            (list(prompt.ids), HOW.seed(prompt, member))
+            for prompt in prompts
+            for member in range(HOW.group_size)
+        ],
+        max_tokens=HOW.max_completion_tokens,
+        stop_ids=sorted(policy.stop_ids),
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.worker.vllm_parallel"],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as engine:
+        assert engine.stdin is not None and engine.stdout is not None
+        engine.stdin.write(json.dumps(task) + "\n")
+        engine.stdin.flush()
+        line = next(
+            (line for line in engine.stdout if line.startswith("{")), ""
+        )  # vLLM writes its log there, too
+        engine.kill()
+    assert line, "the engine failed; its error is above"
+    result: vllm_parallel.Result = json.loads(line)
+
+    expected = [list(answer) for group in drawn(two, prompts) for answer in group]
+    assert result["in_memory"] == expected
+    assert result["from_disk"] == expected
+    assert len(result["workers"]) == vllm_parallel.TENSOR_PARALLEL
+    for worker in result["workers"]:
+        assert has_ended(worker), "a worker outlives its engine"
+
+
+def test_a_killed_engine_costs_only_its_unfinished_answers_which_the_other_engine_samples_again(
+    two: VllmSampler, prompts: list[Prompt], lost: list[str]
+) -> None:
+    how = Sampling(group_size=3, temperature=1.0, max_completion_tokens=400, job_seed=5, step=1)
+    expected = drawn(two, prompts, how)
+    answers: list[Answer] = []
+    for answer in two.answers(prompts, how):
+        if not answers:
+            victim = max(two.engines.values(), key=lambda engine: len(engine.requests))
+            os.kill(victim.child.pid, signal.SIGKILL)
+        answers.append(answer)
+
+    assert ["SIGKILL" in reason for reason in lost] == [True]
+    assert set(Counter((answer.prompt, answer.member) for answer in answers).values()) == {1}
+    assert ids(grouped(answers, len(prompts), how.group_size)) == expected

@@ -1,0 +1,117 @@
+"""Our methods of vLLM's workers: engine.py calls them by name in each process of an engine (`worker_extension_cls`).
+
+The calls into what vLLM does not promise to keep are here and in engine.py; tests/worker/vllm_contract.py names each of
+them, so that a new version fails there first.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from worker import process
+from worker.rollout.samplers.wire import AdapterBytes
+
+ADAPTER_ID = 1
+
+# vLLM imports this module in each of its worker processes before it loads the weights. Left to itself, a worker whose
+# engine is killed exits after its current operation, which may be an exchange with another worker that never comes.
+if multiprocessing.parent_process() is not None:
+    process.die_with_parent(os.getppid())
+
+
+class SamplingWorker:
+    """Mixed into vLLM's worker class. With tensor parallelism each worker takes its part of the same adapter."""
+
+    def put_policy_adapter(self, adapter: AdapterBytes) -> None:
+        put_adapter(self, adapter)
+
+    def policy_tensors_without_layer(self, tensors: tuple[str, ...]) -> list[str]:
+        return tensors_without_layer(self, tensors)
+
+    def use_one_adapter_linear(self) -> None:
+        """Replace vLLM's linear layers with adapters on a CPU."""
+        from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+        PunicaWrapperCPU.add_lora_linear = one_adapter_linear
+
+
+def tensors_without_layer(worker: Any, tensors: tuple[str, ...]) -> list[str]:
+    """The adapter tensors for which vLLM's model has no layer. It would ignore them. Runs in vLLM's worker."""
+    from vllm.lora.layers import MergedColumnParallelLinearVariableSliceWithLoRA as AnySlices
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    manager = worker.model_runner.lora_manager._adapter_manager
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    mapper = mapper.get_rename_mapper() if mapper is not None else None
+    whole = {name for name, layer in manager.modules.items() if isinstance(layer, AnySlices)}
+    layers = adaptable(manager.modules, manager.packed_modules, whole)
+    return [name for name in tensors if parse_fine_tuned_lora_name(name, mapper)[0] not in layers]
+
+
+def adaptable(
+    modules: Iterable[str], packed: Mapping[str, Sequence[str]], whole: Collection[str]
+) -> set[str]:
+    """The names under which vLLM takes an adapter.
+
+    It fails for an adapter of a module that it expects in parts: the files of GLM 4 have `gate_up_proj`, and vLLM
+    expects `gate_proj` and `up_proj`.
+
+    Args:
+        modules: vLLM's own, by name.
+        packed: for modules that are made of several layers, the names of these.
+        whole: modules that also take one adapter for all their parts.
+    """
+    parts = {part for names in packed.values() for part in names}
+    return {name for name in modules if name not in packed or name in whole} | parts
+
+
+def put_adapter(worker: Any, adapter: AdapterBytes) -> None:
+    """Write the adapter into its slot in place of the one before. Runs in vLLM's worker."""
+    from safetensors.torch import load
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    lora = worker.model_runner.lora_manager
+    manager = lora._adapter_manager
+    config = {"r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": list(adapter.modules)}
+    peft = PEFTHelper.from_dict(config)
+    peft.validate_legal(lora.lora_config)
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    model = LoRAModel.from_lora_tensors(
+        ADAPTER_ID,
+        # Freshly unpacked and ours alone: vLLM multiplies the scale into B in place.
+        load(adapter.tensors),
+        peft,
+        device="cpu",
+        dtype=lora.lora_config.lora_dtype,
+        model_vocab_size=lora.vocab_size,
+        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+    )
+    manager.remove_adapter(ADAPTER_ID)
+    manager.add_adapter(model)
+    manager.activate_adapter(ADAPTER_ID)
+    manager.pin_adapter(ADAPTER_ID)
+
+
+def one_adapter_linear(
+    self: Any,
+    y: Any,
+    x: Any,
+    lora_a_stacked: tuple[Any, ...],
+    lora_b_stacked: tuple[Any, ...],
+    scale: float,
+    output_slices: tuple[int, ...],
+    **unused: Any,
+) -> None:
+    """y += scale * x A^T B^T, in place of PunicaWrapperCPU.add_lora_linear, where every row has adapter 0.
+
+    vLLM's own gathers A and B once per token, which is three quarters of the time of a step.
+
+    Shapes: x [T, in], y [T, sum(output_slices)], A [1, 1, rank, in], B [1, 1, out, rank] for each slice.
+    """
+    first = 0
+    for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+        low = x @ a[0, 0].T
+        y[:, first : first + width].addmm_(low, b[0, 0].T, alpha=scale)
+        first += width

@@ -1,0 +1,69 @@
+"""Where the vLLM engines of a job run: how many there are, and on which GPUs each. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from core.registry import Device
+
+
+class NotPlaceable(Exception):
+    """The engines need more GPUs than the job has."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The engines of a job. Each is one process for each of its GPUs, or `tensor_parallel` processes on a CPU."""
+
+    tensor_parallel: int
+    gpus_E: tuple[tuple[str, ...], ...]  # of each engine, as in CUDA_VISIBLE_DEVICES; () on a CPU
+
+    @property
+    def engines(self) -> int:
+        return len(self.gpus_E)
+
+    @property
+    def processes(self) -> int:
+        return self.engines * self.tensor_parallel
+
+    def __str__(self) -> str:
+        engines = "1 vLLM engine" if self.engines == 1 else f"{self.engines} vLLM engines"
+        degree = f" of tensor parallel degree {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        where = "; ".join(", ".join(gpus) for gpus in self.gpus_E)
+        return f"{engines}{degree}" + (f" on GPUs {where}" if any(self.gpus_E) else "")
+
+
+ONE_ENGINE = Placement(tensor_parallel=1, gpus_E=((),))
+
+
+def place(
+    *,
+    engines: int | Literal["auto"],
+    tensor_parallel: int,
+    device: Device,
+    gpus: tuple[str, ...],
+) -> Placement:
+    """Give each engine the next `tensor_parallel` GPUs of the job. Automatic: as many engines as these are enough for.
+
+    Raises:
+        NotPlaceable: they are not enough.
+    """
+    if device == "cpu":
+        return Placement(tensor_parallel, ((),) * (1 if engines == "auto" else engines))
+    count = max(1, len(gpus) // tensor_parallel) if engines == "auto" else engines
+    if count * tensor_parallel > len(gpus):
+        raise NotPlaceable(
+            f"Sampling needs {count * tensor_parallel} GPUs: {count} (REGRAFT_ENGINES) times {tensor_parallel} "
+            f"(`tensor_parallel` of the model's entry). A job has {len(gpus)} here (REGRAFT_RANKS)."
+        )
+    slices = (
+        gpus[first : first + tensor_parallel] for first in range(0, count * tensor_parallel, tensor_parallel)
+    )
+    return Placement(tensor_parallel, tuple(slices))
+
+
+def gpus_of_job(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
+    """The first `count` GPUs that this process sees, by the names that its children see them under."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    names = tuple(map(str, range(count))) if visible is None else tuple(visible.split(","))
+    return names[:count]
