@@ -63,6 +63,7 @@ GOALS: dict[str, tuple[str, float]] = {
     # several engines
     "answers_equal": (">=", 1),
     "answers_equal_after_loss": (">=", 1),
+    "adapter_difference": ("<=", 1e-4),
     # graders
     "string_checks_per_second": (">=", 20_000),
     "multi_per_second": (">=", 20_000),

@@ -164,8 +164,8 @@ class Settings(BaseSettings):
     torch_threads: int = Field(default=0, ge=0)
     # The sampler: each model's own choice in the registry, or one for all.
     sampler: SamplerChoice = "registry"
-    # vLLM engines that sample for one job, each on `tensor_parallel` GPUs of its own (docs/howto/multi-gpu.md). auto:
-    # as many as the job's GPUs are enough for; 1 on a CPU.
+    # vLLM engines that sample for one job, each on `tensor_parallel` GPUs (docs/howto/multi-gpu.md). auto: as many as
+    # the job's GPUs are enough for; 1 on a CPU.
     engines: EngineCount = "auto"
     # A step is skipped and its job fails if the mean difference between the log-probabilities of sampler and trainer
     # for

@@ -7,7 +7,6 @@ import pytest
 from core.registry import BaseModelEntry, Device
 from core.settings import Settings
 from worker.assemble import inspect_model
-from worker.learn.ranks import Ranks
 from worker.refusals import UserMistake
 from worker.rollout.samplers import choice
 from worker.rollout.samplers.placement import NotPlaceable
@@ -74,7 +73,7 @@ class TestEngines:
         models.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
         settings = Settings(models_file=models, data_dir=tiny_model, sampler="vllm", engines=2)
 
-        base = inspect_model("tiny", settings, Ranks(1))
+        base = inspect_model("tiny", settings, 1)
 
         assert base.engines.engines == 2
 
@@ -89,4 +88,4 @@ class TestEngines:
         with pytest.raises(
             UserMistake, match=r"`tensor_parallel = 7`.* does not divide its \d attention heads"
         ):
-            inspect_model("tiny", settings, Ranks(1))
+            inspect_model("tiny", settings, 1)

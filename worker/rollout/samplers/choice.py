@@ -48,7 +48,7 @@ def choose(
 def place(
     name: SamplerName, entry: BaseModelEntry, settings: Settings, device: Device, gpus: int
 ) -> Placement:
-    """Return where the model's engines run, in a job of this machine with so many GPUs.
+    """Return where the model's engines run, in a job with `gpus` GPUs of this machine.
 
     Raises:
         NotPlaceable: it has too few, or the sampler has no engines to divide.

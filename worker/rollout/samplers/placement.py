@@ -1,4 +1,4 @@
-"""Where the vLLM engines of a job run: how many there are, and on which GPUs each. Pure."""
+"""The number of vLLM engines of a job and the GPUs of each. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

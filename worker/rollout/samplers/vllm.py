@@ -263,7 +263,7 @@ class VllmSampler:
 
 @dataclass
 class UnfinishedSample:
-    """What is left of one `sample`."""
+    """The unfinished part of one `sample`."""
 
     waiting: list[RequestGroup]  # for an engine
     losses: Counter[int] = field(default_factory=Counter)  # by engine
