@@ -21,6 +21,7 @@ Auto = Literal["auto"]
 KvCacheGib = Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TokenBudget = Auto | Annotated[int, Field(ge=256)]
 EngineCount = Auto | Annotated[int, Field(ge=1)]
+Addresses = tuple[Annotated[str, Field(pattern=r"^https?://[^\s/@:]+(:\d{1,5})?(/\S*)?$")], ...]
 
 
 class GpuClass(BaseModel):
@@ -167,6 +168,11 @@ class Settings(BaseSettings):
     # vLLM engines that sample for one job, each on `tensor_parallel` GPUs (docs/howto/multi-gpu.md). auto: as many as
     # the job's GPUs are enough for; 1 on a CPU.
     engines: EngineCount = "auto"
+    # Rollout fleets by base model, as JSON: {"qwen3-4b": ["http://sampler-qwen3-4b:8300"]}. Jobs on these models are
+    # sampled there, by the processes of `regraft-server sampler` behind all addresses that the names resolve to, with
+    # the key that both sides share (docs/howto/rollout-fleet.md). Set the same value for the API and all workers.
+    samplers: dict[str, Annotated[Addresses, Field(min_length=1)]] = Field(default_factory=dict)
+    samplers_key: str = Field(default="", repr=False)
     # A step is skipped and its job fails if the mean difference between the log-probabilities of sampler and trainer
     # for
     # the same tokens exceeds this, in nats per token. auto: 0.05 for bfloat16, 0.001 for float32. 0: off.
@@ -212,6 +218,12 @@ class Settings(BaseSettings):
             raise ValueError(
                 "REGRAFT_NODES and REGRAFT_LEADER need REGRAFT_RANKS_KEY, a secret shared by the machines of a group"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_key_for_its_samplers(self) -> Self:
+        if self.samplers and not self.samplers_key:
+            raise ValueError("REGRAFT_SAMPLERS needs REGRAFT_SAMPLERS_KEY, the secret of these samplers")
         return self
 
     def inference_address(self, base_model: str) -> str:

@@ -45,7 +45,9 @@ from worker.rollout.rewards import Rewards
 from worker.rollout.rows import Rows, read_rows
 from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers import choice
-from worker.rollout.samplers.placement import ONE_ENGINE, NotPlaceable, Placement
+from worker.rollout.samplers.fleet import BlobAdapters
+from worker.rollout.samplers.fleet_members import FleetConfig
+from worker.rollout.samplers.placement import NO_ENGINE, ONE_ENGINE, NotPlaceable, Placement
 from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
 from worker.run import Run
 from worker.types import Prompt
@@ -67,6 +69,7 @@ class BaseModel:
     rows: bool = False  # it is known or expected to be computed in rows
     precision: str = ""  # how its quantized weights are computed with, in words
     engines: Placement = ONE_ENGINE  # of vLLM
+    fleet: tuple[str, ...] = ()  # the addresses of the fleet that samples instead
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,11 @@ def assemble(
         )
     if base.device == "cuda" or plan.checkpointed:
         recorder.inform(plan.described(base.shape, task.workload), {})
-    if base.engines.processes > 1:
+    fleet = fleet_of(job.model, base, task, settings)
+    if fleet is not None:
+        names = ", ".join(fleet.addresses)
+        recorder.inform(f"Answers are sampled by the fleet at {names}.", {"addresses": fleet.addresses})
+    elif base.engines.processes > 1:
         placed = base.engines
         recorder.inform(
             f"Answers are sampled by {placed}.",
@@ -138,7 +145,9 @@ def assemble(
         shape=base.shape,
         plan=plan,
         longest=task.workload.longest,
+        store=BlobAdapters(attempt),
         engines=base.engines,
+        fleet=fleet,
         store_coverage=partial(
             verdicts.store_coverage, policy, base.entry, settings.model_cache, task.settings.lora_targets
         ),
@@ -179,16 +188,18 @@ def inspect_model(name: str, settings: Settings, ranks: int) -> BaseModel:
         UnsupportedModel: the architecture is not computed correctly here.
         TooFewGpus: this machine has fewer GPUs than REGRAFT_RANKS.
     """
-    entry = Registry.load(settings.models_file).get(name)
+    registry = Registry.load(settings.models_file)
+    entry = registry.get(name)
+    fleet = settings.samplers.get(registry.resolve(name), ())
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        sampler, version = choice.choose(entry, settings, device)
+        sampler, version = choice.choose(entry, settings, device, fleet=bool(fleet))
     except choice.SamplerMissing as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
     if device == "cuda" and ranks > torch.cuda.device_count():
         raise TooFewGpus(f"REGRAFT_RANKS is {ranks}, and there are {torch.cuda.device_count()} GPUs here.")
     try:
-        engines = choice.place(sampler, entry, settings, device, ranks)
+        engines = NO_ENGINE if fleet else choice.place(sampler, entry, settings, device, ranks)
     except NotPlaceable as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
     source = source_of(entry, settings.model_cache)
@@ -206,7 +217,22 @@ def inspect_model(name: str, settings: Settings, ranks: int) -> BaseModel:
             "attention heads.",
             "model",
         )
-    return BaseModel(entry, source, shape, device, sampler, version, rows, precision, engines)
+    return BaseModel(entry, source, shape, device, sampler, version, rows, precision, engines, fleet)
+
+
+def fleet_of(name: str, base: BaseModel, task: Task, settings: Settings) -> FleetConfig | None:
+    """The fleet that samples for the job. None: its own engines or the trainer do."""
+    if not base.fleet:
+        return None
+    return FleetConfig(
+        model=Registry.load(settings.models_file).resolve(name),
+        dtype=base.entry.dtype,
+        context=task.workload.longest,
+        rank=task.settings.lora_rank,
+        addresses=base.fleet,
+        key=settings.samplers_key,
+        patience=settings.patience_seconds,
+    )
 
 
 def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:

@@ -533,21 +533,27 @@ def accept(body: JobCreate, service: Service) -> Accepted:
 
 def usable_model(body: JobCreate, service: Service) -> BaseModelEntry:
     """Return the model to train; reject requests that this service cannot fulfill with it."""
-    model = service.registry.get(body.model)
+    name = service.registry.resolve(body.model)
+    model = service.registry.get(name)
     if where := reads_tools(body.method.reinforcement.grader, GRADER_PARAM):
         message = (
             f"'{where}' reads sample.output_tools, but answers of a job have none: tools are not supported."
         )
         raise InvalidRequest(message, param=where, code="unsupported_parameter")
     advanced = body.method.reinforcement.hyperparameters.advanced
-    if advanced.schedule.type == "off_policy" and _known_sampler(model, service.settings) == "transformers":
+    if (
+        advanced.schedule.type == "off_policy"
+        and _known_sampler(name, model, service.settings) == "transformers"
+    ):
         where = f"method.reinforcement.hyperparameters.advanced.{advanced.path('off_policy_steps')}"
         raise InvalidRequest(NO_SAMPLER_OF_ITS_OWN, param=where)
     return model
 
 
-def _known_sampler(model: BaseModelEntry, settings: Settings) -> SamplerName | None:
+def _known_sampler(name: str, model: BaseModelEntry, settings: Settings) -> SamplerName | None:
     """None: it depends on the worker, which validates the request before it loads the model."""
+    if name in settings.samplers:
+        return "vllm"
     gpu_class = model.gpu_class or settings.gpu_class
     choice = settings.of_class(gpu_class).sampler
     return sampler_of(model, choice, device_of(settings, gpu_class), vllm_installed=None)

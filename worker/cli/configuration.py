@@ -18,7 +18,7 @@ def read_settings() -> Settings:
 
 
 def check_models(settings: Settings) -> None:
-    """Raise UsageError if the models file cannot be used, or a model of REGRAFT_INFERENCE_URL is not in it."""
+    """Raise UsageError if the models file cannot be used, or a model of another setting is not in it."""
     try:
         registry = Registry.load(settings.models_file)
     except InvalidRegistry as invalid:
@@ -28,3 +28,12 @@ def check_models(settings: Settings) -> None:
         raise UsageError(
             f"REGRAFT_INFERENCE_URL: {unknown[0]} is not a base model; the base models are: {known}"
         )
+    for name, entry in ((name, registry.models.get(name)) for name in sorted(settings.samplers)):
+        if entry is None:
+            known = ", ".join(sorted(registry.models))
+            raise UsageError(f"REGRAFT_SAMPLERS: {name} is not a base model; the base models are: {known}")
+        if entry.sampler == "transformers":
+            raise UsageError(
+                f"REGRAFT_SAMPLERS has samplers for {name}, which run vLLM, and its entry in the registry has "
+                '`sampler = "transformers"`: remove one of them'
+            )

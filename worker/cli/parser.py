@@ -74,6 +74,11 @@ def _inference(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8100)
 
 
+def _sampler(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="base model of the registry")
+    parser.add_argument("--port", type=int, default=8300)
+
+
 def _migrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schema-only", action="store_true", help="migrate only; the API creates the first key on start-up"
@@ -226,6 +231,12 @@ COMMANDS = (
         "run the inference server alone (needs REGRAFT_INFERENCE_KEY)",
         "worker.cli.service:inference",
         _inference,
+    ),
+    Command(
+        "sampler",
+        "sample for all jobs on one base model (needs REGRAFT_SAMPLERS_KEY)",
+        "worker.cli.service:sampler",
+        _sampler,
     ),
     Command("export", "write a checkpoint to a folder", "worker.cli.service:export", _export),
     Command(

@@ -286,6 +286,36 @@ def inference(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def sampler(arguments: argparse.Namespace) -> int:
+    """Sample for jobs until SIGTERM or Ctrl-C. Needs the blob store and the registry, but no database.
+
+    Requests in flight are cut, and their jobs send them to other samplers.
+    """
+    settings = configured()
+    if not settings.samplers_key:
+        raise UsageError("set REGRAFT_SAMPLERS_KEY, here and for the workers, to a secret of your choice")
+    check_models(settings)
+    entry = Registry.load(settings.models_file).models.get(arguments.model)
+    if entry is None:
+        raise UsageError(f"--model: {arguments.model} is not a base model of the registry")
+    private.make_folder(settings.data_dir)
+    os.environ.update(quiet_environment())
+    from worker.rollout.samplers import fleet_server, vllm  # they import torch
+
+    if vllm.installed() is None:
+        raise UsageError("a sampler runs vLLM, which is not installed here")
+    with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Not yet listening: until the model is loaded, connections are refused and jobs use other samplers.
+        listening.bind((settings.host, arguments.port))
+        log.info(
+            "sampling for %s on http://%s:%d", arguments.model, settings.host, listening.getsockname()[1]
+        )
+        with metrics.served(settings.host, settings.metrics_port, [Gpus()]):
+            fleet_server.run(settings, arguments.model, entry, listening)
+    return 0
+
+
 @contextmanager
 def inference_on_demand(listening: socket.socket | None) -> Iterator[None]:
     """Start an inference process on the first request at this socket, for as long as the service runs."""

@@ -110,7 +110,8 @@ def _problem(
     if not memory:  # no GPU, or unknown
         return None
     settings = settings.of_class(gpu_class)
-    sampler = sampler_of(entry, settings.sampler, "cuda")
+    has_fleet = name in settings.samplers
+    sampler = "vllm" if has_fleet else sampler_of(entry, settings.sampler, "cuda")
     assert sampler is not None, "machines with a GPU have a sampler"
     there = sizing.machine(
         settings,
@@ -118,7 +119,8 @@ def _problem(
         int(memory * GIB),
         sampler,
         gpu_class=gpu_class,
-        tensor_parallel=entry.tensor_parallel,
+        engines=0 if has_fleet else 1,
+        tensor_parallel=1 if has_fleet else entry.tensor_parallel,
     )
     try:
         sizing.plan(name, shape, work, there)

@@ -146,13 +146,17 @@ class Machine:
     kv_cache_bytes: int | None = None
     token_budget: int | None = None
     gpu_class: str = ""  # if `available` is what a GPU of that class has, and not what is free here
-    engines: int = 1  # of vLLM, which share the answers of a step
+    engines: int = 1  # of vLLM, which share the answers of a step; 0: a fleet on other machines samples
     tensor_parallel: int = 1  # devices that share the weights and the cache of an engine
+
+    @property
+    def has_engine(self) -> bool:
+        return self.sampler == "vllm" and self.engines > 0
 
     @property
     def copies(self) -> int:
         """Of the weights: the engine of vLLM has its own."""
-        return 2 if self.sampler == "vllm" else 1
+        return 2 if self.has_engine else 1
 
 
 def machine(
@@ -320,13 +324,16 @@ class MemoryPlan:
 
     def described(self, shape: Shape, work: Workload) -> str:
         """For the job's owner: what was chosen, with numbers."""
+        kept = "Activations are computed twice, to save memory. " if self.checkpointed else ""
+        batches = f"{kept}Micro-batches have up to {self.token_budget} tokens"
+        if not self.cache_bytes:  # a fleet samples
+            return f"{batches}. Memory: {self.estimate}."
         cached = shape.divided(self.estimate.tensor_parallel)
         each = shape.own_token_bytes if self.estimate.copies == 1 else cached.token_cache_bytes
         sequences = self.cache_bytes // (each * work.longest)
-        kept = "Activations are computed twice, to save memory. " if self.checkpointed else ""
         return (
-            f"{kept}Micro-batches have up to {self.token_budget} tokens, and the KV cache holds {sequences} "
-            f"sequences of {work.longest} tokens. Memory: {self.estimate}."
+            f"{batches}, and the KV cache holds {sequences} sequences of {work.longest} tokens. "
+            f"Memory: {self.estimate}."
         )
 
 
@@ -346,15 +353,15 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
     """
     wanted = wanted_cache(shape, work, machine)
     least = min(least_cache(shape, work, machine), wanted)
-    one = shape.divided(machine.tensor_parallel).cache_bytes(work.longest)
+    one = shape.divided(machine.tensor_parallel).cache_bytes(work.longest) if machine.engines else 0
     if machine.kv_cache_bytes is not None:
-        if machine.sampler == "vllm" and machine.kv_cache_bytes < one:
+        if machine.has_engine and machine.kv_cache_bytes < one:
             raise DoesNotFit(
                 f"{name} at {work.longest} tokens needs a KV cache of {one / GIB:.2f} GiB "
                 f"for one sequence, and REGRAFT_KV_CACHE_GIB is {machine.kv_cache_bytes / GIB:g}. Have the operator "
                 "raise or unset it, or choose a smaller max_completion_tokens."
             )
-        if machine.sampler == "vllm":
+        if machine.has_engine:
             wanted = least = machine.kv_cache_bytes
     comfortable = max(least, min(wanted, COMFORTABLE_SEQUENCES * one))
 
@@ -410,6 +417,8 @@ def wanted_cache(shape: Shape, work: Workload, machine: Machine) -> int:
     """The largest KV cache that the job can fill."""
     if machine.sampler == "transformers":
         return shape.own_token_bytes * min(MAX_TOKENS_IN_FLIGHT, max(work.longest, work.in_flight))
+    if not machine.engines:
+        return 0
     cached = shape.divided(machine.tensor_parallel)
     one = cached.cache_bytes(work.longest)
     in_flight = math.ceil(work.in_flight / machine.engines)
@@ -422,7 +431,7 @@ def least_cache(shape: Shape, work: Workload, machine: Machine) -> int:
     # The transformers sampler takes the answers to a prompt in turns where they do not fit together.
     if machine.sampler == "transformers":
         return shape.own_token_bytes * work.longest
-    if machine.device == "cpu":
+    if machine.device == "cpu" or not machine.engines:
         return wanted_cache(shape, work, machine)
     return shape.divided(machine.tensor_parallel).cache_bytes(work.longest)
 

@@ -12,6 +12,8 @@ from worker.model.policy import Policy
 from worker.model.sizing import MAX_TOKENS_IN_FLIGHT, MemoryPlan, Shape
 from worker.record.recorder import Recorder
 from worker.rollout.samplers import Sampler, placement, vllm
+from worker.rollout.samplers.fleet import AdapterStore, FleetSampler
+from worker.rollout.samplers.fleet_members import FleetConfig
 from worker.rollout.samplers.placement import NotPlaceable, Placement
 from worker.rollout.samplers.transformers import TransformersSampler
 
@@ -25,14 +27,25 @@ def choose(
     settings: Settings,
     device: Device,
     installed: Callable[[], str | None] = vllm.installed,
+    *,
+    fleet: bool = False,
 ) -> tuple[SamplerName, str]:
     """Return the sampler's name and version. Automatic: vLLM on a GPU if it is installed, else transformers.
 
-    `installed` returns the version of vLLM, or None.
+    Args:
+        installed: returns the version of vLLM, or None.
+        fleet: whether the model has one, which is used then.
 
     Raises:
-        SamplerMissing: the configured sampler is not installed.
+        SamplerMissing: the configured sampler is not installed, or is another one than the fleet's.
     """
+    if fleet:
+        if sampler_of(entry, settings.sampler, "cuda") == "transformers":
+            raise SamplerMissing(
+                "This model has samplers in REGRAFT_SAMPLERS, which run vLLM, and is configured to be sampled with "
+                "transformers. Remove one of them."
+            )
+        return "vllm", "fleet"
     version_of_vllm = installed()
     name = sampler_of(entry, settings.sampler, device, vllm_installed=version_of_vllm is not None)
     if name == "transformers":
@@ -75,13 +88,17 @@ def build(
     shape: Shape,
     plan: MemoryPlan,
     longest: int,
+    store: AdapterStore,
     engines: Placement = placement.ONE_ENGINE,
+    fleet: FleetConfig | None = None,
     store_coverage: Callable[[], None] = lambda: None,
 ) -> Sampler:
     """Build the sampler.
 
     Args:
         longest: tokens of the longest prompt and answer together.
+        store: where a fleet finds the adapter.
+        fleet: of the model, if it has one.
         store_coverage: called when the sampler has left layers out.
     """
     if name == "transformers":
@@ -94,6 +111,11 @@ def build(
             max_tokens_in_flight=min(MAX_TOKENS_IN_FLIGHT, max(1, plan.cache_bytes // token)),
             row_tokens=math.ceil(beside / token),
         )
+    on_left_out = partial(report_left_out, policy, recorder, store_coverage)
+    if fleet is not None:
+        return FleetSampler(
+            policy, fleet, store, on_lost=partial(report_lost, recorder), on_left_out=on_left_out
+        )
     return vllm.VllmSampler(
         policy,
         placement=engines,
@@ -101,8 +123,12 @@ def build(
         kv_cache_bytes=plan.cache_bytes,
         threads=settings.torch_threads,
         on_restart=lambda reason: recorder.warn(f"The sampler was restarted: {reason}", {"reason": reason}),
-        on_left_out=partial(report_left_out, policy, recorder, store_coverage),
+        on_left_out=on_left_out,
     )
+
+
+def report_lost(recorder: Recorder, reason: str) -> None:
+    recorder.warn(f"A sampler of the fleet was lost: {reason}", {"reason": reason})
 
 
 def report_left_out(

@@ -13,7 +13,10 @@ class NotPlaceable(Exception):
 
 @dataclass(frozen=True)
 class Placement:
-    """The engines of a job. Each is one process for each of its GPUs, or `tensor_parallel` processes on a CPU."""
+    """The engines of a job. Each is one process for each of its GPUs, or `tensor_parallel` processes on a CPU.
+
+    A job that a fleet samples for has none.
+    """
 
     tensor_parallel: int
     gpus_E: tuple[tuple[str, ...], ...]  # of each engine, as in CUDA_VISIBLE_DEVICES; () on a CPU
@@ -34,6 +37,7 @@ class Placement:
 
 
 ONE_ENGINE = Placement(tensor_parallel=1, gpus_E=((),))
+NO_ENGINE = Placement(tensor_parallel=1, gpus_E=())
 
 
 def place(

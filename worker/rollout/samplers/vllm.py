@@ -23,13 +23,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from worker.model.policy import Policy
 from worker.refusals import SamplerUnusable
-from worker.rollout.samplers import Answer, Sampling, dealing, from_thread, steering
+from worker.rollout.samplers import Answer, Sampling, dealing, from_thread
 from worker.rollout.samplers.dealing import RequestGroup
 from worker.rollout.samplers.engine_process import (
     EngineLost,
@@ -38,8 +36,9 @@ from worker.rollout.samplers.engine_process import (
     next_to_receive,
 )
 from worker.rollout.samplers.placement import ONE_ENGINE, Placement
+from worker.rollout.samplers.requests import adapter_of, dtype_of, group_of, leave_out, same
 from worker.rollout.samplers.steering import rollout_of
-from worker.rollout.samplers.wire import AdapterBytes, EngineConfig, Finished, Request
+from worker.rollout.samplers.wire import EngineConfig, Finished, Request
 from worker.types import Prompt
 
 
@@ -85,7 +84,7 @@ class VllmSampler:
         self.on_left_out = on_left_out
         self.config = EngineConfig(
             source=str(policy.source),
-            dtype=str(policy.model.dtype).removeprefix("torch."),
+            dtype=dtype_of(policy),
             device=policy.device.type,
             context=policy.context if context is None else context,
             rank=policy.model.peft_config["default"].r,
@@ -120,10 +119,10 @@ class VllmSampler:
     def _answers(
         self, adapter: Mapping[str, Tensor], prompts_P: Sequence[Prompt], sampling: Sampling
     ) -> Iterator[Answer]:
-        if not _same(self._tensors, adapter):
+        if not same(self._tensors, adapter):
             self._tensors = adapter
             self._published += 1
-        groups = [self._group(place, prompt, sampling) for place, prompt in enumerate(prompts_P)]
+        groups = [group_of(self.policy, *placed, sampling) for placed in enumerate(prompts_P)]
         # The largest first, so that the loads end up even.
         work = UnfinishedSample(sorted(groups, key=dealing.tokens, reverse=True))
         for number, engine in [*self.engines.items()]:
@@ -177,12 +176,15 @@ class VllmSampler:
         ready = [number for number, engine in self.engines.items() if engine.is_ready]
         if ready and not self._knows_left_out:
             with self._losses_of(ready[0], work):
-                self._leave_out(self.engines[ready[0]].not_applied(tuple(self._tensors)))
+                ignored = self.engines[ready[0]].not_applied(tuple(self._tensors))
+                leave_out(self.policy, ignored, self.on_left_out)
                 self._knows_left_out = True
 
     def _run(self, engine: EngineProcess, requests: Sequence[Request]) -> None:
-        has_current = engine.version == self._published
-        engine.run(requests, None if has_current else self._adapter())
+        adapter = None
+        if engine.version != self._published:
+            adapter = adapter_of(self.policy, self._tensors, self.namespace(self._published))
+        engine.run(requests, adapter)
         engine.version = self._published
 
     @contextmanager
@@ -204,44 +206,6 @@ class VllmSampler:
                 raise
             work.losses[number] += 1
             self.on_restart(str(lost))
-
-    def _leave_out(self, tensors: Sequence[str]) -> None:
-        modules = sorted({name.rpartition(".lora_")[0] for name in tensors})
-        if modules and modules != self.policy.left_out:
-            self.policy.leave_out(modules)
-            self.on_left_out(modules)
-
-    def _adapter(self) -> AdapterBytes:
-        config = self.policy.model.peft_config["default"]
-        left_out = set(self.policy.left_out)  # vLLM ignores some of these, and fails at others
-        applied = {
-            name: tensor
-            for name, tensor in self._tensors.items()
-            if name.rpartition(".lora_")[0] not in left_out
-        }
-        return AdapterBytes(
-            namespace=self.namespace(self._published),
-            tensors=save(applied),
-            rank=config.r,
-            alpha=config.lora_alpha,
-            modules=tuple(sorted(config.target_modules)),
-        )
-
-    def _group(self, place: int, prompt: Prompt, sampling: Sampling) -> RequestGroup:
-        return tuple(self._request(place, member, prompt, sampling) for member in range(sampling.group_size))
-
-    def _request(self, place: int, member: int, prompt: Prompt, sampling: Sampling) -> Request:
-        return Request(
-            prompt=place,
-            member=member,
-            prompt_ids=prompt.ids,
-            seed=sampling.seed(prompt, member),
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_completion_tokens,
-            stop_ids=tuple(sorted(self.policy.stop_ids)),
-            held_to=sampling.held_to,
-            grammar=steering.grammar_of(self.policy.reasoning, sampling),
-        )
 
     def _start_missing(self) -> None:
         """Start engines that were lost, and at first all of them."""
@@ -267,9 +231,3 @@ class UnfinishedSample:
 
     waiting: list[RequestGroup]  # for an engine
     losses: Counter[int] = field(default_factory=Counter)  # by engine
-
-
-def _same(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> bool:
-    return have.keys() == want.keys() and all(
-        torch.equal(have[name], tensor) for name, tensor in want.items()
-    )

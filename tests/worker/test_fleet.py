@@ -1,0 +1,323 @@
+"""Two jobs sample with a fleet of two processes: each answer is the one that the job's own engine gives."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from core.chat import Adapter
+from core.registry import BaseModelEntry
+from core.response_format import held_to
+from core.storage.manifests import MANIFEST
+from core.storage.store import FolderBlobs
+from tests.worker.conftest import Bench
+from tests.worker.test_steering import LETTER, load_thinking
+from worker.model.policy import Policy, load_base
+from worker.refusals import SamplerUnusable
+from worker.rollout.samplers import Answer, Sampling, grouped
+from worker.rollout.samplers.fleet import BlobAdapters, FleetSampler, adapter_named, name_of
+from worker.rollout.samplers.fleet_members import FleetConfig, MemberLost, NoMember, finished_of, parameters
+from worker.rollout.samplers.vllm import VllmSampler, installed
+from worker.rollout.samplers.wire import AdapterBytes, Request
+from worker.types import Prompt, Rollout
+
+with_vllm = [
+    pytest.mark.slow,
+    pytest.mark.skipif(installed() is None, reason="vLLM is not installed"),
+]
+ROOT = Path(__file__).parents[2]
+KEY = "the-secret-of-this-fleet"
+HOW = Sampling(group_size=3, temperature=1.0, max_completion_tokens=40, job_seed=5, step=1)
+HELD = replace(HOW, held_to=held_to(LETTER), thinking_budget=8)
+LONG = replace(HOW, max_completion_tokens=400)
+REQUEST = Request(3, 1, (7, 8), seed=11, temperature=0.7, max_tokens=5, stop_ids=(1,), held_to="")
+Groups = list[tuple[Rollout, ...]]
+
+
+@dataclass
+class Process:
+    address: str
+    child: subprocess.Popen[bytes]
+
+
+@dataclass
+class RunningFleet:
+    processes: list[Process]
+    blobs: FolderBlobs
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(process.address for process in self.processes)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    """Of a model that thinks before it answers, in bytes."""
+    return on_the_same_base(load_thinking("distill", tmp_path_factory.mktemp("distill")), 1)
+
+
+def on_the_same_base(policy: Policy, seed: int) -> Policy:
+    """That of another job."""
+    assert isinstance(policy.source, Path)
+    entry = BaseModelEntry(path=policy.source, dtype="float32", context=policy.context)
+    other = Policy(load_base("tiny", entry, policy.source, "cpu"), rank=4, alpha=8, seed=0)
+    move(other, seed)
+    return other
+
+
+@pytest.fixture(scope="module")
+def fleet(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    (folder / "models.toml").write_text(
+        f'[models.tiny]\npath = "{policy.source}"\ndtype = "float32"\ncontext = {policy.context}\n'
+    )
+    processes = [start(folder, number) for number in range(2)]
+    for process in processes:
+        wait_until_ready(process)
+    yield RunningFleet(processes, FolderBlobs(folder / "blobs"))
+    for process in processes:
+        process.child.terminate()
+    for process in processes:
+        process.child.wait()
+
+
+def start(folder: Path, number: int) -> Process:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "worker.cli", "sampler", "--model", "tiny", "--port", str(port)],
+        cwd=ROOT,
+        env=environment
+        | {
+            "REGRAFT_DATA_DIR": str(folder / f"data-{number}"),
+            "REGRAFT_BLOB_URL": str(folder / "blobs"),
+            "REGRAFT_MODELS_FILE": str(folder / "models.toml"),
+            "REGRAFT_SAMPLERS_KEY": KEY,
+            "REGRAFT_KV_CACHE_GIB": "0.05",
+            "REGRAFT_TORCH_THREADS": "1",
+        },
+    )
+    return Process(f"http://127.0.0.1:{port}", child)
+
+
+def wait_until_ready(process: Process) -> None:
+    while process.child.poll() is None:
+        try:
+            httpx.get(f"{process.address}/health", trust_env=False)
+            return
+        except httpx.TransportError:
+            time.sleep(0.2)
+    raise AssertionError("a sampler has failed; its error is above")
+
+
+def move(policy: Policy, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.trainable:
+            parameter.normal_(std=0.05)
+
+
+def prompts(policy: Policy) -> list[Prompt]:
+    texts = ["?", "what is the letter of the day, and why", "a or b", "no"]
+    return [
+        Prompt(line, tuple(policy.render([{"role": "user", "content": text}])), {})
+        for line, text in enumerate(texts, start=1)
+    ]
+
+
+def config(policy: Policy, addresses: tuple[str, ...]) -> FleetConfig:
+    return FleetConfig(
+        model="tiny",
+        dtype="float32",
+        context=policy.context,
+        rank=4,
+        addresses=addresses,
+        key=KEY,
+        patience=600.0,
+        probe_interval=0.2,
+    )
+
+
+def sampler_of(
+    policy: Policy, fleet: RunningFleet, bench: Bench, on_lost: Callable[[str], None] = lambda reason: None
+) -> FleetSampler:
+    store = BlobAdapters(bench.attempt(blobs=fleet.blobs))
+    return FleetSampler(policy, config(policy, fleet.addresses), store, on_lost=on_lost)
+
+
+async def answers_of(sampler: FleetSampler, how: Sampling) -> list[Answer]:
+    return [answer async for answer in sampler.sample(prompts(sampler.policy), how)]
+
+
+def as_groups(answers: list[Answer], how: Sampling) -> Groups:
+    return grouped(answers, len({answer.prompt for answer in answers}), how.group_size)
+
+
+def own_engines_answers(policy: Policy, *hows: Sampling) -> list[Groups]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each engine would compile vLLM again
+        sampler = VllmSampler(policy, kv_cache_bytes=1 << 25, threads=1)
+    try:
+        return [as_groups([*sampler.answers(prompts(policy), how)], how) for how in hows]
+    finally:
+        sampler.close()
+
+
+@pytest.fixture(scope="module")
+def expected(policy: Policy) -> dict[str, Groups]:
+    names, hows = ("free", "held", "long"), (HOW, HELD, LONG)
+    return dict(zip(names, own_engines_answers(policy, *hows), strict=True))
+
+
+def assert_same(found: Groups, expected: Groups) -> None:
+    tokens = [[rollout.output_ids_T for rollout in group] for group in found]
+    assert tokens == [[rollout.output_ids_T for rollout in group] for group in expected]
+    for group, others in zip(found, expected, strict=True):
+        for rollout, other in zip(group, others, strict=True):
+            assert rollout.logprobs_T == pytest.approx(other.logprobs_T, abs=1e-4)
+            assert replace(rollout, logprobs_T=()) == replace(other, logprobs_T=())
+
+
+class TestTwoProcesses:
+    pytestmark = with_vllm
+
+    def test_two_jobs_at_once_have_the_answers_of_their_own_engines(
+        self,
+        fleet: RunningFleet,
+        policy: Policy,
+        expected: dict[str, Groups],
+        bench: Bench,
+    ) -> None:
+        one, other = (sampler_of(each, fleet, bench) for each in (policy, on_the_same_base(policy, 2)))
+
+        async def both() -> tuple[list[Answer], list[Answer]]:
+            return await asyncio.gather(answers_of(one, HOW), answers_of(other, HOW))
+
+        ours, others = asyncio.run(both())
+
+        assert_same(as_groups(ours, HOW), expected["free"])
+        assert as_groups(others, HOW) != as_groups(ours, HOW)
+        assert_same(as_groups(asyncio.run(answers_of(one, HOW)), HOW), expected["free"])
+
+    def test_thoughts_have_their_budget_and_answers_their_schema(
+        self, fleet: RunningFleet, policy: Policy, expected: dict[str, Groups], bench: Bench
+    ) -> None:
+        found = as_groups(asyncio.run(answers_of(sampler_of(policy, fleet, bench), HELD)), HELD)
+
+        assert any(rollout.forced for group in found for rollout in group)
+        assert_same(found, expected["held"])
+
+    def test_the_next_answers_are_those_of_an_updated_adapter_and_the_last_one_is_deleted(
+        self, fleet: RunningFleet, policy: Policy, expected: dict[str, Groups], bench: Bench
+    ) -> None:
+        changed = on_the_same_base(policy, 2)
+        sampler = sampler_of(changed, fleet, bench)
+        before = as_groups(asyncio.run(answers_of(sampler, HOW)), HOW)
+        move(changed, 1)
+
+        after = as_groups(asyncio.run(answers_of(sampler, HOW)), HOW)
+
+        assert before != after
+        assert_same(after, expected["free"])
+        stored = [entry.key for entry in fleet.blobs.entries(bench.attempt().prefix)]
+        assert sum(key.endswith(MANIFEST) for key in stored) == 1
+
+    def test_another_key_is_refused(self, fleet: RunningFleet, policy: Policy, bench: Bench) -> None:
+        sampler = sampler_of(policy, fleet, bench)
+        sampler.config = replace(sampler.config, key="another")
+
+        with pytest.raises(SamplerUnusable, match="REGRAFT_SAMPLERS_KEY differs"):
+            asyncio.run(answers_of(sampler, HOW))
+
+    def test_a_fleet_of_another_precision_or_a_smaller_context_is_refused(
+        self, fleet: RunningFleet, policy: Policy, bench: Bench
+    ) -> None:
+        sampler = sampler_of(policy, fleet, bench)
+        sampler.config = replace(sampler.config, dtype="bfloat16", context=100_000)
+
+        with pytest.raises(
+            SamplerUnusable, match=r"float32, and the job needs bfloat16; a context of .*needs 100000"
+        ):
+            asyncio.run(answers_of(sampler, HOW))
+
+    def test_a_killed_member_costs_only_its_unfinished_answers(
+        self, fleet: RunningFleet, policy: Policy, expected: dict[str, Groups], bench: Bench
+    ) -> None:
+        """Last, because it leaves one member."""
+        lost: list[str] = []
+        sampler = sampler_of(policy, fleet, bench, lost.append)
+
+        async def killing() -> list[Answer]:
+            answers: list[Answer] = []
+            async for answer in sampler.sample(prompts(policy), LONG):
+                if not answers:
+                    os.kill(fleet.processes[0].child.pid, signal.SIGKILL)
+                answers.append(answer)
+            return answers
+
+        answers = asyncio.run(killing())
+
+        assert len(lost) == 1 and fleet.processes[0].address.removeprefix("http://") in lost[0]
+        assert set(Counter((answer.prompt, answer.member) for answer in answers).values()) == {1}
+        assert_same(as_groups(answers, LONG), expected["long"])
+
+
+class TestWithoutProcesses:
+    def test_a_job_without_a_member_ends_after_its_patience(self, make_policy: Callable[..., Policy]) -> None:
+        policy = make_policy()
+        with socket.socket() as closed:  # bound and not listening: connections are refused
+            closed.bind(("127.0.0.1", 0))
+            address = f"http://localhost:{closed.getsockname()[1]}"
+            waiting = replace(config(policy, (address,)), patience=0.01, probe_interval=0.01)
+            sampler = FleetSampler(policy, waiting, Unused())
+
+            with pytest.raises(
+                NoMember, match=rf"No sampler of tiny at {address} has answered.*ConnectError"
+            ):
+                asyncio.run(answers_of(sampler, HOW))
+
+    def test_an_adapter_is_found_by_its_name(self) -> None:
+        adapter = Adapter(prefix="projects/p/jobs/j/attempts/1/sampling/x", manifest_sha256="0f" * 32)
+
+        assert adapter_named(name_of(adapter)) == adapter
+        assert adapter_named("tiny") is None
+        assert adapter_named(f"{'0f' * 32}/../secrets") is None
+
+    def test_the_grammar_of_a_thought_and_its_answer_comes_before_the_schema(self) -> None:
+        held = replace(REQUEST, held_to="{}")
+
+        assert parameters(REQUEST)["structured_outputs"] is None
+        assert parameters(held)["structured_outputs"] == {"json": "{}"}
+        assert parameters(replace(held, grammar="start: x"))["structured_outputs"] == {"grammar": "start: x"}
+        assert json.loads(json.dumps(parameters(REQUEST)))["seed"] == 11
+
+    def test_an_answer_that_the_member_aborted_is_none(self) -> None:
+        def body(reason: str) -> dict[str, Any]:
+            logprobs = {"content": [{"logprob": -0.5}, {"logprob": -1.25}]}
+            return {"choices": [{"finish_reason": reason, "token_ids": [4, 9], "logprobs": logprobs}]}
+
+        assert finished_of(REQUEST, body("length")).logprobs_T == (-0.5, -1.25)
+        with pytest.raises(MemberLost, match="abort"):
+            finished_of(REQUEST, body("abort"))
+
+
+class Unused:
+    """An AdapterStore that no adapter reaches."""
+
+    def put(self, adapter: AdapterBytes) -> Adapter:
+        raise AssertionError("no member has answered")

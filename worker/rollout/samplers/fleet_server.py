@@ -1,0 +1,148 @@
+"""One member of a rollout fleet: vLLM's own HTTP server for one base model, which samples for many jobs at once.
+
+Jobs (fleet.py) send tokens and vLLM's sampling parameters to its route `/inference/v1/generate`. The name of the model
+in a request is that of an adapter in the blob store, which vLLM has this process resolve. The process has no state but
+caches: a job sends the answers that a lost member owes to another one.
+
+The calls into what vLLM does not promise to keep are in engine.py, extension.py and `serve`;
+tests/worker/vllm_contract.py names each of them.
+"""
+
+import asyncio
+import os
+import socket
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from core.registry import BaseModelEntry
+from core.settings import Settings
+from core.storage.store import blobs_of
+from worker.model.policy import source_of
+from worker.model.sizing import CPU_CACHE_BYTES, GIB
+from worker.rollout.samplers import engine
+from worker.rollout.samplers.fleet import adapter_named
+from worker.rollout.samplers.fleet_members import FACTS, Facts
+from worker.rollout.samplers.wire import EngineConfig
+from worker.serve.adapters import AdapterDamaged, AdapterFolders, AdapterGone
+
+ADAPTERS_AT_ONCE = 8  # in one batch, each in a slot of the device's memory
+ADAPTERS_IN_MEMORY = 16  # of the machine
+ADAPTERS_ON_DISK = 32
+GPU_MEMORY_UTILIZATION = 0.9
+
+
+class Question(BaseModel):
+    """The question of a job before it samples at a member."""
+
+    tensors: list[str]  # of its adapter, by PEFT's names
+
+
+class StoredAdapters:
+    """Implements vLLM's LoRAResolver: an adapter's name has its prefix in the blob store and its manifest's hash."""
+
+    def __init__(self, folders: AdapterFolders) -> None:
+        self.folders = folders
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
+        """Return vLLM's LoRARequest. None: it is not the name of an adapter, or its files have been deleted."""
+        from vllm.lora.request import LoRARequest
+
+        adapter = adapter_named(lora_name)
+        if adapter is None:
+            return None
+        try:
+            folder = await asyncio.to_thread(self.folders.folder, adapter)
+        except (AdapterGone, AdapterDamaged):
+            return None
+        return LoRARequest(lora_name, 1, str(folder))  # vLLM replaces the number
+
+
+def config_of(entry: BaseModelEntry, settings: Settings) -> EngineConfig:
+    source = source_of(entry, settings.model_cache)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cache = settings.kv_cache_gib
+    # On a GPU, 0 has vLLM take what it finds free.
+    automatic = CPU_CACHE_BYTES if device == "cpu" else 0
+    return EngineConfig(
+        source=str(source),
+        dtype=entry.dtype,
+        device=device,
+        context=entry.context,
+        rank=settings.inference_max_lora_rank,
+        kv_cache_bytes=automatic if cache == "auto" else int(cache * GIB),
+        threads=settings.torch_threads,
+        tensor_parallel=entry.tensor_parallel,
+    )
+
+
+def options(config: EngineConfig) -> dict[str, Any]:
+    """vLLM's EngineArgs: a job's own engine's, with the adapters of many jobs, on GPUs that no trainer uses."""
+    return {
+        **engine.engine_options(config),
+        **engine.worker_options(config),
+        "max_loras": ADAPTERS_AT_ONCE,
+        "max_cpu_loras": ADAPTERS_IN_MEMORY,
+        "kv_cache_memory_bytes": config.kv_cache_bytes or None,
+        "gpu_memory_utilization": 0.01 if config.kv_cache_bytes else GPU_MEMORY_UTILIZATION,
+    }
+
+
+def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.socket) -> None:
+    """Serve on this socket until SIGTERM or Ctrl-C. Requests in flight are cut: their jobs send them elsewhere."""
+    config = config_of(entry, settings)
+    os.environ |= engine.environment(config) | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # or vLLM resolves no adapter
+    }
+    folders = AdapterFolders(
+        blobs_of(settings), (settings.data_dir / "sampler").resolve(), kept=ADAPTERS_ON_DISK
+    )
+    facts = Facts(
+        model=name,
+        dtype=config.dtype,
+        context=config.context,
+        max_lora_rank=config.rank,
+        left_out=[],
+    )
+    asyncio.run(serve(config, facts, StoredAdapters(folders), settings.samplers_key, listening))
+
+
+async def serve(
+    config: EngineConfig, facts: Facts, adapters: StoredAdapters, key: str, listening: socket.socket
+) -> None:
+    from vllm.config import StructuredOutputsConfig
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.launcher import serve_http
+    from vllm.lora.resolver import LoRAResolverRegistry
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    for option, value in options(config).items():
+        setattr(args, option, value)
+    args.structured_outputs_config = StructuredOutputsConfig(**args.structured_outputs_config)
+    args.served_model_name, args.api_key = [facts.model], [key]
+    args.enable_scale_out = True  # the routes for tokens
+    validate_parsed_serve_args(args)
+    LoRAResolverRegistry.register_resolver("regraft", adapters)
+    async with build_async_engine_client(args) as client:
+        tasks = await client.get_supported_tasks()
+        app = build_app(args, tasks, client.model_config)
+
+        async def answer(question: Question) -> Facts:
+            names, *_ = await client.collective_rpc(
+                "policy_tensors_without_layer", args=(tuple(question.tensors),)
+            )
+            return facts.model_copy(update={"left_out": names})
+
+        app.add_api_route(FACTS, answer, methods=["POST"])
+        await init_app_state(client, app.state, args, tasks)
+        host, port = listening.getsockname()[:2]
+        ended = await serve_http(
+            app, sock=listening, host=host, port=port, log_level="warning", access_log=False
+        )
+    await ended
