@@ -45,6 +45,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             "REGRAFT_GPU_CLASSES.h100.kv_cache_gib: Input should be a valid number",
         ),
         ("INFERENCE_URL", "http://inference:8100/v1", "REGRAFT_INFERENCE_URL needs REGRAFT_INFERENCE_KEY"),
+        ("SAMPLERS", '{"m": ["http://gpu-1:8300"]}', "REGRAFT_SAMPLERS needs REGRAFT_SAMPLERS_KEY"),
         ("INFERENCE_URL", "gpu-1:8100", "REGRAFT_INFERENCE_URL: is neither an address such as http"),
         (
             "INFERENCE_URL",

@@ -25,6 +25,7 @@ from core.storage.manifests import MANIFEST
 from core.storage.store import FolderBlobs
 from tests.worker.conftest import Bench
 from tests.worker.test_steering import LETTER, load_thinking
+from tests.worker.test_vllm_engines import has_ended
 from worker.model.policy import Policy, load_base
 from worker.refusals import SamplerUnusable
 from worker.rollout.samplers import Answer, Sampling, grouped
@@ -109,6 +110,7 @@ def start(folder: Path, number: int) -> Process:
             "REGRAFT_MODELS_FILE": str(folder / "models.toml"),
             "REGRAFT_SAMPLERS_KEY": KEY,
             "REGRAFT_KV_CACHE_GIB": "0.05",
+            "REGRAFT_INFERENCE_MAX_LORA_RANK": "8",
             "REGRAFT_TORCH_THREADS": "1",
         },
     )
@@ -123,6 +125,11 @@ def wait_until_ready(process: Process) -> None:
         except httpx.TransportError:
             time.sleep(0.2)
     raise AssertionError("a sampler has failed; its error is above")
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in map(int, children) for each in (child, *descendants(child))]
 
 
 def move(policy: Policy, seed: int) -> None:
@@ -258,8 +265,9 @@ class TestTwoProcesses:
     def test_a_killed_member_costs_only_its_unfinished_answers(
         self, fleet: RunningFleet, policy: Policy, expected: dict[str, Groups], bench: Bench
     ) -> None:
-        """Last, because it leaves one member."""
+        """And no process of it outlives it. Last, because it leaves one member."""
         lost: list[str] = []
+        below = descendants(fleet.processes[0].child.pid)
         sampler = sampler_of(policy, fleet, bench, lost.append)
 
         async def killing() -> list[Answer]:
@@ -275,6 +283,9 @@ class TestTwoProcesses:
         assert len(lost) == 1 and fleet.processes[0].address.removeprefix("http://") in lost[0]
         assert set(Counter((answer.prompt, answer.member) for answer in answers).values()) == {1}
         assert_same(as_groups(answers, LONG), expected["long"])
+        assert len(below) >= 2
+        for pid in below:
+            assert has_ended(pid), "a process outlives its sampler"
 
 
 class TestWithoutProcesses:

@@ -326,6 +326,14 @@ class TestPlan:
 
         assert sizing.wanted_cache(LARGE, WORK, replace(there, engines=2)) == one // 2
 
+    def test_a_job_with_a_fleet_has_the_whole_gpu_for_learning(self) -> None:
+        there = replace(H100, engines=0, kv_cache_bytes=1)
+        made = sizing.plan("m", LARGE, WORK, there)
+
+        assert (made.cache_bytes, made.estimate.copies) == (0, 1)
+        assert made.token_budget >= sizing.plan("m", LARGE, WORK, H100).token_budget
+        assert "KV cache holds" not in made.described(LARGE, WORK)
+
     def test_a_cpu_keeps_2048_tokens_and_a_bounded_cache(self) -> None:
         there = Machine("cpu", 64 * GIB, "vllm")
 

@@ -51,6 +51,33 @@ def test_a_model_whose_sampler_is_not_installed_is_refused() -> None:
         choice.choose(BaseModelEntry(path=Path("x"), sampler="vllm"), Settings(), "cpu", lambda: None)
 
 
+class TestFleet:
+    def test_a_model_with_a_fleet_is_sampled_there_where_vllm_is_not_installed(
+        self, tiny_model: Path
+    ) -> None:
+        models = tiny_model / "fleet.toml"
+        models.write_text(
+            f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\ntensor_parallel = 2\n'
+            '[aliases]\nsmall = "tiny"\n'
+        )
+        settings = Settings(
+            models_file=models,
+            data_dir=tiny_model,
+            samplers={"tiny": ("http://sampler:8300",)},
+            samplers_key="secret",
+        )
+
+        base = inspect_model("small", settings, 1)
+
+        assert (base.sampler, base.fleet, base.engines.engines) == ("vllm", ("http://sampler:8300",), 0)
+
+    def test_a_model_with_a_fleet_and_another_sampler_is_refused(self) -> None:
+        entry = BaseModelEntry(path=Path("x"), sampler="transformers")
+
+        with pytest.raises(choice.SamplerMissing, match=r"REGRAFT_SAMPLERS.* sampled with transformers"):
+            choice.choose(entry, Settings(), "cpu", lambda: None, fleet=True)
+
+
 class TestEngines:
     def test_a_divided_model_is_refused_where_transformers_samples_it(self) -> None:
         entry = BaseModelEntry(path=Path("x"), tensor_parallel=2)

@@ -67,7 +67,7 @@ class FleetConfig:
 
 
 @dataclass(eq=False)
-class Member:
+class FleetMember:
     """One process of the fleet."""
 
     name: str
@@ -111,7 +111,7 @@ class Fleet:
         self.config = config
         self.tensors = tensors
         self.on_lost = on_lost
-        self.members: dict[tuple[str, str], Member] = {}  # by address and its number
+        self.members: dict[tuple[str, str], FleetMember] = {}  # by address and its number
         self._clients = AsyncExitStack()
         self._some_answer = asyncio.Event()
         self._left_out: list[str] = []
@@ -171,7 +171,7 @@ class Fleet:
 
     async def _finish(
         self,
-        member: Member,
+        member: FleetMember,
         request: Request,
         adapter: str,
         put: Callable[[Request, Finished], Awaitable[None]],
@@ -185,7 +185,7 @@ class Fleet:
             return
         await put(request, finished)
 
-    async def _generate(self, member: Member, request: Request, adapter: str) -> Finished:
+    async def _generate(self, member: FleetMember, request: Request, adapter: str) -> Finished:
         if member.lost is None:
             raise MemberLost("it was lost")
         body = {"model": adapter, "token_ids": request.prompt_ids, "sampling_params": parameters(request)}
@@ -200,10 +200,10 @@ class Fleet:
             posting.cancel()
             losing.cancel()
 
-    def _answering(self) -> list[Member]:
+    def _answering(self) -> list[FleetMember]:
         return [member for member in self.members.values() if member.lost is not None]
 
-    def _lose(self, member: Member, reason: str) -> None:
+    def _lose(self, member: FleetMember, reason: str) -> None:
         if member.lost is None:
             return
         member.lost.set()
@@ -241,9 +241,9 @@ class Fleet:
                             trust_env=False,  # a proxy of the environment is for the internet
                         )
                     )
-                    self.members[address, number] = Member(f"{host}:{port}", client, parts.hostname)
+                    self.members[address, number] = FleetMember(f"{host}:{port}", client, parts.hostname)
 
-    async def _probe(self, member: Member) -> None:
+    async def _probe(self, member: FleetMember) -> None:
         if member.losses >= MAX_LOSSES:
             return
         try:
@@ -262,14 +262,14 @@ class Fleet:
             member.lost = asyncio.Event()
             self._some_answer.set()
 
-    async def _facts(self, member: Member) -> Facts:
+    async def _facts(self, member: FleetMember) -> Facts:
         body = await member.request("POST", FACTS, json={"tensors": self.tensors}, seconds=PROBE_SECONDS)
         try:
             return Facts.model_validate(body)
         except ValidationError as cause:
             raise MemberLost("it is no sampler of this version") from cause
 
-    def _check(self, member: Member, facts: Facts) -> None:
+    def _check(self, member: FleetMember, facts: Facts) -> None:
         """Raise SamplerUnusable if it serves another model, or with limits that the job exceeds."""
         config = self.config
         wrong = [

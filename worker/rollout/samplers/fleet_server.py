@@ -5,7 +5,7 @@ in a request is that of an adapter in the blob store, which vLLM has this proces
 caches: a job sends the answers that a lost member owes to another one.
 
 The calls into what vLLM does not promise to keep are in engine.py, extension.py and `serve`;
-tests/worker/vllm_contract.py names each of them.
+tests/worker/vllm_contract.py names those of the first two, and tests/worker/test_fleet.py runs the last.
 """
 
 import asyncio
