@@ -106,7 +106,7 @@ def assemble(
     job = attempt.job
     rows = read_rows(attempt)
     local = ranks.count if world is None else world.local_size
-    base = inspect_model(job.model, settings, local)
+    base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job.reinforcement))
     task = prepare_task(attempt, rows, base)
     plan = plan_memory(job.model, base, task, settings, local)
     beat()
@@ -131,11 +131,16 @@ def assemble(
     if fleet is not None:
         names = ", ".join(fleet.addresses)
         recorder.inform(f"Answers are sampled by the fleet at {names}.", {"addresses": fleet.addresses})
-    elif base.engines.processes > 1:
+    elif base.engines.processes > 1 or base.engines.kind == "split":
         placed = base.engines
         recorder.inform(
-            f"Answers are sampled by {placed}.",
-            {"engines": placed.engines, "tensor_parallel": placed.tensor_parallel, "gpus": placed.gpus_E},
+            f"Placement: {placed.kind}. Answers are sampled by {placed}.",
+            {
+                "placement": placed.kind,
+                "engines": placed.engines,
+                "tensor_parallel": placed.tensor_parallel,
+                "gpus": placed.gpus_E,
+            },
         )
     sampler = choice.build(
         base.sampler,
@@ -175,18 +180,26 @@ def assemble(
         failing_steps=settings.failing_steps,
         held_to=task.held_to,
         feeds=feeds_of(job, task.settings, settings, recorder.warn),
-        gpus=(ranks.total if world is None else world.size) if base.device == "cuda" else 1,
+        gpus=gpus_of(ranks, world, settings) if base.device == "cuda" else 1,
         thresholds=settings.warnings,
     )
 
 
-def inspect_model(name: str, settings: Settings, ranks: int) -> BaseModel:
+def gpus_of(ranks: Ranks, world: World | None, settings: Settings) -> int:
+    """The GPUs that the job occupies on all machines."""
+    return (ranks.total if world is None else world.size) + settings.sampling_gpus
+
+
+def inspect_model(name: str, settings: Settings, ranks: int, *, off_policy: bool = False) -> BaseModel:
     """Read the model's config and select its sampler. Refuse what is not supported here.
+
+    Args:
+        off_policy: whether the job samples a batch while it learns from the one before.
 
     Raises:
         UserMistake: its sampler is not installed, needs more GPUs than a job has, or cannot be divided.
         UnsupportedModel: the architecture is not computed correctly here.
-        TooFewGpus: this machine has fewer GPUs than REGRAFT_RANKS.
+        TooFewGpus: this machine has fewer GPUs than REGRAFT_RANKS and REGRAFT_SAMPLING_GPUS together.
     """
     registry = Registry.load(settings.models_file)
     entry = registry.get(name)
@@ -196,10 +209,15 @@ def inspect_model(name: str, settings: Settings, ranks: int) -> BaseModel:
         sampler, version = choice.choose(entry, settings, device, fleet=bool(fleet))
     except choice.SamplerMissing as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
-    if device == "cuda" and ranks > torch.cuda.device_count():
-        raise TooFewGpus(f"REGRAFT_RANKS is {ranks}, and there are {torch.cuda.device_count()} GPUs here.")
+    if device == "cuda" and ranks + settings.sampling_gpus > torch.cuda.device_count():
+        raise TooFewGpus(
+            f"REGRAFT_RANKS is {ranks}, REGRAFT_SAMPLING_GPUS is {settings.sampling_gpus}, and there are "
+            f"{torch.cuda.device_count()} GPUs here."
+        )
     try:
-        engines = NO_ENGINE if fleet else choice.place(sampler, entry, settings, device, ranks)
+        engines = NO_ENGINE
+        if not fleet:
+            engines = choice.place(sampler, entry, settings, device, ranks, off_policy=off_policy)
     except NotPlaceable as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
     source = source_of(entry, settings.model_cache)
@@ -300,6 +318,11 @@ def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> N
         raise UserMistake(cause.code, str(cause), f"{ADVANCED}.{path}") from cause
 
 
+def is_off_policy(reinforcement: Mapping[str, Any]) -> bool:
+    asked = Hyperparameters.model_validate(reinforcement["hyperparameters"])
+    return asked.advanced.schedule.type == "off_policy"
+
+
 def effort_of(reinforcement: Mapping[str, Any]) -> str:
     return Hyperparameters.model_validate(reinforcement["hyperparameters"]).reasoning_effort
 
@@ -340,7 +363,11 @@ def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, rank
         UserMistake: the job does not fit.
     """
     # Processes on a CPU share its memory; on GPUs each has its own device.
-    processes = max(ranks, base.engines.processes) if base.device == "cpu" else 1
+    processes = 1
+    split = base.engines.kind == "split"
+    if base.device == "cpu":
+        sampling = base.engines.processes
+        processes = ranks + sampling if split else max(ranks, sampling)
     free = memory.available(base.device) // processes
     packed = base.device == "cpu" and base.entry.dtype == "float32"
     machine = sizing.machine(
@@ -351,6 +378,7 @@ def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, rank
         packed=packed,
         engines=base.engines.engines,
         tensor_parallel=base.engines.tensor_parallel,
+        split=split,
     )
     try:
         return sizing.plan(name, base.shape, task.workload, machine)

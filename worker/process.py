@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+import select
 import signal
 import sys
+import threading
 from pathlib import Path
 
 DONE = 0
@@ -41,3 +43,23 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(DRAINED)
+
+
+def die_with_ancestor(ancestor: int) -> None:
+    """Kill this process, and those between it and an ancestor, when that one dies (Linux)."""
+    if sys.platform != "linux":
+        return
+    between, parent = [], os.getppid()
+    while parent not in (ancestor, 1, 0):
+        between.append(parent)
+        parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+    if parent != ancestor:  # it has died
+        os._exit(FAILED)
+    alive = os.pidfd_open(ancestor)
+
+    def wait() -> None:
+        select.select([alive], [], [])
+        for pid in [*between, os.getpid()]:
+            os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="ancestor", daemon=True).start()

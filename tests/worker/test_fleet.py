@@ -17,15 +17,22 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from sqlalchemy import select
 
 from core.chat import Adapter
+from core.database.tables import File, Job
 from core.registry import BaseModelEntry
 from core.response_format import held_to
+from core.settings import Settings
 from core.storage.manifests import MANIFEST
 from core.storage.store import FolderBlobs
-from tests.worker.conftest import Bench
+from graders.spec import parse_grader
+from graders.types import Grade, Item, Sample
+from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_steering import LETTER, load_thinking
 from tests.worker.test_vllm_engines import has_ended
+from worker.assemble import assemble
+from worker.learn.ranks import Ranks
 from worker.model.policy import Policy, load_base
 from worker.refusals import SamplerUnusable
 from worker.rollout.samplers import Answer, Sampling, grouped
@@ -82,9 +89,7 @@ def on_the_same_base(policy: Policy, seed: int) -> Policy:
 @pytest.fixture(scope="module")
 def fleet(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     folder = tmp_path_factory.mktemp("fleet")
-    (folder / "models.toml").write_text(
-        f'[models.tiny]\npath = "{policy.source}"\ndtype = "float32"\ncontext = {policy.context}\n'
-    )
+    (folder / "models.toml").write_text(registry(policy))
     processes = [start(folder, number) for number in range(2)]
     for process in processes:
         wait_until_ready(process)
@@ -93,6 +98,10 @@ def fleet(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         process.child.terminate()
     for process in processes:
         process.child.wait()
+
+
+def registry(policy: Policy) -> str:
+    return f'[models.tiny]\npath = "{policy.source}"\ndtype = "float32"\ncontext = {policy.context}\n'
 
 
 def start(folder: Path, number: int) -> Process:
@@ -244,6 +253,57 @@ class TestTwoProcesses:
         stored = [entry.key for entry in fleet.blobs.entries(bench.attempt().prefix)]
         assert sum(key.endswith(MANIFEST) for key in stored) == 1
 
+    def test_a_job_learns_from_its_fleets_answers(
+        self, fleet: RunningFleet, policy: Policy, bench: Bench, tmp_path: Path
+    ) -> None:
+        """A step is refused if the trainer does not give their tokens the same probabilities."""
+        rows = fleet.blobs.put_bytes(
+            "files/rows", b'{"messages": [{"role": "user", "content": "a or b"}], "answer": "a"}\n'
+        )
+        about = {"filename": "a", "purpose": "fine-tune", "bytes": 1}
+        with bench.database.write() as session:
+            for name in ("file-a", "file-b"):
+                session.add(
+                    File(
+                        id=name,
+                        project_id=bench.project.id,
+                        blob_key="files/rows",
+                        sha256=rows.sha256,
+                        **about,
+                    )
+                )
+            job = session.scalars(select(Job)).one()
+            job.model = "tiny"
+            job.resolved = {
+                "lora_rank": 4,
+                "total_steps": 1,
+                "group_size": 4,
+                "max_completion_tokens": 24,
+            }
+        (tmp_path / "models.toml").write_text(registry(policy))
+        settings = Settings(
+            models_file=tmp_path / "models.toml",
+            data_dir=tmp_path,
+            samplers={"tiny": fleet.addresses},
+            samplers_key=KEY,
+        )
+
+        run = assemble(
+            bench.attempt(blobs=fleet.blobs),
+            parse_grader(GRADER),
+            LengthGrader(),
+            settings,
+            Ranks(1),
+            tmp_path,
+            lambda: False,
+            lambda: None,
+        )
+        asyncio.run(run.train())
+
+        assert f"Answers are sampled by the fleet at {', '.join(fleet.addresses)}." in bench.events()
+        assert "Sampling with vllm fleet" in bench.events()
+        assert bench.steps()[-1]["trained_tokens"] > 0
+
     def test_another_key_is_refused(self, fleet: RunningFleet, policy: Policy, bench: Bench) -> None:
         sampler = sampler_of(policy, fleet, bench)
         sampler.config = replace(sampler.config, key="another")
@@ -325,6 +385,15 @@ class TestWithoutProcesses:
         assert finished_of(REQUEST, body("length")).logprobs_T == (-0.5, -1.25)
         with pytest.raises(MemberLost, match="abort"):
             finished_of(REQUEST, body("abort"))
+
+
+class LengthGrader:
+    """Longer answers are better, so that a group has signal."""
+
+    name, type = "length", "string_check"
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        return Grade(min(1.0, len(sample.output_text) / 24))
 
 
 class Unused:

@@ -334,6 +334,19 @@ class TestPlan:
         assert made.token_budget >= sizing.plan("m", LARGE, WORK, H100).token_budget
         assert "KV cache holds" not in made.described(LARGE, WORK)
 
+    def test_split_an_engine_has_the_room_that_the_trainer_needs_elsewhere(self) -> None:
+        colocated = sizing.plan("m", LARGE, WORK, H100)
+        split = sizing.plan("m", LARGE, WORK, replace(H100, split=True))
+
+        assert split.estimate.copies == 1
+        assert split.cache_bytes >= colocated.cache_bytes
+        assert split.token_budget > colocated.token_budget
+        assert "sequences of" in split.described(LARGE, WORK)
+
+    def test_split_a_cache_without_room_for_one_sequence_is_refused(self) -> None:
+        with pytest.raises(DoesNotFit, match="GPUs that only sample"):
+            sizing.plan("m", LARGE, WORK, replace(H100, split=True, kv_cache_bytes=1))
+
     def test_a_cpu_keeps_2048_tokens_and_a_bounded_cache(self) -> None:
         there = Machine("cpu", 64 * GIB, "vllm")
 

@@ -87,6 +87,15 @@ class TestEngines:
         ):
             choice.place("transformers", entry, Settings(), "cpu", 1)
 
+    def test_gpus_for_sampling_are_refused_where_transformers_samples(self) -> None:
+        with pytest.raises(NotPlaceable, match="REGRAFT_SAMPLING_GPUS is 1, which is for vLLM"):
+            choice.place("transformers", BaseModelEntry(path=Path("x")), Settings(sampling_gpus=1), "cpu", 1)
+
+    def test_the_transformers_sampler_has_no_engines_on_other_gpus(self) -> None:
+        entry = BaseModelEntry(path=Path("x"))
+
+        assert choice.place("transformers", entry, Settings(), "cuda", 4).processes == 1
+
     def test_the_entry_and_the_settings_say_how_many_engines_there_are_and_how_large(self) -> None:
         entry = BaseModelEntry(path=Path("x"), tensor_parallel=2)
 

@@ -82,6 +82,44 @@ class TestPlace:
         assert (two.engines, two.processes) == (2, 2)
         assert str(two) == "2 vLLM engines"
 
+    def test_split_the_engines_have_the_gpus_without_a_rank(self) -> None:
+        five = ("0", "1", "2", "3", "4")
+        split = place(
+            engines="auto", tensor_parallel=1, device="cuda", gpus=five, sampling_gpus=2, off_policy=True
+        )
+
+        assert (split.kind, split.gpus_E) == ("split", (("3",), ("4",)))
+
+    def test_a_job_that_does_not_sample_ahead_is_colocated_on_all_gpus(self) -> None:
+        placement = place(
+            engines="auto",
+            tensor_parallel=1,
+            device="cuda",
+            gpus=("0", "1"),
+            sampling_gpus=1,
+            off_policy=False,
+        )
+
+        assert (placement.kind, placement.gpus_E) == ("colocated", (("0",), ("1",)))
+
+    def test_split_engines_on_a_cpu_are_as_many_processes(self) -> None:
+        split = place(
+            engines="auto", tensor_parallel=1, device="cpu", gpus=(), sampling_gpus=2, off_policy=True
+        )
+
+        assert (split.kind, split.gpus_E, str(split)) == ("split", ((), ()), "2 vLLM engines")
+
+    def test_split_engines_that_need_more_than_the_sampling_gpus_are_refused(self) -> None:
+        with pytest.raises(NotPlaceable, match=r"needs 2 GPUs.*A job has 1 here \(REGRAFT_SAMPLING_GPUS\)"):
+            place(
+                engines="auto",
+                tensor_parallel=2,
+                device="cuda",
+                gpus=("0", "1", "2"),
+                sampling_gpus=1,
+                off_policy=True,
+            )
+
     def test_gpus_have_the_names_that_the_operator_gave_this_process(self) -> None:
         assert gpus_of_job({}, 2) == ("0", "1")
         assert gpus_of_job({"CUDA_VISIBLE_DEVICES": "3,GPU-8f2,5"}, 2) == ("3", "GPU-8f2")

@@ -148,6 +148,7 @@ class Machine:
     gpu_class: str = ""  # if `available` is what a GPU of that class has, and not what is free here
     engines: int = 1  # of vLLM, which share the answers of a step; 0: a fleet on other machines samples
     tensor_parallel: int = 1  # devices that share the weights and the cache of an engine
+    split: bool = False  # the engines have devices of the same size that no trainer uses
 
     @property
     def has_engine(self) -> bool:
@@ -169,6 +170,7 @@ def machine(
     gpu_class: str = "",
     engines: int = 1,
     tensor_parallel: int = 1,
+    split: bool = False,
 ) -> Machine:
     """One whose operator has set these settings."""
     cache, budget = settings.kv_cache_gib, settings.train_token_budget
@@ -182,6 +184,7 @@ def machine(
         gpu_class=gpu_class,
         engines=engines,
         tensor_parallel=tensor_parallel,
+        split=split,
     )
 
 
@@ -329,7 +332,8 @@ class MemoryPlan:
         if not self.cache_bytes:  # a fleet samples
             return f"{batches}. Memory: {self.estimate}."
         cached = shape.divided(self.estimate.tensor_parallel)
-        each = shape.own_token_bytes if self.estimate.copies == 1 else cached.token_cache_bytes
+        is_trainers = self.estimate.copies == 1 and self.estimate.cache > 0
+        each = shape.own_token_bytes if is_trainers else cached.token_cache_bytes
         sequences = self.cache_bytes // (each * work.longest)
         return (
             f"{batches}, and the KV cache holds {sequences} sequences of {work.longest} tokens. "
@@ -351,6 +355,9 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
     Raises:
         DoesNotFit: the message has the model's `name` and the numbers.
     """
+    if machine.split:
+        learning = plan(name, shape, work, replace(machine, engines=0, split=False))
+        return replace(learning, cache_bytes=cache_without_trainer(name, shape, work, machine))
     wanted = wanted_cache(shape, work, machine)
     least = min(least_cache(shape, work, machine), wanted)
     one = shape.divided(machine.tensor_parallel).cache_bytes(work.longest) if machine.engines else 0
@@ -411,6 +418,24 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
         f"{name} at {work.longest} tokens needs {needed}; {place}. Choose a smaller model, lora_rank or "
         f"max_completion_tokens, a GPU with more memory{hint}."
     )
+
+
+def cache_without_trainer(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
+    """The KV cache of an engine that shares its devices with no trainer. Raises DoesNotFit."""
+    weights = math.ceil(shape.weight_bytes / machine.tensor_parallel)
+    adapter = adapter_parameters(shape, work.rank, work.targets) * shape.bytes_each
+    margin = MARGIN_SERVING if machine.device == "cuda" else GIB // 2
+    room = machine.available - weights - adapter - margin
+    one = shape.divided(machine.tensor_parallel).cache_bytes(work.longest)
+    wanted = machine.kv_cache_bytes or wanted_cache(shape, work, machine)
+    if wanted < one or room < one:
+        raise DoesNotFit(
+            f"{name} at {work.longest} tokens needs a KV cache of {one / GIB:.2f} GiB for one sequence, and the GPUs "
+            f"that only sample have room for {min(room, wanted) / GIB:.2f} GiB beside the weights. Have the operator "
+            "raise `tensor_parallel` in the model's entry or REGRAFT_KV_CACHE_GIB, or choose a smaller "
+            "max_completion_tokens."
+        )
+    return min(wanted, room)
 
 
 def wanted_cache(shape: Shape, work: Workload, machine: Machine) -> int:

@@ -59,23 +59,39 @@ def choose(
 
 
 def place(
-    name: SamplerName, entry: BaseModelEntry, settings: Settings, device: Device, gpus: int
+    name: SamplerName,
+    entry: BaseModelEntry,
+    settings: Settings,
+    device: Device,
+    ranks: int,
+    *,
+    off_policy: bool = False,
 ) -> Placement:
-    """Return where the model's engines run, in a job with `gpus` GPUs of this machine.
+    """Return where the model's engines run, in a job with `ranks` learning processes on this machine.
 
     Raises:
-        NotPlaceable: it has too few, or the sampler has no engines to divide.
+        NotPlaceable: it has too few GPUs, or the sampler has no engines to divide or to place elsewhere.
     """
-    if name == "transformers" and entry.tensor_parallel > 1:
-        raise NotPlaceable(
-            f"The model's entry has `tensor_parallel = {entry.tensor_parallel}`, which is for vLLM, and this worker "
-            "samples it with transformers. Remove it, or set REGRAFT_SAMPLER=vllm."
-        )
+    if name == "transformers":
+        if entry.tensor_parallel > 1 or settings.sampling_gpus:
+            what = (
+                f"The model's entry has `tensor_parallel = {entry.tensor_parallel}`"
+                if entry.tensor_parallel > 1
+                else f"REGRAFT_SAMPLING_GPUS is {settings.sampling_gpus}"
+            )
+            raise NotPlaceable(
+                f"{what}, which is for vLLM, and this worker samples the model with transformers. Remove it, or set "
+                "REGRAFT_SAMPLER=vllm."
+            )
+        return placement.ONE_ENGINE
+    gpus = ranks + settings.sampling_gpus
     return placement.place(
         engines=settings.engines,
         tensor_parallel=entry.tensor_parallel,
         device=device,
         gpus=placement.gpus_of_job(os.environ, gpus) if device == "cuda" else (),
+        sampling_gpus=settings.sampling_gpus,
+        off_policy=off_policy,
     )
 
 

@@ -13,11 +13,15 @@ from worker import process
 from worker.rollout.samplers.wire import AdapterBytes
 
 ADAPTER_ID = 1
+SAMPLER = "REGRAFT_SAMPLER_PID"  # set by a sampler (fleet_server.py) for its workers
 
 # vLLM imports this module in each of its worker processes before it loads the weights. Left to itself, a worker whose
 # engine is killed exits after its current operation, which may be an exchange with another worker that never comes.
 if multiprocessing.parent_process() is not None:
     process.die_with_parent(os.getppid())
+# The engine of a sampler is a process between it and these workers. vLLM does not end it with a killed sampler.
+if SAMPLER in os.environ:
+    process.die_with_ancestor(int(os.environ[SAMPLER]))
 
 
 class SamplingWorker:

@@ -21,7 +21,7 @@ from core.settings import Settings
 from core.storage.store import blobs_of
 from worker.model.policy import source_of
 from worker.model.sizing import CPU_CACHE_BYTES, GIB
-from worker.rollout.samplers import engine
+from worker.rollout.samplers import engine, extension
 from worker.rollout.samplers.fleet import adapter_named
 from worker.rollout.samplers.fleet_members import FACTS, Facts
 from worker.rollout.samplers.wire import EngineConfig
@@ -93,6 +93,7 @@ def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.
     """Serve on this socket until SIGTERM or Ctrl-C. Requests in flight are cut: their jobs send them elsewhere."""
     config = config_of(entry, settings)
     os.environ |= engine.environment(config) | {
+        extension.SAMPLER: str(os.getpid()),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # or vLLM resolves no adapter
     }
