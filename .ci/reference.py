@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any, get_args
@@ -27,7 +28,7 @@ from regraft.cli import parser as client_cli
 from api.http import openapi
 from api.http.app import all_routes
 from core import errors, settings
-from core.jobs import flat_hyperparameters, hyperparameter_groups, hyperparameters
+from core.jobs import flat_hyperparameters, hyperparameter_groups, hyperparameters, offline_hyperparameters
 from core.registry import SamplerName
 from core.results import step_metrics
 from worker.cli import parser as server_cli
@@ -200,7 +201,35 @@ def hyperparameters_page() -> Page:
     for name in ("Scale", "Std", "Normalize", "Supervision", "KlEstimator"):
         values = getattr(hyperparameter_groups, name).__args__
         lines.append(f"| `{name}` | {', '.join(f'`{value}`' for value in values)} |")
-    return [*lines, "", *_flat_names_section(), *_refused_combinations()]
+    return [*lines, "", *_offline_section(), *_flat_names_section(), *_refused_combinations()]
+
+
+def _offline_section() -> Page:
+    """The hyperparameters of supervised and dpo jobs."""
+    table = partial(_fields_table, offline_hyperparameters)
+    return [
+        "## Supervised and dpo jobs",
+        "",
+        "Fields of `method.supervised.hyperparameters` and `method.dpo.hyperparameters`, all optional. "
+        "[Supervised and preference jobs](../howto/supervised.md) says what they do.",
+        "",
+        *table("DpoHyperparameters", "SupervisedHyperparameters"),
+        "",
+        "`beta` is for dpo only.",
+        "",
+        *("### advanced.optimizer", "", *table("OfflineOptimizer"), ""),
+        *("### advanced.lora", "", "As above.", ""),
+        *("### advanced.template", "", *table("TemplateChoice"), ""),
+        *(
+            "### advanced.loss",
+            "",
+            "For dpo only.",
+            "",
+            *table("Preference"),
+            "- `type`: `sigmoid`, `ipo`, `simpo` or `orpo`.",
+            "",
+        ),
+    ]
 
 
 def _fields_table(module: ModuleType, *names: str) -> Page:

@@ -113,7 +113,7 @@ def assemble(
     from worker.run import Run
 
     job, rows = attempt.job, read_rows(attempt)
-    asked = hyperparameters.Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
+    asked = hyperparameters.Hyperparameters.model_validate(job.body["hyperparameters"])
     resolved = hyperparameters.resolve(asked, rows=len(rows.train), parameters=PARAMETERS, context=CONTEXT)
     resolved = hyperparameters.kept(resolved, job.resolved)
     room = {"context": CONTEXT, "max_completion_tokens": resolved.max_completion_tokens}

@@ -143,7 +143,7 @@ def database_in(folder: Path) -> Iterator[tuple[Database, Claim]]:
     Table.metadata.create_all(database.engine)
     reinforcement = {"grader": GRADER, "hyperparameters": {}, "response_format": None}
     with database.write() as session:
-        factories.job(session, factories.project(session), model=MODEL, reinforcement=reinforcement)
+        factories.job(session, factories.project(session), model=MODEL, body=reinforcement)
     with database.write() as session:
         claim = lifecycle.claim(session, gpu_class="cpu", owner="bench", lease_seconds=86400)
     assert claim is not None

@@ -218,7 +218,7 @@ class Users:
                     suffix=None,
                     seed=1,
                     metadata=None,
-                    reinforcement={"grader": {}, "hyperparameters": {}, "response_format": None},
+                    body={"grader": {}, "hyperparameters": {}, "response_format": None},
                     gpu_class="cpu",
                 )
                 self.submitted[job.id] = (name, session.scalars(select(db_now())).one())

@@ -40,7 +40,7 @@ def job(session: Session, project: Project, **fields: Any) -> Job:
         "model": "tiny",
         "training_file": "file-train",
         "seed": 1,
-        "reinforcement": {"grader": {}, "hyperparameters": {}},
+        "body": {"grader": {}, "hyperparameters": {}},
         "gpu_class": "cpu",
         "status": "queued",
     }

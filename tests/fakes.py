@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from core.jobs.hyperparameters import Resolved
 from graders.types import ErrorKind, Grade, Item, Sample
 from worker.learn import grpo
 from worker.learn.gradient import Batch, OwnGradient
+from worker.learn.optimizer import AdapterOptimizer
 from worker.learn.totals import Totals
 from worker.learn.trainer import PeftTrainer, Trainer
 from worker.model.policy import Policy
@@ -110,13 +112,39 @@ class WatchedGradient(OwnGradient):
 class RecordingTrainer(PeftTrainer):
     """The real trainer, without an optimizer: keeps the gradient of each update and leaves the weights as they are."""
 
-    def __init__(self, policy: Policy, settings: Resolved, *, token_budget: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        settings: Resolved,
+        *,
+        token_budget: int,
+        kind: "type[RecordingOptimizer] | None" = None,
+    ) -> None:
         super().__init__(policy, settings, token_budget=token_budget)
+        self.optimizer: RecordingOptimizer = (kind or RecordingOptimizer)(
+            policy,
+            learning_rate=settings.learning_rate,
+            betas=(0.9, 0.95),
+            max_grad_norm=settings.max_grad_norm,
+            warmup_steps=settings.warmup_steps,
+        )
+
+    @property
+    def gradients(self) -> list[list[Tensor]]:
+        return self.optimizer.gradients
+
+
+class RecordingOptimizer(AdapterOptimizer):
+    """Keeps the clipped gradient of each step and leaves the weights as they are."""
+
+    def __init__(self, policy: Policy, **options: Any) -> None:
+        super().__init__(policy, **options)
         self.gradients: list[list[Tensor]] = []
 
-    def _step(self) -> None:
+    def descend(self, steps_taken: int) -> None:
         gradients = [parameter.grad for parameter in self.policy.trainable]
-        self.gradients.append([gradient.clone() for gradient in gradients if gradient is not None])
+        kept = [gradient.clone() for gradient in gradients if gradient is not None]
+        self.gradients.append(kept)
 
 
 class IdleTrainer(SkillTrainer):

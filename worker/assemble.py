@@ -19,6 +19,7 @@ from core.jobs.hyperparameters import Hyperparameters, Resolved
 from core.model_checks import ModelChecks, installed_versions
 from core.registry import BaseModelEntry, Device, Registry, SamplerName
 from core.response_format import stored_held_to
+from core.results.lineage import Parent
 from core.settings import Settings
 from graders.spec import GraderSpec
 from graders.types import Grader
@@ -32,6 +33,7 @@ from worker.learn.world import World
 from worker.model import memory, quantized, sizing, support, verdicts
 from worker.model.adapters import adapter_targets
 from worker.model.architecture import refusing, without_weights
+from worker.model.parent import continuing, start_from
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, render, source_of
 from worker.model.reasoning import Reasoning, detect, plan_effort
 from worker.model.sizing import MemoryPlan, Shape, Workload
@@ -106,7 +108,7 @@ def assemble(
     job = attempt.job
     rows = read_rows(attempt)
     local = ranks.count if world is None else world.local_size
-    base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job.reinforcement))
+    base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job.body))
     task = prepare_task(attempt, rows, base)
     plan = plan_memory(job.model, base, task, settings, local)
     beat()
@@ -121,7 +123,7 @@ def assemble(
         recorder.inform(verdict.described(policy.coverage), verdict.as_data(policy.coverage))
         if base.precision:
             recorder.inform(base.precision, {})
-    if policy.reasoning is None and (effort := effort_of(job.reinforcement)) != "default":
+    if policy.reasoning is None and (effort := effort_of(job.body)) != "default":
         recorder.warn(
             f"reasoning_effort '{effort}' has no effect: the model's chat template has no thoughts.", {}
         )
@@ -165,6 +167,10 @@ def assemble(
         world=world,
         gate=SamplerGate.of(settings.max_logprob_gap, sampler=sampler_name, precision=base.entry.dtype),
     )
+    checkpoints = Checkpoints(attempt, scratch)
+    parent = Parent.of(job)
+    if parent is not None and start_from(parent, policy, checkpoints):
+        trainer.start_from_policy()
     return Run(
         settings=task.settings,
         seed=job.seed,
@@ -175,7 +181,7 @@ def assemble(
         rewards=Rewards(grader, parse_json=bool(task.held_to)),
         trainer=WatchedTrainer(trainer, beat),
         recorder=recorder,
-        checkpoints=Checkpoints(attempt, scratch),
+        checkpoints=checkpoints,
         stop_requested=stop_requested,
         failing_steps=settings.failing_steps,
         held_to=task.held_to,
@@ -190,11 +196,14 @@ def gpus_of(ranks: Ranks, world: World | None, settings: Settings) -> int:
     return (ranks.total if world is None else world.size) + settings.sampling_gpus
 
 
-def inspect_model(name: str, settings: Settings, ranks: int, *, off_policy: bool = False) -> BaseModel:
+def inspect_model(
+    name: str, settings: Settings, ranks: int, *, off_policy: bool = False, samples: bool = True
+) -> BaseModel:
     """Read the model's config and select its sampler. Refuse what is not supported here.
 
     Args:
         off_policy: whether the job samples a batch while it learns from the one before.
+        samples: whether it samples at all.
 
     Raises:
         UserMistake: its sampler is not installed, needs more GPUs than a job has, or cannot be divided.
@@ -216,7 +225,7 @@ def inspect_model(name: str, settings: Settings, ranks: int, *, off_policy: bool
         )
     try:
         engines = NO_ENGINE
-        if not fleet:
+        if samples and not fleet:
             engines = choice.place(sampler, entry, settings, device, ranks, off_policy=off_policy)
     except NotPlaceable as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
@@ -261,7 +270,7 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
     """
     job = attempt.job
     assert job.validation_file is not None, "the API requires one"
-    asked = Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
+    asked = Hyperparameters.model_validate(job.body["hyperparameters"])
     named = None if asked.advanced.sampling.chat_template == "auto" else asked.advanced.sampling.chat_template
     reasoning = detect(read_tokenizer(base.entry, base.source, named))
     resolved = hyperparameters.resolve(
@@ -271,7 +280,8 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
         context=base.entry.context,
         reasons=reasoning is not None and not reasoning.form.off,
     )
-    resolved = hyperparameters.kept(with_effort(resolved, asked, reasoning), job.resolved)
+    resolved = continuing(with_effort(resolved, asked, reasoning), Parent.of(job))
+    resolved = hyperparameters.kept(resolved, job.resolved)
     refuse_absent_targets(base, resolved.lora_targets, asked.advanced.path("lora_targets"))
     tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template, resolved.chat_template_kwargs)
     room = {"context": base.entry.context, "max_completion_tokens": resolved.max_completion_tokens}
@@ -284,7 +294,7 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
         raise UserMistake(
             "invalid_value", hyperparameters.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
         )
-    schema = stored_held_to(job.reinforcement["response_format"])
+    schema = stored_held_to(job.body["response_format"])
     if base.sampler == "vllm":
         try:
             grammar_of(detect(tokenizer), Bounds(schema, resolved.thinking_budget))

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from core.database.engine import Database
-from core.jobs import lifecycle
+from core.jobs import lifecycle, methods
 from core.jobs.claim import Claim, LeaseLost
 from core.response_format import SchemaTooLarge
 from core.settings import Settings
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
 
     from worker.learn.world import World
+    from worker.offline.run import OfflineRun
 
 # worker.assemble.assemble. Its module imports torch, so it is imported where it is needed.
 Assemble = Callable[..., Run]
@@ -66,8 +67,15 @@ async def run_attempt(
         UserMistake: the job cannot succeed as it is.
         LeaseLost: the job was cancelled or claimed by another worker.
     """
+    if attempt.job.method in methods.OFFLINE:
+        # Imports torch, so it is imported where it is needed.
+        assemble_offline = import_module("worker.offline.assemble").assemble
+        with failing_once():
+            offline: OfflineRun = assemble_offline(attempt, settings, scratch, stop_requested, beat)
+        with closed_at_the_end(offline.feeds):
+            return await trained(offline)
     try:
-        spec = parse_grader(attempt.job.reinforcement["grader"])
+        spec = parse_grader(attempt.job.body["grader"])
         # The grader may hold connections, which belong to the running event loop.
         async with open_backends(settings).open(spec) as grader:
             watched = ObservedGrader(WatchedGrader(grader, beat), spec)
@@ -83,7 +91,7 @@ async def run_attempt(
         raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
 
 
-async def trained(run: Run) -> RunOutcome:
+async def trained(run: "Run | OfflineRun") -> RunOutcome:
     """Run the loop. A Refusal in it is a UserMistake."""
     try:
         with failing_once():

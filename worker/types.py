@@ -77,6 +77,7 @@ class TrainingSequence:
     weight: float  # of each token; the weights of a step contain the whole normalisation of its loss
     grammar_start: int = 0  # as in Rollout
     forced: int = 0  # as in Rollout: these tokens are not trained on
+    learned_T: tuple[bool, ...] = ()  # which tokens are trained on; empty: all but the forced ones
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from api.http.deps import ReadProject, Service, ServiceDep
 from api.http.openapi import FOR_ANY_KEY, refusals
-from api.resources.jobs import JobCreate, refuse_unusable, usable_model
+from api.resources.jobs import JobCreate, refuse_unusable, start, usable_model
 from core.database.tables import File, Project
 from core.disconnect import until_gone
 from core.errors import InvalidRequest
@@ -119,8 +119,10 @@ def _estimate(body: JobCreate, project: Project, service: Service) -> EstimateOu
 
 def asked(body: JobCreate, project: Project, service: Service) -> Asked:
     """Read the inputs of the job, with the validation of job creation that follows `refuse_unusable`."""
-    model = usable_model(body, service)
-    name = service.registry.resolve(body.model)
+    reinforcement = body.reinforcement("An estimate")
+    assert body.validation_file is not None, "reinforcement jobs have one"
+    name, _ = start(body, service, project)
+    model = usable_model(body, name, service)
     price = Price.of(service.settings)
     if body.budget:
         body.budget.to_row(price)  # validated here as on creation
@@ -131,10 +133,10 @@ def asked(body: JobCreate, project: Project, service: Service) -> Asked:
         validation = find(body.validation_file, param="validation_file")
         past = estimates.history(session, model=name, gpu_class=gpu_class)
     # No connection is held while reading files, which may be large.
-    spec = body.method.reinforcement.grader
+    spec = reinforcement.grader
     train_rows = _rows(service.blobs, training, "training_file", spec, datasets.MAX_TRAINING_ROWS)
     valid_rows = _rows(service.blobs, validation, "validation_file", spec, datasets.MAX_VALIDATION_ROWS)
-    hyperparameters = body.method.reinforcement.hyperparameters
+    hyperparameters = reinforcement.hyperparameters
     return Asked(
         name=name,
         model=model,

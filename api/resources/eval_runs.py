@@ -209,7 +209,7 @@ def list_output_items(
     place = None
     if after is not None and (place := evals.place_of(after, found.id, page.step)) is None:
         raise catalog.no_cursor(after)
-    [whole, *_] = evals.criteria(found.reinforcement["grader"])
+    [whole, *_] = evals.criteria(found.body["grader"])
     samples = rollouts.find(service.blobs, [page], Wanted(), after=place, descending=newest_first)
     wanted = (row for row in samples if status in (None, evals.status(row, whole)))
     rows = list(islice(wanted, most + 1))
@@ -259,7 +259,7 @@ def validation_of(service: Service, job: Job, run_id: str) -> tuple[RolloutPage,
 def _validation(request: Request, blobs: BlobStore, job: Job, page: RolloutPage, model: str) -> RunOut:
     counts = page.summary
     if counts is None:  # written by an earlier version
-        criteria = evals.criteria(job.reinforcement["grader"])
+        criteria = evals.criteria(job.body["grader"])
         counts = evals.summary(rollouts.find(blobs, [page], Wanted()), criteria)
     path = f"v1/regraft/jobs/{job.id}/rollouts?step={page.step}&split=valid"
     return RunOut.of(job, page, model=model, summary=counts, report_url=f"{request.base_url}{path}")

@@ -73,7 +73,7 @@ class EvalOut(BaseModel):
             data_source_config={"type": "custom", "schema": SCHEMA},
             testing_criteria=[
                 hide_secrets(criterion.spec) | {"name": criterion.name, "pass_threshold": criterion.threshold}
-                for criterion in evals.criteria(job.reinforcement["grader"])
+                for criterion in evals.criteria(job.body["grader"])
             ],
             metadata=job.metadata_,
             job_id=job.id,
@@ -223,7 +223,7 @@ class ItemOut(BaseModel):
 
     @classmethod
     def of(cls, job: Job, page: RolloutPage, row: Row, *, model: str) -> "ItemOut":
-        criteria = evals.criteria(job.reinforcement["grader"])
+        criteria = evals.criteria(job.body["grader"])
         return cls(
             id=evals.item_id(job.id, SamplePosition.of(row)),
             created_at=page.created_at,

@@ -55,17 +55,18 @@ async def validate_job(body: JobValidate, project: ReadProject, service: Service
 def _validated(
     job: JobCreate, local_files: Collection[str], project: Project, service: Service
 ) -> JobValidation:
-    accepted = accept(job, service)
+    accepted = accept(job, service, project)
     with service.database.read() as session:
         find = partial(files.get_dataset, session, project.id)
         if "training_file" not in local_files:
             find(job.training_file, param="training_file")
-        if "validation_file" not in local_files:
+        if job.validation_file is not None and "validation_file" not in local_files:
             find(job.validation_file, param="validation_file")
-    reinforcement = job.reinforcement()
-    shown = reinforcement | {"grader": hide_secrets(reinforcement["grader"])}
+    shown = job.method_body()
+    if "grader" in shown:
+        shown["grader"] = hide_secrets(shown["grader"])
     return JobValidation(
         model=accepted.base_model,
-        method={"type": "reinforcement", "reinforcement": shown},
-        warnings=job.method.reinforcement.hyperparameters.warnings,
+        method={"type": job.method.type, job.method.type: shown},
+        warnings=job.warnings,
     )

@@ -32,13 +32,23 @@ from api.resources.integrations import Integrations, to_rows
 from core.database.engine import Work
 from core.database.tables import Checkpoint, Event, Job, Project
 from core.errors import InvalidParameter, InvalidRequest
-from core.jobs import budgets, events, fairness, integrations, lifecycle, usage
+from core.jobs import (
+    budgets,
+    events,
+    fairness,
+    integrations,
+    lifecycle,
+    methods,
+    offline_hyperparameters,
+    usage,
+)
 from core.jobs.budgets import Price
 from core.jobs.devices import device_of
 from core.jobs.hyperparameters import NO_SAMPLER_OF_ITS_OWN, Hyperparameters, shown_advanced
 from core.registry import BaseModelEntry, SamplerName, sampler_of
 from core.response_format import ResponseFormat
-from core.results import evals, tuned_models
+from core.results import evals, lineage, tuned_models
+from core.results.lineage import Parent
 from core.settings import Settings
 from core.storage import files
 from core.strict import StrictModel
@@ -47,12 +57,6 @@ from graders.build import reads_tools
 from graders.spec import GIVE_STEPS, GraderSpec, dump, hide_secrets, parse_grader
 
 router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
-
-
-def _required(value: Any) -> Any:
-    if value is None:
-        raise PydanticKnownError("missing")
-    return value
 
 
 GRADER_PARAM = "method.reinforcement.grader"
@@ -103,20 +107,40 @@ class Reinforcement(StrictModel):
         return self
 
 
-UNSUPPORTED_METHODS = ("supervised", "dpo")
+class SupervisedMethod(StrictModel):
+    hyperparameters: Annotated[
+        offline_hyperparameters.SupervisedHyperparameters, BeforeValidator(_empty_for_null)
+    ] = offline_hyperparameters.SupervisedHyperparameters()
+
+
+class DpoMethod(StrictModel):
+    hyperparameters: Annotated[
+        offline_hyperparameters.DpoHyperparameters, BeforeValidator(_empty_for_null)
+    ] = offline_hyperparameters.DpoHyperparameters()
+
+
+def _of_its_type(value: Any, info: ValidationInfo) -> Any:
+    """Accept the object of the method's own type; null means its defaults, which reinforcement does not have."""
+    kind = info.data.get("type")
+    if kind is None:  # reported already
+        return None
+    if info.field_name != kind:
+        if value is not None:  # a client's typed object serializes unused methods as nulls
+            raise ValueError(f"it must be absent if the type is '{kind}'")
+        return None
+    if value is None and kind == "reinforcement":
+        raise PydanticKnownError("missing")
+    return {} if value is None else value
+
+
+OfItsType = BeforeValidator(_of_its_type)
 
 
 class Method(StrictModel):
-    type: Literal["reinforcement"]
-    reinforcement: Reinforcement
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, sent: Any) -> Any:
-        """A client's typed object serializes unused methods as nulls."""
-        if not isinstance(sent, dict):
-            return sent
-        return {key: one for key, one in sent.items() if key not in UNSUPPORTED_METHODS or one is not None}
+    type: methods.Method
+    supervised: Annotated[SupervisedMethod | None, OfItsType] = Field(default=None, validate_default=True)
+    dpo: Annotated[DpoMethod | None, OfItsType] = Field(default=None, validate_default=True)
+    reinforcement: Annotated[Reinforcement | None, OfItsType] = Field(default=None, validate_default=True)
 
 
 # Above any realistic budget; keeps sums of such numbers finite.
@@ -147,39 +171,46 @@ class BudgetChange(Body):
 
 
 def _null(value: Any) -> None:
-    """Only null and empty values reach this."""
+    """Only null and empty values reach this: see `with_method`."""
 
 
-def refuse_unsupported_method(sent: Mapping[str, Any]) -> None:
-    """Raise InvalidParameter for an unsupported method, before any other validation error.
+def with_method(sent: Mapping[str, Any]) -> dict[str, Any]:
+    """The request with its method spelled out. Without a method it is supervised, as at OpenAI.
 
-    OpenAI's quickstart sends no method, which means "supervised" there.
+    Raises:
+        InvalidParameter: the top-level `hyperparameters`, which are those of supervised jobs, do not fit the method.
     """
-    method = sent.get("method")
-    kind = method.get("type") if isinstance(method, Mapping) else "supervised" if method is None else method
-    if kind in UNSUPPORTED_METHODS:
-        left_out = " (the default where 'method' is left out)" if method is None else ""
-        raise InvalidParameter(
-            f"Method '{kind}'{left_out} is not supported by this server yet: it trains with method 'reinforcement' "
-            "only. Send method={'type': 'reinforcement', 'reinforcement': {'grader': ...}} and a validation_file.",
-            param="method.type",
-            code="unsupported_method",
-        )
-    if sent.get("hyperparameters"):
+    method, top = sent.get("method"), sent.get("hyperparameters")
+    rest = {name: value for name, value in sent.items() if name != "hyperparameters"}
+    if method is None:
+        method = {"type": "supervised"}
+    if not top or not isinstance(method, Mapping):
+        return {**rest, "method": method}
+    kind = method.get("type")
+    if kind != "supervised":
         raise InvalidParameter(
             "The top-level 'hyperparameters' is deprecated and belongs to supervised jobs. Send "
-            "'method.reinforcement.hyperparameters' instead.",
+            f"'method.{kind}.hyperparameters' instead.",
             param="hyperparameters",
             code="unsupported_parameter",
         )
+    inner = method.get("supervised")
+    given = inner.get("hyperparameters") if isinstance(inner, Mapping) else None
+    if given and given != top:
+        raise InvalidParameter(
+            "'hyperparameters' and 'method.supervised.hyperparameters' differ. Send the latter only.",
+            param="hyperparameters",
+            code="invalid_value",
+        )
+    return {**rest, "method": {**method, "supervised": {"hyperparameters": top}}}
 
 
 class JobCreate(Body):
     model: str
     training_file: str
-    # Optional in OpenAI's reference, and required for reinforcement in its guide.
-    validation_file: Annotated[str, BeforeValidator(_required)]
     method: Method
+    # Required for reinforcement, as in OpenAI's guide.
+    validation_file: str | None = Field(default=None, validate_default=True)
     suffix: Suffix | None = None
     seed: Annotated[int, Field(ge=0, le=2147483647)] | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
@@ -187,32 +218,64 @@ class JobCreate(Body):
     budget: Budget | None = None  # extension: extra_body={"budget": ...}
     # Azure's price tier. Accepted and ignored.
     training_type: str | None = Field(default=None, alias="trainingType", max_length=64)
-    hyperparameters: Annotated[None, BeforeValidator(_null)] = None  # see refuse_unsupported_method
+    # Deprecated by OpenAI: those of method.supervised, where `with_method` puts them.
+    hyperparameters: Annotated[
+        offline_hyperparameters.SupervisedHyperparameters | None, BeforeValidator(_null)
+    ] = None
 
     @model_validator(mode="before")
     @classmethod
-    def _supported_method(cls, sent: Any) -> Any:
-        if isinstance(sent, dict):
-            refuse_unsupported_method(sent)
-        return sent
+    def _with_method(cls, sent: Any) -> Any:
+        return with_method(sent) if isinstance(sent, dict) else sent
+
+    @field_validator("validation_file", mode="before")
+    @classmethod
+    def _required(cls, file_id: Any, info: ValidationInfo) -> Any:
+        method = info.data.get("method")
+        if file_id is None and method is not None and method.type == "reinforcement":
+            raise PydanticKnownError("missing")
+        return file_id
 
     @field_validator("validation_file")
     @classmethod
-    def _differs(cls, file_id: str, info: ValidationInfo) -> str:
-        if file_id == info.data.get("training_file"):
+    def _differs(cls, file_id: str | None, info: ValidationInfo) -> str | None:
+        if file_id is not None and file_id == info.data.get("training_file"):
             raise ValueError(
                 "it must not be the training file: its rewards would say nothing about new prompts"
             )
         return file_id
 
-    def reinforcement(self) -> dict[str, Any]:
-        """method.reinforcement as the job stores and shows it."""
-        asked = self.method.reinforcement
+    def reinforcement(self, what: str) -> Reinforcement:
+        """method.reinforcement, for a request that is about `what` of it.
+
+        Raises:
+            InvalidRequest: the job has another method.
+        """
+        if self.method.reinforcement is None:
+            raise InvalidRequest(
+                f"{what} needs a job with method 'reinforcement', and this one has '{self.method.type}'.",
+                param="method.type",
+                code="unsupported_method",
+            )
+        return self.method.reinforcement
+
+    def method_body(self) -> dict[str, Any]:
+        """The object of the method as the job stores and shows it."""
+        offline = self.method.supervised or self.method.dpo
+        if offline is not None:
+            return {"hyperparameters": offline.hyperparameters.model_dump(mode="json")}
+        asked = self.reinforcement("A grader")
         return {
             "grader": dump(asked.grader),
             "hyperparameters": asked.hyperparameters.model_dump(mode="json"),
             "response_format": asked.response_format.to_row() if asked.response_format else None,
         }
+
+    @property
+    def warnings(self) -> list[str]:
+        """One sentence for each accepted value without effect."""
+        asked = self.method.reinforcement
+        return [] if asked is None else asked.hyperparameters.warnings
 
 
 class QueueOut(BaseModel):
@@ -258,6 +321,7 @@ class JobOut(BaseModel):
     trained_tokens: int | None
     error: dict[str, Any] | None
     seed: int
+    hyperparameters: dict[str, Any] | None  # of a supervised job, as in method.supervised; else null
     method: dict[str, Any]
     integrations: list[Any]
     metadata: dict[str, str] | None
@@ -267,6 +331,7 @@ class JobOut(BaseModel):
     shared_with_openai: Literal[False] = False
     eval_id: str  # the eval of its validations; empty before the first one
     # Extensions.
+    lineage: dict[str, Any] | None  # the tuned model that the job trains further; null: a base model
     budget: dict[str, Any] | None
     estimate: dict[str, Any] | None
     verdict: VerdictOut | None  # null: the job has not ended, or there was nothing to compare
@@ -275,16 +340,16 @@ class JobOut(BaseModel):
     def of(cls, job: Job, price: Price, place: fairness.QueuePosition | None) -> "JobOut":
         """From the row and its place in the queue only. `render` reads the places of a hundred jobs with one query."""
         asked = integrations.of_method(job)
-        shown = {
-            "grader": hide_secrets(asked["grader"]),
-            "hyperparameters": render_hyperparameters(asked["hyperparameters"], job.resolved),
-        }
+        parent = Parent.of(job)
+        shown = asked | {"hyperparameters": render_hyperparameters(job)}
+        if "grader" in asked:
+            shown["grader"] = hide_secrets(asked["grader"])
         return cls(
             id=job.id,
             created_at=job.created_at,
             finished_at=job.finished_at,
             estimated_finish=job.estimated_finish,
-            model=job.model,
+            model=job.model if parent is None else parent.model,
             fine_tuned_model=job.fine_tuned_model,
             organization_id=job.organization_id,
             status=job.status,
@@ -294,17 +359,16 @@ class JobOut(BaseModel):
             trained_tokens=job.trained_tokens if job.status in lifecycle.FINAL else None,
             error=job.error,
             seed=job.seed,
-            method={
-                "type": "reinforcement",
-                "reinforcement": asked | shown,
-            },
+            hyperparameters=shown["hyperparameters"] if job.method == "supervised" else None,
+            method={"type": job.method, job.method: shown},
             integrations=integrations.render(job),
             metadata=job.metadata_,
             user_provided_suffix=job.suffix,
             usage_metrics=usage.render(job, price),
             queue=None if place is None else QueueOut(position=place.position, reason=place.reason),
-            eval_id=evals.eval_id(job.id),
+            eval_id="" if job.method in methods.OFFLINE else evals.eval_id(job.id),
             budget=budgets.render(job),
+            lineage=None if parent is None else parent.shown() | {"base_model": job.model},
             verdict=None if job.verdict is None else VerdictOut(**job.verdict),
             estimate=None if job.status in lifecycle.FINAL else usage.render_estimate(job, price),
         )
@@ -365,13 +429,13 @@ def render(session: Session, service: Service, *some: Job) -> list[JobOut]:
 async def create_job(
     body: JobCreate, project: CurrentProject, service: ServiceDep, once: Once
 ) -> JobOut | JSONResponse:
-    """Create a reinforcement fine-tuning job."""
+    """Create a fine-tuning job."""
     await refuse_unusable(body, service, project)
     return await to_thread.run_sync(_created, body, project, service, once)
 
 
 def _created(body: JobCreate, project: Project, service: Service, once: Once) -> JobOut | JSONResponse:
-    accepted = accept(body, service)
+    accepted = accept(body, service, project)
 
     def create(work: Work) -> JobOut:
         find = partial(files.get_dataset, work.session, project.id)
@@ -380,14 +444,18 @@ def _created(body: JobCreate, project: Project, service: Service, once: Once) ->
             project=project,
             model=accepted.base_model,
             training_file=find(body.training_file, param="training_file"),
-            validation_file=find(body.validation_file, param="validation_file"),
+            validation_file=find(body.validation_file, param="validation_file")
+            if body.validation_file
+            else None,
             suffix=body.suffix,
             seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
             metadata=body.metadata,
-            reinforcement=integrations.pin(body.reinforcement(), accepted.integrations),
+            method=body.method.type,
+            body=integrations.pin(body.method_body(), accepted.integrations),
+            parent=None if accepted.parent is None else accepted.parent.to_row(),
             gpu_class=accepted.model.gpu_class or service.settings.gpu_class,
             budget=accepted.budget,
-            warnings=body.method.reinforcement.hyperparameters.warnings,
+            warnings=body.warnings,
         )
         limits = tenants.limits(project, service.settings.default_limits)
         tenants.refuse_job_beyond(work.session, project.id, limits)
@@ -503,6 +571,8 @@ async def refuse_unusable(body: JobCreate, service: Service, project: Project) -
     Together with `accept` these are the validation rules of a job. A queued check holds no thread.
     """
     asked = body.method.reinforcement
+    if asked is None:
+        return
     await refuse(asked.grader, service, project, GRADER_PARAM)
     where = "method.reinforcement.response_format"
     await refuse_unusable_schema(asked.response_format, where, service, project)
@@ -513,38 +583,64 @@ class Accepted:
     """The validated parts of a job request, without its files."""
 
     base_model: str  # aliases are resolved
+    parent: Parent | None  # the tuned model that the job trains further
     model: BaseModelEntry
     budget: dict[str, Any] | None
     integrations: list[dict[str, Any]]
 
 
-def accept(body: JobCreate, service: Service) -> Accepted:
+def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     """Check a request that passed `refuse_unusable` against this installation.
 
     Creating a job and validating one share these rules.
     """
+    base_model, parent = start(body, service, project)
     return Accepted(
-        base_model=service.registry.resolve(body.model),
-        model=usable_model(body, service),
+        base_model=base_model,
+        parent=parent,
+        model=usable_model(body, base_model, service),
         budget=body.budget.to_row(Price.of(service.settings)) if body.budget else None,
         integrations=to_rows(body.integrations, service.settings.enabled_integrations),
     )
 
 
-def usable_model(body: JobCreate, service: Service) -> BaseModelEntry:
+def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Parent | None]:
+    """The base model of the job, and the tuned model that it trains further.
+
+    Raises:
+        InvalidRequest: the job asks for an adapter of another shape than the one that it continues.
+    """
+    with service.database.read() as session:
+        base_model, parent = lineage.start_of(session, project.id, body.model, service.registry)
+    if parent is None:
+        return base_model, None
+    asked = body.method.supervised or body.method.dpo or body.reinforcement("An adapter")
+    lora = asked.hyperparameters.advanced.lora
+    for name in sorted(lora.model_fields_set):
+        value, has = getattr(lora, name), parent.settings[f"lora_{name}"]
+        if value not in ("auto", has):
+            raise InvalidRequest(
+                f"'{body.model}' has an adapter with lora {name} {has}, which the job trains further: leave that "
+                "out. An adapter of another shape on top of it is not supported by this version.",
+                param=f"method.{body.method.type}.hyperparameters.advanced.lora.{name}",
+            )
+    return base_model, parent
+
+
+def usable_model(body: JobCreate, base_model: str, service: Service) -> BaseModelEntry:
     """Return the model to train; reject requests that this service cannot fulfill with it."""
-    name = service.registry.resolve(body.model)
-    model = service.registry.get(name)
-    if where := reads_tools(body.method.reinforcement.grader, GRADER_PARAM):
+    model = service.registry.get(base_model)
+    asked = body.method.reinforcement
+    if asked is None:
+        return model
+    if where := reads_tools(asked.grader, GRADER_PARAM):
         message = (
             f"'{where}' reads sample.output_tools, but answers of a job have none: tools are not supported."
         )
         raise InvalidRequest(message, param=where, code="unsupported_parameter")
-    advanced = body.method.reinforcement.hyperparameters.advanced
-    if (
-        advanced.schedule.type == "off_policy"
-        and _known_sampler(name, model, service.settings) == "transformers"
-    ):
+    advanced = asked.hyperparameters.advanced
+    sampler = _known_sampler(base_model, model, service.settings)
+    if advanced.schedule.type == "off_policy" and sampler == "transformers":
         where = f"method.reinforcement.hyperparameters.advanced.{advanced.path('off_policy_steps')}"
         raise InvalidRequest(NO_SAMPLER_OF_ITS_OWN, param=where)
     return model
@@ -559,14 +655,31 @@ def _known_sampler(name: str, model: BaseModelEntry, settings: Settings) -> Samp
     return sampler_of(model, choice, device_of(settings, gpu_class), vllm_installed=None)
 
 
-def render_hyperparameters(asked: dict[str, Any], resolved: dict[str, Any] | None) -> dict[str, Any]:
+def render_hyperparameters(job: Job) -> dict[str, Any]:
     """The requested hyperparameters, "auto" included, and their resolved values once a run has resolved them."""
+    asked: dict[str, Any] = job.body["hyperparameters"]
+    resolved = job.resolved
     if resolved is None:
         return asked
+    if job.method in methods.OFFLINE:
+        return offline_hyperparameters.shown(asked, resolved)
     # OpenAI's own names stay at the top level, where its users expect them.
     known = {name: value for name, value in resolved.items() if name in asked}
     ours = {name: value for name, value in resolved.items() if name not in asked}
     return asked | known | {"advanced": shown_advanced(asked["advanced"], ours)}
+
+
+OFFLINE_CHECKPOINT_METRICS = (
+    "train_loss",
+    "train_mean_token_accuracy",
+    "valid_loss",
+    "valid_mean_token_accuracy",
+    "full_valid_loss",
+    "full_valid_mean_token_accuracy",
+    "train_mean_reward_accuracy",
+    "full_valid_mean_reward_accuracy",
+    "full_valid_mean_reward_margin",
+)
 
 
 def checkpoint_metrics(checkpoint: Checkpoint) -> dict[str, int | float]:
@@ -582,6 +695,7 @@ def checkpoint_metrics(checkpoint: Checkpoint) -> dict[str, int | float]:
         "full_valid_mean_parse_error": measured.get("full_valid_mean_parse_error"),
         "full_valid_stderr": measured.get("full_valid_stderr"),
         "full_valid_difference": measured.get("full_valid_difference"),
+        **{name: measured.get(name) for name in OFFLINE_CHECKPOINT_METRICS},
         "completion_tokens_mean": measured.get("completion_tokens_mean"),
         "reasoning_tokens_mean": measured.get("reasoning_tokens_mean"),
     }

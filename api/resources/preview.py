@@ -50,6 +50,7 @@ from graders.types import Grade, Sample, TokenUsage, summed
 router = APIRouter(prefix="/regraft/preview", tags=["regraft"])
 
 MAX_ANSWERS = 512
+PREVIEW = "A preview"
 REQUESTS_AT_ONCE = 64
 
 T = TypeVar("T")
@@ -209,7 +210,7 @@ async def _previewed(prepared: Prepared, service: Service, upstream: Upstream, s
         group_size=size.group_size,
         max_completion_tokens=size.max_completion_tokens,
         context=prepared.asked.model.context,
-        pass_threshold=evals.pass_threshold(dump(prepared.body.method.reinforcement.grader)),
+        pass_threshold=evals.pass_threshold(dump(prepared.body.reinforcement(PREVIEW).grader)),
         sampling_seconds=seconds,
         grader_tokens=tokens,
     )
@@ -243,7 +244,7 @@ def _some_rows(blobs: BlobStore, file: File, count: int, seed: int) -> list[Exam
 
 def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[str, Any]:
     """The request for one answer, with the job's sampling parameters."""
-    hyperparameters = body.method.reinforcement.hyperparameters
+    hyperparameters = body.reinforcement(PREVIEW).hyperparameters
     effort = hyperparameters.reasoning_effort
     digest = hashlib.sha256(f"{body.seed or 0}/preview/{row.line}/{member}".encode()).digest()
     try:
@@ -257,7 +258,7 @@ def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[
                 ],
                 "temperature": asked.settings.temperature,
                 "max_completion_tokens": asked.settings.max_completion_tokens,
-                "response_format": body.method.reinforcement.response_format,
+                "response_format": body.reinforcement(PREVIEW).response_format,
                 "seed": int.from_bytes(digest[:8], "big") >> 2,
                 "reasoning_effort": None if effort == "default" else effort,
             }
@@ -330,7 +331,7 @@ def _graded(
     Runs in a thread: a grader that computes for a second would block the server's event loop.
     """
     OWNER.set(prepared.project_id)
-    reinforcement = prepared.body.method.reinforcement
+    reinforcement = prepared.body.reinforcement(PREVIEW)
     parse_json = reinforcement.response_format is not None
     items = [row.item for row in prepared.rows for _ in range(prepared.body.samples)]
     pairs = [

@@ -195,10 +195,13 @@ class Job(Table):
     suffix: Mapped[str | None] = mapped_column(String(64), default=None)
     seed: Mapped[int] = mapped_column(BigInteger)
     metadata_: Mapped[dict[str, Any] | None] = mapped_column("metadata", default=None)
-    # method.reinforcement, normalized: grader, hyperparameters (with their "auto"), response_format, and the
-    # integrations
-    # (core/jobs/integrations.py).
-    reinforcement: Mapped[dict[str, Any]]
+    method: Mapped[str] = mapped_column(String(32), default="reinforcement")  # core/jobs/methods.py
+    # The object of the method, normalized: its hyperparameters (with their "auto"), for reinforcement also grader and
+    # response_format, and the integrations (core/jobs/integrations.py). The column is older than the other methods.
+    body: Mapped[dict[str, Any]] = mapped_column("reinforcement")
+
+    # The tuned model that it trains further (core/results/lineage.py); null: it starts from the base model.
+    parent: Mapped[dict[str, Any] | None] = mapped_column(default=None)
 
     # The results.
     status: Mapped[str] = mapped_column(String(32), default="validating_files")

@@ -97,7 +97,7 @@ def page(
     start = None if after is None else _position(session, project_id, after, order_by)
     at = Eval.updated_at if order_by == "updated_at" else Eval.created_at
     mine = select(Eval).where(Eval.project_id == project_id, Eval.deleted_at.is_(None))
-    theirs = select(Job).where(Job.project_id == project_id)
+    theirs = select(Job).where(Job.project_id == project_id, Job.method == "reinforcement")
     if start is not None:
         theirs = theirs.where(_behind(Job.created_at, Job.seq, 0, start, newest_first))
         mine = mine.where(_behind(at, Eval.seq, 1, start, newest_first))

@@ -15,20 +15,20 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _KEY = "integrations"
 
 
-def pin(reinforcement: dict[str, Any], integrations: list[dict[str, Any]]) -> dict[str, Any]:
-    """`Job.reinforcement` of a job that was created with these integrations."""
-    return reinforcement | {_KEY: integrations} if integrations else reinforcement
+def pin(body: dict[str, Any], integrations: list[dict[str, Any]]) -> dict[str, Any]:
+    """`Job.body` of a job that was created with these integrations."""
+    return body | {_KEY: integrations} if integrations else body
 
 
 def asked(job: Job) -> list[dict[str, Any]]:
     """The job's integrations as requested: {"type": "wandb", "wandb": {"project": ..., ...}}."""
-    found: list[dict[str, Any]] = job.reinforcement.get(_KEY, [])
+    found: list[dict[str, Any]] = job.body.get(_KEY, [])
     return found
 
 
 def of_method(job: Job) -> dict[str, Any]:
-    """method.reinforcement without the integrations."""
-    return {name: value for name, value in job.reinforcement.items() if name != _KEY}
+    """The object of the job's method, without the integrations."""
+    return {name: value for name, value in job.body.items() if name != _KEY}
 
 
 def render(job: Job) -> list[dict[str, Any]]:

@@ -53,7 +53,9 @@ def job_of(session: Session, project_id: str, eval_id: str) -> Job:
     """
     if eval_id.startswith(_EVAL):
         try:
-            return get_job(session, project_id, _JOB + eval_id.removeprefix(_EVAL))
+            job = get_job(session, project_id, _JOB + eval_id.removeprefix(_EVAL))
+            if job.method == "reinforcement":
+                return job
         except JobNotFound:
             pass
     raise EvalNotFound("eval", eval_id)
@@ -67,7 +69,7 @@ def page(
     Raises:
         InvalidRequest: `after` is not an eval of the project.
     """
-    statement = select(Job).where(Job.project_id == project_id)
+    statement = select(Job).where(Job.project_id == project_id, Job.method == "reinforcement")
     ordered = pages.newest_first if newest_first else pages.oldest_first
     if after is not None:
         try:

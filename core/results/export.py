@@ -201,18 +201,19 @@ def _recipe(
     hide_secrets: HideSecrets,
 ) -> dict[str, Any]:
     """reproduce.json: `request` recreates the job once the two files are uploaded."""
-    method = job.reinforcement
-    grader = hide_secrets(method["grader"])
-    reinforcement = {"grader": grader, "hyperparameters": method["hyperparameters"]}
-    if method.get("response_format"):
-        reinforcement["response_format"] = method["response_format"]
+    method = {"hyperparameters": job.body["hyperparameters"]}
+    if "grader" in job.body:
+        method["grader"] = hide_secrets(job.body["grader"])
+    if job.body.get("response_format"):
+        method["response_format"] = job.body["response_format"]
     request = {
         "model": job.model,
         "training_file": job.training_file,
-        "validation_file": job.validation_file,
         "seed": job.seed,
-        "method": {"type": "reinforcement", "reinforcement": reinforcement},
+        "method": {"type": job.method, job.method: method},
     }
+    if job.validation_file:
+        request["validation_file"] = job.validation_file
     if job.suffix:
         request["suffix"] = job.suffix
     return {
@@ -222,9 +223,9 @@ def _recipe(
         "request": request,
         "data": {
             "training_file": _file(session, job, job.training_file),
-            "validation_file": _file(session, job, job.validation_file),
+            **({"validation_file": _file(session, job, job.validation_file)} if job.validation_file else {}),
         },
-        "grader_sha256": _digest(grader),
+        "grader_sha256": _digest(method["grader"]) if "grader" in method else None,
         "resolved_hyperparameters": job.resolved,
         "base_model": _base(registry, job.model),
         "sampler": _announced(session, job, "sampler"),
@@ -275,25 +276,63 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+TAGS = {"supervised": "supervised-fine-tuning", "dpo": "dpo", "reinforcement": "reinforcement-fine-tuning"}
+TRAINED_BY = {
+    "supervised": "supervised fine-tuning",
+    "dpo": "preference fine-tuning",
+    "reinforcement": "reinforcement fine-tuning",
+}
+
+
 def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics]) -> str:
     """README.md with the front matter of the Hugging Face Hub."""
     base = recipe["base_model"]
     known = base.get("hub") or base["name"]
-    checkpoint, data = recipe["checkpoint"], recipe["data"]
+    checkpoint, data, method = recipe["checkpoint"], recipe["data"], recipe["request"]["method"]["type"]
     card = io.StringIO()
     front = ["base_model: " + json.dumps(known), "library_name: peft", "pipeline_tag: text-generation"]
-    card.write(
-        "---\n" + "\n".join([*front, "tags: [lora, regraft, reinforcement-fine-tuning]"]) + "\n---\n\n"
-    )
+    card.write("---\n" + "\n".join([*front, f"tags: [lora, regraft, {TAGS[method]}]"]) + "\n---\n\n")
     card.write(f"# {name}\n\n")
     card.write(
-        f"A LoRA adapter for `{known}`, trained by reinforcement fine-tuning with regraft {recipe['regraft']} "
+        f"A LoRA adapter for `{known}`, trained by {TRAINED_BY[method]} with regraft {recipe['regraft']} "
         f"(job `{recipe['job']}`, step {checkpoint['step']}).\n\n"
     )
     card.write("```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n")
     card.write(
         f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{known}"), "THIS FOLDER")\n```\n\n'
     )
+    if method == "reinforcement":
+        _write_rewards(card, recipe, steps)
+    else:
+        _write_losses(card, steps)
+    what = "Data and grader" if recipe["grader_sha256"] else "Data"
+    card.write(f"\n## {what}\n\n| | sha256 |\n|---|---|\n")
+    for role, file in data.items():
+        card.write(
+            f"| {role} `{file['filename'] or file['id']}` | `{file['sha256'] or 'unknown: deleted'}` |\n"
+        )
+    if recipe["grader_sha256"]:
+        card.write(f"| grader | `{recipe['grader_sha256']}` |\n")
+    card.write("\n## Hyperparameters\n\n| | |\n|---|---|\n")
+    card.write(f"| seed | {recipe['request']['seed']} |\n")
+    if method == "reinforcement":
+        card.write(f"| sampler | {recipe['sampler'] or 'unknown'} |\n")
+    for key, value in (recipe["resolved_hyperparameters"] or {}).items():
+        card.write(f"| {key} | {value} |\n")
+    card.write("\n`reproduce.json` has the whole request, and the hash of every file here.\n")
+    return card.getvalue()
+
+
+def _write_losses(card: io.StringIO, steps: Sequence[StepMetrics]) -> None:
+    card.write("## Losses\n\nStep 0 is the base model.\n\n")
+    card.write("| step | whole validation file | training |\n|---|---|---|\n")
+    last = steps[-1].step if steps else 0
+    for step in steps:
+        if step.full_valid_loss is not None or step.step == last:
+            card.write(f"| {step.step} | {_number(step.full_valid_loss)} | {_number(step.train_loss)} |\n")
+
+
+def _write_rewards(card: io.StringIO, recipe: Mapping[str, Any], steps: Sequence[StepMetrics]) -> None:
     card.write(f"## Compared with the base model\n\n{_comparison(recipe)}\n\n")
     card.write(
         "## Rewards\n\nMean reward on the validation file with its standard error; step 0 is the base model.\n\n"
@@ -305,18 +344,6 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
                 f"| {step.step} | {_number(step.full_valid_mean_reward)} "
                 f"| {_number(step.full_valid_stderr)} | {_number(step.train_mean_reward)} |\n"
             )
-    card.write("\n## Data and grader\n\n| | sha256 |\n|---|---|\n")
-    for role, file in data.items():
-        card.write(
-            f"| {role} `{file['filename'] or file['id']}` | `{file['sha256'] or 'unknown: deleted'}` |\n"
-        )
-    card.write(f"| grader | `{recipe['grader_sha256']}` |\n\n")
-    card.write("## Hyperparameters\n\n| | |\n|---|---|\n")
-    card.write(f"| seed | {recipe['request']['seed']} |\n| sampler | {recipe['sampler'] or 'unknown'} |\n")
-    for key, value in (recipe["resolved_hyperparameters"] or {}).items():
-        card.write(f"| {key} | {value} |\n")
-    card.write("\n`reproduce.json` has the whole request, and the hash of every file here.\n")
-    return card.getvalue()
 
 
 def _comparison(recipe: Mapping[str, Any]) -> str:

@@ -7,7 +7,8 @@ event (SECTIONS) and in CSV columns such as `scores/graders/string_check/exact/t
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
@@ -16,14 +17,31 @@ GraderMetrics = dict[str, Any]
 """One grader's metrics: its `name`, `type` and `model`, and a number by split (`train_...`, `valid_...`)."""
 
 
-def metric(description: str, unit: str = "", *, csv: bool | str = False, default: Any = None) -> Any:
-    """Declare a metric. `csv`: whether it has a column in the result file, or the name of the column."""
+Offline = Literal["supervised", "dpo"]
+
+
+def metric(
+    description: str,
+    unit: str = "",
+    *,
+    csv: bool | str = False,
+    offline: bool | Offline = False,
+    default: Any = None,
+) -> Any:
+    """Declare a metric.
+
+    Args:
+        csv: whether it has a column in the result file of a reinforcement job, or the name of the column.
+        offline: whether it has one in that of a supervised and a dpo job, or of which.
+    """
     extra: JsonDict = {"x-unit": unit} if unit else {}
-    return Field(default, description=description, json_schema_extra=extra | ({"x-csv": csv} if csv else {}))
+    extra |= {"x-csv": csv} if csv else {}
+    extra |= {"x-offline": offline} if offline else {}
+    return Field(default, description=description, json_schema_extra=extra)
 
 
-def _phase(description: str, column: str) -> Any:
-    return metric(description, "s", csv=f"{column}_duration", default=0.0)
+def _phase(description: str, column: str, *, offline: bool = False) -> Any:
+    return metric(description, "s", csv=f"{column}_duration", offline=offline, default=0.0)
 
 
 class _Part(BaseModel):
@@ -34,9 +52,9 @@ class _Part(BaseModel):
 class PhaseSeconds(_Part):
     sampling: float = _phase("Seconds of the phase sampling.", "sampling")
     grading: float = _phase("Seconds of the phase grading, beyond sampling.", "grading")
-    training: float = _phase("Seconds of the phase training.", "training")
-    eval: float = _phase("Seconds of the validation.", "eval")
-    full_iteration: float = _phase("Seconds of the whole step.", "total")
+    training: float = _phase("Seconds of the phase training.", "training", offline=True)
+    eval: float = _phase("Seconds of the validation.", "eval", offline=True)
+    full_iteration: float = _phase("Seconds of the whole step.", "total", offline=True)
 
 
 class ByGrader(_Part):
@@ -59,10 +77,41 @@ class StepMetrics(_Part):
     model_config = ConfigDict(extra="forbid", json_schema_extra={"additionalProperties": True})
 
     step: int = metric(
-        "Number of the step. Step 0 is the validation of the base model.", csv=True, default=...
+        "Number of the step. Step 0 is the validation of the base model.", csv=True, offline=True, default=...
     )
     total_steps: int = metric("Number of steps of the job.", default=0)
     gpus: int | None = metric("GPUs of the run, if more than one.")
+
+    train_loss: float | None = metric(
+        "Supervised: mean -log p of the learned tokens. dpo: mean loss of the pairs. Before the update.",
+        offline=True,
+    )
+    train_accuracy: float | None = metric(
+        "The accuracy of the next two, by OpenAI's second name.", offline="supervised"
+    )
+    valid_loss: float | None = metric("The same loss on a part of the validation file.", offline=True)
+    valid_mean_token_accuracy: float | None = metric("The token accuracy there.", offline="supervised")
+    full_valid_loss: float | None = metric("The loss on the whole validation file.", offline=True)
+    full_valid_mean_token_accuracy: float | None = metric("The token accuracy there.", offline="supervised")
+    train_mean_token_accuracy: float | None = metric(
+        "Supervised: share of the learned tokens that the model thinks likeliest.", offline="supervised"
+    )
+    train_mean_reward_accuracy: float | None = metric(
+        "dpo: share of the pairs in which the preferred answer has the higher reward: beta times the log-probability "
+        "ratio to the reference.",
+        offline="dpo",
+    )
+    train_mean_reward_margin: float | None = metric(
+        "dpo: reward of the preferred less the other answer.", offline="dpo"
+    )
+    train_mean_chosen_reward: float | None = metric("dpo: reward of the preferred answers.", offline="dpo")
+    train_mean_rejected_reward: float | None = metric("dpo: reward of the other answers.", offline="dpo")
+    valid_mean_reward_accuracy: float | None = metric("On a part of the validation file.", offline="dpo")
+    valid_mean_reward_margin: float | None = metric("On a part of the validation file.", offline="dpo")
+    full_valid_mean_reward_accuracy: float | None = metric("On the whole validation file.", offline="dpo")
+    full_valid_mean_reward_margin: float | None = metric("On the whole validation file.", offline="dpo")
+    full_valid_mean_chosen_reward: float | None = metric("On the whole validation file.", offline="dpo")
+    full_valid_mean_rejected_reward: float | None = metric("On the whole validation file.", offline="dpo")
 
     train_mean_reward: float | None = metric("Mean reward of the graded answers.", csv=True)
     train_reward_mean: float | None = metric("The same, by OpenAI's second name.")
@@ -124,7 +173,7 @@ class StepMetrics(_Part):
         "Mean of -log p over all sampled tokens, groups without signal included.", "nats", csv=True
     )
     clip_fraction: float | None = metric("Share of the trained tokens whose ratio was clipped.", csv=True)
-    grad_norm: float | None = metric("Norm of the gradient before clipping.", csv=True)
+    grad_norm: float | None = metric("Norm of the gradient before clipping.", csv=True, offline=True)
     logprob_gap: float | None = metric(
         "Mean |log p of the sampler - log p of the trainer| per token.", "nats", csv=True
     )
@@ -136,7 +185,9 @@ class StepMetrics(_Part):
     )
     skipped_updates: int | None = metric("1 if a gradient was not finite and the step was not taken, else 0.")
     trained_sequences: int | None = metric("Answers that were trained on.")
-    trained_tokens: int | None = metric("Tokens that were trained on, once for each update.", "tokens")
+    trained_tokens: int | None = metric(
+        "Tokens that were trained on, once for each update.", "tokens", offline=True
+    )
     dropped_sequences: int | None = metric("Answers without signal, which were not computed.")
 
     resampled_prompts: int | None = metric("Prompts sampled in addition, for groups without signal.")
@@ -185,7 +236,16 @@ class StepMetrics(_Part):
     @property
     def is_validated(self) -> bool:
         """Whether the step had a validation, even if none of its answers could be graded."""
-        return "full_valid_mean_reward" in self.model_fields_set
+        return bool({"full_valid_mean_reward", "full_valid_loss"} & self.model_fields_set)
+
+    @property
+    def offline(self) -> Offline | None:
+        """The method of a job that learns from the answers in its file; None: another one."""
+        measured = self.model_fields_set
+        if not {"train_loss", "full_valid_loss"} & measured:
+            return None
+        accuracies = {"train_mean_token_accuracy", "full_valid_mean_token_accuracy"}
+        return "supervised" if accuracies & measured else "dpo"
 
     @property
     def seconds(self) -> float:
@@ -209,7 +269,8 @@ class Metric:
     name: str
     unit: str  # "" for a ratio or a reward
     description: str
-    in_csv: bool
+    in_csv: bool  # of a reinforcement job
+    offline: bool | str  # in the result file of a supervised and a dpo job, or of which
     path: tuple[str, ...]  # of the attributes of StepMetrics; one name, unless the metric is inside a section
 
     def value(self, step: StepMetrics) -> Any:
@@ -222,6 +283,10 @@ class Metric:
         return part
 
 
+def _offline(extra: object) -> bool | str:
+    return extra if isinstance(extra, str) else bool(extra)
+
+
 def _metrics_of(part: type[BaseModel], *path: str) -> Iterator[Metric]:
     for name, field in part.model_fields.items():
         extra = field.json_schema_extra
@@ -229,12 +294,23 @@ def _metrics_of(part: type[BaseModel], *path: str) -> Iterator[Metric]:
             column = extra.get("x-csv", False)
             shown = column if isinstance(column, str) else name
             yield Metric(
-                shown, str(extra.get("x-unit", "")), field.description or "", bool(column), (*path, name)
+                shown,
+                str(extra.get("x-unit", "")),
+                field.description or "",
+                bool(column),
+                _offline(extra.get("x-offline")),
+                (*path, name),
             )
 
 
 METRICS = (*_metrics_of(StepMetrics), *_metrics_of(PhaseSeconds, "timing", "step"))
 COLUMNS = tuple(metric for metric in METRICS if metric.in_csv)
+OFFLINE_COLUMNS: Mapping[Offline, tuple[Metric, ...]] = MappingProxyType(
+    {
+        method: tuple(metric for metric in METRICS if metric.offline in (True, method))
+        for method in get_args(Offline)
+    }
+)
 SECTIONS = {
     name: field.description or ""
     for name, field in StepMetrics.model_fields.items()

@@ -67,6 +67,7 @@ class InvalidDataset(ValueError):
 def read_examples(
     chunks: Iterable[bytes],
     *,
+    form: "RowForm | None" = None,
     check: Callable[[Example], Iterable[str]] | None = None,
     max_rows: int | None = None,
     min_rows: int = 1,
@@ -74,12 +75,14 @@ def read_examples(
     """Read all rows of a valid file; otherwise raise InvalidDataset with the errors of all rows.
 
     `check` yields further errors of a row. Reading stops at the first row beyond `max_rows`, which is then the only
-    error
-    reported.
+    error reported.
+
+    Args:
+        form: the format of a row; None: a prompt and the fields of its graders.
     """
     examples: list[Example] = []
     problems = _Problems()
-    for row in _good_rows(chunks, problems, check, max_rows):
+    for row in _good_rows(chunks, problems, check, max_rows, form):
         if problems.errors:
             examples.clear()  # an invalid file returns no rows
         else:
@@ -107,10 +110,11 @@ def _good_rows(
     problems: "_Problems",
     check: Callable[[Example], Iterable[str]] | None,
     max_rows: int | None,
+    form: "RowForm | None" = None,
 ) -> Iterator[Example]:
     """Yield the valid rows; the errors of the others are added to `problems`."""
     rows, last_line = 0, 0
-    for row in read_rows(chunks):
+    for row in read_rows(chunks, form=form):
         if row.line != last_line:  # one line may have several errors
             rows, last_line = rows + 1, row.line
         if max_rows is not None and rows > max_rows:
@@ -125,7 +129,9 @@ def _good_rows(
             yield row
 
 
-def read_rows(chunks: Iterable[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Example | LineError]:
+def read_rows(
+    chunks: Iterable[bytes], max_line_bytes: int = MAX_LINE_BYTES, *, form: "RowForm | None" = None
+) -> Iterator[Example | LineError]:
     """Yield, in file order, an Example for each valid line and one or more LineErrors for each invalid one.
 
     Holds one line at a time, and never one longer than `max_line_bytes`. The boundaries of the chunks do not matter.
@@ -136,7 +142,7 @@ def read_rows(chunks: Iterable[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> 
         if isinstance(row, LineError):
             yield row
         else:
-            yield from _example(*row)
+            yield from _example(*row, form or PROMPTS)
 
 
 def read_objects(
@@ -218,17 +224,17 @@ def _object(number: int, line: bytes) -> tuple[int, dict[str, Any]] | LineError:
     except ValueError as error:
         return LineError(number, str(error))
     if not isinstance(row, dict):
-        return LineError(number, f"must be a JSON object, not {_kind(row)}")
+        return LineError(number, f"must be a JSON object, not {kind(row)}")
     return number, row
 
 
-def _example(number: int, row: dict[str, Any]) -> Iterator[Example | LineError]:
+def _example(number: int, row: dict[str, Any], form: "RowForm") -> Iterator[Example | LineError]:
     good = True
-    for path, problem in _row_problems(row):
+    for path, problem in form.problems(row):
         good = False
         yield LineError(number, problem, path)
     if good:
-        yield Example(number, [_stated(message) for message in row["messages"]], row)
+        yield Example(number, [_stated(message) for message in form.messages(row)], row)
 
 
 def is_nested_too_deeply(row: Any) -> bool:
@@ -290,8 +296,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 def _has_lone_surrogate(text: str, row: Any) -> bool:
     # Such a string cannot be encoded again, so it would fail later, in a tokenizer or a grader. Encoding every row to
-    # find
-    # every row to find out is slow, and few rows have the escape.
+    # find out is slow, and few rows have the escape.
     if not _SURROGATE.search(text):
         return False
     try:
@@ -302,6 +307,14 @@ def _has_lone_surrogate(text: str, row: Any) -> bool:
 
 
 Problem = tuple[str, str]  # path in the row, message
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """A format of rows."""
+
+    problems: Callable[[dict[str, Any]], Iterator[Problem]]
+    messages: Callable[[dict[str, Any]], list[dict[str, Any]]]  # of a row without problems
 
 
 def _row_problems(row: dict[str, Any]) -> Iterator[Problem]:
@@ -322,9 +335,12 @@ def _row_problems(row: dict[str, Any]) -> Iterator[Problem]:
         yield f"messages[{len(messages) - 1}].role", f"the last message must be from the user, not {role}"
 
 
+PROMPTS = RowForm(_row_problems, lambda row: row["messages"])
+
+
 def _message_problems(path: str, message: Any) -> Iterator[Problem]:
     if not isinstance(message, dict):
-        yield path, f"must be an object, not {_kind(message)}"
+        yield path, f"must be an object, not {kind(message)}"
         return
     for key in message:
         if key not in MESSAGE_KEYS and (key not in EMPTY_KEYS or message[key] not in (None, [], "")):
@@ -332,11 +348,11 @@ def _message_problems(path: str, message: Any) -> Iterator[Problem]:
     if message.get("role") not in ROLES:
         yield f"{path}.role", f"must be one of {', '.join(ROLES)}"
     if not isinstance(message.get("name"), str | None):
-        yield f"{path}.name", f"must be a string, not {_kind(message['name'])}"
+        yield f"{path}.name", f"must be a string, not {kind(message['name'])}"
     if "weight" in message:
         yield from _weight_problems(path, message)
     if "content" in message:
-        yield from _content_problems(f"{path}.content", message["content"])
+        yield from content_problems(f"{path}.content", message["content"])
     else:
         yield f"{path}.content", "is missing"
 
@@ -357,7 +373,7 @@ def _weight_problems(path: str, message: dict[str, Any]) -> Iterator[Problem]:
         yield f"{path}.weight", "must be 0 or 1"
 
 
-def _content_problems(path: str, content: Any) -> Iterator[Problem]:
+def content_problems(path: str, content: Any) -> Iterator[Problem]:
     if isinstance(content, str):
         return
     if not isinstance(content, list) or not content:
@@ -369,7 +385,7 @@ def _content_problems(path: str, content: Any) -> Iterator[Problem]:
 
 def _part_problems(path: str, part: Any) -> Iterator[Problem]:
     if not isinstance(part, dict):
-        yield path, f"must be an object, not {_kind(part)}"
+        yield path, f"must be an object, not {kind(part)}"
     elif "image" in str(part.get("type")):  # image_url, input_image
         yield path, "images are not supported by this version"
     elif part.get("type") != "text":
@@ -378,7 +394,7 @@ def _part_problems(path: str, part: Any) -> Iterator[Problem]:
         yield path, 'must be {"type": "text", "text": "..."}'
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
     """The JSON name of the type."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

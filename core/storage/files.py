@@ -14,7 +14,7 @@ from core.database.tables import EvalRun, File, Job, now
 from core.errors import FileNotFound, InvalidRequest
 from core.jobs.lifecycle import FINAL
 from core.storage import datasets
-from core.storage.datasets import Example, InvalidDataset
+from core.storage.datasets import Example, InvalidDataset, RowForm
 from core.storage.store import (
     CHUNK_BYTES,
     BlobCorrupt,
@@ -68,10 +68,11 @@ def read_rows(
     blobs: BlobStore,
     file: File,
     *,
+    form: RowForm | None = None,
     check: Callable[[Example], Iterable[str]] | None = None,
     max_rows: int | None = None,
 ) -> list[Example]:
-    """Read the rows of a file and verify its hash; `check` and `max_rows` as for `datasets.read_examples`.
+    """Read the rows of a file and verify its hash; the other arguments are those of `datasets.read_examples`.
 
     Raises:
         FileDamaged: the content is missing or does not match its hash.
@@ -82,7 +83,7 @@ def read_rows(
         meter = hashlib.sha256()
         try:
             rows = datasets.read_examples(
-                _metered(blobs.open(file.blob_key), meter), check=check, max_rows=max_rows
+                _metered(blobs.open(file.blob_key), meter), form=form, check=check, max_rows=max_rows
             )
         except InvalidDataset:
             # Damage may look like an invalid row, which ends the reading early.

@@ -10,7 +10,7 @@ import httpx2
 import openai
 
 from regraft import config, datasets
-from regraft.datasets import Split, Summary
+from regraft.datasets import Method, Split, Summary
 from regraft.errors import NotARegraftServer, NotSupportedByServer, foreign, named, refuse_foreign
 from regraft.requests import Source
 from regraft.resources.checkpoints import AsyncCheckpoints, Checkpoints
@@ -28,9 +28,16 @@ PREVIEW_SECONDS = 660.0
 class Datasets:
     """Works without the server."""
 
-    def validate(self, file: str | Path, *, grader: Source | None = None, split: Split = "train") -> Summary:
+    def validate(
+        self,
+        file: str | Path,
+        *,
+        grader: Source | None = None,
+        split: Split = "train",
+        method: Method = "reinforcement",
+    ) -> Summary:
         """Validate a JSONL file by the server's own rules; see regraft.datasets.validate."""
-        return datasets.validate(file, grader=grader, split=split)
+        return datasets.validate(file, grader=grader, split=split, method=method)
 
 
 class Regraft(openai.OpenAI):

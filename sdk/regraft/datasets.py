@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from regraft._rules import datasets as rules
+from regraft._rules import offline_rows
 from regraft._rules.datasets import Example
 from regraft._rules.template import MissingPath, Template, TemplateSyntaxError, dotted, resolve
 from regraft.requests import Source, read_grader
 
-# The limits of OpenAI and of the server.
+# The limits of OpenAI and of the server for reinforcement jobs.
 MAX_ROWS: Mapping[str, int] = {"train": 50_000, "valid": 1_000}
 Split = Literal["train", "valid"]
+Method = Literal["supervised", "dpo", "reinforcement"]
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,19 @@ class Summary:
     fields: tuple[str, ...]  # fields of every row that graders can read, without `messages`
 
 
-def validate(file: str | Path, *, grader: Source | None = None, split: Split = "train") -> Summary:
+def validate(
+    file: str | Path,
+    *,
+    grader: Source | None = None,
+    split: Split = "train",
+    method: Method = "reinforcement",
+) -> Summary:
     """Validate every row of a JSONL file; with a `grader`, also the fields that its templates read.
 
     Works without the server. The fields that a python grader or an endpoint reads are not checked.
+
+    Args:
+        method: of the job that is to learn from the file; its rows have another format for each.
 
     Raises:
         InvalidDataset: with the first invalid lines, with the server's messages.
@@ -43,7 +54,13 @@ def validate(file: str | Path, *, grader: Source | None = None, split: Split = "
                 yield f"the grader reads {{{{{dotted('item', wanted)}}}}}, which this row does not have"
 
     common: set[str] | None = None
-    examples = rules.read_examples(_chunks(path), check=lacks if paths else None, max_rows=MAX_ROWS[split])
+    form, most, least = None, MAX_ROWS[split], 1
+    if method != "reinforcement":
+        form, most = offline_rows.FORMS[method], offline_rows.MAX_ROWS
+        least = offline_rows.MIN_ROWS if split == "train" else 1
+    examples = rules.read_examples(
+        _chunks(path), form=form, check=lacks if paths else None, max_rows=most, min_rows=least
+    )
     for example in examples:
         common = set(example.item) if common is None else common & set(example.item)
     return Summary(path, len(examples), tuple(sorted((common or set()) - {"messages"})))

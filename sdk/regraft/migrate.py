@@ -1,8 +1,8 @@
-"""Converts an OpenAI reinforcement job to a job file, and reports the differences."""
+"""Converts an OpenAI fine-tuning job to a job file, and reports the differences."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ _AUTO = {
 }
 _FILES = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
 NO_MODEL = "CHOOSE-ONE"
+# Methods that learn from the answers in their file; a validation file is optional.
+_OFFLINE = ("supervised", "dpo")
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,17 @@ class Migration:
 def migrate(params: Mapping[str, Any], *, model: str | None = None) -> Migration:
     """Convert the arguments of `fine_tuning.jobs.create`, or the job that it returned, to a job file.
 
+    Without a method it is a supervised job, as at OpenAI.
+
     Raises:
-        InvalidRequestFile: it is not a reinforcement job.
+        InvalidRequestFile: its method is unknown, or lacks a part.
     """
-    method = params.get("method")
-    if not isinstance(method, Mapping) or method.get("type") != "reinforcement":
-        kind = method.get("type") if isinstance(method, Mapping) else "supervised"
-        raise InvalidRequestFile(
-            f"The job's method is {kind!r}; only 'reinforcement' jobs can be trained here."
-        )
+    method = params.get("method") or {"type": "supervised"}
+    kind = method.get("type") if isinstance(method, Mapping) else method
+    if kind in _OFFLINE:
+        return _migrate_offline(params, kind, method.get(kind) or {}, model)
+    if kind != "reinforcement":
+        raise InvalidRequestFile(f"The job's method is {kind!r}, which is unknown here.")
     inside = method.get("reinforcement")
     if not isinstance(inside, Mapping) or not isinstance(inside.get("grader"), Mapping):
         raise InvalidRequestFile("The job has no method.reinforcement.grader.")
@@ -57,6 +61,52 @@ def migrate(params: Mapping[str, Any], *, model: str | None = None) -> Migration
     return Migration(
         "\n".join([*comments, *([""] if comments else []), toml(job)]), to_do, differs, _body(job)
     )
+
+
+def _migrate_offline(
+    params: Mapping[str, Any], kind: str, inside: Mapping[str, Any], model: str | None
+) -> Migration:
+    asked = inside.get("hyperparameters") or (params.get("hyperparameters") if kind == "supervised" else None)
+    hyperparameters = {name: value for name, value in (asked or {}).items() if value is not None}
+    suffix = params.get("suffix") or params.get("user_provided_suffix")
+    job = {
+        "model": model or NO_MODEL,
+        **{field: name for field, name in _FILES.items() if params.get(field) or field == "training_file"},
+        "suffix": suffix or None,
+        **{name: params.get(name) for name in _KEPT},
+        "integrations": [*_wandb(params)] or None,
+        "method": {"type": kind, kind: {"hyperparameters": hyperparameters}},
+    }
+    job = {name: value for name, value in job.items() if value is not None}
+    to_do = [*_choose_model(params, model), *_download(params, required=("training_file",))]
+    differs = [
+        'hyperparameters: "auto" follows OpenAI\'s rule for n_epochs; batch_size is rows / 20, at most 16.',
+        *_rate(hyperparameters),
+        "Rows that are longer than the model's context fail the job with their line numbers; OpenAI cuts them.",
+        "Rows may not have images or `functions`.",
+    ]
+    comments = [f"# To do: {line}" for line in to_do]
+    text = "\n".join([*comments, *([""] if comments else []), toml(job)])
+    return Migration(text, to_do, differs, {name: value for name, value in job.items() if name not in _FILES})
+
+
+def _rate(hyperparameters: Mapping[str, Any]) -> Iterator[str]:
+    if isinstance(hyperparameters.get("learning_rate_multiplier"), int | float):
+        yield "hyperparameters.learning_rate_multiplier scales our own base rate, which is not OpenAI's."
+
+
+def _choose_model(params: Mapping[str, Any], model: str | None) -> Iterator[str]:
+    if model is None:
+        model_name = params.get("model")
+        yield f"model: {model_name} is OpenAI's. Choose one of `regraft models list`."
+
+
+def _download(params: Mapping[str, Any], *, required: Collection[str]) -> Iterator[str]:
+    for field, name in _FILES.items():
+        if file := params.get(field):
+            yield f"{field}: {file} is at OpenAI. Download it as {name}: client.files.content({file!r})."
+        elif field in required:
+            yield f"{field}: not set, but required here. Hold out some rows as {name}."
 
 
 def _job(params: Mapping[str, Any], inside: Mapping[str, Any], model: str | None) -> dict[str, Any]:
@@ -92,14 +142,8 @@ def _wandb(params: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _to_do(params: Mapping[str, Any], inside: Mapping[str, Any], model: str | None) -> Iterator[str]:
-    if model is None:
-        model_name = params.get("model")
-        yield f"model: {model_name} is OpenAI's. Choose one of `regraft models list`."
-    for field, name in _FILES.items():
-        if file := params.get(field):
-            yield f"{field}: {file} is at OpenAI. Download it as {name}: client.files.content({file!r})."
-        else:
-            yield f"{field}: not set, but required here. Hold out some rows as {name}."
+    yield from _choose_model(params, model)
+    yield from _download(params, required=_FILES)
     for where, grader in _graders(inside["grader"], "grader"):
         match grader.get("type"):
             case "score_model" | "label_model":
@@ -125,8 +169,7 @@ def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[s
     ]
     if automatic:
         yield f'hyperparameters: OpenAI does not document its "auto". Here {"; ".join(automatic)}.'
-    if isinstance(hyperparameters.get("learning_rate_multiplier"), int | float):
-        yield "hyperparameters.learning_rate_multiplier scales our own base rate, which is not OpenAI's."
+    yield from _rate(hyperparameters)
     if [*_wandb(params)]:
         yield "integrations: W&B runs use the account of the server's operator, who must enable W&B."
     for name in ("tools", "max_episode_steps"):

@@ -24,7 +24,8 @@ from tests import factories
 from tests.api.conftest import MODELS, House
 from tests.api.test_jobs import JOBS, change, error, post
 from tests.present import present, untyped
-from worker.supervise.validation import BadFile, check_file
+from worker.supervise.bad_files import BadFile
+from worker.supervise.validation import check_file
 
 ESTIMATE = "/v1/regraft/estimate"
 

@@ -55,7 +55,7 @@ def client(house: House) -> OpenAI:
 def validate(house: House, job_id: str, step: int, *, summary: bool = True) -> None:
     """Store the validation of a step, as a run does."""
     with house.database.read() as session:
-        grader = session.query(Job).where(Job.id == job_id).one().reinforcement["grader"]
+        grader = session.query(Job).where(Job.id == job_id).one().body["grader"]
     rows = [
         row(
             step,
@@ -118,7 +118,7 @@ def test_headers_of_an_endpoint_grader_are_not_shown(
         "headers": {"authorization": "s3cret"},
     }
     with house.database.write() as session:
-        session.query(Job).where(Job.id == job["id"]).one().reinforcement = {"grader": grader}
+        session.query(Job).where(Job.id == job["id"]).one().body = {"grader": grader}
 
     shown = client.evals.with_raw_response.retrieve(job["eval_id"]).text
     assert "authorization" in shown

@@ -47,7 +47,7 @@ def test_secrets_are_masked_and_a_budget_is_kept(
     job_id = create_job()["id"]
     with house.database.write() as session:
         job = session.query(Job).where(Job.id == job_id).one()
-        job.reinforcement = {"grader": ENDPOINT, "hyperparameters": {}}
+        job.body = {"grader": ENDPOINT, "hyperparameters": {}}
         job.budget = {"gpu_seconds": 3600.0}
 
     request = api.get(f"/v1/regraft/jobs/{job_id}/request")

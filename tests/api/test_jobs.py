@@ -61,6 +61,8 @@ def test_a_new_job_has_every_key_of_openais(
         "error": None,
         "integrations": [],
         "metadata": {"team": "a"},
+        "hyperparameters": None,
+        "lineage": None,
         "method": {
             "type": "reinforcement",
             "reinforcement": {"grader": grader, "hyperparameters": hyperparameters, "response_format": None},
@@ -266,8 +268,44 @@ REFUSED = {
     "an unknown training file": ({"training_file": "file-none"}, "training_file", "invalid_value"),
     "an unknown validation file": ({"validation_file": "file-none"}, "validation_file", "invalid_value"),
     "no method": ({"method": {}}, "method.type", "missing_required_parameter"),
-    "supervised": ({"method": {"type": "supervised", "supervised": {}}}, "method.type", "unsupported_method"),
-    "dpo": ({"method": {"type": "dpo"}}, "method.type", "unsupported_method"),
+    "the object of another method": (
+        {"method": {"type": "supervised", "dpo": {"hyperparameters": {"beta": 0.1}}}},
+        "method.dpo",
+        "invalid_value",
+    ),
+    "a grader for a method without": (
+        {"method": {"type": "supervised", "supervised": {"grader": {}}}},
+        "method.supervised.grader",
+        "unknown_parameter",
+    ),
+    "too many epochs": (
+        {"method": {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 51}}}},
+        "method.dpo.hyperparameters.n_epochs",
+        "integer_above_max_value",
+    ),
+    "two different hyperparameters": (
+        {
+            "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}},
+            "hyperparameters": {"n_epochs": 2},
+        },
+        "hyperparameters",
+        "invalid_value",
+    ),
+    "a learning rate twice": (
+        {
+            "method": {
+                "type": "supervised",
+                "supervised": {
+                    "hyperparameters": {
+                        "learning_rate_multiplier": 2,
+                        "advanced": {"optimizer": {"learning_rate": 0.1}},
+                    }
+                },
+            }
+        },
+        "method.supervised.hyperparameters",
+        "invalid_value",
+    ),
     "a method of nobody's": ({"method": {"type": "vibes"}}, "method.type", "invalid_value"),
     "a method without its object": (
         {"method": {"type": "reinforcement"}},
@@ -483,7 +521,7 @@ def test_a_second_method_beside_reinforcement_is_refused(
     body = job_request()
     body["method"]["dpo"] = {"hyperparameters": {"beta": 0.1}}
 
-    assert error(api.post(JOBS, json=body)) == ("method.dpo", "unknown_parameter")
+    assert error(api.post(JOBS, json=body)) == ("method.dpo", "invalid_value")
 
 
 def test_a_grader_of_tool_calls_is_refused_by_its_path_and_may_be_tried_alone(
@@ -509,31 +547,54 @@ HYPERPARAMETERS = {"n_epochs": 3}
 
 
 @pytest.mark.parametrize(
-    ("body", "kind"),
+    "fields",
     [
-        ({"training_file": "file-abc", "model": "gpt-4o-mini-2024-07-18"}, "supervised"),
-        ({}, "supervised"),
-        ({"model": "tiny", "method": None, "colour": "red"}, "supervised"),
-        ({"method": {"type": "supervised"}}, "supervised"),
-        (
-            {"method": {"type": "supervised", "supervised": {"hyperparameters": HYPERPARAMETERS}}},
-            "supervised",
-        ),
-        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1}}}, "seed": "x"}, "dpo"),
-        ({"training_file": "file-abc", "model": "tiny", "hyperparameters": HYPERPARAMETERS}, "supervised"),
+        {"method": {"type": "supervised", "supervised": {"hyperparameters": HYPERPARAMETERS}}},
+        {"hyperparameters": HYPERPARAMETERS},
+        {"method": {"type": "supervised"}, "hyperparameters": HYPERPARAMETERS},
+        {
+            "method": {"type": "supervised", "supervised": {"hyperparameters": HYPERPARAMETERS}},
+            "hyperparameters": HYPERPARAMETERS,
+        },
     ],
 )
-@pytest.mark.parametrize("route", [JOBS, "/v1/regraft/estimate", "/v1/regraft/preview"])
-def test_a_job_of_another_method_gets_one_answer_whatever_else_is_wrong_with_it(
-    api: TestClient, route: str, body: dict[str, Any], kind: str
+def test_every_spelling_of_a_supervised_job_is_the_same_job(
+    api: TestClient, upload: Callable[..., str], fields: dict[str, Any]
 ) -> None:
-    answer = api.post(route, json=body)
+    job = api.post(JOBS, json={"model": "tiny", "training_file": upload(), **fields}).json()
 
-    assert answer.status_code == 400
+    asked = job["method"]["supervised"]["hyperparameters"]
+    assert job["method"]["type"] == "supervised"
+    assert job["hyperparameters"] == asked
+    assert (asked["n_epochs"], asked["batch_size"], asked["learning_rate_multiplier"]) == (3, "auto", "auto")
+    assert (job["validation_file"], job["eval_id"]) == (None, "")
+
+
+def test_openais_quickstart_is_a_supervised_job(api: TestClient, upload: Callable[..., str]) -> None:
+    job = api.post(JOBS, json={"model": "tiny", "training_file": upload()}).json()
+
+    assert job["status"] == "validating_files"
+    assert job["method"]["type"] == "supervised"
+    assert {job["hyperparameters"][name] for name in ("n_epochs", "batch_size")} == {"auto"}
+
+
+def test_a_preference_job_is_shown_as_at_openai(api: TestClient, upload: Callable[..., str]) -> None:
+    method = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2}}}
+
+    job = api.post(JOBS, json={"model": "tiny", "training_file": upload(), "method": method}).json()
+
+    assert job["hyperparameters"] is None
+    assert job["method"]["dpo"]["hyperparameters"]["beta"] == 0.2
+    assert job["method"]["dpo"]["hyperparameters"]["advanced"]["loss"]["type"] == "sigmoid"
+
+
+@pytest.mark.parametrize("route", ["/v1/regraft/estimate", "/v1/regraft/preview"])
+def test_an_estimate_and_a_preview_are_for_reinforcement_jobs(
+    api: TestClient, upload: Callable[..., str], route: str
+) -> None:
+    answer = api.post(route, json={"model": "tiny", "training_file": upload()})
+
     assert error(answer) == ("method.type", "unsupported_method")
-    message = answer.json()["error"]["message"]
-    assert message.startswith(f"Method '{kind}'")
-    assert "is not supported by this server yet" in message
 
 
 def test_a_reasoning_effort_is_echoed_and_one_event_says_that_it_has_no_effect(
@@ -916,7 +977,7 @@ def test_the_secrets_of_an_endpoint_are_kept_and_not_shown(
     assert job.status_code == 200, job.text
     assert "hush" not in job.text + api.get(f"/v1/fine_tuning/jobs/{job.json()['id']}").text
     with house.database.read() as session:
-        assert session.query(Job).one().reinforcement["grader"]["headers"] == {"X-Key": "hush"}
+        assert session.query(Job).one().body["grader"]["headers"] == {"X-Key": "hush"}
 
 
 SCHEMA = {

@@ -230,7 +230,8 @@ def test_estimate_preview_and_worker_give_answers_the_same_room(
     job = SimpleNamespace(
         training_file="file-a",
         validation_file="file-b",
-        reinforcement={"hyperparameters": hyperparameters, "response_format": None},
+        parent=None,
+        body={"hyperparameters": hyperparameters, "response_format": None},
         resolved=None,
     )
     shape = SimpleNamespace(parameters=1000)

@@ -101,7 +101,7 @@ class Jobs(RuleBasedStateMachine):
                 suffix=None,
                 seed=1,
                 metadata=None,
-                reinforcement={},
+                body={},
                 gpu_class="cpu",
             )
             assert work.outbox

@@ -99,7 +99,7 @@ def create(work: Work, project: Project, **fields: Any) -> Job:
         "suffix": "mine",
         "seed": 7,
         "metadata": {"team": "a"},
-        "reinforcement": {"grader": {"type": "string_check"}},
+        "body": {"grader": {"type": "string_check"}},
         "gpu_class": "h200",
     }
     return lifecycle.create(work, **asked | fields)

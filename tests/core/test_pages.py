@@ -228,7 +228,7 @@ def add_job(session: Session, project: Project, train: Any) -> None:
         "suffix": None,
         "seed": 1,
         "metadata": None,
-        "reinforcement": {},
+        "body": {},
     }
     lifecycle.create(
         Work(session), project=project, model="tiny", training_file=train, gpu_class="cpu", **asked

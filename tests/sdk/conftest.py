@@ -55,7 +55,7 @@ class House:
 
     def job(self, **fields: Any) -> str:
         with self.database.write() as session:
-            asked = {"reinforcement": {"grader": GRADER, "hyperparameters": {"n_epochs": 1, "advanced": {}}}}
+            asked = {"body": {"grader": GRADER, "hyperparameters": {"n_epochs": 1, "advanced": {}}}}
             return factories.job(session, self.project, **asked | fields).id
 
     def say(self, job_id: str, message: str, **more: Any) -> str:

@@ -137,7 +137,7 @@ def test_a_clone_never_sends_a_mask_for_a_secret(house: House, client: Regraft) 
         "url": "https://graders.example/",
         "headers": {"key": "secret"},
     }
-    job_id = house.job(reinforcement={"grader": secret, "hyperparameters": {}})
+    job_id = house.job(body={"grader": secret, "hyperparameters": {}})
 
     with pytest.raises(regraft.InvalidRequestFile, match=r"does not show grader\.headers\.key"):
         client.jobs.clone(job_id)

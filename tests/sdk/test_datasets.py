@@ -18,6 +18,7 @@ from graders.build import item_paths
 from graders.spec import parse_grader
 from tests.sdk.conftest import GRADER, ROWS
 from worker.supervise import validation
+from worker.supervise.bad_files import BadFile
 
 BAD = b"""{"messages": [{"role": "user", "content": "hi"}]}
 {"messages": []}
@@ -75,7 +76,7 @@ def servers_words(path: Path, tmp_path: Path, grader: dict[str, str]) -> str:
     blobs = FolderBlobs(tmp_path / "blobs")
     info = blobs.put_file("file", path)
     file = File(id="file-1", filename=path.name, blob_key="file", bytes=info.size, sha256=info.sha256)
-    with pytest.raises(validation.BadFile) as bad:
+    with pytest.raises(BadFile) as bad:
         validation.check_file(blobs, file, parse_grader(grader), "training_file", MAX_TRAINING_ROWS)
     return bad.value.message.removeprefix("Training file file-1: ")
 

@@ -49,15 +49,13 @@ def uploaded(client: OpenAI | AzureOpenAI) -> list[Any]:
     return [client.files.create(file=(f"{n}.jsonl", LINES), purpose="fine-tune").id for n in "ab"]
 
 
-def test_openais_supervised_quickstart_gets_one_clear_answer(openai_client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        openai_client.fine_tuning.jobs.create(training_file="file-abc123", model="gpt-4o-mini-2024-07-18")
+def test_openais_supervised_quickstart_is_a_job(openai_client: OpenAI) -> None:
+    train, _ = uploaded(openai_client)
 
-    assert (refused.value.code, refused.value.param) == ("unsupported_method", "method.type")
-    assert (
-        "'supervised'" in refused.value.message
-        and "not supported by this server yet" in refused.value.message
-    )
+    job = openai_client.fine_tuning.jobs.create(training_file=train, model=OPENAIS)
+
+    assert untyped(job.method).type == "supervised"
+    assert job.hyperparameters.n_epochs == "auto"
 
 
 def test_an_alias_is_answered_with_the_model_it_leads_to(openai_client: OpenAI) -> None:

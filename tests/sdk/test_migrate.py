@@ -73,8 +73,8 @@ def test_the_job_file_is_a_job_here(tmp_path: Path) -> None:
 
     body = job.with_ids({"training_file": "file-1", "validation_file": "file-2"})
     created = JobCreate.model_validate(body)
-    assert created.reinforcement()["grader"] == OPENAIS["method"]["reinforcement"]["grader"]
-    assert created.method.reinforcement.hyperparameters.batch_size == 16
+    assert created.method_body()["grader"] == OPENAIS["method"]["reinforcement"]["grader"]
+    assert created.reinforcement("This test").hyperparameters.batch_size == 16
     assert (created.model, created.seed, created.suffix) == ("tiny", 42, "my desk!")
     assert created.metadata == {"team": "a b"}
     [only] = present(created.integrations)
@@ -135,11 +135,34 @@ def test_a_cosine_and_an_endpoint_need_a_hand() -> None:
 
 @pytest.mark.parametrize(
     "params",
-    [{}, {"method": {"type": "dpo"}}, {"method": {"type": "reinforcement", "reinforcement": {}}}],
+    [{"method": {"type": "vibes"}}, {"method": {"type": "reinforcement", "reinforcement": {}}}],
 )
-def test_what_is_no_reinforcement_job_is_refused(params: dict[str, Any]) -> None:
+def test_what_lacks_a_method_or_a_grader_is_refused(params: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestFile):
         migrate(params)
+
+
+@pytest.mark.parametrize(
+    ("params", "method"),
+    [
+        (
+            {"training_file": "file-1", "hyperparameters": {"n_epochs": 2}},
+            {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2}}},
+        ),
+        (
+            {"training_file": "file-1", "method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2}}}},
+            {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2}}},
+        ),
+    ],
+)
+def test_jobs_that_learn_from_given_answers_need_one_file(
+    params: dict[str, Any], method: dict[str, Any]
+) -> None:
+    made = migrate({"model": "gpt-4o-mini"} | params, model="tiny")
+
+    assert made.body == {"model": "tiny", "method": method}
+    assert [line.split(":")[0] for line in made.to_do] == ["training_file"]
+    assert "validation_file" not in made.text
 
 
 def test_the_command_writes_the_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,8 +55,10 @@ GOOD = {
     "a model of this server": job(model="tiny", seed=7, metadata={"team": "a"}),
 }
 BAD: dict[str, Any] = {
-    "a supervised job": {"model": RFT, "method": {"type": "supervised"}},
-    "the supervised quickstart": {"model": RFT},
+    "a preference job with a beta of 3": {
+        "model": RFT,
+        "method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 3}}},
+    },
     "a formula with an unknown name": job(GUIDES | {"calculate_output": "exact + far"}),
     "a template that does not parse": job(GRADER | {"input": "{{sample.nothing}}"}),
     "a grader of tools": job(GRADER | {"input": "{{sample.output_tools[0].function.name}}"}),
@@ -121,24 +123,47 @@ def test_a_bad_job_is_bad_for_all_three(desk: Path, house: House, spec: Any) -> 
     assert [created(house, spec), validated(desk, spec), migrated(desk, spec)] == [False] * 3
 
 
+CONVERSATION = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+PAIR = {
+    "input": {"messages": [{"role": "user", "content": "a"}]},
+    "preferred_output": [{"role": "assistant", "content": "b"}],
+    "non_preferred_output": [{"role": "assistant", "content": "c"}],
+}
+OFFLINE: dict[str, tuple[dict[str, Any], Any]] = {
+    "a supervised job": ({"model": RFT, "method": {"type": "supervised"}}, CONVERSATION),
+    "the supervised quickstart": ({"model": RFT}, CONVERSATION),
+    "a preference job": (
+        {"model": RFT, "method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1}}}},
+        PAIR,
+    ),
+}
+
+
+@pytest.mark.parametrize(("spec", "row"), OFFLINE.values(), ids=OFFLINE.keys())
+def test_a_job_with_given_answers_is_good_for_all_three(
+    desk: Path, house: House, spec: dict[str, Any], row: dict[str, Any]
+) -> None:
+    for name in LINES:
+        (desk / name).write_text((json.dumps(row) + "\n") * 10)
+
+    assert [created(house, spec), validated(desk, spec), migrated(desk, spec)] == [True] * 3
+
+
+def test_rows_of_another_method_are_reported_with_their_lines(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "train.jsonl").write_text((json.dumps(PAIR) + "\n") * 10)
+    (desk / "job.json").write_text(json.dumps({"model": RFT, "training_file": "train.jsonl"}))
+
+    assert main(["validate", "job.json"]) == 1
+    assert "job.json:1: input: is not a key of this format" in capsys.readouterr().out
+    assert main(["validate", "train.jsonl", "--method", "dpo"]) == 0
+
+
 def test_the_refusal_is_the_servers(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     validated(desk, BAD["a formula with an unknown name"])
 
     assert "job.json: method.reinforcement.grader" in capsys.readouterr().out
-
-
-def test_the_supervised_quickstart_is_an_unsupported_method_for_both(
-    desk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (desk / "job.json").write_text(json.dumps({"model": RFT, "training_file": "file-1"}))
-
-    for command in (["validate", "job.json"], ["jobs", "create", "-f", "job.json"]):
-        assert main(command) != 0
-        said = capsys.readouterr()
-        assert (
-            "Method 'supervised' (the default where 'method' is left out) is not supported"
-            in said.out + said.err
-        )
 
 
 def test_hyperparameters_beside_a_method_are_refused_by_name_and_migration_says_that_they_are_left_out(

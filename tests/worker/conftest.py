@@ -166,7 +166,7 @@ def claimed_job(database: Database, folder: Path) -> Bench:
             validation_file="file-b",
             suffix="colours",
             seed=3,
-            reinforcement={"grader": GRADER, "hyperparameters": {}, "response_format": None},
+            body={"grader": GRADER, "hyperparameters": {}, "response_format": None},
         )
     with database.write() as session:
         claim = lifecycle.claim(session, gpu_class="cpu", owner="first", lease_seconds=60)

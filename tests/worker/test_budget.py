@@ -330,7 +330,7 @@ class TestBeforeTheStart:
                     training_file="file-t",
                     validation_file="file-v",
                     seed=1,
-                    reinforcement=bench.job().reinforcement,
+                    body=bench.job().body,
                     gpu_class="cpu",
                 )
                 session.add(job)

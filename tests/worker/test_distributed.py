@@ -160,7 +160,7 @@ def groups(step: int) -> list[Group]:
 def without_adam(*trainers: PeftTrainer) -> None:
     """AdamW makes a full step of a gradient that is nothing but rounding."""
     for trainer in trainers:
-        untyped(trainer).optimizer = torch.optim.SGD(trainer.policy.trainable, lr=0.01)
+        untyped(trainer).optimizer.adamw = torch.optim.SGD(trainer.policy.trainable, lr=0.01)
 
 
 @pytest.mark.parametrize(

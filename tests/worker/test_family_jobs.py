@@ -132,4 +132,4 @@ def prepare(bench: Bench) -> None:
             "eval_interval": 2,
             "advanced": {"group_size": 4, "max_completion_tokens": 12, "learning_rate": 0.01},
         }
-        job.reinforcement = {"grader": GRADER, "hyperparameters": hyperparameters, "response_format": None}
+        job.body = {"grader": GRADER, "hyperparameters": hyperparameters, "response_format": None}

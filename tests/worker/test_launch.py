@@ -50,7 +50,7 @@ def queued(
             grader |= {"reference": "{{item.answer}}", "evaluation_metric": "fuzzy_match"}
             advanced = {"group_size": 8, "max_completion_tokens": 8}
             asked = {"batch_size": 4, "n_epochs": 2, "eval_interval": 1, "advanced": advanced}
-            job.reinforcement = {"grader": grader, "hyperparameters": asked, "response_format": None}
+            job.body = {"grader": grader, "hyperparameters": asked, "response_format": None}
         with lifecycle.fenced(bench.database, bench.claim) as (session, job):
             lifecycle.release(session, job)
         environment = {

@@ -133,7 +133,7 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., list[tuple[str, str]
                 session.add(File(id=name, project_id=bench.project.id, blob_key=info.key, **about))
             job = session.get_one(Job, bench.job().seq)
             job.status, job.lease_expires_at = "validating_files", None
-            job.reinforcement = {**job.reinforcement, "grader": GRADER}
+            job.body = {**job.body, "grader": GRADER}
         settings = Settings(data_dir=tmp_path, lease_seconds=0.04)
         return validate_next(settings, bench.database, bench.blobs, untyped(With(grader)), "tester")
 

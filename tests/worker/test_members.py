@@ -107,7 +107,7 @@ def test_a_run_with_a_member_learns_what_one_process_does_and_ends_when_it_loses
             for helpers in ((), ranks.helpers)
         )
         for one in (alone, together):
-            untyped(one).optimizer = torch.optim.SGD(one.policy.trainable, lr=0.01)
+            untyped(one).optimizer.adamw = torch.optim.SGD(one.policy.trainable, lr=0.01)
         began = [parameter.detach().clone() for parameter in alone.policy.trainable]
         for step in (1, 2):
             groups = sampled(alone.policy, step)

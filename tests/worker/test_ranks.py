@@ -103,7 +103,7 @@ def test_two_ranks_learn_what_one_does(
     alone, together = trainers(like_the_policy(advanced), budget)
     # The optimizer that all are equal before: AdamW makes a full step of what is nothing but rounding.
     for one in (alone, together):
-        one.optimizer = torch.optim.SGD(one.policy.trainable, lr=0.01)
+        one.optimizer.adamw = torch.optim.SGD(one.policy.trainable, lr=0.01)
     began = [parameter.detach().clone() for parameter in alone.policy.trainable]
 
     for step in (1, 2):

@@ -75,7 +75,7 @@ def run(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
                 "reasoning_effort": effort,
                 "advanced": {"group_size": 4, "max_completion_tokens": 64} | advanced,
             }
-            job.reinforcement = {"grader": GRADER, "hyperparameters": asked, "response_format": FORMAT}
+            job.body = {"grader": GRADER, "hyperparameters": asked, "response_format": FORMAT}
         asyncio.run(
             run_attempt(
                 bench.attempt(),

@@ -79,7 +79,7 @@ def queued(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
             job = session.scalars(select(Job)).one()
             short = {"group_size": 4, "max_completion_tokens": 4} | (hyperparameters or {})
             asked = {"batch_size": 2, "n_epochs": 1, "eval_interval": 2, "advanced": short}
-            job.reinforcement = {"grader": GRADER, "hyperparameters": asked, "response_format": None}
+            job.body = {"grader": GRADER, "hyperparameters": asked, "response_format": None}
         environment = {"models_file": registry, "data_dir": tmp_path / "data", "torch_threads": 1}
         for name, value in environment.items():
             monkeypatch.setenv(f"REGRAFT_{name.upper()}", str(value))

@@ -66,7 +66,7 @@ def test_one_that_does_not_leaves_the_adapter_as_it_was_and_is_told_of_with_numb
 
     assert all(map(torch.equal, before, weights(policy)))
     assert trainer.steps_taken == 0
-    assert not trainer.optimizer.state
+    assert not trainer.optimizer.adamw.state
     assert all(parameter.grad is None for parameter in policy.trainable)
     message = str(refused.value)
     assert "differ by 0.25 nats a token on average and 0.25 at most" in message

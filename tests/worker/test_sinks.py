@@ -228,7 +228,7 @@ def job(*integrations: dict[str, Any]) -> Job:
         model="tiny",
         training_file="file-a",
         seed=3,
-        reinforcement={"grader": {"type": "string_check"}, "integrations": list(integrations)},
+        body={"grader": {"type": "string_check"}, "integrations": list(integrations)},
     )
 
 

@@ -30,8 +30,15 @@ def test_every_metric_of_the_table_is_recorded_by_some_run(bench: Bench) -> None
     first = StepMetrics.load(steps[1])
     in_a_section = {metric.name for metric in METRICS if metric.path[1:] and metric.value(first) is not None}
     of_an_update = {field.name for field in fields(UpdateMetrics)}
+    of_given_answers = {
+        metric.name for metric in METRICS if metric.offline and not metric.in_csv
+    } - of_an_update
     of_reasoning = {"reasoning_tokens_mean", "answer_tokens_mean", "cut_thoughts_share"}
-    assert NAMES - set().union(*steps) - in_a_section - of_an_update == {"gpus", *of_reasoning}
+    assert NAMES - set().union(*steps) - in_a_section - of_an_update == {
+        "gpus",
+        *of_reasoning,
+        *of_given_answers,
+    }
 
 
 def test_a_row_of_the_result_file_begins_with_the_columns_of_the_table(bench: Bench) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from core.jobs.hyperparameters import Resolved
 from graders.types import Grade
-from tests.fakes import RecordingTrainer, learn
+from tests.fakes import RecordingOptimizer, RecordingTrainer, learn
 from tests.present import present
 from tests.worker.test_training import (
     asked,
@@ -219,15 +219,15 @@ class TestPasses:
             for r in g.rollouts_G
         }
 
-        class SignDescent(RecordingTrainer):
-            def _step(self) -> None:
-                super()._step()
+        class SignDescent(RecordingOptimizer):
+            def descend(self, steps_taken: int) -> None:
+                super().descend(steps_taken)
                 with torch.no_grad():
                     for p in policy.trainable:
                         assert p.grad is not None
                         p.add_(0.02 * p.grad.sign())
 
-        trainer = SignDescent(policy, settings, token_budget=24)
+        trainer = RecordingTrainer(policy, settings, token_budget=24, kind=SignDescent)
         seen = trainer.gradients
         start = weights_of(policy)
         learn(trainer, groups)
@@ -248,8 +248,8 @@ class TestPasses:
 
         metrics = learn(trainer, groups)
 
-        assert trainer.optimizer.state[policy.trainable[0]]["step"].item() == 3
-        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 4)
+        assert trainer.optimizer.adamw.state[policy.trainable[0]]["step"].item() == 3
+        assert trainer.optimizer.adamw.param_groups[0]["lr"] == pytest.approx(0.01 / 4)
         assert metrics.trained_tokens == 3 * once.trained_tokens
         assert metrics.trained_sequences == once.trained_sequences
 

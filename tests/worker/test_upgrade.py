@@ -206,7 +206,7 @@ def test_a_checkpoint_of_format_1_is_continued_to_the_last_bit(
     assert checkpoints.restore(trainer) == STEP
 
     assert full_of(trainer.policy.trainable, lambda n: 0.01 * n)
-    moments = [trainer.optimizer.state[parameter] for parameter in trainer.policy.trainable]
+    moments = [trainer.optimizer.adamw.state[parameter] for parameter in trainer.policy.trainable]
     assert full_of([one["exp_avg"] for one in moments], lambda n: 0.1 * n)
     assert full_of([one["exp_avg_sq"] for one in moments], lambda n: 0.2 * n)
     assert {one["step"].item() for one in moments} == {5.0}

@@ -66,7 +66,7 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[tupl
             job = session.get_one(Job, bench.job().seq)
             job.training_file, job.validation_file = ids
             job.status, job.lease_expires_at = "validating_files", None
-            job.reinforcement = {**job.reinforcement, "grader": grader, "response_format": response_format}
+            job.body = {**job.body, "grader": grader, "response_format": response_format}
         settings = Settings(data_dir=tmp_path, **changes)
         wakes = validate_next(settings, bench.database, blobs, backends, "tester")
         return bench.job(), wakes

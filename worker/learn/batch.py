@@ -10,7 +10,7 @@ A prompt of 256 tokens with eight answers of 16 is 376 tokens this way and 2,168
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
 
 import torch
 from torch import Tensor
@@ -353,13 +353,14 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
             position_ids[b, at : at + read] = torch.arange(prompt, prompt + read)
             segment[b, at : at + read] = number
             # The last token of the prompt predicts the first of the answer; from there each predicts the next.
-            column += [prompt - 1, *range(at, at + read)]
-            row += [b] * (read + 1)
-            target += answer.output_ids_T
-            lengths.append(read + 1)
-            sampled_logp += answer.logprobs_T
-            advantage += answer.advantages_T
-            weight += [answer.weight] * (read + 1)
+            learned = list(answer.learned_T or (True,) * (read + 1))
+            column += compress([prompt - 1, *range(at, at + read)], learned)
+            target += compress(answer.output_ids_T, learned)
+            sampled_logp += compress(answer.logprobs_T, learned)
+            advantage += compress(answer.advantages_T, learned)
+            lengths.append(sum(learned))
+            row += [b] * lengths[-1]
+            weight += [answer.weight] * lengths[-1]
             at += read
     return Tensors(
         input_ids=input_ids.to(device),

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from core.jobs.hyperparameters import Resolved
 from worker.learn.deal import deal
 from worker.learn.gradient import OwnGradient
 from worker.learn.ranks import Model
@@ -170,4 +171,5 @@ def loaded(order: LoadModel, local_rank: int) -> OwnGradient:
         torch.cuda.set_device(device)
     policy = order.model.load(device)
     order.model.check(policy)
+    assert isinstance(order.model.settings, Resolved), "offline jobs have one rank"
     return OwnGradient(policy, order.model.settings, token_budget=order.token_budget, held_to=order.held_to)

@@ -178,16 +178,41 @@ def logprobs(policy: Policy, batch: Tensors, temperature: float) -> tuple[Tensor
     """
     hidden = policy.hidden(batch.input_ids, batch.position_ids, batch.segment)[batch.row_M, batch.column_M]
     head = partial(_log_probabilities, policy, temperature)
-    targets = torch.split(batch.target_M, HEAD_CHUNK)
+    return through_head(head, hidden, batch.target_M, batch.allowed_M, _entropy)
+
+
+Statistic = Callable[[Tensor, Tensor], Tensor]
+"""From the log-probabilities [m, V] and the targets [m] to one number for each position, without a gradient."""
+
+
+def _entropy(logp: Tensor, target: Tensor) -> Tensor:
+    entropy: Tensor = torch.special.entr(logp.exp()).sum(-1)  # 0 at masked tokens
+    return entropy
+
+
+def through_head(
+    head: Callable[[Tensor, Tensor | None], Tensor],
+    hidden: Tensor,
+    target_M: Tensor,
+    allowed_M: Tensor | None,
+    statistic: Statistic,
+) -> tuple[Tensor, Tensor]:
+    """The log-probability [M] of each target and the statistic [M] of its position, chunk by chunk.
+
+    Args:
+        head: hidden states [m, h] and allowed tokens -> log-probabilities [m, V].
+        hidden: [M, h].
+    """
+    targets = torch.split(target_M, HEAD_CHUNK)
     allowed: Sequence[Tensor | None] = [None] * len(targets)
-    if batch.allowed_M is not None:
-        allowed = torch.split(batch.allowed_M, HEAD_CHUNK)
+    if allowed_M is not None:
+        allowed = torch.split(allowed_M, HEAD_CHUNK)
     chunks = [
-        _HeadChunk.apply(head, *chunk)  # type: ignore[no-untyped-call]
+        _HeadChunk.apply(head, statistic, *chunk)  # type: ignore[no-untyped-call]
         for chunk in zip(torch.split(hidden, HEAD_CHUNK), targets, allowed, strict=True)
     ]
-    logp, entropy = zip(*chunks, strict=True)
-    return torch.cat(logp), torch.cat(entropy)
+    logp, measured = zip(*chunks, strict=True)
+    return torch.cat(logp), torch.cat(measured)
 
 
 def _log_probabilities(policy: Policy, temperature: float, hidden: Tensor, allowed: Tensor | None) -> Tensor:
@@ -201,18 +226,23 @@ def _log_probabilities(policy: Policy, temperature: float, hidden: Tensor, allow
 
 
 class _HeadChunk(torch.autograd.Function):
-    """Log-probability [m] of each target and entropy [m]. Keeps the hidden states, and computes the head again."""
+    """Log-probability [m] of each target and a statistic [m]. Keeps the hidden states, and computes the head again."""
 
     @staticmethod
     def forward(
-        ctx: Any, head: Callable[..., Tensor], hidden: Tensor, target: Tensor, allowed: Tensor | None
+        ctx: Any,
+        head: Callable[..., Tensor],
+        statistic: Statistic,
+        hidden: Tensor,
+        target: Tensor,
+        allowed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.head = head
         ctx.save_for_backward(hidden, target, allowed)
         logp = head(hidden, allowed)
-        entropy = torch.special.entr(logp.exp()).sum(-1)  # 0 at masked tokens
-        ctx.mark_non_differentiable(entropy)
-        return logp.gather(-1, target[:, None])[:, 0], entropy
+        measured = statistic(logp, target)
+        ctx.mark_non_differentiable(measured)
+        return logp.gather(-1, target[:, None])[:, 0], measured
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -220,7 +250,7 @@ class _HeadChunk(torch.autograd.Function):
         with torch.enable_grad():
             hidden = hidden.detach().requires_grad_()
             logp = ctx.head(hidden, allowed).gather(-1, target[:, None])[:, 0]
-        return None, torch.autograd.grad(logp, hidden, gradient)[0], None, None
+        return None, None, torch.autograd.grad(logp, hidden, gradient)[0], None, None
 
 
 @dataclass

@@ -6,6 +6,7 @@ import socket
 
 import torch
 
+from core.jobs.hyperparameters import Resolved
 from worker import process
 from worker.learn.gradient import OwnGradient, flat, shaped
 from worker.learn.members import ReadAhead
@@ -63,6 +64,7 @@ def start(told: Start, gpu: int) -> OwnGradient:
     if device != "cpu":
         torch.cuda.set_device(device)
     policy = told.model.load_checked(device)
+    assert isinstance(told.model.settings, Resolved), "offline jobs have one rank"
     return OwnGradient(policy, told.model.settings, token_budget=told.token_budget, held_to=told.held_to)
 
 

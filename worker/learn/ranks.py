@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.jobs.hyperparameters import Resolved
+from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.registry import BaseModelEntry
 from worker.learn.totals import Totals
 from worker.types import Pack
@@ -42,7 +43,7 @@ class Model:
     name: str
     entry: BaseModelEntry
     cache: Path
-    settings: Resolved
+    settings: Resolved | ResolvedOffline
     seed: int
     checkpointed: bool  # activations are computed twice
     sampled: bool  # by rank 0 with the transformers sampler, whose decode limits the choice of a forward pass

@@ -18,6 +18,14 @@ class Totals:
     gap_k3: float = 0.0
     ratio: float = 0.0
     ratio_squared: float = 0.0
+    # Of given answers (worker/learn/offline.py).
+    sequences: int = 0
+    pairs: int = 0
+    correct: float = (
+        0.0  # tokens that the model thinks likeliest, or pairs whose preferred answer has more reward
+    )
+    chosen: float = 0.0  # reward of the preferred answers
+    rejected: float = 0.0
 
     @property
     def effective_sample_size(self) -> float:

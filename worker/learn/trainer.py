@@ -1,6 +1,5 @@
 """Train the adapter on graded groups: optimizer steps of LoRA with a GRPO-family loss."""
 
-import math
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from core.jobs.hyperparameters import Resolved
 from worker.learn.batch import Share, batch_of, divisors, share_of
 from worker.learn.distributed import DistributedGradient
 from worker.learn.gradient import Gradient, OwnGradient, SharedGradient
+from worker.learn.optimizer import AdapterOptimizer
 from worker.learn.ranks import Helper
 from worker.learn.totals import Totals
 from worker.learn.world import World
@@ -59,8 +59,12 @@ class PeftTrainer:
         if world is not None:
             self.gradient = DistributedGradient(self.own, world)
         # Betas and no weight decay: what RL with LoRA converged on (a second moment of 0.95 forgets in ~20 steps).
-        self.optimizer = torch.optim.AdamW(
-            policy.trainable, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        self.optimizer = AdapterOptimizer(
+            policy,
+            learning_rate=settings.learning_rate,
+            betas=(0.9, 0.95),
+            max_grad_norm=settings.max_grad_norm,
+            warmup_steps=settings.warmup_steps,
         )
         self.steps_taken = 0
         self.gate = gate
@@ -105,19 +109,12 @@ class PeftTrainer:
             if number > 0:
                 self.gradient.again(std)
                 passes.append(self.gradient.collect())
-            self.policy.drop_left_out()
-            for parameter in self.policy.trainable:
-                if parameter.grad is not None:
-                    parameter.grad.div_(whole * std)
-            norm = torch.nn.utils.clip_grad_norm_(self.policy.trainable, settings.max_grad_norm).item()
-            finite = math.isfinite(norm)
-            if finite:
-                norms.append(norm)
-                self._step()
-                self._updated = True
-            self.optimizer.zero_grad(set_to_none=True)
-            if not finite:  # another pass over the same answers would not be finite either
+            # Warm-up counts steps of the run, however many updates each makes.
+            norm = self.optimizer.step(whole * std, self.steps_taken)
+            if norm is None:  # another pass over the same answers would not be finite either
                 break
+            norms.append(norm)
+            self._updated = True
         self.gradient.end()
         if norms:
             self.steps_taken += 1
@@ -157,7 +154,7 @@ class PeftTrainer:
         try:
             self.gate.check(mean=first.gap / first.tokens, largest=first.gap_max, tokens=first.tokens)
         except SamplerMismatch:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.clear()
             self.gradient.end()
             raise
 
@@ -170,15 +167,11 @@ class PeftTrainer:
         `reference_refresh_steps` steps."""
         every = self.settings.reference_refresh_steps
         if every and self.steps_taken % every == 0:
-            self.own.reference = [parameter.detach().clone() for parameter in self.policy.trainable]
+            self.start_from_policy()
 
-    def _step(self) -> None:
-        settings = self.settings
-        # Warm-up counts steps of the run, however many updates each makes.
-        warm = min(1.0, (self.steps_taken + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
-        for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate * warm
-        self.optimizer.step()
+    def start_from_policy(self) -> None:
+        """Take the current adapter for the reference of the KL, in place of the base model."""
+        self.own.reference = [parameter.detach().clone() for parameter in self.policy.trainable]
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)

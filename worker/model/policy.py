@@ -565,11 +565,16 @@ def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     chat_template: str | None = None,
+    *,
+    generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
-    """Render a chat to token ids with a generation prompt. Passes `developer` as `system` to templates.
+    """Render a chat to token ids. Passes `developer` as `system` to templates.
 
     Args:
         chat_template: Jinja text in place of the tokenizer's own.
+        generation_prompt: end with the beginning of an answer.
+        tools: JSON schemas of functions, in OpenAI's format.
 
     Raises:
         NoChatTemplate: the model has none.
@@ -593,7 +598,8 @@ def render(
         ids = tokenizer.apply_chat_template(
             chat,
             chat_template=chat_template,
-            add_generation_prompt=True,
+            tools=list(tools) or None,
+            add_generation_prompt=generation_prompt,
             tokenize=True,
             return_dict=False,
         )

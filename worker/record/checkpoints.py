@@ -34,6 +34,9 @@ FORMAT = 1
 KEEP_BEST = 3
 # Key in the metrics that marks the checkpoint of a pause, which users may be serving.
 _FOR_PAUSE = "made_for_pause"
+# The same of the checkpoint at the end of an epoch, of a job that learns from the answers in its file.
+_FOR_EPOCH = "end_of_epoch"
+KEEP_EPOCHS = 3
 
 
 class UnknownFormat(Exception):
@@ -131,13 +134,21 @@ class Checkpoints:
         valid_reward: float | None,
         metrics: dict[str, Any],
         for_pause: bool = False,
+        for_epoch: bool = False,
+        is_last: bool = False,
     ) -> None:
         """Store the trainer's state as the checkpoint of this step, and delete those it replaces.
 
-        A checkpoint with a validation reward, and the one of a pause, is published as a model, `…:ckpt-step-N`; others
-        are used only to resume.
+        A checkpoint with a validation reward, of a pause or of an epoch is published as a model, `…:ckpt-step-N`;
+        others are used only to resume.
+
+        Args:
+            is_last: it will get the job's own name.
         """
-        released = self.attempt.retry(lambda: self._save(trainer, step, valid_reward, metrics, for_pause))
+        marks = [mark for mark, is_so in ((_FOR_PAUSE, for_pause), (_FOR_EPOCH, for_epoch)) if is_so]
+        is_named = not is_last and (valid_reward is not None or bool(marks))
+        marked = metrics | dict.fromkeys(marks, True)
+        released = self.attempt.retry(lambda: self._save(trainer, step, valid_reward, marked, is_named))
         for old in released:  # after the commit: a row must not refer to deleted objects
             self.attempt.retry(partial(self.blobs.delete_prefix, f"{old}/"))
 
@@ -147,7 +158,7 @@ class Checkpoints:
         step: int,
         valid_reward: float | None,
         metrics: dict[str, Any],
-        for_pause: bool,
+        is_named: bool,
     ) -> list[str]:
         """Store the row unless it exists; return the prefixes of the checkpoints that it replaces."""
         prefix = f"{self.attempt.prefix}/checkpoints/step-{step:06d}"
@@ -165,11 +176,11 @@ class Checkpoints:
                 epoch=self.attempt.claim.epoch,
                 blob_prefix=prefix,
                 valid_reward=valid_reward,
-                metrics=metrics | ({_FOR_PAUSE: True} if for_pause else {}),
+                metrics=metrics,
             )
             session.add(checkpoint)
             session.flush()
-            if valid_reward is not None or for_pause:
+            if is_named:
                 name = f"{model_name(session, job)}:ckpt-step-{step}"
                 _publish(session, job, checkpoint, name)
                 events.append(session, job.id, f"Checkpoint created at step {step} with Snapshot ID: {name}")
@@ -180,6 +191,15 @@ class Checkpoints:
         measured = _of_job(self.job.id).where(Checkpoint.valid_reward.is_not(None))
         best = measured.order_by(Checkpoint.valid_reward.desc(), Checkpoint.step).limit(1)
         return self.attempt.read(lambda session: session.scalar(best))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the job has no checkpoint yet."""
+        return not self._newest_first()
+
+    def newest(self) -> Checkpoint:
+        """Return the newest checkpoint, of a job that has one."""
+        return self._newest_first()[0]
 
     def _upload(self, folder: Path, prefix: str, step: int) -> None:
         files = []
@@ -279,8 +299,8 @@ def _of_job(job_id: str) -> Select[Checkpoint]:
 def _retire(session: Session, job: Job) -> list[str]:
     """Delete the rows of checkpoints that are no longer needed; return their prefixes.
 
-    Keeps the newest, the best, and those of pauses until their names are deleted, so that a resumed job does not delete
-    a model that was in use during the pause.
+    Keeps the newest, the best, those of the last epochs, and those of pauses until their names are deleted, so that a
+    resumed job does not delete a model that was in use during the pause.
     """
     present: Sequence[Checkpoint] = session.scalars(_of_job(job.id)).all()
     newest = max(present, key=lambda one: one.step)
@@ -288,7 +308,9 @@ def _retire(session: Session, job: Job) -> list[str]:
     best = sorted(measured, key=lambda one: (-(one.valid_reward or 0.0), one.step))[:KEEP_BEST]
     named = set(session.scalars(select(TunedModel.checkpoint_id).where(TunedModel.job_id == job.id)))
     paused = [one for one in present if _FOR_PAUSE in one.metrics and one.id in named]
-    retired = [one for one in present if one is not newest and one not in best and one not in paused]
+    epochs = sorted((one for one in present if _FOR_EPOCH in one.metrics), key=lambda one: -one.step)
+    kept = [newest, *best, *paused, *epochs[:KEEP_EPOCHS]]
+    retired = [one for one in present if one not in kept]
     for one in retired:
         tuned_models.delete_names_of(session, one.id)
         pages.delete_row(session, one, owner=one.job_id)

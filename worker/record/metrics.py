@@ -91,6 +91,17 @@ def of_step(
 
 def message(step: StepMetrics) -> str:
     """The event's text, word for word as OpenAI wrote it (the space before the first comma included)."""
+    if step.offline is not None:
+        losses = [
+            f"{label}={value:.2f}"
+            for label, value in (
+                ("training loss", step.train_loss),
+                ("validation loss", step.valid_loss),
+                ("full validation loss", step.full_valid_loss),
+            )
+            if value is not None
+        ]
+        return f"Step {step.step}/{step.total_steps}: {', '.join(losses)}"
     parts = [f"Step {step.step}/{step.total_steps} "]
     for label, value in (
         ("train mean reward", step.train_mean_reward),

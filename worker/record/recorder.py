@@ -13,6 +13,7 @@ from core.database.tables import Checkpoint, File, Job, Project, RolloutPage, St
 from core.jobs import budgets, events, lifecycle, usage
 from core.jobs.estimates import Ahead
 from core.jobs.hyperparameters import Resolved
+from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.jobs.verdict import Verdict
 from core.outbound import webhooks
 from core.results import evals, rollouts
@@ -49,12 +50,13 @@ class Recorder:
         self.default_limits = default_limits
         self.quota = quota
 
-    def resolved(self, settings: Resolved, sampler: str) -> None:
-        """Show on the job what "auto" became, and say what it is sampled with."""
+    def resolved(self, settings: Resolved | ResolvedOffline, sampler: str | None = None) -> None:
+        """Show on the job what "auto" became, and say what it is sampled with, if it is."""
 
         def write(session: Session, job: Job) -> None:
             job.resolved = settings.model_dump()
-            events.append(session, job.id, f"Sampling with {sampler}", data={"sampler": sampler})
+            if sampler is not None:
+                events.append(session, job.id, f"Sampling with {sampler}", data={"sampler": sampler})
 
         self.attempt.write(write)
 
@@ -203,4 +205,4 @@ class Recorder:
         return page, fitted.data
 
     def _summary(self, groups: list[list[Row]]) -> dict[str, Any]:
-        return evals.summary(chain.from_iterable(groups), evals.criteria(self.job.reinforcement["grader"]))
+        return evals.summary(chain.from_iterable(groups), evals.criteria(self.job.body["grader"]))

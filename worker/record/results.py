@@ -13,7 +13,7 @@ from core.database.engine import Database
 from core.database.ids import new_id
 from core.database.tables import File, Job
 from core.jobs import events, usage
-from core.results.step_metrics import COLUMNS, StepMetrics
+from core.results.step_metrics import COLUMNS, OFFLINE_COLUMNS, StepMetrics
 from core.storage.store import BlobStore
 
 
@@ -34,7 +34,8 @@ def to_csv(steps: Sequence[StepMetrics], verdict: Mapping[str, Any] | None = Non
 
 def row(step: StepMetrics) -> dict[str, Any]:
     """The step as a row of the file: column -> value, None for what was not measured."""
-    row = {metric.name: metric.value(step) for metric in COLUMNS}
+    columns = COLUMNS if step.offline is None else OFFLINE_COLUMNS[step.offline]
+    row = {metric.name: metric.value(step) for metric in columns}
     sections = {"scores": step.scores, "errors": step.errors, "usage": step.usage, "timing": step.timing}
     for section, measured in sections.items():
         for grader in measured.graders:

@@ -27,12 +27,15 @@ def read_rows(attempt: Attempt) -> Rows:
     job = attempt.job
     assert job.validation_file is not None, "the API requires one"
     return Rows(
-        _read(attempt, "training_file", job.training_file),
-        _read(attempt, "validation_file", job.validation_file),
+        read_file(attempt, "training_file", job.training_file),
+        read_file(attempt, "validation_file", job.validation_file),
     )
 
 
-def _read(attempt: Attempt, param: str, file_id: str) -> list[Example]:
+def read_file(
+    attempt: Attempt, param: str, file_id: str, form: datasets.RowForm = datasets.PROMPTS
+) -> list[Example]:
+    """Read one file of the job. Raises UserMistake as `read_rows` does."""
     of_project = select(File).where(File.id == file_id, File.project_id == attempt.job.project_id)
 
     def stored(session: Session) -> File | None:
@@ -42,6 +45,6 @@ def _read(attempt: Attempt, param: str, file_id: str) -> list[Example]:
     if file is None:
         raise UserMistake(f"invalid_{param}", f"The file {file_id} was deleted.", param)
     try:
-        return attempt.retry(lambda: files.read_rows(attempt.blobs, file))
+        return attempt.retry(lambda: files.read_rows(attempt.blobs, file, form=form))
     except (files.FileDamaged, datasets.InvalidDataset) as cause:
         raise UserMistake(f"invalid_{param}", str(cause), param) from cause

@@ -13,6 +13,7 @@ from core.database.tables import File, Job
 from core.jobs import estimates, events, lifecycle
 from core.jobs.claim import Claim, LeaseLost
 from core.jobs.hyperparameters import Hyperparameters
+from core.jobs.methods import OFFLINE
 from core.model_templates import is_reasoning
 from core.registry import Registry
 from core.settings import Settings
@@ -37,7 +38,9 @@ from graders.template import Path, Reference, RenderError, Template
 from graders.types import Grader, Item, Sample
 from worker.heartbeat import WatchedGrader
 from worker.model import capacity
+from worker.supervise.bad_files import BadFile, failed
 from worker.supervise.lease import LeaseKeeper
+from worker.supervise.offline_validation import validate_offline
 from worker.supervise.probes import NoProbe, probe
 
 log = logging.getLogger(__name__)
@@ -49,12 +52,6 @@ _ANSWER_FIELDS = ("reference_answer", "answer", "solution", "label", "target")
 
 class GraderCannotRun(Exception):
     """A module that the grader imports is missing, so no answer can be graded."""
-
-
-class BadFile(Exception):
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param, self.message = param, message
 
 
 def validate_next(
@@ -95,15 +92,15 @@ def _validate(
     with database.read() as session:
         job = session.query(Job).where(Job.id == claim.job_id).one()
         stored = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
+    if job.method in OFFLINE:
+        return validate_offline(database, blobs, claim, job, stored, lease.progressed)
     try:
-        spec = parse_grader(job.reinforcement["grader"])
+        spec = parse_grader(job.body["grader"])
         backends.check(spec)  # checked by the API, but this machine may be configured differently
         rows = check("training_file", stored.get(job.training_file), MAX_TRAINING_ROWS)
         valid_rows = check("validation_file", stored.get(job.validation_file or ""), MAX_VALIDATION_ROWS)
     except BadFile as bad:
-        with lifecycle.fenced(database, claim) as (session, job):
-            lifecycle.fail(session, job, code=f"invalid_{bad.param}", message=bad.message, param=bad.param)
-        return []
+        return failed(database, claim, bad)
     except InvalidGrader as refused:
         with lifecycle.fenced(database, claim) as (session, job):
             param = "method.reinforcement.grader"
@@ -117,7 +114,7 @@ def _validate(
         with lifecycle.fenced(database, claim) as (session, job):
             lifecycle.fail(session, job, code="not_enough_memory", message=problem, param="model")
         return []
-    form = job.reinforcement["response_format"]
+    form = job.body["response_format"]
     schema = None if form is None else form["json_schema"]["schema"]
     try:
         doubt = asyncio.run(_doubt(backends, spec, job.project_id, rows[:DRY_RUN_ROWS], schema, lease))
@@ -155,7 +152,7 @@ def _does_not_fit(settings: Settings, job: Job, rows: int, valid_rows: int) -> s
     entry = Registry.load(settings.models_file).models.get(job.model)
     if entry is None:  # the run reports it
         return None
-    asked = Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
+    asked = Hyperparameters.model_validate(job.body["hyperparameters"])
     return capacity.job_problem(
         settings, job.model, entry, gpu_class=job.gpu_class, asked=asked, rows=rows, valid_rows=valid_rows
     )
@@ -170,7 +167,7 @@ def _estimate(
         past = estimates.history(session, model=job.model, gpu_class=job.gpu_class)
     if entry is None or past is None:
         return None
-    asked = Hyperparameters.model_validate(job.reinforcement["hyperparameters"])
+    asked = Hyperparameters.model_validate(job.body["hyperparameters"])
     reasons = is_reasoning(entry, settings.model_cache, asked.advanced.sampling.chat_template)
     sizes = estimates.sizes(asked, rows=train_rows, context=entry.context, reasons=reasons)
     return estimates.before_start(past, sizes, train_rows=train_rows, valid_rows=valid_rows)

@@ -273,7 +273,7 @@ def _validated(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     if path.suffix.lower() in JOB_FILES:
         return _validated_job(path)
     try:
-        good = validate_dataset(path, grader=arguments.grader, split=arguments.split)
+        good = validate_dataset(path, grader=arguments.grader, split=arguments.split, method=arguments.method)
     except InvalidDataset as bad:
         errors = [{"line": one.line, "path": one.path, "message": one.message} for one in bad.errors]
         return {"file": str(path), "ok": False, "errors": errors, "more": bad.more}

@@ -106,6 +106,12 @@ def _data(top: Commands) -> None:
         default="train",
         help="which split to validate against (sets the row limit)",
     )
+    validate.add_argument(
+        "--method",
+        choices=("supervised", "dpo", "reinforcement"),
+        default="reinforcement",
+        help="which method's rows the files have",
+    )
 
 
 def _graders(top: Commands) -> None:

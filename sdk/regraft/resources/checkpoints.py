@@ -90,16 +90,22 @@ _PATIENT: Any = {"timeout": SILENCE_SECONDS}
 
 
 def best(checkpoints: Iterable[FineTuningJobCheckpoint], job_id: str) -> FineTuningJobCheckpoint:
-    """The checkpoint with the highest validation reward; of equals the earliest, as on the server."""
-    ordered = sorted(checkpoints, key=lambda one: (-_reward(one), one.step_number))
-    if not ordered:
+    """The checkpoint with the highest validation reward; of equals the earliest, as on the server.
+
+    Supervised and dpo jobs have no rewards: the newest.
+    """
+    found = list(checkpoints)
+    if not found:
         raise FileNotFoundError(f"The job {job_id} has no checkpoint yet.")
-    return ordered[0]
+    graded = [(reward, one) for one in found if (reward := _reward(one)) is not None]
+    if not graded:
+        return max(found, key=lambda one: one.step_number)
+    return min(graded, key=lambda pair: (-pair[0], pair[1].step_number))[1]
 
 
-def _reward(checkpoint: FineTuningJobCheckpoint) -> float:
+def _reward(checkpoint: FineTuningJobCheckpoint) -> float | None:
     reward = getattr(checkpoint.metrics, "full_valid_mean_reward", None)
-    return float("-inf") if reward is None else float(reward)
+    return None if reward is None else float(reward)
 
 
 def unpack(archive: Any, target: Path) -> Path:

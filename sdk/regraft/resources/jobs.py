@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TextIO, overload
+from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args, overload
 
 import openai
 from openai import AsyncStream, Stream
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Steps = list[dict[str, Any]]
 VALIDATE = "/regraft/jobs/validate"
 ENDS = FINAL | {"paused"}
+METHODS: tuple[datasets.Method, ...] = get_args(datasets.Method)
 SPLITS: dict[str, datasets.Split] = {"training_file": "train", "validation_file": "valid"}
 # The server sends a keep-alive every 15 seconds; after a minute without one the connection is dead.
 SILENCE_SECONDS = 60.0
@@ -295,12 +296,15 @@ def validation(job: JobRequest) -> dict[str, Any]:
 
 def validate_local(job: JobRequest) -> None:
     """Raise InvalidDataset for the first local file of the job with bad rows."""
-    method = job.body.get("method")
-    inside = method.get("reinforcement") if isinstance(method, dict) else None
+    method = job.body.get("method") or {"type": "supervised"}
+    kind = method.get("type") if isinstance(method, dict) else None
+    if kind not in METHODS:
+        return  # the server says so
+    inside = method.get(kind)
     grader = inside.get("grader") if isinstance(inside, dict) else None
     for field, split in SPLITS.items():
         if field in job.uploads:
-            datasets.validate(job.uploads[field], grader=grader, split=split)
+            datasets.validate(job.uploads[field], grader=grader, split=split, method=kind)
 
 
 def _once() -> Any:

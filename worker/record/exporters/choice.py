@@ -10,6 +10,7 @@ from core.database.tables import Job
 from core.jobs import integrations
 from core.jobs.hyperparameters import Resolved
 from core.jobs.integrations import Kind
+from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.settings import Settings
 from worker.record.exporters.feed import Feed, Feeds
 from worker.record.exporters.mlflow import MlflowSink
@@ -52,7 +53,9 @@ def problem(
     return None
 
 
-def feeds_of(job: Job, resolved: Resolved, settings: Settings, warn: Warn, make: Make = make) -> Feeds:
+def feeds_of(
+    job: Job, resolved: Resolved | ResolvedOffline, settings: Settings, warn: Warn, make: Make = make
+) -> Feeds:
     """Create the feeds of a run, without starting them. `warn` emits an event of the job."""
     feeds = []
     for one in integrations.asked(job):
@@ -67,7 +70,7 @@ def feeds_of(job: Job, resolved: Resolved, settings: Settings, warn: Warn, make:
     return Feeds(feeds)
 
 
-def card(job: Job, place: Mapping[str, Any], resolved: Resolved) -> Card:
+def card(job: Job, place: Mapping[str, Any], resolved: Resolved | ResolvedOffline) -> Card:
     config = {
         "job_id": job.id,
         "model": job.model,
@@ -75,7 +78,8 @@ def card(job: Job, place: Mapping[str, Any], resolved: Resolved) -> Card:
         "validation_file": job.validation_file,
         "suffix": job.suffix,
         "seed": job.seed,
-        "grader": job.reinforcement["grader"].get("type"),
+        "method": job.method,
+        "grader": job.body.get("grader", {}).get("type"),
         **resolved.model_dump(mode="json"),
     }
     return Card(

@@ -1,0 +1,225 @@
+"""Hyperparameters of the methods that learn from the answers in their file: supervised and dpo.
+
+OpenAI's names are at the top; `advanced` has the rest. "auto" is resolved when the job starts (`resolve`).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from core import chat_templates
+from core.jobs.hyperparameter_groups import Auto, Lora, LoraTargets, TemplateArgument, Value
+
+Schedule = Literal["constant", "linear", "cosine"]
+PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
+# SimPO's own settings; 0.1 is the usual beta of the other losses.
+_SIMPO_BETA, _SIMPO_GAMMA = 2.0, 1.0
+# Losses that compare with a reference model.
+WITH_REFERENCE: frozenset[PreferenceLoss] = frozenset({"sigmoid", "ipo"})
+
+
+class OfflineOptimizer(Value):
+    """AdamW on the weights of the adapter."""
+
+    # Auto: by the size of the model, times learning_rate_multiplier.
+    learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
+    # Of the learning rate after warm-up: constant, or down to 0 in a line, or to a tenth along a cosine.
+    schedule: Schedule = "linear"
+    warmup_steps: int = Field(default=0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
+
+
+class TemplateChoice(Value):
+    """How rows become tokens."""
+
+    # A name of core/chat_templates.py; auto: that of the registry or the model.
+    chat_template: Auto | chat_templates.Name = "auto"
+    # Arguments of the chat template, such as {"enable_thinking": false}.
+    chat_template_kwargs: dict[TemplateArgument, bool | int | float | str] = {}
+
+
+class OfflineAdvanced(Value):
+    """Hyperparameters beyond OpenAI's, in groups."""
+
+    optimizer: OfflineOptimizer = OfflineOptimizer()
+    lora: Lora = Lora()
+    template: TemplateChoice = TemplateChoice()
+
+
+class Preference(Value):
+    """The loss of a pair of answers (docs/howto/preference.md)."""
+
+    # DPO (sigmoid), IPO, SimPO or ORPO.
+    type: PreferenceLoss = "sigmoid"
+    # sigmoid and ipo: divide the log-probabilities of an answer by its length. The papers add them up.
+    length_normalize: bool = False
+    # sigmoid: the share of pairs that are expected to be labeled the wrong way round (conservative DPO).
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    # simpo: the margin by which the preferred answer is to lead. Null: 1.
+    gamma: float | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _fields_of_this_loss(self) -> "Preference":
+        if self.length_normalize and self.type not in WITH_REFERENCE:
+            raise ValueError("length_normalize is for the losses sigmoid and ipo")
+        if self.label_smoothing and self.type != "sigmoid":
+            raise ValueError("label_smoothing is for the loss sigmoid")
+        if self.gamma is not None and self.type != "simpo":
+            raise ValueError("gamma is for the loss simpo")
+        return self
+
+
+class DpoAdvanced(OfflineAdvanced):
+    loss: Preference = Preference()
+
+
+class SupervisedHyperparameters(Value):
+    """method.supervised.hyperparameters, with OpenAI's names and bounds."""
+
+    batch_size: Auto | Annotated[int, Field(ge=1, le=256)] = "auto"  # rows a step
+    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0)] = "auto"
+    n_epochs: Auto | Annotated[int, Field(ge=1, le=50)] = "auto"
+    advanced: OfflineAdvanced = OfflineAdvanced()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, sent: Any) -> Any:
+        """OpenAI's client types serialize unset fields as null."""
+        return {k: v for k, v in sent.items() if v is not None} if isinstance(sent, dict) else sent
+
+    @model_validator(mode="after")
+    def _one_learning_rate(self) -> "SupervisedHyperparameters":
+        if self.advanced.optimizer.learning_rate != "auto" and self.learning_rate_multiplier != "auto":
+            raise ValueError(
+                "learning_rate_multiplier scales the automatic learning rate: give only one of it and "
+                "advanced.optimizer.learning_rate"
+            )
+        return self
+
+
+class DpoHyperparameters(SupervisedHyperparameters):
+    """method.dpo.hyperparameters."""
+
+    beta: Auto | Annotated[float, Field(gt=0, le=2)] = "auto"
+    advanced: DpoAdvanced = DpoAdvanced()
+
+
+class ResolvedOffline(Value):
+    """Hyperparameters with every "auto" resolved, as the run uses them. None: not used by the method."""
+
+    batch_size: int
+    learning_rate: float
+    n_epochs: int
+    steps_per_epoch: int
+    total_steps: int
+    schedule: Schedule
+    warmup_steps: int
+    max_grad_norm: float
+    weight_decay: float
+    lora_rank: int
+    lora_alpha: int
+    lora_targets: LoraTargets
+    chat_template: chat_templates.Name | None
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    beta: float | None = None
+    preference_loss: PreferenceLoss | None = None
+    length_normalize: bool = False
+    label_smoothing: float = 0.0
+    gamma: float | None = None
+
+    @property
+    def has_reference(self) -> bool:
+        return self.preference_loss in WITH_REFERENCE
+
+
+def asked(method: str, hyperparameters: Mapping[str, Any]) -> SupervisedHyperparameters:
+    """The hyperparameters of a job, as they are stored."""
+    return (DpoHyperparameters if method == "dpo" else SupervisedHyperparameters).model_validate(
+        hyperparameters
+    )
+
+
+def epochs(rows: int) -> int:
+    """OpenAI's rule for an automatic n_epochs: between 100 and 25,000 rows in all, three epochs if that fits."""
+    if rows * 3 < 100:
+        return min(25, 100 // rows)
+    if rows * 3 > 25_000:
+        return max(1, 25_000 // rows)
+    return 3
+
+
+def base_learning_rate(method: str, parameters: int) -> float:
+    """The automatic learning rate for LoRA on all linear layers; small models need a higher one.
+
+    About ten times what is published for full fine-tuning. Preference losses act on sums over whole answers, and need
+    a tenth of the supervised rate.
+    """
+    rate = 5e-4 if parameters <= 300e6 else 2e-4 if parameters <= 14e9 else 1e-4
+    return rate / 10 if method == "dpo" else rate
+
+
+def resolve(method: str, asked: SupervisedHyperparameters, *, rows: int, parameters: int) -> ResolvedOffline:
+    """Resolve every "auto". `rows` of training data, `parameters` of the base model.
+
+    An epoch has ceil(rows / batch_size) steps, of which the last may be smaller, so that epochs end between steps.
+    """
+    advanced = asked.advanced
+    optimizer, lora, template = advanced.optimizer, advanced.lora, advanced.template
+    batch_size = min(rows, _or(asked.batch_size, max(1, min(16, rows // 20))))
+    n_epochs = _or(asked.n_epochs, 1 if method == "dpo" and rows >= 100 else epochs(rows))
+    steps_per_epoch = math.ceil(rows / batch_size)
+    base = base_learning_rate(method, parameters) * _or(asked.learning_rate_multiplier, 1.0)
+    preference: dict[str, Any] = {}
+    if isinstance(asked, DpoHyperparameters):
+        loss = asked.advanced.loss
+        preference = {
+            "beta": _or(asked.beta, _SIMPO_BETA if loss.type == "simpo" else 0.1),
+            "preference_loss": loss.type,
+            "length_normalize": loss.length_normalize,
+            "label_smoothing": loss.label_smoothing,
+            "gamma": _SIMPO_GAMMA if loss.type == "simpo" and loss.gamma is None else loss.gamma,
+        }
+    return ResolvedOffline(
+        batch_size=batch_size,
+        learning_rate=_or(optimizer.learning_rate, base),
+        n_epochs=n_epochs,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=n_epochs * steps_per_epoch,
+        schedule=optimizer.schedule,
+        warmup_steps=optimizer.warmup_steps,
+        max_grad_norm=optimizer.max_grad_norm,
+        weight_decay=optimizer.weight_decay,
+        lora_rank=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_targets=_or(lora.targets, "all-linear"),
+        chat_template=None if template.chat_template == "auto" else template.chat_template,
+        chat_template_kwargs=dict(template.chat_template_kwargs),
+        **preference,
+    )
+
+
+def kept(resolved: ResolvedOffline, first: Mapping[str, Any] | None) -> ResolvedOffline:
+    """The hyperparameters of a job that started with `first`; None for a job that starts now."""
+    return resolved if first is None else ResolvedOffline.model_validate({**resolved.model_dump(), **first})
+
+
+def shown(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The requested hyperparameters with their resolved values, as the API shows them."""
+    advanced = asked["advanced"]
+    optimizer, lora, template = (dict(advanced[group]) for group in ("optimizer", "lora", "template"))
+    optimizer["learning_rate"] = resolved["learning_rate"]
+    lora["targets"] = resolved["lora_targets"]
+    known = {name: resolved[name] for name in ("batch_size", "n_epochs")}
+    if "beta" in asked:
+        known["beta"] = resolved["beta"]
+    if asked["learning_rate_multiplier"] == "auto" and advanced["optimizer"]["learning_rate"] == "auto":
+        known["learning_rate_multiplier"] = 1.0
+    groups = {**advanced, "optimizer": optimizer, "lora": lora, "template": template}
+    return {**asked, **known, "advanced": groups}
+
+
+def _or(value: Any, automatic: Any) -> Any:
+    return automatic if value == "auto" else value

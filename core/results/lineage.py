@@ -1,0 +1,66 @@
+"""The model that a job starts from: a base model, or a tuned model whose adapter it trains further."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core.database.tables import Job
+from core.errors import InvalidRequest
+from core.registry import Registry
+from core.results import tuned_models
+
+# The shape of the adapter, by the names of resolved hyperparameters.
+SHAPE = ("lora_rank", "lora_alpha", "lora_targets")
+# How its prompts were rendered; a job that asks for nothing else keeps it.
+RENDERING = ("chat_template", "chat_template_kwargs")
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A tuned model that a job trains further, as it was when the job was created."""
+
+    model: str  # its name
+    job_id: str
+    step: int
+    checkpoint_id: str
+    blob_prefix: str
+    settings: dict[str, Any]  # SHAPE and RENDERING of its job
+
+    @classmethod
+    def of(cls, job: Job) -> Self | None:
+        """The parent of a job; None: it starts from a base model."""
+        return None if job.parent is None else cls(**job.parent)
+
+    def to_row(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def shown(self) -> dict[str, Any]:
+        return {"model": self.model, "job_id": self.job_id, "step": self.step}
+
+
+def start_of(session: Session, project_id: str, model: str, registry: Registry) -> tuple[str, Parent | None]:
+    """The base model of a job that names `model`, and the tuned model that it trains further, if any.
+
+    Raises:
+        TunedModelGiven, ModelNotFound: the project may use no model of this name.
+        InvalidRequest: the tuned model cannot be trained further.
+    """
+    found = None if model in registry.names else tuned_models.find(session, project_id, model)
+    if found is None:
+        registry.get(model)
+        return registry.resolve(model), None
+    registry.get(found.base_model)
+    checkpoint = tuned_models.checkpoint_of(session, found)
+    job = session.scalar(select(Job).where(Job.id == found.job_id))
+    if checkpoint is None or job is None or job.resolved is None:
+        raise InvalidRequest(
+            f"The files of '{model}' were deleted, so it cannot be trained further.",
+            param="model",
+            code="model_not_available",
+        )
+    settings = {name: job.resolved.get(name) for name in (*SHAPE, *RENDERING)}
+    return found.base_model, Parent(
+        model, job.id, checkpoint.step, checkpoint.id, checkpoint.blob_prefix, settings
+    )

@@ -1,0 +1,1 @@
+../../../core/storage/offline_rows.py

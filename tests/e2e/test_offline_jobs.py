@@ -1,0 +1,142 @@
+"""Supervised and preference jobs, one after the other on one model, with the official client."""
+
+from typing import Any
+
+import openai
+import pytest
+import regraft
+from openai.types.fine_tuning import FineTuningJob
+
+from tests.e2e.conftest import jsonl
+from tests.e2e.test_openai_client import wait
+from tests.present import present, untyped
+
+COLORS = ("red", "green", "blue")
+ROWS: list[dict[str, Any]] = [
+    {
+        "messages": [
+            {"role": "user", "content": f"{ask} {color}"},
+            {"role": "assistant", "content": color},
+        ]
+    }
+    for ask in ("say", "tell me", "please", "now")
+    for color in COLORS
+]
+PAIRS: list[dict[str, Any]] = [
+    {
+        "input": {"messages": row["messages"][:1]},
+        "preferred_output": row["messages"][1:],
+        "non_preferred_output": [{"role": "assistant", "content": "no"}],
+    }
+    for row in ROWS
+]
+
+
+def train(client: openai.OpenAI, rows: list[dict[str, Any]], **asked: Any) -> FineTuningJob:
+    file = client.files.create(file=("rows.jsonl", jsonl(rows)), purpose="fine-tune").id
+    valid = client.files.create(file=("valid.jsonl", jsonl(rows[:6])), purpose="fine-tune").id
+    return wait(
+        client, client.fine_tuning.jobs.create(training_file=file, validation_file=valid, seed=1, **asked)
+    )
+
+
+@pytest.fixture(scope="module")
+def supervised(server: Any) -> FineTuningJob:
+    hyperparameters = {"n_epochs": 6, "batch_size": 4, "learning_rate_multiplier": 40}
+    method = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+    return train(server.client(), ROWS, model="tiny", method=method)
+
+
+def test_a_supervised_model_says_what_it_was_shown(client: openai.OpenAI, supervised: FineTuningJob) -> None:
+    steps = regraft.metrics(client, supervised.id)
+
+    assert supervised.status == "succeeded"
+    assert steps[-1]["full_valid_loss"] < steps[0]["full_valid_loss"] / 2
+    answer = client.chat.completions.create(
+        model=present(supervised.fine_tuned_model),
+        messages=[{"role": "user", "content": "say blue"}],
+        temperature=0,
+        max_tokens=3,
+    )
+    assert answer.choices[0].message.content == "blue"
+
+
+def test_a_job_goes_on_exactly_where_its_parent_ended(
+    client: openai.OpenAI, supervised: FineTuningJob
+) -> None:
+    asked = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}}
+    child = train(client, ROWS, model=supervised.fine_tuned_model, method=asked)
+
+    parents, childs = (regraft.metrics(client, job.id) for job in (supervised, child))
+    assert child.status == "succeeded"
+    assert child.model == supervised.fine_tuned_model
+    assert untyped(child).lineage["job_id"] == supervised.id
+    for name in ("full_valid_loss", "full_valid_mean_token_accuracy"):
+        assert childs[0][name] == parents[-1][name]
+
+
+def test_a_preference_job_starts_from_a_checkpoint_as_its_reference(
+    client: openai.OpenAI, supervised: FineTuningJob
+) -> None:
+    checkpoint = client.fine_tuning.jobs.checkpoints.list(supervised.id).data[-1]
+    asked = {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 4, "batch_size": 4}}}
+
+    child = train(client, PAIRS, model=checkpoint.fine_tuned_model_checkpoint, method=asked)
+
+    steps = regraft.metrics(client, child.id)
+    assert steps[0]["full_valid_mean_reward_margin"] == 0.0
+    assert steps[-1]["full_valid_mean_reward_margin"] > 0.0
+    assert steps[-1]["full_valid_mean_reward_accuracy"] > 0.8
+
+
+def test_a_reinforcement_job_continues_a_supervised_model(
+    client: openai.OpenAI, supervised: FineTuningJob
+) -> None:
+    grader = {
+        "type": "string_check",
+        "name": "says",
+        "input": "{{sample.output_text}}",
+        "reference": "{{item.answer}}",
+        "operation": "eq",
+    }
+    rows: list[dict[str, Any]] = [
+        {"messages": row["messages"][:1], "answer": row["messages"][1]["content"]} for row in ROWS
+    ]
+    hyperparameters = {
+        "n_epochs": 1,
+        "batch_size": 6,
+        "advanced": {"group_size": 4, "max_completion_tokens": 3, "kl": 0.01},
+    }
+    method = {
+        "type": "reinforcement",
+        "reinforcement": {"grader": grader, "hyperparameters": hyperparameters},
+    }
+
+    child = train(client, rows, model=supervised.fine_tuned_model, method=method)
+
+    steps = regraft.metrics(client, child.id)
+    assert child.status == "succeeded"
+    assert steps[0]["full_valid_mean_reward"] > 0.5  # the base model hardly ever says a color
+    assert steps[1]["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_an_adapter_of_another_shape_is_refused(client: openai.OpenAI, supervised: FineTuningJob) -> None:
+    asked: Any = {
+        "type": "supervised",
+        "supervised": {"hyperparameters": {"advanced": {"lora": {"rank": 4}}}},
+    }
+    with pytest.raises(openai.BadRequestError) as refused:
+        train(client, ROWS, model=supervised.fine_tuned_model, method=asked)
+
+    assert refused.value.param == "method.supervised.hyperparameters.advanced.lora.rank"
+
+
+def test_the_export_has_the_losses_and_the_request(
+    client: openai.OpenAI, supervised: FineTuningJob, tmp_path: Any
+) -> None:
+    with regraft.Regraft(base_url=str(client.base_url), api_key=client.api_key) as ours:
+        folder = ours.checkpoints.download(supervised.id, to=tmp_path / "model")
+
+    card = (folder / "README.md").read_text()
+    assert "trained by supervised fine-tuning" in card
+    assert "| 0 |" in card and "## Losses" in card

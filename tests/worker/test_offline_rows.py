@@ -1,0 +1,187 @@
+"""Which tokens of a row are learned, by what the chat template makes of it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from core.storage.datasets import Example
+from tests.tiny import TEMPLATE, tiny_tokenizer
+from worker.model.policy import render
+from worker.offline.rows import ChatTemplate, RowTooLong, preference_packs, supervised_packs, tokenize
+from worker.refusals import ChatTemplateFailed
+from worker.types import Pack
+
+# Turns end with a stop token and a newline's worth of padding, as those of SmolLM2 do.
+CLOSED = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> <pad> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+# Earlier answers are shortened once others follow, as those of reasoning models lose their thoughts.
+FORGETFUL = (
+    "{% for m in messages %}<{{ m['role'] }}> "
+    "{% if m['role'] == 'assistant' and not loop.last %}it{% else %}{{ m['content'] }}{% endif %} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+# The count of messages comes first, so that nothing is stable.
+UNSTABLE = "{{ ['one', 'two', 'three'][messages | length] }} " + CLOSED
+WITH_TOOLS = (
+    "{% for t in tools or [] %}tool {{ t['function']['name'] }} {% endfor %}"
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %} {{ c['function']['name'] }} {{ c['function']['arguments']['word'] }}"
+    "{% endfor %}"
+    " <end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def template(text: str | None = CLOSED) -> tuple[ChatTemplate, PreTrainedTokenizerFast]:
+    tokenizer = tiny_tokenizer(text)
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int)
+
+    def rendered(
+        messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], generation_prompt: bool
+    ) -> list[int]:
+        return render(tokenizer, messages, generation_prompt=generation_prompt, tools=tools)
+
+    return ChatTemplate(rendered, frozenset({end}), end), tokenizer
+
+
+def said(*turns: str, **weights: int) -> list[dict[str, Any]]:
+    """Messages of user and assistant in turn; `weights` by the number of the message, `m1=0`."""
+    roles = ("user", "assistant")
+    messages: list[dict[str, Any]] = [
+        {"role": roles[number % 2], "content": text} for number, text in enumerate(turns)
+    ]
+    for name, weight in weights.items():
+        messages[int(name[1:])]["weight"] = weight
+    return messages
+
+
+def learned(pack: Pack, tokenizer: PreTrainedTokenizerFast) -> str:
+    """The learned tokens of a pack's only sequence, as text."""
+    [sequence] = pack.sequences
+    mask = sequence.learned_T or (True,) * len(sequence.output_ids_T)
+    kept = [token for token, is_learned in zip(sequence.output_ids_T, mask, strict=True) if is_learned]
+    return str(tokenizer.decode(kept))
+
+
+def whole(pack: Pack, tokenizer: PreTrainedTokenizerFast) -> str:
+    return str(tokenizer.decode([*pack.prompt_ids, *pack.sequences[0].output_ids_T]))
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (said("say it", "yes"), "yes <end>"),
+        ([{"role": "system", "content": "please"}, *said("say it", "no")], "no <end>"),
+        (said("say it", "yes", "again", "no"), "yes <end> no <end>"),
+        (said("say it", "yes", "again", "no", m1=0), "no <end>"),
+        (said("say it", "yes", "again", "no", m3=0), "yes <end>"),
+        (said("say it", "yes", "again", "no", m1=1, m3=1), "yes <end> no <end>"),
+        (said("say it", "yes", "again"), "yes <end>"),
+        ([{"role": "assistant", "content": "red"}, *said("again")], "<assistant> red <end>"),
+    ],
+)
+def test_the_answers_are_learned_through_the_token_that_ends_them(
+    messages: list[dict[str, Any]], expected: str
+) -> None:
+    form, tokenizer = template()
+
+    [pack] = supervised_packs({"messages": messages}, form)
+
+    # The first token of all is not predicted by anything.
+    assert learned(pack, tokenizer) == expected.removeprefix("<assistant> ")
+
+
+def test_nothing_behind_the_last_learned_answer_is_computed() -> None:
+    form, tokenizer = template()
+
+    [pack] = supervised_packs({"messages": said("say it", "yes", "again", "no", m3=0)}, form)
+
+    assert whole(pack, tokenizer) == "<user> say it <end> <pad> <assistant> yes <end>"
+
+
+def test_an_answer_that_the_template_does_not_end_gets_an_end() -> None:
+    form, tokenizer = template(TEMPLATE)
+
+    packs = supervised_packs({"messages": said("say it", "yes", "again", "no")}, form)
+
+    # Each ends where it is the last message, so there is a rendering for each.
+    assert [learned(pack, tokenizer) for pack in packs] == ["yes <end>", "no <end>"]
+    assert whole(packs[1], tokenizer) == "<user> say it <assistant> yes <user> again <assistant> no <end>"
+
+
+def test_answers_that_are_rendered_differently_later_are_learned_one_by_one() -> None:
+    form, tokenizer = template(FORGETFUL)
+
+    packs = supervised_packs({"messages": said("say the word", "red", "again", "blue")}, form)
+
+    assert [whole(pack, tokenizer) for pack in packs] == [
+        "<user> say the word <end> <assistant> red <end>",
+        "<user> say the word <end> <assistant> it <end> <user> again <end> <assistant> blue <end>",
+    ]
+    assert [learned(pack, tokenizer) for pack in packs] == ["red <end>", "blue <end>"]
+
+
+def test_a_template_that_changes_the_messages_before_is_refused_with_the_line() -> None:
+    form, _ = template(UNSTABLE)
+    row = Example(7, [], {"messages": said("say it", "yes")})
+
+    with pytest.raises(ChatTemplateFailed, match="Line 7 of file-1: the chat template renders earlier"):
+        tokenize("supervised", [row], form, file="file-1", context=100)
+
+
+def test_calls_of_tools_are_learned() -> None:
+    form, tokenizer = template(WITH_TOOLS)
+    call = {"id": "1", "type": "function", "function": {"name": "say", "arguments": '{"word": "red"}'}}
+    tools = [{"type": "function", "function": {"name": "say", "parameters": {}}}]
+    messages = [
+        {"role": "user", "content": "please"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+
+    [pack] = supervised_packs({"messages": messages, "tools": tools}, form)
+
+    assert learned(pack, tokenizer) == "say red <end>"
+
+
+@pytest.mark.parametrize("key", ["tools", "tool_calls"])
+def test_what_the_template_would_leave_out_of_tools_is_refused(key: str) -> None:
+    form, _ = template()
+    call = {"id": "1", "type": "function", "function": {"name": "say", "arguments": "{}"}}
+    messages: list[dict[str, Any]] = said("please", "yes")
+    row: dict[str, Any] = {"messages": messages}
+    if key == "tools":
+        row["tools"] = [{"type": "function", "function": {"name": "say"}}]
+    else:
+        messages[1]["tool_calls"] = [call]
+
+    with pytest.raises(ChatTemplateFailed, match="has no place for tool"):
+        supervised_packs(row, form)
+
+
+def test_a_pair_is_one_pack_with_the_preferred_answer_first() -> None:
+    form, tokenizer = template()
+    row = {
+        "input": {"messages": said("say it")},
+        "preferred_output": [{"role": "assistant", "content": "yes please"}],
+        "non_preferred_output": [{"role": "assistant", "content": "no"}],
+    }
+
+    [pack] = preference_packs(row, form)
+
+    assert tokenizer.decode(pack.prompt_ids) == "<user> say it <end> <pad> <assistant>"
+    assert [tokenizer.decode(one.output_ids_T) for one in pack.sequences] == ["yes please <end>", "no <end>"]
+
+
+def test_rows_beyond_the_context_are_named_by_line() -> None:
+    form, _ = template()
+    rows = [
+        Example(1, [], {"messages": said("say it", "yes")}),
+        Example(2, [], {"messages": said("say it", "yes " * 20)}),
+    ]
+
+    with pytest.raises(RowTooLong, match=r"1 rows of file-1 .* context of 16 tokens: line 2: 27 tokens"):
+        tokenize("supervised", rows, form, file="file-1", context=16)

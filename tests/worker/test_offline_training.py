@@ -1,0 +1,309 @@
+"""Losses and gradients of given answers, against a plain computation with transformers; resuming; epochs."""
+
+import asyncio
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.jobs.offline_hyperparameters import (
+    DpoHyperparameters,
+    ResolvedOffline,
+    SupervisedHyperparameters,
+    epochs,
+    resolve,
+)
+from tests.worker.conftest import Bench
+from worker.learn.offline import OfflineMetrics, OfflineTrainer, whole_batches
+from worker.learn.optimizer import factor
+from worker.model.policy import Policy, Route
+from worker.offline.rows import TokenizedRow
+from worker.offline.run import OfflineRun
+from worker.offline.stream import RowStream
+from worker.record.checkpoints import Checkpoints
+from worker.record.recorder import Recorder
+from worker.run import RunOutcome
+from worker.types import Pack, TrainingSequence
+
+ROWS = 7
+
+
+def sequence(ids: Sequence[int], learned: Sequence[bool] = ()) -> TrainingSequence:
+    nothing = (0.0,) * len(ids)
+    return TrainingSequence(tuple(ids), nothing, nothing, 1.0, learned_T=tuple(learned))
+
+
+def conversations() -> list[Pack]:
+    """Rows of unequal lengths; the odd ones have an answer in the middle that is only read."""
+    packs = []
+    for row in range(ROWS):
+        ids = [7 + (row * 5 + place * 3) % 40 for place in range(3 + 2 * row)] + [2]
+        learned = [place % 3 != 1 or place == len(ids) - 1 for place in range(len(ids))] if row % 2 else []
+        packs.append(Pack((3, 10 + row, 4), (sequence(ids, learned),)))
+    return packs
+
+
+def pairs() -> list[Pack]:
+    return [
+        Pack((3, 10 + row, 4), (sequence([8 + row] * (1 + row) + [2]), sequence([20, 21 + row, 2])))
+        for row in range(ROWS)
+    ]
+
+
+def settings(method: str = "supervised", **asked: Any) -> ResolvedOffline:
+    kind = DpoHyperparameters if method == "dpo" else SupervisedHyperparameters
+    return resolve(method, kind.model_validate(asked), rows=ROWS, parameters=1000)
+
+
+def trainer(policy: Policy, resolved: ResolvedOffline, *, budget: int = 10_000) -> OfflineTrainer:
+    return OfflineTrainer(policy, resolved, token_budget=budget)
+
+
+def logprobs(policy: Policy, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+    """Of each token of the answer, [T], as transformers computes them for this row alone."""
+    ids = torch.tensor([[*prompt, *answer]])
+    logits: Tensor = policy.model(input_ids=ids, use_cache=False).logits.float()
+    logp = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    of_answer: Tensor = logp.gather(-1, torch.tensor(answer)[:, None])[:, 0]
+    return of_answer
+
+
+def supervised_loss(policy: Policy, packs: Sequence[Pack]) -> Tensor:
+    learned = []
+    for pack in packs:
+        [one] = pack.sequences
+        logp = logprobs(policy, pack.prompt_ids, one.output_ids_T)
+        learned.append(logp[torch.tensor(one.learned_T)] if one.learned_T else logp)
+    return -torch.cat(learned).mean()
+
+
+def dpo_loss(policy: Policy, packs: Sequence[Pack], beta: float) -> Tensor:
+    losses = []
+    for pack in packs:
+        h = []
+        for one in pack.sequences:
+            with torch.no_grad(), policy.as_base():
+                reference = logprobs(policy, pack.prompt_ids, one.output_ids_T).sum()
+            h.append(logprobs(policy, pack.prompt_ids, one.output_ids_T).sum() - reference)
+        losses.append(-torch.nn.functional.logsigmoid(beta * (h[0] - h[1])))
+    return torch.stack(losses).mean()
+
+
+def gradient(policy: Policy) -> Tensor:
+    found = [parameter.grad for parameter in policy.trainable]
+    for parameter in policy.trainable:
+        parameter.grad = None
+    return torch.cat([one.flatten() for one in found if one is not None])
+
+
+@pytest.mark.parametrize("forward", ["packed", "rows"])
+@pytest.mark.parametrize("budget", [10_000, 24], ids=["one micro-batch", "several"])
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
+def test_loss_and_gradient_are_those_of_single_rows(
+    make_policy: Callable[..., Policy], method: str, budget: int, forward: Any
+) -> None:
+    policy = make_policy(moved=True)
+    packs = pairs() if method == "dpo" else conversations()
+    policy.use(Route("packed"))
+    plain = copy.copy(policy)
+    resolved = settings(method, **({"beta": 0.5} if method == "dpo" else {}))
+    policy.use(Route("rows"))
+    expected = dpo_loss(plain, packs, 0.5) if method == "dpo" else supervised_loss(plain, packs)
+    expected.backward()  # type: ignore[no-untyped-call]
+    wanted = gradient(policy)
+
+    policy.use(Route(forward))
+    one = trainer(policy, resolved, budget=budget)
+    totals = one.gradient.add(packs)
+
+    counted = totals.pairs or totals.tokens
+    assert totals.loss / counted == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(gradient(policy) / counted, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_the_reference_of_dpo_is_the_base_bit_for_bit(make_policy: Callable[..., Policy]) -> None:
+    policy = make_policy()
+
+    first = trainer(policy, settings("dpo")).step(pairs())
+
+    assert first.loss == pytest.approx(0.6931471806, abs=1e-6)
+    assert (first.reward_accuracy, first.reward_margin) == (0.0, 0.0)
+
+
+def test_a_job_that_continues_an_adapter_has_it_for_its_reference(make_policy: Callable[..., Policy]) -> None:
+    policy = make_policy(moved=True)
+    one = trainer(policy, settings("dpo"))
+
+    against_base = one.measure(pairs())
+    one.start_from_policy()
+    against_start = one.measure(pairs())
+
+    assert against_base.reward_margin != 0.0
+    assert against_start.reward_margin == 0.0
+
+
+def test_a_measurement_changes_nothing(make_policy: Callable[..., Policy]) -> None:
+    policy = make_policy(moved=True)
+    one = trainer(policy, settings())
+    before = policy.adapter()
+
+    assert one.measure(conversations()) == one.measure(conversations())
+    assert all(torch.equal(value, before[name]) for name, value in policy.adapter().items())
+
+
+def test_pairs_are_never_divided_between_micro_batches() -> None:
+    packs = pairs()
+
+    in_rows = list(whole_batches(packs, 8, rows=True))
+
+    assert all(len(batch) % 2 == 0 for batch in in_rows)
+    assert sum(len(batch) for batch in in_rows) == 2 * len(packs)
+    for batch in in_rows:
+        for chosen, rejected in zip(batch[::2], batch[1::2], strict=True):
+            [original] = [pack for pack in packs if pack.prompt_ids == chosen.prompt_ids]
+            assert (*chosen.sequences, *rejected.sequences) == original.sequences
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [1.0, 1.0, 1.0, 1.0]),
+        ("linear", [1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [1.0, 0.868198, 0.55, 0.231802]),
+    ],
+)
+def test_schedules_go_down_from_the_first_step(schedule: Any, expected: list[float]) -> None:
+    assert [factor(step, 0, schedule, 4) for step in range(4)] == pytest.approx(expected, abs=1e-6)
+
+
+def test_warm_up_comes_before_the_schedule() -> None:
+    assert [factor(step, 2, "linear", 4) for step in range(4)] == pytest.approx([0.5, 1.0, 1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (10, 10),
+        (12, 8),
+        (33, 3),
+        (34, 3),
+        (100, 3),
+        (5_000, 3),
+        (8_333, 3),
+        (8_334, 2),
+        (10_000, 2),
+        (20_000, 1),
+    ],
+)
+def test_automatic_epochs_are_openais(rows: int, expected: int) -> None:
+    assert epochs(rows) == expected
+
+
+# Whole runs.
+
+
+def run(
+    bench: Bench, policy: Policy, *, method: str = "supervised", stop_at: int = 0, **asked: Any
+) -> OfflineRun:
+    resolved = settings(method, **({"batch_size": 3, "n_epochs": 4} | asked))
+    packs = pairs() if method == "dpo" else conversations()
+    rows = [TokenizedRow(line, (pack,)) for line, pack in enumerate(packs, start=1)]
+    attempt = bench.attempt()
+    one = trainer(policy, resolved)
+    return OfflineRun(
+        settings=resolved,
+        seed=3,
+        train_rows=RowStream(
+            rows, batch_size=resolved.batch_size, steps_per_epoch=resolved.steps_per_epoch, seed=3
+        ),
+        valid_rows=rows[:3],
+        trainer=one,
+        recorder=Recorder(attempt),
+        checkpoints=Checkpoints(attempt, bench.tmp_path),
+        stop_requested=lambda: one.steps_taken == stop_at,
+    )
+
+
+def numbers(bench: Bench) -> list[dict[str, Any]]:
+    timed = ("timing", "training_tokens_per_second")
+    return [{name: value for name, value in step.items() if name not in timed} for step in bench.steps()]
+
+
+def test_every_row_is_learned_once_in_each_epoch() -> None:
+    rows = [TokenizedRow(line, (pack,)) for line, pack in enumerate(conversations(), start=1)]
+    stream = RowStream(rows, batch_size=3, steps_per_epoch=3, seed=1)
+
+    first, second = (
+        [pack for step in steps for pack in stream.batch(step)] for steps in ((1, 2, 3), (4, 5, 6))
+    )
+
+    assert sorted(map(hash, first)) == sorted(map(hash, second)) == sorted(map(hash, conversations()))
+    assert first != second
+    assert [len(stream.batch(step)) for step in (1, 2, 3)] == [3, 3, 1]
+
+
+def test_the_last_three_epochs_are_kept_and_the_last_one_is_the_model(
+    bench: Bench, make_policy: Callable[..., Policy]
+) -> None:
+    outcome = asyncio.run(run(bench, make_policy()).train())
+
+    job = bench.job()
+    assert outcome is RunOutcome.DONE
+    assert [one.step for one in bench.checkpoints()] == [6, 9, 12]
+    assert job.status == "succeeded" and job.fine_tuned_model is not None
+    told = [message for message in bench.events() if message.startswith("Checkpoint created")]
+    assert [message.split(" with")[0].split()[-1] for message in told] == ["3", "6", "9"]
+    losses = [step["full_valid_loss"] for step in numbers(bench) if "full_valid_loss" in step]
+    assert len(losses) == 5 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
+@pytest.mark.parametrize("stop_at", [1, 3, 8])
+def test_a_run_that_is_stopped_and_resumed_ends_as_if_it_had_not_been(
+    bench: Bench, make_policy: Callable[..., Policy], tmp_path: Path, method: str, stop_at: int
+) -> None:
+    policy = make_policy()
+    stopped = asyncio.run(run(bench, policy, method=method, stop_at=stop_at).train())
+    assert stopped is RunOutcome.INTERRUPTED
+    bench.again()
+    resumed = make_policy(seed=9)  # whatever its adapter is: the checkpoint has the job's
+
+    asyncio.run(run(bench, resumed, method=method).train())
+
+    whole = make_policy()
+    stream = run(bench, whole, method=method)
+    metrics: list[OfflineMetrics] = []
+    for step in range(1, stream.settings.total_steps + 1):
+        metrics.append(stream.trainer.step(stream.train_rows.batch(step)))
+    recorded = [step["train_loss"] for step in numbers(bench) if "train_loss" in step]
+    assert recorded == [one.loss for one in metrics]
+    ended = resumed.adapter()
+    assert all(torch.equal(value, ended[name]) for name, value in whole.adapter().items())
+
+
+def test_a_run_warns_of_a_model_that_overfits(bench: Bench, make_policy: Callable[..., Policy]) -> None:
+    one = run(bench, make_policy())
+    one.losses = {0: 2.0, 3: 1.0, 12: 1.5}
+
+    one.report_the_end()
+
+    assert bench.events("warn") == [
+        "The model overfits: its validation loss is 1.500, and was 1.000 at step 3. The checkpoint of step 3 is better "
+        "if it is still kept; else train for 1 epoch."
+    ]
+
+
+def test_a_run_warns_of_a_model_that_is_worse_than_its_start(
+    bench: Bench, make_policy: Callable[..., Policy]
+) -> None:
+    one = run(bench, make_policy())
+    one.losses = {0: 1.0, 3: 1.2, 12: 1.5}
+
+    one.report_the_end()
+
+    [warning] = bench.events("warn")
+    assert warning.startswith("The validation loss is 1.500, and that of the base model was 1.000")

@@ -1,0 +1,114 @@
+"""The losses of pairs against values that were computed by hand from the papers' formulas."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.jobs.offline_hyperparameters import DpoHyperparameters, ResolvedOffline, resolve
+from worker.learn import preference
+from worker.learn.offline import Pairs, pair_loss, pair_rewards
+
+LN2 = math.log(2)
+
+
+def one(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize(("beta", "loss"), [(1.0, 0.2231435513), (0.5, 0.4054651081), (0.1, 0.6262328064)])
+def test_dpo_is_the_papers_equation_7(beta: float, loss: float) -> None:
+    assert preference.dpo(one(LN2), one(-LN2), beta=beta).item() == pytest.approx(loss, abs=1e-9)
+
+
+@pytest.mark.parametrize(("beta", "slope"), [(1.0, 0.2), (0.5, 0.1666666667), (0.1, 0.0465398039)])
+def test_the_gradient_of_dpo_pushes_both_answers_alike(beta: float, slope: float) -> None:
+    chosen, rejected = one(LN2), one(-LN2)
+
+    preference.dpo(chosen, rejected, beta=beta).backward()  # type: ignore[no-untyped-call]
+
+    assert chosen.grad is not None and chosen.grad.item() == pytest.approx(-slope, abs=1e-9)
+    assert rejected.grad is not None and rejected.grad.item() == pytest.approx(slope, abs=1e-9)
+
+
+def test_label_smoothing_expects_some_pairs_the_wrong_way_round() -> None:
+    loss = preference.dpo(one(LN2), one(-LN2), beta=1.0, label_smoothing=0.1)
+
+    assert loss.item() == pytest.approx(0.3617729874, abs=1e-9)
+
+
+@pytest.mark.parametrize(("tau", "loss"), [(0.1, 13.05886844), (1.0, 0.7855176946)])
+def test_ipo_is_the_papers_equation_17(tau: float, loss: float) -> None:
+    assert preference.ipo(one(LN2), one(-LN2), beta=tau).item() == pytest.approx(loss, abs=1e-8)
+
+
+@pytest.mark.parametrize(("gamma", "loss"), [(1.0, 0.5185380804), (0.5, 0.3451348347)])
+def test_simpo_is_the_papers_equation_6(gamma: float, loss: float) -> None:
+    value = preference.simpo(one(-LN2), one(-2 * LN2), beta=2.0, gamma=gamma)
+
+    assert value.item() == pytest.approx(loss, abs=1e-9)
+
+
+def test_orpo_is_the_papers_equations_6_and_7() -> None:
+    chosen, rejected = one(-LN2), one(-2 * LN2)
+
+    loss = preference.orpo(chosen, rejected, beta=0.1)
+    only_odds = loss + chosen
+    only_odds.backward()  # type: ignore[no-untyped-call]
+
+    assert loss.item() == pytest.approx(0.7219153878, abs=1e-9)
+    assert chosen.grad is not None and chosen.grad.item() == pytest.approx(-0.05, abs=1e-9)
+    assert rejected.grad is not None and rejected.grad.item() == pytest.approx(0.03333333333, abs=1e-9)
+
+
+def test_orpo_is_finite_where_an_answer_is_certain() -> None:
+    assert math.isfinite(preference.orpo(one(0.0), one(-1.0), beta=0.1).item())
+
+
+# Two pairs: h = (ln 2, -ln 2) of 2 and 1 tokens, and h = (0, 0) of 1 token each.
+LOGP_M = torch.tensor([-1.0, -1.0 + LN2, -3.0 - LN2, -2.0, -2.0], dtype=torch.float64)
+REFERENCE_M = torch.tensor([-1.0, -1.0, -3.0, -2.0, -2.0], dtype=torch.float64)
+ANSWER_M = torch.tensor([0, 0, 1, 2, 3])
+
+
+def settings(**loss: Any) -> ResolvedOffline:
+    beta = loss.pop("beta", 1.0)
+    return resolve(
+        "dpo",
+        DpoHyperparameters.model_validate({"beta": beta, "advanced": {"loss": loss}}),
+        rows=100,
+        parameters=1000,
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "first", "second"),
+    [
+        ({"type": "sigmoid"}, 0.2231435513, LN2),
+        ({"type": "sigmoid", "length_normalize": True}, 0.3027332756, LN2),
+        ({"type": "ipo", "length_normalize": True}, 0.2912985105, 0.25),
+    ],
+)
+def test_tokens_are_added_up_by_answer(loss: dict[str, Any], first: float, second: float) -> None:
+    pairs = Pairs.of(LOGP_M, REFERENCE_M, ANSWER_M)
+
+    assert pair_loss(settings(**loss), pairs).tolist() == pytest.approx([first, second], abs=1e-9)
+
+
+def test_an_equal_pair_is_no_accurate_one() -> None:
+    chosen, rejected = pair_rewards(
+        settings(type="sigmoid", beta=0.5), Pairs.of(LOGP_M, REFERENCE_M, ANSWER_M)
+    )
+
+    assert chosen.tolist() == pytest.approx([0.5 * LN2, 0.0])
+    assert (chosen > rejected).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_losses_without_a_reference_compare_means(name: str) -> None:
+    resolved = settings(type=name, beta=2.0)
+
+    assert not resolved.has_reference
+    assert pair_loss(resolved, Pairs.of(LOGP_M, None, ANSWER_M)).shape == (2,)

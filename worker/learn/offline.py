@@ -1,0 +1,304 @@
+"""Learn from given answers: the gradients of supervised and preference losses, and their trainer.
+
+Both losses are sums over a step, divided once by what they count: learned tokens (supervised) or pairs (preference).
+Each supervised row is a pack with one sequence, of which `learned_T` says what is learned. Each pair of answers is a
+pack with two sequences, the preferred one first; both are always in one micro-batch, because the loss couples them.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.jobs.offline_hyperparameters import ResolvedOffline
+from worker.learn import preference
+from worker.learn.batch import Tensors, row_width, split, tensors_of
+from worker.learn.gradient import through_head
+from worker.learn.optimizer import AdapterOptimizer
+from worker.learn.totals import Totals
+from worker.model.policy import Policy
+from worker.refusals import InvalidModel
+from worker.types import Pack
+
+
+@dataclass(frozen=True)
+class OfflineMetrics:
+    """Statistics of a step or of a validation; before the update of the step."""
+
+    loss: float
+    tokens: int  # that are learned
+    sequences: int
+    token_accuracy: float | None = None  # supervised: share of tokens that the model thinks likeliest
+    # Preference; `reward` is beta h, or beta times the mean log-probability for losses without a reference.
+    reward_accuracy: float | None = None  # share of pairs in which the preferred answer has more
+    reward_margin: float | None = None
+    chosen_reward: float | None = None
+    rejected_reward: float | None = None
+    grad_norm: float | None = None
+    skipped: bool = False  # the gradient was not finite, so the step was not taken
+
+    @classmethod
+    def of(cls, totals: Totals, *, grad_norm: float | None = None, skipped: bool = False) -> "OfflineMetrics":
+        measured = cls(totals.loss / (totals.pairs or totals.tokens), totals.tokens, totals.sequences)
+        measured = replace(measured, grad_norm=grad_norm, skipped=skipped)
+        if not totals.pairs:
+            return replace(measured, token_accuracy=totals.correct / totals.tokens)
+        return replace(
+            measured,
+            reward_accuracy=totals.correct / totals.pairs,
+            reward_margin=(totals.chosen - totals.rejected) / totals.pairs,
+            chosen_reward=totals.chosen / totals.pairs,
+            rejected_reward=totals.rejected / totals.pairs,
+        )
+
+
+class OfflineGradient:
+    """Accumulates the gradient of packs on the adapter's weights, micro-batch by micro-batch."""
+
+    def __init__(self, policy: Policy, settings: ResolvedOffline, *, token_budget: int) -> None:
+        self.policy = policy
+        self.settings = settings
+        self.capacity = token_budget
+        # The adapter of the preference loss's reference, unless the reference is the base model.
+        self.reference: list[Tensor] | None = None
+
+    def add(self, packs: Sequence[Pack]) -> Totals:
+        """Add the gradient of the summed loss of these packs, and return its totals."""
+        totals = Totals()
+        for part in self._micro_batches(packs):
+            loss, of_part = self._loss(part)
+            loss.backward()  # type: ignore[no-untyped-call]
+            totals += of_part
+        return totals
+
+    def measure(self, packs: Sequence[Pack]) -> Totals:
+        """The totals of these packs, without a gradient."""
+        with torch.no_grad():
+            return sum((self._loss(part)[1] for part in self._micro_batches(packs)), Totals())
+
+    def _micro_batches(self, packs: Sequence[Pack]) -> Iterator[list[Pack]]:
+        rows = self.policy.route.forward == "rows"
+        return whole_batches(packs, self.capacity, self.policy.device, rows=rows)
+
+    def _as_reference(self) -> AbstractContextManager[None]:
+        return self.policy.as_base() if self.reference is None else self.policy.wearing(self.reference)
+
+    def _loss(self, packs: Sequence[Pack]) -> tuple[Tensor, Totals]:
+        """The sum of the loss over a micro-batch, and its totals."""
+        tensors = tensors_of(packs, self.policy.device)
+        if self.settings.preference_loss is None:
+            logp_M, is_top_M = predicted(self.policy, tensors)
+            loss = -logp_M.sum()
+            correct = is_top_M.sum().item()
+            return loss, Totals(
+                loss=loss.item(), tokens=len(logp_M), correct=correct, sequences=_sequences(packs)
+            )
+        ref_logp_M: Tensor | None = None
+        if self.settings.has_reference:
+            with torch.no_grad(), self._as_reference():
+                ref_logp_M = predicted(self.policy, tensors)[0]
+        logp_M = predicted(self.policy, tensors)[0]
+        pairs = Pairs.of(logp_M, ref_logp_M, tensors.answer_M)
+        loss = pair_loss(self.settings, pairs).sum()
+        chosen_N, rejected_N = pair_rewards(self.settings, pairs)
+        return loss, Totals(
+            loss=loss.item(),
+            tokens=len(logp_M),
+            sequences=_sequences(packs),
+            pairs=len(chosen_N),
+            correct=(chosen_N > rejected_N).sum().item(),
+            chosen=chosen_N.sum().item(),
+            rejected=rejected_N.sum().item(),
+        )
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Sums over the answers of pairs, [N] each. `h` is the difference to the reference; None without one."""
+
+    logp_chosen: Tensor
+    logp_rejected: Tensor
+    length_chosen: Tensor
+    length_rejected: Tensor
+    h_chosen: Tensor | None
+    h_rejected: Tensor | None
+
+    @classmethod
+    def of(cls, logp_M: Tensor, ref_logp_M: Tensor | None, answer_M: Tensor) -> "Pairs":
+        """Answers 0, 2, ... are the preferred ones, 1, 3, ... the others of the same pairs."""
+        count = int(answer_M.max()) + 1
+
+        def summed(values_M: Tensor) -> Tensor:
+            return values_M.new_zeros(count).index_add(0, answer_M, values_M)
+
+        sums, lengths = summed(logp_M), torch.bincount(answer_M, minlength=count)
+        h = None if ref_logp_M is None else summed(logp_M - ref_logp_M)
+        return cls(
+            sums[0::2],
+            sums[1::2],
+            lengths[0::2],
+            lengths[1::2],
+            None if h is None else h[0::2],
+            None if h is None else h[1::2],
+        )
+
+
+def pair_loss(settings: ResolvedOffline, pairs: Pairs) -> Tensor:
+    """The loss of each pair, [N]."""
+    beta = settings.beta
+    assert beta is not None
+    chosen, rejected = _compared(settings, pairs)
+    match settings.preference_loss:
+        case "sigmoid":
+            return preference.dpo(chosen, rejected, beta=beta, label_smoothing=settings.label_smoothing)
+        case "ipo":
+            return preference.ipo(chosen, rejected, beta=beta)
+        case "simpo":
+            assert settings.gamma is not None
+            return preference.simpo(chosen, rejected, beta=beta, gamma=settings.gamma)
+        case "orpo":
+            return preference.orpo(chosen, rejected, beta=beta)
+        case None:
+            raise AssertionError("supervised rows have no pairs")
+
+
+@torch.no_grad()
+def pair_rewards(settings: ResolvedOffline, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """The implicit rewards of both answers, [N] each."""
+    assert settings.beta is not None
+    chosen, rejected = _compared(settings, pairs)
+    return settings.beta * chosen.detach(), settings.beta * rejected.detach()
+
+
+def _compared(settings: ResolvedOffline, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """The numbers of both answers that the loss compares, [N] each."""
+    if not settings.has_reference:
+        return pairs.logp_chosen / pairs.length_chosen, pairs.logp_rejected / pairs.length_rejected
+    assert pairs.h_chosen is not None and pairs.h_rejected is not None
+    if settings.length_normalize:
+        return pairs.h_chosen / pairs.length_chosen, pairs.h_rejected / pairs.length_rejected
+    return pairs.h_chosen, pairs.h_rejected
+
+
+def predicted(policy: Policy, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """The log-probability [M] of each learned token, and whether it is the likeliest (bool [M], no gradient)."""
+    hidden = policy.hidden(tensors.input_ids, tensors.position_ids, tensors.segment)
+    logp_M, is_top_M = through_head(
+        partial(_log_softmax, policy),
+        hidden[tensors.row_M, tensors.column_M],
+        tensors.target_M,
+        None,
+        _is_top,
+    )
+    return logp_M, is_top_M
+
+
+def _log_softmax(policy: Policy, hidden: Tensor, allowed: Tensor | None) -> Tensor:
+    return policy.logits(hidden).log_softmax(-1)
+
+
+def _is_top(logp: Tensor, target: Tensor) -> Tensor:
+    return logp.argmax(-1) == target
+
+
+def whole_batches(
+    packs: Sequence[Pack], token_budget: int, device: torch.device | str = "cpu", *, rows: bool = False
+) -> Iterator[list[Pack]]:
+    """Yield batches of packs of similar length, each of at most `token_budget` tokens including padding.
+
+    No pack is divided between batches; one above the budget gets its own.
+
+    Args:
+        rows: each sequence of a pack gets its own row.
+    """
+    units = [list(split(pack, 0)) if rows else [pack] for pack in packs]
+    batch: list[Pack] = []
+    for unit in sorted(units, key=lambda unit: max(part.tokens for part in unit)):
+        # The newest unit is the longest, so it sets the width of the whole batch.
+        width = row_width(max(part.tokens for part in unit), device)
+        if batch and (len(batch) + len(unit)) * width > token_budget:
+            yield batch
+            batch = []
+        batch += unit
+    if batch:
+        yield batch
+
+
+def _sequences(packs: Sequence[Pack]) -> int:
+    return sum(len(pack.sequences) for pack in packs)
+
+
+class OfflineTrainer:
+    """AdamW on the adapter's float32 weights, the base frozen."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        settings: ResolvedOffline,
+        *,
+        token_budget: int,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`beat` is called after each micro-batch of a step, and between parts of a validation."""
+        self.policy = policy
+        self.gradient = OfflineGradient(policy, settings, token_budget=token_budget)
+        self.optimizer = AdapterOptimizer(
+            policy,
+            learning_rate=settings.learning_rate,
+            betas=(0.9, 0.999),
+            max_grad_norm=settings.max_grad_norm,
+            warmup_steps=settings.warmup_steps,
+            weight_decay=settings.weight_decay,
+            schedule=settings.schedule,
+            total_steps=settings.total_steps,
+        )
+        self.steps_taken = 0
+        self.beat = beat
+
+    def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
+        """One update with these rows."""
+        totals = self.gradient.add(packs)
+        norm = self.optimizer.step(totals.pairs or totals.tokens, self.steps_taken)
+        self.steps_taken += 1  # also of a skipped step, so that the schedule depends on the step alone
+        self.beat()
+        return OfflineMetrics.of(totals, grad_norm=norm, skipped=norm is None)
+
+    def measure(self, packs: Sequence[Pack]) -> OfflineMetrics:
+        """The metrics of these rows under the current policy."""
+        totals = Totals()
+        for first in range(0, len(packs), 64):
+            totals += self.gradient.measure(packs[first : first + 64])
+            self.beat()
+        return OfflineMetrics.of(totals)
+
+    def start_from_policy(self) -> None:
+        """Take the current adapter for the reference, in place of the base model."""
+        self.gradient.reference = [parameter.detach().clone() for parameter in self.policy.trainable]
+
+    def save(self, folder: Path) -> None:
+        self.policy.save(folder)
+        state: dict[str, Any] = {
+            "optimizer": self.optimizer.state_dict(),
+            "steps_taken": self.steps_taken,
+            "reference": self.gradient.reference,
+        }
+        torch.save(state, folder / "trainer.pt")
+
+    def load(self, folder: Path) -> None:
+        self.policy.load(folder)
+        try:
+            state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, EOFError, RuntimeError) as cause:
+            raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps_taken = state["steps_taken"]
+        reference = state["reference"]
+        self.gradient.reference = (
+            None if reference is None else [tensor.to(self.policy.device) for tensor in reference]
+        )

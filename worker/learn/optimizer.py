@@ -1,0 +1,88 @@
+"""AdamW on the weights of the adapter, with the schedule of its learning rate."""
+
+import math
+from typing import Any, Literal
+
+import torch
+
+from worker.model.policy import Policy
+
+Schedule = Literal["constant", "linear", "cosine"]
+# Of the learning rate at the end of a cosine.
+COSINE_FLOOR = 0.1
+
+
+class AdapterOptimizer:
+    """Takes steps along the gradients that lie on the adapter's weights."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        max_grad_norm: float,
+        warmup_steps: int,
+        weight_decay: float = 0.0,
+        schedule: Schedule = "constant",
+        total_steps: int = 0,
+    ) -> None:
+        self.policy = policy
+        self.learning_rate = learning_rate
+        self.max_grad_norm = max_grad_norm
+        self.warmup_steps = warmup_steps
+        self.schedule: Schedule = schedule
+        self.total_steps = total_steps  # of the schedule
+        self.adamw = torch.optim.AdamW(
+            policy.trainable, lr=learning_rate, betas=betas, weight_decay=weight_decay
+        )
+
+    def step(self, divisor: float, steps_taken: int) -> float | None:
+        """Divide the gradient, clip its norm and take a step. Clears the gradient.
+
+        Returns:
+            The norm before clipping. None: it is not finite, and no step was taken.
+        """
+        self.policy.drop_left_out()
+        for parameter in self.policy.trainable:
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.trainable, self.max_grad_norm).item()
+        finite = math.isfinite(norm)
+        if finite:
+            self.descend(steps_taken)
+        self.clear()
+        return norm if finite else None
+
+    def descend(self, steps_taken: int) -> None:
+        """Take a step along the gradient as it is."""
+        for group in self.adamw.param_groups:
+            group["lr"] = self.learning_rate * factor(
+                steps_taken, self.warmup_steps, self.schedule, self.total_steps
+            )
+        self.adamw.step()
+
+    def clear(self) -> None:
+        self.adamw.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.adamw.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adamw.load_state_dict(state)
+
+
+def factor(steps_taken: int, warmup_steps: int, schedule: Schedule, total_steps: int) -> float:
+    """The learning rate of the next step as a share of the full one.
+
+    Warm-up goes up in a line and reaches 1 at step `warmup_steps`. Then linear goes down to 0 after the last step, and
+    cosine to COSINE_FLOOR.
+    """
+    if steps_taken < warmup_steps:
+        return (steps_taken + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    done = (steps_taken - warmup_steps) / max(1, total_steps - warmup_steps)
+    if schedule == "linear":
+        return max(0.0, 1.0 - done)
+    return COSINE_FLOOR + (1 - COSINE_FLOOR) * (1 + math.cos(math.pi * min(1.0, done))) / 2

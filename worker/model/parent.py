@@ -1,0 +1,58 @@
+"""Start a policy from the adapter of a tuned model."""
+
+import tempfile
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from core.jobs.hyperparameters import Resolved
+from core.jobs.offline_hyperparameters import ResolvedOffline
+from core.results.lineage import RENDERING, SHAPE, Parent
+from core.storage.manifests import Damaged
+from worker.model.policy import Policy
+from worker.refusals import UserMistake
+
+Settings = TypeVar("Settings", Resolved, ResolvedOffline)
+
+
+class Adapters(Protocol):
+    """The files of adapters; worker/record/checkpoints.py implements it."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the job has no checkpoint yet."""
+        ...
+
+    def download(self, prefix: str, folder: Path) -> None: ...
+
+
+def continuing(settings: Settings, parent: Parent | None) -> Settings:
+    """The hyperparameters of a job that trains `parent` further: with the shape of its adapter, and rendering prompts
+    as its job did unless they ask for another template."""
+    if parent is None:
+        return settings
+    kept = {name: parent.settings[name] for name in SHAPE}
+    if settings.chat_template is None and not settings.chat_template_kwargs:
+        kept |= {name: parent.settings[name] for name in RENDERING if parent.settings[name] is not None}
+    return settings.model_validate(settings.model_dump() | kept)
+
+
+def start_from(parent: Parent, policy: Policy, checkpoints: Adapters) -> bool:
+    """Load the parent's adapter into the policy. Returns False for a job with a checkpoint, which has its own.
+
+    Raises:
+        UserMistake: its files were deleted or are damaged.
+        InvalidModel: they do not fit the model.
+    """
+    if not checkpoints.is_empty:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            checkpoints.download(parent.blob_prefix, Path(folder))
+        except Damaged as damage:
+            raise UserMistake(
+                "model_not_available",
+                f"The adapter of '{parent.model}', which the job was to train further, cannot be read: {damage}.",
+                "model",
+            ) from damage
+        policy.load(Path(folder))
+    return True

@@ -1,0 +1,176 @@
+"""From a claimed supervised or dpo job to its run. What can be refused is refused before the weights are loaded."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from core.jobs import offline_hyperparameters
+from core.results.lineage import Parent
+from core.settings import Settings
+from core.storage.offline_rows import FORMS
+from worker.assemble import BaseModel, inspect_model, refuse_absent_targets
+from worker.attempt import Attempt
+from worker.heartbeat import Beat
+from worker.learn.offline import OfflineTrainer
+from worker.learn.ranks import Model
+from worker.model import memory, sizing
+from worker.model.parent import continuing, start_from
+from worker.model.policy import read_tokenizer, render, stop_ids_of
+from worker.offline.rows import ChatTemplate, TokenizedRow, tokenize
+from worker.offline.run import OfflineRun
+from worker.offline.stream import RowStream
+from worker.record.checkpoints import Checkpoints
+from worker.record.exporters.choice import feeds_of
+from worker.record.recorder import Quota, Recorder
+from worker.refusals import UserMistake
+from worker.rollout.rows import read_file
+
+
+def assemble(
+    attempt: Attempt,
+    settings: Settings,
+    scratch: Path,
+    stop_requested: Callable[[], bool],
+    beat: Beat,
+) -> OfflineRun:
+    """Build the run of a claimed job.
+
+    Raises:
+        UserMistake, Refusal: the job cannot succeed as it is, on any worker.
+        ModelUnavailable: the model could not be fetched. Another attempt may succeed.
+    """
+    if settings.torch_threads:
+        torch.set_num_threads(settings.torch_threads)
+    # Nothing is sampled, so the trainer's own weights are the only ones in memory.
+    alone = {"sampler": "transformers", "samplers": {}, "sampling_gpus": 0}
+    settings = settings.of_class(settings.gpu_class).model_copy(update=alone)
+    job = attempt.job
+    form = FORMS[job.method]
+    train = read_file(attempt, "training_file", job.training_file, form)
+    valid = (
+        []
+        if job.validation_file is None
+        else read_file(attempt, "validation_file", job.validation_file, form)
+    )
+    base = inspect_model(job.model, settings, 1, samples=False)
+    asked = offline_hyperparameters.asked(job.method, job.body["hyperparameters"])
+    resolved = offline_hyperparameters.resolve(
+        job.method, asked, rows=len(train), parameters=base.shape.parameters
+    )
+    parent = Parent.of(job)
+    resolved = offline_hyperparameters.kept(continuing(resolved, parent), job.resolved)
+    refuse_absent_targets(
+        base, resolved.lora_targets, f"method.{job.method}.hyperparameters.advanced.lora.targets"
+    )
+    template = template_of(
+        base, read_tokenizer(base.entry, base.source, resolved.chat_template, resolved.chat_template_kwargs)
+    )
+    tokens = partial(tokenize, job.method, template=template, context=base.entry.context, beat=beat)
+    train_rows = tokens(train, file=job.training_file)
+    valid_rows = tokens(valid, file=job.validation_file or "")
+    plan = plan_memory(job.model, base, resolved, [*train_rows, *valid_rows], settings)
+    beat()
+    model = Model(
+        job.model, base.entry, settings.model_cache, resolved, job.seed, plan.checkpointed, sampled=False
+    )
+    policy = model.load(base.device)
+    beat()
+    verdict = model.check(policy)
+    beat()
+
+    recorder = Recorder(
+        attempt,
+        settings.default_limits,
+        Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step),
+    )
+    checkpoints = Checkpoints(attempt, scratch)
+    trainer = OfflineTrainer(policy, resolved, token_budget=plan.token_budget, beat=beat)
+    if parent is not None and start_from(parent, policy, checkpoints):
+        trainer.start_from_policy()
+    first = job.resolved is None
+    recorder.resolved(resolved)
+    if first:
+        recorder.inform(verdict.described(policy.coverage), verdict.as_data(policy.coverage))
+        if base.precision:
+            recorder.inform(base.precision, {})
+        if divided := sum(len(row.packs) > 1 for row in train_rows):
+            recorder.inform(
+                f"{divided} conversations are learned answer by answer: the chat template renders their earlier "
+                "answers differently once others follow.",
+                {"divided_rows": divided},
+            )
+    return OfflineRun(
+        settings=resolved,
+        seed=job.seed,
+        train_rows=RowStream(
+            train_rows,
+            batch_size=resolved.batch_size,
+            steps_per_epoch=resolved.steps_per_epoch,
+            seed=job.seed,
+        ),
+        valid_rows=valid_rows,
+        trainer=trainer,
+        recorder=recorder,
+        checkpoints=checkpoints,
+        stop_requested=stop_requested,
+        feeds=feeds_of(job, resolved, settings, recorder.warn),
+    )
+
+
+def template_of(base: BaseModel, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    """The model's chat template and the tokens that end its answers.
+
+    Raises:
+        UserMistake: no token ends an answer, so the model could not learn where to stop.
+    """
+    try:
+        configured = GenerationConfig.from_pretrained(base.source).eos_token_id
+    except OSError:  # many models have no generation_config.json
+        configured = None
+    stops = stop_ids_of(configured, tokenizer)
+    if not stops:
+        raise UserMistake("invalid_model", "The model's tokenizer has no token that ends an answer.", "model")
+    eos = tokenizer.eos_token_id
+
+    return ChatTemplate(
+        render=lambda messages, tools, generation_prompt: render(
+            tokenizer, messages, generation_prompt=generation_prompt, tools=tools
+        ),
+        stop_ids=stops,
+        eos_id=min(stops) if eos is None else int(eos),
+    )
+
+
+def plan_memory(
+    name: str,
+    base: BaseModel,
+    settings_of_job: offline_hyperparameters.ResolvedOffline,
+    rows: list[TokenizedRow],
+    settings: Settings,
+) -> sizing.MemoryPlan:
+    """Divide the free memory between weights and micro-batches.
+
+    Raises:
+        UserMistake: the job does not fit.
+    """
+    work = sizing.workload(
+        rank=settings_of_job.lora_rank,
+        targets=settings_of_job.lora_targets,
+        prompt=max(row.longest for row in rows),
+        completion=1,
+        batch=1,
+        group=1,
+        valid_rows=0,
+        eval_samples=1,
+    )
+    packed = base.device == "cpu" and base.entry.dtype == "float32"
+    machine = sizing.machine(
+        settings, base.device, memory.available(base.device), base.sampler, packed=packed
+    )
+    try:
+        return sizing.plan(name, base.shape, work, machine)
+    except sizing.DoesNotFit as cause:
+        raise UserMistake("not_enough_memory", str(cause), "model") from cause

@@ -1,0 +1,213 @@
+"""From the rows of a file to packs of tokens, each token marked as learned or only read."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from core.storage.datasets import Example
+from core.storage.offline_rows import is_learned
+from worker.refusals import ChatTemplateFailed, Refusal
+from worker.types import Pack, TrainingSequence
+
+Message = Mapping[str, Any]
+# (messages, tools, with a generation prompt) -> token ids
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], list[int]]
+
+MAX_REPORTED = 20
+
+
+class RowTooLong(Refusal):
+    """Rows exceed the model's context."""
+
+    code = "example_too_long"
+    param = "training_file"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The model's chat template, and the tokens that end an answer."""
+
+    render: Render
+    stop_ids: frozenset[int]  # the tokens that end an answer
+    eos_id: int  # ends an answer whose rendering has no such token
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """An answer as it is rendered after the messages before it."""
+
+    ids: tuple[int, ...]  # the whole rendering, to the end of the answer
+    start: int  # of the answer
+    is_closed: bool  # the template itself ended the answer
+
+
+@dataclass(frozen=True)
+class TokenizedRow:
+    """A row of the file. A conversation that the template does not render in one piece has several packs."""
+
+    line: int
+    packs: tuple[Pack, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest pack."""
+        return max(pack.tokens for pack in self.packs)
+
+
+def tokenize(
+    method: str,
+    examples: Sequence[Example],
+    template: ChatTemplate,
+    *,
+    file: str,
+    context: int,
+    beat: Callable[[], None] = lambda: None,
+) -> list[TokenizedRow]:
+    """Convert rows to packs. `context` is the model's, in tokens.
+
+    Raises:
+        RowTooLong: names the lines (up to 20) that exceed the context.
+        ChatTemplateFailed: names the line that the chat template rejects.
+    """
+    packs_of = preference_packs if method == "dpo" else supervised_packs
+    rows, long = [], []
+    for number, example in enumerate(examples):
+        if number % 100 == 0:
+            beat()
+        try:
+            row = TokenizedRow(example.line, tuple(packs_of(example.item, template)))
+        except ChatTemplateFailed as cause:
+            raise ChatTemplateFailed(f"Line {example.line} of {file}: {cause}") from cause
+        longest = max(
+            len(pack.prompt_ids) + len(one.output_ids_T) for pack in row.packs for one in pack.sequences
+        )
+        if longest > context:
+            long.append(f"line {row.line}: {longest} tokens")
+        rows.append(row)
+    if long:
+        raise RowTooLong(
+            f"{len(long)} rows of {file} are longer than the model's context of {context} tokens: "
+            f"{'; '.join(long[:MAX_REPORTED])}"
+        )
+    return rows
+
+
+def supervised_packs(row: Mapping[str, Any], template: ChatTemplate) -> list[Pack]:
+    """The packs of a conversation: one if its answers are parts of one rendering, else one for each learned answer.
+
+    Templates that drop earlier thoughts, for instance, render an answer differently once others follow; the model is
+    then asked, and taught, each answer with the messages before it as they are rendered at that point.
+    """
+    messages, tools = _messages(row["messages"]), row.get("tools") or []
+    _refuse_ignored_tools(messages, tools, template)
+    learned = [number for number, message in enumerate(row["messages"]) if is_learned(message)]
+    turns = [_turn(messages[:number], messages[number], tools, template) for number in learned]
+    last = turns[-1]
+    if all(turn.is_closed and last.ids[: len(turn.ids)] == turn.ids for turn in turns[:-1]):
+        spans = [(turn.start, len(turn.ids)) for turn in turns]
+        return [_pack(last.ids, spans)]
+    return [_pack(turn.ids, [(turn.start, len(turn.ids))]) for turn in turns]
+
+
+def preference_packs(row: Mapping[str, Any], template: ChatTemplate) -> list[Pack]:
+    """One pack: the prompt, the preferred answer and the other one."""
+    messages, tools = _messages(row["input"]["messages"]), row["input"].get("tools") or []
+    _refuse_ignored_tools(messages, tools, template)
+    turns = [
+        _turn(messages, _messages(row[name])[0], tools, template)
+        for name in ("preferred_output", "non_preferred_output")
+    ]
+    start = min(turn.start for turn in turns)
+    prompt = turns[0].ids[:start]
+    answers = tuple(_sequence(turn.ids[start:], ()) for turn in turns)
+    return [Pack(prompt, answers)]
+
+
+def _turn(
+    before: Sequence[Message], answer: Message, tools: Sequence[Mapping[str, Any]], template: ChatTemplate
+) -> _Turn:
+    """Render an answer after the messages before it, through the token that ends it.
+
+    The answer starts where the rendering with it leaves the one with a generation prompt.
+
+    Raises:
+        ChatTemplateFailed: the template renders the messages before the answer differently once it follows.
+    """
+    whole = template.render([*before, answer], tools, False)
+    start = 1  # the first token is not predicted
+    if before:
+        asked = template.render(before, tools, True)
+        start = max(1, _common(asked, whole))
+        if start < _common(template.render(before, tools, False), asked):
+            raise ChatTemplateFailed(
+                "the chat template renders earlier messages differently once an answer follows, so the answer's "
+                "tokens cannot be separated from theirs."
+            )
+    ends = [number for number in range(start, len(whole)) if whole[number] in template.stop_ids]
+    if ends:
+        return _Turn(tuple(whole[: ends[-1] + 1]), start, True)
+    return _Turn((*whole, template.eos_id), start, False)
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """The length of the common prefix."""
+    for number, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return number
+    return min(len(first), len(second))
+
+
+def _pack(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Pack:
+    first = spans[0][0]
+    learned = [False] * (len(ids) - first)
+    for start, end in spans:
+        learned[start - first : end - first] = [True] * (end - start)
+    return Pack(tuple(ids[:first]), (_sequence(ids[first:], () if all(learned) else tuple(learned)),))
+
+
+def _sequence(ids_T: Sequence[int], learned_T: tuple[bool, ...]) -> TrainingSequence:
+    nothing = (0.0,) * len(ids_T)
+    return TrainingSequence(tuple(ids_T), nothing, nothing, 1.0, learned_T=learned_T)
+
+
+def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As chat templates expect them: without weights, and with the arguments of calls as objects."""
+    return [
+        {
+            key: _calls(value) if key == "tool_calls" else value
+            for key, value in message.items()
+            if _is_said(key, value)
+        }
+        for message in messages
+    ]
+
+
+def _is_said(key: str, value: Any) -> bool:
+    return key != "weight" and (key in ("role", "content") or value not in (None, [], ""))
+
+
+def _calls(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{**call, "function": {**call["function"], "arguments": _arguments(call)}} for call in calls]
+
+
+def _arguments(call: Mapping[str, Any]) -> Any:
+    text = call["function"].get("arguments", "{}")
+    try:
+        read = json.loads(text)
+    except ValueError:
+        return text
+    return read if isinstance(read, dict) else text
+
+
+def _refuse_ignored_tools(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], template: ChatTemplate
+) -> None:
+    """Raises ChatTemplateFailed if the template leaves out what the row says of tools."""
+    if tools and template.render(messages, tools, False) == template.render(messages, [], False):
+        raise ChatTemplateFailed("the model's chat template has no place for tools.")
+    silent = [{key: value for key, value in one.items() if key != "tool_calls"} for one in messages]
+    if silent != list(messages) and template.render(messages, tools, False) == template.render(
+        silent, tools, False
+    ):
+        raise ChatTemplateFailed("the model's chat template has no place for tool calls.")

@@ -1,0 +1,111 @@
+"""validating_files of supervised and dpo jobs: check every row of both files, and report every bad line.
+
+The order is OpenAI's: a file in the format of another method is reported as that, and only then its number of rows.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from itertools import islice
+
+from core.database.engine import Database
+from core.database.tables import File, Job
+from core.jobs import events, lifecycle
+from core.jobs.claim import Claim
+from core.jobs.methods import FORMATS
+from core.storage import files
+from core.storage.datasets import Example, InvalidDataset, read_objects
+from core.storage.offline_rows import FORMS, MAX_ROWS, MIN_ROWS, format_of
+from core.storage.store import BlobNotFound, BlobStore
+from worker.supervise.bad_files import BadFile, failed
+
+# Rows that tell the format of a file.
+FIRST_ROWS = 20
+
+
+def validate_offline(
+    database: Database,
+    blobs: BlobStore,
+    claim: Claim,
+    job: Job,
+    stored: Mapping[str, File],
+    progressed: Callable[[], None],
+) -> list[tuple[str, str]]:
+    """Validate the files of a claimed job. Returns the (task, queue) pairs to notify.
+
+    Args:
+        stored: the files of the job's project by id.
+        progressed: called for each row; may raise, to stop.
+    """
+    try:
+        rows = checked(blobs, stored.get(job.training_file), job.method, "training_file", progressed)
+        if len(rows) < MIN_ROWS:
+            raise BadFile(
+                "training_file",
+                f"Training file has {len(rows)} example(s), but must have at least {MIN_ROWS} examples",
+                "invalid_n_examples",
+            )
+        valid_rows: list[Example] = []
+        if job.validation_file is not None:
+            found = stored.get(job.validation_file)
+            valid_rows = checked(blobs, found, job.method, "validation_file", progressed)
+    except BadFile as bad:
+        return failed(database, claim, bad)
+    learned = {json.dumps(row.item, sort_keys=True) for row in rows}
+    shared = sum(json.dumps(row.item, sort_keys=True) in learned for row in valid_rows)
+    with lifecycle.fenced(database, claim) as (session, held):
+        if shared:
+            events.append(
+                session,
+                held.id,
+                f"{shared} of {len(valid_rows)} validation rows are training rows as well. Their loss does not measure "
+                "generalization.",
+                level="warn",
+            )
+        return [lifecycle.validated(session, held)]
+
+
+def checked(
+    blobs: BlobStore,
+    file: File | None,
+    method: str,
+    param: str,
+    progressed: Callable[[], None] = lambda: None,
+) -> list[Example]:
+    """Return the rows of a valid file.
+
+    Raises:
+        BadFile: it was deleted or damaged, has the format of another method, or has bad lines.
+    """
+    name = param.replace("_", " ")
+    if file is None:
+        raise BadFile(param, f"The {name} was deleted before it could be read.")
+
+    def watched(row: Example) -> list[str]:
+        progressed()
+        return []
+
+    try:
+        refuse_other_format(blobs, file, method, param)
+        return files.read_rows(blobs, file, form=FORMS[method], check=watched, max_rows=MAX_ROWS)
+    except InvalidDataset as cause:
+        raise BadFile(param, f"{name.capitalize()} {file.id}: {cause}") from cause
+    except files.FileDamaged as damage:
+        raise BadFile(param, str(damage)) from damage
+
+
+def refuse_other_format(blobs: BlobStore, file: File, method: str, param: str) -> None:
+    """Raise BadFile if the first rows are all in the format of another method."""
+    try:
+        rows = list(islice(read_objects(blobs.open(file.blob_key)), FIRST_ROWS))
+    except BlobNotFound:
+        return  # reported when the file is read
+    found = {format_of(row[1]) for row in rows if isinstance(row, tuple)}
+    [other] = found if len(found) == 1 else [None]
+    if other is None or other == method:
+        return
+    raise BadFile(
+        param,
+        f"The job failed due to an invalid {param.replace('_', ' ')}. Invalid file format. Input file {file.id} is in "
+        f"the {FORMATS[other]} format, but the specified fine-tuning job is not using '{other}' as the training method "
+        f"(provided method={method}). ",
+    )
