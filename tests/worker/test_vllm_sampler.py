@@ -443,7 +443,7 @@ class TestCache:
         machine = sizing.machine(settings, "cpu", 64 << 30, "vllm")
         plan = sizing.plan("deep", shape, work, machine)
         built = untyped(choice.build)(
-            "vllm", policy, settings, None, shape=shape, plan=plan, longest=work.longest
+            "vllm", policy, settings, None, shape=shape, plan=plan, longest=work.longest, store=None
         )
         assert isinstance(built, VllmSampler)
         return built
