@@ -17,7 +17,7 @@ Loss = Literal["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
 Scale = Literal["group", "batch", "none"]
 Std = Literal["population", "sample"]
 Supervision = Literal["outcome", "process"]
-KlEstimator = Literal["k1", "k3"]
+KlEstimator = Literal["k1", "k3", "k3_plain"]
 Importance = Literal["truncate", "mask", "none"]
 Overlong = Literal["score", "mask", "soft"]
 Normalize = Literal["papers", "signal"]
@@ -224,7 +224,8 @@ class Kl(Value):
 
     # Factor of the penalty in the loss. Required.
     weight: float = Field(gt=0, le=10)
-    # The unbiased estimator k1, or k3, which has less variance and is never negative.
+    # The unbiased estimator k1, or k3, which has less variance and is never negative; k3_plain is DeepSeekMath's
+    # penalty, without the ratio.
     estimator: KlEstimator = "k3"
     # Steps after which the current policy becomes the reference. 0: the reference stays the base model.
     reference_refresh_steps: int = Field(default=0, ge=0)

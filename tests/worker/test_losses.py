@@ -152,8 +152,11 @@ def reference(
             else:
                 value = min(rho * advantage, min(max(rho, low), high) * advantage)
                 slope = w * rho * advantage * (value == rho * advantage)
-            penalty = rho * (k1 if estimator == "k1" else x - 1 - math.log(x))
-            penalty_slope = rho * (k1 + 1 if estimator == "k1" else k1)
+            if estimator == "k3_plain":
+                penalty, penalty_slope = x - 1 - math.log(x), 1 - x
+            else:
+                penalty = rho * (k1 if estimator == "k1" else x - 1 - math.log(x))
+                penalty_slope = rho * (k1 + 1 if estimator == "k1" else k1)
             loss -= share * w * (value - kl * penalty)
             slopes.append(-share * (slope - kl * w * penalty_slope))
     return loss, slopes
@@ -259,7 +262,7 @@ def test_each_loss_and_scale_equals_its_formula_written_as_loops(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(("kl", "estimator"), [(0.0, None), (0.3, "k1"), (0.3, "k3")])
+@pytest.mark.parametrize(("kl", "estimator"), [(0.0, None), (0.3, "k1"), (0.3, "k3"), (0.3, "k3_plain")])
 @pytest.mark.parametrize(("importance", "cap"), [("truncate", 1.3), ("mask", 1.3), ("none", None)])
 @pytest.mark.parametrize("normalize", ["papers", "signal"])
 def test_penalty_and_correction_equal_their_formulas_written_as_loops(
@@ -441,7 +444,7 @@ def toy(theta: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k3", "k3_plain"])
 def test_the_gradient_is_the_slope_of_the_loss(name: Loss, estimator: KlEstimator) -> None:
     theta = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
     # With cispo every ratio is above the cap: there the factor that has no gradient is a constant.
@@ -546,7 +549,7 @@ def test_gspo_clips_an_answer_and_not_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "right"), [("k1", True), ("k3", True), ("k3 alone", False), ("k1 alone", False)]
+    ("estimator", "right"), [("k1", True), ("k3", True), ("k3_plain", False), ("k1 alone", False)]
 )
 def test_the_penalty_has_the_gradient_of_the_kl_in_the_mean_even_off_policy(
     estimator: str, right: bool
@@ -557,15 +560,40 @@ def test_the_penalty_has_the_gradient_of_the_kl_in_the_mean_even_off_policy(
     logp = theta.log_softmax(-1)
     [true] = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), theta, retain_graph=True)
 
-    bare = {"k1 alone": grpo.kl_k1, "k3 alone": grpo.kl_k3}
-    each = (
-        bare[estimator](logp, ref)
-        if estimator in bare
-        else grpo.kl_penalty(logp, logp - old, ref, untyped(estimator))
-    )
+    bare = estimator == "k1 alone"
+    each = grpo.kl_k1(logp, ref) if bare else grpo.kl_penalty(logp, logp - old, ref, untyped(estimator))
     [mean] = torch.autograd.grad((old.exp() * each).sum(), theta)
 
     assert torch.allclose(mean, true, rtol=1e-10) is right
+
+
+def test_the_plain_k3_is_deepseekmaths_as_printed() -> None:
+    """Its gradient coefficient is A + beta (x - 1) (eq. 21), and its mean gradient that of KL(reference || policy)."""
+    logp = torch.tensor([0.5], dtype=torch.float64).log().requires_grad_()
+    ref = torch.tensor([0.25], dtype=torch.float64).log()
+    one, first = torch.ones(1).double(), torch.tensor([0])
+    loss = grpo.loss(
+        logp,
+        logp.detach(),
+        one,
+        one,
+        first,
+        name="grpo",
+        bounds=(0.8, 1.2),
+        kl=0.04,
+        kl_estimator="k3_plain",
+        ref_logp=ref,
+    )
+
+    [coefficient] = torch.autograd.grad(-loss, logp)
+
+    assert coefficient.item() == pytest.approx(0.98, abs=1e-12)
+    theta = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    policy = theta.log_softmax(-1)
+    reference = torch.tensor([0.25, 0.75], dtype=torch.float64).log()
+    each = grpo.kl_penalty(policy, policy - policy.detach(), reference, "k3_plain")
+    [mean] = torch.autograd.grad((policy.exp().detach() * each).sum(), theta)
+    assert mean.tolist() == pytest.approx([0.25, -0.25], abs=1e-12)
 
 
 # A bandit: three positions, six tokens, 0 stops; the reward is the share of positions that hold the right token.
@@ -629,7 +657,7 @@ def test_a_bandit_is_solved_and_with_shuffled_advantages_it_is_not(name: Loss) -
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("extra", ["plain", "kl", "gap"])
+@pytest.mark.parametrize("extra", ["plain", "kl", "kl_plain", "gap"])
 @pytest.mark.parametrize(
     "sample", [lambda: ragged_groups(5), lambda: one_of_four_has_signal(5)], ids=["4_of_5", "1_of_4"]
 )
@@ -642,7 +670,8 @@ def test_each_loss_equals_that_of_trl(name: Loss, extra: str, sample: Callable[.
     answers = [answer for group in groups for answer in group]
     kl: float
     estimator: KlEstimator | None
-    kl, estimator = (0.3, "k3") if extra == "kl" else (0.0, None)
+    penalties: dict[str, KlEstimator] = {"kl": "k3", "kl_plain": "k3_plain"}
+    kl, estimator = (0.3, penalties[extra]) if extra in penalties else (0.0, None)
     importance: Importance
     cap: float | None
     importance, cap = ("truncate", 1.3) if extra == "gap" else ("none", None)
@@ -662,7 +691,7 @@ def test_each_loss_equals_that_of_trl(name: Loss, extra: str, sample: Callable[.
         epsilon_low=1 - low,
         epsilon_high=high if name == "cispo" else high - 1,
         beta=kl,
-        args=SimpleNamespace(use_bias_correction_kl=True, delta=None, steps_per_generation=1),
+        args=SimpleNamespace(use_bias_correction_kl=extra == "kl", delta=None, steps_per_generation=1),
         use_vllm=extra == "gap",
         vllm_importance_sampling_correction=True,
         max_completion_length=LONGEST,

@@ -146,7 +146,7 @@ def _batch_lessons(groups_P: Sequence[Group], settings: Resolved) -> list[list[L
             [[step.score for step in grade.steps] for grade in group.grades_G] for group in groups_P
         ]
         normalised_PGJ = grpo.step_advantages(rewards_PGJ, scale, std, normalize)
-        # DeepSeekMath's eq. 5 at each step's first token: the sum over this step and all later ones.
+        # DeepSeekMath's section 4.1.3 at each step's first token: the sum over this step and all later ones.
         steps_PGJ = [
             [tuple(accumulate(reversed(r)))[::-1] for r in rewards_GJ] for rewards_GJ in normalised_PGJ
         ]

@@ -1,6 +1,7 @@
 """GRPO and its relatives as pure functions: rewards to advantages, log-probabilities to a loss.
 
-Sources: GRPO is DeepSeekMath (arXiv 2402.03300, eqs. 3-5), Dr. GRPO is arXiv 2503.20783, DAPO is arXiv 2503.14476
+Sources: GRPO is DeepSeekMath (arXiv 2402.03300, eqs. 3 and 4, sections 4.1.2 and
+4.1.3), Dr. GRPO is arXiv 2503.20783, DAPO is arXiv 2503.14476
 (eqs. 8 and 13), CISPO is MiniMax-M1 (arXiv 2506.13585, eqs. 4-5), GSPO is arXiv 2507.18071 (eqs. 5-7), bnpo is the
 name TRL gave to its token mean over a local batch. docs/howto/training.md says when to use which.
 
@@ -51,7 +52,7 @@ def advantages(
     std: Std | None = "population",
     normalize: Normalize = "papers",
 ) -> list[list[float]]:
-    """Group-relative advantages (DeepSeekMath eq. 4), one for each answer, the same for all its tokens.
+    """Group-relative advantages (DeepSeekMath section 4.1.2), one for each answer, the same for all its tokens.
 
     Subtracts the group's mean, then divides by the std of the group (the paper) or of the batch (keeps easy and hard
     prompts in proportion; see `batch_deviation`), or does not divide (Dr. GRPO).
@@ -107,7 +108,8 @@ def step_advantages(
 
 
 def process_advantages(step_rewards: Sequence[float], ends: Sequence[int], length: int) -> list[float]:
-    """Advantages of an answer's tokens under process supervision (DeepSeekMath eq. 5), one for each of `length`.
+    """Advantages of an answer's tokens under process supervision (DeepSeekMath section 4.1.3), one for each of
+    `length`.
 
     `step_rewards` are those of one answer, already normalized over all steps of its group; step j ends at token
     ends[j] (counted from 1, never falling). A token's advantage is the sum of the rewards of the steps that end at
@@ -212,11 +214,14 @@ def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def kl_penalty(logp: Tensor, log_ratio: Tensor, ref_logp: Tensor, estimator: KlEstimator) -> Tensor:
-    """rho x the estimate, with the gradient through both factors (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
+    """k1, k3: rho x the estimate, with the gradient through both factors (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
+    k3_plain: the estimate alone, as DeepSeekMath prints it (eqs. 3 and 4).
 
-    The samples come from where rho is 1, so only this has the KL's own gradient in the mean. That of a bare k1 is 0
-    in the mean, and that of a bare k3 is the gradient of the KL the other way round, KL(reference || policy).
+    The samples come from where rho is 1, so only the first has the KL's own gradient in the mean. That of a bare k1 is
+    0 in the mean, and that of a bare k3 is the gradient of the KL the other way round, KL(reference || policy).
     """
+    if estimator == "k3_plain":
+        return kl_k3(logp, ref_logp)
     estimate = kl_k1(logp, ref_logp) if estimator == "k1" else kl_k3(logp, ref_logp)
     return log_ratio.exp() * estimate
 
