@@ -6,6 +6,7 @@ from fastapi import APIRouter
 
 from api.http.deps import CurrentProject, ReadSession
 from core.jobs import integrations, lifecycle
+from core.results.lineage import Parent
 from graders.spec import hide_secrets
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
@@ -16,16 +17,18 @@ def show_request(job_id: str, project: CurrentProject, session: ReadSession) -> 
     """Return the body that recreates this job, with its "auto" values; values of grader headers are masked."""
     job = lifecycle.get(session, project.id, job_id)
     method = {name: value for name, value in integrations.of_method(job).items() if value is not None}
-    reinforcement = method | {"grader": hide_secrets(method["grader"])}
+    if "grader" in method:
+        method["grader"] = hide_secrets(method["grader"])
+    parent = Parent.of(job)
     request = {
-        "model": job.model,
+        "model": job.model if parent is None else parent.model,
         "training_file": job.training_file,
         "validation_file": job.validation_file,
         "suffix": job.suffix,
         "seed": job.seed,
         "metadata": job.metadata_,
         "integrations": integrations.asked(job) or None,
-        "method": {"type": "reinforcement", "reinforcement": reinforcement},
+        "method": {"type": job.method, job.method: method},
         "budget": {"gpu_seconds": job.budget["gpu_seconds"]} if job.budget else None,
     }
     return {name: value for name, value in request.items() if value is not None}

@@ -127,6 +127,7 @@ class PastJobs:
 def history(session: Session, *, model: str, gpu_class: str) -> PastJobs | None:
     """Steps of the newest jobs of this model on this GPU class, in any project; None without any."""
     began = (Job.model == model) & (Job.gpu_class == gpu_class) & Job.started_at.is_not(None)
+    began &= Job.method == "reinforcement"  # the others sample no answers
     newest = select(Job.id).where(began).order_by(Job.seq.desc()).limit(HISTORY_JOBS)
     ids = session.scalars(newest).all()
     steps = session.execute(

@@ -20,6 +20,7 @@ from core.jobs import events
 from core.jobs.verdict import Verdict
 from core.registry import Registry
 from core.results import tuned_models
+from core.results.lineage import Parent
 from core.results.step_metrics import StepMetrics
 from core.storage import manifests
 from core.storage.manifests import Damaged
@@ -206,8 +207,9 @@ def _recipe(
         method["grader"] = hide_secrets(job.body["grader"])
     if job.body.get("response_format"):
         method["response_format"] = job.body["response_format"]
+    parent = Parent.of(job)
     request = {
-        "model": job.model,
+        "model": job.model if parent is None else parent.model,
         "training_file": job.training_file,
         "seed": job.seed,
         "method": {"type": job.method, job.method: method},
@@ -228,6 +230,7 @@ def _recipe(
         "grader_sha256": _digest(method["grader"]) if "grader" in method else None,
         "resolved_hyperparameters": job.resolved,
         "base_model": _base(registry, job.model),
+        "lineage": None if parent is None else parent.shown(),
         "sampler": _announced(session, job, "sampler"),
         "grader_environments": _announced(session, job, "grader_environments") or [],
         # The delivered checkpoint against the base model; null for any other checkpoint of the job.
@@ -297,6 +300,10 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
         f"A LoRA adapter for `{known}`, trained by {TRAINED_BY[method]} with regraft {recipe['regraft']} "
         f"(job `{recipe['job']}`, step {checkpoint['step']}).\n\n"
     )
+    if parent := recipe["lineage"]:
+        card.write(
+            f"It was trained further from `{parent['model']}` (job `{parent['job_id']}`, step {parent['step']}).\n\n"
+        )
     card.write("```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n")
     card.write(
         f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{known}"), "THIS FOLDER")\n```\n\n'

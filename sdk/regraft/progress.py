@@ -72,7 +72,12 @@ class Progress:
 def described(metrics: Mapping[str, Any], marks: Marks | None = None) -> list[str]:
     """The main numbers of one step; a validation with its standard error."""
     parts = []
-    for label, key in (("train", "train_mean_reward"), ("valid", "full_valid_mean_reward")):
+    for label, key in (
+        ("train", "train_mean_reward"),
+        ("valid", "full_valid_mean_reward"),
+        ("train loss", "train_loss"),
+        ("valid loss", "full_valid_loss"),
+    ):
         if metrics.get(key) is not None:
             parts.append(f"{label} {metrics[key]:.2f}")
     if metrics.get("full_valid_mean_reward") is not None and metrics.get("full_valid_stderr") is not None:

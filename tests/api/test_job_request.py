@@ -27,6 +27,20 @@ def test_what_is_shown_creates_the_same_job_again(
     }
 
 
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
+def test_a_job_without_a_grader_is_shown_and_created_again(
+    api: TestClient, upload: Callable[..., str], method: str
+) -> None:
+    asked = {"model": "tiny", "training_file": upload(), "method": {"type": method}, "seed": 5}
+    job = api.post("/v1/fine_tuning/jobs", json=asked).json()
+
+    request = api.get(f"/v1/regraft/jobs/{job['id']}/request").json()
+    again = api.post("/v1/fine_tuning/jobs", json=request).json()
+
+    assert "validation_file" not in request
+    assert (again["method"], again["hyperparameters"]) == (job["method"], job["hyperparameters"])
+
+
 @pytest.mark.both_databases
 def test_auto_stays_auto_when_the_run_has_resolved_it(
     api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]

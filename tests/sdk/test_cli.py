@@ -18,6 +18,8 @@ import pytest
 from regraft import Regraft
 from regraft.cli import main
 
+from core.database.tables import Job
+from tests import factories
 from tests.present import present, untyped
 from tests.sdk.conftest import GRADER, ROWS, House
 
@@ -246,6 +248,24 @@ def test_a_job_is_shown_with_the_course_of_its_rewards(
     assert lines["step"] == "3 of 3"
     assert lines["train reward"] == "0.25 ▃▅▆ 0.75"
     assert lines["finished"] == "2023-11-14 22:13 UTC"
+
+
+def test_a_supervised_job_is_shown_with_the_course_of_its_losses(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    asked = {"hyperparameters": {"n_epochs": 3}}
+    job_id = house.job(method="supervised", body=asked, validation_file=None, status="succeeded")
+    with house.database.write() as session:
+        job = session.query(Job).where(Job.id == job_id).one()
+        for number, loss in ((1, 4.0), (2, 3.0), (3, 1.0)):
+            factories.step(session, job, number, train_loss=loss, total_steps=3)
+
+    _, out, _ = regraft("jobs", "show", job_id)
+
+    lines = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
+    assert lines["method"] == "supervised"
+    assert lines["files"] == "file-train"
+    assert lines["train loss"] == "4.00 █▆▃ 1.00"
 
 
 def test_watching_in_a_pipe_prints_lines_and_then_the_model(

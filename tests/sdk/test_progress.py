@@ -31,6 +31,7 @@ def test_a_validation_has_its_standard_error() -> None:
     assert described(metrics) == ["valid 0.62 ±0.05"]
     assert described(metrics, Marks.plain()) == ["valid 0.62 +-0.05"]
     assert described({"full_valid_mean_reward": 0.62, "full_valid_stderr": None}) == ["valid 0.62"]
+    assert described({"train_loss": 1.5, "full_valid_loss": 2.0}) == ["train loss 1.50", "valid loss 2.00"]
 
 
 def test_many_values_are_averaged_into_the_width() -> None:

@@ -63,8 +63,8 @@ class OfflineRun:
         while step < self.settings.total_steps:
             step += 1
             with instruments.step(step):
-                pause = await self.step(step)
-            if pause and step < self.settings.total_steps:
+                stop = await self.step(step)
+            if stop and step < self.settings.total_steps:
                 return RunOutcome.INTERRUPTED
         self.feeds.close("succeeded")
         self.report_the_end()
@@ -86,8 +86,9 @@ class OfflineRun:
                 if is_end:
                     whole = await asyncio.to_thread(self.trainer.measure, packs_of(self.valid_rows))
         data = self.measured(step, clock, update, some, whole)
-        pause = self.record(data) or self.stop_requested()
-        if is_end or pause or step % self.interval == 0:
+        pause = self.record(data)
+        stop = pause or self.stop_requested()
+        if is_end or stop or step % self.interval == 0:
             self.checkpoints.save(
                 self.trainer,
                 step=step,
@@ -97,7 +98,7 @@ class OfflineRun:
                 for_epoch=is_end,
                 is_last=step == settings.total_steps,
             )
-        return pause
+        return stop
 
     async def measure_base(self) -> bool:
         """Step 0: the validation loss before anything is learned. Returns whether the job is to pause."""

@@ -472,7 +472,8 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         "tuned model": job.fine_tuned_model or "-",
         "created": when(job.created_at),
         "finished": when(job.finished_at),
-        "files": f"{job.training_file}, {job.validation_file}",
+        "method": _method(job),
+        "files": ", ".join(filter(None, (job.training_file, job.validation_file))),
         "seed": str(job.seed),
     }
     if queue := getattr(job, "queue", None):
@@ -486,6 +487,10 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         values = [step[key] for step in steps if step.get(key) is not None]
         if values:
             shown[name] = _course(values, marks, axis)
+    for name, key in (("train loss", "train_loss"), ("valid loss", "full_valid_loss")):
+        values = [step[key] for step in steps if step.get(key) is not None]
+        if values:
+            shown[name] = _course(values, marks, (0.0, max(values)))
     errors = [step["full_valid_stderr"] for step in steps if step.get("full_valid_stderr") is not None]
     if errors and "valid reward" in shown:
         shown["valid reward"] += f" {marks.plus_minus}{errors[-1]:.2f}"
@@ -493,6 +498,10 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         shown["verdict"] = str(verdict)
     width = max(map(len, shown))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
+
+
+def _method(job: FineTuningJob) -> str:
+    return "supervised" if job.method is None else str(job.method.type)
 
 
 def _course(values: list[float], marks: Marks, axis: tuple[float, float]) -> str:
@@ -639,6 +648,10 @@ def checkpoints_list(arguments: argparse.Namespace) -> int:
             ]
             for one in listed
         ]
+        if all(reward is None for _, _, reward, *_ in rows):  # of a supervised or dpo job
+            losses = [getattr(one.metrics, "full_valid_loss", None) for one in listed]
+            named = [[row[0], row[1], loss, row[5]] for row, loss in zip(rows, losses, strict=True)]
+            return table(["id", "step", "valid loss", "model"], named)
         return table(["id", "step", "valid reward", "vs base", "", "model"], rows)
 
     return _answer(arguments, listed, text)
