@@ -201,6 +201,7 @@ def test_a_model_of_the_chart_has_every_field_of_the_registry(tmp_path: Path) ->
             "dtype": "float32",
             "context": 512,
             "sampler": "vllm",
+            "tensorParallel": 2,
             "gpuClass": "h100",
             "chatTemplate": '{% if x > "<&>" %}\n{{ messages }} \\n{% endif %}',
         },
