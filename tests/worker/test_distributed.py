@@ -23,7 +23,7 @@ from tests.present import untyped
 from tests.tiny import WORDS, make_byte_model
 from tests.worker.test_json_schema import LETTER, sample
 from tests.worker.test_training import asked, prompt, relative_difference
-from worker.learn.distributed import LoadModel, loading
+from worker.learn.distributed import LoadModel, load_checked, loading
 from worker.learn.ranks import Model
 from worker.learn.trainer import PeftTrainer
 from worker.learn.world import World
@@ -113,11 +113,13 @@ def pair(world: World) -> Callable[..., Pair]:
         budget: int = 4096,
         checkpointed: bool = False,
         schema: str = "",
+        degree: int = 1,
     ) -> Pair:
         entry = BaseModelEntry(path=folder, dtype=dtype, context=256)
         model = Model("tiny", entry, folder, settings, 0, checkpointed, sampled=True)
-        with loading(world, LoadModel(model, "cpu", 1, budget, schema)):
-            policies = [model.load("cpu") for _ in range(2)]
+        with loading(world, LoadModel(model, "cpu", 1, budget, schema, degree)):
+            together, _ = load_checked(model, "cpu", degree, world)
+        policies = [model.load("cpu"), together]
         for policy in policies:
             with torch.no_grad():
                 for parameter, value in zip(policy.trainable, began(policy), strict=True):
@@ -172,16 +174,19 @@ def without_adam(*trainers: PeftTrainer) -> None:
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("degree", [1, 2])
 def test_all_ranks_together_learn_what_one_process_does(
     pair: Callable[..., Pair],
     tiny_model: Path,
     tied_model: Path,
     tied: bool,
+    degree: int,
     advanced: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
     settings = like_the_policy({"updates_per_batch": 2} | advanced)
-    both = pair(settings, tied_model if tied else tiny_model, **options)
+    both = pair(settings, tied_model if tied else tiny_model, degree=degree, **options)
+    assert both.together.policy.is_sharded == (degree > 1)
     without_adam(both.alone, both.together)
     for step in range(3):
         expected, metrics = (learn(one, groups(step)) for one in (both.alone, both.together))

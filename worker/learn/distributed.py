@@ -4,7 +4,7 @@ The adapter is replicated in float32. In each pass rank 0 broadcasts it, every r
 and one all-reduce adds up the ranks. Only rank 0 has an optimizer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -20,6 +20,9 @@ from worker.learn.gradient import OwnGradient
 from worker.learn.ranks import Model
 from worker.learn.totals import Totals
 from worker.learn.world import World
+from worker.model import recompute, sharding, support
+from worker.model.policy import Policy
+from worker.model.support import ForwardVerdict
 from worker.types import Pack
 
 
@@ -32,6 +35,7 @@ class LoadModel:
     threads: int  # of torch; 0: torch's default
     token_budget: int
     held_to: str
+    degree: int = 1  # of sharding: so many ranks of a machine share one copy of the base model
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,12 @@ class EndStep:
     pass
 
 
-Order = ReceiveAdapter | AddPacks | RepeatPacks | SumGradients | EndStep
+@dataclass(frozen=True)
+class WatchReference:
+    """Rank 0 computes the reference of one pack."""
+
+
+Order = ReceiveAdapter | AddPacks | RepeatPacks | SumGradients | EndStep | WatchReference
 
 
 class DistributedGradient:
@@ -98,6 +107,13 @@ class DistributedGradient:
     def end(self) -> None:
         self._order([EndStep()] * self.world.size)
 
+    def watched_kl(self) -> float:
+        """As OwnGradient does."""
+        if not self.own.policy.is_sharded:
+            return self.own.watched_kl()
+        watched: float = self._order([WatchReference()] * self.world.size)
+        return watched
+
     def _share_adapter(self) -> None:
         if self.own.settings.kl > 0 and self.own.reference is not self._reference:
             self._order([ReceiveAdapter(is_reference=True)] * self.world.size)
@@ -112,10 +128,12 @@ class DistributedGradient:
             return carry_out(orders_R[0], self.own, self.world)
 
 
-def carry_out(
-    order: ReceiveAdapter | AddPacks | RepeatPacks | SumGradients | EndStep, own: OwnGradient, world: World
-) -> Any:
-    """Do what all ranks do together. SumGradients returns the totals of all ranks on rank 0."""
+def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
+    """Do what all ranks do together. SumGradients returns the totals of all ranks on rank 0.
+
+    A forward or backward pass of a sharded base is a collective operation, so all ranks compute as many of each kind:
+    the one with the fewest micro-batches fills up with passes that add nothing.
+    """
     trainable = own.policy.trainable
     match order:
         case ReceiveAdapter(is_reference=True):
@@ -124,10 +142,19 @@ def carry_out(
             world.broadcast(own.reference)
         case ReceiveAdapter():
             world.broadcast(trainable)
+        case AddPacks(packs, std) if own.policy.is_sharded:
+            parts = list(own.micro_batches(packs))
+            missing = world.most(len(parts)) - len(parts)
+            own.add_micro_batches(parts, std)
+            own.fill_up(missing)
         case AddPacks(packs, std):
             own.add(packs, std)
         case RepeatPacks(std):
             own.again(std)
+        case WatchReference() if world.rank == 0:
+            return own.watched_kl()
+        case WatchReference():
+            own.gather_along_reference()
         case SumGradients():
             gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trainable]
             sums = world.sum(gradients)
@@ -156,20 +183,59 @@ def follow(world: World) -> NoReturn:
     while True:
         order = world.receive()
         if isinstance(order, LoadModel):
-            own = loaded(order, world.local_rank)
+            own = loaded(order, world)
             world.gather(None)
         elif order is not None:
             assert own is not None, "LoadModel comes first"
             carry_out(order, own, world)
 
 
-def loaded(order: LoadModel, local_rank: int) -> OwnGradient:
+def loaded(order: LoadModel, world: World) -> OwnGradient:
     if order.threads:
         torch.set_num_threads(order.threads)
-    device = f"cuda:{local_rank}" if order.device == "cuda" else order.device
+    device = f"cuda:{world.local_rank}" if order.device == "cuda" else order.device
     if device != "cpu":
         torch.cuda.set_device(device)
-    policy = order.model.load(device)
-    order.model.check(policy)
+    policy, _ = load_checked(order.model, device, order.degree, world)
     assert isinstance(order.model.settings, Resolved), "offline jobs have one rank"
     return OwnGradient(policy, order.model.settings, token_budget=order.token_budget, held_to=order.held_to)
+
+
+def load_checked(
+    model: Model, device: str, degree: int, world: World | None, beat: Callable[[], None] = lambda: None
+) -> tuple[Policy, ForwardVerdict]:
+    """Load the model and choose its forward pass; with a `degree` above 1 sharded, which all ranks do together.
+
+    Raises:
+        UnsupportedModel: no forward pass is right, or the model cannot be sharded.
+    """
+    if degree == 1:
+        policy = model.load(device)
+        beat()
+        verdict = model.check(policy)
+        beat()
+        return policy, verdict
+    assert world is not None, "a base is sharded over ranks"
+    settings = model.settings
+    bases = sharding.load_bases(
+        model.name, model.entry, model.cache, device, settings.chat_template, settings.chat_template_kwargs
+    )
+    policy, stand_in = (
+        Policy(
+            base,
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,
+            seed=model.seed,
+            targets=settings.lora_targets,
+        )
+        for base in bases
+    )
+    verdict = support.probe(stand_in, sampled=False)
+    beat()
+    recompute.keep_as_in(policy.model, stand_in.model)
+    policy.use(verdict.route)
+    if model.checkpointed:
+        policy.checkpoint_layers()
+    sharding.shard(policy, stand_in, world.neighbors(torch.device(device).type, degree))
+    beat()
+    return policy, verdict

@@ -4,7 +4,7 @@ The results are sums over tokens: the trainer divides them once the whole step i
 process; `SharedGradient` also distributes packs to the other ranks of the run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -26,7 +26,10 @@ from worker.model.policy import Policy
 from worker.model.sizing import HEAD_CHUNK
 from worker.rollout.samplers import steering
 from worker.rollout.samplers.json_schema import masked
-from worker.types import Pack
+from worker.types import Pack, TrainingSequence
+
+# The shortest pack that predicts a token.
+_NOTHING = Pack((0, 0), (TrainingSequence((0, 0), (0.0, 0.0), (0.0, 0.0), 0.0),))
 
 
 class Gradient(Protocol):
@@ -65,17 +68,38 @@ class OwnGradient:
         # The adapter of the KL's reference, unless the reference is the base model.
         self.reference: list[Tensor] | None = None
         self._batches: list[Batch] = []
+        self._filled_up = 0  # micro-batches of the step that other ranks have and this one has not
         self._totals = Totals()
 
     def add(self, packs: Sequence[Pack], std: float) -> None:
-        for part in self._micro_batches(packs):
+        self.add_micro_batches(self.micro_batches(packs), std)
+
+    def micro_batches(self, packs: Sequence[Pack]) -> Iterator[list[Pack]]:
+        rows = self.policy.route.forward == "rows"
+        return micro_batches(packs, self.capacity, self.policy.device, rows=rows, cost=self._cost)
+
+    def add_micro_batches(self, parts: Iterable[Sequence[Pack]], std: float) -> None:
+        for part in parts:
             batch = Batch(part)
             self._batches.append(batch)
             self._totals += self._backward(batch, std)
 
-    def _micro_batches(self, packs: Sequence[Pack]) -> Iterator[list[Pack]]:
-        rows = self.policy.route.forward == "rows"
-        return micro_batches(packs, self.capacity, self.policy.device, rows=rows, cost=self._cost)
+    def fill_up(self, missing: int) -> None:
+        """Gather the layers of a sharded base for as many micro-batches of other ranks, also in later passes."""
+        self._filled_up += missing
+        for _ in range(missing):
+            self._gather_along(first=True)
+
+    def _gather_along(self, *, first: bool) -> None:
+        """Compute passes as `_backward` does, and add nothing. `first`: the reference of the KL too."""
+        tensors = tensors_of([_NOTHING], self.policy.device)
+        if first and self.settings.kl > 0:
+            self._reference_logprobs(tensors)
+        (self.logprobs(tensors)[0] * 0.0).sum().backward()  # type: ignore[no-untyped-call]
+
+    def gather_along_reference(self) -> None:
+        """Gather the layers of a sharded base for one pass of rank 0 under the reference."""
+        self._reference_logprobs(tensors_of([_NOTHING], self.policy.device))
 
     @cached_property
     def _cost(self) -> RowCost | None:
@@ -84,13 +108,15 @@ class OwnGradient:
     def again(self, std: float) -> None:
         for batch in self._batches:
             self._totals += self._backward(batch, std)
+        for _ in range(self._filled_up):
+            self._gather_along(first=False)
 
     def collect(self) -> Totals:
         totals, self._totals = self._totals, Totals()
         return totals
 
     def end(self) -> None:
-        self._batches = []
+        self._batches, self._filled_up = [], 0
 
     def _backward(self, batch: "Batch", std: float) -> Totals:
         settings = self.settings

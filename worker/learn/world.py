@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -41,6 +42,7 @@ class World:
         self._giving = threading.RLock()  # an order and the collective operations that belong to it
         self._left = threading.Event()
         self._alive: threading.Thread | None = None
+        self._meshes: dict[int, DeviceMesh] = {}  # by the degree of sharding
 
     @classmethod
     def join(cls, seconds: float, store: "Store | None" = None, *, rank: int = -1, size: int = -1) -> Self:
@@ -121,6 +123,26 @@ class World:
         with _collective():
             dist.all_reduce(vector)
         return shaped(vector, tensors)
+
+    def most(self, number: int) -> int:
+        """Return the largest of the numbers of all ranks, on all ranks. Raises BrokenWorld."""
+        largest = torch.tensor(number)
+        with _collective():
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def neighbors(self, device: str, degree: int) -> DeviceMesh:
+        """Return the `degree` ranks of this machine that share one copy of the base model with this one.
+
+        A collective operation of all ranks. `degree` divides the number of ranks of a machine. Raises BrokenWorld.
+        """
+        if degree not in self._meshes:
+            with _collective():
+                whole = init_device_mesh(
+                    device, (self.size // degree, degree), mesh_dim_names=("replicate", "shard")
+                )
+            self._meshes[degree] = whole["shard"]
+        return self._meshes[degree]
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks on rank 0, in their order, and nothing on others. Raises BrokenWorld."""

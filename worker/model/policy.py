@@ -11,7 +11,7 @@ import pickle
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from peft.tuners.lora.layer import LoraLayer
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -44,7 +45,7 @@ from worker.model.decoding import (
     RowDecoding,
     row_bytes,
 )
-from worker.model.parts import Parts, parts_of
+from worker.model.parts import Head, Parts, parts_of
 from worker.model.reasoning import Reasoning, TemplateArguments
 from worker.model.sizing import Shape
 from worker.model.targets import KINDS, Kind
@@ -127,12 +128,14 @@ class Base:
     tokenizer: PreTrainedTokenizerBase
     context: int  # tokens of prompt and answer together
     files: str = ""  # a hash of the folder's files from before they were loaded
+    logits: Head | None = None  # known beforehand, for a model without weights
 
     @cached_property
     def parts(self) -> Parts:
         """Raises UnsupportedModel where its parts are not found."""
         with refusing(self.model.config):
-            return parts_of(self.model)
+            found = parts_of(self.model)
+            return found if self.logits is None else replace(found, logits=self.logits)
 
     @property
     def parameters(self) -> int:
@@ -375,6 +378,23 @@ class Policy:
     def layers(self) -> Sequence[nn.Module]:
         """The decoder's layers; none where they are not in one list."""
         return list(self._parts.layers or [])
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a forward or backward pass is a collective operation of several ranks."""
+        return isinstance(self._parts.decoder, FSDPModule)
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The module that gives hidden states."""
+        decoder: nn.Module = self._parts.decoder
+        return decoder
+
+    @property
+    def outside_of_layers(self) -> list[nn.Parameter]:
+        """The parameters of the head and of the embeddings, which may be the same."""
+        embeddings = self.model.get_base_model().get_input_embeddings()
+        return [*self._head.parameters(), *embeddings.parameters()]
 
     @property
     def coverage(self) -> Coverage:

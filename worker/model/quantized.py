@@ -95,6 +95,23 @@ def shapes_in(source: Path | str) -> dict[str, Sequence[int]]:
     Raises:
         OSError: there are none, or the hub cannot be reached.
     """
+    shapes: dict[str, Sequence[int]] = {}
+    for file in _files_of(source):
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
+def files_by_tensor(source: Path | str) -> dict[str, str]:
+    """The safetensors file that each tensor of a folder or of a hub id is in, by name. Raises OSError as `shapes_in`."""
+    found: dict[str, str] = {}
+    for file in _files_of(source):
+        with safe_open(file, "pt") as tensors:
+            found |= dict.fromkeys(tensors.keys(), file)
+    return found
+
+
+def _files_of(source: Path | str) -> list[str]:
     files = [
         str(cached_file(source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False) or "")
     ]
@@ -102,11 +119,7 @@ def shapes_in(source: Path | str) -> dict[str, Sequence[int]]:
         files, _ = get_checkpoint_shard_files(source, files[0])
     else:
         files = [str(cached_file(source, SAFE_WEIGHTS_NAME))]
-    shapes: dict[str, Sequence[int]] = {}
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-    return shapes
+    return files
 
 
 def as_plain(model: PreTrainedModel) -> PreTrainedModel:

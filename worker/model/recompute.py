@@ -128,6 +128,14 @@ def install(model: nn.Module) -> None:
             module.forward = _Gated(module)
 
 
+def keep_as_in(model: nn.Module, other: nn.Module) -> None:
+    """Restore the own forward of modules whose like in `other` has its own: `model` had no weights to compare with."""
+    replaced = {type(one) for one in other.modules() if isinstance(one.__dict__.get("forward"), Replaced)}
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), Replaced) and type(module) not in replaced:
+            del module.forward
+
+
 def norms_of_a_layer(model: nn.Module) -> int:
     """How many norms of hidden states a decoder layer has, at most; 2 if the layers are not in one list."""
     layers = max((part for part in model.modules() if isinstance(part, nn.ModuleList)), key=len, default=())

@@ -1,0 +1,180 @@
+"""A base model whose decoder layers are sharded over GPUs with FSDP2, read from its files shard by shard.
+
+Each GPU keeps a part of every layer and gathers a layer while it is computed. The adapter, the embeddings and the head
+are on every GPU: the head is used outside of any module's forward pass. The base is frozen, so nothing is reduced, and
+groups of GPUs that hold the same shards need not know of each other.
+
+The checks that need whole weights run on a stand-in: the same config with few layers and random weights, on one GPU.
+"""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from core import fingerprint
+from core.registry import BaseModelEntry
+from worker.model import quantized
+from worker.model.architecture import architecture, class_of, layer_kinds, refusing
+from worker.model.policy import DTYPES, Base, Policy, read_config, read_tokenizer, source_of
+from worker.model.reasoning import TemplateArguments
+from worker.refusals import InvalidModel, UnsupportedModel
+
+LEAST_LAYERS = 2  # of the stand-in
+
+
+def load_bases(
+    name: str,
+    entry: BaseModelEntry,
+    cache: Path,
+    device: str,
+    chat_template: str | None = None,
+    template_arguments: TemplateArguments | None = None,
+) -> tuple[Base, Base]:
+    """Return the base model without weights, on the meta device, and its stand-in with random ones on `device`.
+
+    Raises:
+        UnsupportedModel: the model cannot be sharded; the message says why.
+        InvalidModel, ModelUnavailable, NotEnoughMemory: as `load_base`.
+    """
+    source, dtype = source_of(entry, cache), DTYPES[entry.dtype]
+    files = fingerprint.of_folder(source) if isinstance(source, Path) else ""
+    config = read_config(source)
+    refuse_unsharded(config)
+    tokenizer = read_tokenizer(entry, source, chat_template, template_arguments)
+    with refusing(config):
+        with torch.device("meta"):
+            empty = _made(config, dtype)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            small = _made(few_layers(config), dtype)
+        if getattr(empty, "_keep_in_fp32_modules", None) or getattr(
+            empty, "_keep_in_fp32_modules_strict", None
+        ):
+            raise _unsupported(config, "some of its weights are kept in another precision")
+        stand_in = Base(name, source, small.requires_grad_(False).to(device).eval(), tokenizer, entry.context)
+        empty.requires_grad_(False)
+        base = Base(
+            name, source, empty.eval(), tokenizer, entry.context, files, logits=stand_in.parts.logits
+        )
+        if type(base.parts.decoder) is not type(stand_in.parts.decoder) or base.parts.layers is None:
+            raise _unsupported(config, "its layers are not in one list")
+    return base, stand_in
+
+
+def refuse_unsharded(config: Any) -> None:
+    """Raises UnsupportedModel: the weights are quantized."""
+    if found := quantized.format_of(config):
+        raise _unsupported(config, f"its weights are quantized ({found})")
+
+
+def _unsupported(config: Any, why: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{architecture(config)} cannot be sharded over several GPUs: {why}. Use a GPU with room for the whole model, or "
+        "another model."
+    )
+
+
+def _made(config: Any, dtype: torch.dtype) -> Any:
+    made_by = class_of(config)
+    make = made_by.from_config if hasattr(made_by, "from_config") else made_by._from_config
+    return make(copy.deepcopy(config), dtype=dtype)
+
+
+def few_layers(config: Any) -> Any:
+    """The config with as few layers as have one of each kind, at least LEAST_LAYERS."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    kinds = layer_kinds(text)
+    layers = next((n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds)), 1)
+    text.num_hidden_layers = min(text.num_hidden_layers, max(layers, LEAST_LAYERS))
+    for field in ("layer_types", "layers_block_type"):
+        if isinstance(getattr(text, field, None), list):
+            setattr(text, field, getattr(text, field)[: text.num_hidden_layers])
+    return small
+
+
+def shard(policy: Policy, stand_in: Policy, mesh: DeviceMesh) -> None:
+    """Shard a policy without weights over the GPUs of `mesh` (one dimension), and fill it from the model's files.
+
+    Args:
+        stand_in: the policy on the stand-in, which has the buffers.
+
+    Raises:
+        UnsupportedModel: the files do not have the model's parameters under their own names.
+        InvalidModel: parameters are missing in the files.
+    """
+    causal = policy.model.get_base_model()
+    config = causal.config
+    device = stand_in.device
+    adapter = set(policy.trainable)
+    outside = set(policy.outside_of_layers)
+    for layer in policy.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=adapter)
+    fully_shard(policy.decoder, mesh=mesh, reshard_after_forward=False, ignored_params=adapter | outside)
+
+    def placed(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    policy.model._apply(placed)
+    causal.tie_weights()
+    _copy_buffers(policy.model, dict(stand_in.model.named_buffers()), config)
+    files = files_of(policy.source)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if not parameter.requires_grad:
+                _fill(_name_in_files(name), parameter, files, mesh, config)
+
+
+def _copy_buffers(model: nn.Module, known: Mapping[str, Tensor], config: Any) -> None:
+    for name, buffer in model.named_buffers():
+        if name not in known or known[name].shape != buffer.shape:
+            raise _unsupported(config, f"its layers have the buffer {name}")
+        buffer.copy_(known[name])
+
+
+def files_of(source: Path | str) -> dict[str, str]:
+    """The safetensors file of each tensor of a folder or hub id. Raises InvalidModel: there are none."""
+    try:
+        return quantized.files_by_tensor(source)
+    except OSError as cause:
+        raise InvalidModel(f"The model has no safetensors files, and only these are read in shards: {cause}.") from cause
+
+
+def _name_in_files(name: str) -> str:
+    """Of a parameter of a PEFT model."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _fill(name: str, parameter: Tensor, files: Mapping[str, str], mesh: DeviceMesh, config: Any) -> None:
+    if name not in files:
+        raise _unsupported(config, f"its files have no tensor {name}, so they need a conversion")
+    with safe_open(files[name], "pt") as tensors:
+        rows = tensors.get_slice(name)
+        if list(rows.get_shape()) != list(parameter.shape):
+            raise InvalidModel(f"The model's tensor {name} has another shape in its files than in its config.json.")
+        if not isinstance(parameter, DTensor):
+            parameter.copy_(rows[:])
+            return
+        local = parameter.to_local()
+        each = -(-parameter.shape[0] // mesh.size())  # as torch.chunk
+        first = min(mesh.get_local_rank() * each, parameter.shape[0])
+        if len(local):
+            local.copy_(rows[first : first + len(local)])
+
+
+def local_bytes(policy: Policy) -> int:
+    """Bytes of the base model that this process keeps."""
+    kept = {
+        id(parameter): parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for parameter in policy.model.parameters()
+        if not parameter.requires_grad
+    }
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
