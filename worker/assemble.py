@@ -26,7 +26,7 @@ from graders.types import Grader
 from worker.attempt import Attempt
 from worker.heartbeat import Beat, WatchedSampler, WatchedTrainer
 from worker.instruments import ObservedSampler
-from worker.learn.distributed import LoadModel, loading
+from worker.learn.distributed import LoadModel, load_checked, loading
 from worker.learn.ranks import Model, Ranks, TooFewGpus
 from worker.learn.trainer import PeftTrainer
 from worker.learn.world import World
@@ -110,7 +110,8 @@ def assemble(
     local = ranks.count if world is None else world.local_size
     base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job.body))
     task = prepare_task(attempt, rows, base)
-    plan = plan_memory(job.model, base, task, settings, local)
+    # Ranks of several machines are no process group of torch.distributed.
+    plan = plan_memory(job.model, base, task, settings, local, shardable=world is not None)
     beat()
     policy, verdict = load_policy(attempt, base, task, plan, settings, ranks, beat, world)
 
@@ -366,7 +367,9 @@ def with_effort(resolved: Resolved, asked: Hyperparameters, reasoning: Reasoning
     return resolved.model_copy(update={"chat_template_kwargs": arguments, "thinking_budget": budget})
 
 
-def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, ranks: int) -> MemoryPlan:
+def plan_memory(
+    name: str, base: BaseModel, task: Task, settings: Settings, ranks: int, *, shardable: bool = False
+) -> MemoryPlan:
     """Divide the free memory between weights, KV cache and micro-batches.
 
     Raises:
@@ -391,7 +394,7 @@ def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, rank
         split=split,
     )
     try:
-        return sizing.plan(name, base.shape, task.workload, machine)
+        return sizing.plan_sharded(name, base.shape, task.workload, machine, ranks if shardable else 1)
     except sizing.DoesNotFit as cause:
         raise UserMistake("not_enough_memory", str(cause), "model") from cause
 
@@ -422,11 +425,11 @@ def load_policy(
         sampled=base.sampler == "transformers",
     )
     ranks.start(model, device=base.device, threads=settings.torch_threads, **_computing(task, plan))
-    with loading(world, LoadModel(model, base.device, settings.torch_threads, **_computing(task, plan))):
-        policy = model.load(base.device)
-        beat()
-        verdict = model.check(policy)
-        beat()
+    computing = _computing(task, plan)
+    with loading(
+        world, LoadModel(model, base.device, settings.torch_threads, **computing, degree=plan.degree)
+    ):
+        policy, verdict = load_checked(model, base.device, plan.degree, world, beat)
     ranks.wait()
     return policy, verdict
 

@@ -27,6 +27,7 @@ from worker.learn.distributed import LoadModel, load_checked, loading
 from worker.learn.ranks import Model
 from worker.learn.trainer import PeftTrainer
 from worker.learn.world import World
+from worker.model import sharding
 from worker.model.policy import Policy
 from worker.refusals import SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
@@ -198,13 +199,14 @@ def test_all_ranks_together_learn_what_one_process_does(
     assert both.movement() < 1e-4
 
 
+@pytest.mark.parametrize("degree", [1, 2])
 def test_bfloat16_differs_from_one_process_as_that_from_itself(
-    pair: Callable[..., Pair], tied_model: Path
+    pair: Callable[..., Pair], tied_model: Path, degree: int
 ) -> None:
     """Other micro-batches are rounded otherwise."""
     settings = like_the_policy({"loss": "dapo", "kl": 0.1, "updates_per_batch": 2})
     smaller, both = (
-        pair(settings, tied_model, dtype="bfloat16", checkpointed=True, budget=budget)
+        pair(settings, tied_model, dtype="bfloat16", checkpointed=True, budget=budget, degree=degree)
         for budget in (128, 4096)
     )
     without_adam(smaller.alone, both.alone, both.together)
@@ -216,8 +218,11 @@ def test_bfloat16_differs_from_one_process_as_that_from_itself(
     assert both.movement() < 2 * Pair(both.alone, smaller.alone).movement()
 
 
-def test_one_short_group_leaves_ranks_without_work(pair: Callable[..., Pair], tiny_model: Path) -> None:
-    both = pair(like_the_policy({}), tiny_model)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_one_short_group_leaves_ranks_without_work(
+    pair: Callable[..., Pair], tiny_model: Path, degree: int
+) -> None:
+    both = pair(like_the_policy({}), tiny_model, degree=degree)
     short = replace(groups(0)[0], rollouts_G=groups(0)[0].rollouts_G[:2], grades_G=(Grade(1.0), Grade(0.0)))
 
     expected, metrics = (learn(one, [short]) for one in (both.alone, both.together))
@@ -226,11 +231,12 @@ def test_one_short_group_leaves_ranks_without_work(pair: Callable[..., Pair], ti
     assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
 
 
+@pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("together_first", [False, True])
 def test_a_checkpoint_resumes_on_another_number_of_ranks(
-    pair: Callable[..., Pair], tiny_model: Path, tmp_path: Path, together_first: bool
+    pair: Callable[..., Pair], tiny_model: Path, tmp_path: Path, together_first: bool, degree: int
 ) -> None:
-    both = pair(like_the_policy({"kl": 0.1, "reference_refresh_steps": 1}), tiny_model)
+    both = pair(like_the_policy({"kl": 0.1, "reference_refresh_steps": 1}), tiny_model, degree=degree)
     first, second = (both.together, both.alone) if together_first else (both.alone, both.together)
     learn(first, groups(1))
     first.save(tmp_path)
@@ -274,3 +280,40 @@ def test_other_ranks_restrict_answers_to_the_schema(pair: Callable[..., Pair], t
     expected, metrics = (learn(one, letters) for one in (both.alone, both.together))
 
     assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+def test_a_sharded_base_is_kept_in_parts(pair: Callable[..., Pair], tiny_model: Path, world: World) -> None:
+    """Everything but the head and the embeddings is divided by the number of ranks."""
+    policy = pair(like_the_policy({}), tiny_model, degree=world.size).together.policy
+    ends = sum(parameter.numel() for parameter in policy.outside_of_layers)
+    whole = sum(parameter.numel() for parameter in policy.model.parameters() if not parameter.requires_grad)
+
+    assert sharding.local_bytes(policy) == 4 * (ends + (whole - ends) // world.size)
+
+
+def test_the_watched_kl_of_a_sharded_base_is_that_of_one_process(
+    pair: Callable[..., Pair], tiny_model: Path
+) -> None:
+    both = pair(like_the_policy({}), tiny_model, degree=2)
+    one = groups(1)[:1]
+
+    expected, metrics = (learn(trainer, one) for trainer in (both.alone, both.together))
+
+    assert metrics.kl is not None and metrics.kl > 0
+    assert expected.kl is not None and expected.kl > 0
+
+
+def test_a_fresh_adapter_on_a_sharded_base_is_drawn_as_on_a_whole_one(tiny_model: Path, world: World) -> None:
+    settings = like_the_policy({})
+    entry = BaseModelEntry(path=tiny_model, dtype="float32", context=256)
+    model = Model("tiny", entry, tiny_model, settings, 7, False, sampled=False)
+    with loading(world, LoadModel(model, "cpu", 1, 4096, "", 2)):
+        sharded, verdict = load_checked(model, "cpu", 2, world)
+
+    whole = model.load("cpu")
+
+    for fresh, like in zip(sharded.trainable, whole.trainable, strict=True):
+        assert fresh.any() == like.any(), "B is zero"
+        assert torch.allclose(fresh.abs().max(), like.abs().max(), rtol=0.1, atol=0)
+    assert verdict.route.forward == "packed"
+    assert str(sharded.coverage) == str(whole.coverage)

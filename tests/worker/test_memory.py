@@ -654,3 +654,57 @@ def test_checkpointed_layers_give_the_same_gradients_and_the_same_samples(
     assert rollouts == plain_rollouts
     assert relative_difference(recomputed, plain) < 1e-6
     assert twice == 2 * once > 0
+
+
+def llama_shape(layers: int, hidden: int, intermediate: int, heads: int) -> sizing.Shape:
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
+    return memory.shape_of(config, torch.bfloat16)
+
+
+LLAMA_8B = (32, 4096, 14336, 32)
+LIKE_32B = (64, 5120, 27648, 40)
+LLAMA_70B = (80, 8192, 28672, 64)
+
+
+@pytest.mark.parametrize("sizes", [LLAMA_8B, LIKE_32B, LLAMA_70B])
+def test_a_shard_is_the_ends_a_part_of_the_layers_and_two_whole_layers(
+    sizes: tuple[int, int, int, int],
+) -> None:
+    shape = llama_shape(*sizes)
+    layers = shape.parameters - 2 * shape.vocabulary * shape.hidden
+
+    assert shape.shard_bytes(8) == pytest.approx(
+        2 * (2 * shape.vocabulary * shape.hidden + layers / 8 + 2 * layers / shape.layers), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gib", "degree"), [(LLAMA_8B, 78, 1), (LIKE_32B, 110, 2), (LLAMA_70B, 190, 4)]
+)
+def test_the_smallest_degree_that_fits_is_chosen(
+    sizes: tuple[int, int, int, int], gib: int, degree: int
+) -> None:
+    found = sizing.plan_sharded("m", llama_shape(*sizes), WORK, replace(H100, available=gib * GIB), 8)
+
+    assert found.degree == degree
+    assert found.estimate.total <= gib * GIB
+    if degree > 1:
+        assert f"sharded over {degree} GPUs" in str(found.estimate)
+
+
+def test_a_refusal_names_the_degrees_that_were_tried() -> None:
+    with pytest.raises(DoesNotFit, match="sharded over 1, 2, 4 GPUs"):
+        sizing.plan_sharded("m", llama_shape(*LLAMA_70B), WORK, H100, 12)
+
+
+def test_the_sampler_that_uses_the_weights_of_training_is_not_sharded() -> None:
+    with pytest.raises(DoesNotFit, match="because the sampler `transformers` uses them: use `vllm`"):
+        sizing.plan_sharded("m", llama_shape(*LLAMA_70B), WORK, replace(H100, sampler="transformers"), 8)

@@ -35,7 +35,7 @@ class LoadModel:
     threads: int  # of torch; 0: torch's default
     token_budget: int
     held_to: str
-    degree: int = 1  # of sharding: so many ranks of a machine share one copy of the base model
+    degree: int = 1  # of sharding: the ranks of a machine that share one copy of the base model
 
 
 @dataclass(frozen=True)
@@ -236,6 +236,6 @@ def load_checked(
     policy.use(verdict.route)
     if model.checkpointed:
         policy.checkpoint_layers()
-    sharding.shard(policy, stand_in, world.neighbors(torch.device(device).type, degree))
+    sharding.shard(policy, stand_in, world.neighbors(torch.device(device).type, degree), seed=model.seed)
     beat()
     return policy, verdict

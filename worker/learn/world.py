@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -137,11 +137,9 @@ class World:
         A collective operation of all ranks. `degree` divides the number of ranks of a machine. Raises BrokenWorld.
         """
         if degree not in self._meshes:
-            with _collective():
-                whole = init_device_mesh(
-                    device, (self.size // degree, degree), mesh_dim_names=("replicate", "shard")
-                )
-            self._meshes[degree] = whole["shard"]
+            with _collective():  # a new group, because a model would keep that of all ranks alive
+                group, _ = dist.new_subgroups(degree)  # type: ignore[no-untyped-call]
+            self._meshes[degree] = DeviceMesh.from_group(group, device)
         return self._meshes[degree]
 
     def gather(self, value: Any) -> list[Any]:

@@ -123,7 +123,7 @@ def _problem(
         tensor_parallel=1 if has_fleet else entry.tensor_parallel,
     )
     try:
-        sizing.plan(name, shape, work, there)
+        sizing.plan_sharded(name, shape, work, there, settings.ranks)
     except sizing.DoesNotFit as cause:
         return str(cause)
     return None

@@ -103,7 +103,7 @@ def shapes_in(source: Path | str) -> dict[str, Sequence[int]]:
 
 
 def files_by_tensor(source: Path | str) -> dict[str, str]:
-    """The safetensors file that each tensor of a folder or of a hub id is in, by name. Raises OSError as `shapes_in`."""
+    """The safetensors file of each tensor of a folder or of a hub id, by name. Raises OSError as `shapes_in`."""
     found: dict[str, str] = {}
     for file in _files_of(source):
         with safe_open(file, "pt") as tensors:

@@ -8,6 +8,7 @@ The checks that need whole weights run on a stand-in: the same config with few l
 """
 
 import copy
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,7 @@ def load_bases(
             raise _unsupported(config, "some of its weights are kept in another precision")
         stand_in = Base(name, source, small.requires_grad_(False).to(device).eval(), tokenizer, entry.context)
         empty.requires_grad_(False)
-        base = Base(
-            name, source, empty.eval(), tokenizer, entry.context, files, logits=stand_in.parts.logits
-        )
+        base = Base(name, source, empty.eval(), tokenizer, entry.context, files, logits=stand_in.parts.logits)
         if type(base.parts.decoder) is not type(stand_in.parts.decoder) or base.parts.layers is None:
             raise _unsupported(config, "its layers are not in one list")
     return base, stand_in
@@ -77,8 +76,8 @@ def refuse_unsharded(config: Any) -> None:
 
 def _unsupported(config: Any, why: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"{architecture(config)} cannot be sharded over several GPUs: {why}. Use a GPU with room for the whole model, or "
-        "another model."
+        f"{architecture(config)} cannot be sharded over several GPUs: {why}. Use a GPU with room for the whole model, "
+        "or another model."
     )
 
 
@@ -101,7 +100,7 @@ def few_layers(config: Any) -> Any:
     return small
 
 
-def shard(policy: Policy, stand_in: Policy, mesh: DeviceMesh) -> None:
+def shard(policy: Policy, stand_in: Policy, mesh: DeviceMesh, *, seed: int) -> None:
     """Shard a policy without weights over the GPUs of `mesh` (one dimension), and fill it from the model's files.
 
     Args:
@@ -126,11 +125,24 @@ def shard(policy: Policy, stand_in: Policy, mesh: DeviceMesh) -> None:
     policy.model._apply(placed)
     causal.tie_weights()
     _copy_buffers(policy.model, dict(stand_in.model.named_buffers()), config)
+    _draw_adapter(policy, seed)
     files = files_of(policy.source)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if not parameter.requires_grad:
                 _fill(_name_in_files(name), parameter, files, mesh, config)
+
+
+@torch.no_grad()
+def _draw_adapter(policy: Policy, seed: int) -> None:
+    """Draw a fresh adapter as PEFT does, which has drawn none without weights: A is random, B is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.model.named_parameters():
+        if ".lora_A." in name:
+            fresh = torch.empty(parameter.shape)
+            parameter.copy_(nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=generator))
+        elif ".lora_B." in name:
+            parameter.zero_()
 
 
 def _copy_buffers(model: nn.Module, known: Mapping[str, Tensor], config: Any) -> None:
@@ -145,7 +157,9 @@ def files_of(source: Path | str) -> dict[str, str]:
     try:
         return quantized.files_by_tensor(source)
     except OSError as cause:
-        raise InvalidModel(f"The model has no safetensors files, and only these are read in shards: {cause}.") from cause
+        raise InvalidModel(
+            f"The model has no safetensors files, and only these are read in shards: {cause}."
+        ) from cause
 
 
 def _name_in_files(name: str) -> str:
@@ -159,7 +173,9 @@ def _fill(name: str, parameter: Tensor, files: Mapping[str, str], mesh: DeviceMe
     with safe_open(files[name], "pt") as tensors:
         rows = tensors.get_slice(name)
         if list(rows.get_shape()) != list(parameter.shape):
-            raise InvalidModel(f"The model's tensor {name} has another shape in its files than in its config.json.")
+            raise InvalidModel(
+                f"The model's tensor {name} has another shape in its files than in its config.json."
+            )
         if not isinstance(parameter, DTensor):
             parameter.copy_(rows[:])
             return

@@ -38,6 +38,8 @@ MARGIN_TWO_PROCESSES = 4 * GIB
 MARGIN_ONE_PROCESS = 2 * GIB
 MARGIN_SERVING = 3 * GIB
 
+DEGREES = (1, 2, 4, 8)  # of sharding, inside one machine
+
 _BLOCK = 128  # a multiple of every block size that vLLM uses
 
 
@@ -89,6 +91,22 @@ class Shape:
             return self
         heads = max(1, self.key_values * self.heads // (2 * self.queries))
         return replace(self, key_values=self.key_values // heads * math.ceil(heads / processes))
+
+    @property
+    def end_parameters(self) -> int:
+        """Of the embeddings and the head; twice the vocabulary, unless too little is outside of linear layers."""
+        table = self.vocabulary * self.hidden
+        return table if self.parameters - self.linear_parameters < table else 2 * table
+
+    def shard_bytes(self, degree: int) -> int:
+        """Bytes of the trainer's weights on each of the GPUs that share a copy (worker/model/sharding.py).
+
+        The embeddings and the head whole, a part of each layer, and two whole layers: the one that is computed and
+        the next one, which is being gathered. Layers are taken to be of one size.
+        """
+        inside = self.parameters - self.end_parameters
+        gathered = min(2, self.layers) * -(-inside // self.layers)
+        return (self.end_parameters + -(-inside // degree) + gathered) * self.bytes_each
 
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of a KV cache for one sequence of `tokens` in vLLM: whole blocks, and one that vLLM keeps empty."""
@@ -153,6 +171,7 @@ class Machine:
     @property
     def has_engine(self) -> bool:
         return self.sampler == "vllm" and self.engines > 0
+    degree: int = 1  # GPUs that share one copy of the trainer's weights
 
     @property
     def copies(self) -> int:
@@ -201,11 +220,14 @@ class Estimate:
     cache: int
     margin: int
     tensor_parallel: int = 1  # devices that share the engine's copy of the weights
+    shard: int | None = None  # of the trainer's copy, where several GPUs share it, with the layers in use
+    degree: int = 1  # GPUs that share it
 
     @property
     def total(self) -> int:
         engine = (self.copies - 1) * math.ceil(self.weights / self.tensor_parallel)
-        return self.weights + engine + self.parts + self.cache + self.margin
+        own = self.weights if self.shard is None else self.shard
+        return own + engine + self.parts + self.cache + self.margin
 
     @property
     def parts(self) -> int:
@@ -220,6 +242,9 @@ class Estimate:
         shown = [(name, getattr(self, name)) for name in names]
         parts = [f"{name} {size / GIB:.1f}" for name, size in shown if size >= 0.05 * GIB]
         weights = f"weights {copies}{self.weights / GIB:.1f}{engine}"
+        if self.shard is not None:
+            engines = f"{self.weights / self.tensor_parallel / GIB:.1f} and " if self.copies > 1 else ""
+            weights = f"weights {engines}{self.shard / GIB:.1f} of a copy that is sharded over {self.degree} GPUs"
         rest = [f"KV cache {self.cache / GIB:.1f}", f"margin {self.margin / GIB:.1f}"]
         return f"{self.total / GIB:.1f} GiB: {', '.join([weights, *parts, *rest])}"
 
@@ -298,6 +323,8 @@ def estimate(
         cache=cache,
         margin=0,
         tensor_parallel=machine.tensor_parallel,
+        shard=shape.shard_bytes(machine.degree) if machine.degree > 1 else None,
+        degree=machine.degree,
     )
     return replace(found, margin=_margin(found, machine))
 
@@ -325,6 +352,11 @@ class MemoryPlan:
     checkpointed: bool  # activations are computed twice
     estimate: Estimate
 
+    @property
+    def degree(self) -> int:
+        """GPUs that share one copy of the trainer's weights."""
+        return self.estimate.degree
+
     def described(self, shape: Shape, work: Workload) -> str:
         """For the job's owner: what was chosen, with numbers."""
         kept = "Activations are computed twice, to save memory. " if self.checkpointed else ""
@@ -339,6 +371,43 @@ class MemoryPlan:
             f"{batches}, and the KV cache holds {sequences} sequences of {work.longest} tokens. "
             f"Memory: {self.estimate}."
         )
+
+
+def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus: int) -> MemoryPlan:
+    """Plan with the smallest degree of sharding that fits: 1, which needs no communication, then 2, 4 and 8.
+
+    Args:
+        gpus: of this machine, that the run has.
+
+    Raises:
+        DoesNotFit: with no degree; the message has the numbers of the largest one.
+    """
+    degrees = degrees_of(machine, gpus)
+    for degree in degrees:
+        try:
+            return plan(name, shape, work, replace(machine, degree=degree))
+        except DoesNotFit as cause:
+            if degree == degrees[-1]:
+                tried = ", ".join(map(str, degrees))
+                note = f" Tried with the weights sharded over {tried} GPUs." if len(degrees) > 1 else ""
+                raise DoesNotFit(f"{cause}{note}{_unsharded(machine, gpus)}") from cause
+    raise AssertionError("1 is a degree")
+
+
+def degrees_of(machine: Machine, gpus: int) -> tuple[int, ...]:
+    """How many GPUs may share a copy of the weights: those that divide the GPUs of a machine.
+
+    The transformers sampler decodes on rank 0 alone with the trainer's weights, so these are whole there.
+    """
+    if machine.sampler != "vllm" or machine.device != "cuda":
+        return (1,)
+    return tuple(degree for degree in DEGREES if gpus % degree == 0)
+
+
+def _unsharded(machine: Machine, gpus: int) -> str:
+    if machine.sampler == "vllm" or machine.device != "cuda" or gpus == 1:
+        return ""
+    return " The weights are not sharded over GPUs, because the sampler `transformers` uses them: use `vllm`."
 
 
 def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPlan:
