@@ -385,7 +385,7 @@ class Policy:
         return isinstance(self._parts.decoder, FSDPModule)
 
     @property
-    def decoder(self) -> nn.Module:
+    def text_decoder(self) -> nn.Module:
         """The module that gives hidden states."""
         decoder: nn.Module = self._parts.decoder
         return decoder

@@ -117,7 +117,7 @@ def shard(policy: Policy, stand_in: Policy, mesh: DeviceMesh, *, seed: int) -> N
     outside = set(policy.outside_of_layers)
     for layer in policy.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=adapter)
-    fully_shard(policy.decoder, mesh=mesh, reshard_after_forward=False, ignored_params=adapter | outside)
+    fully_shard(policy.text_decoder, mesh=mesh, reshard_after_forward=False, ignored_params=adapter | outside)
 
     def placed(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
