@@ -167,11 +167,11 @@ class Machine:
     engines: int = 1  # of vLLM, which share the answers of a step; 0: a fleet on other machines samples
     tensor_parallel: int = 1  # devices that share the weights and the cache of an engine
     split: bool = False  # the engines have devices of the same size that no trainer uses
+    degree: int = 1  # GPUs that share one copy of the trainer's weights
 
     @property
     def has_engine(self) -> bool:
         return self.sampler == "vllm" and self.engines > 0
-    degree: int = 1  # GPUs that share one copy of the trainer's weights
 
     @property
     def copies(self) -> int:
@@ -244,7 +244,9 @@ class Estimate:
         weights = f"weights {copies}{self.weights / GIB:.1f}{engine}"
         if self.shard is not None:
             engines = f"{self.weights / self.tensor_parallel / GIB:.1f} and " if self.copies > 1 else ""
-            weights = f"weights {engines}{self.shard / GIB:.1f} of a copy that is sharded over {self.degree} GPUs"
+            weights = (
+                f"weights {engines}{self.shard / GIB:.1f} of a copy that is sharded over {self.degree} GPUs"
+            )
         rest = [f"KV cache {self.cache / GIB:.1f}", f"margin {self.margin / GIB:.1f}"]
         return f"{self.total / GIB:.1f} GiB: {', '.join([weights, *parts, *rest])}"
 
