@@ -31,7 +31,7 @@ from graders.types import Grade
 from worker import process
 from worker.learn.distributed import LoadModel, follow, loading
 from worker.learn.launch import launch
-from worker.learn.ranks import Model
+from worker.learn.rank_model import Model
 from worker.learn.trainer import PeftTrainer
 from worker.learn.world import World
 from worker.model.policy import Policy, load_base

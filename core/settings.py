@@ -151,25 +151,24 @@ class Settings(BaseSettings):
     # Thresholds of the warnings of a run (docs/howto/training.md, Warnings), as JSON:
     # {"kl_jump": 1.0, "length_factor": null}.
     warnings: Thresholds = Thresholds()
-    # Ranks per machine: processes, each with the model on its own GPU, that share a step's gradient (docs/multi-
-    # gpu.md).
+    # Ranks per machine: processes, each with the model on its own GPU, that share a step's gradient
+    # (docs/howto/scale.md).
     ranks: int = Field(default=1, ge=1)
-    # Machines that share a run, including this one, each with the same number of ranks. The others run
-    # `regraft-server member`: they connect to `leader` (host:port), and both sides prove that they know `ranks_key`
-    # (docs/howto/multi-gpu.md).
+    # Machines that share a run, including this one, each with the same number of ranks. Machine 0 runs the worker, the
+    # others `regraft-server member` with their `node_rank`. They meet at `rendezvous`, a host:port of machine 0 that
+    # only they may reach (docs/howto/scale.md).
     nodes: int = Field(default=1, ge=1)
-    ranks_port: int = Field(default=8200, ge=1, le=65535)
-    ranks_key: str = Field(default="", repr=False)
-    leader: str = Field(default="", pattern=r"^(\S+:\d{1,5})?$")
+    node_rank: int = Field(default=0, ge=0)
+    rendezvous: str = Field(default="", pattern=r"^(\S+:\d{1,5})?$")
     # Threads that torch may use in a run. 0: torch's default.
     torch_threads: int = Field(default=0, ge=0)
     # The sampler: each model's own choice in the registry, or one for all.
     sampler: SamplerChoice = "registry"
-    # vLLM engines that sample for one job, each on `tensor_parallel` GPUs (docs/howto/multi-gpu.md). auto: as many as
+    # vLLM engines that sample for one job, each on `tensor_parallel` GPUs (docs/howto/scale.md). auto: as many as
     # the job's GPUs are enough for; 1 on a CPU.
     engines: EngineCount = "auto"
     # GPUs (on a CPU, processes) for sampling alone, besides those of the ranks. Jobs with `off_policy_steps` sample
-    # there while the ranks learn; others sample on all GPUs (docs/howto/multi-gpu.md).
+    # there while the ranks learn; others sample on all GPUs (docs/howto/scale.md).
     sampling_gpus: int = Field(default=0, ge=0)
     # Rollout fleets by base model, as JSON: {"qwen3-4b": ["http://sampler-qwen3-4b:8300"]}. Jobs on these models are
     # sampled there, by the processes of `regraft-server sampler` behind all addresses that the names resolve to, with
@@ -216,11 +215,11 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _has_a_key_for_its_group(self) -> Self:
-        if (self.nodes > 1 or self.leader) and not self.ranks_key:
-            raise ValueError(
-                "REGRAFT_NODES and REGRAFT_LEADER need REGRAFT_RANKS_KEY, a secret shared by the machines of a group"
-            )
+    def _has_its_place_in_a_group(self) -> Self:
+        if self.nodes > 1 and not self.rendezvous:
+            raise ValueError("REGRAFT_NODES needs REGRAFT_RENDEZVOUS, a host:port of the machine with rank 0")
+        if self.node_rank >= self.nodes:
+            raise ValueError("REGRAFT_NODE_RANK must be below REGRAFT_NODES")
         return self
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ CHART = ROOT / "helm/regraft"
 OWN = {
     "data_dir", "database_url", "broker_url", "blob_url", "s3_endpoint_url", "s3_region", "models_file",
     "graders_file", "inference_url", "inference_key", "host", "port", "gpu_class", "metrics_port", "ranks",
-    "nodes", "ranks_port", "ranks_key", "leader", "gpu_classes", "inference_kv_cache_gib", "first_key",
+    "nodes", "node_rank", "rendezvous", "gpu_classes", "inference_kv_cache_gib", "first_key",
     # The chart runs no rollout fleet, and its pools give all GPUs of a worker to the ranks.
     "samplers", "samplers_key", "sampling_gpus",
 }  # fmt: skip

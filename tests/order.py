@@ -25,8 +25,6 @@ LONGEST = (
     "worker/test_vllm_engine.py",
     "worker/test_launch.py",
     "worker/test_distributed.py",
-    "worker/test_members.py",
-    "worker/test_ranks.py",
     "worker/test_toy_learning.py",
     "worker/test_serve.py",
     "graders/test_environments.py",

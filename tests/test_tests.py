@@ -25,10 +25,6 @@ INTERNALS = "checks our code against the internals of another library"
 ALLOWED = {
     ("worker/test_json_schema.py", "monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)"): NO_GPU,
     (
-        "worker/test_ranks.py",
-        "monkeypatch.setattr(support, 'DECODES', {**support.DECODES, 'packed': ()})",
-    ): "no known model has a right packed pass and no right decode for it",
-    (
         "graders/test_contract.py",
         "monkeypatch.setattr(ZygoteProcess, 'grade', broken)",
     ): "a fault of the sandbox itself",
@@ -48,11 +44,6 @@ ALLOWED = {
         "monkeypatch.setattr('torch.cuda.mem_get_info', lambda: (20 * GIB, 24 * GIB))",
     ): NO_GPU,
     ("worker/test_losses.py", "trainer._compute_loss"): INTERNALS,
-    ("worker/test_members.py", "monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)"): NO_GPU,
-    (
-        "worker/test_members.py",
-        "monkeypatch.setattr(Model, 'load_checked', lambda model, device: chosen.append(device))",
-    ): NO_GPU,
     (
         "worker/test_refusals.py",
         "monkeypatch.setattr(LlamaForCausalLM, 'from_pretrained', fails)",

@@ -27,7 +27,7 @@ from worker.attempt import Attempt
 from worker.heartbeat import Beat, WatchedSampler, WatchedTrainer
 from worker.instruments import ObservedSampler
 from worker.learn.distributed import LoadModel, load_checked, loading
-from worker.learn.ranks import Model, Ranks, TooFewGpus
+from worker.learn.rank_model import Model
 from worker.learn.trainer import PeftTrainer
 from worker.learn.world import World
 from worker.model import memory, quantized, sizing, support, verdicts
@@ -53,6 +53,11 @@ from worker.rollout.samplers.placement import NO_ENGINE, ONE_ENGINE, NotPlaceabl
 from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
 from worker.run import Run
 from worker.types import Prompt
+
+
+class TooFewGpus(Exception):
+    """There are fewer GPUs than ranks; each rank needs its own."""
+
 
 NO_THOUGHTS = "thinking_budget needs a model that reasons, and this model's chat template has no thoughts."
 ADVANCED = "method.reinforcement.hyperparameters.advanced"
@@ -90,7 +95,6 @@ def assemble(
     spec: GraderSpec,
     grader: Grader,
     settings: Settings,
-    ranks: Ranks,
     scratch: Path,
     stop_requested: Callable[[], bool],
     beat: Beat,
@@ -107,13 +111,12 @@ def assemble(
     settings = settings.of_class(settings.gpu_class)
     job = attempt.job
     rows = read_rows(attempt)
-    local = ranks.count if world is None else world.local_size
+    local = 1 if world is None else world.local_size
     base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job.body))
     task = prepare_task(attempt, rows, base)
-    # Ranks of several machines are no process group of torch.distributed.
-    plan = plan_memory(job.model, base, task, settings, local, shardable=world is not None)
+    plan = plan_memory(job.model, base, task, settings, local)
     beat()
-    policy, verdict = load_policy(attempt, base, task, plan, settings, ranks, beat, world)
+    policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world)
 
     sampler_name = f"{base.sampler} {base.sampler_version}"
     quota = Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step)
@@ -164,7 +167,6 @@ def assemble(
         policy,
         task.settings,
         **_computing(task, plan),
-        helpers=ranks.helpers,
         world=world,
         gate=SamplerGate.of(settings.max_logprob_gap, sampler=sampler_name, precision=base.entry.dtype),
     )
@@ -187,14 +189,14 @@ def assemble(
         failing_steps=settings.failing_steps,
         held_to=task.held_to,
         feeds=feeds_of(job, task.settings, settings, recorder.warn),
-        gpus=gpus_of(ranks, world, settings) if base.device == "cuda" else 1,
+        gpus=gpus_of(world, settings) if base.device == "cuda" else 1,
         thresholds=settings.warnings,
     )
 
 
-def gpus_of(ranks: Ranks, world: World | None, settings: Settings) -> int:
+def gpus_of(world: World | None, settings: Settings) -> int:
     """The GPUs that the job occupies on all machines."""
-    return (ranks.total if world is None else world.size) + settings.sampling_gpus
+    return (1 if world is None else world.size) + settings.sampling_gpus
 
 
 def inspect_model(
@@ -367,9 +369,7 @@ def with_effort(resolved: Resolved, asked: Hyperparameters, reasoning: Reasoning
     return resolved.model_copy(update={"chat_template_kwargs": arguments, "thinking_budget": budget})
 
 
-def plan_memory(
-    name: str, base: BaseModel, task: Task, settings: Settings, ranks: int, *, shardable: bool = False
-) -> MemoryPlan:
+def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, ranks: int) -> MemoryPlan:
     """Divide the free memory between weights, KV cache and micro-batches.
 
     Raises:
@@ -394,7 +394,7 @@ def plan_memory(
         split=split,
     )
     try:
-        return sizing.plan_sharded(name, base.shape, task.workload, machine, ranks if shardable else 1)
+        return sizing.plan_sharded(name, base.shape, task.workload, machine, ranks)
     except sizing.DoesNotFit as cause:
         raise UserMistake("not_enough_memory", str(cause), "model") from cause
 
@@ -405,7 +405,6 @@ def load_policy(
     task: Task,
     plan: MemoryPlan,
     settings: Settings,
-    ranks: Ranks,
     beat: Beat,
     world: World | None = None,
 ) -> tuple[Policy, ForwardVerdict]:
@@ -424,13 +423,11 @@ def load_policy(
         plan.checkpointed,
         sampled=base.sampler == "transformers",
     )
-    ranks.start(model, device=base.device, threads=settings.torch_threads, **_computing(task, plan))
     computing = _computing(task, plan)
     with loading(
         world, LoadModel(model, base.device, settings.torch_threads, **computing, degree=plan.degree)
     ):
         policy, verdict = load_checked(model, base.device, plan.degree, world, beat)
-    ranks.wait()
     return policy, verdict
 
 

@@ -33,8 +33,6 @@ from worker.attempt import Attempt
 from worker.backends import open_backends
 from worker.heartbeat import Beat, WatchedGrader, beats_into
 from worker.instruments import ObservedGrader
-from worker.learn.members import members_of
-from worker.learn.ranks import Ranks
 from worker.record.exporters.feed import Feeds, left_behind
 from worker.record.recorder import Recorder
 from worker.refusals import InvalidModel, ModelUnavailable, UnsupportedModel, UserMistake, failing_once
@@ -79,14 +77,10 @@ async def run_attempt(
         # The grader may hold connections, which belong to the running event loop.
         async with open_backends(settings).open(spec) as grader:
             watched = ObservedGrader(WatchedGrader(grader, beat), spec)
-            count = settings.ranks if world is None else 1
-            with Ranks(count, members_of(settings)) as ranks:
-                with failing_once():
-                    run = assemble(
-                        attempt, spec, watched, settings, ranks, scratch, stop_requested, beat, world
-                    )
-                with closed_at_the_end(run.feeds):
-                    return await trained(run)
+            with failing_once():
+                run = assemble(attempt, spec, watched, settings, scratch, stop_requested, beat, world)
+            with closed_at_the_end(run.feeds):
+                return await trained(run)
     except InvalidGrader as refused:
         raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
 
@@ -126,8 +120,8 @@ def main(assemble: Assemble | None = None, rank: Callable[..., None] | None = No
     process.die_with_parent(args.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
     settings = Settings()
-    if settings.ranks > 1 and settings.nodes == 1:
-        return in_ranks(settings.ranks, args.progress, rank or be_rank)
+    if settings.ranks * settings.nodes > 1:
+        return in_ranks(settings, args.progress, rank or be_rank)
 
     stopping = False
 
@@ -141,18 +135,23 @@ def main(assemble: Assemble | None = None, rank: Callable[..., None] | None = No
     return run_claim(sys.stdin.readline, settings, assemble, args.progress, lambda: stopping)
 
 
-def in_ranks(ranks: int, progress: Path, rank: Callable[..., None]) -> int:
+def in_ranks(settings: Settings, progress: Path, rank: Callable[..., None]) -> int:
     """Start the ranks, which import their libraries and wait for the claim, and wait for their end."""
-    from worker.learn.launch import RanksFailed, launch
+    from worker.learn.launch import Group, MembersMissing, RanksFailed, launch
 
     context = multiprocessing.get_context("spawn")
     stopping, claims = context.Event(), context.SimpleQueue()
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
     # A spawned process has no stdin.
-    threading.Thread(target=lambda: claims.put(sys.stdin.readline()), daemon=True).start()
+    if settings.nodes == 1:
+        threading.Thread(target=lambda: claims.put(sys.stdin.readline()), daemon=True).start()
+    else:  # the other machines join an attempt, and are free to stop while there is none
+        claims.put(sys.stdin.readline())
     try:
-        return launch(rank, os.getpid(), progress, stopping, claims, ranks=ranks)
-    except RanksFailed as cause:
+        return launch(
+            rank, os.getpid(), progress, stopping, claims, ranks=settings.ranks, group=Group.of(settings)
+        )
+    except (RanksFailed, MembersMissing) as cause:
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
         return process.FAILED
 
@@ -188,7 +187,7 @@ def be_rank(
 
 
 def follow_rank_0(world: "World") -> NoReturn:
-    """Compute what rank 0 asks for until the launcher ends this process."""
+    """Compute what rank 0 of this machine asks for until the launcher ends this process."""
     from worker.learn.distributed import follow
     from worker.learn.world import BrokenWorld
 
@@ -198,6 +197,28 @@ def follow_rank_0(world: "World") -> NoReturn:
         # Rank 0 has ended, or meets the same model and reports it. Its status must be the first that the launcher sees.
         while True:
             signal.pause()
+
+
+def be_member(parent: int, world: "type[World] | None" = None) -> NoReturn:
+    """Be a rank of a machine without rank 0: compute what that asks for until it ends. Exits with a status."""
+    process.die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    status = process.FAILED
+    try:
+        from worker.learn.distributed import follow
+        from worker.learn.world import BrokenWorld, World
+
+        ranks = (world or World).join(Settings().hang_seconds)
+        try:
+            follow(ranks)
+        except BrokenWorld:
+            status = process.ENDED  # the run has ended, or another rank: the first machine knows
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def run_claim(

@@ -142,7 +142,6 @@ VARIATIONS: dict[str, dict[str, Any]] = {
             POOL | {"name": "pair", "gpus": 0, "gpuClass": "pair", "nodes": 2, "replicas": 1},
             POOL,
         ],
-        groups={"existingSecret": "regraft-groups", "secretKey": "ranks"},
         models={"Qwen3-4B": {"gpuClass": "a100"}, "Qwen3-14B": {"gpuClass": "group"}},
         metrics={"enabled": True},
         networkPolicy={"memberEgress": [ANYWHERE_PUBLIC]},

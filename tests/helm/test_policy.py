@@ -194,51 +194,46 @@ def test_what_a_policy_would_let_through_a_grader_is_refused_by_itself() -> None
     assert {"open a socket", "send a datagram", "open a socket by its number"} <= ATTACKS.keys()
 
 
-def test_members_reach_leaders_and_what_is_named_for_them_and_nobody_reaches_them() -> None:
+def test_members_reach_what_is_named_for_them_and_nobody_else_reaches_them() -> None:
     policy = allowed(render(VARIATIONS["groups"]), "member")
 
     assert policy["ingress"] == []
-    names, leaders, *named = policy["egress"]
+    names, *named = policy["egress"]
     assert {port["port"] for port in names["ports"]} == {53}
-    [peer] = leaders["to"]
-    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "worker"
-    assert [port["port"] for port in leaders["ports"]] == [8200]
     assert named == [ANYWHERE_PUBLIC]
 
 
-def test_leaders_are_reached_at_their_port_by_members_of_their_own_pool_only() -> None:
+def test_the_pods_of_a_pool_with_groups_reach_each_other_and_are_reached_by_no_others() -> None:
     manifests = render(VARIATIONS["groups"])
     policies = [
-        one
+        one["spec"]
         for one in of_kind(manifests, "NetworkPolicy")
         if "regraft.dev/pool" in one["spec"]["podSelector"]["matchLabels"]
     ]
 
-    assert [one["spec"]["podSelector"]["matchLabels"]["regraft.dev/pool"] for one in policies] == [
-        "group",
-        "pair",
-    ]
-    for policy in (one["spec"] for one in policies):
-        [rule] = policy["ingress"]
-        [peer] = rule["from"]
-        [port] = rule["ports"]
-        ours, theirs = policy["podSelector"]["matchLabels"], peer["podSelector"]["matchLabels"]
-        assert policy["policyTypes"] == ["Ingress"]
-        assert ours | {"app.kubernetes.io/component": "member"} == theirs
-        [leader] = [pod for pod in pods(manifests) if ours.items() <= pod.labels.items()]
-        [member] = [pod for pod in pods(manifests) if theirs.items() <= pod.labels.items()]
+    assert [one["podSelector"]["matchLabels"]["regraft.dev/pool"] for one in policies] == ["group", "pair"]
+    for policy in policies:
+        ours = policy["podSelector"]
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        assert policy["ingress"] == [{"from": [{"podSelector": ours}]}]
+        assert policy["egress"] == [{"to": [{"podSelector": ours}]}]
+        [rule] = ours["matchExpressions"]
+        leader, member = (
+            pod
+            for pod in pods(manifests)
+            if ours["matchLabels"].items() <= pod.labels.items()
+            and pod.labels["app.kubernetes.io/component"] in rule["values"]
+        )
         assert leader.owner is member.owner
-        [listening] = [one for one in leader.containers[0]["ports"] if one["name"] == "ranks"]
-        assert port["port"] == listening["containerPort"]
 
 
-def test_members_hold_no_credentials_but_their_groups_and_the_hubs() -> None:
+def test_members_hold_no_credentials_but_the_hubs() -> None:
     values = VARIATIONS["groups"] | {"weights": {"hubSecret": "hub"}}
     for member in pods(render(values), "member"):
         [container] = member.containers
         secret = {one["name"] for one in container["env"] if "valueFrom" in one}
 
-        assert secret == {"REGRAFT_RANKS_KEY", "HF_TOKEN"}
+        assert secret == {"HF_TOKEN"}
         assert "envFrom" not in container
         assert member.spec["serviceAccountName"] == "default", "which has no cloud's role"
 

@@ -309,10 +309,6 @@ def test_a_pool_on_several_nodes_is_a_group_of_a_leader_and_its_members() -> Non
         assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
         assert container["image"].endswith("/worker-gpu:0.1.0")
         assert variables["REGRAFT_RANKS"]["value"] == "8"
-        assert variables["REGRAFT_RANKS_KEY"]["valueFrom"]["secretKeyRef"] == {
-            "name": "regraft-groups",
-            "key": "ranks",
-        }
         assert {"name": "weights", "mountPath": "/models", "readOnly": True} in container["volumeMounts"]
 
 

@@ -126,7 +126,7 @@ def test_the_probe_of_a_worker_looks_at_the_file_that_it_writes() -> None:
     assert 4 * liveness.EVERY_SECONDS < 60
 
 
-def test_members_look_for_their_leader_where_it_listens() -> None:
+def test_a_group_meets_at_its_leader() -> None:
     """The leader's name is put before these variables by LeaderWorkerSet, and into this one by Kubernetes."""
     manifests = render(VARIATIONS["groups"])
     for member in pods(manifests, "member"):
@@ -135,12 +135,12 @@ def test_members_look_for_their_leader_where_it_listens() -> None:
         ]
         variables = environment(leader)
 
-        assert environment(member)["REGRAFT_LEADER"] == (
-            f"$(LWS_LEADER_ADDRESS):{variables['REGRAFT_RANKS_PORT']}"
-        )
-        assert variables["REGRAFT_HOST"] == "0.0.0.0"
+        for name in ("REGRAFT_RENDEZVOUS", "REGRAFT_NODES", "REGRAFT_RANKS"):
+            assert variables.get(name) == environment(member).get(name)
+        assert variables["REGRAFT_RENDEZVOUS"].startswith("$(LWS_LEADER_ADDRESS):")
         assert variables["REGRAFT_NODES"] == str(member.owner["spec"]["leaderWorkerTemplate"]["size"])
-        assert variables.get("REGRAFT_RANKS") == environment(member).get("REGRAFT_RANKS")
+        assert environment(member)["REGRAFT_NODE_RANK"] == "$(LWS_WORKER_INDEX)"
+        assert "REGRAFT_NODE_RANK" not in variables
 
 
 def test_new_jobs_go_to_the_first_pool() -> None:
@@ -261,7 +261,6 @@ def test_the_hubs_token_is_known_to_what_loads_models_and_to_nobody_else(compone
         weights={"hubSecret": "hub"},
         extraEnv={"PGSSLMODE": "verify-full"},
         workers=[pair, *profile("production")["workers"]],
-        groups={"existingSecret": "groups"},
     )
     found = pods(render(values), component)
     assert found

@@ -83,11 +83,10 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
     "nobody left to look after the rows": ({"workers": [SCALED]}, "keep one pool with at least one replica"),
     "two words on how many": ({"workers": [SCALED | {"replicas": 1}]}, "both replicas and autoscaling; set only one"),
     "a group that KEDA would scale": (
-        {"workers": [POOL, SCALED | {"name": "b", "nodes": 2}], "groups": {"existingSecret": "groups"}},
+        {"workers": [POOL, SCALED | {"name": "b", "nodes": 2}]},
         "the pool b has both nodes and autoscaling",
     ),
-    "a group without a key": ({"workers": [POOL | {"nodes": 2}]}, "groups.existingSecret: name the Secret .* cpu"),
-    "a port twice": ({"metrics": {"enabled": True, "port": 8200}}, "metrics.port: is a group's port"),
+    "a port twice": ({"metrics": {"enabled": True, "port": 29400}}, "metrics.port: is a group's port"),
     "upside down": (
         {"workers": [POOL, SCALED | {"name": "b", "autoscaling": {"minReplicas": 3, "maxReplicas": 2}}]},
         "the pool b has an autoscaling.minReplicas above",
@@ -141,7 +140,7 @@ def test_values_that_do_not_fit_together_are_named(case: str) -> None:
 
 def test_a_group_whose_pods_would_have_names_too_long_is_refused() -> None:
     """A StatefulSet of it has the pool's name and a number, and labels of that one's pods have eleven more."""
-    values = profile("cpu-demo", workers=[POOL | {"nodes": 2}], groups={"existingSecret": "groups"})
+    values = profile("cpu-demo", workers=[POOL | {"nodes": 2}])
     render(values, name="a-regraft-of-34-characters-in-full")
 
     long = values | {"workers": [POOL | {"nodes": 2, "name": "a-pool-with-20-chars"}]}

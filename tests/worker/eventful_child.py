@@ -1,5 +1,7 @@
 """`python -m tests.worker.eventful_child EVENT PARENT PROGRESS`: worker.child with a rank 1 to which something happens.
 
+`... EVENT member PARENT`: worker.members.launcher, whose rank it is.
+
 drain: the launcher gets SIGTERM in the first step of an attempt. SIGKILL, SIGSTOP: rank 1 gets it in the second step.
 none: nothing happens.
 """
@@ -7,29 +9,37 @@ none: nothing happens.
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from worker import child
 from worker.learn.distributed import SumGradients
 from worker.learn.world import World
+from worker.members import launcher
 
 
 class Eventful(World):
     sums = 0
 
+    def give(self, orders_R: Sequence[Any]) -> None:
+        super().give(orders_R)
+        if isinstance(orders_R[0], SumGradients):
+            self.sums += 1
+            if os.environ["EVENT"] == "drain" and self.sums == 1:
+                os.kill(os.getppid(), signal.SIGTERM)
+
     def receive(self) -> Any:
         order = super().receive()
         if isinstance(order, SumGradients):
             self.sums += 1
-            self.happen(os.environ["EVENT"])
+            if os.environ["EVENT"].startswith("SIG") and self.sums == 2:
+                os.kill(os.getpid(), signal.Signals[os.environ["EVENT"]])
         return order
 
-    def happen(self, event: str) -> None:
-        if event == "drain" and self.sums == 1:
-            os.kill(os.getppid(), signal.SIGTERM)
-        elif event.startswith("SIG") and self.sums == 2:
-            os.kill(os.getpid(), signal.Signals[event])
+
+def be_member(parent: int) -> None:
+    child.be_member(parent, Eventful)
 
 
 def be_rank(parent: int, progress: Path, stopping: Any, claims: Any) -> None:
@@ -38,4 +48,7 @@ def be_rank(parent: int, progress: Path, stopping: Any, claims: Any) -> None:
 
 if __name__ == "__main__":
     os.environ["EVENT"] = sys.argv.pop(1)
+    if sys.argv[1] == "member":
+        del sys.argv[1]
+        sys.exit(launcher.main(rank=be_member))
     sys.exit(child.main(rank=be_rank))

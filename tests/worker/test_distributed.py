@@ -24,7 +24,7 @@ from tests.tiny import WORDS, make_byte_model
 from tests.worker.test_json_schema import LETTER, sample
 from tests.worker.test_training import asked, prompt, relative_difference
 from worker.learn.distributed import LoadModel, load_checked, loading
-from worker.learn.ranks import Model
+from worker.learn.rank_model import Model
 from worker.learn.trainer import PeftTrainer
 from worker.learn.world import World
 from worker.model import sharding

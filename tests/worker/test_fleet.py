@@ -32,7 +32,6 @@ from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_steering import LETTER, load_thinking
 from tests.worker.test_vllm_engines import has_ended
 from worker.assemble import assemble
-from worker.learn.ranks import Ranks
 from worker.model.policy import Policy, load_base
 from worker.refusals import SamplerUnusable
 from worker.rollout.samplers import Answer, Sampling, grouped
@@ -293,7 +292,6 @@ class TestTwoProcesses:
             parse_grader(GRADER),
             EverySecond(),
             settings,
-            Ranks(1),
             tmp_path,
             lambda: False,
             lambda: None,

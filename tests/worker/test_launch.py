@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,13 +13,16 @@ from select import poll
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from sqlalchemy import select
 
 from core.database.tables import File, Job
 from core.jobs import lifecycle
 from core.settings import Settings
+from tests.servers import reserve_port
 from tests.worker.conftest import Bench
 from worker.learn.world import forget_launcher
+from worker.members.member import Member
 from worker.supervise.supervisor import Supervisor
 
 pytestmark = [
@@ -139,3 +143,101 @@ def test_a_model_that_no_rank_can_load_is_reported_by_rank_0(
     job = bench.job()
     assert job.status == "failed", bench.events()
     assert "cannot be read" in str(job.error)
+
+
+class Machine:
+    """The second machine of a group, here with 127.0.0.1 as its network: `regraft-server member` and its launcher."""
+
+    def __init__(self, event: str, folder: Path) -> None:
+        def command() -> list[str]:
+            program = [sys.executable, "-m", "tests.worker.eventful_child", event, "member"]
+            return ["env", "REGRAFT_NODE_RANK=1", *program, str(os.getpid())]
+
+        self.member = Member(command)
+        self.folder = folder
+
+    def __enter__(self) -> "Machine":
+        self.member.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.member.stop()
+        self.member.thread.join(30)
+        assert not self.member.thread.is_alive()
+        wait_for_processes(self.folder)
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return {
+        "nodes": 2,
+        "ranks": 1,
+        "rendezvous": f"127.0.0.1:{reserve_port()}",
+        "patience_seconds": 60,
+    }
+
+
+def test_two_machines_train_a_job_and_a_drained_run_resumes_on_both(
+    queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path, group: dict[str, Any]
+) -> None:
+    """The member's launcher is replaced after each attempt."""
+    supervisor = queued("drain", **group)
+    with Machine("none", tmp_path):
+        supervisor.run_waiting()
+
+    job = bench.job()
+    assert (job.status, job.failures) == ("succeeded", 0), bench.events()
+    assert [step["step"] for step in bench.steps()] == [0, 1, 2]
+    assert all(step["trained_tokens"] > 0 for step in bench.steps()[1:])
+
+
+def test_a_lost_rank_of_another_machine_ends_the_attempt_as_a_crash(
+    queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path, group: dict[str, Any]
+) -> None:
+    supervisor = queued("none", **group)
+    with Machine("SIGKILL", tmp_path):
+        supervisor.run_waiting()
+
+    job = bench.job()
+    assert (job.status, job.failures) == ("queued", 1), bench.events()
+    assert "another rank of this run" in " ".join(bench.events())
+    assert [step["step"] for step in bench.steps()] == [0, 1]
+
+
+def test_a_run_without_the_other_machines_says_how_to_start_them(
+    queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path, group: dict[str, Any]
+) -> None:
+    queued("none", **group | {"patience_seconds": 1}).run_waiting()
+
+    assert (bench.job().status, bench.job().failures) == ("queued", 1)
+    assert "not all of 2 machines came to 127.0.0.1" in " ".join(bench.events())
+    wait_for_processes(tmp_path)
+
+
+def test_a_member_without_a_run_stops_at_once(group: dict[str, Any], tmp_path: Path) -> None:
+    settings = {f"REGRAFT_{name.upper()}": str(value) for name, value in group.items()}
+    environment = os.environ | settings | {"REGRAFT_NODE_RANK": "1", "REGRAFT_DATA_DIR": str(tmp_path)}
+    command = [str(Path(sys.executable).with_name("regraft-server")), "member"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as member:
+        assert member.stdout is not None
+        for line in member.stdout:
+            if "no run at" in line:
+                break
+        member.terminate()
+
+        assert member.wait(30) == 0
+    wait_for_processes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"nodes": 2}, "REGRAFT_RENDEZVOUS"),
+        ({"nodes": 2, "node_rank": 2, "rendezvous": "a:1"}, "REGRAFT_NODE_RANK must be below"),
+        ({"node_rank": 1}, "REGRAFT_NODE_RANK must be below"),
+    ],
+)
+def test_a_machine_needs_its_place_in_a_group(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Settings(**wrong)

@@ -23,7 +23,6 @@ from tests.fakes import ExactGrader
 from tests.present import present
 from tests.worker.conftest import Bench
 from worker.assemble import assemble
-from worker.learn.ranks import Ranks
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
 from worker.record.checkpoints import FORMAT, Checkpoints, UnknownFormat
@@ -310,7 +309,6 @@ def test_a_run_that_is_loaded_again_has_the_hyperparameters_of_the_first(
         parse_grader(GRADER),
         ExactGrader(),
         settings,
-        Ranks(1),
         tmp_path,
         lambda: False,
         lambda: None,

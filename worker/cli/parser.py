@@ -217,7 +217,7 @@ COMMANDS = (
     ),
     Command(
         "member",
-        "run ranks for the worker of another machine (needs REGRAFT_LEADER)",
+        "run ranks for the worker of another machine (needs REGRAFT_RENDEZVOUS)",
         "worker.cli.service:member",
     ),
     Command(

@@ -40,7 +40,7 @@ from graders.sandbox import pool
 from worker.backends import open_backends
 from worker.cli.configuration import check_models, read_settings
 from worker.cli.parser import UsageError
-from worker.learn.members import Seat
+from worker.members.member import Member
 from worker.model.export import export_to
 from worker.process import quiet_environment
 from worker.record.exporters.choice import problem as sinks_problem
@@ -217,21 +217,21 @@ def work(settings: Settings, backends: Backends) -> None:
 def member(arguments: argparse.Namespace) -> int:
     """Run ranks until SIGTERM or Ctrl-C, then finish the run in progress. Needs no database and no blob store."""
     settings = configured()
-    if not settings.leader:
-        raise UsageError("set REGRAFT_LEADER to the host:port of the worker to join")
+    if settings.node_rank == 0:
+        raise UsageError(
+            "set REGRAFT_NODE_RANK to 1 or more, REGRAFT_NODES to the machines of the group, and REGRAFT_RENDEZVOUS to "
+            "the host:port of its worker"
+        )
     private.make_folder(settings.data_dir)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.set())
-    seats = [Seat(gpu) for gpu in range(settings.ranks)]
-    for seat in seats:
-        seat.start()
-    log.info("joining the runs of %s, with %d processes", settings.leader, settings.ranks)
-    liveness.tell(liveness.file_in(settings.data_dir), [seat.thread for seat in seats], stopping)
-    for seat in seats:
-        seat.stop()
-    for seat in seats:
-        seat.thread.join()
+    launching = Member()
+    launching.start()
+    log.info("joining the runs at %s, with %d ranks", settings.rendezvous, settings.ranks)
+    liveness.tell(liveness.file_in(settings.data_dir), [launching.thread], stopping)
+    launching.stop()
+    launching.thread.join()
     return 0
 
 

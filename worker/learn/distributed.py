@@ -17,7 +17,7 @@ from torch import Tensor
 from core.jobs.hyperparameters import Resolved
 from worker.learn.deal import deal
 from worker.learn.gradient import OwnGradient
-from worker.learn.ranks import Model
+from worker.learn.rank_model import Model
 from worker.learn.totals import Totals
 from worker.learn.world import World
 from worker.model import recompute, sharding, support

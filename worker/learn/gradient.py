@@ -1,7 +1,7 @@
 """Accumulate the adapter's gradient over the packs of a step, micro-batch by micro-batch.
 
 The results are sums over tokens: the trainer divides them once the whole step is known. `OwnGradient` computes in this
-process; `SharedGradient` also distributes packs to the other ranks of the run.
+process; `DistributedGradient` (worker/learn/distributed.py) computes on all ranks of the run.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,16 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from core.jobs.hyperparameters import Resolved
 from worker.learn import grpo
 from worker.learn.batch import RowCost, Tensors, micro_batches, tensors_of
-from worker.learn.deal import deal
-from worker.learn.ranks import Add, Again, Collect, End, Helper, Part, Reference, Weights
 from worker.learn.row_cost import row_cost
 from worker.learn.totals import Totals
 from worker.model.policy import Policy
@@ -286,80 +282,3 @@ class Batch:
     packs: Sequence[Pack]
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
-
-
-class SharedGradient:
-    """Implements Gradient over all ranks of a run; this process is rank 0.
-
-    A share stays on its rank, which caches values of the first pass for later ones. Ranks return only sums, so the
-    result equals that of one process, up to the order of float32 additions.
-    """
-
-    def __init__(self, own: OwnGradient, helpers: Sequence[Helper]) -> None:
-        self.own = own
-        self.helpers = helpers
-        self.capacity = own.capacity * (1 + len(helpers))
-        self._at_work: list[Helper] = []  # ranks with packs of this step
-        self._weights: NDArray[np.float32] | None = None  # of this pass, once a rank has needed them
-        self._up_to_date: list[Helper] = []
-
-    def add(self, packs: Sequence[Pack], std: float) -> None:
-        rows = self.own.policy.route.forward == "rows"
-        mine, *others = deal(packs, 1 + len(self.helpers), rows=rows)
-        for helper, share in zip(self.helpers, others, strict=True):
-            if share:
-                self._begin(helper)
-                helper.send(Add(share, std))
-        self.own.add(mine, std)
-
-    def again(self, std: float) -> None:
-        for helper in self._at_work:
-            self._begin(helper)
-            helper.send(Again(std))
-        self.own.again(std)
-
-    def _begin(self, helper: Helper) -> None:
-        """Send the current policy and reference to the rank."""
-        if helper not in self._at_work:
-            self._at_work.append(helper)
-            if self.own.settings.kl > 0 and self.own.reference is not None:
-                helper.send(Reference(flat(self.own.reference)))
-        if helper not in self._up_to_date:
-            self._up_to_date.append(helper)
-            if self._weights is None:
-                self._weights = flat(self.own.policy.trainable)
-            helper.send(Weights(self._weights))
-
-    def collect(self) -> Totals:
-        for helper in self._at_work:
-            helper.send(Collect())
-        totals = self.own.collect()
-        for helper in self._at_work:  # in a fixed order, so that a run is bit-reproducible
-            part: Part = helper.receive()
-            totals += part.totals
-            parameters = self.own.policy.trainable
-            for parameter, gradient in zip(parameters, shaped(part.gradient, parameters), strict=True):
-                # `deal` gives the first pack to this process, so `grad` exists.
-                assert parameter.grad is not None
-                parameter.grad.add_(gradient)
-        # Any further pass uses the updated policy.
-        self._weights, self._up_to_date = None, []
-        return totals
-
-    def end(self) -> None:
-        for helper in self._at_work:
-            helper.send(End())
-        self._at_work = []
-        self.own.end()
-
-
-def flat(tensors: Sequence[Tensor]) -> NDArray[np.float32]:
-    """Concatenate the tensors, flattened, in main memory."""
-    vector: NDArray[np.float32] = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu().numpy()
-    return vector
-
-
-def shaped(vector: NDArray[np.float32], like: Sequence[Tensor]) -> list[Tensor]:
-    """Invert `flat`: split into tensors of these shapes, on their device."""
-    parts = torch.split(torch.from_numpy(vector).to(like[0].device), [tensor.numel() for tensor in like])
-    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]

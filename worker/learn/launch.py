@@ -2,6 +2,8 @@
 
 The processes are spawned, so they stay in the process group of this one, which the supervisor kills. The first rank
 that exits ends all others, and nothing is restarted here: the job resumes from its last checkpoint in another attempt.
+
+Each machine of a group has a launcher. They meet at the store of the first one, by torch's static rendezvous.
 """
 
 import logging
@@ -9,48 +11,98 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Self
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from core.settings import Settings
 from worker import process
+
+# Machines with another version never meet, because orders are pickles of classes of this package.
+RUN = f"regraft-{version('regraft-server')}"
 
 
 class RanksFailed(Exception):
     """A rank other than the run's own has failed first."""
 
 
-def launch(entry: Callable[..., None], *arguments: Any, ranks: int) -> int:
-    """Run `entry` in each rank, and return the exit status of rank 0, which ends the others by its own end.
+class MembersMissing(Exception):
+    """The run cannot start: machines of its group did not come to the rendezvous."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The machines that share a run, each with the same number of ranks."""
+
+    nodes: int = 1
+    node_rank: int = 0  # of this machine; 0 has the run
+    rendezvous: str = "localhost:0"  # host:port of machine 0, where its launcher listens
+    patience_seconds: float = 600.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        if settings.nodes == 1:
+            return cls()
+        return cls(settings.nodes, settings.node_rank, settings.rendezvous, settings.patience_seconds)
+
+    def missing(self) -> MembersMissing:
+        return MembersMissing(
+            f"not all of {self.nodes} machines came to {self.rendezvous} within {self.patience_seconds:g} s "
+            "(REGRAFT_PATIENCE_SECONDS). Start `regraft-server member` on every other machine of the group, with the "
+            "same version, REGRAFT_RENDEZVOUS, REGRAFT_NODES and REGRAFT_RANKS, and its own REGRAFT_NODE_RANK"
+        )
+
+
+def launch(entry: Callable[..., None], *arguments: Any, ranks: int, group: Group | None = None) -> int:
+    """Run `entry` in each rank of this machine, and return the exit status of the rank that ended the others.
+
+    On machine 0 that is rank 0, the run; on the others any rank that has seen the end of the run.
 
     Raises:
-        RanksFailed: another rank has exited first.
+        RanksFailed: another rank has failed first.
+        MembersMissing: the group is not complete.
     """
+    group = group or Group()
     # The launcher logs each end of a process as an error, with the traceback that the process has printed.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    if sys.platform == "linux":
+    if sys.platform == "linux" and group.nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=group.nodes,
+        max_nodes=group.nodes,
         nproc_per_node=ranks,
-        run_id="regraft",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
+        run_id=RUN,
         max_restarts=0,
         signals_to_handle="SIGQUIT",  # SIGTERM is ours: it drains the run
+        **_rendezvous(group),
     )
     try:
         elastic_launch(config, entry)(*arguments)
+    except DistError as cause:
+        raise group.missing() from cause
     except ChildFailedError as cause:
         codes = {rank: failure.exitcode for rank, failure in cause.failures.items()}
         if 0 in codes:
             return process.DONE if codes[0] == process.ENDED else codes[0]
         [(rank, code), *_] = codes.items()
+        if group.node_rank > 0 and code == process.ENDED:
+            return process.DONE
         raise RanksFailed(f"rank {rank} {_how(code)}; the job's log may have the reason") from None
-    raise AssertionError("rank 0 always exits with a status")
+    raise AssertionError("each rank exits with a status that is not 0")
+
+
+def _rendezvous(group: Group) -> dict[str, Any]:
+    if group.nodes == 1:
+        return {"rdzv_backend": "c10d", "rdzv_endpoint": group.rendezvous, "local_addr": "127.0.0.1"}
+    return {
+        "rdzv_backend": "static",
+        "rdzv_endpoint": group.rendezvous,
+        "rdzv_configs": {"rank": group.node_rank, "timeout": max(1, round(group.patience_seconds))},
+    }
 
 
 def _how(code: int) -> str:

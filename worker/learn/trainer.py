@@ -10,9 +10,8 @@ import torch
 from core.jobs.hyperparameters import Resolved
 from worker.learn.batch import Share, batch_of, divisors, share_of
 from worker.learn.distributed import DistributedGradient
-from worker.learn.gradient import Gradient, OwnGradient, SharedGradient
+from worker.learn.gradient import Gradient, OwnGradient
 from worker.learn.optimizer import AdapterOptimizer
-from worker.learn.ranks import Helper
 from worker.learn.totals import Totals
 from worker.learn.world import World
 from worker.model.policy import Policy
@@ -47,7 +46,6 @@ class PeftTrainer:
         *,
         token_budget: int,
         held_to: str = "",
-        helpers: Sequence[Helper] = (),
         gate: SamplerGate | None = None,
         world: World | None = None,
     ) -> None:
@@ -55,7 +53,7 @@ class PeftTrainer:
         self.policy = policy
         self.settings = settings
         self.own = OwnGradient(policy, settings, token_budget=token_budget, held_to=held_to)
-        self.gradient: Gradient = SharedGradient(self.own, helpers) if helpers else self.own
+        self.gradient: Gradient = self.own
         self._watched_kl = self.own.watched_kl
         if world is not None:
             self.gradient = together = DistributedGradient(self.own, world)

@@ -15,7 +15,7 @@ from worker.assemble import BaseModel, inspect_model, refuse_absent_targets
 from worker.attempt import Attempt
 from worker.heartbeat import Beat
 from worker.learn.offline import OfflineTrainer
-from worker.learn.ranks import Model
+from worker.learn.rank_model import Model
 from worker.model import memory, sizing
 from worker.model.parent import continuing, start_from
 from worker.model.policy import read_tokenizer, render, stop_ids_of

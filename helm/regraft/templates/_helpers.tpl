@@ -343,9 +343,6 @@ imagePullSecrets:
 {{- if and (gt (int .nodes) 1) (gt (len (printf "%s-worker-%s" (include "regraft.name" $) .name)) 48) -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s has nodes, and the names of its pods would be too long; shorten its name or the release's name" .name) -}}
 {{- end -}}
-{{- if and (gt (int .nodes) 1) (not $v.groups.existingSecret) -}}
-{{- $wrong = append $wrong (printf "groups.existingSecret: name the Secret with the key that authenticates the pods of the pool %s to each other" .name) -}}
-{{- end -}}
 {{- end -}}
 {{- if not $permanent -}}
 {{- $wrong = append $wrong "workers: every pool can scale to zero, and without workers no files are validated, no webhooks are sent and the jobs of lost workers are not requeued; keep one pool with at least one replica (it may have gpus: 0 and a gpuClass that no model uses)" -}}
@@ -430,7 +427,7 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- with get (dict "8000" "the API's" "8100" "inference's" "8200" "a group's") (toString (int $v.metrics.port)) -}}
+{{- with get (dict "8000" "the API's" "8100" "inference's" "29400" "a group's") (toString (int $v.metrics.port)) -}}
 {{- $wrong = append $wrong (printf "metrics.port: is %s port" .) -}}
 {{- end -}}
 {{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}

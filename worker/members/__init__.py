@@ -1,0 +1,1 @@
+"""Machines that compute for the runs of another machine: `regraft-server member`."""

@@ -1,0 +1,68 @@
+"""`python -m worker.members.launcher PARENT`: wait for a run of the group, and be its ranks of this machine."""
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from core.settings import Settings
+from core.telemetry import logs
+from worker import process
+from worker.child import be_member
+from worker.learn.launch import (
+    Group,
+    MembersMissing,
+    RanksFailed,
+    launch,
+)  # imports torch before there is a run
+
+log = logging.getLogger("worker.members.launcher")
+
+PAUSE_SECONDS = 0.5  # between two looks for a run
+
+
+def main(rank: Callable[..., None] = be_member) -> int:
+    parser = argparse.ArgumentParser(prog="python -m worker.members.launcher")
+    parser.add_argument(
+        "parent", type=int, help="process id of `regraft-server member`; this process exits with it"
+    )
+    args = parser.parse_args()
+    process.die_with_parent(args.parent)
+    settings = Settings()
+    logs.configure([logs.handler(settings.log_format, sys.stdout)])
+    wait_for_run(settings.rendezvous)
+    # The run ends this process. To stop the machine, stop the run or wait for its next checkpoint.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    log.info("joining the run at %s as machine %d", settings.rendezvous, settings.node_rank)
+    try:
+        launch(rank, os.getpid(), ranks=settings.ranks, group=Group.of(settings))
+    except (RanksFailed, MembersMissing) as cause:
+        log.warning("%s", cause)
+        return process.FAILED
+    log.info("the run has ended")
+    return process.DONE
+
+
+def wait_for_run(rendezvous: str) -> None:
+    """Return when a launcher listens there. Logs why none can be reached when the reason changes."""
+    host, _, port = rendezvous.rpartition(":")
+    last = ""
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=30).close()
+        except OSError as cause:  # no run, or the host name does not resolve yet
+            said = f"no run at {rendezvous} yet: {cause}"
+            if said != last:
+                log.info("%s", said)
+                last = said
+            time.sleep(PAUSE_SECONDS)
+        else:
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""A machine of a group that is not the first: keeps a launcher of ranks, one for each attempt of the first machine.
+
+Imports no torch: it only supervises the process that does (worker/members/launcher.py).
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+log = logging.getLogger(__name__)
+
+RESTART_SECONDS = 2.0  # longer than the launcher of an ended attempt needs to close its port
+
+
+def launcher_command() -> Sequence[str]:
+    return [sys.executable, "-m", "worker.members.launcher", str(os.getpid())]
+
+
+class Member:
+    """One launcher, replaced after each attempt, so that no state of a job survives."""
+
+    def __init__(self, command: Callable[[], Sequence[str]] = launcher_command) -> None:
+        self.command = command
+        self._stopping = threading.Event()
+        self._child: subprocess.Popen[bytes] | None = None
+        # The child dies with the thread that started it (PR_SET_PDEATHSIG), so the same thread waits for it.
+        self.thread = threading.Thread(target=self._keep, name="member", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Stop without blocking. A launcher that waits for a run exits at once, one in a run with the run."""
+        self._stopping.set()
+        if self._child is not None:
+            self._child.terminate()
+
+    def _keep(self) -> None:
+        while not self._stopping.is_set():
+            # Own session: this process forwards Ctrl-C of a terminal.
+            self._child = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, start_new_session=True)
+            if self._stopping.is_set():  # `stop` may have missed the new child
+                self._child.terminate()
+            status = self._child.wait()
+            if self._stopping.is_set():
+                return
+            if status != 0:
+                log.warning("the launcher of ranks exited with status %d", status)
+            self._stopping.wait(RESTART_SECONDS)
