@@ -120,6 +120,28 @@ def _models(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
 
 
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a model of the registry, or a folder with its config.json")
+    parser.add_argument(
+        "--gpus", required=True, help="such as H200-141, 8xH100-80, or 2x8xH100-80 for two machines"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, metavar="PROMPTS", help="of a step (default: 8)")
+    parser.add_argument(
+        "--group-size", type=int, default=8, metavar="ANSWERS", help="to each prompt (default: 8)"
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=512, metavar="TOKENS", help="of a prompt (default: 512)"
+    )
+    parser.add_argument(
+        "--max-completion-tokens", type=int, default=2048, metavar="TOKENS", help="(default: 2048)"
+    )
+    parser.add_argument(
+        "--answer", type=int, metavar="TOKENS", help="mean of an answer (default: half of the most)"
+    )
+    parser.add_argument("--lora-rank", type=int, default=16, help="(default: 16)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def _sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--older-than-hours", type=float, help="minimum age; at least 1 (default: REGRAFT_ORPHAN_HOURS)"
@@ -256,6 +278,12 @@ COMMANDS = (
         "try a model as a job would load it; add it to the registry",
         "worker.cli.models:main",
         _models,
+    ),
+    Command(
+        "plan",
+        "predict placement, memory and seconds of a step on GPUs that are not here",
+        "worker.cli.plan:main",
+        _plan,
     ),
     Command(
         "fsck",

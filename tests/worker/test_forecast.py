@@ -1,0 +1,212 @@
+"""What a job would need and take on GPUs that are not here, against numbers worked out by hand."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worker.cli import plan
+from worker.cli.parser import UsageError, build
+from worker.model import sizing
+from worker.model.forecast import GPUS, Cluster, Forecast, StepSize, UnknownGpus, cluster_of, forecast
+from worker.model.sizing import GIB, DoesNotFit, Shape
+
+DOCUMENT = Path(__file__).parents[2] / "docs/howto/scale.md"
+SIZE = StepSize(prompts=8, group=8, prompt=512, completion=2048, answer=1024, rank=16)
+COMMON = {"max_position_embeddings": 8192, "tie_word_embeddings": False, "num_key_value_heads": 8}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama 3 8B": {
+        **COMMON,
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "Qwen 3 32B": {
+        **COMMON,
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 5120,
+        "intermediate_size": 25_600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "head_dim": 128,
+    },
+    "Llama 3 70B": {
+        **COMMON,
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+}
+
+
+def shape(name: str) -> Shape:
+    found = sizing.shape_of_config(CONFIGS[name], 2)
+    assert found is not None
+    return found
+
+
+def on(name: str, gpus: str, size: StepSize = SIZE, tensor_parallel: int | None = None) -> Forecast:
+    return forecast(name, shape(name), size, cluster_of(gpus), tensor_parallel)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node", "name"),
+    [
+        ("H200-141", 1, 1, "H200-141"),
+        ("8xH100-80", 1, 8, "H100-80"),
+        ("2x8xH100-80", 2, 8, "H100-80"),
+    ],
+)
+def test_gpus_are_written_as_people_write_them(text: str, nodes: int, per_node: int, name: str) -> None:
+    assert cluster_of(text) == Cluster(nodes, per_node, name)
+
+
+@pytest.mark.parametrize("text", ["8xH100", "0xH100-80", "8", "", "3x2x8xH100-80", "8xT4-16"])
+def test_unknown_gpus_are_refused_with_the_known_ones(text: str) -> None:
+    with pytest.raises(UnknownGpus, match="H200-141"):
+        cluster_of(text)
+
+
+def test_the_seconds_are_those_of_the_formula() -> None:
+    """Llama 3 8B on one H100: 8.03 billion parameters, 131,072 bytes of keys and values a token."""
+    found = on("Llama 3 8B", "H100-80")
+    parameters, cached = 8.03e9, 131_072
+
+    read = (2 * parameters + found.concurrent * (512 + 512) * cached) / (0.6 * 3.35e12)
+    waves = -(-64 // found.concurrent)
+    assert found.decode_seconds == pytest.approx(waves * 1024 * read, rel=1e-3)
+    assert found.prefill_seconds == pytest.approx(2 * parameters * 8 * 512 / (0.4 * 989e12), rel=1e-3)
+    assert not found.plan.checkpointed
+    assert found.learning_seconds == pytest.approx(
+        4 * parameters * (8 * 512 + 64 * 1024) / (0.4 * 989e12), rel=1e-3
+    )
+    assert found.gathering_seconds == 0
+    assert found.seconds == found.decode_seconds + found.prefill_seconds + found.learning_seconds
+
+
+def test_sharded_weights_are_gathered_in_each_pass_of_each_micro_batch() -> None:
+    found = on("Llama 3 70B", "8xH100-80")
+
+    degree, budget = found.plan.degree, found.plan.token_budget
+    passes = 3 if found.plan.checkpointed else 2
+    assert degree > 1
+    layers = 2 * (shape("Llama 3 70B").parameters - 2 * 128_256 * 8192)
+    batches = -(-(8 * 512 + 64 * 1024) // (8 * budget))
+    assert found.gathering_seconds == pytest.approx(
+        batches * passes * layers * (degree - 1) / degree / (0.6 * 450e9)
+    )
+
+
+def test_answers_side_by_side_are_as_many_as_the_cache_holds_and_the_engine_has() -> None:
+    alone, shared = on("Llama 3 8B", "H100-80"), on("Llama 3 8B", "8xH200-141", tensor_parallel=1)
+
+    whole = shape("Llama 3 8B").cache_bytes(SIZE.workload.longest)
+    assert alone.concurrent == alone.plan.cache_bytes // whole < 64
+    assert shared.concurrent <= 8
+    assert alone.plan.estimate.total <= GPUS["H100-80"].memory_gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [
+        ("Llama 3 8B", "H100-80"),
+        ("Qwen 3 32B", "2xH100-80"),
+        ("Qwen 3 32B", "H200-141"),
+        ("Llama 3 70B", "8xH100-80"),
+        ("Llama 3 70B", "8xH200-141"),
+        ("Llama 3 70B", "2x8xH100-80"),
+    ],
+)
+def test_what_fits_is_not_refused(name: str, gpus: str) -> None:
+    found = on(name, gpus)
+
+    assert found.plan.estimate.total <= found.cluster.gpu.memory_gib * GIB
+    assert found.engines * found.tensor_parallel <= found.cluster.per_node
+    assert found.cluster.per_node % found.plan.degree == 0
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("Qwen 3 32B", "H100-80"), ("Llama 3 70B", "2xH200-141")])
+def test_what_does_not_fit_is_refused_with_its_numbers(name: str, gpus: str) -> None:
+    with pytest.raises(DoesNotFit, match=rf"{name} at 2560 tokens needs \d+"):
+        on(name, gpus)
+
+
+def test_more_machines_learn_faster_and_sample_no_faster() -> None:
+    """Only the first machine has engines."""
+    one, two = on("Llama 3 8B", "8xH100-80"), on("Llama 3 8B", "2x8xH100-80")
+
+    assert two.learning_seconds == pytest.approx(one.learning_seconds / 2)
+    assert two.decode_seconds == one.decode_seconds
+
+
+def test_of_the_tensor_parallel_degrees_the_fastest_is_taken_unless_one_is_given() -> None:
+    fastest = on("Qwen 3 32B", "8xH200-141")
+    tried = [on("Qwen 3 32B", "8xH200-141", tensor_parallel=degree) for degree in (1, 2, 4, 8)]
+
+    assert fastest.seconds == min(one.seconds for one in tried)
+    assert [one.tensor_parallel for one in tried] == [1, 2, 4, 8]
+    with pytest.raises(DoesNotFit, match="tensor parallel degree 3"):
+        on("Qwen 3 32B", "8xH200-141", tensor_parallel=3)
+
+
+def test_the_table_of_the_document_is_what_the_command_computes() -> None:
+    rows = re.findall(
+        r"^\| (.+ \d+B) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", DOCUMENT.read_text(), re.M
+    )
+
+    assert len(rows) >= 6
+    for name, gpus, engines, degree, gib, seconds in rows:
+        found = on(name, gpus.replace(" ", ""))
+        assert (engines, degree) == (f"{found.engines} x {found.tensor_parallel}", str(found.plan.degree))
+        assert (gib, seconds) == (f"{found.plan.estimate.total / GIB:.0f}", f"{found.seconds:.0f}")
+
+
+def run(*arguments: str) -> argparse.Namespace:
+    return build().parse_args(["plan", *arguments])
+
+
+def test_the_command_prints_the_forecast_of_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama 3 70B"]))
+
+    assert plan.main(run(str(tmp_path), "--gpus", "8xH100-80")) == 0
+    said = capsys.readouterr().out
+    assert "70.6 billion parameters on 8 x H100-80" in said
+    assert "not measured on GPUs" in said
+    assert "Set `tensor_parallel = " in said
+
+    assert plan.main(run(str(tmp_path), "--gpus", "8xH100-80", "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(
+        on("Llama 3 70B", "8xH100-80").seconds
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "message"),
+    [
+        ("nowhere", "H100-80", "neither a model of the registry nor a folder"),
+        (".", "H100-80", "not on this machine"),
+        ("large", "H100-80", "needs"),
+        ("large", "many", "Known kinds"),
+    ],
+)
+def test_what_cannot_be_planned_is_a_mistake_in_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, gpus: str, message: str
+) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(CONFIGS["Llama 3 70B"]))
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(UsageError, match=message):
+        plan.main(run(model, "--gpus", gpus))

@@ -1,0 +1,71 @@
+"""`regraft-server plan`: what a job would need and take on GPUs that are not here."""
+
+import argparse
+import json
+from pathlib import Path
+
+from core.registry import BaseModelEntry, Registry
+from core.settings import Settings
+from worker.cli.configuration import read_settings
+from worker.cli.parser import UsageError
+from worker.model import capacity, forecast
+from worker.model.forecast import Forecast, StepSize, UnknownGpus
+from worker.model.sizing import DoesNotFit
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Raises UsageError: the model or the GPUs are unknown, or the job does not fit."""
+    settings = read_settings()
+    entry, parallel = entry_of(arguments.model, settings)
+    shape = capacity.shape_of(entry)
+    if shape is None:
+        raise UsageError(
+            f"the config.json of {arguments.model} is not on this machine, or it is not that of a Llama-like decoder"
+        )
+    size = StepSize(
+        prompts=arguments.batch_size,
+        group=arguments.group_size,
+        prompt=arguments.prompt,
+        completion=arguments.max_completion_tokens,
+        answer=arguments.answer or arguments.max_completion_tokens // 2,
+        rank=arguments.lora_rank,
+    )
+    try:
+        cluster = forecast.cluster_of(arguments.gpus)
+        found = forecast.forecast(arguments.model, shape, size, cluster, parallel)
+    except (UnknownGpus, DoesNotFit) as cause:
+        raise UsageError(str(cause)) from cause
+    print(json.dumps(as_json(found)) if arguments.json else f"{arguments.model}: {found}")
+    if not arguments.json and found.tensor_parallel > 1 and parallel is None:
+        print(f"  Set `tensor_parallel = {found.tensor_parallel}` in the model's entry of the registry.")
+    return 0
+
+
+def entry_of(model: str, settings: Settings) -> tuple[BaseModelEntry, int | None]:
+    """A model of the registry, whose tensor parallel degree is used if it is set, or a folder with a config.json."""
+    registry = Registry.load(settings.models_file)
+    name = registry.resolve(model)
+    if name in registry.models:
+        entry = registry.models[name]
+        return entry, entry.tensor_parallel if entry.tensor_parallel > 1 else None
+    if Path(model).is_dir():
+        return BaseModelEntry(path=Path(model).resolve(), dtype="bfloat16", context=4096), None
+    raise UsageError(f"{model!r} is neither a model of the registry nor a folder")
+
+
+def as_json(found: Forecast) -> dict[str, object]:
+    return {
+        "gpus": found.cluster.gpus,
+        "engines": found.engines,
+        "tensor_parallel": found.tensor_parallel,
+        "degree": found.plan.degree,
+        "token_budget": found.plan.token_budget,
+        "checkpointed": found.plan.checkpointed,
+        "bytes_per_gpu": found.plan.estimate.total,
+        "answers_side_by_side": found.concurrent,
+        "seconds": found.seconds,
+        "decode_seconds": found.decode_seconds,
+        "prefill_seconds": found.prefill_seconds,
+        "learning_seconds": found.learning_seconds,
+        "gathering_seconds": found.gathering_seconds,
+    }
