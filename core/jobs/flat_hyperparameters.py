@@ -49,7 +49,7 @@ FLAT = {
     "supervision": Flat(
         ("loss", "supervision"),
         "outcome",
-        "loss 'gspo' has one ratio per answer, so it needs supervision 'outcome'",
+        "losses 'gspo' and 'rloo' have one ratio per answer, so they need supervision 'outcome'",
     ),
     "group_size": Flat(("sampling", "group_size"), "auto"),
     "learning_rate": Flat(("optimizer", "learning_rate"), "auto"),
@@ -84,6 +84,7 @@ FLAT = {
     "reference_refresh_steps": Flat(("kl", "reference_refresh_steps"), 0, _KL),
     "max_grad_norm": Flat(("optimizer", "max_grad_norm"), 1.0),
     "warmup_steps": Flat(("optimizer", "warmup_steps"), 0),
+    "learning_rate_schedule": Flat(("optimizer", "schedule"), "constant"),
     "chat_template": Flat(("sampling", "chat_template"), "auto"),
     "chat_template_kwargs": Flat(("sampling", "chat_template_kwargs"), {}, types=("object",)),
     "thinking_budget": Flat(("sampling", "thinking_budget"), "auto"),

@@ -13,7 +13,7 @@ from core import chat_templates
 # The bounds apply to the number, not to the field: pydantic would also compare "auto" with them and raise TypeError.
 Auto = Literal["auto"]
 
-Loss = Literal["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
+Loss = Literal["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo", "rloo"]
 Scale = Literal["group", "batch", "none"]
 Std = Literal["population", "sample"]
 Supervision = Literal["outcome", "process"]
@@ -21,6 +21,7 @@ KlEstimator = Literal["k1", "k3", "k3_plain"]
 Importance = Literal["truncate", "mask", "none"]
 Overlong = Literal["score", "mask", "soft"]
 Normalize = Literal["papers", "signal"]
+LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
 ClipLow = Annotated[float, Field(gt=0, lt=1)]
 ClipHigh = Annotated[float, Field(gt=0, le=10)]
@@ -51,7 +52,9 @@ class AnyLoss(Value):
     @model_validator(mode="after")
     def _std_is_used(self) -> "AnyLoss":
         if self.std != "auto" and self.advantage_scale == "none":
-            raise ValueError("std has no effect with advantage_scale 'none', the default of loss 'dr_grpo'")
+            raise ValueError(
+                "std has no effect with advantage_scale 'none', as in losses 'dr_grpo' and 'rloo'"
+            )
         return self
 
 
@@ -117,7 +120,18 @@ class Gspo(AnyLoss):
     clip_high: ClipHigh = 4e-4
 
 
-LossGroup = Annotated[Grpo | DrGrpo | Bnpo | Dapo | Cispo | Gspo, Field(discriminator="type")]
+class Rloo(AnyLoss):
+    """RLOO: REINFORCE with the mean of an answer's siblings as its baseline. An answer is one action."""
+
+    type: Literal["rloo"] = "rloo"
+    # The baseline is the paper's only normalization.
+    advantage_scale: Literal["none"] = "none"
+    # Bounds of the ratio of an answer, the product of those of its tokens.
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
+
+
+LossGroup = Annotated[Grpo | DrGrpo | Bnpo | Dapo | Cispo | Gspo | Rloo, Field(discriminator="type")]
 
 
 # Corrections of the mismatch between the probabilities of sampler and trainer.
@@ -240,6 +254,8 @@ class Optimizer(Value):
     updates_per_batch: int = Field(default=1, ge=1, le=16)
     max_grad_norm: float = Field(default=1.0, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
+    # After the warm-up: constant, in a line to 0 at the end of the job, or along a cosine to a tenth.
+    schedule: LearningRateSchedule = "constant"
 
 
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]{0,199}$")]

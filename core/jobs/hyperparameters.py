@@ -27,6 +27,7 @@ from core.jobs.hyperparameter_groups import (
     ImportanceGroup,
     Kl,
     KlEstimator,
+    LearningRateSchedule,
     Lora,
     LoraTargets,
     Loss,
@@ -43,6 +44,7 @@ from core.jobs.hyperparameter_groups import (
     Std,
     Stopping,
     Supervision,
+    TokenLoss,
     Truncate,
     Value,
 )
@@ -123,7 +125,7 @@ class Advanced(Value):
 
     @property
     def supervision(self) -> Supervision:
-        return "outcome" if self.loss.type == "gspo" else self.loss.supervision
+        return self.loss.supervision if isinstance(self.loss, TokenLoss) else "outcome"
 
     @model_serializer(mode="wrap")
     def _as_requested(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -231,6 +233,7 @@ class Resolved(Value):
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
     thinking_budget: int | None = None
     lora_targets: LoraTargets = "all-linear"
+    learning_rate_schedule: LearningRateSchedule = "constant"
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -358,6 +361,7 @@ _BEFORE: dict[str, Any] = {
     "chat_template_kwargs": {},
     "thinking_budget": None,
     "lora_targets": "all-linear",
+    "learning_rate_schedule": "constant",
 }
 
 

@@ -10,9 +10,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from core import chat_templates
-from core.jobs.hyperparameter_groups import Auto, Lora, LoraTargets, TemplateArgument, Value
+from core.jobs.hyperparameter_groups import (
+    Auto,
+    LearningRateSchedule,
+    Lora,
+    LoraTargets,
+    TemplateArgument,
+    Value,
+)
 
-Schedule = Literal["constant", "linear", "cosine"]
 PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
 # SimPO's own settings; 0.1 is the usual beta of the other losses.
 _SIMPO_BETA, _SIMPO_GAMMA = 2.0, 1.0
@@ -26,7 +32,7 @@ class OfflineOptimizer(Value):
     # Auto: by the size of the model, times learning_rate_multiplier.
     learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
     # Of the learning rate after warm-up: constant, or down to 0 in a line, or to a tenth along a cosine.
-    schedule: Schedule = "linear"
+    schedule: LearningRateSchedule = "linear"
     warmup_steps: int = Field(default=0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     weight_decay: float = Field(default=0.0, ge=0, le=1)
@@ -115,7 +121,7 @@ class ResolvedOffline(Value):
     n_epochs: int
     steps_per_epoch: int
     total_steps: int
-    schedule: Schedule
+    schedule: LearningRateSchedule
     warmup_steps: int
     max_grad_norm: float
     weight_decay: float

@@ -424,6 +424,7 @@ OTHER_VALUES = {
     "reference_refresh_steps": 5,
     "max_grad_norm": 2.0,
     "warmup_steps": 3,
+    "learning_rate_schedule": "cosine",
     "chat_template": "plain",
     "chat_template_kwargs": {"enable_thinking": False},
     "thinking_budget": 64,
@@ -438,7 +439,7 @@ NEEDS = {
 }
 
 choices = {
-    "loss": st.sampled_from(["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]),
+    "loss": st.sampled_from(["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo", "rloo"]),
     "overlong": st.sampled_from(["score", "mask", "soft"]),
     "importance": st.sampled_from(["truncate", "mask", "none"]),
     "kl": st.sampled_from([0.0, 0.1]),

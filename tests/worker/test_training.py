@@ -273,6 +273,8 @@ class TestUpdate:
             {"loss": "dapo"},
             {"loss": "cispo"},
             {"loss": "gspo"},
+            {"loss": "rloo"},
+            {"loss": "rloo", "kl": 0.1, "importance": "mask"},
             {"loss": "grpo", "kl": 0.1, "importance": "mask"},
             {"loss": "dapo", "kl": 0.1},
             {"loss": "dapo", "kl": 0.1, "kl_estimator": "k1", "std": "sample"},
@@ -481,6 +483,11 @@ def plain_gradients(
     """
     rewards_PG, how = [g.rewards_G for g in groups], (settings.advantage_scale, settings.std)
     advantages_PG = grpo.advantages(rewards_PG, *how, settings.normalize)
+    if settings.loss == "rloo":
+        factors = [len(g) - g.count(None) for g in rewards_PG]
+        advantages_PG = [
+            [a * n / (n - 1) if a else 0.0 for a in g] for g, n in zip(advantages_PG, factors, strict=True)
+        ]
     counted = [
         (group.prompt.ids, rollout, advantage)
         for group, advantages_G in zip(groups, advantages_PG, strict=True)
@@ -498,8 +505,12 @@ def plain_gradients(
         if settings.loss == "cispo":
             objective = ratio.clamp(max=high).detach() * advantage * logp
         else:
-            used = torch.exp((logp - old).mean()) if settings.loss == "gspo" else ratio
+            used = {"gspo": torch.exp((logp - old).mean()), "rloo": torch.exp((logp - old).sum())}.get(
+                settings.loss, ratio
+            )
             objective = torch.minimum(used * advantage, used.clamp(low, high) * advantage)
+            if settings.loss == "rloo":
+                objective = objective / len(logp)
         if settings.kl:
             with torch.no_grad(), policy.as_base():
                 ref = plain_logprobs(policy, ids, rollout.output_ids_T)
@@ -510,6 +521,7 @@ def plain_gradients(
         share = {
             "grpo": objective.mean() / len(counted),
             "gspo": objective.mean() / len(counted),
+            "rloo": objective.sum() / len(counted),
             "dr_grpo": objective.sum() / (len(counted) * settings.max_completion_tokens),
             "bnpo": objective.sum() / tokens,
             "dapo": objective.sum() / tokens,

@@ -253,6 +253,19 @@ class TestPasses:
         assert metrics.trained_tokens == 3 * once.trained_tokens
         assert metrics.trained_sequences == once.trained_sequences
 
+    def test_the_learning_rate_goes_down_to_the_end_of_the_job(
+        self, policy: Policy, groups: list[Any]
+    ) -> None:
+        settings = asked({"learning_rate_schedule": "linear", "warmup_steps": 1})
+        trainer = PeftTrainer(policy, settings.model_copy(update={"total_steps": 5}), token_budget=4096)
+
+        rates = []
+        for _ in range(5):
+            learn(trainer, groups)
+            rates.append(trainer.optimizer.adamw.param_groups[0]["lr"] / settings.learning_rate)
+
+        assert rates == pytest.approx([1, 1, 0.75, 0.5, 0.25])
+
     def test_the_clip_acts_in_later_passes_only(self, policy: Policy, groups: list[Any]) -> None:
         settings = {"clip_low": 1e-4, "clip_high": 1e-4}
         one, two = (asked(settings | {"updates_per_batch": n}) for n in (1, 2))

@@ -140,7 +140,11 @@ def _batch_lessons(groups_P: Sequence[Group], settings: Resolved) -> list[list[L
     if settings.supervision == "outcome":
         rewards_PG = [_taught(group, settings) for group in groups_P]
         steps_PGJ: list[list[tuple[float, ...]]] = [[()] * len(group.rollouts_G) for group in groups_P]
-        first_PG = grpo.advantages(rewards_PG, scale, std, normalize)
+        first_PG = (
+            [grpo.leave_one_out(rewards_G) for rewards_G in rewards_PG]
+            if settings.loss == "rloo"
+            else grpo.advantages(rewards_PG, scale, std, normalize)
+        )
     else:
         rewards_PGJ = [
             [[step.score for step in grade.steps] for grade in group.grades_G] for group in groups_P
@@ -193,7 +197,10 @@ def _advantages(
     scale = "none" if settings.advantage_scale == "batch" else settings.advantage_scale
     rewards_N = _taught(group, settings)
     if settings.supervision == "outcome":
-        [advantages_G] = grpo.advantages([rewards_N], scale, settings.std)
+        if settings.loss == "rloo":
+            advantages_G = grpo.leave_one_out(rewards_N)
+        else:
+            [advantages_G] = grpo.advantages([rewards_N], scale, settings.std)
         lengths = [len(rollout.output_ids_T) for rollout in group.rollouts_G]
         spread = [(value,) * length for value, length in zip(advantages_G, lengths, strict=True)]
         return tuple(rewards_N), spread

@@ -1,9 +1,9 @@
 """GRPO and its relatives as pure functions: rewards to advantages, log-probabilities to a loss.
 
-Sources: GRPO is DeepSeekMath (arXiv 2402.03300, eqs. 3 and 4, sections 4.1.2 and
-4.1.3), Dr. GRPO is arXiv 2503.20783, DAPO is arXiv 2503.14476
-(eqs. 8 and 13), CISPO is MiniMax-M1 (arXiv 2506.13585, eqs. 4-5), GSPO is arXiv 2507.18071 (eqs. 5-7), bnpo is the
-name TRL gave to its token mean over a local batch. docs/howto/training.md says when to use which.
+Sources: GRPO is DeepSeekMath (arXiv 2402.03300, eqs. 3 and 4, sections 4.1.2 and 4.1.3), Dr. GRPO is arXiv 2503.20783,
+DAPO is arXiv 2503.14476 (eqs. 8 and 13), CISPO is MiniMax-M1 (arXiv 2506.13585, eqs. 4-5), GSPO is arXiv 2507.18071 (eqs.
+5-7), RLOO is arXiv 2402.14740, bnpo is the name TRL gave to its token mean over a local batch. docs/howto/training.md
+says when to use which.
 
 A token's part of the loss is a product: its weight in its answer (known with the answer), its advantage (known with
 the group, but for the std of the batch), and one number for the whole batch, `normaliser`. So a group's part of the
@@ -37,6 +37,12 @@ def centred(rewards_G: Sequence[float | None]) -> list[float]:
         return [0.0] * len(rewards_G)
     mean = statistics.fmean(graded)
     return [0.0 if reward is None else reward - mean for reward in rewards_G]
+
+
+def leave_one_out(rewards_G: Sequence[float | None]) -> list[float]:
+    """Each reward less the mean of its graded siblings (RLOO): G / (G - 1) times `centred`."""
+    graded = sum(reward is not None for reward in rewards_G)
+    return [value * graded / (graded - 1) if value else 0.0 for value in centred(rewards_G)]
 
 
 def deviation(values: Sequence[float], kind: Std) -> float:
@@ -127,7 +133,8 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
 def token_weight(length: int, loss: Loss) -> float:
     """Return the weight of each token of an answer of this length, before the loss is divided by `normaliser`.
 
-    grpo, gspo: 1 / length, the mean over the tokens of each answer. The others: 1, their sum.
+    grpo, gspo: 1 / length, the mean over the tokens of each answer. The others: 1, their sum; with rloo each token has
+    its part of the answer's objective (see `loss`).
     """
     return 1.0 / length if loss in ("grpo", "gspo") else 1.0
 
@@ -135,13 +142,13 @@ def token_weight(length: int, loss: Loss) -> float:
 def normaliser(lengths: Sequence[int], loss: Loss, max_completion_tokens: int) -> float:
     """Return the divisor of the sum over a batch, so that the loss of a step is one plain sum.
 
-    grpo, gspo: the answers. dapo, bnpo, cispo: their tokens. dr_grpo: answers x the longest answer allowed (a
+    grpo, gspo, rloo: the answers. dapo, bnpo, cispo: their tokens. dr_grpo: answers x the longest answer allowed (a
     constant: no length bias). `lengths` are those of all answers that count in one optimizer step
     (worker/learn/batch.py says which), whatever the micro-batches; a batch is in one process, so the local batch of
     bnpo is the batch.
     """
     match loss:
-        case "grpo" | "gspo":
+        case "grpo" | "gspo" | "rloo":
             return float(len(lengths))
         case "dr_grpo":
             return float(len(lengths) * max_completion_tokens)
@@ -153,6 +160,11 @@ def answer_mean(values: Tensor, answer: Tensor) -> Tensor:
     """The mean over the tokens of each answer, at each of its tokens. `answer` numbers the answers from 0."""
     sums = values.new_zeros(int(answer.max()) + 1).index_add(0, answer, values)
     return (sums / torch.bincount(answer))[answer]
+
+
+def answer_sum(values: Tensor, answer: Tensor) -> Tensor:
+    """The sum over the tokens of each answer, at each of its tokens."""
+    return values.new_zeros(int(answer.max()) + 1).index_add(0, answer, values)[answer]
 
 
 def surrogate(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
@@ -174,11 +186,13 @@ def was_clipped(
 ) -> Tensor:
     """Which tokens the clip touched (bool).
 
-    It silences those whose ratio (for gspo that of their answer) left the band in the direction of gain; with
+    It silences those whose ratio (for gspo and rloo that of their answer) left the band in the direction of gain; with
     cispo it shrinks those above the cap.
     """
     low, high = bounds
-    ratio = (answer_mean(log_ratio, answer) if name == "gspo" else log_ratio).exp()
+    if name in ("gspo", "rloo"):
+        log_ratio = (answer_mean if name == "gspo" else answer_sum)(log_ratio, answer)
+    ratio = log_ratio.exp()
     if name == "cispo":
         return ratio > high
     return ((ratio > high) & (advantage > 0)) | ((ratio < low) & (advantage < 0))
@@ -248,6 +262,11 @@ def loss(
     match name:
         case "gspo":  # eqs. 5-7: the geometric mean of the tokens' ratios, clipped and differentiated as one
             objective = surrogate(answer_mean(log_ratio, answer), advantage, *bounds)
+        case (
+            "rloo"
+        ):  # the product of the tokens' ratios; an answer's tokens share its objective in equal parts
+            whole = surrogate(answer_sum(log_ratio, answer), advantage, *bounds)
+            objective = whole / torch.bincount(answer)[answer]
         case "cispo":
             objective = capped_likelihood(logp, log_ratio, advantage, *bounds)
         case "grpo" | "dr_grpo" | "bnpo" | "dapo":

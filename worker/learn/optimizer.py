@@ -1,13 +1,13 @@
 """AdamW on the weights of the adapter, with the schedule of its learning rate."""
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from core.jobs.hyperparameter_groups import LearningRateSchedule
 from worker.model.policy import Policy
 
-Schedule = Literal["constant", "linear", "cosine"]
 # Of the learning rate at the end of a cosine.
 COSINE_FLOOR = 0.1
 
@@ -24,14 +24,14 @@ class AdapterOptimizer:
         max_grad_norm: float,
         warmup_steps: int,
         weight_decay: float = 0.0,
-        schedule: Schedule = "constant",
+        schedule: LearningRateSchedule = "constant",
         total_steps: int = 0,
     ) -> None:
         self.policy = policy
         self.learning_rate = learning_rate
         self.max_grad_norm = max_grad_norm
         self.warmup_steps = warmup_steps
-        self.schedule: Schedule = schedule
+        self.schedule: LearningRateSchedule = schedule
         self.total_steps = total_steps  # of the schedule
         self.adamw = torch.optim.AdamW(
             policy.trainable, lr=learning_rate, betas=betas, weight_decay=weight_decay
@@ -72,7 +72,7 @@ class AdapterOptimizer:
         self.adamw.load_state_dict(state)
 
 
-def factor(steps_taken: int, warmup_steps: int, schedule: Schedule, total_steps: int) -> float:
+def factor(steps_taken: int, warmup_steps: int, schedule: LearningRateSchedule, total_steps: int) -> float:
     """The learning rate of the next step as a share of the full one.
 
     Warm-up goes up in a line and reaches 1 at step `warmup_steps`. Then linear goes down to 0 after the last step, and

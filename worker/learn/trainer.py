@@ -65,6 +65,8 @@ class PeftTrainer:
             betas=(0.9, 0.95),
             max_grad_norm=settings.max_grad_norm,
             warmup_steps=settings.warmup_steps,
+            schedule=settings.learning_rate_schedule,
+            total_steps=settings.total_steps,
         )
         self.steps_taken = 0
         self.gate = gate
