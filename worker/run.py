@@ -171,6 +171,7 @@ class Run:
             seconds=clock.seconds,
             gpus=self.gpus,
             base_scores=self.history.base_scores,
+            pass_score=self.settings.eval_pass_score,
         )
 
     def record(

@@ -89,6 +89,7 @@ FLAT = {
     "chat_template_kwargs": Flat(("sampling", "chat_template_kwargs"), {}, types=("object",)),
     "thinking_budget": Flat(("sampling", "thinking_budget"), "auto"),
     "eval_temperature": Flat(("evaluation", "temperature"), "auto"),
+    "eval_pass_score": Flat(("evaluation", "pass_score"), 1.0),
 }
 GROUPS = tuple(dict.fromkeys(flat.place[0] for flat in FLAT.values()))
 

@@ -292,5 +292,7 @@ class Evaluation(Value):
 
     # Temperature of validation; 0 is greedy. Auto: greedy with one answer per row, else that of sampling.
     temperature: Auto | Annotated[float, Field(ge=0, le=2)] = "auto"
+    # With several answers to a row: the least score of one that passes, for pass@k and maj@k.
+    pass_score: float = 1.0
     # The job fails unless its verdict is `improved` (core/jobs/verdict.py).
     require_improvement: bool = False

@@ -234,6 +234,7 @@ class Resolved(Value):
     thinking_budget: int | None = None
     lora_targets: LoraTargets = "all-linear"
     learning_rate_schedule: LearningRateSchedule = "constant"
+    eval_pass_score: float = 1.0
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -362,6 +363,7 @@ _BEFORE: dict[str, Any] = {
     "thinking_budget": None,
     "lora_targets": "all-linear",
     "learning_rate_schedule": "constant",
+    "eval_pass_score": 1.0,
 }
 
 

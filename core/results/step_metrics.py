@@ -125,6 +125,17 @@ class StepMetrics(_Part):
     )
     full_valid_difference_low: float | None = metric("Lower end of its 95 % interval.", csv=True)
     full_valid_difference_high: float | None = metric("Upper end of its 95 % interval.", csv=True)
+    full_valid_pass_at_1: float | None = metric(
+        "With `eval_samples` above 1: share of the validation answers whose score is at least `pass_score`.",
+        csv=True,
+    )
+    full_valid_pass_at_k: float | None = metric(
+        "Then, too: share of the rows in which at least one of the k = `eval_samples` answers passes.",
+        csv=True,
+    )
+    full_valid_maj_at_k: float | None = metric(
+        "Then, too: share of the rows in which the commonest of the k final answers passes.", csv=True
+    )
     full_valid_mean_parse_error: float | None = metric(
         "Share of the validation answers that could not be parsed.", csv=True
     )

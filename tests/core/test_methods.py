@@ -429,6 +429,7 @@ OTHER_VALUES = {
     "chat_template_kwargs": {"enable_thinking": False},
     "thinking_budget": 64,
     "eval_temperature": 0.7,
+    "eval_pass_score": 0.5,
 }
 # What a name needs beside it.
 NEEDS = {

@@ -24,7 +24,7 @@ def test_every_recorded_metric_is_in_the_table(bench: Bench) -> None:
 
 @pytest.mark.slow
 def test_every_metric_of_the_table_is_recorded_by_some_run(bench: Bench) -> None:
-    bench.train(skill=Skill(0.3), advanced={"group_size": 4, "resample_prompts": 2})
+    bench.train(skill=Skill(0.3), eval_samples=2, advanced={"group_size": 4, "resample_prompts": 2})
 
     steps = bench.steps()
     first = StepMetrics.load(steps[1])

@@ -119,6 +119,8 @@ THEN = RESOLVED | {
     "chat_template_kwargs": {},
     "thinking_budget": None,
     "lora_targets": "all-linear",
+    "learning_rate_schedule": "constant",
+    "eval_pass_score": 1.0,
 }
 
 

@@ -1,9 +1,9 @@
 """GRPO and its relatives as pure functions: rewards to advantages, log-probabilities to a loss.
 
 Sources: GRPO is DeepSeekMath (arXiv 2402.03300, eqs. 3 and 4, sections 4.1.2 and 4.1.3), Dr. GRPO is arXiv 2503.20783,
-DAPO is arXiv 2503.14476 (eqs. 8 and 13), CISPO is MiniMax-M1 (arXiv 2506.13585, eqs. 4-5), GSPO is arXiv 2507.18071 (eqs.
-5-7), RLOO is arXiv 2402.14740, bnpo is the name TRL gave to its token mean over a local batch. docs/howto/training.md
-says when to use which.
+DAPO is arXiv 2503.14476 (eqs. 8 and 13), CISPO is MiniMax-M1 (arXiv 2506.13585, eqs. 4-5), GSPO is arXiv 2507.18071
+(eqs. 5-7), RLOO is arXiv 2402.14740, bnpo is the name TRL gave to its token mean over a local batch.
+docs/howto/training.md says when to use which.
 
 A token's part of the loss is a product: its weight in its answer (known with the answer), its advantage (known with
 the group, but for the std of the batch), and one number for the whole batch, `normaliser`. So a group's part of the

@@ -12,6 +12,7 @@ from core.results.step_metrics import StepMetrics
 from graders.spec import GraderSpec, LabelModelSpec, MultiSpec, ScoreModelSpec
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.learn import grpo
+from worker.record import passes
 from worker.record.history import Steps, first
 from worker.record.verdict import RowScores, compare, row_scores, standard_error
 from worker.types import Group, Rollout, UpdateMetrics
@@ -45,6 +46,7 @@ def of_step(
     seconds: Mapping[str, float],
     gpus: int = 1,
     base_scores: RowScores | None = None,
+    pass_score: float = 1.0,
 ) -> StepMetrics:
     """The metrics of a step. Step 0 is the validation of the base and has no training part.
 
@@ -58,6 +60,8 @@ def of_step(
         data["gpus"] = gpus
     for split, groups_P in splits:
         data |= _split(split, groups_P)
+    if valid_P is not None:
+        data |= passes.of_validation(valid_P, pass_score)
     if valid_P is not None and base_scores is not None:
         data |= _against_base(base_scores, valid_P)
     if train_P:
