@@ -40,7 +40,7 @@ def centred(rewards_G: Sequence[float | None]) -> list[float]:
 
 
 def leave_one_out(rewards_G: Sequence[float | None]) -> list[float]:
-    """Each reward less the mean of its graded siblings (RLOO): G / (G - 1) times `centred`."""
+    """Each reward less the mean of its graded siblings (RLOO): G / (G - 1) times its distance from the mean of all."""
     graded = sum(reward is not None for reward in rewards_G)
     return [value * graded / (graded - 1) if value else 0.0 for value in centred(rewards_G)]
 
