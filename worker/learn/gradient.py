@@ -48,6 +48,10 @@ class Gradient(Protocol):
         """Write the gradient of all packs added since the last call to `grad` of the policy's weights."""
         ...
 
+    def watched_kl(self) -> float:
+        """Estimate the KL of the sampling policy for monitoring, from one pack and one forward pass."""
+        ...
+
     def end(self) -> None:
         """Discard the step's packs."""
         ...
@@ -162,10 +166,7 @@ class OwnGradient:
             )
 
     def watched_kl(self) -> float:
-        """Estimate the KL of the sampling policy for monitoring, from one pack and one forward pass.
-
-        Not during sampling, because the reference is the same model with its adapter disabled.
-        """
+        """As Gradient says. Not during sampling, because the reference is the same model with its adapter disabled."""
         batch = self._batches[0]
         ref_logp = self._reference_logprobs(self.tensors(batch.packs[:1]))
         assert batch.old_logp is not None

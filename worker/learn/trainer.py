@@ -54,10 +54,8 @@ class PeftTrainer:
         self.settings = settings
         self.own = OwnGradient(policy, settings, token_budget=token_budget, held_to=held_to)
         self.gradient: Gradient = self.own
-        self._watched_kl = self.own.watched_kl
         if world is not None:
-            self.gradient = together = DistributedGradient(self.own, world)
-            self._watched_kl = together.watched_kl
+            self.gradient = DistributedGradient(self.own, world)
         # Betas and no weight decay: what RL with LoRA converged on (a second moment of 0.95 forgets in ~20 steps).
         self.optimizer = AdapterOptimizer(
             policy,
@@ -104,7 +102,7 @@ class PeftTrainer:
         self._compute_waiting(std)
         passes = [self.gradient.collect()]
         self._check_sampler(passes[0])
-        watched = self._watched_kl() if settings.kl == 0 else None
+        watched = self.gradient.watched_kl() if settings.kl == 0 else None
 
         norms: list[float] = []
         for number in range(settings.updates_per_batch):
