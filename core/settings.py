@@ -62,6 +62,10 @@ class Settings(BaseSettings):
     grader_environments: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/graders"))
     # The documentation site that the API serves at /docs, as `make docs` builds it; without an index.html, none.
     docs_site: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/docs"))
+    # The built console that the API serves at /; without an index.html, one sentence instead.
+    console_site: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/console"))
+    # Host names of the console, as JSON: ["regraft.example.com"]. Addresses and localhost need no entry.
+    console_hosts: tuple[str, ...] = ()
 
     # Base URL, including /v1, of the inference server for chat completions of the registry's models. `regraft-server
     # up` starts one and sets this; `regraft-server inference` runs one. Several servers, as JSON: {"qwen3-4b":

@@ -3,7 +3,7 @@
 FROM python:3.11.14-slim-bookworm AS build
 WORKDIR /src
 COPY constraints constraints
-RUN python -m pip install --no-cache-dir -r constraints/uv.txt && python -m venv --without-pip /opt/regraft
+RUN python -m pip install --no-cache-dir -r constraints/uv.txt -r constraints/node.txt && python -m venv --without-pip /opt/regraft
 # Layers that rarely change come first, for the build cache.
 COPY pyproject.toml ./
 RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python -c constraints/all.txt -r pyproject.toml --extra postgres --extra redis --extra otel
@@ -15,6 +15,7 @@ COPY worker worker
 COPY migrations migrations
 COPY docs docs
 COPY zensical.toml ./
+COPY console console
 # The service, and the packages that python graders run with: the same in every image.
 RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python --no-deps -c constraints/all.txt . \
     && /opt/regraft/bin/regraft-server environments build

@@ -9,7 +9,7 @@ from anyio import CapacityLimiter
 from fastapi import APIRouter, FastAPI
 from starlette.routing import BaseRoute
 
-from api.http import azure, docs_site, errors
+from api.http import azure, console, docs_site, errors
 from api.http.admission import FILE_READS, UPLOADS, Admission
 from api.http.deps import Service, key_owner
 from api.http.grader_loop import GraderLoop
@@ -42,6 +42,7 @@ from api.resources import (
     preview,
     responses,
     rollouts,
+    sessions,
     stream,
     uploads,
     webhooks,
@@ -107,6 +108,7 @@ def create_app(
     app.state.upstream = chat.Upstream(settings)
     app.router.routes.extend(all_routes())
     app.include_router(docs_site.router(settings.docs_site))
+    app.include_router(console.router(settings.console_site))
     errors.add_handlers(app)
     app.add_middleware(
         LargeBodies,
@@ -156,6 +158,7 @@ def all_routes() -> list[BaseRoute]:
         eval_import,
         webhooks,
         organization,
+        sessions,
         stream,
         job_request,
         job_validation,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from typing import Annotated
 
 from anyio import CapacityLimiter
@@ -23,7 +24,7 @@ from core.errors import InvalidApiKey, ProjectNotFound, RateLimited
 from core.registry import Registry
 from core.settings import Settings
 from core.storage.store import BlobStore
-from core.tenancy import keys, tenants
+from core.tenancy import keys, sessions, tenants
 from core.tenancy.audit import Actor
 from core.tenancy.keys import Scope
 from graders.backends import Backends
@@ -70,6 +71,9 @@ def _read_session(service: ServiceDep) -> Iterator[Session]:
 # would hold the connection, and a failed commit would already have been answered with 200.
 ReadSession = Annotated[Session, Depends(_read_session, scope="function")]
 
+SESSION_COOKIES = ("__Host-regraft_session", "regraft_session")  # on https, on http
+CONSOLE_HEADER = "x-regraft-console"
+
 _bearer = HTTPBearer(auto_error=False, description="An API key of this service.")
 _azures_header = APIKeyHeader(
     name="api-key", auto_error=False, description="The same key in the header of Azure's clients."
@@ -93,8 +97,9 @@ def _caller(
     organization: Annotated[str | None, Header(alias="OpenAI-Organization", include_in_schema=False)] = None,
     project: Annotated[str | None, Header(alias="OpenAI-Project", include_in_schema=False)] = None,
 ) -> Caller:
-    token = _token(credentials, azures_key)
-    key, project_row = _authenticated(service.database, token, organization, project)
+    key, project_row = _authenticated(
+        service.database, _credential(request, credentials, azures_key), organization, project
+    )
     request.state.organization_id = project_row.organization_id  # for the openai-organization header
     _limit_rate(request, service, project_row)
     if keys.use_is_news(key):
@@ -110,29 +115,79 @@ async def key_owner(request: Request) -> str:
     Raises:
         InvalidApiKey: as raised by every endpoint that requires a key.
     """
-    token = _token(await _bearer(request), await _azures_header(request))
+    credential = _credential(request, await _bearer(request), await _azures_header(request))
     organization, project = (request.headers.get(f"openai-{name}") for name in ("organization", "project"))
     database = request.app.state.service.database
-    _, found = await run_in_threadpool(_authenticated, database, token, organization, project)
+    _, found = await run_in_threadpool(_authenticated, database, credential, organization, project)
     return found.id
 
 
-def _token(credentials: HTTPAuthorizationCredentials | None, azures_key: str | None) -> str:
+def session_token(request: Request) -> str:
+    """The session of the console in the request's cookie, if the browser sends it for a page of this service.
+
+    A cookie needs no thought of the user to be sent, so a request with one must show that no other site made it: by
+    `Sec-Fetch-Site`, which pages cannot set, and by a header of ours where the method changes something.
+
+    Raises:
+        InvalidApiKey: there is a cookie, and another site may have made the request.
+    """
+    token = next((request.cookies[name] for name in SESSION_COOKIES if request.cookies.get(name)), "")
+    if token:
+        refuse_foreign(request)
+    return token
+
+
+def refuse_foreign(request: Request) -> None:
+    """Raise InvalidApiKey if a page of another site may have made the request, or the host is not this service."""
+    headers = request.headers
+    if not is_own_host(request.url.hostname or "", request.app.state.service.settings.console_hosts):
+        raise InvalidApiKey(
+            f"The console is not served under the name {request.url.hostname!r}: add it to REGRAFT_CONSOLE_HOSTS."
+        )
+    is_safe = request.method in ("GET", "HEAD")
+    if headers.get("sec-fetch-site") != "same-origin" or not (is_safe or CONSOLE_HEADER in headers):
+        raise InvalidApiKey("A session is for the pages of this service only. Use an API key.")
+
+
+def is_own_host(host: str, named: tuple[str, ...]) -> bool:
+    """Whether the host is an address, localhost, or named by the operator: another name may have been rebound."""
+    if host == "localhost" or host in named:
+        return True
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Credential:
+    token: str
+    is_session: bool = False
+
+
+def _credential(
+    request: Request, credentials: HTTPAuthorizationCredentials | None, azures_key: str | None
+) -> Credential:
     token = credentials.credentials if credentials else azures_key
+    if token:
+        return Credential(token)
+    token = session_token(request)
     if not token:
         raise InvalidApiKey(
             "You didn't provide an API key. You need to provide your API key in an Authorization header "
             "using Bearer auth (i.e. Authorization: Bearer YOUR_KEY), or in an api-key header."
         )
-    return token
+    return Credential(token, is_session=True)
 
 
 def _authenticated(
-    database: Database, token: str, organization: str | None, project: str | None
+    database: Database, credential: Credential, organization: str | None, project: str | None
 ) -> tuple[ApiKey, Project]:
     # A separate session: an upload keeps its request open for minutes and must not hold a connection.
     with database.read() as session:
-        key, found = keys.authenticate(session, token)
+        authenticate = sessions.authenticate if credential.is_session else keys.authenticate
+        key, found = authenticate(session, credential.token)
         _refuse_mismatched(session, found, organization, project)
     return key, found
 

@@ -82,6 +82,18 @@ class ApiKey(Table):
     last_used_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
 
 
+class ConsoleSession(Table):
+    """A session of the console in a browser, or a login token for one. Only the hash of its token is stored."""
+
+    __tablename__ = "console_sessions"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True, default=lambda: new_id("session_"))
+    kind: Mapped[str] = mapped_column(String(8))  # session or login
+    sha256: Mapped[str] = mapped_column(String(64), unique=True)
+    key_id: Mapped[str] = mapped_column(ForeignKey("api_keys.id"))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    expires_at: Mapped[int] = mapped_column(BigInteger)
+
+
 class AuditEntry(Table):
     """One change, written in its transaction."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sqlalchemy import or_, select, text, update
+from sqlalchemy import ColumnElement, or_, select, text, update
 from sqlalchemy.orm import Session
 
 from core.database.engine import Work
@@ -114,22 +114,27 @@ def authenticate(session: Session, token: str) -> tuple[ApiKey, Project]:
         InvalidApiKey: the key is unknown, expired or revoked, or its project is archived. The message says which, since
         the caller has the whole key.
     """
-    whose = (
-        select(ApiKey, Project)
-        .join(Project, Project.id == ApiKey.project_id)
-        .where(ApiKey.sha256 == _sha256(token))
-    )
+    return usable(session, ApiKey.sha256 == _sha256(token), _masked(token))
+
+
+def usable(session: Session, where: ColumnElement[bool], name: str) -> tuple[ApiKey, Project]:
+    """Return the key that `where` selects, and its project. `name` is that of the key in messages.
+
+    Raises:
+        InvalidApiKey: as `authenticate`.
+    """
+    whose = select(ApiKey, Project).join(Project, Project.id == ApiKey.project_id).where(where)
     found = session.execute(whose).one_or_none()
     if found is None:
         hint = "Contact the operator of this service to get one."
-        raise InvalidApiKey(f"Incorrect API key provided: {_masked(token)}. {hint}")
+        raise InvalidApiKey(f"Incorrect API key provided: {name}. {hint}")
     key, project = found
     if state(key) == "revoked":
-        raise InvalidApiKey(f"The API key {_masked(token)} was revoked.")
+        raise InvalidApiKey(f"The API key {name} was revoked.")
     if state(key) == "expired":
-        raise InvalidApiKey(f"The API key {_masked(token)} has expired.", code=EXPIRED)
+        raise InvalidApiKey(f"The API key {name} has expired.", code=EXPIRED)
     if project.archived_at is not None:
-        raise InvalidApiKey(f"The project of the API key {_masked(token)} is archived.")
+        raise InvalidApiKey(f"The project of the API key {name} is archived.")
     return key, project
 
 

@@ -25,6 +25,7 @@ from api.http.shutdown import Server
 from core import private
 from core.database.engine import Database, Send
 from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, open_unchanged, upgrade
+from core.errors import InvalidApiKey
 from core.jobs.queue import WakeUps, open_celery, sender
 from core.registry import Registry
 from core.settings import Settings
@@ -34,7 +35,7 @@ from core.storage.store import BlobStore, StoreEmpty, blobs_of
 from core.telemetry import logs, metrics, tracing
 from core.telemetry.metrics import MetricsCollector
 from core.telemetry.service_metrics import ServiceFigures
-from core.tenancy import keys
+from core.tenancy import keys, sessions
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
 from worker.backends import open_backends
@@ -70,6 +71,9 @@ def up(arguments: argparse.Namespace) -> int:
     prepare(settings)
     _describe_python_graders(settings)
     log.info("log in with: %s", login_command(settings))
+    if address := console_address(settings):
+        # Not in the log, which others may read; and after one login it is worth nothing.
+        print(f"The console, for one login within 15 minutes: {address}", file=sys.stderr)
     serve_all(settings, backends, listening)
     return 0
 
@@ -163,6 +167,24 @@ def login_command(settings: Settings) -> str:
     command = f"regraft login --base-url http://{host}:{settings.port}"
     key = settings.data_dir / "api_key"
     return f"{command} < {shlex.quote(str(key))}" if key.exists() else command
+
+
+def console_address(settings: Settings) -> str:
+    """Return an address that logs in to the console once, by the key file. Empty without that or a console."""
+    path = settings.data_dir / "api_key"
+    if not path.exists() or not (settings.console_site / "index.html").is_file():
+        return ""
+    database = Database(settings.database)
+    try:
+        with database.write() as session:
+            key, _ = keys.authenticate(session, path.read_text().strip())
+            token = sessions.invite(session, key)
+    except InvalidApiKey:  # it was revoked
+        return ""
+    finally:
+        database.close()
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    return f"http://{host}:{settings.port}/?t={token}"
 
 
 def _backends(settings: Settings) -> Backends:

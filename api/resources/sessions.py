@@ -1,0 +1,111 @@
+"""/v1/regraft/session: log in to the console with an API key or a login address, and out again."""
+
+from typing import Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field, model_validator
+from starlette.concurrency import run_in_threadpool
+
+from api.http.deps import (
+    SESSION_COOKIES,
+    CurrentCaller,
+    Service,
+    ServiceDep,
+    UnitOfWork,
+    refuse_foreign,
+    session_token,
+)
+from api.http.openapi import refusals
+from api.http.shapes import Body
+from core.database.engine import unit_of_work
+from core.database.tables import ApiKey, Project
+from core.tenancy import keys, sessions
+from core.tenancy.audit import Actor
+
+router = APIRouter(prefix="/regraft/session", tags=["Console"])
+
+
+class SessionCreate(Body):
+    api_key: str | None = Field(default=None, max_length=512)
+    login_token: str | None = Field(
+        default=None, max_length=512
+    )  # of the address that `regraft-server up` prints
+
+    @model_validator(mode="after")
+    def _one(self) -> "SessionCreate":
+        if (self.api_key is None) == (self.login_token is None):
+            raise ValueError("give either api_key or login_token")
+        return self
+
+
+class SessionOut(BaseModel):
+    object: Literal["regraft.session"] = "regraft.session"
+    key_id: str
+    key_name: str
+    scope: str
+    project_id: str
+    project_name: str
+    expires_at: int | None  # of the key
+
+
+@router.post("", responses=refusals(401))
+async def create_session(
+    body: SessionCreate, request: Request, response: Response, service: ServiceDep
+) -> SessionOut:
+    """Exchange an API key, or a login address, for a cookie. For the console's own page only."""
+    refuse_foreign(request)
+    token, shown = await run_in_threadpool(_begun, body, request.state.request_id, service)
+    is_https = request.url.scheme == "https"
+    response.set_cookie(
+        SESSION_COOKIES[0] if is_https else SESSION_COOKIES[1],
+        token,
+        max_age=sessions.SESSION_SECONDS,
+        httponly=True,
+        samesite="strict",
+        secure=is_https,
+    )
+    return shown
+
+
+def _begun(body: SessionCreate, request_id: str, service: Service) -> tuple[str, SessionOut]:
+    with service.database.write() as session:
+        if body.login_token is not None:
+            key = sessions.key_of_login(session, body.login_token)
+        else:
+            key, _ = keys.authenticate(session, body.api_key or "")
+        project = session.get_one(Project, key.project_id)
+        actor = Actor(key.id, project.organization_id, project.id, request_id)
+        session.expunge(key)
+        shown = _shown(key, project)
+    with unit_of_work(service.database, service.send, actor) as work:
+        _, token = sessions.begin(work, key)
+    return token, shown
+
+
+@router.get("")
+def retrieve_session(caller: CurrentCaller) -> SessionOut:
+    """Retrieve the key and the project of the request, whether it has a session or a key."""
+    return _shown(caller.key, caller.project)
+
+
+@router.delete("", status_code=204)
+def delete_session(request: Request, uow: UnitOfWork) -> Response:
+    """End the session of the request's cookie."""
+    with uow() as work:
+        sessions.end(work, session_token(request))
+    response = Response(status_code=204)
+    for name in SESSION_COOKIES:
+        if name in request.cookies:
+            response.delete_cookie(name, httponly=True, samesite="strict", secure=name.startswith("__Host-"))
+    return response
+
+
+def _shown(key: ApiKey, project: Project) -> SessionOut:
+    return SessionOut(
+        key_id=key.id,
+        key_name=key.name,
+        scope=key.scope,
+        project_id=project.id,
+        project_name=project.name,
+        expires_at=key.expires_at,
+    )

@@ -1,0 +1,29 @@
+export function number(value: unknown, digits = 2): string {
+  return typeof value === "number" && Number.isFinite(value) ? value.toFixed(digits) : "–";
+}
+
+export function percent(value: unknown): string {
+  return typeof value === "number" ? `${Math.round(100 * value)} %` : "–";
+}
+
+export function when(seconds: number | null): string {
+  return seconds === null ? "–" : new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ") + " UTC";
+}
+
+export function duration(seconds: number): string {
+  if (seconds < 90) return `${Math.max(0, Math.round(seconds))} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  return `${(seconds / 3600).toFixed(1)} h`;
+}
+
+export function signed(value: number | null | undefined, digits = 2): string {
+  if (value === null || value === undefined) return "–";
+  return `${value > 0 ? "+" : ""}${value.toFixed(digits)}`;
+}
+
+/** Text of a message whose content may be a list of parts. */
+export function contentOf(content: unknown): string {
+  if (typeof content === "string") return content;
+  if (!Array.isArray(content)) return content === null || content === undefined ? "" : JSON.stringify(content);
+  return content.map((part) => (typeof part?.text === "string" ? part.text : `[${part?.type ?? "part"}]`)).join("\n");
+}

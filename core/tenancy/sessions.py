@@ -1,0 +1,90 @@
+"""Sessions of the console in a browser: each stands for an API key, and ends with it.
+
+A session's token has 256 random bits and is in an HttpOnly cookie; only its SHA-256 is stored. A login token is given
+to a person once, in an address, and exchanged for a session.
+"""
+
+import hashlib
+import secrets
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from core.database.engine import Work
+from core.database.tables import ApiKey, ConsoleSession, Project, now
+from core.errors import InvalidApiKey
+from core.tenancy import keys
+
+SESSION_SECONDS = 12 * 3600
+LOGIN_SECONDS = 15 * 60
+ENDED = "The session has ended. Log in again."
+
+
+def begin(work: Work, key: ApiKey) -> tuple[ConsoleSession, str]:
+    """Create a session of a key, and return it with its token, which is not stored."""
+    made = _new(work.session, key, "session", SESSION_SECONDS)
+    work.record("session.created", made[0].id, {"key": key.id})
+    return made
+
+
+def invite(session: Session, key: ApiKey) -> str:
+    """Create a login token of a key, for `exchange`."""
+    return _new(session, key, "login", LOGIN_SECONDS)[1]
+
+
+def key_of_login(session: Session, token: str) -> ApiKey:
+    """Use up a login token, and return its key.
+
+    Raises:
+        InvalidApiKey: it does not exist, has expired, or was used.
+    """
+    row = _found(session, token, "login")
+    if row is None:
+        raise InvalidApiKey("This login address was used already or has expired. Log in with an API key.")
+    key, _ = keys.usable(session, ApiKey.id == row.key_id, "of this login address")
+    session.delete(row)
+    return key
+
+
+def authenticate(session: Session, token: str) -> tuple[ApiKey, Project]:
+    """Return the key and the project of a session.
+
+    Raises:
+        InvalidApiKey: the session has ended, or its key is no longer usable.
+    """
+    row = _found(session, token, "session")
+    if row is None:
+        raise InvalidApiKey(ENDED)
+    return keys.usable(session, ApiKey.id == row.key_id, "of this session")
+
+
+def end(work: Work, token: str) -> None:
+    """End a session. Idempotent."""
+    row = _found(work.session, token, "session")
+    if row is not None:
+        work.session.delete(row)
+        work.record("session.ended", row.id, {"key": row.key_id})
+
+
+def _new(session: Session, key: ApiKey, kind: str, seconds: int) -> tuple[ConsoleSession, str]:
+    session.execute(delete(ConsoleSession).where(ConsoleSession.expires_at <= now()))
+    token = secrets.token_urlsafe(32)
+    expires_at = now() + seconds if key.expires_at is None else min(now() + seconds, key.expires_at)
+    row = ConsoleSession(kind=kind, sha256=_sha256(token), key_id=key.id, expires_at=expires_at)
+    session.add(row)
+    session.flush()
+    return row, token
+
+
+def _found(session: Session, token: str, kind: str) -> ConsoleSession | None:
+    return session.scalar(
+        select(ConsoleSession).where(
+            ConsoleSession.sha256 == _sha256(token),
+            ConsoleSession.kind == kind,
+            ConsoleSession.expires_at > now(),
+        )
+    )
+
+
+def _sha256(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
