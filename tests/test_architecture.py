@@ -176,10 +176,10 @@ SHARED_NAMES = {
     "Attempt": "the row of the database, and the worker's access to it",
     "PromptTemplate": "the messages of a grader's specification, and the same compiled",
     "Reasoning": "the field of a request to /v1/responses, and how a model writes thoughts",
-    "Reference": "of a template to a field; the order of a rank's protocol to take over the reference policy",
     "Sampling": "the group of hyperparameters, and what the samplers get of it",
     "SamplingParams": "OpenAI's name, in eval runs and in graders",
     "TextConfig": "OpenAI's name, in eval runs and in responses",
+    "Group": "of answers to one prompt; of machines that share a run",
     "Thresholds": "those of an alarm's request, and those that are stored",
 }
 

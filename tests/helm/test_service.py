@@ -67,6 +67,8 @@ def example(schema: Any) -> Any:
         return schema.get("maximum", 123_456_789_012)
     if schema["type"] == "number":
         return min(86400.5, schema.get("maximum", 86400.5))
+    if schema["type"] == "array":
+        return [example(schema["items"])]
     if schema["type"] == "object":
         return {name: example(of) for name, of in schema["properties"].items()}
     texts = ("text", "EUR", "http://collector:4318", "wandb, trackio")

@@ -97,7 +97,7 @@ def test_a_wheel_has_every_file_of_its_packages_and_no_other(
     """Migrations, the registry, graders' data and py.typed among them; a linked file is there with its contents."""
     expected = sources(folder, packages)
 
-    besides = (".dist-info/", ".data/data/share/regraft/docs/")
+    besides = (".dist-info/", ".data/data/share/regraft/")
     got = {name: data for name, data in contents(built[wheel]).items() if not any(b in name for b in besides)}
 
     assert len(expected) > 20
@@ -118,6 +118,14 @@ def test_the_wheels_have_what_is_read_at_run_time(built: dict[str, Path]) -> Non
     for name, files in (("regraft_server", server), ("regraft", client)):
         assert f"\nVersion: {VERSION}\n" in files[f"{name}-{VERSION}.dist-info/METADATA"].decode()
         assert f"{name}-{VERSION}.dist-info/licenses/LICENSE" in files
+
+
+def test_the_servers_wheel_has_the_console_where_the_api_looks_for_it(built: dict[str, Path]) -> None:
+    inside = f"regraft_server-{VERSION}.data/data/share/regraft/console/"
+    files = [name.removeprefix(inside) for name in contents(built["server_wheel"]) if name.startswith(inside)]
+
+    assert "index.html" in files
+    assert sorted(Path(name).suffix for name in files if name.startswith("assets/")) == [".css", ".js"]
 
 
 def test_the_servers_wheel_has_the_documentation_site_where_the_api_looks_for_it(
