@@ -52,11 +52,12 @@ test-fast-rest:
 attacks: setup    ## Of the tests only API abuse, against a server with little memory to spare: it measures latency
 	REGRAFT_ATTACKS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/attacks
 
-check: setup site    ## Format, lint, English, types, and the documentation site
+check: setup site    ## Format, lint, English, types, the console, and the documentation site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python .ci/english.py
 	$(BIN)/mypy
+	cd console && PATH="$(CURDIR)/$(BIN):$$PATH" npm run --silent check
 
 docs: setup    ## Write docs/reference/ anew from the code, then build the site, which the API serves at /docs
 	$(BIN)/python .ci/reference.py

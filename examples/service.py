@@ -1,6 +1,7 @@
 """A regraft service on this machine for as long as an example runs: SQLite, a folder, no broker."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,6 +32,8 @@ def local_service(folder: Path) -> Iterator[OpenAI]:
             print(
                 f"Service ready after {time.monotonic() - start:.1f} s; its log is {log_path}\n", flush=True
             )
+            if found := re.search(r"The console, .*: (http\S+)", log_path.read_text()):
+                print(f"Watch it in a browser: {found[1]}\n", flush=True)
             key = (folder / "api_key").read_text().strip()
             yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key)
         finally:

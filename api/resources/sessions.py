@@ -15,7 +15,7 @@ from api.http.deps import (
     refuse_foreign,
     session_token,
 )
-from api.http.openapi import refusals
+from api.http.openapi import FOR_ANY_KEY, refusals
 from api.http.shapes import Body
 from core.database.engine import unit_of_work
 from core.database.tables import ApiKey, Project
@@ -88,7 +88,7 @@ def retrieve_session(caller: CurrentCaller) -> SessionOut:
     return _shown(caller.key, caller.project)
 
 
-@router.delete("", status_code=204)
+@router.delete("", status_code=204, openapi_extra=FOR_ANY_KEY)
 def delete_session(request: Request, uow: UnitOfWork) -> Response:
     """End the session of the request's cookie."""
     with uow() as work:
