@@ -78,6 +78,8 @@ def test_on_https_the_cookie_is_secure_and_of_this_host(house: House) -> None:
         ("GET", {"sec-fetch-site": "same-site"}),
         ("GET", {"sec-fetch-site": "none"}),
         ("GET", {"sec-fetch-site": ""}),
+        ("GET", {"sec-fetch-site": None, "x-regraft-console": None}),
+        ("POST", {"sec-fetch-site": None, "x-regraft-console": None}),
         ("POST", {"sec-fetch-site": "cross-site"}),
         ("POST", {"x-regraft-console": None}),
         ("DELETE", {"x-regraft-console": None}),
@@ -99,6 +101,16 @@ def test_a_request_that_another_site_may_have_made_is_refused(
 
     assert answer.status_code == 401
     assert "session is for the pages of this service" in answer.text
+
+
+def test_a_browser_that_does_not_name_the_site_shows_by_the_header_that_it_is_this_one(house: House) -> None:
+    """On plain http, but for localhost, browsers leave out Sec-Fetch-Site."""
+    client = browser(house, "http://192.0.2.1:8000")
+    del client.headers["sec-fetch-site"]
+    log_in(client, house.key)
+
+    assert client.get("/v1/fine_tuning/jobs").status_code == 200
+    assert client.delete("/v1/regraft/session").status_code == 204
 
 
 def test_nobody_is_logged_in_from_another_site(house: House) -> None:
