@@ -125,7 +125,7 @@ async def key_owner(request: Request) -> str:
 def session_token(request: Request) -> str:
     """The session of the console in the request's cookie, if the browser sends it for a page of this service.
 
-    Browsers send a cookie whoever asks for the request, so one with a cookie must show that no other site made it: by
+    Browsers add a cookie to the requests of any page, so one with a cookie must show that no other site made it: by
     `Sec-Fetch-Site`, which pages cannot set, and by a header of ours where the method changes something.
 
     Raises:

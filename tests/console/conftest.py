@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.e2e.conftest import Server, start_server, tiny_model
 
 __all__ = ["tiny_model"]
+
+expect.set_options(timeout=60_000)  # on a busy machine
 
 ROOT = Path(__file__).parents[2]
 CONSOLE = ROOT / "console"
@@ -85,7 +87,7 @@ def watched(
         locale="en-US",
         viewport={"width": 1280, "height": 900},
     )
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(60_000)
     seen = Watched(context, f"http://127.0.0.1:{server.port}/")
     yield context, seen
     context.close()
