@@ -109,7 +109,7 @@ def log_in(page: Page, key: str) -> None:
     page.goto("/")
     page.get_by_label("API key").fill(key)
     page.get_by_role("button", name="Log in").click()
-    page.get_by_role("heading", name="Jobs").wait_for()
+    page.get_by_role("heading", name="Jobs", exact=True).wait_for()
 
 
 @pytest.fixture

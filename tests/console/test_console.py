@@ -76,10 +76,10 @@ def test_the_printed_address_logs_in_once(
 ) -> None:
     [address] = re.findall(r"one login within 15 minutes: (\S+)", (server.folder / "server.log").read_text())
     page.goto(address)
-    page.get_by_role("heading", name="Jobs").wait_for()
+    page.get_by_role("heading", name="Jobs", exact=True).wait_for()
     assert "t=" not in page.url, "it is not left in the history"
     page.reload()
-    page.get_by_role("heading", name="Jobs").wait_for()
+    page.get_by_role("heading", name="Jobs", exact=True).wait_for()
     page.get_by_role("button", name="Log out").click()
     page.get_by_label("API key").wait_for()
 
