@@ -27,16 +27,19 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
     server = start_server(tmp_path_factory.mktemp("server"), tiny_model)
     yield server
     server.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium, from the package that `make setup` installs in console/."""
+    """Chromium, from the package that `make setup` installs in console/.
+
+    Not for longer: as long as Playwright runs, no other test of this process can run an event loop.
+    """
     node = shutil.which("node") or shutil.which("node", path=str(Path(sys.executable).parent))
     assert node is not None, "make setup installs Node.js"
     found = subprocess.run([node, "chromium.mjs"], cwd=CONSOLE, capture_output=True, text=True, check=True)

@@ -57,7 +57,7 @@ def create(client: openai.OpenAI, *, epochs: int, suffix: str, texts: list[str] 
     return job.id
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def finished(server: Server) -> str:
     """A job that has ended, one of whose questions is hostile."""
     client = server.client()
