@@ -60,19 +60,68 @@ TEXT_OR_LIST = Discriminator(
 SENT_BACK = ("annotations", "audio", "function_call", "tool_calls")
 
 
+# The limits of OpenAI's API.
+MAX_TOOLS, MAX_CALLS = 128, 128
+MAX_BIASES = 1024
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+Penalty = Annotated[float, Field(ge=-2, le=2)] | None
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+LogitBias = (
+    Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
+)
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)] | None
+
+
 # Per conversation, and per message. Without bounds, 2 MB of empty objects become gigabytes of validation errors.
 MAX_MESSAGES, MAX_PARTS = 2048, 256
 
 
+class CalledFunction(StrictModel):
+    name: ToolName
+    arguments: str = "{}"  # JSON, as the model wrote it
+
+
+class ToolCall(StrictModel):
+    """A call of an earlier answer."""
+
+    id: NotEmpty
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(StrictModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag("text")]
-        | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("list")],
-        TEXT_OR_LIST,
-    ]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[
+            Annotated[str, Tag("text")]
+            | Annotated[
+                list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("list")
+            ],
+            TEXT_OR_LIST,
+        ]
+        | None
+    ) = None
     name: str | None = None
     refusal: None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_CALLS)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _role_has_what_it_needs(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("'tool_calls' is only for messages of the assistant")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("'tool_call_id' belongs to messages with the role 'tool', which need it")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("'content' is missing")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The text of all parts."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
 
     @model_validator(mode="before")
     @classmethod
@@ -95,6 +144,31 @@ class AnyObject(StrictModel):
     type: Literal["json_object"]
 
 
+class Function(StrictModel):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    """A function that an answer may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenName(StrictModel):
+    name: ToolName
+
+
+class ChosenTool(StrictModel):
+    """The function that the answer must call."""
+
+    type: Literal["function"]
+    function: ChosenName
+
+
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -110,7 +184,7 @@ class Chat(StrictModel):
     top_p: TopP = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Seed = None
     max_tokens: MaxTokens = None
     max_completion_tokens: MaxTokens = None
     logprobs: bool | None = None
@@ -118,11 +192,24 @@ class Chat(StrictModel):
     response_format: Annotated[Text | AnyObject | ResponseFormat, Field(discriminator="type")] | None = None
     # By the chat template's own switch, or else by a limit of the thought; no effect on a model that does not reason.
     reasoning_effort: ReasoningEffort = None
+    # Only vLLM's server has these; models that transformers serves refuse them.
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    frequency_penalty: Penalty = None
+    presence_penalty: Penalty = None
+    logit_bias: LogitBias = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
     def _belong_together(self) -> "Chat":
+        if isinstance(self.tool_choice, ChosenTool):
+            chosen = self.tool_choice.function.name
+            if chosen not in {tool.function.name for tool in self.tools or ()}:
+                raise ValueError(f"'tool_choice' names {chosen}, which is not in 'tools'")
+        if self.tool_choice == "required" and not self.tools:
+            raise ValueError("'tool_choice' is 'required', and there are no 'tools'")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("'top_logprobs' needs 'logprobs' to be true")
         if self.stream_options is not None and not self.stream:
@@ -130,6 +217,10 @@ class Chat(StrictModel):
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("'max_tokens' and 'max_completion_tokens' are the same; give one of them")
         return self
+
+    @property
+    def answers(self) -> int:
+        return self.n or 1
 
     @property
     def most_tokens(self) -> int | None:
@@ -171,9 +262,10 @@ class Served(StrictModel):
         return self.model_dump(mode="json", exclude={name for name in newer if getattr(self, name) is None})
 
 
-class InternalChat(Chat):
-    """The request for the inference server."""
+class InternalRequest(StrictModel):
+    """What every request for the inference server has."""
 
+    model: str
     regraft: Served | None = None
 
     @property
@@ -181,7 +273,54 @@ class InternalChat(Chat):
         return self.regraft or Served(base_model=self.model)
 
 
-def envelope(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+class InternalChat(Chat, InternalRequest):
+    """The request for the inference server."""
+
+
+MAX_PROMPTS = 128
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=2**20, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+
+
+class TextCompletion(StrictModel):
+    """A text completion: a prompt without a chat template. Only vLLM's server has it."""
+
+    model: str
+    prompt: str | Texts | Tokens | TokenLists
+    temperature: Temperature = None
+    top_p: TopP = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Stop = None
+    seed: Seed = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    frequency_penalty: Penalty = None
+    presence_penalty: Penalty = None
+    logit_bias: LogitBias = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> "TextCompletion":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("'stream_options' needs 'stream' to be true")
+        if self.answers > MAX_CHOICES:
+            raise ValueError(f"asks for {self.answers} answers, and {MAX_CHOICES} are accepted at once")
+        return self
+
+    @property
+    def answers(self) -> int:
+        many = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return (len(self.prompt) if many else 1) * (self.n or 1)
+
+
+class InternalCompletion(TextCompletion, InternalRequest):
+    """The request for the inference server."""
+
+
+def envelope(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """An error in OpenAI's shape."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -38,6 +38,8 @@ class BaseModelEntry(BaseModel):
     sampler: SamplerName | None = None  # None: vllm on a GPU where it is installed, else transformers
     # GPUs that share each layer while vLLM samples (tensor parallelism). Their number has to divide the model's heads.
     tensor_parallel: int = Field(default=1, ge=1)
+    # vLLM's --tool-call-parser: how the model writes calls of tools. None: by its chat template, where known.
+    tool_parser: str | None = None
     gpu_class: str | None = None  # None: the default queue
     # "plain", "r1_zero", a path to a Jinja file or Jinja text (core/chat_templates.py); None: the tokenizer's template.
     chat_template: str | None = None

@@ -22,7 +22,7 @@ LONGEST = (
     "helm/test_smoke.py",
     "helm/test_images.py",
     "e2e/test_serving.py",
-    "worker/test_vllm_engine.py",
+    "worker/test_vllm_server.py",
     "worker/test_launch.py",
     "worker/test_distributed.py",
     "worker/test_toy_learning.py",

@@ -1,6 +1,6 @@
 """Validation of schemas and patterns: the hazard pool compiles user input while a thread waits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from api.http.deps import Service
@@ -16,15 +16,27 @@ from graders.hazards.pool import OWNER, HazardFailed, LimitExceeded, shared
 async def refuse_unusable_schema(
     form: ResponseFormat | None, param: str, service: Service, project: Project
 ) -> None:
-    """Reject a schema that does not compile within the limits of the hazard pool.
+    """As `refuse_unusable_schemas`, for the schema of a response format, if there is one."""
+    if form is not None:
+        schema = (f"{param}.json_schema.schema", held_to(form.json_schema.schema_))
+        await refuse_unusable_schemas((schema,), service, project)
+
+
+async def refuse_unusable_schemas(
+    schemas: Sequence[tuple[str, str]], service: Service, project: Project
+) -> None:
+    """Reject schemas that do not compile within the limits of the hazard pool.
+
+    Args:
+        schemas: Each with its parameter, in the format of the samplers (core/response_format.py).
 
     Raises:
-        InvalidRequest: the schema cannot be enforced.
+        InvalidRequest: one cannot be enforced.
         TooManyAtOnce: the project's queue for checks is full.
         ServiceError: the pool failed.
     """
-    if form is not None:
-        await in_turn(partial(_check, form, param), service, project)
+    for param, schema in schemas:
+        await in_turn(partial(_check, schema, param), service, project)
 
 
 async def in_turn(check: Callable[[], None], service: Service, project: Project) -> None:
@@ -38,13 +50,13 @@ async def in_turn(check: Callable[[], None], service: Service, project: Project)
     await service.admission.checks.in_thread(project.id, check)
 
 
-def _check(form: ResponseFormat, param: str) -> None:
+def _check(schema: str, param: str) -> None:
     try:
-        why = shared().submit(table.SCHEMA, held_to(form.json_schema.schema_)).result()
+        why = shared().submit(table.SCHEMA, schema).result()
     except LimitExceeded as exceeded:
         why = f"the schema is too expensive to compile: {exceeded}"
     except HazardFailed as broken:
         raise ServiceError(f"The schema could not be checked: {broken}") from broken
     if why:
-        mistake = complaints.invalid_value(f"{param}.json_schema.schema", f"{why}.")
+        mistake = complaints.invalid_value(param, f"{why}.")
         raise InvalidRequest(mistake.message, param=mistake.param, code=mistake.code)

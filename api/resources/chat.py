@@ -8,8 +8,8 @@ import hashlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncGenerator, Iterator
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import httpx
 from anyio import to_thread
@@ -21,14 +21,14 @@ from starlette.types import Receive, Scope, Send
 from api.http.deps import CurrentProject, Service, ServiceDep
 from api.http.errors import AsciiJSON
 from api.http.openapi import refusals
-from api.http.schema_checks import refuse_unusable_schema
+from api.http.schema_checks import refuse_unusable_schemas
 from api.http.shapes import Body
 from core.chat import Adapter, Chat, Served
 from core.database.tables import Checkpoint, Project
 from core.disconnect import until_gone
 from core.errors import InvalidParameter, ModelNotFound, NotReady, ServiceError
 from core.inference import address_of, not_served
-from core.response_format import ResponseFormat
+from core.response_format import ResponseFormat, held_to
 from core.results import tuned_models
 from core.settings import Settings
 from core.storage.store import BlobNotFound, BlobStore
@@ -41,6 +41,7 @@ RECENTLY = 30.0  # the server counts as available for this long after its last r
 # The read timeout of OpenAI's client; the other timeouts assume a server on the same network.
 TIMEOUT = httpx.Timeout(connect=5.0, read=600.0, write=60.0, pool=None)
 MANIFESTS_REMEMBERED = 4096
+CHAT, COMPLETIONS = "chat/completions", "completions"
 
 
 def _default_only(value: Any, info: ValidationInfo) -> None:
@@ -68,7 +69,6 @@ class Generation(Body):
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
-    parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
@@ -79,11 +79,6 @@ class ChatCreate(Chat, Generation):
 
     model_config = Chat.model_config
 
-    frequency_penalty: Unsupported = None
-    presence_penalty: Unsupported = None
-    logit_bias: Unsupported = None
-    tools: Unsupported = None
-    tool_choice: Unsupported = None
     functions: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None
@@ -96,10 +91,24 @@ class ChatCreate(Chat, Generation):
 
     def forwarded(self, served: Served) -> dict[str, Any]:
         """The request body for the inference server."""
-        request = self.model_dump(
-            mode="json", by_alias=True, exclude_none=True, include=set(Chat.model_fields)
-        )
-        return request | {"regraft": served.to_wire()}
+        return forwarded(self, set(Chat.model_fields), served)
+
+    @property
+    def schemas(self) -> Iterator[tuple[str, str]]:
+        """The schemas that an answer is held to, in the format of the samplers, with their parameters."""
+        if isinstance(self.response_format, ResponseFormat):
+            yield "response_format.json_schema.schema", held_to(self.response_format.json_schema.schema_)
+        if self.tool_choice not in (None, "none", "auto"):
+            for number, tool in enumerate(self.tools or ()):
+                if tool.function.parameters:
+                    yield f"tools[{number}].function.parameters", held_to(tool.function.parameters)
+
+
+def forwarded(request: Body, fields: set[str], served: Served) -> dict[str, Any]:
+    """The request body for the inference server: without what asks for nothing, which an older one may not know."""
+    body = request.model_dump(mode="json", by_alias=True, exclude_none=True, include=fields)
+    kept = {name: value for name, value in body.items() if value not in ([], {})}
+    return kept | {"regraft": served.to_wire()}
 
 
 class Upstream:
@@ -137,7 +146,7 @@ class Upstream:
             trust_env=False,  # a proxy for external hosts must not receive this
         )
 
-    async def send(self, body: dict[str, Any]) -> httpx.Response:
+    async def send(self, body: dict[str, Any], route: str = CHAT) -> httpx.Response:
         """Send a request and return the response once its headers have arrived.
 
         Raises:
@@ -151,7 +160,7 @@ class Upstream:
             raise not_served(base_model)
         await self._wait_until_there(server)
         for last in (False, True):
-            url = f"{server}/chat/completions"
+            url = f"{server}/{route}"
             request = self.client.build_request("POST", url, json=body, headers=tracing.outgoing())
             try:
                 answer = await self.client.send(request, stream=True)
@@ -218,13 +227,21 @@ async def described(
     body: ChatCreate, project: CurrentProject, service: ServiceDep, upstream: Inference
 ) -> dict[str, Any]:
     """The request with the weights that its model name resolves to."""
-    if isinstance(body.response_format, ResponseFormat):
-        await refuse_unusable_schema(body.response_format, "response_format", service, project)
-    return await to_thread.run_sync(_with_weights, body, project, service, upstream)
+    await refuse_unusable_schemas(tuple(body.schemas), service, project)
+    return await to_thread.run_sync(with_weights, body, project, service, upstream)
 
 
-def _with_weights(body: ChatCreate, project: Project, service: Service, upstream: Upstream) -> dict[str, Any]:
-    """Runs in a thread, because it reads the database and the blob store."""
+class Generating(Protocol):
+    """A request for an answer of a model."""
+
+    @property
+    def model(self) -> str: ...
+    def model_copy(self, *, update: dict[str, Any]) -> Self: ...
+    def forwarded(self, served: Served) -> dict[str, Any]: ...
+
+
+def with_weights(body: Generating, project: Project, service: Service, upstream: Upstream) -> dict[str, Any]:
+    """The request with the weights of its model. Blocks: it reads the database and the blob store."""
     base = service.registry.resolve(body.model)
     if base in service.registry.models:
         # OpenAI's responses name the snapshot of an alias.
@@ -252,10 +269,15 @@ async def create_chat_completion(
     request: Request, chat: Annotated[dict[str, Any], Depends(described)], upstream: Inference
 ) -> Response:
     """Create a chat completion, in one piece or as server-sent events."""
-    answer = await until_gone(request.receive, upstream.send(chat))
+    return await passed_on(request, chat, upstream, CHAT)
+
+
+async def passed_on(request: Request, body: dict[str, Any], upstream: Upstream, route: str) -> Response:
+    """The response of the inference server."""
+    answer = await until_gone(request.receive, upstream.send(body, route))
     if answer is None:
         return Response(status_code=499)
-    if answer.status_code == 200 and _is(answer, "text/event-stream") and chat.get("stream"):
+    if answer.status_code == 200 and _is(answer, "text/event-stream") and body.get("stream"):
         return PassedOn(answer)
     content = await until_gone(request.receive, whole(answer))
     if content is None:

@@ -247,6 +247,10 @@ def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[
     hyperparameters = body.reinforcement(PREVIEW).hyperparameters
     effort = hyperparameters.reasoning_effort
     digest = hashlib.sha256(f"{body.seed or 0}/preview/{row.line}/{member}".encode()).digest()
+    for number, message in enumerate(row.messages):
+        if message.get("role") == "tool" or message.get("tool_calls"):
+            why = f"messages.{number}: a reinforcement job has no tools"
+            raise InvalidRequest(f"line {row.line} cannot be previewed: {why}", param="training_file")
     try:
         chat = Chat.model_validate(
             {

@@ -7,7 +7,7 @@ Nothing is stored: to continue a conversation, send the earlier messages again.
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ import httpx
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BeforeValidator, Field, Tag, ValidationInfo, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
 from api.http.openapi import refusals
@@ -33,14 +33,17 @@ from api.resources.chat import (
 from core.chat import (
     MAX_MESSAGES,
     MAX_PARTS,
+    MAX_TOOLS,
     TEXT_OR_LIST,
     AnyObject,
     ContentPart,
     MaxTokens,
+    NotEmpty,
     ReasoningEffort,
     StreamOptions,
     Temperature,
     Text,
+    ToolName,
     TopLogprobs,
     TopP,
 )
@@ -100,7 +103,8 @@ class InputMessage(StrictModel):
         kind = item.get("type") if isinstance(item, dict) else None
         if isinstance(kind, str) and kind != "message":
             raise ValueError(
-                f"items of type {quoted(kind)} are not supported, this server reads messages only"
+                f"items of type {quoted(kind)} are not supported, this server reads messages, calls of functions and "
+                "their results"
             )
         return item
 
@@ -108,6 +112,93 @@ class InputMessage(StrictModel):
         parts = self.content
         content = parts if isinstance(parts, str) else [{"type": "text", "text": part.text} for part in parts]
         return {"role": self.role, "content": content}
+
+
+class InputCall(StrictModel):
+    """A call of an earlier answer, sent back unchanged from `output`."""
+
+    type: Literal["function_call"]
+    call_id: NotEmpty
+    name: ToolName
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+    def chat(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+class FunctionCallOutput(StrictModel):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[list[ResponseText], Field(min_length=1, max_length=MAX_PARTS), Tag("list")],
+        TEXT_OR_LIST,
+    ]
+    id: str | None = None
+    status: str | None = None
+
+    def chat(self) -> dict[str, Any]:
+        text = self.output if isinstance(self.output, str) else "".join(part.text for part in self.output)
+        return {"role": "tool", "content": text, "tool_call_id": self.call_id}
+
+
+class EarlierReasoning(StrictModel):
+    """A thought of an earlier answer, which chat templates do not repeat."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["reasoning"]
+
+    def chat(self) -> None:
+        return None
+
+
+def _item_kind(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else None
+    return kind if kind in ("function_call", "function_call_output", "reasoning") else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[EarlierReasoning, Tag("reasoning")],
+    Discriminator(_item_kind),
+]
+
+
+class FunctionTool(StrictModel):
+    """A function that an answer may call; Chat has the same fields under `function`."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, tool: Any) -> Any:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise ValueError(
+                f"tools of type {quoted(kind)} are not supported, this server has functions only"
+            )
+        return tool
+
+    def chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class ChosenFunction(StrictModel):
+    type: Literal["function"]
+    name: ToolName
 
 
 class TextSchema(JsonSchema):
@@ -154,7 +245,7 @@ class ResponseCreate(Generation):
     input: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[
-            list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("list")
+            list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("list")
         ],
         TEXT_OR_LIST,
     ]
@@ -174,14 +265,16 @@ class ResponseCreate(Generation):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    parallel_tool_calls: bool | None = None
+
     reasoning: Reasoning | None = None
     truncation: Literal["disabled"] | None = None
 
     previous_response_id: NotStored = None
     conversation: NotStored = None
     background: Unsupported = None
-    tools: Unsupported = None
-    tool_choice: Unsupported = None
     max_tool_calls: Unsupported = None
     prompt: Unsupported = None
     context_management: Unsupported = None
@@ -189,17 +282,30 @@ class ResponseCreate(Generation):
     access_programs: Unsupported = None
     image: Unsupported = None
 
+    @model_validator(mode="after")
+    def _is_a_chat(self) -> "ResponseCreate":
+        if isinstance(self.tool_choice, ChosenFunction):
+            if self.tool_choice.name not in {tool.name for tool in self.tools or ()}:
+                raise ValueError(f"'tool_choice' names {self.tool_choice.name}, which is not in 'tools'")
+        elif self.tool_choice == "required" and not self.tools:
+            raise ValueError("'tool_choice' is 'required', and there are no 'tools'")
+        if isinstance(self.input, list) and all(isinstance(item, EarlierReasoning) for item in self.input):
+            raise ValueError("'input' has no message")
+        return self
+
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def chat(self) -> Chat:
         """The same request as a chat completion. Validation here implies validity there."""
-        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
         else:
-            messages += [message.chat() for message in self.input]
+            messages += merged(item.chat() for item in self.input)
         chat = {
             "model": self.model,
             "messages": messages,
@@ -210,15 +316,58 @@ class ResponseCreate(Generation):
             "logprobs": self.wants_logprobs or None,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "tools": [tool.chat() for tool in self.tools or ()] or None,
+            "tool_choice": self._tool_choice(),
+            "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
             "stream": self.stream,
             "stream_options": {"include_usage": True} if self.stream else None,
         }
         return Chat.model_validate(chat)
 
+    def _tool_choice(self) -> Any:
+        if isinstance(self.tool_choice, ChosenFunction):
+            return {"type": "function", "function": {"name": self.tool_choice.name}}
+        return self.tool_choice if self.tools else None
+
+
+def merged(messages: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """The messages of a chat: calls of one answer are items here, and one message there."""
+    chat: list[dict[str, Any]] = []
+    for message in messages:
+        if message is None:
+            continue
+        last = chat[-1] if chat else {}
+        if "tool_calls" in message and last.get("role") == "assistant":
+            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+        else:
+            chat.append(message)
+    return chat
+
+
+@dataclass
+class CallInProgress:
+    """A call of the answer."""
+
+    call_id: str
+    name: str
+    arguments: str = ""
+    id: str = field(default_factory=lambda: f"fc_{secrets.token_hex(24)}")
+
+    def item(self, status: str) -> dict[str, Any]:
+        """openai.types.responses.ResponseFunctionToolCall."""
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "status": status,
+            "call_id": self.call_id,
+            "name": self.name,
+            "arguments": self.arguments,
+        }
+
 
 @dataclass
 class ResponseInProgress:
-    """A response in progress: the parameters that it repeats, and one message."""
+    """A response in progress: the parameters that it repeats, its message and its calls."""
 
     request: ResponseCreate
     model: str
@@ -226,8 +375,15 @@ class ResponseInProgress:
     created_at: int = field(default_factory=lambda: int(time.time()))
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[CallInProgress] = field(default_factory=list)
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
+
+    @property
+    def output(self) -> list[dict[str, Any]]:
+        """The items: a message if anything is said or nothing is called, then the calls."""
+        said = [self.message([self.part()])] if self.text or self.logprobs or not self.calls else []
+        return [*said, *(call.item(self.status) for call in self.calls)]
 
     @property
     def status(self) -> str:
@@ -264,7 +420,7 @@ class ResponseInProgress:
             "max_tool_calls": None,
             "metadata": request.metadata or {},
             "model": self.model,
-            "output": [] if status == "in_progress" else [self.message([self.part()])],
+            "output": [] if status == "in_progress" else self.output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": request.prompt_cache_key,
@@ -274,14 +430,18 @@ class ResponseInProgress:
             "store": False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "text": (request.text or TextConfig()).render(),
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": _rendered(request.tool_choice) or "auto",
+            "tools": [_rendered(tool) for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": self.usage and response_usage(self.usage),
             "user": request.user,
         }
+
+
+def _rendered(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, StrictModel) else value
 
 
 def response_usage(usage: dict[str, Any]) -> dict[str, Any]:
@@ -313,10 +473,11 @@ async def _described(
         chat = await to_thread.run_sync(body.chat)
         return Described(body, await described(chat, project, service, upstream))
     except InvalidRequest as cause:
-        if cause.param != CHATS_SCHEMA:
+        param = (cause.param or "").replace(CHATS_SCHEMA, SCHEMA).replace("].function.", "].")
+        if param == (cause.param or ""):
             raise
-        message = cause.message.replace(CHATS_SCHEMA, SCHEMA)
-        raise InvalidRequest(message, param=SCHEMA, code=cause.code) from cause
+        message = cause.message.replace(str(cause.param), param)
+        raise InvalidRequest(message, param=param, code=cause.code) from cause
 
 
 ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -337,7 +498,11 @@ async def create_response(
         return chat
     completion = json.loads(bytes(chat.body))
     [choice] = completion["choices"]
-    answer.text = choice["message"]["content"]
+    answer.text = choice["message"]["content"] or ""
+    answer.calls = [
+        CallInProgress(call["id"], call["function"]["name"], call["function"]["arguments"])
+        for call in choice["message"].get("tool_calls") or ()
+    ]
     answer.logprobs = (choice["logprobs"] or {}).get("content") or []
     answer.finish_reason, answer.usage = choice["finish_reason"], completion["usage"]
     return JSONResponse(answer.response())
@@ -398,20 +563,53 @@ async def events(
 
     item = {"output_index": 0}
     part = {"item_id": answer.message_id, "output_index": 0, "content_index": 0}
+    is_saying = False
+
+    def message_begins() -> Iterator[bytes]:
+        yield event("response.output_item.added", **item, item=answer.message([]))
+        yield event("response.content_part.added", **part, part=answer.part())
+
+    def message_ends() -> Iterator[bytes]:
+        yield event("response.output_text.done", **part, text=answer.text, logprobs=answer.logprobs)
+        yield event("response.content_part.done", **part, part=answer.part())
+        yield event("response.output_item.done", **item, item=answer.message([answer.part()]))
+
+    def place_of(number: int) -> dict[str, Any]:
+        return {"output_index": number + is_saying}
+
     yield event("response.created", response=answer.response())
     yield event("response.in_progress", response=answer.response())
-    yield event("response.output_item.added", **item, item=answer.message([]))
-    yield event("response.content_part.added", **part, part=answer.part())
+    # Which item comes first is not known before the model says or calls something, if it may call.
+    if not answer.request.tools:
+        is_saying = True
+        for begun in message_begins():
+            yield begun
     try:
         async for chunk in chunks:
             for choice in chunk["choices"]:
                 logprobs = (choice["logprobs"] or {}).get("content") or []
                 text = choice["delta"].get("content") or ""
-                answer.text += text
-                answer.logprobs += logprobs
                 answer.finish_reason = choice["finish_reason"]
-                if text or logprobs:
+                if (text or logprobs) and not answer.calls:
+                    if not is_saying:
+                        is_saying = True
+                        for begun in message_begins():
+                            yield begun
+                    answer.text += text
+                    answer.logprobs += logprobs
                     yield event("response.output_text.delta", **part, delta=text, logprobs=logprobs)
+                for delta in choice["delta"].get("tool_calls") or ():
+                    number, function = delta["index"], delta.get("function") or {}
+                    if number >= len(answer.calls):
+                        call = CallInProgress(delta["id"], function["name"])
+                        answer.calls.append(call)
+                        added = call.item("in_progress")
+                        yield event("response.output_item.added", **place_of(number), item=added)
+                    call = answer.calls[number]
+                    if written := function.get("arguments"):
+                        call.arguments += written
+                        where = place_of(number) | {"item_id": call.id}
+                        yield event("response.function_call_arguments.delta", **where, delta=written)
             answer.usage = chunk.get("usage")
         if answer.finish_reason is None:
             raise ServiceError("The inference server ended its response before it was complete.")
@@ -420,7 +618,16 @@ async def events(
         failed = {"status": "failed", "error": {"code": code, "message": cause.message}}
         yield event("response.failed", response=answer.response() | failed)
         return
-    yield event("response.output_text.done", **part, text=answer.text, logprobs=answer.logprobs)
-    yield event("response.content_part.done", **part, part=answer.part())
-    yield event("response.output_item.done", **item, item=answer.message([answer.part()]))
+    if not is_saying and not answer.calls:
+        is_saying = True
+        for begun in message_begins():
+            yield begun
+    if is_saying:
+        for ended in message_ends():
+            yield ended
+    for number, call in enumerate(answer.calls):
+        where = place_of(number) | {"item_id": call.id}
+        done = {"name": call.name, "arguments": call.arguments}
+        yield event("response.function_call_arguments.done", **where, **done)
+        yield event("response.output_item.done", **place_of(number), item=call.item(answer.status))
     yield event(f"response.{answer.status}", response=answer.response())

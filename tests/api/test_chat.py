@@ -51,6 +51,7 @@ class Inference:
         async def healthy() -> dict[str, str]:
             return {"status": "ok"}
 
+        @app.post("/v1/completions")
         @app.post("/v1/chat/completions")
         async def chat(request: Request) -> Response:
             self.asked.append(await request.json())
@@ -215,14 +216,19 @@ def test_a_deleted_model_is_not_served_any_more(web: httpx.Client, inference: In
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, None),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"logit_bias": {"a": 2}}, "logit_bias.a"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"temperature": 3}, "temperature"),
         ({"n": 0}, "n"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages[0].content[0].type"),
         ({"reasoning_effort": "hard"}, "reasoning_effort"),
@@ -230,7 +236,7 @@ def test_a_deleted_model_is_not_served_any_more(web: httpx.Client, inference: In
     ],
 )
 def test_what_would_not_be_honoured_is_refused_by_its_name(
-    web: httpx.Client, inference: Inference, fields: dict[str, Any], param: str
+    web: httpx.Client, inference: Inference, fields: dict[str, Any], param: str | None
 ) -> None:
     answer = ask(web, **fields)
 
@@ -252,9 +258,9 @@ def test_a_part_that_is_no_text_is_refused_by_what_it_is(
 
 
 def test_what_is_not_supported_has_openais_code(web: httpx.Client) -> None:
-    error = ask(web, logit_bias={"1": 2}).json()["error"]
+    error = ask(web, prediction={"type": "content", "content": "x"}).json()["error"]
 
-    assert (error["param"], error["code"]) == ("logit_bias", "unsupported_parameter")
+    assert (error["param"], error["code"]) == ("prediction", "unsupported_parameter")
 
 
 @pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max", None])
@@ -281,12 +287,55 @@ def test_an_earlier_answer_is_sent_back_as_openais_client_has_it(
     assert inference.asked[0]["messages"] == [{"role": "assistant", "content": "[1]"}, question]
 
 
-def test_what_an_earlier_answer_called_is_refused(web: httpx.Client) -> None:
-    earlier = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 
-    answer = ask(web, messages=[earlier, {"role": "user", "content": "and?"}])
 
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].tool_calls")
+def test_tools_penalties_and_biases_reach_the_inference_server(
+    web: httpx.Client, inference: Inference
+) -> None:
+    sent = {
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": {"40": -100.0},
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "content": "sun", "tool_call_id": "1"},
+        ],
+    }
+
+    assert ask(web, **sent).status_code == 200
+    assert inference.asked == [sent | {"model": "tiny", "regraft": {"base_model": "tiny", "adapter": None}}]
+
+
+def test_a_required_tools_schema_is_checked_as_any_other(web: httpx.Client, inference: Inference) -> None:
+    impossible = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"pattern": "("}}}}
+    answer = ask(web, tools=[{"type": "function", "function": impossible}], tool_choice="required")
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].function.parameters")
+    assert inference.asked == []
+
+
+def test_a_completion_is_passed_on_with_the_weights_of_its_model(
+    web: httpx.Client, inference: Inference, tuned: str
+) -> None:
+    answer = web.post("/completions", json={"model": tuned, "prompt": ["a", "b"], "max_tokens": 3})
+
+    assert answer.status_code == 200
+    [asked] = inference.asked
+    assert (asked["prompt"], asked["max_tokens"]) == (["a", "b"], 3)
+    assert asked["regraft"]["adapter"] is not None
+    for fields, param in (
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"prompt": []}, "prompt"),
+    ):
+        refused = web.post("/completions", json={"model": "tiny", "prompt": "a"} | fields)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 def test_what_asks_for_nothing_is_accepted(web: httpx.Client) -> None:

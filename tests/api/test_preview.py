@@ -414,7 +414,7 @@ def test_a_bad_row_is_named(
         ({"messages": [user]}, "line 2: the grader reads {{item.answer}}"),
         (
             {"messages": [{"role": "tool", "content": "x"}, user], "answer": "y"},
-            "line 2 cannot be previewed: messages.0.role",
+            "line 2 cannot be previewed: messages.0: a reinforcement job has no tools",
         ),
     ):
         file = upload(jsonl([ROWS[0], row]))

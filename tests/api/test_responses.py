@@ -55,6 +55,7 @@ class Inference:
 
     pieces: list[str] = field(default_factory=lambda: ["a", "b"])
     finish_reason: str = "stop"
+    calls: list[dict[str, Any]] = field(default_factory=list)
     error: Response | None = None
     error_event: dict[str, Any] | None = None
     whole: bool = True
@@ -77,7 +78,10 @@ class Inference:
             if self.asked[-1].get("stream"):
                 return StreamingResponse(self.events(), media_type="text/event-stream")
             logprobs = {"content": [LOGPROB], "refusal": None} if self.asked[-1].get("logprobs") else None
-            message = {"role": "assistant", "content": "".join(self.pieces), "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "refusal": None}
+            message["content"] = "".join(self.pieces) or None
+            if self.calls:
+                message["tool_calls"] = self.calls
             choice = {"index": 0, "message": message, "finish_reason": self.finish_reason}
             return JSONResponse({"choices": [choice | {"logprobs": logprobs}], "usage": USAGE})
 
@@ -99,6 +103,12 @@ class Inference:
                 yield data[:9]  # the network cuts where it likes
                 await asyncio.sleep(0)
                 yield data[9:]
+            for number, call in enumerate(self.calls):
+                begun = {"name": call["function"]["name"], "arguments": ""}
+                yield choice({"tool_calls": [{"index": number, **call, "function": begun}]})
+                for letter in call["function"]["arguments"]:
+                    written = {"arguments": letter}
+                    yield choice({"tool_calls": [{"index": number, "function": written}]})
             while self.endless:
                 yield choice({"content": "x" * 1000})
                 await asyncio.sleep(0)
@@ -394,6 +404,83 @@ def test_an_error_of_the_inference_server_comes_through(
     assert refused.value.response.headers["retry-after"] == "7"
 
 
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    "strict": True,
+}
+
+
+def call_of(number: int) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": json.dumps({"place": str(number)})}
+    return {"id": f"call_{number}", "type": "function", "function": function}
+
+
+def test_tools_are_those_of_a_chat(create: Callable[..., Any], inference: Inference) -> None:
+    choice = {"type": "function", "name": "weather"}
+    answer = create(tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
+
+    [asked] = inference.asked
+    function = {key: value for key, value in WEATHER.items() if key != "type"}
+    assert asked["tools"] == [{"type": "function", "function": function}]
+    assert asked["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
+    assert asked["parallel_tool_calls"] is False
+    assert (answer.tools[0].name, answer.tool_choice.name, answer.parallel_tool_calls) == ("weather",) * 2 + (
+        False,
+    )
+
+
+def test_calls_are_items_and_are_sent_back_with_their_results(
+    create: Callable[..., Any], inference: Inference
+) -> None:
+    inference.pieces, inference.calls, inference.finish_reason = [], [call_of(1), call_of(2)], "tool_calls"
+    first = create(tools=[WEATHER])
+
+    assert [(item.type, item.call_id, item.arguments) for item in first.output] == [
+        ("function_call", f"call_{number}", json.dumps({"place": str(number)})) for number in (1, 2)
+    ]
+    assert first.status == "completed"
+    results = [
+        {"type": "function_call_output", "call_id": f"call_{number}", "output": "sun"} for number in (1, 2)
+    ]
+    create(input=[{"role": "user", "content": "hello"}, *first.output, *results], tools=[WEATHER])
+
+    assert inference.asked[1]["messages"] == [
+        USER,
+        {"role": "assistant", "tool_calls": [call_of(1), call_of(2)]},
+        {"role": "tool", "content": "sun", "tool_call_id": "call_1"},
+        {"role": "tool", "content": "sun", "tool_call_id": "call_2"},
+    ]
+
+
+@pytest.mark.parametrize("pieces", [[], ["a", "b"]])
+def test_calls_of_a_stream_have_openais_events(
+    create: Callable[..., Any], inference: Inference, pieces: list[str]
+) -> None:
+    inference.pieces, inference.calls, inference.finish_reason = (
+        pieces,
+        [call_of(1), call_of(2)],
+        "tool_calls",
+    )
+    events = list(create(tools=[WEATHER], stream=True))
+
+    [done] = [event for event in events if event.type == "response.completed"]
+    whole = create(tools=[WEATHER])
+    assert [item.type for item in done.response.output] == [item.type for item in whole.output]
+    assert done.response.output_text == whole.output_text == "".join(pieces)
+    arguments = {item.id: "" for item in done.response.output if item.type == "function_call"}
+    for event in events:
+        if event.type == "response.function_call_arguments.delta":
+            arguments[event.item_id] += event.delta
+            assert done.response.output[event.output_index].id == event.item_id
+    assert list(arguments.values()) == [call_of(number)["function"]["arguments"] for number in (1, 2)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    added = [event.output_index for event in events if event.type == "response.output_item.added"]
+    ended = [event.output_index for event in events if event.type == "response.output_item.done"]
+    assert added == ended == list(range(len(done.response.output)))
+
+
 def test_a_client_that_leaves_a_stream_ends_it_upstream(
     create: Callable[..., Any], inference: Inference
 ) -> None:
@@ -408,7 +495,9 @@ def test_a_client_that_leaves_a_stream_ends_it_upstream(
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools", "'tools' is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search'"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", "Missing"),
+        ({"max_tool_calls": 1}, "max_tool_calls", "'max_tool_calls' is not supported"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "stores no responses"),
         ({"conversation": "conv_1"}, "conversation", "stores no responses"),
         ({"background": True}, "background", "'background' is not supported"),
@@ -419,7 +508,8 @@ def test_a_client_that_leaves_a_stream_ends_it_upstream(
         ({"temperature": 3}, "temperature", "above maximum"),
         ({"input": 3}, "input", "a string or an array"),
         ({"input": []}, "input", "at least 1"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0]", "'function_call_output'"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0]", "'item_reference'"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].call_id", "Missing"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "image"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", "file"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Missing"),

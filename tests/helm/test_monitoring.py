@@ -47,7 +47,7 @@ def exported(sqlite_database: Database, tmp_path: Path) -> set[Any]:
     """Every metric of API, workers and runs, by the names that it has in expressions."""
     with sqlite_database.write() as session:
         factories.job(session, factories.project(session))
-    serving_metrics.Tally(0.0, "tiny", prompt_tokens=1, answers=1).ended("answered")
+    serving_metrics.Tally(0.0, "tiny", answers=1).ended("answered")
     collectors = [
         COUNTED,
         instruments.COUNTED,

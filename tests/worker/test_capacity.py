@@ -15,7 +15,7 @@ from tests.worker.test_memory import QWEN3_4B, QWEN3_14B
 from worker.model import capacity
 from worker.model.sizing import GIB
 from worker.serve.engines import EngineRefused
-from worker.serve.vllm_engine import VllmBuilder
+from worker.serve.vllm_builder import VllmBuilder
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from graders.types import Grade, Item, Sample
 from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_steering import LETTER, load_thinking
 from tests.worker.test_vllm_engines import has_ended
+from tests.worker.test_vllm_server import descendants
 from worker.assemble import assemble
 from worker.model.policy import Policy, load_base
 from worker.refusals import SamplerUnusable
@@ -133,11 +134,6 @@ def wait_until_ready(process: Process) -> None:
         except httpx.TransportError:
             time.sleep(0.2)
     raise AssertionError("a sampler has failed; its error is above")
-
-
-def descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [each for child in map(int, children) for each in (child, *descendants(child))]
 
 
 def move(policy: Policy, seed: int) -> None:
@@ -325,7 +321,7 @@ class TestTwoProcesses:
     ) -> None:
         """And no process of it outlives it. Last, because it leaves one member."""
         lost: list[str] = []
-        below = descendants(fleet.processes[0].child.pid)
+        below = list(descendants(fleet.processes[0].child.pid))
         sampler = sampler_of(policy, fleet, bench, lost.append)
 
         async def killing() -> list[Answer]:

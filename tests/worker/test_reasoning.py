@@ -1,5 +1,7 @@
 """Answers with a thought: their formats are found by rendering, and their parts by the tokens."""
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from tests.present import present
 from tests.thinking import DISTILL, FAMILIES, HYBRID, thinking_tokenizer
 from tests.tiny import TEMPLATE
 from worker.model import reasoning
-from worker.model.reasoning import Effort, detect
+from worker.model.reasoning import Effort, detect, split_text
 
 
 def found(template: str | None) -> reasoning.Reasoning | None:
@@ -193,3 +195,33 @@ def test_behind_a_closed_thought_all_is_answer() -> None:
     assert present(found(template)).switches.toggle == "enable_thinking"
     assert split(template, "42<end>").text == "42"
     assert not split(template, "<think>a").is_cut
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "thought", "text"),
+    [
+        (HYBRID, "<think>\nab c\n</think>\n\n42", "ab c", "42"),
+        (HYBRID, "<think>a < b </ c</think>4<2", "a < b </ c", "4<2"),
+        (HYBRID, "42", "", "42"),
+        (HYBRID, "  42", "", "  42"),
+        (HYBRID, "<th", "", "<th"),
+        (DISTILL, "ab\n</think>\n42", "ab", "42"),
+        (DISTILL, "</think>42", "", "42"),
+        (DISTILL, "ab c", "ab c", ""),
+    ],
+)
+def test_a_text_is_divided_whole_and_as_it_grows(template: str, answer: str, thought: str, text: str) -> None:
+    form = present(detect(thinking_tokenizer(template))).form
+
+    whole = split_text(form, answer, is_whole=True)
+    assert (whole.thought, whole.answer) == (thought, text)
+    grown = [split_text(form, answer[:length], is_whole=False) for length in range(len(answer) + 1)]
+    for earlier, later in pairwise([*grown, whole]):
+        assert later.thought.startswith(earlier.thought)
+        assert later.answer.startswith(earlier.answer)
+    assert grown[-1].answer + grown[-1].held == text
+
+
+def test_without_thoughts_all_is_the_answer() -> None:
+    for form in (None, replace(present(detect(thinking_tokenizer(HYBRID))).form, off=True)):
+        assert split_text(form, "<think>a</think>b", is_whole=False).answer == "<think>a</think>b"

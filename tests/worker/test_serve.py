@@ -35,7 +35,7 @@ from worker.serve.adapters import AdapterFolders
 from worker.serve.engines import DOWNLOADS_AT_ONCE, EngineRefused, Engines
 from worker.serve.server import create_app
 from worker.serve.transformers_engine import TransformersBuilder
-from worker.serve.vllm_engine import VllmBuilder
+from worker.serve.vllm_builder import VllmBuilder
 
 pytestmark = pytest.mark.slow
 
@@ -581,3 +581,29 @@ def test_an_effort_uses_the_templates_switch_or_a_budget(thinker: tuple[OpenAI, 
     off, low, high = engine.asked[-3:]
     assert len(off.prompt_ids) > len(low.prompt_ids) == len(high.prompt_ids)
     assert (off.thinking_budget, low.thinking_budget, high.thinking_budget) == (None, 5, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": -1}, "presence_penalty"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"messages": [*USER, {"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+    ],
+)
+def test_what_only_vllm_has_is_refused_by_its_name(client: OpenAI, options: Any, param: str) -> None:
+    with pytest.raises(BadRequestError, match="only supported where vLLM serves the model") as refused:
+        say(client, **options)
+
+    assert (refused.value.param, refused.value.code) == (param, "unsupported_parameter")
+
+
+def test_a_completion_without_vllm_is_refused(client: OpenAI) -> None:
+    with pytest.raises(BadRequestError, match="only supported where vLLM serves the model"):
+        client.completions.create(model="a", prompt="hello")
+
+
+def test_what_asks_for_nothing_is_accepted(client: OpenAI) -> None:
+    assert say(client, frequency_penalty=0, tools=[], logit_bias={}, tool_choice="none").choices

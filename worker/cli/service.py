@@ -295,13 +295,14 @@ def inference(arguments: argparse.Namespace) -> int:
         private.make_folder(settings.data_dir)
     os.environ.update(quiet_environment())
     from worker.serve.server import serve  # imports torch
+    from worker.serve.serving_metrics import VllmMetrics
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _already_stopping)  # as in serve_api
     listening = socket.create_server((settings.host, arguments.port), backlog=512)
     log.info("serving inference on http://%s:%d/v1", settings.host, listening.getsockname()[1])
     with (
-        metrics.served(settings.host, settings.metrics_port, [Gpus()]),
+        metrics.served(settings.host, settings.metrics_port, [Gpus(), VllmMetrics()]),
         tracing.exported(settings.otlp_endpoint, "regraft-inference"),
     ):
         serve(settings, listening)

@@ -136,6 +136,45 @@ class AnswerPart:
             self.at, self.answer_start, self.overflow = "answer", len(self.ids), after
 
 
+@dataclass(frozen=True)
+class TextParts:
+    """The text of an answer in its parts, as far as they are settled."""
+
+    thought: str
+    answer: str
+    is_answering: bool
+    held: str = ""  # could still become a start tag
+
+
+def split_text(form: Format | None, text: str, *, is_whole: bool) -> TextParts:
+    """Divide the text of an answer, of which more may come unless `is_whole`."""
+    if form is None or form.off:
+        return TextParts("", text, True)
+    body, started = text, form.opened
+    stripped = text.lstrip()
+    if stripped.startswith(form.start):
+        body, started = stripped.removeprefix(form.start), True
+    elif not is_whole and form.start.startswith(stripped):
+        return TextParts("", "", False, text)
+    if not started:
+        return TextParts("", text, True)
+    thought, ended, answer = body.partition(form.end)
+    if not ended and not is_whole:
+        thought = _settled(thought, form)
+    lead = form.closing.removesuffix(form.end)
+    if lead:
+        thought = thought.removesuffix(lead).replace(lead + form.start, "\n")
+    return TextParts(thought.strip(), answer.lstrip("\n"), bool(ended))
+
+
+def _settled(thought: str, form: Format) -> str:
+    """Without the end that could be the beginning of the closing text, or white space before it."""
+    for length in range(min(len(form.closing), len(thought)), 0, -1):
+        if form.closing.startswith(thought[-length:]) or form.end.startswith(thought[-length:]):
+            return thought[:-length].rstrip()
+    return thought.rstrip()
+
+
 def detect(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> Reasoning | None:
     """Find how the model reasons; None if it does not.
 

@@ -1,4 +1,4 @@
-"""The interface between the inference server and its engines, continuous.py and vllm_engine.py."""
+"""The interfaces between the inference server and the models that it has loaded."""
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -36,8 +36,19 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Engine(Protocol):
-    """A loaded base model with any number of adapters."""
+class LoadedModel(Protocol):
+    """A loaded base model with any number of adapters: an `Engine`, or vLLM's server (vllm_server.py)."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has died and must be replaced."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Engine(LoadedModel, Protocol):
+    """A model that yields an answer's tokens (continuous.py)."""
 
     context: int  # tokens of prompt and answer together
     tokenizer: PreTrainedTokenizerBase
@@ -46,10 +57,3 @@ class Engine(Protocol):
     def generate(self, ask: Ask) -> AsyncGenerator[Token, None]:
         """Stream the answer's tokens. Closing the iterator aborts the request."""
         ...
-
-    @property
-    def lost(self) -> bool:
-        """Whether the engine has died and must be replaced."""
-        ...
-
-    async def close(self) -> None: ...

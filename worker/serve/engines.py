@@ -16,7 +16,7 @@ from core.registry import BaseModelEntry, Device, Registry, sampler_of
 from core.settings import Settings
 from worker.refusals import ModelUnavailable, Refusal
 from worker.serve.adapters import AdapterDamaged, AdapterFolders, AdapterGone
-from worker.serve.engine import Engine
+from worker.serve.engine import LoadedModel
 from worker.serve.serving_metrics import loading
 
 log = logging.getLogger(__name__)
@@ -34,10 +34,16 @@ class EngineRefused(Exception):
     """The request cannot be served; has the reason and the HTTP status."""
 
     def __init__(
-        self, message: str, status: int = 400, *, code: str | None = None, retry_after: int = 0
+        self,
+        message: str,
+        status: int = 400,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int = 0,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.retry_after = status, code, retry_after
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
 
 
 class Builder(Protocol):
@@ -49,14 +55,14 @@ class Builder(Protocol):
 
     def bytes_free(self) -> int: ...
 
-    async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> Engine:
+    async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> LoadedModel:
         """Build an engine. `others`: models of the registry that are not loaded; leaves memory for them if possible."""
         ...
 
 
 @dataclass
 class Loaded:
-    engine: Engine
+    engine: LoadedModel
     users: int = 0
 
 
@@ -85,7 +91,7 @@ class Engines:
         self._downloads = ThreadPoolExecutor(DOWNLOADS_AT_ONCE, "adapters")
 
     @asynccontextmanager
-    async def open(self, served: Served) -> AsyncIterator[tuple[Engine, Path | None]]:
+    async def open(self, served: Served) -> AsyncIterator[tuple[LoadedModel, Path | None]]:
         """Yield the model, which stays loaded during the context, and the folder of its adapter.
 
         Raises:
@@ -151,7 +157,7 @@ class Engines:
         self._loaded.move_to_end(name)
         return self._loaded[name]
 
-    async def _load(self, name: str) -> Engine:
+    async def _load(self, name: str) -> LoadedModel:
         entry = self.registry.models.get(name)
         if entry is None:
             raise EngineRefused(f"The model '{name}' does not exist.", 404, code="model_not_found")

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
 
 from core.telemetry.metrics import COUNTED
 
@@ -44,19 +45,27 @@ LOAD_SECONDS = Histogram(
 class Tally:
     """Metrics of one request. `model` is a name from the registry: client input must not become a label."""
 
-    def __init__(self, arrived: float, model: str, prompt_tokens: int, answers: int) -> None:
-        self._arrived: float | None = arrived
+    def __init__(self, arrived: float, model: str, answers: int) -> None:
+        self._arrived, self._started = arrived, time.perf_counter()
         self._answers = answers
-        self._written = TOKENS.labels(model, "completion")
-        TOKENS.labels(model, "prompt").inc(prompt_tokens)
+        self._read, self._written = TOKENS.labels(model, "prompt"), TOKENS.labels(model, "completion")
+        self._counts = (0, 0)
+        self._has_begun = False
         UNDER_WAY.inc(answers)
 
-    def wrote(self) -> None:
-        """Another token."""
-        self._written.inc()
-        if self._arrived is not None:
-            FIRST_TOKEN_SECONDS.observe(time.perf_counter() - self._arrived)
-            self._arrived = None
+    def counted(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """The tokens so far."""
+        read, written = self._counts
+        self._read.inc(max(0, prompt_tokens - read))
+        self._written.inc(max(0, completion_tokens - written))
+        self._counts = max(read, prompt_tokens), max(written, completion_tokens)
+
+    def first_token_after(self, seconds: float | None) -> None:
+        """The first token was written this long after the request was ready for its model; None: now."""
+        if not self._has_begun:
+            self._has_begun = True
+            now = time.perf_counter() if seconds is None else self._started + seconds
+            FIRST_TOKEN_SECONDS.observe(now - self._arrived)
 
     def ended(self, result: Result) -> None:
         UNDER_WAY.dec(self._answers)
@@ -71,6 +80,13 @@ def refused(status: int) -> None:
 def left() -> None:
     """Count a client that disconnected before its request started."""
     REQUESTS.labels("left").inc()
+
+
+class VllmMetrics:
+    """Collects vLLM's own metrics, which are in the global registry of this process."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield from (family for family in REGISTRY.collect() if family.name.startswith("vllm:"))
 
 
 @contextmanager

@@ -4,8 +4,8 @@ Jobs (fleet.py) send tokens and vLLM's sampling parameters to its route `/infere
 in a request is that of an adapter in the blob store, which vLLM has this process resolve. The process has no state but
 caches: a job sends the answers that a lost member owes to another one.
 
-The calls into what vLLM does not promise to keep are in engine.py, extension.py and `serve`;
-tests/worker/vllm_contract.py names those of the first two, and tests/worker/test_fleet.py runs the last.
+The calls into what vLLM does not promise to keep are in engine.py, extension.py, `serve` and worker/serve/vllm_app.py;
+tests/worker/vllm_contract.py names those of the first two, and tests/worker/test_fleet.py runs the others.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from worker.rollout.samplers.fleet import adapter_named
 from worker.rollout.samplers.fleet_members import FACTS, Facts
 from worker.rollout.samplers.wire import EngineConfig
 from worker.serve.adapters import AdapterDamaged, AdapterFolders, AdapterGone
+from worker.serve.vllm_app import vllm_app
 
 ADAPTERS_AT_ONCE = 8  # in one batch, each in a slot of the device's memory
 ADAPTERS_IN_MEMORY = 16  # of the machine
@@ -113,26 +114,10 @@ def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.
 async def serve(
     config: EngineConfig, facts: Facts, adapters: StoredAdapters, key: str, listening: socket.socket
 ) -> None:
-    from vllm.config import StructuredOutputsConfig
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
-    from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.launchers.launcher import serve_http
-    from vllm.lora.resolver import LoRAResolverRegistry
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    for option, value in options(config).items():
-        setattr(args, option, value)
-    args.structured_outputs_config = StructuredOutputsConfig(**args.structured_outputs_config)
-    args.served_model_name, args.api_key = [facts.model], [key]
-    args.enable_scale_out = True  # the routes for tokens
-    validate_parsed_serve_args(args)
-    LoRAResolverRegistry.register_resolver("regraft", adapters)
-    async with build_async_engine_client(args) as client:
-        tasks = await client.get_supported_tasks()
-        app = build_app(args, tasks, client.model_config)
+    with_tokens = {**options(config), "enable_scale_out": True}  # the routes for tokens
+    async with vllm_app(with_tokens, name=facts.model, key=key, adapters=adapters) as (app, client):
 
         async def answer(question: Question) -> Facts:
             names, *_ = await client.collective_rpc(
@@ -141,7 +126,6 @@ async def serve(
             return facts.model_copy(update={"left_out": names})
 
         app.add_api_route(FACTS, answer, methods=["POST"])
-        await init_app_state(client, app.state, args, tasks)
         host, port = listening.getsockname()[:2]
         ended = await serve_http(
             app, sock=listening, host=host, port=port, log_level="warning", access_log=False

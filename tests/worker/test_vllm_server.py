@@ -14,16 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
 from httpx._client import AsyncClient
 
 from core.registry import BaseModelEntry
 from core.storage.store import FolderBlobs
+from tests.present import present, untyped
+from tests.thinking import FAMILIES, make_thinking_model
 from tests.tiny import WORDS, make_tiny_model
 from worker.model.policy import Policy, load_base
 from worker.rollout.samplers.vllm import installed
 
+# As Qwen's: tools are told to the model, and it writes its calls between tags.
+CALLER = (
+    "{%- if tools -%}{{ 'calls in <tool_call>' + (tools | length | string) }}{%- endif -%}"
+    "{%- for m in messages -%}{{ m.role + m.content }}"
+    "{%- if m.tool_calls -%}{{ m.tool_calls[0].function.arguments.place }}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '>' }}{%- endif -%}"
+)
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.slow,
@@ -35,7 +45,16 @@ pytestmark = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vllm")
     make_tiny_model(folder / "model", head_dim=32)  # no kernel of vLLM's for a CPU takes 16
-    (folder / "models.toml").write_text('[models.tiny]\npath = "model"\ndtype = "float32"\ncontext = 128\n')
+    make_thinking_model(folder / "thinker", FAMILIES["distill"])
+    (folder / "caller.jinja").write_text(CALLER)
+    entries = [("tiny", "model", ""), ("thinker", "thinker", ""), ("caller", "thinker", "caller.jinja")]
+    (folder / "models.toml").write_text(
+        "".join(
+            f'[models.{name}]\npath = "{path}"\ndtype = "float32"\ncontext = 128\n'
+            + (f'chat_template = "{template}"\n' if template else "")
+            for name, path, template in entries
+        )
+    )
     return folder
 
 
@@ -65,10 +84,14 @@ def server(folder: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        metrics_port = probe.getsockname()[1]
     environment = os.environ | {
         "REGRAFT_DATA_DIR": str(folder),
         "REGRAFT_MODELS_FILE": str(folder / "models.toml"),
         "REGRAFT_INFERENCE_KEY": "key",
+        "REGRAFT_METRICS_PORT": str(metrics_port),
         "REGRAFT_SAMPLER": "vllm",
         "REGRAFT_INFERENCE_KV_CACHE_GIB": "0.1",
         "REGRAFT_TORCH_THREADS": "1",
@@ -86,6 +109,7 @@ def server(folder: Path) -> Iterator[str]:
         except httpx.TransportError:
             assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.2)
+    (folder / "metrics").write_text(f"http://127.0.0.1:{metrics_port}/metrics")
     yield url
     children = list(descendants(process.pid))
     process.send_signal(signal.SIGTERM)
@@ -206,3 +230,148 @@ def test_an_adapter_of_too_high_a_rank_is_refused_with_what_to_do(server: str, f
     [answer] = ask_all(server, [("ft", publish(folder, policy, "job/high"), "say it")])
 
     assert "REGRAFT_INFERENCE_MAX_LORA_RANK" in answer["error"]["message"]
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"enum": ["Oslo", "Rome"]}},
+            "required": ["place"],
+            "additionalProperties": False,
+        },
+    },
+}
+ASKED = {"messages": [{"role": "user", "content": "?"}], "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def client(server: str) -> openai.OpenAI:
+    return openai.OpenAI(api_key="key", base_url=f"{server}/v1", max_retries=8)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_required_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI, choice: Any) -> None:
+    asked: Any = ASKED | {"model": "caller", "tools": [WEATHER], "tool_choice": choice}
+    asked["parallel_tool_calls"] = False  # or noise would be calls without an end
+    [choice_of_answer] = client.chat.completions.create(**asked).choices
+
+    [call] = choice_of_answer.message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["place"] in ("Oslo", "Rome")
+    assert choice_of_answer.message.content in (None, "")
+
+    with client.chat.completions.stream(**asked) as events:
+        streamed = events.get_final_completion().choices[0]
+    assert json.loads(present(streamed.message.tool_calls)[0].function.arguments) == json.loads(
+        call.function.arguments
+    )
+
+
+def test_calls_and_their_results_are_part_of_the_conversation(client: openai.OpenAI) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Oslo"}'}}
+    messages: Any = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sun", "tool_call_id": "1"},
+    ]
+    answer = client.chat.completions.create(model="caller", messages=messages, tools=[WEATHER], max_tokens=1)  # type: ignore[list-item]
+
+    prompt = "calls in <tool_call>1" + "user?" + "assistantOslo" + "toolsun" + ">"
+    assert present(answer.usage).prompt_tokens == len(prompt)
+
+
+def test_a_model_whose_calls_are_unknown_refuses_tools_by_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="tool_parser") as refused:
+        client.chat.completions.create(**ASKED, model="thinker", tools=[WEATHER])  # type: ignore[call-overload]
+
+    assert (refused.value.param, refused.value.code) == ("tools", "unsupported_parameter")
+
+
+def test_a_bias_and_penalties_change_what_is_said(client: openai.OpenAI) -> None:
+    def say(**changes: Any) -> str:
+        asked: Any = ASKED | {"model": "caller", "temperature": 0, "max_tokens": 12} | changes
+        return str(client.chat.completions.create(**asked).choices[0].message.content)
+
+    forced = say(logit_bias={"40": 100})
+    assert len(forced) == 12
+    assert len(set(forced)) == 1
+    assert len(set(say(logit_bias={"40": 50}, frequency_penalty=2))) <= 2
+    plain = {say(presence_penalty=penalty) for penalty in (-2, 2)}
+    assert len(plain) == 2
+
+
+def test_a_completion_has_no_chat_template(client: openai.OpenAI, folder: Path) -> None:
+    policy = policy_of(folder, 0)
+    ids = torch.tensor([policy.tokenizer.encode("say it", add_special_tokens=False)])
+    with torch.no_grad(), policy.as_base():
+        whole = policy.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=6,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    right = policy.tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
+
+    for prompt in ("say it", ids[0].tolist(), ["say it", "say it"]):
+        answer = client.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=6)
+        assert {choice.text.strip() for choice in answer.choices} == {right}
+        assert answer.model == "tiny"
+    parts = client.completions.create(model="tiny", prompt="say it", temperature=0, max_tokens=6, stream=True)
+    assert "".join(part.choices[0].text for part in parts).strip() == right
+
+
+def test_a_thought_and_its_answer_come_apart_whole_and_streamed(client: openai.OpenAI) -> None:
+    """A budget closes the thought, and the schema applies to the answer behind it."""
+    letter = {"type": "object", "properties": {"letter": {"enum": ["a", "b"]}}, "required": ["letter"]}
+    form = {"type": "json_schema", "json_schema": {"name": "letter", "strict": False, "schema": letter}}
+    served = {"base_model": "thinker", "thinking_budget": 20}
+    asked: Any = ASKED | {"model": "thinker", "response_format": form, "extra_body": {"regraft": served}}
+
+    answer = client.chat.completions.create(**asked)
+    parts = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+
+    message = answer.choices[0].message
+    assert json.loads(str(message.content))["letter"] in ("a", "b")
+    thought = untyped(message).reasoning_content
+    assert thought
+    assert 0 < present(present(answer.usage).completion_tokens_details).reasoning_tokens <= 21
+    deltas = [untyped(part.choices[0].delta) for part in parts if part.choices]
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+    streamed = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert streamed.strip() == thought
+    assert parts[-1].usage == answer.usage
+    assert all(part.model == "thinker" for part in parts)
+
+
+def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI) -> None:
+    long: Any = [{"role": "user", "content": "word " * 200}]
+    with pytest.raises(openai.BadRequestError, match="128") as refused:
+        client.chat.completions.create(model="caller", messages=long)
+
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_the_tokens_of_an_answer_are_counted_here_and_by_vllm(client: openai.OpenAI, folder: Path) -> None:
+    def counted(name: str) -> float:
+        text = httpx.get((folder / "metrics").read_text()).text
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
+
+    mine, prompts = (
+        'regraft_inference_tokens_total{kind="completion",model="caller"}',
+        "vllm:prompt_tokens_total{",
+    )
+    before, first = counted(mine), counted("regraft_inference_first_token_seconds_count")
+    for stream in (False, True):
+        asked: Any = ASKED | {"model": "caller", "max_tokens": 3, "logit_bias": {"40": 100}, "stream": stream}
+        answer = client.chat.completions.create(**asked)
+        if stream:
+            list(answer)
+    assert counted(mine) == before + 6
+    assert counted("regraft_inference_first_token_seconds_count") == first + 2
+    assert counted("regraft_inference_answers") == 0
+    assert counted(prompts) > 0

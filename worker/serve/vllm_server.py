@@ -1,0 +1,321 @@
+"""Base models on vLLM's own OpenAI server, which has tools, penalties and completions, and many adapters in one batch.
+
+The inference server finds the adapter's folder and passes the request on, in this process, with what the adapter was
+trained with: its chat template, and how it reasons.
+
+An adapter is known to vLLM by a name, a number and a path. All three are made from the hash of its manifest and never
+used for another one: vLLM keeps weights by number and keys and values by name and path, so what is trained again can
+meet neither the old weights nor the old cache.
+"""
+
+import asyncio
+import logging
+import secrets
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, GenerationConfig
+
+from core.chat import InternalChat, InternalCompletion, Message
+from core.reasoning import Format
+from core.registry import BaseModelEntry
+from worker.model.architecture import without_weights
+from worker.model.policy import read_config, stop_ids_of
+from worker.model.reasoning import Reasoning
+from worker.refusals import Refusal
+from worker.rollout.samplers.engine import RANKS, engine_options
+from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
+from worker.rollout.samplers.wire import EngineConfig
+from worker.serve.engines import EngineRefused
+from worker.serve.names import THOUGHTS, THOUGHTS_FORMAT, THOUGHTS_IN_GRAMMAR
+from worker.serve.passed import CHAT, COMPLETIONS, Passed
+from worker.serve.prompting import budget_of, reasoning_of, template_of
+from worker.serve.vllm_app import vllm_app
+
+log = logging.getLogger(__name__)
+
+ADAPTERS_AT_ONCE = 8  # in one batch, each in a slot of the device's memory
+ADAPTERS_IN_MEMORY = 64  # of the machine
+
+
+def serving_options(config: EngineConfig) -> dict[str, Any]:
+    """vLLM's EngineArgs: the sampler's, with many adapters and without the trainer's restrictions."""
+    return engine_options(config) | {
+        "max_loras": ADAPTERS_AT_ONCE,
+        "max_cpu_loras": ADAPTERS_IN_MEMORY,
+        # The model's own log-probabilities, before temperature and the rest: what both engines report.
+        "logprobs_mode": "raw_logprobs",
+        "disable_log_stats": False,
+        # Of every model, by the tags in the request (thoughts.py). vLLM's other process imports the file.
+        "structured_outputs_config": {
+            "backend": "guidance",
+            # Of the schemas that vLLM makes of tools, which a small model would else fill without an end.
+            "disable_any_whitespace": True,
+            "disable_additional_properties": True,
+            "reasoning_parser": THOUGHTS,
+            "reasoning_parser_plugin": str(Path(__file__).with_name("thoughts.py")),
+        },
+    }
+
+
+class AdapterFoldersByName:
+    """Implements vLLM's LoRAResolver: the folders of adapters in requests so far, by their names."""
+
+    def __init__(self) -> None:
+        self.folders: dict[str, Path] = {}
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        folder = self.folders.get(lora_name)
+        # vLLM replaces the number.
+        return None if folder is None else LoRARequest(lora_name, 1, str(folder))
+
+
+ADAPTERS = AdapterFoldersByName()  # vLLM has one resolver for a process
+
+
+class VllmServer:
+    """A base model on vLLM's server. Implements worker.serve.engine.LoadedModel."""
+
+    def __init__(self, name: str, config: EngineConfig, entry: BaseModelEntry) -> None:
+        self.name, self.context = name, config.context
+        self.most_rank = next(rank for rank in RANKS if rank >= config.rank)
+        self.tokenizer = AutoTokenizer.from_pretrained(config.source)
+        if entry.template_text is not None:
+            self.tokenizer.chat_template = entry.template_text
+        self.stop_ids = stop_ids_of(_eos_of(config.source), self.tokenizer)
+        self.tool_parser = entry.tool_parser or known_tool_parser(self.tokenizer.chat_template)
+        self._config, self._template = config, entry.template_text
+        self._open = AsyncExitStack()
+        self._ranks: dict[str, int] = {}
+        self._nothing: Path | None = None
+        self._app: Any = None
+        self._client: Any = None
+
+    async def start(self) -> None:
+        """Takes as long as vLLM takes to start."""
+        if self._config.device == "cpu":
+            # There vLLM gives a row without an adapter that of the last slot. So every row gets one; this adds 0.
+            scratch = self._open.enter_context(tempfile.TemporaryDirectory(prefix="regraft-"))
+            self._nothing = Path(scratch)
+            await asyncio.to_thread(write_nothing, self._config.source, self._nothing)
+        import_module("worker.serve.thoughts")  # registers itself with vLLM in this process too
+        options = serving_options(self._config) | server_options(self.tool_parser)
+        opening = vllm_app(options, name=self.name, key=None, adapters=ADAPTERS)
+        try:
+            self._app, self._client = await self._open.enter_async_context(opening)
+        except BaseException:
+            await self._open.aclose()
+            raise
+
+    @property
+    def lost(self) -> bool:
+        return bool(self._client.errored)
+
+    async def close(self) -> None:
+        await self._open.aclose()
+
+    def prepare(self, request: InternalChat | InternalCompletion, adapter: Path | None) -> Passed:
+        """The response of vLLM's server, not yet begun.
+
+        Raises:
+            EngineRefused: the model does not have a requested feature.
+        """
+        if isinstance(request, InternalCompletion):
+            return Passed(self._app, COMPLETIONS, self._completion(request, adapter), request)
+        return Passed(self._app, CHAT, self._chat(request, adapter), request)
+
+    def _chat(self, request: InternalChat, adapter: Path | None) -> dict[str, Any]:
+        template = template_of(request, adapter) or self._template
+        if template is None and self.tokenizer.chat_template is None:
+            raise EngineRefused(f"{self.name} has no chat template, as is usual for a base model.")
+        try:
+            template, reasoning = reasoning_of(request, self.tokenizer, template)
+        except Refusal as cause:
+            raise EngineRefused(str(cause), code=cause.code) from cause
+        longest = min(self.context, request.most_tokens or self.context)
+        budget = budget_of(request, reasoning, longest)
+        calls = bool(request.tools) and request.tool_choice != "none"
+        if calls:
+            self._refuse_calls(budget)
+        try:
+            grammar = "" if calls else grammar_of(reasoning, Bounds(request.held_to, budget))
+        except UnsupportedTags as cause:
+            raise EngineRefused(str(cause)) from cause
+        body = self._sampling(request, adapter) | {
+            "messages": [_message(message) for message in request.messages],
+            "max_completion_tokens": longest,
+            "logprobs": bool(request.logprobs),
+            "top_logprobs": request.top_logprobs or 0,
+            # A tag that is a special token would vanish from the text before it is recognized.
+            "skip_special_tokens": reasoning is None or not _has_special_tags(reasoning),
+        }
+        if template is not None:
+            body["chat_template"] = template
+        if reasoning is not None:
+            body["chat_template_kwargs"] = _thoughts(reasoning.form, is_in_grammar=bool(grammar))
+        if grammar or request.held_to:
+            # As a grammar, so that vLLM's defaults for schemas do not change the schema.
+            body["structured_outputs"] = {"grammar": grammar or f"start: %json {request.held_to}"}
+        if request.tools:
+            body["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
+            chosen = request.tool_choice or "auto"
+            body["tool_choice"] = chosen if isinstance(chosen, str) else chosen.model_dump()
+            body["parallel_tool_calls"] = request.parallel_tool_calls is not False
+        return body
+
+    def _refuse_calls(self, budget: int | None) -> None:
+        if self.tool_parser is None:
+            raise EngineRefused(
+                f"'tools': this server does not know how {self.name} writes calls; its operator sets tool_parser in "
+                "the model's entry of the registry.",
+                code="unsupported_parameter",
+                param="tools",
+            )
+        if budget is not None:
+            raise EngineRefused(
+                f"'reasoning_effort' limits the length of the thoughts of {self.name}, which is not supported together "
+                "with tools.",
+                code="unsupported_parameter",
+                param="reasoning_effort",
+            )
+
+    def _completion(self, request: InternalCompletion, adapter: Path | None) -> dict[str, Any]:
+        body = self._sampling(request, adapter) | {
+            "prompt": request.prompt,
+            "max_tokens": 16 if request.max_tokens is None else request.max_tokens,
+            "echo": bool(request.echo),
+        }
+        if request.logprobs is not None:
+            body["logprobs"] = request.logprobs
+        return body
+
+    def _sampling(self, request: InternalChat | InternalCompletion, adapter: Path | None) -> dict[str, Any]:
+        """What both kinds of requests have. Every field that changes the distribution is said."""
+        return {
+            "model": self._adapter_name(adapter),
+            "n": request.n or 1,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "frequency_penalty": request.frequency_penalty or 0.0,
+            "presence_penalty": request.presence_penalty or 0.0,
+            "logit_bias": request.logit_bias or None,
+            "seed": secrets.randbits(62) if request.seed is None else request.seed,
+            "stop": [request.stop] if isinstance(request.stop, str) else request.stop or [],
+            "stop_token_ids": sorted(self.stop_ids),
+            "ignore_eos": True,  # the stop tokens above are all
+            "watermarking": False,
+            "stream": bool(request.stream),
+            # In every part, so that an answer that is left early is counted too.
+            **(
+                {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+                if request.stream
+                else {}
+            ),
+        }
+
+    def _adapter_name(self, folder: Path | None) -> str:
+        folder = folder or self._nothing
+        if folder is None:
+            return self.name
+        if folder.name not in self._ranks:
+            self._ranks[folder.name] = (
+                0 if folder == self._nothing else LoraConfig.from_pretrained(str(folder)).r
+            )
+        rank = self._ranks[folder.name]
+        if rank > self.most_rank:
+            raise EngineRefused(
+                f"The adapter's rank is {rank}, and this server takes {self.most_rank} at most: its operator sets "
+                "REGRAFT_INFERENCE_MAX_LORA_RANK."
+            )
+        ADAPTERS.folders[folder.name] = folder
+        return folder.name
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """As worker.model.policy.render gives messages to templates."""
+    role = "system" if message.role == "developer" else message.role
+    whole = message.model_dump(exclude_none=True, exclude={"name", "refusal", "content", "role"})
+    return {"role": role, "content": message.text} | whole
+
+
+def _thoughts(form: Format, *, is_in_grammar: bool) -> dict[str, Any]:
+    """What thoughts.py reads of `chat_template_kwargs`."""
+    return {THOUGHTS_FORMAT: asdict(form), THOUGHTS_IN_GRAMMAR: is_in_grammar}
+
+
+def _has_special_tags(reasoning: Reasoning) -> bool:
+    special = set(reasoning.tokenizer.all_special_ids)
+    return bool(special & {*reasoning.start_ids, *reasoning.end_ids})
+
+
+# vLLM's parsers of calls, by texts in chat templates; the first that fits.
+_TOOL_PARSERS = (
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3_json"),
+)
+
+
+def known_tool_parser(template: object) -> str | None:
+    """vLLM's parser of the calls that a model writes, by its chat template. None: unknown, or it has no tools."""
+    if not isinstance(template, str) or "tools" not in template:
+        return None
+    return next((name for mark, name in _TOOL_PARSERS if mark in template), None)
+
+
+def server_options(tool_parser: str | None) -> dict[str, Any]:
+    """vLLM's command-line options of its server, beside those of its engine."""
+    return {
+        # Only this process sets it: a user's request has no template.
+        "trust_request_chat_template": True,
+        "chat_template_content_format": "string",
+        "enable_auto_tool_choice": tool_parser is not None,
+        "tool_call_parser": tool_parser,
+        "enable_prompt_tokens_details": True,
+        "enable_per_request_metrics": True,
+    }
+
+
+def write_nothing(source: str, folder: Path) -> None:
+    """An adapter of one layer whose matrices are 0."""
+    model = without_weights(_config_of(source))
+    head = model.get_output_embeddings()
+    name, layer = next(
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    )
+    LoraConfig(
+        r=1, lora_alpha=1, target_modules=[name.rsplit(".", 1)[-1]], task_type="CAUSAL_LM"
+    ).save_pretrained(str(folder))
+    tensors = {
+        f"base_model.model.{name}.lora_A.weight": torch.zeros(1, layer.in_features),
+        f"base_model.model.{name}.lora_B.weight": torch.zeros(layer.out_features, 1),
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def _eos_of(source: str) -> Any:
+    try:
+        return GenerationConfig.from_pretrained(source).eos_token_id
+    except OSError:  # a model without that file has it in its config
+        return _config_of(source).eos_token_id
+
+
+def _config_of(source: str) -> Any:
+    """`source` is a folder if there is one of that name, and else a hub id, as transformers reads it."""
+    folder = Path(source)
+    return read_config(folder if folder.is_dir() else source)
