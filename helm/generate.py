@@ -1,4 +1,4 @@
-"""Generate the chart's tables of values and workers, and the settings in its schema, from other files.
+"""Generate the chart's tables of values, pools and fleets, and the settings in its schema, from other files.
 
     python helm/generate.py
 
@@ -22,7 +22,7 @@ OWN = {
     "data_dir", "database_url", "broker_url", "blob_url", "s3_endpoint_url", "s3_region", "models_file",
     "graders_file", "inference_url", "inference_key", "host", "port", "gpu_class", "metrics_port", "ranks",
     "nodes", "node_rank", "rendezvous", "gpu_classes", "inference_kv_cache_gib", "first_key",
-    # The chart runs no rollout fleet, and its pools give all GPUs of a worker to the ranks.
+    # The pools of the chart give all GPUs of a worker to the ranks.
     "samplers", "samplers_key", "sampling_gpus",
 }  # fmt: skip
 
@@ -37,7 +37,12 @@ def generated() -> dict[Path, str]:
     schema_file, readme = CHART / "values.schema.json", CHART / "README.md"
     schema = json.loads(schema_file.read_text())
     schema["properties"]["settings"] = settings_schema()
-    tables = {"values": values_table(), "workers": workers_table(schema)}
+    properties = schema["properties"]
+    tables = {
+        "values": values_table(),
+        "workers": items_table("pool", properties["workers"]["items"]),
+        "samplers": items_table("fleet", properties["samplers"]["properties"]["fleets"]["items"]),
+    }
     text = readme.read_text()
     for name, table in tables.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
@@ -100,11 +105,10 @@ def documented(lines: list[str]) -> Iterator[tuple[list[str], str]]:
             comment = ""
 
 
-def workers_table(schema: dict[str, Any]) -> str:
-    pool = schema["properties"]["workers"]["items"]
-    rows = ["| of a pool | | |", "|---|---|---|"]
-    for name, of in pool["properties"].items():
-        needed = "required" if name in pool["required"] else ""
+def items_table(kind: str, schema: dict[str, Any]) -> str:
+    rows = [f"| of a {kind} | | |", "|---|---|---|"]
+    for name, of in schema["properties"].items():
+        needed = "required" if name in schema["required"] else ""
         rows.append(f"| `{name}` | {needed} | {_cell(of['description'])} |")
     return "\n".join(rows) + "\n"
 

@@ -53,6 +53,13 @@ ANYWHERE_PUBLIC = {
 }
 
 # What people run, and every branch of the templates at least once.
+FLEET = {
+    "name": "small",
+    "model": "Qwen3-4B",
+    "gpus": 1,
+    "replicas": 3,
+    "resources": {"requests": {"cpu": "1", "memory": "8Gi"}, "limits": {"cpu": "4", "memory": "16Gi"}},
+}
 VARIATIONS: dict[str, dict[str, Any]] = {
     "demo": profile("cpu-demo"),
     "production": profile("production"),
@@ -145,6 +152,15 @@ VARIATIONS: dict[str, dict[str, Any]] = {
         models={"Qwen3-4B": {"gpuClass": "a100"}, "Qwen3-14B": {"gpuClass": "group"}},
         metrics={"enabled": True},
         networkPolicy={"memberEgress": [ANYWHERE_PUBLIC]},
+    ),
+    "fleets": profile(
+        "production",
+        models={"Qwen3-14B": {"tensorParallel": 2, "toolParser": "hermes"}},
+        samplers={
+            "existingSecret": "samplers",
+            "fleets": [FLEET, FLEET | {"name": "large", "model": "Qwen3-14B", "gpus": 2, "kvCacheGiB": 20}],
+        },
+        metrics={"enabled": True, "monitors": {"enabled": True}},
     ),
     "measured": profile("cpu-demo", metrics={"enabled": True}),
 }

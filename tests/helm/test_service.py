@@ -24,6 +24,8 @@ from tests.servers import Postgres
 from worker.cli.parser import build
 from worker.supervise import liveness
 
+FLEETS = {"small": "Qwen3-4B", "large": "Qwen3-14B"}
+
 
 def environment(pod: Pod, secrets: str = "secret" * 6) -> dict[str, Any]:
     """The environment of a pod's container, with the same word for all that comes from Secrets."""
@@ -33,7 +35,7 @@ def environment(pod: Pod, secrets: str = "secret" * 6) -> dict[str, Any]:
 @pytest.fixture(params=VARIATIONS)
 def ours(request: pytest.FixtureRequest) -> list[Any]:
     manifests = render(VARIATIONS[request.param])
-    names = ("api", "worker", "member", "migrate", "inference")
+    names = ("api", "worker", "member", "migrate", "inference", "sampler-small", "sampler-large")
     return [pod for name in names for pod in pods(manifests, name)]
 
 
@@ -98,7 +100,7 @@ def test_every_command_is_one_of_the_service(ours: list[Any]) -> None:
         words = pod.containers[0]["command"]
 
         assert words[0] == "regraft-server"
-        assert parse(words).command == pod.component
+        assert parse(words).command == pod.component.split("-")[0]
 
 
 @pytest.mark.parametrize("file", ["helm/regraft/templates/NOTES.txt", "docs/howto/kubernetes.md"])
@@ -156,6 +158,29 @@ def test_new_jobs_go_to_the_first_pool() -> None:
     assert classes == {"a100": "a100", "h100": "h100", "h200": "h200", "keeper": "keeper"}
 
 
+def test_jobs_find_the_samplers_of_their_base_model() -> None:
+    manifests = render(VARIATIONS["fleets"])
+    fleets = {model: [f"http://regraft-sampler-{name}:8300"] for name, model in FLEETS.items()}
+
+    for pod in pods(manifests, "worker") + pods(manifests, "api"):
+        assert json.loads(environment(pod)["REGRAFT_SAMPLERS"]) == fleets
+    for name, model in FLEETS.items():
+        [pod] = pods(manifests, f"sampler-{name}")
+        [service] = [
+            one
+            for one in of_kind(manifests, "Service")
+            if one["metadata"]["name"] == f"regraft-sampler-{name}"
+        ]
+        assert service["spec"]["clusterIP"] == "None"
+        assert service["spec"]["selector"].items() <= pod.labels.items()
+        arguments = build().parse_args(pod.containers[0]["command"][1:])
+        assert (arguments.model, arguments.port) == (model, 8300)
+        assert "REGRAFT_DATABASE_URL" not in environment(pod)
+    [large] = pods(manifests, "sampler-large")
+    assert large.containers[0]["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert environment(large)["REGRAFT_KV_CACHE_GIB"] == "20"
+
+
 def test_the_service_reads_inference_servers_by_base_model() -> None:
     servers = {"m": "http://other/v1", "*": "http://inference:8100/v1"}
     values = profile(
@@ -204,6 +229,7 @@ def test_a_model_of_the_chart_has_every_field_of_the_registry(tmp_path: Path) ->
             "context": 512,
             "sampler": "vllm",
             "tensorParallel": 2,
+            "toolParser": "hermes",
             "gpuClass": "h100",
             "chatTemplate": '{% if x > "<&>" %}\n{{ messages }} \\n{% endif %}',
         },

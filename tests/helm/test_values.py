@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.helm.charts import CHART, helm, profile, render
+from tests.helm.charts import CHART, FLEET, helm, profile, render
 
 POOL = profile("cpu-demo")["workers"][0]
 
@@ -124,6 +124,28 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
         "j is the model n, for which inference.url has no address",
     ),
     "two servers of models": ({"inference": {"url": "http://other/v1"}}, "set either it or inference.enabled"),
+    "a fleet of an unknown model": (
+        {"samplers": {"fleets": [FLEET], "existingSecret": "key"}},
+        "samplers.fleets: Qwen3-4B is not in models",
+    ),
+    "a fleet without a key": (
+        {"models": {"Qwen3-4B": {"hub": "a/b"}}, "samplers": {"fleets": [FLEET]}},
+        "samplers.existingSecret: name the Secret",
+    ),
+    "two fleets of a model": (
+        {
+            "models": {"Qwen3-4B": {"hub": "a/b"}},
+            "samplers": {"fleets": [FLEET, FLEET | {"name": "more"}], "existingSecret": "key"},
+        },
+        "two fleets sample Qwen3-4B",
+    ),
+    "a fleet with other GPUs than its model": (
+        {
+            "models": {"Qwen3-4B": {"hub": "a/b", "tensorParallel": 2}},
+            "samplers": {"fleets": [FLEET], "existingSecret": "key"},
+        },
+        "small has 1 gpus, and a sampler of Qwen3-4B uses its tensorParallel, 2",
+    ),
     "an entry for no host": ({"ingress": {"enabled": True}}, "ingress.host: name the host"),
     "a route to no gateway": ({"gateway": {"enabled": True}}, "gateway.parentRefs: name the Gateway"),
     "an API upside down": ({"api": {"autoscaling": {"minReplicas": 9}}}, "api.autoscaling.minReplicas"),

@@ -80,6 +80,19 @@ capabilities:
 {{- end -}}
 {{- end -}}
 
+{{- define "regraft.samplersSecret" -}}
+{name: {{ .Values.samplers.existingSecret | quote }}, key: {{ .Values.samplers.secretKey | quote }}}
+{{- end -}}
+
+{{/* The addresses of the rollout fleets, by base model. */}}
+{{- define "regraft.samplers" -}}
+{{- $fleets := dict -}}
+{{- range .Values.samplers.fleets -}}
+{{- $_ := set $fleets .model (list (printf "http://%s-sampler-%s:8300" (include "regraft.name" $) .name)) -}}
+{{- end -}}
+{{- toJson $fleets -}}
+{{- end -}}
+
 {{/* Nothing: there is none, and the API keeps a random key to itself. */}}
 {{- define "regraft.firstKeySecret" -}}
 {{- if .Values.firstKey.existingSecret -}}
@@ -108,6 +121,13 @@ capabilities:
 - name: REGRAFT_INFERENCE_URL
   {{- $address := $v.inference.url | default (printf "http://%s-inference:8100/v1" (include "regraft.name" .root)) }}
   value: {{ kindIs "map" $address | ternary (toJson $address) $address | quote }}
+{{- end }}
+{{- if $v.samplers.fleets }}
+- name: REGRAFT_SAMPLERS
+  value: {{ include "regraft.samplers" .root | quote }}
+- name: REGRAFT_SAMPLERS_KEY
+  valueFrom:
+    secretKeyRef: {{ include "regraft.samplersSecret" .root }}
 {{- end }}
 {{ include "regraft.commonEnv" .root }}
 {{- end -}}
@@ -392,6 +412,26 @@ imagePullSecrets:
 {{- end -}}
 {{- if and $v.inference.enabled (not (or $v.inference.existingSecret $v.bundled.postgresql.enabled $v.bundled.valkey.enabled $v.bundled.seaweedfs.enabled)) -}}
 {{- $wrong = append $wrong "inference.existingSecret: name the Secret with a key of your choice, which API and workers send to the inference server" -}}
+{{- end -}}
+{{- $fleetNames := list -}}
+{{- $fleetModels := list -}}
+{{- range $v.samplers.fleets -}}
+{{- if has .name $fleetNames -}}
+{{- $wrong = append $wrong (printf "samplers.fleets: two fleets are named %s" .name) -}}
+{{- end -}}
+{{- $fleetNames = append $fleetNames .name -}}
+{{- if has .model $fleetModels -}}
+{{- $wrong = append $wrong (printf "samplers.fleets: two fleets sample %s; raise the replicas of one" .model) -}}
+{{- end -}}
+{{- $fleetModels = append $fleetModels .model -}}
+{{- if not (hasKey $v.models .model) -}}
+{{- $wrong = append $wrong (printf "samplers.fleets: %s is not in models" .model) -}}
+{{- else if ne (int ((index $v.models .model).tensorParallel | default 1)) (int .gpus) -}}
+{{- $wrong = append $wrong (printf "samplers.fleets: %s has %d gpus, and a sampler of %s uses its tensorParallel, %d" .name (int .gpus) .model (int ((index $v.models .model).tensorParallel | default 1))) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.samplers.fleets (not $v.samplers.existingSecret) -}}
+{{- $wrong = append $wrong "samplers.existingSecret: name the Secret with a key of your choice, which workers send to the samplers" -}}
 {{- end -}}
 {{- range $name, $_ := $v.extraEnv -}}
 {{- if and (hasPrefix "REGRAFT_" $name) (ne $name "REGRAFT_PYTHON_GRADERS") -}}
